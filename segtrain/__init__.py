@@ -1,0 +1,11 @@
+"""Semantic segmentation training whose result does not depend on the number of devices."""
+
+import os
+
+__version__ = "0.1.0"
+
+# Both are read by the libraries at import time, so they are set before anything can import them:
+# albumentations would otherwise ask the network for a newer version of itself, and OpenCV would
+# decode an image of a billion pixels.
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(200_000_000))

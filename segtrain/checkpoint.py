@@ -1,0 +1,256 @@
+"""Checkpoints: one record that holds everything an update changes, written whole or not at all.
+
+A record holds tensors, numbers, strings, lists and dicts only, and is loaded with weights_only, so
+that a checkpoint from anywhere cannot run code.
+"""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+
+from segtrain import __version__
+from segtrain.config import Config
+from segtrain.data.classes import ClassFile
+from segtrain.engine import TrainState
+from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.models import SegModel, build_model
+
+FORMAT_VERSION = 1
+
+LAST, BEST = "last.pt", "best.pt"
+
+
+class Record(NamedTuple):
+    """The contents of a checkpoint.
+
+    step: updates done.
+    config, classes: the Config and the ClassFile as JSON.
+    model, average: state dicts; average is None where no average of the weights is kept.
+    optimizer, scaler: state dicts of training; None in a checkpoint that only serves for inference.
+    best: {"step": int, "mean_iou": float} of the best evaluation so far, or None.
+    """
+
+    step: int
+    config: str
+    classes: str
+    model: dict[str, Any]
+    average: dict[str, Any] | None
+    optimizer: dict[str, Any] | None
+    scaler: dict[str, Any] | None
+    best: dict[str, Any] | None
+
+
+def save(path: Path, record: Record) -> None:
+    """Writes `record` to `path`: at every instant the old file or the new one is there, whole.
+
+    The file is read back before it takes the place of the old one: what weights_only refuses
+    (a NumPy number, say) must not be noticed only when the run is to be resumed.
+
+    Raises:
+        ExecutionError: the disk is full, or the directory cannot be written.
+    """
+    content = {"format": FORMAT_VERSION, "segtrain": __version__, **record._asdict()}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Through a file object: given a path, torch reports a full disk as an internal error.
+        with temporary.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        load(temporary)
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise ExecutionError(f"{path}: cannot write the checkpoint: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def load(path: Path) -> Record:
+    """The record in `path`, its tensors on the CPU.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is not one of segtrain's.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such checkpoint") from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: refused: it holds more than tensors and plain data, or is damaged "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "it is cut short"
+        raise CheckpointError(f"{path}: damaged or not a checkpoint: {reason}") from None
+    return _as_record(content, path)
+
+
+def _as_record(content: Any, path: Path) -> Record:
+    if not isinstance(content, dict) or "format" not in content:
+        kind = "a bare state dict" if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"{path}: expected a checkpoint of segtrain, found {kind}")
+    if content["format"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format {content['format']}, written by segtrain {content.get('segtrain')}; "
+            f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
+        )
+    missing = [field for field in Record._fields if field not in content]
+    if missing:
+        raise CheckpointError(f"{path}: incomplete: {', '.join(missing)} missing")
+    return Record(**{field: content[field] for field in Record._fields})
+
+
+def resolve(run_or_file: str | Path) -> Path:
+    """The checkpoint meant by a file, or by a run directory: its best one, else its last.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(run_or_file)
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such run or checkpoint")
+    for name in (BEST, LAST):
+        if (path / "checkpoints" / name).is_file():
+            return path / "checkpoints" / name
+    raise CheckpointError(f"{path}: no checkpoints/{BEST} or checkpoints/{LAST} in this directory")
+
+
+class LoadedModel(NamedTuple):
+    """A trained model, ready for use, and what it was trained as."""
+
+    model: SegModel
+    config: Config
+    classes: ClassFile
+    step: int
+
+
+def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> LoadedModel:
+    """The model of a run directory or checkpoint, in evaluation mode with plain nn.BatchNorm2d.
+
+    Its weights are the averaged ones where an average was kept.
+
+    Raises:
+        CheckpointError: as `load` and `resolve`, or the weights do not fit the config beside them.
+    """
+    file = resolve(path)
+    record = load(file)
+    config, classes = parse_experiment(record, file)
+    # The state dict brings every weight, so none has to be fetched.
+    model_config = config.model.model_copy(update={"pretrained": None})
+    model = build_model(
+        model_config,
+        num_classes=classes.num_classes,
+        norm=lambda channels: nn.BatchNorm2d(channels, eps=config.norm.eps),
+    )
+    load_weights(model, record.model if record.average is None else record.average, file)
+    return LoadedModel(model.eval().to(device), config, classes, record.step)
+
+
+def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
+    """Copies a state dict into `model`, all of it or nothing.
+
+    Raises:
+        CheckpointError: keys are missing, unexpected or of another shape; the first ten are named.
+    """
+    own = model.state_dict()
+    findings = [f"{key}: missing in the checkpoint" for key in own.keys() - weights.keys()]
+    findings += [f"{key}: not in the model" for key in weights.keys() - own.keys()]
+    findings += [
+        f"{key}: {tuple(weights[key].shape)} in the checkpoint, {tuple(own[key].shape)} in the model"
+        for key in own.keys() & weights.keys()
+        if own[key].shape != weights[key].shape
+    ]
+    if findings:
+        more = f"\n  and {len(findings) - 10} more" if len(findings) > 10 else ""
+        listed = "\n  ".join(sorted(findings)[:10])
+        raise CheckpointError(f"{path}: the weights do not fit the model\n  {listed}{more}")
+    model.load_state_dict(weights)
+
+
+def restore(state: TrainState, record: Record, path: Path) -> None:
+    """Brings `state` to where it was when `record` was made; every rank does so.
+
+    Raises:
+        CheckpointError: the record was made for another model, or is not for going on.
+    """
+    if record.optimizer is None or record.scaler is None:
+        raise CheckpointError(f"{path}: holds no training state; go on with {LAST}")
+    load_weights(state.model, record.model, path)
+    if state.average is not None:
+        if record.average is None:
+            raise CheckpointError(f"{path}: holds no average of the weights (train.ema_decay)")
+        load_weights(state.average.model, record.average, path)
+    state.optimizer.load_state_dict(record.optimizer)
+    if state.scaler.is_enabled():
+        state.scaler.load_state_dict(record.scaler)
+    state.step = record.step
+
+
+_CLASS_FILE = TypeAdapter(ClassFile)
+
+
+def experiment_record(config: Config, classes: ClassFile) -> dict[str, str]:
+    """The fields `config` and `classes` of a record."""
+    return {"config": config.model_dump_json(), "classes": _CLASS_FILE.dump_json(classes).decode()}
+
+
+def parse_experiment(record: Record, path: Path) -> tuple[Config, ClassFile]:
+    """What the run in `record` was: its config and its classes.
+
+    Raises:
+        CheckpointError: this version of segtrain does not understand them.
+    """
+    try:
+        config = Config.model_validate_json(record.config)
+        return config, _CLASS_FILE.validate_json(record.classes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{path}: its config does not fit this version of segtrain: {where}: {first['msg']}"
+        ) from None
+
+
+class CheckpointStore:
+    """The checkpoints of one run: last.pt, best.pt, and now and then one that is kept."""
+
+    def __init__(self, directory: Path, *, keep_limit: int) -> None:
+        self.directory = directory
+        self.keep_limit = keep_limit
+
+    @property
+    def last(self) -> Path:
+        """Where training goes on from."""
+        return self.directory / LAST
+
+    def save_last(self, record: Record) -> None:
+        """Replaces last.pt."""
+        save(self.last, record)
+
+    def save_best(self, record: Record) -> None:
+        """Replaces best.pt, which holds no optimizer: it is for use, not for going on."""
+        save(self.directory / BEST, record._replace(optimizer=None, scaler=None))
+
+    def keep(self, record: Record) -> None:
+        """Writes step_N.pt and removes the oldest of its kind beyond the limit."""
+        save(self.directory / f"step_{record.step:07d}.pt", record)
+        for old in sorted(self.directory.glob("step_*.pt"))[: -self.keep_limit]:
+            old.unlink()

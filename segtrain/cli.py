@@ -1,0 +1,421 @@
+"""The `segtrain` command: parses arguments and hands them to one module.
+
+Nothing heavy is imported before it is needed: help and refused configs take a fraction of a second.
+"""
+
+import argparse
+import json
+import os
+import select
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from segtrain import __version__
+import numpy
+from segtrain.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
+
+_DESCRIPTION = """\
+Semantic segmentation training whose result does not depend on the number of devices.
+
+  segtrain data check configs/own.yaml       is the data what the config says?
+  segtrain train configs/own.yaml            train, evaluate, save checkpoints to runs/own
+  segtrain eval runs/own                     IoU of every class
+  segtrain predict runs/own photos/ --output predictions
+  segtrain export runs/own --format onnx --output model.onnx
+"""
+_EPILOG = """\
+exit codes: 0 done, 1 internal error, 2 command line or config, 3 data, 4 checkpoint,
+5 non-finite loss, 6 a process or the system failed, 130 interrupted, 143 terminated
+"""
+_SET_HELP = (
+    "change one option, checked like the file; may be repeated, the last one counts "
+    "(train.lr=1e-3, augment.crop_size='[512, 1024]', model.pretrained=null)"
+)
+_SOURCE_HELP = "run directory (its best checkpoint) or checkpoint file"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (None: that of the process) and returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(argv)
+    args.argv = argv  # the launcher starts the same command once more for each rank
+    try:
+        code = args.handler(args)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"segtrain: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("segtrain: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        return EXIT_OK
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of stdout has gone, as in `segtrain config show FILE | head -1`.
+
+    If so, stdout is pointed at nothing, or Python would complain once more at exit.
+    """
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return closed
+
+
+def _train(args: argparse.Namespace) -> int:
+    from segtrain.config import load_config
+
+    config = load_config(args.config, args.set)
+    if "RANK" not in os.environ:  # once, not for every rank
+        _print_warnings(config)
+    from segtrain import launch
+
+    return launch.train(args, config)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from segtrain import launch
+
+    return launch.evaluate(args)
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from segtrain import predict
+
+    return predict.main(args)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from segtrain import export
+
+    return export.main(args)
+
+
+def _data_synth(args: argparse.Namespace) -> int:
+    from segtrain.data import synthetic
+
+    return synthetic.main(args)
+
+
+def _data_check(args: argparse.Namespace) -> int:
+    from segtrain.config import load_config
+
+    load_config(args.config, args.set)  # refused before anything heavy is imported
+    from segtrain.data import check
+
+    return check.main(args)
+
+
+def _config_show(args: argparse.Namespace) -> int:
+    from segtrain.config import config_to_yaml, load_config
+
+    config = load_config(args.config, args.set)
+    print(config_to_yaml(config), end="")
+    _print_warnings(config)
+    return EXIT_OK
+
+
+def _config_schema(args: argparse.Namespace) -> int:
+    from segtrain.config import config_schema
+
+    text = json.dumps(config_schema(), indent=2) + "\n"
+    if args.output is None:
+        print(text, end="")
+        return EXIT_OK
+    try:
+        args.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {args.output}: {(error.strerror or '').lower()}") from None
+    return EXIT_OK
+
+
+def _print_warnings(config: object) -> None:
+    from segtrain.config_warnings import config_warnings
+
+    for line in config_warnings(config):
+        print(f"segtrain: warning: {line}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="segtrain", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"segtrain {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_eval(commands)
+    _add_predict(commands)
+    _add_export(commands)
+    _add_data(commands)
+    _add_config(commands)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that keeps the line breaks of its texts and takes no abbreviated options."""
+
+    def __init__(self, **kwargs) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**kwargs, allow_abbrev=False)
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model from a config",
+        description="Train the experiment in CONFIG; evaluate and save checkpoints on the way.",
+        epilog="examples:\n"
+        "  segtrain train configs/own_data.yaml --nproc 4 --set train.lr=0.02\n"
+        "  segtrain train configs/own_data.yaml --resume\n"
+        "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
+        "  torchrun --nproc-per-node 4 -m segtrain train CONFIG",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="experiment file (YAML)")
+    _add_set(parser)
+    _add_nproc(parser)
+    _add_device(parser)
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="run directory (default: runs/<name of CONFIG>)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on at the last checkpoint, on any number of ranks"
+    )
+    group = parser.add_argument_group("several machines (the same command on each)")
+    group.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="machines")
+    group.add_argument(
+        "--node-rank", type=_non_negative, metavar="R", help="number of this machine, from 0"
+    )
+    group.add_argument(
+        "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="meeting point on machine 0"
+    )
+    group.add_argument("--rdzv-id", metavar="ID", help="name of the job, equal on all machines")
+    group.add_argument(
+        "--max-restarts",
+        type=_non_negative,
+        default=0,
+        metavar="N",
+        help="start all ranks again this often after one failed (default: 0)",
+    )
+    parser.set_defaults(handler=lambda args: _train(_consistent_nodes(parser, args)))
+
+
+def _consistent_nodes(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> argparse.Namespace:
+    if args.nnodes > 1 and args.rdzv_endpoint is None:
+        parser.error("--nnodes: several machines need --rdzv-endpoint HOST:PORT")
+    if args.node_rank is not None and args.node_rank >= args.nnodes:
+        parser.error(f"--node-rank: expected less than --nnodes, {args.nnodes}")
+    return args
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="score a model on a split",
+        description="Score a trained model: IoU of every class, mIoU, mAcc, aAcc.",
+        epilog="examples:\n"
+        "  segtrain eval runs/own\n"
+        "  segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
+        "  segtrain eval runs/own/checkpoints/last.pt --split test --save-predictions out",
+    )
+    parser.add_argument("checkpoint", metavar="RUN|CHECKPOINT", help=_SOURCE_HELP)
+    parser.add_argument("--split", metavar="S", help="split (default: data.eval_split)")
+    _add_set(parser)
+    _add_nproc(parser)
+    _add_device(parser)
+    parser.add_argument(
+        "--save-predictions", type=Path, metavar="DIR", help="write label maps with raw ids"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all scores as JSON")
+    parser.add_argument(
+        "--overlays", type=Path, metavar="DIR", help="write pictures of image, label and prediction"
+    )
+    parser.add_argument(
+        "--num-overlays", type=_positive, default=8, metavar="N", help="how many (default: 8)"
+    )
+    parser.set_defaults(handler=_eval)
+
+
+def _add_predict(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "predict",
+        help="segment images",
+        description="Segment images of any size: writes label maps, colour maps and overlays.",
+        epilog="example:\n  segtrain predict runs/own photos/ extra.jpg --output predictions",
+    )
+    _add_source(parser)
+    parser.add_argument(
+        "inputs", nargs="+", type=Path, metavar="INPUT", help="image, or folder of images"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="where to write the results"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace results that are already there"
+    )
+    _add_set(parser)
+    _add_device(parser)
+    parser.set_defaults(handler=_predict)
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a model for other programs",
+        description="Write a trained model for other programs; the file is run and compared with "
+        "the model before it gets its name.",
+        epilog="example:\n  segtrain export runs/own --format onnx --output own.onnx --normalize "
+        "--argmax",
+    )
+    _add_source(parser)
+    parser.add_argument(
+        "--format",
+        required=True,
+        choices=("onnx", "pt2", "torchscript", "safetensors"),
+        help="pt2: torch.export; safetensors: weights only",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
+    parser.add_argument(
+        "--normalize",
+        nargs="?",
+        const="uint8",
+        choices=("uint8", "float32"),
+        help="the file takes RGB of 0..255, as bytes (default) or floats, and normalizes it itself",
+    )
+    parser.add_argument(
+        "--argmax", action="store_true", help="the file returns train ids instead of logits"
+    )
+    parser.add_argument(
+        "--size",
+        nargs=2,
+        type=_positive,
+        metavar=("H", "W"),
+        help="one of the two sizes at which file and model are compared",
+    )
+    parser.set_defaults(handler=_export)
+
+
+def _add_data(commands: argparse._SubParsersAction) -> None:
+    group = commands.add_parser("data", help="make or check data sets")
+    actions = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    synth = actions.add_parser(
+        "synth",
+        help="draw a synthetic data set",
+        description="Draw synthetic street scenes in the layout of Cityscapes.",
+        epilog="example:\n  segtrain data synth data/street --num-train 200 --num-val 40",
+    )
+    synth.add_argument("root", type=Path, metavar="ROOT", help="directory to write to")
+    synth.add_argument("--num-train", type=_positive, default=200, metavar="N", help="default: 200")
+    synth.add_argument("--num-val", type=_positive, default=40, metavar="N", help="default: 40")
+    synth.add_argument(
+        "--size",
+        nargs=2,
+        type=_positive,
+        default=[256, 512],
+        metavar=("H", "W"),
+        help="height and width in pixels (default: 256 512)",
+    )
+    synth.add_argument("--seed", type=_non_negative, default=0, metavar="S", help="default: 0")
+    _add_jobs(synth)
+    synth.set_defaults(handler=_data_synth)
+    check = actions.add_parser(
+        "check",
+        help="check every image and label of a config",
+        description="Read both splits completely and report all that is wrong: missing or damaged "
+        "files, sizes that differ, label values outside the class file; and class frequencies.",
+        epilog="example:\n  segtrain data check configs/own_data.yaml",
+    )
+    check.add_argument("config", metavar="CONFIG", help="experiment file (YAML)")
+    _add_set(check)
+    _add_jobs(check)
+    check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    check.set_defaults(handler=_data_check)
+
+
+def _add_config(commands: argparse._SubParsersAction) -> None:
+    group = commands.add_parser("config", help="show a config or its schema")
+    actions = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    show = actions.add_parser(
+        "show",
+        help="check a config and print it with all defaults",
+        epilog="example:\n  segtrain config show configs/own_data.yaml --set train.lr=0.02",
+    )
+    show.add_argument("config", metavar="FILE", help="experiment file (YAML)")
+    _add_set(show)
+    show.set_defaults(handler=_config_show)
+    schema = actions.add_parser(
+        "schema",
+        help="print the JSON Schema of configs, for editors",
+        epilog="an editor with a YAML language server completes and checks a config that begins\n"
+        "with '# yaml-language-server: $schema=schema.json' after\n"
+        "  segtrain config schema --output schema.json",
+    )
+    schema.add_argument("--output", type=Path, metavar="FILE", help="default: the terminal")
+    schema.set_defaults(handler=_config_schema)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN|CHECKPOINT", help=_SOURCE_HELP)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=_SET_HELP
+    )
+
+
+def _add_nproc(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nproc",
+        type=_nproc,
+        default="auto",
+        metavar="N|auto",
+        help="processes on this machine (default: auto, one for each GPU, or one)",
+    )
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: CUDA if there is any (default)",
+    )
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jobs", type=_positive, metavar="J", help="processes (default: one for each core)"
+    )
+
+
+def _positive(text: str) -> int:
+    return _integer(text, least=1)
+
+
+def _non_negative(text: str) -> int:
+    return _integer(text, least=0)
+
+
+def _integer(text: str, *, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got '{text}'")
+    return int(text)
+
+
+def _nproc(text: str) -> int | str:
+    return text if text == "auto" else _positive(text)
+
+
+def _endpoint(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, got '{text}'")
+    return text

@@ -1,0 +1,239 @@
+"""Class files: the names, colours and raw ids of the classes, and what is ignored.
+
+    classes:
+      - {name: road, color: [128, 64, 128], ids: [7]}
+      - {name: sidewalk, color: [244, 35, 232], ids: [8]}
+    ignore_ids: [0, 1, 2, 3]
+    ignore_color: [0, 0, 0]
+
+The order of the list gives the train ids 0, 1, ... Everything but the name may be left out: `ids`
+is then the place in the list, `color` the next free one of the Pascal VOC palette, `ignore_ids` is
+[255], and a class may be just its name:
+
+    classes: [background, crack, spalling]
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from segtrain.errors import ConfigError
+from segtrain.strict_yaml import Document, read_text, scan_yaml
+from segtrain.validation import Finding, report, validate
+
+# Equal to records.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
+_IGNORE_INDEX = 255
+MAX_CLASSES = 255
+MAX_RAW_ID = 65535  # labels have at most 16 bits
+
+Color = tuple[int, int, int]
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+# In a wheel the files lie in the package, in a checkout at the top.
+_DIRECTORIES = (_PACKAGE / "_data" / "classes", _PACKAGE.parent / "data" / "classes")
+_IGNORE_COLORS = ((0, 0, 0), (224, 224, 192), (255, 255, 255))
+
+
+@dataclass(frozen=True)
+class SegClass:
+    """One class: its name, its colour in pictures, and the label values that mean it."""
+
+    name: str
+    color: Color
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ClassFile:
+    """The classes of a data set; the place of a class is its train id."""
+
+    name: str
+    classes: tuple[SegClass, ...]
+    ignore_ids: tuple[int, ...]
+    ignore_color: Color
+
+    @property
+    def num_classes(self) -> int:
+        """K, at most 255."""
+        return len(self.classes)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Class names in the order of the train ids."""
+        return tuple(one.name for one in self.classes)
+
+    @cached_property
+    def palette(self) -> list[Color]:
+        """Colours in the order of the train ids, RGB 0..255."""
+        return [one.color for one in self.classes]
+
+    @cached_property
+    def train_id_of(self) -> dict[int, int]:
+        """Raw label value -> train id, or 255 for ignored values; other values are mistakes."""
+        ids = {raw: train_id for train_id, one in enumerate(self.classes) for raw in one.ids}
+        return ids | dict.fromkeys(self.ignore_ids, _IGNORE_INDEX)
+
+    @cached_property
+    def write_ids(self) -> list[int]:
+        """The raw label value to write for each train id, as submissions want it."""
+        return [one.ids[0] for one in self.classes]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+_Byte = Annotated[int, Field(ge=0, le=255)]
+_RawId = Annotated[int, Field(ge=0, le=MAX_RAW_ID)]
+_Color = tuple[_Byte, _Byte, _Byte]
+
+
+class _ClassEntry(_Section):
+    name: Annotated[str, Field(min_length=1)]
+    color: _Color | None = None
+    ids: Annotated[tuple[_RawId, ...], Field(min_length=1)] | None = None
+
+
+class _ClassFileEntry(_Section):
+    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1)]
+    ignore_ids: tuple[_RawId, ...] | None = None
+    ignore_color: _Color | None = None
+
+
+def load_class_file(name_or_path: str) -> ClassFile:
+    """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
+
+    A name has neither a directory nor the ending `.yaml` or `.yml`.
+
+    Raises:
+        ConfigError: no such file, or one line for every mistake in it.
+    """
+    path = _find(name_or_path)
+    document = scan_yaml(read_text(path), source=str(path))
+    findings = [Finding(path, text, line=line) for path, line, text in document.problems]
+    entry = validate(_ClassFileEntry, _with_names(document.data))
+    if isinstance(entry, list):
+        refused = {problem.path for problem in document.problems}
+        findings += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
+    elif not findings:
+        class_file = _resolve(entry, name=path.stem)
+        findings += _conflicts(class_file, explicit_color=entry.ignore_color is not None)
+        if not findings:
+            return class_file
+    raise ConfigError("\n".join(report(findings, lambda finding: _place(document, finding))))
+
+
+def check_class_weights(classes: ClassFile, class_weights: Sequence[float] | None) -> None:
+    """Refuses `loss.class_weights` that are not one for each class.
+
+    Raises:
+        ConfigError: another number of weights than classes.
+    """
+    if class_weights is not None and len(class_weights) != classes.num_classes:
+        raise ConfigError(
+            f"loss.class_weights: expected {classes.num_classes} numbers, one for each class of "
+            f"{classes.name}, got {len(class_weights)}"
+        )
+
+
+def default_palette(num_colors: int) -> list[Color]:
+    """The first colours of the Pascal VOC palette, all different, black first; at most 256.
+
+    Bit 3 i + c of the index becomes bit 7 - i of channel c (VOC development kit, VOClabelcolormap).
+    """
+    return [
+        tuple(sum((k >> (3 * i + c) & 1) << (7 - i) for i in range(8)) for c in range(3))
+        for k in range(num_colors)
+    ]
+
+
+def known_names() -> list[str]:
+    """Names of the class files that come with segtrain."""
+    return sorted({path.stem for folder in _DIRECTORIES for path in folder.glob("*.yaml")})
+
+
+def _find(name_or_path: str) -> Path:
+    path = Path(name_or_path)
+    if path.name != name_or_path or path.suffix in (".yaml", ".yml"):
+        return path
+    for folder in _DIRECTORIES:
+        if (folder / f"{name_or_path}.yaml").is_file():
+            return folder / f"{name_or_path}.yaml"
+    known = known_names()
+    near = difflib.get_close_matches(name_or_path, known, n=1)
+    problem = f"data.classes: no class file named '{name_or_path}'"
+    if near:
+        raise ConfigError(f"{problem}; did you mean {near[0]}?")
+    raise ConfigError(f"{problem}; expected one of {', '.join(known)}, or a path ending in .yaml")
+
+
+def _with_names(data: dict[str, Any]) -> dict[str, Any]:
+    """A class that is just its name becomes an entry with a name."""
+    classes = data.get("classes")
+    if not isinstance(classes, list):
+        return data
+    entries = [{"name": one} if isinstance(one, str) else one for one in classes]
+    return {**data, "classes": entries}
+
+
+def _resolve(entry: _ClassFileEntry, *, name: str) -> ClassFile:
+    """The class file with everything that was left out filled in."""
+    given = {one.color for one in entry.classes if one.color is not None}
+    free = iter([color for color in default_palette(256) if color not in given])
+    classes = tuple(
+        SegClass(
+            one.name,
+            one.color if one.color is not None else next(free),
+            one.ids if one.ids is not None else (train_id,),
+        )
+        for train_id, one in enumerate(entry.classes)
+    )
+    used_ids = {raw for one in classes for raw in one.ids}
+    ignore_ids = entry.ignore_ids
+    if ignore_ids is None:
+        ignore_ids = () if _IGNORE_INDEX in used_ids else (_IGNORE_INDEX,)
+    used_colors = {one.color for one in classes}
+    candidates = (entry.ignore_color, *_IGNORE_COLORS, *default_palette(256))
+    explicit = entry.ignore_color
+    color = explicit or next(c for c in candidates if c is not None and c not in used_colors)
+    return ClassFile(name, classes, ignore_ids, color)
+
+
+def _conflicts(class_file: ClassFile, *, explicit_color: bool) -> Iterator[Finding]:
+    """What is given twice: names, ids, colours."""
+    classes = class_file.classes
+    if len(classes) > MAX_CLASSES:
+        yield Finding(("classes",), f"{len(classes)} classes; at most {MAX_CLASSES} fit in a label")
+    names: dict[str, str] = {}
+    colors: dict[Color, str] = {}
+    ids: dict[int, str] = {}
+    for i, one in enumerate(classes):
+        if one.name in names:
+            yield Finding(("classes", i, "name"), f"'{one.name}' is the name of two classes")
+        names[one.name] = one.name
+        if (other := colors.setdefault(one.color, one.name)) != one.name:
+            yield Finding(("classes", i, "color"), f"{list(one.color)} is also {other}")
+        for raw in one.ids:
+            if raw in ids:
+                yield Finding(("classes", i, "ids"), f"{raw} is also an id of {ids[raw]}")
+            ids[raw] = one.name
+    for i, raw in enumerate(class_file.ignore_ids):
+        if raw in ids:
+            yield Finding(("ignore_ids",), f"{raw} is also an id of {ids[raw]}")
+        elif raw in class_file.ignore_ids[:i]:
+            yield Finding(("ignore_ids",), f"{raw} is given twice")
+    if explicit_color and (other := colors.get(class_file.ignore_color)):
+        yield Finding(("ignore_color",), f"{list(class_file.ignore_color)} is also {other}")
+
+
+def _place(document: Document, finding: Finding) -> tuple[tuple[int, int], str]:
+    """`file:line` of the nearest key or item above the finding that is written in the file."""
+    above = (finding.path[:length] for length in range(len(finding.path), 0, -1))
+    lines = (document.lines[path] for path in above if path in document.lines)
+    line = finding.line or next(lines, 0)
+    return (0, line), f"{document.source}:{line}" if line else document.source

@@ -1,0 +1,71 @@
+"""A split of a data set as a sequence of images with their labels."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from segtrain.config import DataConfig
+from segtrain.data.classes import ClassFile, load_class_file
+from segtrain.data.decode import read_image, read_label
+from segtrain.data.layouts import Pair, list_pairs, printable
+from segtrain.errors import DataError
+
+
+class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
+    """Images and labels, read from their files at each access.
+
+    Item i is (image, label): (H, W, 3) uint8 RGB and (H, W) uint8 train ids with 255 for ignored
+    pixels. The object holds paths only, so handing it to loader processes is cheap.
+
+    Raises:
+        DataError: on access; the file is missing, damaged or does not fit, named with its path.
+    """
+
+    def __init__(
+        self, pairs: Sequence[Pair], classes: ClassFile, *, split: str, label_format: str = "ids"
+    ) -> None:
+        self.pairs = list(pairs)
+        self.classes = classes
+        self.split = split
+        self.label_format = label_format
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        pair = self.pairs[index]
+        image = read_image(pair.image)
+        label = read_label(pair.label, self.classes, self.label_format)
+        problem = size_problem(pair, image.shape[:2], label.shape)
+        if problem:
+            raise DataError(problem)
+        return image, label
+
+    def name(self, index: int) -> str:
+        """The name of image `index`: unique in the split, a relative path without suffix."""
+        return self.pairs[index].name
+
+
+def open_dataset(data: DataConfig, split: str) -> SegDataset:
+    """The images and labels of `split`, listed and complete, not yet opened.
+
+    Raises:
+        ConfigError: no such class file, or it is wrong.
+        DataError: no such split, no images, or files missing, all of them counted.
+    """
+    classes = load_class_file(data.classes)
+    pairs = list_pairs(data, split)
+    return SegDataset(pairs, classes, split=split, label_format=data.label_format)
+
+
+def size_problem(pair: Pair, image: tuple[int, ...], label: tuple[int, ...]) -> str:
+    """Why image and label of these sizes (height, width) do not fit; empty if they do."""
+    if tuple(image) == tuple(label):
+        return ""
+    turned = ""
+    if tuple(image) == tuple(label)[::-1]:
+        turned = "; one is turned: EXIF orientation is ignored, so store the pixels upright"
+    return (
+        f"{printable(pair.label)}: label {label[1]}x{label[0]}, "
+        f"image {printable(pair.image)} {image[1]}x{image[0]}: sizes must be equal{turned}"
+    )

@@ -1,0 +1,216 @@
+"""Where a training crop lies in its image, and the one resampling that reads it.
+
+Published pipelines resize (and rotate) the whole image and throw most of it away in the crop. Here
+scale, rotation, crop and flip are numbers in a Placement, and only the source pixels under the crop
+are read, once. Down-scaling is bilinear without antialiasing, as in semseg and mmsegmentation.
+"""
+
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from segtrain.records import IGNORE_INDEX
+
+# Points along the short side of a crop on which class shares are judged.
+_JUDGED_POINTS = 128
+
+
+class Span(NamedTuple):
+    """One axis of a crop, in pixels.
+
+    size: of the source image. scaled: what that is after scaling. crop: of the crop.
+    start: first source pixel of the crop; 0 where the scaled image is smaller than the crop.
+    pad: crop pixels before the image; 0 where it is larger.
+
+    The crop starts on a whole source pixel, not on a whole scaled one: then cv2.resize can make it
+    from the source rectangle, several times faster than warpAffine does from any position.
+    """
+
+    size: int
+    scaled: int
+    crop: int
+    start: int = 0
+    pad: int = 0
+
+    @property
+    def factor(self) -> float:
+        """Scaled pixels per source pixel."""
+        return self.scaled / self.size
+
+    @property
+    def content(self) -> int:
+        """Crop pixels that show the image."""
+        return min(self.scaled, self.crop)
+
+    @property
+    def inside(self) -> slice:
+        """Their place in the crop."""
+        return slice(self.pad, self.pad + self.content)
+
+    @property
+    def source(self) -> slice:
+        """Source pixels that they cover, the last perhaps in part."""
+        return slice(self.start, self.start - (-self.content * self.size // self.scaled))
+
+    @property
+    def largest_start(self) -> int:
+        """The last whole source pixel from which the crop fits into the image."""
+        return max(0, self.scaled - self.crop) * self.size // self.scaled
+
+    def nearest(self) -> np.ndarray:
+        """Index of the source pixel under the centre of each content pixel, (content,) int64."""
+        twice_centre = 2 * np.arange(self.content, dtype=np.int64) + 1
+        return self.start + twice_centre * self.size // (2 * self.scaled)
+
+    def moved(self, rng: np.random.Generator) -> "Span":
+        """The same span elsewhere: uniform inside the image, or the whole image in the crop."""
+        start = int(rng.integers(self.largest_start + 1))
+        pad = int(rng.integers(self.crop - self.content + 1))
+        return self._replace(start=start, pad=pad)
+
+
+class Placement(NamedTuple):
+    """A crop of an image that is scaled, then turned, then cut, then mirrored.
+
+    angle_deg: counter-clockwise turn of the scaled image about its centre; 0: none.
+    flip: mirrored left to right.
+    """
+
+    rows: Span
+    columns: Span
+    angle_deg: float = 0.0
+    flip: bool = False
+
+    @property
+    def crop_size(self) -> tuple[int, int]:
+        """(height, width) of the crop."""
+        return self.rows.crop, self.columns.crop
+
+    @property
+    def padded(self) -> bool:
+        """Whether the crop is larger than the scaled image, in either direction."""
+        return self.rows.content < self.rows.crop or self.columns.content < self.columns.crop
+
+    def moved(self, rng: np.random.Generator) -> "Placement":
+        """The same crop at another random position."""
+        return self._replace(rows=self.rows.moved(rng), columns=self.columns.moved(rng))
+
+
+def resample_image(
+    image: np.ndarray, placement: Placement, *, fill: tuple[int, int, int]
+) -> np.ndarray:
+    """The crop of the image by bilinear interpolation, (h, w, 3) uint8, `fill` beyond the image."""
+    if placement.angle_deg:
+        return _warp(image, placement, cv2.INTER_LINEAR, fill)
+    rows, columns = placement.rows, placement.columns
+    # The scale is given as a factor: a ratio of rounded sizes would drift across the crop.
+    content = cv2.resize(
+        image[rows.source, columns.source],
+        None,
+        fx=columns.factor,
+        fy=rows.factor,
+        interpolation=cv2.INTER_LINEAR,
+    )[: rows.content, : columns.content]
+    return _laid_out(content, placement, fill)
+
+
+def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) -> np.ndarray:
+    """The crop of the label by nearest pixel centre, (h, w) uint8; no value is invented.
+
+    stride: 1, or n to get every n-th row and column of the content only, without padding or flip,
+        in ceil(content / n) rows and columns (with rotation: of the crop).
+    """
+    if placement.angle_deg:
+        return _warp(label, placement, cv2.INTER_NEAREST, (IGNORE_INDEX,), stride=stride)
+    rows, columns = placement.rows.nearest()[::stride], placement.columns.nearest()[::stride]
+    content = label.take(rows, axis=0).take(columns, axis=1)
+    return content if stride > 1 else _laid_out(content, placement, (IGNORE_INDEX,))
+
+
+def largest_class_share(label: np.ndarray, placement: Placement) -> float:
+    """The share of the crop's valid pixels that have its most frequent class; 1 without any.
+
+    Judged on a grid with at least 128 points a side, so exact for crops below 256 pixels.
+    """
+    stride = max(1, min(placement.crop_size) // _JUDGED_POINTS)
+    counts = np.bincount(resample_label(label, placement, stride=stride).ravel(), minlength=256)
+    valid = np.delete(counts, IGNORE_INDEX)
+    return float(valid.max() / valid.sum()) if valid.any() else 1.0
+
+
+def paint_padding(crop: np.ndarray, placement: Placement, fill: tuple[int, int, int]) -> np.ndarray:
+    """The crop with its padding `fill` again, where changed colours have changed that too.
+
+    The corners that a rotation leaves empty stay: they are part of the changed image.
+    """
+    if placement.angle_deg or not placement.padded:
+        return crop
+    if placement.flip:
+        crop = cv2.flip(crop, 1)
+    return _laid_out(crop[placement.rows.inside, placement.columns.inside], placement, fill)
+
+
+def _laid_out(content: np.ndarray, placement: Placement, fill: tuple[int, ...]) -> np.ndarray:
+    """`content` with its padding, mirrored if the placement says so, contiguous."""
+    if placement.padded:
+        spans = placement.rows, placement.columns
+        (top, below), (left, right) = (
+            (span.pad, span.crop - span.content - span.pad) for span in spans
+        )
+        content = cv2.copyMakeBorder(
+            content, top, below, left, right, cv2.BORDER_CONSTANT, value=fill
+        )
+    return cv2.flip(content, 1) if placement.flip else np.ascontiguousarray(content)
+
+
+def _warp(
+    source: np.ndarray,
+    placement: Placement,
+    interpolation: int,
+    fill: tuple[int, ...],
+    *,
+    stride: int = 1,
+) -> np.ndarray:
+    matrix = _source_of_crop(placement)
+    height, width = placement.crop_size
+    x, y = (0, width - 1), (0, height - 1)
+    corners = matrix @ np.array([x + x, (y[0],) * 2 + (y[1],) * 2, (1,) * 4])  # (2, 4)
+    limit = np.array(source.shape[1::-1])  # (width, height), as cv2 orders them
+    first = np.clip(np.floor(corners.min(axis=1)).astype(int) - 1, 0, limit - 1)
+    last = np.clip(np.ceil(corners.max(axis=1)).astype(int) + 2, first + 1, limit)
+    # warpAffine may count in fixed point: coordinates are kept small by passing the region alone.
+    matrix[:, 2] -= first
+    matrix[:, :2] *= stride
+    return cv2.warpAffine(
+        source[first[1] : last[1], first[0] : last[0]],
+        matrix,
+        (-(-width // stride), -(-height // stride)),
+        flags=interpolation | cv2.WARP_INVERSE_MAP,
+        borderMode=cv2.BORDER_CONSTANT,
+        borderValue=fill,
+    )
+
+
+def _source_of_crop(placement: Placement) -> np.ndarray:
+    """(2, 3) float64: the matrix from (x, y, 1) of a crop pixel to (x, y) of the source image.
+
+    Both are pixel indices, so centres are whole numbers and an image spans [-0.5, size - 0.5].
+    """
+    rows, columns = placement.rows, placement.columns
+    # From the right: crop index -> crop -> not mirrored -> scaled image about its centre ->
+    # not turned -> source image -> source index.
+    corner = [columns.start * columns.factor - columns.pad, rows.start * rows.factor - rows.pad]
+    centre = _affine(1, 1, -columns.scaled / 2, -rows.scaled / 2)
+    mirror = _affine(-1, 1, columns.crop, 0) if placement.flip else np.eye(3)
+    angle = np.deg2rad(placement.angle_deg)
+    turn = np.eye(3)
+    # y points down, so this turns clockwise: back to where the image came from.
+    turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    source = _affine(1 / columns.factor, 1 / rows.factor, columns.size / 2, rows.size / 2)
+    to_crop, to_index = _affine(1, 1, 0.5, 0.5), _affine(1, 1, -0.5, -0.5)
+    return (to_index @ source @ turn @ centre @ _affine(1, 1, *corner) @ mirror @ to_crop)[:2]
+
+
+def _affine(scale_x: float, scale_y: float, move_x: float, move_y: float) -> np.ndarray:
+    return np.array([[scale_x, 0, move_x], [0, scale_y, move_y], [0, 0, 1]], dtype=np.float64)

@@ -1,0 +1,119 @@
+"""Train ids from what label files hold, raw ids or colours, by the tables of a class file."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from segtrain.data.classes import ClassFile, Color
+from segtrain.data.layouts import printable
+from segtrain.data.suggest import repair_for_ids
+from segtrain.errors import DataError
+
+# Equal to records.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
+IGNORE_INDEX = 255
+
+
+def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
+    """Train ids (H, W) uint8 of the raw ids (H, W) uint8 or uint16.
+
+    Raises:
+        DataError: ids that the class file does not name, each with its number of pixels.
+    """
+    train_ids, known = _id_tables(tuple(class_file.train_id_of.items()))
+    if raw.dtype == np.uint8:
+        # Twice cv2.LUT is faster than one numpy take, which casts every index to 64 bits.
+        unknown = cv2.countNonZero(cv2.LUT(raw, known[:256])) != raw.size
+        label = cv2.LUT(raw, train_ids[:256])
+    else:
+        unknown = not known[raw].all()
+        label = train_ids[raw]
+    if unknown:
+        raise DataError(f"{printable(path)}: {unknown_ids(count_ids(raw), class_file)}")
+    return label
+
+
+def count_ids(raw: np.ndarray) -> dict[int, int]:
+    """Pixels of each raw id that occurs."""
+    counts = np.bincount(raw.reshape(-1))
+    return {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
+
+
+def unknown_ids(counts: dict[int, int], class_file: ClassFile) -> str:
+    """A message about the ids that the class file does not know, with a likely repair."""
+    unknown = {i: n for i, n in counts.items() if i not in class_file.train_id_of}
+    shown = ", ".join(f"{i} ({n} pixels)" for i, n in sorted(unknown.items())[:10])
+    more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+    repair = repair_for_ids(counts, class_file)
+    return f"label ids outside class file {class_file.name}: {shown}{more}{repair}"
+
+
+def colors_to_train_ids(colors: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
+    """Train ids (H, W) uint8 of the exact colours (H, W, 3) uint8.
+
+    Raises:
+        DataError: colours that the class file does not name, each with its number of pixels.
+    """
+    label = map_colors(colors, class_file)
+    if label.min() < 0:
+        raise DataError(
+            f"{printable(path)}: {unknown_colors(count_colors(colors[label < 0]), class_file)}"
+        )
+    return label.astype(np.uint8)
+
+
+def map_colors(colors: np.ndarray, class_file: ClassFile) -> np.ndarray:
+    """Train ids (H, W) int16 of the colours (H, W, 3) uint8; -1 where no class has the colour."""
+    table = _color_table(tuple(class_file.palette), class_file.ignore_color)
+    return table[_pack(colors)]
+
+
+def count_colors(colors: np.ndarray) -> dict[Color, int]:
+    """Pixels of each colour in (..., 3) uint8, most frequent first."""
+    values, counts = np.unique(_pack(colors), return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    return {_unpack(int(values[i])): int(counts[i]) for i in order}
+
+
+def unknown_colors(counts: dict[Color, int], class_file: ClassFile) -> str:
+    """A message about colours that no class has."""
+    shown = ", ".join(f"{list(color)} ({n} pixels)" for color, n in list(counts.items())[:10])
+    more = f" and {len(counts) - 10} more" if len(counts) > 10 else ""
+    blurred = "; so many colours come from resizing or JPEG" if len(counts) > 256 else ""
+    return f"colours that class file {class_file.name} does not name: {shown}{more}{blurred}"
+
+
+@lru_cache(maxsize=8)
+def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Train id and "is known" of every 16-bit raw id, two (65536,) uint8."""
+    train_ids = np.full(1 << 16, IGNORE_INDEX, np.uint8)
+    known = np.zeros(1 << 16, np.uint8)
+    for raw, train_id in train_id_of:
+        if 0 <= raw < 1 << 16:  # Cityscapes has an id of -1, which no file can hold
+            train_ids[raw] = train_id
+            known[raw] = 1
+    return train_ids, known
+
+
+@lru_cache(maxsize=2)
+def _color_table(palette: tuple[Color, ...], ignore_color: Color) -> np.ndarray:
+    """Train id of every 24-bit colour, -1 where there is none, (2**24,) int16."""
+    table = np.full(1 << 24, -1, np.int16)
+    for train_id, (r, g, b) in enumerate(palette):
+        table[r << 16 | g << 8 | b] = train_id
+    r, g, b = ignore_color
+    table[r << 16 | g << 8 | b] = IGNORE_INDEX
+    return table
+
+
+def _pack(colors: np.ndarray) -> np.ndarray:
+    """0xRRGGBB of the colours (..., 3) uint8, (...,) int32."""
+    packed = colors[..., 0].astype(np.int32) << 16
+    packed |= colors[..., 1].astype(np.int32) << 8
+    packed |= colors[..., 2]
+    return packed
+
+
+def _unpack(color: int) -> Color:
+    return color >> 16, color >> 8 & 255, color & 255

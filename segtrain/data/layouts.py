@@ -1,0 +1,354 @@
+"""Which image belongs to which label: the directory layouts that segtrain reads.
+
+A layout is one function from (data config, split) to a `Listing`; `LAYOUTS` names them all. Nothing
+here opens an image: a listing costs one walk of the folders.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from segtrain.config import DataConfig
+from segtrain.data.listfile import clean_relative_path, list_file_rows, list_file_words
+from segtrain.errors import DataError
+
+# Other formats are refused: two decoders are enough to keep safe, and both keep what they store.
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
+LABEL_SUFFIX = ".png"
+MAX_SHOWN = 10
+
+_ADE20K_ALIASES = {"train": "training", "val": "validation"}
+
+
+class Pair(NamedTuple):
+    """One image with its label. `name` is unique in the split: a relative path without suffix."""
+
+    image: Path
+    label: Path
+    name: str
+
+
+class Listing(NamedTuple):
+    """What a layout finds for one split.
+
+    pairs: images whose label exists, sorted by name.
+    problems: one line for each thing that makes the split unusable, such as a missing label.
+    warnings: one line for each oddity that does not.
+    extra_labels: labels without an image, which training never reads.
+    """
+
+    pairs: list[Pair]
+    problems: list[str]
+    warnings: list[str]
+    extra_labels: list[Path]
+
+
+def list_pairs(data: DataConfig, split: str) -> list[Pair]:
+    """The pairs of `split`, sorted by name (a list file keeps its own order).
+
+    Raises:
+        DataError: no such split, no images in it, or files missing; all of them are counted and
+            the first ten shown.
+    """
+    listing = scan_layout(data, split)
+    if listing.problems:
+        raise DataError(first_lines(f"{data.root}, split {split!r}", listing.problems))
+    return listing.pairs
+
+
+def scan_layout(data: DataConfig, split: str) -> Listing:
+    """All that the layout finds in `split`; unlike `list_pairs` it also returns when files miss.
+
+    Raises:
+        DataError: the split itself is missing or holds no image.
+    """
+    root = _root(data)
+    try:
+        listing = LAYOUTS[data.layout](data, split)
+    except OSError as error:
+        raise DataError(f"{error.filename or root}: {error.strerror or error}") from error
+    if not listing.pairs and not listing.problems:
+        raise DataError(f"{root}, split {split!r}: no images in it")
+    return listing
+
+
+def first_lines(title: str, findings: Sequence[str], limit: int = MAX_SHOWN) -> str:
+    """`title` and the first findings below it, the rest counted; on one line if there is one."""
+    if len(findings) == 1:
+        return f"{title}: {findings[0]}"
+    shown = [f"  {finding}" for finding in findings[:limit]]
+    if len(findings) > limit:
+        shown.append(f"  and {len(findings) - limit} more")
+    return "\n".join([f"{title}: {len(findings)} problems", *shown])
+
+
+def printable(path: str | Path) -> str:
+    """`path` with control characters and undecodable bytes escaped, fit for any terminal."""
+    text = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class _Tree(NamedTuple):
+    """Two mirrored folders. The ends are what the stems carry after the common name."""
+
+    images: Path
+    labels: Path
+    image_end: str = ""
+    label_end: str = ""
+
+
+def _cityscapes(data: DataConfig, split: str) -> Listing:
+    root = _root(data)
+    images = _split_folder(root, "leftImg8bit", split)
+    coarse = not (root / "gtFine" / split).is_dir() and (root / "gtCoarse" / split).is_dir()
+    kind = "gtCoarse" if coarse else "gtFine"
+    file_kind = "color" if data.label_format == "colors" else "labelIds"
+    labels = _split_folder(root, kind, split)
+    return _match_trees(_Tree(images, labels, "_leftImg8bit", f"_{kind}_{file_kind}"))
+
+
+def _camvid(data: DataConfig, split: str) -> Listing:
+    root = _root(data)
+    if (root / split).is_dir() and not (root / "images").is_dir():
+        return _match_trees(_Tree(root / split, _folder(root / f"{split}annot", root)))
+    images = _split_folder(root, "images", split)
+    return _match_trees(_Tree(images, _split_folder(root, "labels", split)))
+
+
+def _voc(data: DataConfig, split: str) -> Listing:
+    root = _root(data)
+    names_file = _split_folder(root, "ImageSets/Segmentation", f"{split}.txt")
+    names, problems = list_file_words(names_file)
+    images = _index(_folder(root / "JPEGImages", root), IMAGE_SUFFIXES)
+    # The augmented set (SBD) comes with labels of its own for all of VOC's images; a split is read
+    # from the folder that has all of them, so that the two kinds of label are never mixed.
+    folders = [root / "SegmentationClass", root / "SegmentationClassAug"]
+    indexes = {folder: _index(folder, (LABEL_SUFFIX,)) for folder in folders if folder.is_dir()}
+    if not indexes:
+        _folder(folders[0], root)
+    folder = min(indexes, key=str)
+    pairs = []
+    for name in names:
+        image, label = images.get(name, []), indexes[folder].get(name, [])
+        if not image:
+            problems.append(f"{printable(name)}: no image {root / 'JPEGImages'}/{name}.jpg")
+        elif not label:
+            problems.append(f"{printable(image[0])}: no label {folder}/{name}{LABEL_SUFFIX}")
+        else:
+            pairs.append(Pair(image[0], label[0], name))
+    return Listing(sorted(pairs, key=_by_name), problems, [], [])
+
+
+def _ade20k(data: DataConfig, split: str) -> Listing:
+    root = _root(data)
+    if not (root / "images" / split).is_dir():
+        split = _ADE20K_ALIASES.get(split, split)
+    images = _split_folder(root, "images", split)
+    return _match_trees(_Tree(images, _split_folder(root, "annotations", split)))
+
+
+def _folders(data: DataConfig, split: str) -> Listing:
+    root = _root(data)
+    images = _split_folder(root, data.images_dir, split)
+    labels = _split_folder(root, data.labels_dir, split)
+    if images.resolve() == labels.resolve():
+        raise DataError(
+            f"{images}: images and labels lie in one folder; "
+            "separate them, or name every pair in a text file (data.layout: list)"
+        )
+    return _match_trees(_Tree(images, labels))
+
+
+def _list(data: DataConfig, split: str) -> Listing:
+    root = _root(data)
+    path = root / split
+    if not path.is_file():
+        texts = [file.name for file in root.glob("*.txt")] + [f.name for f in root.glob("*.csv")]
+        raise DataError(f"{path}: no such list file; {_there_are('text files', sorted(texts))}")
+    rows, problems = list_file_rows(path)
+    inside = os.path.realpath(root)
+    pairs, first_line = [], {}
+    for row in rows:
+        image, label = (clean_relative_path(name, inside) for name in (row.image, row.label))
+        bad = [file.problem for file in (image, label) if file.problem]
+        bad += _suffix_problems(image.path, label.path)
+        if not bad:
+            bad = [
+                f"{printable(file.path)}: no such file below {root}"
+                for file in (image, label)
+                if not (root / file.path).is_file()
+            ]
+        if not bad and image.path in first_line:
+            bad = [f"{printable(image.path)}: already on line {first_line[image.path]}"]
+        first_line.setdefault(image.path, row.line)
+        problems += [f"{path}:{row.line}: {problem}" for problem in bad]
+        if not bad:
+            name = image.path.rpartition(".")[0]
+            pairs.append(Pair(root / image.path, root / label.path, name))
+    problems += _same_names(pairs)
+    return Listing(pairs, problems, _case_clashes(pair.name for pair in pairs), [])
+
+
+LAYOUTS: dict[str, Callable[[DataConfig, str], Listing]] = {
+    "cityscapes": _cityscapes,
+    "camvid": _camvid,
+    "voc": _voc,
+    "ade20k": _ade20k,
+    "folders": _folders,
+    "list": _list,
+}
+
+
+def _match_trees(tree: _Tree) -> Listing:
+    images = _index(tree.images, IMAGE_SUFFIXES, tree.image_end)
+    labels = _index(tree.labels, (LABEL_SUFFIX,), tree.label_end)
+    pairs, problems = [], []
+    for name, files in images.items():
+        for others in (files, labels.get(name, [])):
+            if len(others) > 1:
+                names = ", ".join(printable(file.name) for file in others)
+                problems.append(f"{printable(others[0].parent)}: {names} have one name; keep one")
+        if name in labels:
+            pairs.append(Pair(files[0], labels[name][0], name))
+    missing = [name for name in images if name not in labels]
+    lines = [
+        f"{printable(images[name][0])}: no label "
+        f"{printable(tree.labels / (name + tree.label_end + LABEL_SUFFIX))}"
+        for name in missing
+    ]
+    if missing:
+        lines[0] += _near_miss(tree, missing[0])
+    problems += lines
+    if not images:
+        raise DataError(_no_images(tree))
+    extra = [file for name, files in labels.items() if name not in images for file in files]
+    return Listing(sorted(pairs, key=_by_name), problems, _case_clashes(images), sorted(extra))
+
+
+def _near_miss(tree: _Tree, name: str) -> str:
+    """The end of the message about the missing label of `name`: a file that resembles it."""
+    folder = (tree.labels / name).parent
+    if not folder.is_dir():
+        return ""
+    stem = Path(name).name.lower()
+    near = sorted(f.name for f in folder.iterdir() if f.name.lower().startswith(stem))
+    return f" (found {printable(near[0])})" if near else ""
+
+
+def _no_images(tree: _Tree) -> str:
+    files = _walk(tree.images)
+    wanted = "*" + tree.image_end + "|".join(IMAGE_SUFFIXES)
+    if not files:
+        return f"{tree.images}: the folder is empty; expected images {wanted}"
+    return (
+        f"{tree.images}: none of its {len(files)} files is an image {wanted}; "
+        f"the first is {printable(files[0])}"
+    )
+
+
+def _index(folder: Path, suffixes: tuple[str, ...], end: str = "") -> dict[str, list[Path]]:
+    """Files below `folder` by their name without `end` and suffix; only those with `suffixes`."""
+    index: dict[str, list[Path]] = {}
+    for file in _walk(folder):
+        stem, suffix = os.path.splitext(file)
+        if suffix.lower() in suffixes and stem.endswith(end):
+            index.setdefault(stem.removesuffix(end), []).append(folder / file)
+    return index
+
+
+def _walk(folder: Path) -> list[str]:
+    """All visible files below `folder`, relative to it, sorted; links to folders are followed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found, seen = [], set()
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=fail):
+        real = os.path.realpath(place)
+        if real in seen:  # a link to a folder above
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        prefix = "" if place == str(folder) else os.path.relpath(place, folder) + "/"
+        # macOS leaves "._name.png" beside "name.png" on foreign disks: no picture.
+        found += [prefix + name for name in files if not name.startswith(".")]
+    return sorted(found)
+
+
+def _root(data: DataConfig) -> Path:
+    root = Path(data.root).expanduser()
+    if not root.is_dir():
+        raise DataError(f"data.root: {root} is not a folder")
+    return root
+
+
+def _split_folder(root: Path, kind: str, split: str) -> Path:
+    """`root/kind/split`, or an error that lists the splits that exist."""
+    place = root / kind / split
+    if place.exists():
+        return place
+    parent = _folder(root / kind, root)
+    as_file = split.endswith(".txt")
+    found = sorted(
+        entry.stem if as_file else entry.name
+        for entry in parent.iterdir()
+        if entry.is_file() == as_file and not entry.name.startswith(".")
+    )
+    name = split.removesuffix(".txt")
+    raise DataError(f"{place}: no split {name!r}; {_there_are('splits', found)}")
+
+
+def _folder(folder: Path, root: Path) -> Path:
+    """`folder` if it exists, or an error that says what `root` holds instead."""
+    if folder.is_dir():
+        return folder
+    relative = os.path.relpath(folder, root)
+    deeper = sorted(path for depth in ("*", "*/*") for path in root.glob(f"{depth}/{relative}"))
+    if deeper:
+        above = deeper[0].parents[len(Path(relative).parts) - 1]
+        raise DataError(f"{folder}: no such folder; did you mean data.root: {above}")
+    found = sorted(e.name for e in root.iterdir() if e.is_dir() and not e.name.startswith("."))
+    raise DataError(f"{folder}: no such folder; {_there_are(f'folders in {root}', found)}")
+
+
+def _there_are(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return f"there are no {what}"
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"{what}: {', '.join(printable(name) for name in names[:MAX_SHOWN])}{more}"
+
+
+def _suffix_problems(image: str, label: str) -> list[str]:
+    problems = []
+    if not image.lower().endswith(IMAGE_SUFFIXES):
+        problems.append(f"{printable(image)}: images must be PNG or JPEG files")
+    if not label.lower().endswith(LABEL_SUFFIX):
+        problems.append(f"{printable(label)}: labels must be PNG files")
+    return problems
+
+
+def _same_names(pairs: Iterable[Pair]) -> list[str]:
+    first: dict[str, Pair] = {}
+    return [
+        f"{printable(pair.image)} and {printable(first[pair.name].image)} have one name; rename one"
+        for pair in pairs
+        if first.setdefault(pair.name, pair) is not pair
+    ]
+
+
+def _case_clashes(names: Iterable[str]) -> list[str]:
+    """Names that are one on a file system without upper and lower case."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.casefold(), []).append(name)
+    return [
+        "differ only in upper and lower case: " + ", ".join(printable(name) for name in group)
+        for group in groups.values()
+        if len(group) > 1
+    ]
+
+
+def _by_name(pair: Pair) -> str:
+    return pair.name

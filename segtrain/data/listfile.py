@@ -1,0 +1,118 @@
+"""Text files that name images and labels: strict about what a line may hold.
+
+Such files are downloaded and passed around, so no line may reach outside the data set's root.
+"""
+
+import csv
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from segtrain.errors import DataError
+
+_QUOTED = re.compile(r'"[^"]*"')
+
+
+class Row(NamedTuple):
+    """One line of a list file: its number, counted from 1, and its two columns."""
+
+    line: int
+    image: str
+    label: str
+
+
+class CleanPath(NamedTuple):
+    """A path with slashes, relative to the root; `problem` is empty if it may be used."""
+
+    path: str
+    problem: str
+
+
+def list_file_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """The `image label` lines of the file `path`, and the lines that cannot be read.
+
+    Columns are separated by a tab, else by a comma, else by blanks; names with blanks or commas can
+    stand in double quotes. Blank lines and lines that begin with # count for nothing.
+    """
+    rows, problems = [], []
+    lines, problems = _read_lines(path)
+    for number, text in lines:
+        try:
+            columns = _columns(text)
+        except csv.Error as error:
+            problems.append(f"{path}:{number}: {error}")
+            continue
+        if len(columns) == 2 and all(columns):
+            rows.append(Row(number, *columns))
+        else:
+            found = f"{len(columns)} column{'s' if len(columns) != 1 else ''}"
+            problems.append(
+                f"{path}:{number}: expected image and label, found {found}; "
+                "separate names that hold blanks by a tab or put them in double quotes"
+            )
+    return rows, problems
+
+
+def list_file_words(path: Path) -> tuple[list[str], list[str]]:
+    """The names in the file `path`, one a line, and the lines that cannot be used."""
+    names, first_line = [], {}
+    lines, problems = _read_lines(path)
+    for number, name in lines:
+        unsafe = name.startswith(("/", "\\")) or ".." in name.split("/")
+        if unsafe or len(name.split()) != 1:
+            problems.append(
+                f"{path}:{number}: expected one image name without folder and suffix, "
+                f"found {name!r}; layout 'list' reads lines of an image and a label"
+            )
+        elif name in first_line:
+            problems.append(f"{path}:{number}: {name!r} is already on line {first_line[name]}")
+        else:
+            first_line[name] = number
+            names.append(name)
+    return names, problems
+
+
+def clean_relative_path(name: str, real_root: str) -> CleanPath:
+    """`name` from a list file, normalized; no way out of `real_root`, not even by a link."""
+    if any(not c.isprintable() for c in name):
+        return CleanPath(name, f"{name!r}: control characters are not allowed in names")
+    if posixpath.isabs(name) or re.match(r"[A-Za-z]:[\\/]", name):
+        return CleanPath(name, f"{name}: expected a path relative to data.root")
+    if ".." in re.split(r"[\\/]", name):
+        return CleanPath(name, f"{name}: '..' is not allowed")
+    path = posixpath.normpath(name)
+    real = os.path.realpath(os.path.join(real_root, path))
+    if os.path.commonpath([real, real_root]) != real_root:
+        return CleanPath(path, f"{name}: leads outside data.root, to {real}")
+    return CleanPath(path, "")
+
+
+def _read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
+    """(number, stripped text) of the lines that hold something, and the lines that are not text."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{path}: the file is UTF-16; save it as UTF-8")
+    lines, problems = [], []
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
+        try:
+            text = raw.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            problems.append(f"{path}:{number}: byte {error.start + 1} of the line is not UTF-8")
+            continue
+        if "\0" in text:
+            problems.append(f"{path}:{number}: holds a NUL byte")
+        elif text and not text.startswith("#"):
+            lines.append((number, text))
+    return lines, problems
+
+
+def _columns(text: str) -> list[str]:
+    bare = _QUOTED.sub("", text)
+    delimiter = "\t" if "\t" in bare else "," if "," in bare else " "
+    row = next(csv.reader([text], delimiter=delimiter, skipinitialspace=True, strict=True))
+    return [column.strip() for column in row]

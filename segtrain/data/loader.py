@@ -1,0 +1,137 @@
+"""The endless stream of training batches, cut anywhere and shared by any number of ranks.
+
+The stream is one permutation of the whole set after another; step s takes the samples
+[s B, (s + 1) B) of it, across the ends of epochs. Which image stands at which place, and how it is
+augmented, are functions of (seed, step, position), so there is no state to save: a loader started at
+step s yields what a loader started at 0 yields from there on, for any number of ranks and workers.
+"""
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+
+import cv2
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from segtrain import dist, seed
+from segtrain.data.dataset import SegDataset
+from segtrain.data.transforms import TrainTransform
+from segtrain.records import Batch
+
+Place = tuple[int, int]
+"""(step, position in the batch of that step)"""
+
+# A worker that gives no sign of life for this long is stuck, on a dead network drive for instance.
+WORKER_TIMEOUT_S = 600
+
+
+@lru_cache(maxsize=2)
+def _order(stream_seed: int, epoch: int, num_images: int) -> list[int]:
+    return seed.sample_order(stream_seed, epoch, num_images).tolist()
+
+
+def image_at(stream_seed: int, place: int, num_images: int) -> int:
+    """The index of the image at `place` of the endless stream, counted from 0."""
+    epoch, index = divmod(place, num_images)
+    return _order(stream_seed, epoch, num_images)[index]
+
+
+class TrainStream(Dataset):
+    """Augmented samples of `dataset`, found by their place: `stream[step, position]`."""
+
+    def __init__(
+        self, dataset: SegDataset, transform: TrainTransform, *, stream_seed: int, batch_size: int
+    ) -> None:
+        self.dataset = dataset
+        self.transform = transform
+        self.stream_seed = stream_seed
+        self.batch_size = batch_size
+
+    def __getitem__(self, place: Place) -> tuple[torch.Tensor, torch.Tensor, str]:
+        """Image (3, H, W) uint8, label (H, W) uint8 and name."""
+        step, position = place
+        index = image_at(
+            self.stream_seed, step * self.batch_size + position, len(self.dataset.pairs)
+        )
+        image, label = self.dataset[index]
+        rng = seed.augment_rng(self.stream_seed, step, position)
+        image, label = self.transform(image, label, rng)
+        return (
+            torch.from_numpy(image).permute(2, 0, 1),
+            torch.from_numpy(label),
+            self.dataset.pairs[index].name,
+        )
+
+
+def rows_of_rank(batch_size: int, passes: int, rank: int, world_size: int) -> list[range]:
+    """The positions of the batch that `rank` takes in each of the step's `passes`.
+
+    The batch is cut into passes first and each pass into ranks, both contiguous and as even as
+    possible: so a pass is the same set of images, with the same batch statistics, on any number of
+    ranks.
+    """
+    rows = []
+    for index in range(passes):
+        part = dist.share(batch_size, passes, index)
+        mine = dist.share(len(part), world_size, rank)
+        rows.append(part[mine.start : mine.stop])
+    return rows
+
+
+class _PlaceSampler(Sampler[list[Place]]):
+    """This rank's places of every step from `start` to `steps`, one list a pass."""
+
+    def __init__(self, rows: list[range], start: int, steps: int) -> None:
+        self.rows = rows
+        self.start = start
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[list[Place]]:
+        for step in range(self.start, self.steps):
+            for rows in self.rows:
+                yield [(step, position) for position in rows]
+
+    def __len__(self) -> int:
+        return (self.steps - self.start) * len(self.rows)
+
+
+def _collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:
+    images, labels, names = zip(*samples, strict=True)
+    # Stacking HWC images and viewing them as NCHW makes a channels-last batch without a copy.
+    images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+    return Batch(images, torch.stack(labels), list(names))
+
+
+def _start_worker(_: int) -> None:
+    # One thread a worker: OpenCV would start as many as there are cores in each of them.
+    cv2.setNumThreads(0)
+
+
+def default_workers(ranks_here: int) -> int:
+    """Loader processes a rank where the config does not say: this machine's cores shared evenly."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(8, (cores or 1) // ranks_here)
+
+
+def train_loader(
+    stream: TrainStream,
+    *,
+    rows: list[range],
+    start_step: int,
+    steps: int,
+    num_workers: int,
+    prefetch: int,
+    pin_memory: bool,
+) -> DataLoader:
+    """Yields this rank's Batch for every pass of the steps start_step .. steps - 1, in order."""
+    return DataLoader(
+        stream,
+        batch_sampler=_PlaceSampler(rows, start_step, steps),
+        collate_fn=_collate,
+        num_workers=num_workers,
+        prefetch_factor=prefetch if num_workers else None,
+        pin_memory=pin_memory,
+        worker_init_fn=_start_worker,
+        timeout=WORKER_TIMEOUT_S if num_workers else 0,
+    )

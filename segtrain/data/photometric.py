@@ -1,0 +1,191 @@
+"""Changes of a training crop that leave every pixel in its place, done by albumentations.
+
+Its own seeding would repeat the same draws in every loader worker and epoch (and give every
+transform of a Compose the same stream), so each call hands all transforms the caller's generator.
+"""
+
+import difflib
+import inspect
+import os
+import random
+import warnings
+from types import ModuleType
+from typing import Any
+
+import cv2
+import numpy as np
+
+from segtrain.config import AugmentConfig, ExtraTransform
+from segtrain.errors import ConfigError
+
+_BLUR_KERNEL_PX = (5, 5)  # semseg, util/transform.py RandomGaussianBlur
+_MAX_FINDINGS = 10
+
+
+class Photometric:
+    """Blur, brightness, contrast, saturation, hue, then the extra transforms of `augment`.
+
+    Each is applied with its own probability. Brightness adds a share of 255 and contrast multiplies
+    the values, as in mmsegmentation's PhotoMetricDistortion (probability 0.5 each there);
+    saturation blends with the grey image and hue turns the colour circle, as in torchvision's
+    ColorJitter. An extra transform without `p` has albumentations' default of 0.5.
+
+    Raises:
+        ConfigError: an extra transform is unknown, wrongly configured or not for pixels alone.
+    """
+
+    def __init__(self, augment: AugmentConfig) -> None:
+        self._blur_prob = augment.blur_prob
+        self._transforms = [*_color_transforms(augment), *_extra_transforms(augment)]
+
+    @property
+    def active(self) -> bool:
+        """Whether any image can be changed."""
+        return self._blur_prob > 0 or bool(self._transforms)
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The changed image, (H, W, 3) uint8 RGB; every number comes from `rng`."""
+        if self._blur_prob and rng.random() < self._blur_prob:
+            image = cv2.GaussianBlur(image, _BLUR_KERNEL_PX, 0)
+        if not self._transforms:
+            return image
+        # A transform draws from both; sharing them is right and cheaper than a seed for each.
+        py_random = random.Random(int(rng.integers(2**63)))
+        for transform in self._transforms:
+            transform.set_random_state(rng, py_random)
+            image = transform(image=image)["image"]
+        return image
+
+
+def check_extra(augment: AugmentConfig) -> None:
+    """Refuses extra transforms that training would stumble over; each is tried on a noise image.
+
+    Raises:
+        ConfigError: every finding, with the index in `augment.extra`.
+    """
+    _extra_transforms(augment)
+
+
+def _import_albumentations() -> ModuleType:
+    """albumentations, imported by the first experiment that needs it: it takes seconds."""
+    # Without this the import asks PyPI for a newer version.
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    import albumentations
+
+    return albumentations
+
+
+def _color_transforms(augment: AugmentConfig) -> list[Any]:
+    if augment.color_prob == 0:
+        return []
+    albumentations = _import_albumentations()
+    add_multiply, jitter = albumentations.RandomBrightnessContrast, albumentations.ColorJitter
+    none = {"brightness": 0, "contrast": 0, "saturation": 0, "hue": 0}
+    # One object for each change, because each has its own probability.
+    changes = [
+        (augment.brightness, add_multiply, {"contrast_limit": 0}, "brightness_limit"),
+        (augment.contrast, add_multiply, {"brightness_limit": 0}, "contrast_limit"),
+        (augment.saturation, jitter, none, "saturation"),
+        (augment.hue, jitter, none, "hue"),
+    ]
+    return [
+        kind(**{**rest, name: largest}, p=augment.color_prob)
+        for largest, kind, rest, name in changes
+        if largest > 0
+    ]
+
+
+def _extra_transforms(augment: AugmentConfig) -> list[Any]:
+    """The transforms that `augment.extra` names, made and tried, in order."""
+    if not augment.extra:
+        return []
+    albumentations = _import_albumentations()
+    made, findings = [], []
+    for i, extra in enumerate(augment.extra):
+        try:
+            transform = _make(albumentations, extra)
+            _try_on_noise(transform, augment.crop_size)
+        except _RefusedError as refusal:
+            findings.append(f"augment.extra[{i}] ({extra.name}): {refusal}")
+        else:
+            made.append(transform)
+    if findings:
+        hidden = len(findings) - _MAX_FINDINGS
+        more = [f"and {hidden} more"] if hidden > 0 else []
+        raise ConfigError("\n".join(findings[:_MAX_FINDINGS] + more))
+    return made
+
+
+class _RefusedError(Exception):
+    """Why one extra transform cannot be used."""
+
+
+def _make(albumentations: ModuleType, extra: ExtraTransform) -> Any:
+    known = {
+        name: kind
+        for name, kind in vars(albumentations).items()
+        if isinstance(kind, type) and issubclass(kind, albumentations.ImageOnlyTransform)
+    }
+    del known["ImageOnlyTransform"]
+    kind = known.get(extra.name)
+    if kind is None:
+        raise _RefusedError(_why_not(albumentations, extra.name, known))
+    accepted = set(inspect.signature(kind).parameters)
+    wrong = [
+        f"unknown argument {name}{_nearest(name, accepted) or ': expected ' + _listed(accepted)}"
+        for name in extra.args
+        if name not in accepted
+    ]
+    if wrong:
+        raise _RefusedError("; ".join(wrong))
+    # albumentations only warns about some wrong values and goes on with its defaults.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            return kind(**extra.args)
+        except (ValueError, TypeError, UserWarning) as error:
+            raise _RefusedError(f"arguments refused: {_one_line(error)}") from error
+
+
+def _why_not(albumentations: ModuleType, name: str, known: dict[str, type]) -> str:
+    found = vars(albumentations).get(name)
+    if isinstance(found, type) and issubclass(found, albumentations.BasicTransform):
+        return (
+            "may move pixels or change labels; only transforms that change the image alone "
+            "(ImageOnlyTransform) can be used here"
+        )
+    if isinstance(found, type) and issubclass(found, albumentations.BaseCompose):
+        return "is a container of transforms; list the transforms themselves, each with its p"
+    return (
+        f"no such transform in albumentations {albumentations.__version__}{_nearest(name, known)}"
+    )
+
+
+def _try_on_noise(transform: Any, crop_size: tuple[int, int]) -> None:
+    """Runs `transform` once: some need further inputs, or return floats or another size."""
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, (*crop_size, 3), dtype=np.uint8)
+    transform.set_random_state(rng, random.Random(0))
+    try:
+        result = transform(image=noise, force_apply=True)["image"]
+    except Exception as error:  # foreign code may raise anything; the run must not start with it
+        raise _RefusedError(f"fails on a crop: {_one_line(error)}") from error
+    form = f"{getattr(result, 'dtype', type(result).__name__)} {tuple(result.shape)}"
+    if form != f"uint8 {noise.shape}":
+        raise _RefusedError(f"returns {form}: expected uint8 {noise.shape} as given")
+
+
+def _nearest(name: str, choices: Any) -> str:
+    """'; nearest: ...' or '' where nothing is near; case does not count."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=3)
+    return "; nearest: " + ", ".join(by_lower[lower] for lower in near) if near else ""
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if "errors.pydantic.dev" not in line]
+    return " ".join(lines) or type(error).__name__

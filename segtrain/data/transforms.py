@@ -1,0 +1,106 @@
+"""The augmentation of a training sample: everything is drawn, then one crop is made of it.
+
+Geometry is drawn before a pixel is touched and done as one resampling (data/geometry.py); blur and
+colours see only the crop (data/photometric.py).
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from segtrain.config import AugmentConfig
+from segtrain.data.geometry import (
+    Placement,
+    Span,
+    largest_class_share,
+    paint_padding,
+    resample_image,
+    resample_label,
+)
+from segtrain.data.photometric import Photometric, check_extra
+
+__all__ = ["TrainTransform", "check_extra", "draw_placement"]
+
+_MAX_REDRAWS = 10  # mmsegmentation, RandomCrop
+
+
+class TrainTransform:
+    """Makes a random crop of `augment.crop_size` from an image and its label.
+
+    mean: RGB in 0..255, painted where the crop reaches beyond the image; the label is IGNORE_INDEX
+        there.
+    short_side_px: the short side of an image that scale 1 means; None: as stored.
+
+    Raises:
+        ConfigError: an extra transform of `augment` cannot be used.
+    """
+
+    def __init__(
+        self,
+        augment: AugmentConfig,
+        *,
+        mean: tuple[float, float, float],
+        short_side_px: int | None = None,
+    ) -> None:
+        self._augment = augment
+        self._mean = mean
+        self._short_side_px = short_side_px
+        red, green, blue = mean
+        self._fill = (round(red), round(green), round(blue))
+        self._photometric = Photometric(augment)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its arguments, so that a loader worker builds its own albumentations."""
+        keywords = {"mean": self._mean, "short_side_px": self._short_side_px}
+        return partial(TrainTransform, **keywords), (self._augment,)
+
+    def __call__(
+        self, image: np.ndarray, label: np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The crop of the image, (h, w, 3) uint8, and of the label, (h, w) uint8, both contiguous.
+
+        image: (H, W, 3) uint8 RGB. label: (H, W) uint8. Neither is changed. The result is a
+        function of them and of the state of `rng` alone.
+        """
+        if image.shape != (*label.shape, 3):
+            raise ValueError(
+                f"image {image.shape}, label {label.shape}: expected (H, W, 3), (H, W)"
+            )
+        placement = draw_placement(self._augment, label, rng, short_side_px=self._short_side_px)
+        crop = resample_image(image, placement, fill=self._fill)
+        if self._photometric.active:
+            # Padding stays the mean, which is zero after normalization, as in published pipelines.
+            crop = paint_padding(self._photometric(crop, rng), placement, self._fill)
+        return np.ascontiguousarray(crop), resample_label(label, placement)
+
+
+def draw_placement(
+    augment: AugmentConfig,
+    label: np.ndarray,
+    rng: np.random.Generator,
+    *,
+    short_side_px: int | None = None,
+) -> Placement:
+    """Where a crop of the image with this label lies; it is read for `max_class_share` only.
+
+    An image smaller than the crop lies anywhere in it (mmsegmentation: top left; semseg: centre);
+    at a fixed place it would never move, and the network's zero padding would always meet it alike.
+    """
+    height, width = label.shape
+    unit = short_side_px / min(height, width) if short_side_px else 1.0
+    scale = unit * rng.uniform(*augment.scale_range)
+    rotated = augment.rotate_deg > 0 and rng.random() < augment.rotate_prob
+    placement = Placement(
+        rows=Span(height, max(1, round(height * scale)), augment.crop_size[0]),
+        columns=Span(width, max(1, round(width * scale)), augment.crop_size[1]),
+        angle_deg=rng.uniform(-augment.rotate_deg, augment.rotate_deg) if rotated else 0.0,
+        flip=bool(rng.random() < augment.flip_prob),
+    ).moved(rng)
+    movable = placement.rows.largest_start > 0 or placement.columns.largest_start > 0
+    if augment.max_class_share < 1 and movable:
+        for _ in range(_MAX_REDRAWS):
+            if largest_class_share(label, placement) <= augment.max_class_share:
+                break
+            placement = placement.moved(rng)
+    return placement

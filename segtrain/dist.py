@@ -1,0 +1,201 @@
+"""The process group: who we are, and the few collectives the program needs.
+
+Every function is the identity in a single process, so callers never branch on the number of ranks.
+Those marked *collective* must be called by all ranks in the same order, or they wait for each other
+until the timeout. Nothing else in the package imports torch.distributed but the launcher.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from segtrain.errors import ConfigError
+
+
+def is_distributed() -> bool:
+    """Whether this process belongs to a group, even one of a single rank."""
+    return torch_dist.is_available() and torch_dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's number, 0 to world_size() - 1."""
+    return torch_dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """The number of processes that train together."""
+    return torch_dist.get_world_size() if is_distributed() else 1
+
+
+def local_rank() -> int:
+    """This process's number on its own machine, which chooses its device."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """The number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """Whether this rank writes files and logs."""
+    return rank() == 0
+
+
+def device_for(name: str) -> torch.device:
+    """The device of this rank for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: CUDA was asked for and is missing, or this machine has fewer devices than ranks.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no CUDA device is visible to torch; use --device cpu")
+    if local_rank() >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--nproc: rank {local_rank()} of this machine has no device of its own, "
+            f"there are {torch.cuda.device_count()}; start at most that many ranks"
+        )
+    return torch.device("cuda", local_rank())
+
+
+@contextmanager
+def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
+    """Joins the group that the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...) describes.
+
+    Without these variables the process stays alone. Collective on entry.
+    """
+    if "RANK" not in os.environ:
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch_dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        # Binding the device lets NCCL set itself up at once instead of in the first collective.
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield
+    finally:
+        _groups.clear()
+        torch_dist.destroy_process_group()
+
+
+def group_size(group: ProcessGroup | None = None) -> int:
+    """The number of ranks in `group`, by default all."""
+    return torch_dist.get_world_size(group) if is_distributed() else 1
+
+
+def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
+    """The ranks in `group`; `group_of` finds the group again from them."""
+    ranks = tuple(torch_dist.get_process_group_ranks(group))
+    _groups.setdefault(ranks, group)
+    return ranks
+
+
+def node_ranks() -> tuple[int, ...]:
+    """The ranks on this machine, taken from LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them."""
+    first = rank() - local_rank()
+    return tuple(range(first, first + local_world_size()))
+
+
+# Groups are found by their ranks, so that modules can be copied and pickled: a ProcessGroup cannot.
+_groups: dict[tuple[int, ...], ProcessGroup] = {}
+
+
+def group_of(ranks: tuple[int, ...] | None) -> ProcessGroup | None:
+    """The group of `ranks`; None means all (collective over `ranks` the first time it is asked for)."""
+    if ranks is None or not is_distributed() or ranks == tuple(range(world_size())):
+        return None
+    if rank() not in ranks:
+        raise ValueError(f"rank {rank()} asks for a group it does not belong to: {list(ranks)}")
+    if ranks not in _groups:
+        # Only the members make the group: other ranks may be in groups of their own.
+        _groups[ranks] = torch_dist.new_group(list(ranks), use_local_synchronization=True)
+    return _groups[ranks]
+
+
+def all_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """`tensor`, overwritten with the sum over the ranks of `group`, by default all (collective).
+
+    Every rank ends with the same bits.
+    """
+    if group_size(group) > 1:
+        torch_dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Every rank's `tensor` of the same shape (...), stacked to (world_size, ...) (collective)."""
+    if world_size() == 1:
+        return tensor.unsqueeze(0)
+    gathered = tensor.new_empty((world_size(), *tensor.shape))
+    torch_dist.all_gather_into_tensor(gathered, tensor.contiguous())
+    return gathered
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """Every rank's picklable `value`, in the order of ranks (collective; pickles, so seldom)."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    torch_dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's picklable `value`, on every rank (collective)."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    torch_dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def barrier() -> None:
+    """Returns when every rank has come here (collective)."""
+    if world_size() > 1:
+        torch_dist.barrier()
+
+
+def replicate(module: nn.Module, device: torch.device) -> nn.Module:
+    """`module` in DistributedDataParallel, which averages the gradients; itself when alone.
+
+    Parameters are equal already: every rank built or loaded the same ones. Buffers are never sent
+    either: synchronized statistics come out bitwise equal on all ranks.
+    """
+    if world_size() == 1:
+        return module
+    return nn.parallel.DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def local_gradients(module: nn.Module, *, enabled: bool) -> AbstractContextManager[None]:
+    """Inside, gradients of a replicated module stay on this rank, if `enabled` (accumulation)."""
+    if enabled and isinstance(module, nn.parallel.DistributedDataParallel):
+        return module.no_sync()
+    return nullcontext()
+
+
+def share(total: int, parts: int, index: int) -> range:
+    """The positions of `range(total)` that part `index` of `parts` takes: contiguous, and the first
+    `total % parts` parts hold one more."""
+    small, extra = divmod(total, parts)
+    start = index * small + min(index, extra)
+    return range(start, start + small + (index < extra))

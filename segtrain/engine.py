@@ -1,0 +1,199 @@
+"""One step of training, and the loop of steps.
+
+The command owns logging, evaluation and checkpoints; what is here only moves the weights.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from segtrain import dist, seed
+from segtrain.config import Config, TrainConfig
+from segtrain.guard import Guard
+from segtrain.losses import SegLoss, StepLoss
+from segtrain.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
+from segtrain.preprocess import Normalize
+from segtrain.records import Batch, DropoutMasks
+
+
+
+class StepResult(NamedTuple):
+    """What a step leaves behind; tensors stay on the device until somebody logs them.
+
+    step: updates done so far, 1 .. train.steps.
+    loss, aux_loss: () float64, means over the valid pixels of all ranks; aux_loss is NaN without an
+        auxiliary head.
+    grad_norm: () norm of all gradients together, before clipping.
+    lr: the backbone's learning rate of this update.
+    data_s: seconds the step waited for the loader.
+    """
+
+    step: int
+    loss: Tensor
+    aux_loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    data_s: float
+
+
+@dataclass
+class TrainState:
+    """Everything an update changes, and thereby everything a checkpoint holds.
+
+    `replica` is `model` as the ranks train it together; `step` counts the updates done.
+    """
+
+    model: nn.Module
+    replica: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    average: WeightAverage | None
+    step: int = 0
+
+    @property
+    def eval_model(self) -> nn.Module:
+        """The model to evaluate and deploy: the average of the weights where one is kept."""
+        return self.model if self.average is None else self.average.model
+
+
+def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainState:
+    """The state before the first step, with `model` moved to `device` (collective)."""
+    train = config.train
+    model.to(device, dtype_of(train))
+    if train.channels_last:
+        model.to(memory_format=torch.channels_last)
+    return TrainState(
+        model=model,
+        replica=dist.replicate(model, device),
+        optimizer=build_optimizer(model, train),
+        scaler=torch.amp.GradScaler(device.type, enabled=train.precision == "float16"),
+        average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
+    )
+
+
+def dtype_of(train: TrainConfig) -> torch.dtype:
+    """The type of weights and images; mixed precision is autocast's, over float32 weights."""
+    return torch.float64 if train.precision == "float64" else torch.float32
+
+
+def autocast(train: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
+    """Mixed precision for a forward pass, if the config asks for it."""
+    if train.precision in ("bfloat16", "float16"):
+        return torch.autocast(device.type, getattr(torch, train.precision))
+    return nullcontext()
+
+
+def train_steps(
+    state: TrainState,
+    batches: Iterable[Batch],
+    config: Config,
+    *,
+    device: torch.device,
+    rows: list[range],
+    guard: Guard,
+) -> Iterator[StepResult]:
+    """Trains from `state.step` to the last step, yielding after every update (collective).
+
+    Ends early, after the same step on all ranks, when `guard` has been asked to stop.
+
+    Args:
+        batches: this rank's Batch of every pass of every step, in order.
+        rows: the positions in the whole batch that this rank's part of each pass takes.
+
+    Raises:
+        NonFiniteError: the loss or the gradient of the step before was not finite.
+    """
+    train = config.train
+    normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
+    criterion = SegLoss(config.loss, device)
+    batches = iter(batches)
+    state.model.train()
+
+    while state.step < train.steps and not guard.stopped:
+        began = time.perf_counter()
+        passes = list(islice(batches, train.accumulate_steps))
+        data_s = time.perf_counter() - began
+
+        labels = [batch.labels.to(device, torch.int64, non_blocking=True) for batch in passes]
+        shares = _pass_shares(labels, criterion)
+        loss = torch.zeros(2, dtype=torch.float64, device=device)  # of both heads
+        for i, batch in enumerate(passes):
+            images = normalize(batch.images.to(device, non_blocking=True))
+            dropout = _dropout_masks(state, config, rows[i], device)
+            # Gradients travel once a step, with the last pass.
+            with dist.local_gradients(state.replica, enabled=i + 1 < len(passes)):
+                with autocast(train, device):
+                    logits = state.replica(images, dropout)
+                sums = criterion(logits, labels[i])
+                weights, means = guard.reduce(sums)
+                loss += means * shares[i]
+                _backward(state, sums, weights, criterion.aux_weight, shares[i])
+
+        lr = learning_rate(train, state.step)
+        grad_norm = _update(state, lr, train.clip_grad_norm)
+        guard.record(state.step, grad_norm, [name for batch in passes for name in batch.names])
+        yield StepResult(state.step, loss[0], loss[1], grad_norm, lr, data_s)
+
+
+def _backward(
+    state: TrainState, sums: StepLoss, weights: Tensor, aux_weight: float, share: Tensor | float
+) -> None:
+    """Adds the gradient of this pass's share of the step's loss, given all ranks' pixel weights."""
+    objective = sums.out.total / weights[0]
+    if sums.aux is not None:
+        objective = objective + aux_weight * sums.aux.total / weights[1]
+    # The mean over the ranks that DistributedDataParallel takes has to be a sum.
+    state.scaler.scale(objective * share * dist.world_size()).backward()
+
+
+def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor:
+    """Moves the weights by the gradients, which it frees; returns the gradients' norm ()."""
+    set_learning_rate(state.optimizer, lr)
+    state.scaler.unscale_(state.optimizer)
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+    grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if clip_grad_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, grad_norm)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    if state.average is not None:
+        state.average.update(state.model, state.step)
+    return grad_norm
+
+
+def _pass_shares(labels: list[Tensor], criterion: SegLoss) -> list[Tensor | float]:
+    """The share of the step's valid pixels that lies in each pass, over all ranks."""
+    if len(labels) == 1:
+        return [1.0]
+    weights = dist.all_sum(torch.stack([criterion.label_weight(label) for label in labels]))
+    return list(weights / weights.sum().clamp(min=1))
+
+
+def _dropout_masks(
+    state: TrainState, config: Config, rows: range, device: torch.device
+) -> DropoutMasks:
+    """This rank's rows of the masks that belong to the whole batch of this step."""
+    channels = state.model.dropout_channels
+
+    def mask(layer: int, width: int | None) -> Tensor | None:
+        if width is None or config.model.dropout == 0:
+            return None
+        whole = seed.dropout_mask(
+            config.seed,
+            state.step,
+            layer,
+            batch_size=config.train.batch_size,
+            channels=width,
+            p=config.model.dropout,
+        )
+        return whole[rows.start : rows.stop].to(device, non_blocking=True)
+
+    return DropoutMasks(out=mask(0, channels.out), aux=mask(1, channels.aux))

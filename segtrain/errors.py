@@ -1,0 +1,51 @@
+"""Errors that a user can repair, each with the exit code of the command that meets it.
+
+A message names the place (file and line, key, rank), what was expected, what was found and, where
+it is known, the repair. It starts in lower case, has no full stop, and is shown without a traceback.
+"""
+
+EXIT_OK = 0
+EXIT_INTERNAL = 1
+EXIT_CONFIG = 2
+EXIT_DATA = 3
+EXIT_CHECKPOINT = 4
+EXIT_NON_FINITE = 5
+EXIT_SYSTEM = 6
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class UserError(Exception):
+    """A mistake outside the program; `str(error)` may hold several lines, one finding each."""
+
+    exit_code = EXIT_INTERNAL
+
+
+class ConfigError(UserError):
+    """The command line or the experiment file is wrong."""
+
+    exit_code = EXIT_CONFIG
+
+
+class DataError(UserError):
+    """Images, labels, list files or the class file are wrong."""
+
+    exit_code = EXIT_DATA
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, foreign or does not fit the model."""
+
+    exit_code = EXIT_CHECKPOINT
+
+
+class NonFiniteError(UserError):
+    """The loss is NaN or infinite; training stopped before the result could be saved."""
+
+    exit_code = EXIT_NON_FINITE
+
+
+class ExecutionError(UserError):
+    """A rank, a loader worker or the system failed."""
+
+    exit_code = EXIT_SYSTEM

@@ -1,0 +1,239 @@
+"""`segtrain eval`: a checkpoint scored on a split of its data set.
+
+Every rank runs this and evaluates its share of the images; rank 0 reports. Predictions and overlays
+are written by the rank that made them.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from segtrain import dist
+from segtrain.checkpoint import LoadedModel, load_model
+from segtrain.config import Config, NormConfig, override_config
+from segtrain.data import open_dataset
+from segtrain.data.classes import ClassFile
+from segtrain.data.dataset import SegDataset
+from segtrain.data.loader import default_workers
+from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
+from segtrain.inference import InferenceSettings
+from segtrain.log import say
+from segtrain.metrics import ConfusionMatrix, score_table
+from segtrain.pictures import panel, write_png
+from segtrain.scoring import Prediction, evaluate_dataset
+
+# Everything else was decided when the model was trained.
+_SETTABLE = ("data.", "eval.", "train.precision")
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """Evaluates as the command line says and returns the exit code (collective).
+
+    args: checkpoint (run directory or file), set, split, device, json, save_predictions, overlays,
+        num_overlays.
+    """
+    device = dist.device_for(args.device)
+    loaded = load_model(args.checkpoint, device=device)
+    config = _config(loaded.config, args)
+    split = args.split or config.data.eval_split
+    dataset = open_dataset(config.data, split)
+    _check_classes(loaded.classes, dataset.classes)
+    receivers = _receivers(args, dataset, config.data.layout)
+    if args.json:
+        _make_folder("--json", Path(args.json).parent)
+
+    settings = InferenceSettings.from_config(config)
+    with dist.process_group(device, timeout_s=config.train.timeout_s):
+        matrix = evaluate_dataset(
+            _prepare(loaded, config, device),
+            dataset,
+            settings,
+            device=device,
+            num_classes=loaded.classes.num_classes,
+            progress=True,
+            num_threads=_num_threads(config),
+            receivers=receivers,
+        )
+        if dist.is_main():
+            about = {
+                "checkpoint": str(args.checkpoint),
+                "step": loaded.step,
+                "split": split,
+                "num_images": len(dataset),
+            }
+            _report(matrix, about, config, settings, loaded.classes.names)
+            if args.json:
+                _write_json(
+                    Path(args.json), _record(matrix, about, config, settings, loaded.classes.names)
+                )
+    return EXIT_OK
+
+
+def _config(trained: Config, args: argparse.Namespace) -> Config:
+    foreign = [text for text in args.set if not text.strip().startswith(_SETTABLE)]
+    config = override_config(trained, args.set, source=str(args.checkpoint))
+    if foreign:
+        raise ConfigError(
+            "\n".join(
+                f"--set {text}: the checkpoint decides this; eval takes data.*, eval.* and "
+                "train.precision"
+                for text in foreign
+            )
+        )
+    return config
+
+
+def _prepare(loaded: LoadedModel, config: Config, device: torch.device) -> torch.nn.Module:
+    if config.train.precision == "float64":
+        loaded.model.double()
+    if config.train.channels_last and device.type == "cuda":
+        loaded.model.to(memory_format=torch.channels_last)
+    return loaded.model
+
+
+def _num_threads(config: Config) -> int:
+    if config.data.num_workers is not None:
+        return max(1, config.data.num_workers)
+    return max(1, default_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _check_classes(trained: ClassFile, data: ClassFile) -> None:
+    """Refuses a data set whose train ids mean other classes than the model's."""
+    if list(trained.names) == list(data.names):
+        return
+    pairs = enumerate(zip(trained.names, data.names, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(trained.num_classes, data.num_classes))
+    found = [
+        names[first] if first < len(names) else "none" for names in (trained.names, data.names)
+    ]
+    raise DataError(
+        f"class file {data.name}: {data.num_classes} classes, the model was trained on "
+        f"{trained.num_classes}; class {first} is {found[1]} here and {found[0]} there; "
+        "evaluate with the class file of the training, --set data.classes=..."
+    )
+
+
+def _receivers(
+    args: argparse.Namespace, dataset: SegDataset, layout: str
+) -> list[Callable[[Prediction], None]]:
+    receivers: list[Callable[[Prediction], None]] = []
+    if args.save_predictions:
+        folder = _make_folder("--save-predictions", Path(args.save_predictions))
+        receivers.append(PredictionWriter(folder, dataset, layout=layout))
+    if args.overlays:
+        folder = _make_folder("--overlays", Path(args.overlays))
+        receivers.append(OverlayWriter(folder, dataset, num=args.num_overlays))
+    return receivers
+
+
+def _make_folder(option: str, folder: Path) -> Path:
+    """Makes `folder` before any time is spent on predictions that could not be kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {folder}: cannot make this folder: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {folder}: this folder cannot be written")
+    return folder
+
+
+class PredictionWriter:
+    """Writes each prediction as a PNG of raw class ids, at the size of the label.
+
+    For the layout `cityscapes` the name is what its evaluation server looks for, a file
+    <city>_<sequence>_<frame>*.png anywhere below the folder; for the others it is the image's own.
+    """
+
+    def __init__(self, folder: Path, dataset: SegDataset, *, layout: str) -> None:
+        self._folder = folder
+        self._dataset = dataset
+        self._ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
+        ids = dataset.classes.write_ids
+        self._ids = np.array(ids, dtype=np.uint8 if max(ids) < 256 else np.uint16)
+
+    def __call__(self, prediction: Prediction) -> None:
+        """Writes one."""
+        name = self._dataset.name(prediction.index) + self._ending
+        write_png(self._folder / name, self._ids[prediction.pred])
+
+
+class OverlayWriter:
+    """Writes image, label, prediction and errors side by side, for `num` images of the data set.
+
+    They are spread evenly over the data set, so the choice does not depend on the ranks.
+    """
+
+    def __init__(self, folder: Path, dataset: SegDataset, *, num: int) -> None:
+        self._folder = folder
+        self._dataset = dataset
+        self._chosen = set(np.linspace(0, len(dataset) - 1, num).round().astype(int).tolist())
+
+    def __call__(self, prediction: Prediction) -> None:
+        """Writes one, if it was chosen."""
+        if prediction.index not in self._chosen:
+            return
+        name, classes = self._dataset.name(prediction.index), self._dataset.classes
+        picture = panel(
+            prediction.image,
+            prediction.label,
+            prediction.pred,
+            palette=classes.palette,
+            names=classes.names,
+            title=name,
+        )
+        write_png(self._folder / f"{name}.png", picture)
+
+
+def _report(
+    matrix: ConfusionMatrix,
+    about: dict[str, Any],
+    config: Config,
+    settings: InferenceSettings,
+    names: Sequence[str],
+) -> None:
+    for line in score_table(matrix.scores(), names):
+        say(line)
+    say("{checkpoint}, step {step}, {num_images} images of split {split}".format(**about))
+    say(f"{settings.describe()}; batch norm: {_norm(config.norm)}")
+
+
+def _record(
+    matrix: ConfusionMatrix,
+    about: dict[str, Any],
+    config: Config,
+    settings: InferenceSettings,
+    names: Sequence[str],
+) -> dict[str, Any]:
+    """What --json writes: the same bytes on any number of ranks."""
+    how = dataclasses.asdict(settings)
+    how["autocast"] = None if settings.autocast is None else str(settings.autocast)[len("torch.") :]
+    return {
+        **about,
+        **matrix.scores().to_dict(names),
+        "confusion_matrix": matrix.counts.tolist(),
+        "inference": how,
+        "norm": _norm(config.norm),
+    }
+
+
+def _norm(norm: NormConfig) -> str:
+    return f"running statistics ({norm.kind} in training)"
+
+
+def _write_json(path: Path, record: dict[str, Any]) -> None:
+    """Writes the file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise ExecutionError(f"{path}: cannot write the scores: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,184 @@
+"""`segtrain export`: a checkpoint as ONNX, .pt2, TorchScript or safetensors.
+
+A file gets its name only after it was read back and agreed with the model: graphs on images of
+sizes that were not traced, weights bit for bit. Exporters are known to write graphs that are
+silently wrong at other sizes, and nobody would notice until the predictions disappoint.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import segtrain
+from segtrain.checkpoint import LoadedModel, load_model
+from segtrain.config import config_to_yaml
+from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
+from segtrain.export.formats import FORMATS, ONNX_OPSET, quiet, require_onnx
+from segtrain.export.graph import ExportModel
+from segtrain.export.verify import TOLERANCE, Comparison, cases, compare
+from segtrain.export.weights import check_weights, write_weights
+
+__all__ = ["Comparison", "ExportModel", "export_graph", "export_weights", "main"]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code.
+
+    args: source (run directory or checkpoint), format, output, normalize (None, "uint8" or
+        "float32"), argmax, size (None or [height, width]).
+    """
+    output = Path(args.output)
+    _check_request(args, output)
+    loaded = load_model(args.source)
+    if args.format == "safetensors":
+        count = export_weights(loaded, output)
+        print(f"{count} tensors read back, equal bit for bit")
+    else:
+        compared = export_graph(
+            loaded,
+            output,
+            format=args.format,
+            normalize=args.normalize,
+            argmax=args.argmax,
+            size=tuple(args.size) if args.size else None,
+        )
+        print(table(compared))
+    opset = f", opset {ONNX_OPSET}" if args.format == "onnx" else ""
+    print(f"wrote {output} ({args.format}{opset}, {output.stat().st_size / 2**20:.1f} MiB)")
+    return EXIT_OK
+
+
+def export_graph(
+    loaded: LoadedModel,
+    output: Path,
+    *,
+    format: Literal["onnx", "pt2", "torchscript"],
+    normalize: Literal["uint8", "float32"] | None = None,
+    argmax: bool = False,
+    size: tuple[int, int] | None = None,
+) -> list[Comparison]:
+    """Writes the model's graph to `output` and returns how it compared with the model.
+
+    normalize, argmax: what goes into the graph, see ExportModel.
+    size: (height, width) of all images in px; None: any. The batch is always free.
+
+    Raises:
+        ExecutionError: the exporter failed, or the file differs from the model. The checkpoint is
+            good, so this is no CheckpointError. There is no file then, or the one from before.
+    """
+    data = loaded.config.data
+    graph = ExportModel(
+        loaded.model, mean=data.mean, std=data.std, normalize=normalize, argmax=argmax
+    )
+    metadata = {**_metadata(loaded), **graph.describe(fixed_size=size)}
+    traced, *_ = batches = cases(size)
+    with _replaced(output) as draft:
+        with quiet():
+            try:
+                FORMATS[format].write(
+                    graph, graph.example(traced), size is not None, metadata, draft
+                )
+                run = FORMATS[format].read(draft)
+            except (RuntimeError, ValueError) as error:
+                raise ExecutionError(
+                    f"{output}: the {format} exporter of torch {torch.__version__} failed: "
+                    f"{str(error).strip()[:1000]}"
+                ) from error
+            compared = [compare(run, graph, case) for case in batches]
+        if not all(comparison.passed for comparison in compared):
+            raise ExecutionError(_refusal(output, format, compared))
+    return compared
+
+
+def export_weights(loaded: LoadedModel, output: Path) -> int:
+    """Writes the weights to `output` as safetensors and returns the number of tensors.
+
+    Keys are those of the run's model; the metadata holds the resolved config and the classes.
+
+    Raises:
+        ExecutionError: what was read back differs from what was written.
+    """
+    weights = loaded.model.state_dict()
+    metadata = {**_metadata(loaded), "config": config_to_yaml(loaded.config)}
+    with _replaced(output) as draft:
+        write_weights(weights, metadata, draft)
+        check_weights(weights, metadata, draft)
+    return len(weights)
+
+
+def table(compared: list[Comparison]) -> str:
+    """The comparisons as lines for people."""
+    lines = ["  size (px)  batch  max difference  same class"]
+    for i, (case, difference, agreement, _) in enumerate(compared):
+        size = f"{case.height}x{case.width}"
+        note = "  (traced)" if i == 0 else ""
+        lines.append(f"{size:>11}  {case.batch:5d}  {difference:14.1e}  {agreement:10.4%}{note}")
+    lines.append(f"differences are shares of the largest logit; {TOLERANCE:.0e} is allowed")
+    return "\n".join(lines)
+
+
+def _refusal(output: Path, format: str, compared: list[Comparison]) -> str:
+    lines = [f"{output}: not written: the {format} file differs from the model"]
+    for comparison in compared:
+        if not comparison.passed:
+            batch, height, width = comparison.case
+            what = comparison.problem or (
+                f"max difference {comparison.difference:.1e} of the largest logit, "
+                f"at most {TOLERANCE:.0e} expected; "
+                f"{comparison.agreement:.2%} of the pixels have the same class"
+            )
+            lines.append(f"  at {height}x{width}, batch {batch}: {what}")
+    lines.append("  --size HEIGHT WIDTH writes a file for that one size, if this one is for others")
+    return "\n".join(lines)
+
+
+def _check_request(args: argparse.Namespace, output: Path) -> None:
+    problems = []
+    if args.format == "safetensors":
+        options = {"--normalize": args.normalize, "--argmax": args.argmax, "--size": args.size}
+        problems += [
+            f"{name}: no effect on --format safetensors, which holds weights only"
+            for name, value in options.items()
+            if value
+        ]
+    if args.size and min(args.size) < 1:
+        problems.append(f"--size: expected two positive numbers, got {args.size}")
+    if output.is_dir():
+        problems.append(f"--output {output}: is a directory; name the file")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if args.format == "onnx":
+        require_onnx()
+
+
+def _metadata(loaded: LoadedModel) -> dict[str, str]:
+    config, classes = loaded.config, loaded.classes
+    return {
+        "segtrain_version": segtrain.__version__,
+        "torch_version": torch.__version__,
+        "model": f"{config.model.arch} {config.model.backbone}",
+        "step": str(loaded.step),
+        "class_names": json.dumps(list(classes.names)),
+        "class_ids": json.dumps(list(classes.write_ids)),
+        "class_colors": json.dumps([list(color) for color in classes.palette]),
+        "mean": json.dumps(list(config.data.mean)),
+        "std": json.dumps(list(config.data.std)),
+    }
+
+
+@contextmanager
+def _replaced(output: Path) -> Iterator[Path]:
+    """A name beside `output` to write to; it becomes `output` when the block ends without error."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix}")
+    try:
+        yield draft
+        os.replace(draft, output)
+    finally:
+        draft.unlink(missing_ok=True)

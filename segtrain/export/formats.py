@@ -1,0 +1,187 @@
+"""Writing and reading back the formats that hold a graph: ONNX, torch.export and TorchScript.
+
+A writer gets an open model and a file name and leaves a whole file there; a reader gives a function
+from images to the file's own result, through the runtime that the file is meant for.
+"""
+
+import importlib.util
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from segtrain.errors import ConfigError
+from segtrain.export.graph import ExportModel
+
+Run = Callable[[Tensor], Tensor]
+
+# The opset torch's exporter translates to, so no version converter runs after it; onnxruntime has
+# had it since 1.14 and TensorRT since 8.6.
+ONNX_OPSET = 18
+
+# Name of the metadata entry (JSON) inside .pt2 and TorchScript archives.
+METADATA_FILE = "segtrain.json"
+
+_ONNX_PACKAGES = {
+    "onnx": "onnx>=1.21",
+    "onnxscript": "onnxscript>=0.5",
+    "onnxruntime": "onnxruntime>=1.23",
+}
+
+
+class Format(NamedTuple):
+    """One way to store a graph.
+
+    write(graph, example, fixed, metadata, file): `example` is traced; `fixed` keeps its height and
+        width, otherwise they are free; the batch always is.
+    read(file): the file's graph as a function, on the CPU.
+    """
+
+    write: Callable[[ExportModel, Tensor, bool, dict[str, str], Path], None]
+    read: Callable[[Path], Run]
+
+
+def require_onnx() -> None:
+    """Raises ConfigError, with the command that repairs it, where an ONNX package is missing."""
+    missing = [p for name, p in _ONNX_PACKAGES.items() if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "--format onnx: needs packages that are not installed; run  pip install "
+            + " ".join(f"'{package}'" for package in missing)
+        )
+
+
+def _write_onnx(
+    graph: ExportModel, example: Tensor, fixed: bool, metadata: dict[str, str], file: Path
+) -> None:
+    import onnx
+
+    axes = {0: "batch"} if fixed else {0: "batch", 2: "height", 3: "width"}
+    program = torch.onnx.export(
+        graph,
+        (example,),
+        dynamo=True,
+        dynamic_shapes=(axes,),
+        input_names=["images"],
+        output_names=["labels" if graph.argmax else "logits"],
+        opset_version=ONNX_OPSET,
+        verbose=False,
+    )
+    proto = program.model_proto
+    # The exporter notes the source lines, with their paths, behind every node.
+    for part in (*proto.graph.node, *proto.graph.value_info, *proto.graph.initializer):
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
+    onnx.helper.set_model_props(proto, metadata)
+    onnx.checker.check_model(proto)
+    onnx.save_model(proto, file, save_as_external_data=False)
+
+
+def _read_onnx(file: Path) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # a failure is raised as well; it need not be printed too
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def _write_pt2(
+    graph: ExportModel, example: Tensor, fixed: bool, metadata: dict[str, str], file: Path
+) -> None:
+    # DYNAMIC, unlike AUTO, fails where the graph would hold for the traced size alone.
+    free = torch.export.Dim.DYNAMIC
+    axes = {0: free} if fixed else {0: free, 2: free, 3: free}
+    program = torch.export.export(graph, (example,), dynamic_shapes=(axes,))
+    with file.open("wb") as stream:
+        torch.export.save(program, stream, extra_files={METADATA_FILE: json.dumps(metadata)})
+
+
+def _read_pt2(file: Path) -> Run:
+    with file.open("rb") as stream:
+        return torch.export.load(stream).module()
+
+
+def _write_torchscript(
+    graph: ExportModel, example: Tensor, fixed: bool, metadata: dict[str, str], file: Path
+) -> None:
+    # Tracing follows sizes as tensors, so the graph holds for every size, `fixed` or not. The file
+    # is compared at other sizes afterwards, which check_trace does not do.
+    del fixed
+    traced = torch.jit.trace(_OnAnyDevice(graph), (example,), check_trace=False)
+    with file.open("wb") as stream:
+        torch.jit.save(traced, stream, _extra_files={METADATA_FILE: json.dumps(metadata)})
+
+
+def _read_torchscript(file: Path) -> Run:
+    with file.open("rb") as stream:
+        return torch.jit.load(stream, map_location="cpu")
+
+
+FORMATS = {
+    "onnx": Format(_write_onnx, _read_onnx),
+    "pt2": Format(_write_pt2, _read_pt2),
+    "torchscript": Format(_write_torchscript, _read_torchscript),
+}
+
+
+class _OnAnyDevice(nn.Module):
+    """`graph` with every `arange` made on the device of the images.
+
+    The tracer writes the device that it sees into the file: traced on the CPU, pyramid pooling
+    would fail on a GPU.
+    """
+
+    def __init__(self, graph: ExportModel) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, images: Tensor) -> Tensor:
+        """As ExportModel."""
+        with _ArangeFrom(images):
+            return self.graph(images)
+
+
+class _ArangeFrom(TorchFunctionMode):
+    """Replaces `torch.arange(n, device=...)` by an equal count made from `like`."""
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self.like = like
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.arange and len(args) == 1 and kwargs.keys() <= {"device"}:
+            return self.like.new_ones(args[0], dtype=torch.int64).cumsum(0) - 1
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the exporters from writing on the console.
+
+    They announce deprecations (torch.jit as a whole), constants that tracing made (which the
+    comparison finds if they matter) and, on failure, whole graphs beside the exception they raise.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

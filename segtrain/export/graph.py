@@ -1,0 +1,88 @@
+"""What goes into an exported file: images in, one tensor out, in plain evaluation mode."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from segtrain.preprocess import Normalize
+
+# Corners of the coarse random picture that check images are stretched from.
+_COARSE = (4, 6)
+
+
+class Case(NamedTuple):
+    """The size of one batch of images that a file is traced with or checked on."""
+
+    batch: int
+    height: int
+    width: int
+
+
+class ExportModel(nn.Module):
+    """A segmentation model with the normalization and the argmax that go into the file with it.
+
+    model: returns SegLogits; put into evaluation mode and float32.
+    mean, std: as in the config, in units of 0..255.
+    normalize: dtype of the input in 0..255 that the file normalizes itself; None: the file takes
+        float32 images that the caller has normalized.
+    argmax: the result is a label map (N, H, W) uint8 of train ids, not logits (N, K, H, W).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mean: tuple[float, float, float],
+        std: tuple[float, float, float],
+        normalize: Literal["uint8", "float32"] | None = None,
+        argmax: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.normalization = Normalize(mean, std)
+        self.normalize = normalize
+        self.argmax = argmax
+        self.float().eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (N, K, H, W) float32 or, with `argmax`, train ids (N, H, W) uint8."""
+        logits = self.logits(images)
+        return logits.argmax(dim=1).to(torch.uint8) if self.argmax else logits
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Logits (N, K, H, W) float32 of images in the form that `forward` takes."""
+        if self.normalize is not None:
+            images = self.normalization(images)
+        return self.model(images).out
+
+    def example(self, case: Case) -> Tensor:
+        """Images (N, 3, H, W) in the form that `forward` takes, the same on every call.
+
+        They vary over their whole extent: in noise alone every pooling window has nearly the same
+        mean, and a graph that pools over the wrong windows would pass.
+        """
+        rng = torch.Generator().manual_seed(sum(case))
+        coarse = torch.rand(case.batch, 3, *_COARSE, generator=rng)
+        smooth = functional.interpolate(coarse, size=case[1:], mode="bilinear", align_corners=True)
+        noise = torch.rand(smooth.shape, generator=rng)
+        images = (255 * (0.75 * smooth + 0.25 * noise)).to(torch.uint8)
+        if self.normalize is None:
+            return self.normalization(images)
+        return images if self.normalize == "uint8" else images.float()
+
+    def describe(self, *, fixed_size: tuple[int, int] | None) -> dict[str, str]:
+        """What a caller must know of input and output, in words, for the file's metadata."""
+        value = {
+            None: "float32, (pixel - mean) / std by channel",
+            "uint8": "uint8, 0..255",
+            "float32": "float32, 0..255",
+        }[self.normalize]
+        height, width = fixed_size or ("H", "W")
+        return {
+            "input": f"images (N, 3, {height}, {width}) RGB {value}",
+            "output": f"labels (N, {height}, {width}) uint8, index into class_names"
+            if self.argmax
+            else f"logits (N, K, {height}, {width}) float32, K in the order of class_names",
+        }

@@ -1,0 +1,183 @@
+"""What a run writes for people and programs: console, train.log, metrics.jsonl, TensorBoard.
+
+A disk that is full or a log directory that is gone must not end days of training: each writer that
+fails says so once and stays silent from then on.
+"""
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from tqdm import tqdm
+
+from segtrain.rundir import LOG, METRICS
+
+logger = logging.getLogger("segtrain")
+
+# How often a run without a terminal reports where it is, in shares of the whole.
+_PLAIN_REPORTS = 20
+
+
+class RunLog:
+    """The files of one run; without `enabled`, as on all ranks but 0, every call does nothing.
+
+    Args:
+        start_step: the step that training goes on from. What an earlier part of the run wrote beyond
+            it is dropped, so that curves do not run back and forth after a crash.
+    """
+
+    def __init__(self, directory: Path, *, enabled: bool, start_step: int = 0) -> None:
+        self.enabled = enabled
+        self._failed: set[str] = set()
+        if not enabled:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self._metrics = directory / METRICS
+        _drop_after(self._metrics, start_step)
+        self._handler = logging.FileHandler(directory / LOG)
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(self._handler)
+        # Slow to import, and of use to rank 0 only.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(directory), purge_step=start_step + 1 if start_step else None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.enabled:
+            self._try("TensorBoard", self._board.close)
+            logger.removeHandler(self._handler)
+            self._handler.close()
+
+    def lines(self, lines: Sequence[str]) -> None:
+        """Shows `lines` on the console and in train.log."""
+        if self.enabled:
+            for line in lines:
+                say(line)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl and one point a curve; what is not finite becomes null."""
+        if not self.enabled:
+            return
+        clean = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
+        self._try(METRICS, self._append, json.dumps({"step": step, **clean}) + "\n")
+        for tag, value in values.items():
+            self._try("TensorBoard", self._board.add_scalar, tag, value, step)
+
+    def picture(self, step: int, tag: str, picture: np.ndarray) -> None:
+        """An (H, W, 3) uint8 RGB picture."""
+        if self.enabled:
+            self._try(
+                "TensorBoard", self._board.add_image, tag, picture, step, dataformats="HWC"
+            )
+
+    def text(self, tag: str, text: str) -> None:
+        """Preformatted text."""
+        if self.enabled:
+            indented = "\n".join("    " + line for line in text.splitlines())
+            self._try("TensorBoard", self._board.add_text, tag, indented)
+
+    def hparams(self, options: Mapping[str, Any], scores: Mapping[str, float]) -> None:
+        """A row in TensorBoard's table of hyperparameters, for comparing runs."""
+        if self.enabled:
+            plain = {
+                key: value if isinstance(value, (int, float, str, bool)) else str(value)
+                for key, value in options.items()
+            }
+            # As its own run it would stand beside this one instead of in it.
+            self._try(
+                "TensorBoard", self._board.add_hparams, plain, dict(scores), run_name="."
+            )
+
+    def _append(self, line: str) -> None:
+        with self._metrics.open("a") as file:
+            file.write(line)
+
+    def _try(self, what: str, call: Any, *args: Any, **kwargs: Any) -> None:
+        if what in self._failed:
+            return
+        try:
+            call(*args, **kwargs)
+        except OSError as error:
+            self._failed.add(what)
+            say(f"warning: {what} cannot be written any more, training goes on: {error}")
+
+
+def _drop_after(metrics: Path, step: int) -> None:
+    """Keeps the lines of metrics.jsonl up to `step`; a last line cut short by a crash goes too."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text().splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue
+    temporary = metrics.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(metrics)
+
+
+def say(line: str) -> None:
+    """Shows one line above any progress bar, and writes it to the log files."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        print(line, flush=True)
+    for handler in logger.handlers:
+        handler.handle(logging.LogRecord("segtrain", logging.INFO, "", 0, line, None, None))
+
+
+class ProgressBar:
+    """A tqdm bar on a terminal; where there is none, now and then a plain line."""
+
+    def __init__(
+        self, total: int, done: int, what: str, *, enabled: bool, unit: str = "step"
+    ) -> None:
+        self._plain = enabled and not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            desc=what,
+            unit=unit,
+            disable=not enabled or self._plain,
+            dynamic_ncols=True,
+            leave=False,
+        )
+        self._what, self._total, self._done, self._text = what, total, done, ""
+        self._every = max(1, total // _PLAIN_REPORTS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()
+
+    def describe(self, text: str) -> None:
+        """What stands behind the bar."""
+        self._text = text
+        self._bar.set_postfix_str(text, refresh=False)
+
+    def update(self) -> None:
+        """One more is done."""
+        self._done += 1
+        self._bar.update()
+        if self._plain and (self._done % self._every == 0 or self._done == self._total):
+            say(f"{self._what} {self._done}/{self._total}  {self._text}".rstrip())

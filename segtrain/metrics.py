@@ -1,0 +1,201 @@
+"""The confusion matrix, and the scores read off it.
+
+Integers are the only thing accumulated, so the result does not depend on the order of the images or
+on how ranks share them. The scores follow the official Cityscapes evaluator (cityscapesscripts):
+pixels whose label is ignored count for nothing; a class with no pixels in labels and none in
+predictions is left out of the mean; one that is predicted but absent from the labels has IoU 0.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segtrain import dist
+from segtrain.records import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores in [0, 1], float64; NaN where there is nothing to judge.
+
+    iou: of each class, intersection / union of its label and prediction; NaN if both are empty.
+    acc: of each class, the share of its labelled pixels that were found; NaN without such pixels.
+    share: of each class, its part of the labelled pixels.
+    mean_iou: the mean of `iou` over the classes that are not NaN ("mIoU").
+    mean_acc: the mean of `acc` over the classes that are not NaN ("mAcc").
+    pixel_acc: the share of all labelled pixels that were right ("aAcc").
+    freq_weighted_iou: the mean of `iou` weighted by `share` ("fwIoU").
+    num_pixels: labelled pixels in all.
+    """
+
+    iou: tuple[float, ...]
+    acc: tuple[float, ...]
+    share: tuple[float, ...]
+    mean_iou: float
+    mean_acc: float
+    pixel_acc: float
+    freq_weighted_iou: float
+    num_pixels: int
+
+    def scalars(self, names: Sequence[str]) -> dict[str, float]:
+        """The scores by the tags of TensorBoard and metrics.jsonl, without those that are NaN."""
+        values = {
+            "eval/mIoU": self.mean_iou,
+            "eval/mAcc": self.mean_acc,
+            "eval/aAcc": self.pixel_acc,
+            "eval/fwIoU": self.freq_weighted_iou,
+        }
+        values |= {f"eval/IoU/{n}": iou for n, iou in zip(names, self.iou, strict=True)}
+        return {tag: value for tag, value in values.items() if not math.isnan(value)}
+
+    def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
+        """The scores for a JSON file; NaN, which JSON does not know, becomes None."""
+        rows = zip(names, self.iou, self.acc, self.share, strict=True)
+        return {
+            "mIoU": _or_none(self.mean_iou),
+            "mAcc": _or_none(self.mean_acc),
+            "aAcc": _or_none(self.pixel_acc),
+            "fwIoU": _or_none(self.freq_weighted_iou),
+            "num_pixels": self.num_pixels,
+            "classes": [
+                {"name": n, "IoU": _or_none(iou), "acc": _or_none(acc), "share": _or_none(share)}
+                for n, iou, acc, share in rows
+            ],
+        }
+
+
+class ConfusionMatrix:
+    """Counts how often the pixels of each class were taken for each class.
+
+    counts: (K, K) int64 on `device`; rows are labels, columns predictions.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
+        if not 1 <= num_classes <= IGNORE_INDEX:
+            raise ValueError(f"num_classes: expected 1 to {IGNORE_INDEX}, got {num_classes}")
+        self.num_classes = num_classes
+        self.counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
+
+    def update(self, pred: Tensor, label: Tensor) -> None:
+        """Adds the pixels of one or more images.
+
+        pred, label: integers of the same shape; pred in 0..K-1, label in 0..K-1 or IGNORE_INDEX.
+
+        Raises:
+            ValueError: shapes differ, or a value is out of range (nothing is added then).
+        """
+        if pred.shape != label.shape:
+            raise ValueError(f"pred {tuple(pred.shape)} and label {tuple(label.shape)} differ")
+        pred, label = _as_bytes("pred", pred), _as_bytes("label", label)
+        table = self._table(pred, label)  # (K + 2, K + 1)
+        if bool(table[-1].any() | table[:, -1].any()):
+            raise ValueError(_out_of_range(pred, label, self.num_classes))
+        self.counts += table[1:-1, :-1]
+
+    def _table(self, pred: Tensor, label: Tensor) -> Tensor:
+        """Counts with a first row for ignored labels and a last row and column for wrong values."""
+        size = self.num_classes
+        # In one byte 255 + 1 is 0, which puts ignored pixels into a row of their own: several times
+        # faster than selecting the valid pixels first.
+        rows = (label + 1).clamp_(max=min(size + 1, 255))
+        columns = pred.clamp(max=size)
+        cells = rows.to(torch.int32).mul_(size + 1).add_(columns)
+        table = torch.bincount(cells.flatten(), minlength=(size + 2) * (size + 1))
+        return table.view(size + 2, size + 1).to(self.counts.device)
+
+    def merge(self, other: "ConfusionMatrix") -> None:
+        """Adds the counts of `other`, which must have as many classes."""
+        if other.num_classes != self.num_classes:
+            raise ValueError(f"{other.num_classes} classes cannot join {self.num_classes}")
+        self.counts += other.counts.to(self.counts.device)
+
+    def sum_over_ranks(self) -> None:
+        """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
+        dist.all_sum(self.counts)
+
+    def scores(self) -> Scores:
+        """The scores of all pixels so far; copies the counts to the host."""
+        return scores_of(self.counts)
+
+
+def scores_of(counts: Tensor) -> Scores:
+    """The scores of a (K, K) integer confusion matrix, rows label and columns prediction."""
+    # Python integers: exact for any number of pixels, and K is small.
+    rows = counts.tolist()
+    hit = [row[i] for i, row in enumerate(rows)]
+    labelled = [sum(row) for row in rows]
+    predicted = [sum(column) for column in zip(*rows, strict=True)]
+    total = sum(labelled)
+
+    union = [a + b - both for a, b, both in zip(labelled, predicted, hit, strict=True)]
+    iou = tuple(map(_ratio, hit, union))
+    acc = tuple(map(_ratio, hit, labelled))
+    share = tuple(_ratio(n, total) for n in labelled)
+    # A class without labelled pixels weighs nothing, whether its IoU is 0 or NaN.
+    weighted = math.fsum(s * i for s, i in zip(share, iou, strict=True) if s > 0)
+    return Scores(
+        iou=iou,
+        acc=acc,
+        share=share,
+        mean_iou=_mean(iou),
+        mean_acc=_mean(acc),
+        pixel_acc=_ratio(sum(hit), total),
+        freq_weighted_iou=weighted if total else math.nan,
+        num_pixels=total,
+    )
+
+
+def score_table(scores: Scores, names: Sequence[str]) -> list[str]:
+    """The scores in percent as lines of text: the classes in their order, then the means."""
+    width = max(len("class"), *(len(name) for name in names))
+    lines = [f"{'class':<{width}}  {'IoU':>6}  {'acc':>6}  {'share':>6}"]
+    for name, *values in zip(names, scores.iou, scores.acc, scores.share, strict=True):
+        lines.append("  ".join([f"{name:<{width}}", *map(_percent, values)]))
+    lines.append(
+        f"mIoU {_percent(scores.mean_iou)}  mAcc {_percent(scores.mean_acc)}  "
+        f"aAcc {_percent(scores.pixel_acc)}  fwIoU {_percent(scores.freq_weighted_iou)}"
+    )
+    absent = [name for name, iou in zip(names, scores.iou, strict=True) if math.isnan(iou)]
+    if absent:
+        lines.append(f"left out of mIoU, neither labelled nor predicted: {', '.join(absent)}")
+    return lines
+
+
+def _percent(value: float) -> str:
+    return f"{'-' if math.isnan(value) else format(100 * value, '.2f'):>6}"
+
+
+def _as_bytes(name: str, values: Tensor) -> Tensor:
+    if values.dtype == torch.uint8:
+        return values
+    fits = (values >= 0) & (values <= IGNORE_INDEX)
+    if not bool(fits.all()):
+        odd = values[~fits].unique().tolist()
+        raise ValueError(f"{name}: expected 0 to {IGNORE_INDEX}, found {odd[:10]}")
+    return values.to(torch.uint8)
+
+
+def _out_of_range(pred: Tensor, label: Tensor, num_classes: int) -> str:
+    found = []
+    for name, values, allowed in (("pred", pred, ()), ("label", label, (IGNORE_INDEX,))):
+        odd = [v for v in values.unique().tolist() if not 0 <= v < num_classes and v not in allowed]
+        if odd:
+            found.append(f"{name}: expected 0 to {num_classes - 1}, found {odd[:10]}")
+    return "; ".join(found)
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    present = [v for v in values if not math.isnan(v)]
+    return math.fsum(present) / len(present) if present else math.nan
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,141 @@
+"""DeepLabV3 (arXiv:1706.05587) and DeepLabV3+ (arXiv:1802.02611)."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segtrain.config import ModelConfig
+from segtrain.models.blocks import (
+    Classifier,
+    ConvNormReLU,
+    FeatureChannels,
+    Features,
+    SeparableConvNormReLU,
+    conv2d,
+    normalize_together,
+    resize,
+)
+from segtrain.norm import NormFactory
+
+# The papers' rates for strides 16 and 8; 32 continues the row: the same reach in pixels.
+_RATES = {8: (12, 24, 36), 16: (6, 12, 18), 32: (3, 6, 9)}
+
+
+class ASPP(nn.Module):
+    """Atrous spatial pyramid pooling: convolutions of several dilations side by side.
+
+    Concatenated as [1x1, 3x3 at each rate, global mean], the order of torchvision and VainF, and
+    projected by a 1x1 convolution.
+
+    Args:
+        separable: each dilated convolution is a depthwise and a 1x1 one, both with norm and ReLU.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        width: int,
+        rates: Sequence[int],
+        *,
+        separable: bool,
+        norm: NormFactory,
+    ) -> None:
+        super().__init__()
+        depthwise_rates = rates if separable else ()
+        self.depthwise = nn.ModuleList(
+            conv2d(in_channels, in_channels, 3, dilation=rate, groups=in_channels)
+            for rate in depthwise_rates
+        )
+        self.depthwise_norms = nn.ModuleList(norm(in_channels) for _ in depthwise_rates)
+        kernel = 1 if separable else 3
+        dilated = [conv2d(in_channels, width, kernel, dilation=rate) for rate in rates]
+        self.convs = nn.ModuleList(
+            [conv2d(in_channels, width, 1), *dilated, conv2d(in_channels, width, 1)]
+        )
+        self.norms = nn.ModuleList(norm(width) for _ in self.convs)
+        self.project = ConvNormReLU(width * len(self.convs), width, 1, norm=norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in_channels, h, w) to (N, width, h, w)."""
+        inputs = [x, *self._dilated_inputs(x), x.mean((2, 3), keepdim=True)]
+        branches = [conv(y) for conv, y in zip(self.convs, inputs, strict=True)]
+        normalized = normalize_together(zip(branches, self.norms, strict=True))
+        *local, pooled = [F.relu(y, inplace=True) for y in normalized]
+        return self.project(torch.cat([*local, pooled.expand_as(local[0])], dim=1))
+
+    def _dilated_inputs(self, x: Tensor) -> list[Tensor]:
+        if not self.depthwise:
+            return [x] * (len(self.convs) - 2)
+        filtered = [conv(x) for conv in self.depthwise]
+        normalized = normalize_together(zip(filtered, self.depthwise_norms, strict=True))
+        return [F.relu(y, inplace=True) for y in normalized]
+
+
+class DeepLabV3Head(nn.Module):
+    """ASPP, 3x3 convolution, norm, ReLU, dropout and 1x1 convolution, as torchvision's."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        channels: FeatureChannels,
+        *,
+        num_classes: int,
+        norm: NormFactory,
+    ) -> None:
+        super().__init__()
+        width = model.head_channels or 256
+        self.aspp = _aspp(model, channels.out, width, norm)
+        self.conv = _conv3x3(model, width, width, norm)
+        self.classifier = Classifier(width, num_classes, dropout=model.dropout)
+
+    def forward(self, features: Features, mask: Tensor | None) -> Tensor:
+        """Logits (N, K, h, w) at the size of `features.out`."""
+        return self.classifier(self.conv(self.aspp(features.out)), mask)
+
+
+class DeepLabV3PlusHead(nn.Module):
+    """ASPP joined with low-level features, two 3x3 convolutions, dropout and 1x1 convolution.
+
+    Concatenated as [low-level, ASPP], the order of VainF and detectron2. Two convolutions are the
+    paper's choice (table 2), detectron2's and mmsegmentation's; VainF has one.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        channels: FeatureChannels,
+        *,
+        num_classes: int,
+        norm: NormFactory,
+    ) -> None:
+        super().__init__()
+        width = model.head_channels or 256
+        self.align_corners = model.align_corners
+        self.aspp = _aspp(model, channels.out, width, norm)
+        self.low = ConvNormReLU(channels.low, model.low_level_channels, 1, norm=norm)
+        self.decoder = nn.Sequential(
+            _conv3x3(model, model.low_level_channels + width, width, norm),
+            _conv3x3(model, width, width, norm),
+        )
+        self.classifier = Classifier(width, num_classes, dropout=model.dropout)
+
+    def forward(self, features: Features, mask: Tensor | None) -> Tensor:
+        """Logits (N, K, h, w) at the size of `features.low`."""
+        low = self.low(features.low)
+        high = resize(self.aspp(features.out), low.shape[-2:], align_corners=self.align_corners)
+        return self.classifier(self.decoder(torch.cat([low, high], dim=1)), mask)
+
+
+def _aspp(model: ModelConfig, in_channels: int, width: int, norm: NormFactory) -> ASPP:
+    rates = model.aspp_rates or _RATES[model.output_stride]
+    return ASPP(in_channels, width, rates, separable=model.separable, norm=norm)
+
+
+def _conv3x3(
+    model: ModelConfig, in_channels: int, out_channels: int, norm: NormFactory
+) -> nn.Module:
+    if model.separable:
+        return SeparableConvNormReLU(in_channels, out_channels, norm=norm)
+    return ConvNormReLU(in_channels, out_channels, 3, norm=norm)

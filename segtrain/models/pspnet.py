@@ -1,0 +1,112 @@
+"""PSPNet (arXiv:1612.01105)."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segtrain.config import ModelConfig
+from segtrain.models.blocks import (
+    Classifier,
+    ConvNormReLU,
+    FeatureChannels,
+    Features,
+    at_least_float32,
+    conv2d,
+    normalize_together,
+    resize,
+)
+from segtrain.norm import NormFactory
+
+
+class PyramidPooling(nn.Module):
+    """The input beside its averages over grids of several sizes, each through a 1x1 convolution.
+
+    Concatenated as [x, p1, p2, ...] (semseg, mmsegmentation), every p with
+    in_channels // len(bins) channels.
+    """
+
+    def __init__(
+        self, in_channels: int, bins: Sequence[int], *, norm: NormFactory, align_corners: bool
+    ) -> None:
+        super().__init__()
+        width = in_channels // len(bins)
+        self.bins = tuple(bins)
+        self.align_corners = align_corners
+        self.out_channels = in_channels + width * len(bins)
+        self.convs = nn.ModuleList(conv2d(in_channels, width, 1) for _ in bins)
+        self.norms = nn.ModuleList(norm(width) for _ in bins)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in_channels, h, w) to (N, out_channels, h, w)."""
+        pooled = adaptive_avg_pools(x, self.bins)
+        reduced = [conv(y) for conv, y in zip(self.convs, pooled, strict=True)]
+        normalized = normalize_together(zip(reduced, self.norms, strict=True))
+        activated = [F.relu(y, inplace=True) for y in normalized]
+        size = x.shape[-2:]
+        return torch.cat(
+            [x, *(resize(y, size, align_corners=self.align_corners) for y in activated)], dim=1
+        )
+
+
+class PSPHead(nn.Module):
+    """Pyramid pooling, 3x3 convolution, norm, ReLU, dropout and 1x1 convolution."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        channels: FeatureChannels,
+        *,
+        num_classes: int,
+        norm: NormFactory,
+    ) -> None:
+        super().__init__()
+        width = model.head_channels or 512
+        self.ppm = PyramidPooling(
+            channels.out, model.ppm_bins, norm=norm, align_corners=model.align_corners
+        )
+        self.conv = ConvNormReLU(self.ppm.out_channels, width, 3, norm=norm)
+        self.classifier = Classifier(width, num_classes, dropout=model.dropout)
+
+    def forward(self, features: Features, mask: Tensor | None) -> Tensor:
+        """Logits (N, K, h, w) at the size of `features.out`."""
+        return self.classifier(self.conv(self.ppm(features.out)), mask)
+
+
+def adaptive_avg_pools(x: Tensor, bins: Sequence[int]) -> list[Tensor]:
+    """F.adaptive_avg_pool2d(x, b) for every b in `bins`: a list of (N, C, b, b) in x's dtype.
+
+    Cell i of b covers the pixels floor(i n / b) to ceil((i + 1) n / b) - 1, as in torch. The sums
+    are matrix products with 0/1 matrices built from the size at hand, in float32 or wider: torch's
+    own operator bakes the size of the first input into an exported graph. The columns of all
+    grids are summed in one product, so the input is read once.
+    """
+    rows = [_cells(x.shape[-2], b, x.device) for b in bins]  # (b, H) each
+    columns = [_cells(x.shape[-1], b, x.device) for b in bins]  # (b, W) each
+    with _without_autocast(x.device.type):
+        wide = at_least_float32(x)
+        sums = wide @ torch.cat(columns).to(wide.dtype).mT  # (N, C, H, sum(bins))
+        pooled = []
+        for row, column, part in zip(rows, columns, sums.split(list(bins), dim=-1), strict=True):
+            area = row.sum(1, keepdim=True) * column.sum(1)  # (b, b)
+            pooled.append(((row.to(wide.dtype) @ part) / area).to(x.dtype))
+    return pooled
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Keeps autocast from doing the products in half precision."""
+    # Where there is nothing to switch off, the switch would only be a scar in exported graphs.
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def _cells(size: int, bins: int, device: torch.device) -> Tensor:
+    """(bins, size) bool: the pixels of each cell along one axis."""
+    pixel = torch.arange(size, device=device)
+    cell = torch.arange(bins, device=device).unsqueeze(1)
+    start = cell * size // bins
+    stop = ((cell + 1) * size + (bins - 1)) // bins
+    return (pixel >= start) & (pixel < stop)

@@ -1,0 +1,36 @@
+"""Batch norm that does not know how many devices there are.
+
+    from segtrain.norm import SyncBatchNorm2d, convert
+
+functional.py is the arithmetic, sync.py the modules, convert.py the exchange in a finished model.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from segtrain.config import NormConfig
+from segtrain.norm.convert import convert
+from segtrain.norm.functional import sync_batch_norm
+from segtrain.norm.sync import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+
+__all__ = [
+    "NormFactory",
+    "SyncBatchNorm",
+    "SyncBatchNorm1d",
+    "SyncBatchNorm2d",
+    "SyncBatchNorm3d",
+    "convert",
+    "make_norm",
+    "sync_batch_norm",
+]
+
+NormFactory = Callable[[int], nn.Module]
+"""Makes the norm layer for a number of channels; models take it as an argument."""
+
+
+def make_norm(config: NormConfig) -> NormFactory:
+    """The layer that `config` asks for."""
+    kind = {"sync": SyncBatchNorm2d, "local": nn.BatchNorm2d}[config.kind]
+    return partial(kind, eps=config.eps, momentum=config.momentum)

@@ -1,0 +1,148 @@
+"""Synchronized batch norm as modules: a drop-in for nn.BatchNorm1d, 2d and 3d."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from segtrain import dist
+from segtrain.dist import ProcessGroup
+from segtrain.norm.functional import sync_batch_norm
+
+Group = ProcessGroup | Sequence[int] | Literal["node"] | None
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm whose training statistics are those of all ranks' values together, exactly.
+
+    Any split of the batch over the ranks is right: different numbers of images, different heights
+    and widths, ranks without any. It runs on CPU and CUDA, has the state-dict keys of
+    nn.BatchNorm2d, and is nn.BatchNorm2d where there is one rank. In training every rank of the
+    group must come here, forward and backward; evaluation uses the running statistics and never
+    communicates (without running statistics: those of this rank's batch).
+
+    It does not derive from nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats: as in nn.BatchNorm2d; momentum None is the
+            cumulative average.
+        process_group: the ranks that share statistics: a process group, a sequence of ranks, "node"
+            for the ranks of this machine, None for all. Kept as numbers, so that the module can be
+            copied and pickled.
+        on_one_value: what to do when the whole group has one value a channel, whose variance says
+            nothing: "normalize" returns the bias, "raise" a ValueError. The check reads the count
+            back from the device, in layers where this rank has at most one value.
+
+    Shape: (N, C, ...) to the same, with 2 to 5 dimensions.
+    """
+
+    _dims: tuple[int, ...] = (2, 3, 4, 5)
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Group = None,
+        *,
+        on_one_value: Literal["normalize", "raise"] = "normalize",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        if affine and not bias:
+            self.register_parameter("bias", None)
+        self.process_group = _as_ranks(process_group)
+        self.on_one_value = on_one_value
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in self._dims:
+            wanted = " or ".join(f"{dim}D" for dim in self._dims)
+            raise ValueError(f"expected {wanted} input, got {input.dim()}D {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` (N, C, ...) normalized (collective in training)."""
+        self._check_input_dim(input)
+        if not self.training:
+            return self._evaluate(input)
+        group = self._group()
+        if dist.group_size(group) == 1:
+            return super().forward(input)
+        y, mean, var, count = sync_batch_norm(
+            input, self.weight, self.bias, eps=self.eps, group=group
+        )
+        if self.on_one_value == "raise" and input.numel() <= input.shape[1] and count == 1:
+            raise ValueError(
+                f"batch norm in training got one value per channel over {dist.group_size(group)} "
+                f"ranks: this rank's input is {tuple(input.shape)}"
+            )
+        self._track(mean, var, count)
+        return y
+
+    def _evaluate(self, input: Tensor) -> Tensor:
+        if self.running_mean is None or self.running_var is None:
+            return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        return F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        """Moves the running statistics toward this batch's, the variance with Bessel's factor."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        # A batch without a value on any rank must leave no trace; no branch, since `count` lies on
+        # the device and reading it would wait for the forward pass.
+        seen = count > 0
+        self.num_batches_tracked.add_(seen)
+        factor = seen.to(torch.float64)
+        factor *= 1 / self.num_batches_tracked.clamp(min=1) if self.momentum is None else self.momentum
+        unbiased = var * (count / (count - 1).clamp(min=1)).to(var.dtype)
+        for running, batch in ((self.running_mean, mean), (self.running_var, unbiased)):
+            # In the wide type, then rounded once: the buffers may be float16 (module.half()).
+            wide = running.to(batch.dtype)
+            running.copy_(wide.lerp_(batch, factor.to(batch.dtype)))
+
+    def _group(self) -> ProcessGroup | None:
+        ranks = dist.node_ranks() if self.process_group == "node" else self.process_group
+        return dist.group_of(ranks)
+
+    def extra_repr(self) -> str:
+        """As nn.BatchNorm2d, and the group where it is not all ranks."""
+        group = "" if self.process_group is None else f", process_group={self.process_group}"
+        return super().extra_repr() + group
+
+
+class SyncBatchNorm1d(SyncBatchNorm):
+    """SyncBatchNorm for (N, C) and (N, C, L)."""
+
+    _dims = (2, 3)
+
+
+class SyncBatchNorm2d(SyncBatchNorm):
+    """SyncBatchNorm for (N, C, H, W)."""
+
+    _dims = (4,)
+
+
+class SyncBatchNorm3d(SyncBatchNorm):
+    """SyncBatchNorm for (N, C, D, H, W)."""
+
+    _dims = (5,)
+
+
+def _as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
+    if group is None or group == "node":
+        return group
+    if isinstance(group, ProcessGroup):
+        return dist.group_ranks(group)
+    return tuple(sorted(int(rank) for rank in group))

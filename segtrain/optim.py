@@ -1,0 +1,116 @@
+"""What moves the weights: parameter groups, the learning rate as a pure function of the step, and
+the exponential moving average."""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from segtrain.config import TrainConfig
+
+
+def poly(step: int, total: int, power: float = 0.9) -> float:
+    """Fraction of the base learning rate at `step`, in [0, 1].
+
+    (1 - step / total) ** power, as in PSPNet (arXiv:1612.01105, section 5).
+
+    Raises:
+        ValueError: `step` outside [0, total].
+    """
+    if not 0 <= step <= total:
+        raise ValueError(f"step {step} is outside [0, {total}]")
+    return (1 - step / total) ** power
+
+
+def base_lr(train: TrainConfig) -> float:
+    """The backbone's learning rate after warmup, scaled with the batch size if the config says so.
+
+    Linear scaling as in arXiv:1706.02677, section 2.1.
+    """
+    scale = 1.0 if train.lr_batch_size is None else train.batch_size / train.lr_batch_size
+    return train.lr * scale
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """The backbone's learning rate of update `step`, 0 .. steps - 1.
+
+    Linear warmup from warmup_start times the rate, multiplied with poly from the first step on;
+    min_lr is what poly ends with.
+    """
+    lr = base_lr(train)
+    decayed = train.min_lr + (lr - train.min_lr) * poly(step, train.steps, train.poly_power)
+    if step >= train.warmup_steps:
+        return decayed
+    done = step / train.warmup_steps
+    return decayed * (train.warmup_start + (1 - train.warmup_start) * done)
+
+
+def parameter_groups(model: nn.Module, train: TrainConfig) -> list[dict]:
+    """The trainable parameters in at most four groups, each with `lr_mult` and `weight_decay`.
+
+    Every parameter is in exactly one group, also one shared by two modules.
+    """
+    no_decay = {id(p) for p in _norm_and_bias(model)} if not train.decay_norm_and_bias else set()
+    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key = (name.startswith("backbone."), id(parameter) in no_decay)
+            groups.setdefault(key, []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "lr_mult": 1.0 if in_backbone else train.head_lr_mult,
+            "weight_decay": 0.0 if undecayed else train.weight_decay,
+        }
+        for (in_backbone, undecayed), parameters in groups.items()
+    ]
+
+
+def _norm_and_bias(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # Batch norm is recognized by its shape, whatever its class: one number a channel.
+            if name == "bias" or parameter.dim() <= 1:
+                yield parameter
+
+
+def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of the config; `set_learning_rate` gives it a rate before every step."""
+    groups = parameter_groups(model, train)
+    if train.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=base_lr(train), betas=train.betas)
+    return torch.optim.SGD(
+        groups, lr=base_lr(train), momentum=train.momentum, nesterov=train.nesterov
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets every group's rate to `lr` times its multiplier."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_mult"]
+
+
+class WeightAverage:
+    """Exponential moving average of a model's parameters and running statistics.
+
+    The decay is min(decay, (1 + t) / (10 + t)) at update t, so that the random weights of the start
+    are forgotten (as tf.train.ExponentialMovingAverage does with num_updates). The statistics are
+    averaged too: the newest ones belong to weights that the average has not reached yet.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        """Takes in the weights of `model` after update number `step`, counted from 1."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        average, newest = self.model.state_dict(), model.state_dict()
+        floating = [name for name, value in average.items() if value.is_floating_point()]
+        torch._foreach_lerp_(
+            [average[name] for name in floating], [newest[name] for name in floating], 1 - decay
+        )
+        for name in average.keys() - set(floating):
+            average[name].copy_(newest[name])  # num_batches_tracked

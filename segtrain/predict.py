@@ -1,0 +1,314 @@
+"""`segtrain predict`: label maps, colour maps and overlays for images of any size.
+
+Pixels count as they are stored, as in training: a rotation that a camera noted in the file's EXIF
+is ignored, and said so.
+"""
+
+import argparse
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+from tqdm import tqdm
+
+from segtrain import pictures
+from segtrain.checkpoint import load_model
+from segtrain.config import Config
+from segtrain.config_file import override_settings
+from segtrain.data.classes import ClassFile
+from segtrain.data.decode import MAX_PIXELS, read_header, read_image
+from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines, printable
+from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
+from segtrain.inference import InferenceSettings, predict_label
+
+# Training reads PNG and JPEG only; predictions are wanted for whatever a camera or scanner made.
+MORE_SUFFIXES = (".bmp", ".tif", ".tiff", ".webp")
+SUFFIXES = (*IMAGE_SUFFIXES, *MORE_SUFFIXES)
+_MORE_FORMATS = ("BMP", "TIFF", "WEBP")
+_MORE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX")
+
+LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
+
+# Decoding and PNG compression happen outside the interpreter lock; two threads of each keep up with
+# a device that takes 20 ms for an image of two million pixels.
+_THREADS = 2
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Source(NamedTuple):
+    """An image and the name of what is predicted for it: a relative path without suffix, unique."""
+
+    path: Path
+    name: str
+
+
+class Decoded(NamedTuple):
+    """An image (H, W, 3) uint8 RGB, or why there is none; `turned`: EXIF asks for a rotation."""
+
+    image: np.ndarray | None
+    problem: str = ""
+    turned: bool = False
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code.
+
+    args: source (run directory or checkpoint), inputs (files and folders), output (a directory),
+        device (None: the first GPU, else the CPU), set (a list of `eval.key=value`), overwrite.
+
+    Raises:
+        DataError: nothing to predict; or, after all others are done, images that cannot be read.
+    """
+    output = Path(args.output)
+    sources = find_images(args.inputs, output)
+    _check_output(output, sources, overwrite=args.overwrite)
+    device = _device(args.device)
+    loaded = load_model(args.source, device=device)
+    settings = InferenceSettings.from_config(_with_overrides(loaded.config, args.set or ()))
+    print(f"step {loaded.step}; {settings.describe()}; {device}")
+    problems, turned = predict_images(
+        loaded.model, sources, output, settings=settings, classes=loaded.classes, device=device
+    )
+    print(f"{len(sources) - len(problems)} images: {output}/{{{LABELS},{COLORS},{OVERLAYS}}}")
+    if turned:
+        print(f"{turned} of them ask for a rotation in their EXIF; it was ignored, as in training")
+    if problems:
+        raise DataError(first_lines(f"{len(problems)} of {len(sources)} images", problems))
+    return EXIT_OK
+
+
+def find_images(inputs: Sequence[str | Path], output: Path) -> list[Source]:
+    """The images among `inputs`, files or folders searched to any depth, each once.
+
+    Names are relative to the folder given. A name that another image already has, whatever the
+    case of its letters, gets the suffix of its file and then a number behind it. What lies in
+    `output` is left out, so that a second run does not predict the pictures of the first.
+
+    Raises:
+        DataError: an input is missing, of another format, or a folder without images.
+    """
+    found: list[Source] = []
+    problems = []
+    for given in map(Path, inputs):
+        if given.is_dir():
+            inside = [
+                path for path in _walk(given) if not path.resolve().is_relative_to(output.resolve())
+            ]
+            found += [
+                Source(path, path.relative_to(given).with_suffix("").as_posix()) for path in inside
+            ]
+            if not inside:
+                problems.append(f"{printable(given)}: no images ({' '.join(SUFFIXES)}) in it")
+        elif not given.exists():
+            problems.append(f"{printable(given)}: no such file or folder")
+        elif given.suffix.lower() not in SUFFIXES:
+            problems.append(f"{printable(given)}: not an image ({' '.join(SUFFIXES)})")
+        else:
+            found.append(Source(given, given.stem))
+    if problems:
+        raise DataError(first_lines("input", problems))
+    return _unique(found)
+
+
+def predict_images(
+    model: nn.Module,
+    sources: Sequence[Source],
+    output: Path,
+    *,
+    settings: InferenceSettings,
+    classes: ClassFile,
+    device: torch.device,
+) -> tuple[list[str], int]:
+    """Writes `output`/{labels,colors,overlays}/<name>.png for every image that can be read.
+
+    Label maps hold the raw ids of the class file (grey; 16 bits if an id exceeds 255). Returns the
+    problems, a line for each image that was left out, and the number with a rotation in EXIF.
+
+    Raises:
+        ExecutionError: the disk is full or not writable, or the device's memory does not suffice.
+    """
+    ids = _raw_ids(classes)
+    problems, turned = [], 0
+
+    def write(name: str, image: np.ndarray, pred: np.ndarray) -> None:
+        colors = pictures.colorize(pred, classes.palette)
+        blended = pictures.overlay(image, pred, classes.palette)
+        for folder, picture in ((LABELS, ids[pred]), (COLORS, colors), (OVERLAYS, blended)):
+            pictures.write_png(output / folder / f"{name}.png", picture)
+
+    decoded = _ahead(_decode, [source.path for source in sources])
+    # disable=None: no bar where there is no terminal.
+    bar = tqdm(sources, desc="predict", unit="image", dynamic_ncols=True, disable=None)
+    try:
+        pictures.write_png(output / "legend.png", pictures.legend(classes.names, classes.palette))
+        with _Writer(write) as writer:
+            for source, (image, problem, is_turned) in zip(bar, decoded, strict=True):
+                turned += is_turned
+                if image is None:
+                    problems.append(problem)
+                else:
+                    writer.put(source.name, image, _predict(model, image, settings, device, source))
+    except OSError as error:
+        raise ExecutionError(f"{error.filename or output}: {error.strerror or error}") from error
+    return problems, turned
+
+
+def _predict(
+    model: nn.Module,
+    image: np.ndarray,
+    settings: InferenceSettings,
+    device: torch.device,
+    source: Source,
+) -> np.ndarray:
+    pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0).to(device)
+    try:
+        return predict_label(model, pixels, settings, image.shape[:2]).cpu().numpy()
+    except torch.OutOfMemoryError as error:
+        height, width = image.shape[:2]
+        raise ExecutionError(
+            f"{printable(source.path)}: {height}x{width} px do not fit into the memory of "
+            f"{device}; predict by windows: --set eval.mode=slide"
+        ) from error
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for here, folders, files in os.walk(folder):
+        folders.sort()
+        for file in sorted(files):
+            if Path(file).suffix.lower() in SUFFIXES:
+                yield Path(here, file)
+
+
+def _unique(found: Iterable[Source]) -> list[Source]:
+    sources: dict[Path, Source] = {}
+    taken: set[str] = set()
+    for path, name in found:
+        if path.resolve() in sources:
+            continue
+        candidates = [name, f"{name}_{path.suffix[1:].lower()}"]
+        number = 2
+        while candidates[0].casefold() in taken:
+            candidates = candidates[1:] or [f"{name}_{number}"]
+            number += len(candidates) == 1
+        taken.add(candidates[0].casefold())
+        sources[path.resolve()] = Source(path, candidates[0])
+    return list(sources.values())
+
+
+def _decode(path: Path) -> Decoded:
+    try:
+        if path.suffix.lower() in MORE_SUFFIXES:
+            return Decoded(_read_other(path))
+        turned = read_header(path).orientation != 1
+        return Decoded(read_image(path), turned=turned)
+    except DataError as error:
+        return Decoded(None, str(error))
+
+
+def _read_other(path: Path) -> np.ndarray:
+    """A BMP, TIFF or WebP image, (H, W, 3) uint8 RGB; of several pages the first."""
+    try:
+        with Image.open(path, formats=_MORE_FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise DataError(f"{printable(path)}: more than {MAX_PIXELS:,} pixels; cut it up")
+            if image.mode not in _MORE_MODES:
+                raise DataError(f"{printable(path)}: the image is {image.mode}; convert it to RGB")
+            return np.array(image.convert("RGB"))
+    except DataError:
+        raise
+    except Exception as error:  # Pillow's parsers raise a dozen kinds on damaged bytes
+        raise DataError(f"{printable(path)}: damaged image: {error}") from error
+
+
+def _raw_ids(classes: ClassFile) -> np.ndarray:
+    """The id that is written for each train id, (K,) uint8 or uint16."""
+    ids = list(classes.write_ids)
+    wrong = [
+        f"class {name}: id {i}, but a PNG holds 0 to 65535"
+        for name, i in zip(classes.names, ids, strict=True)
+        if not 0 <= i <= 65535
+    ]
+    if wrong:
+        raise DataError(first_lines(f"class file {classes.name}", wrong))
+    return np.array(ids, dtype=np.uint8 if max(ids) <= 255 else np.uint16)
+
+
+def _with_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    foreign = [text for text in overrides if not text.strip().startswith("eval.")]
+    if foreign:
+        raise ConfigError(
+            "\n".join(f"--set {text}: no effect here; only eval.* can be set" for text in foreign)
+        )
+    return override_settings(config, overrides, source="the run's config")
+
+
+def _check_output(output: Path, sources: Sequence[Source], *, overwrite: bool) -> None:
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {printable(output)}: is a file; expected a directory")
+    there = [s.name for s in sources if (output / LABELS / f"{s.name}.png").exists()]
+    if there and not overwrite:
+        raise ConfigError(
+            f"--output {printable(output)}: holds predictions for {len(there)} of these "
+            f"{len(sources)} images, such as {LABELS}/{printable(there[0])}.png; "
+            "choose another directory or pass --overwrite"
+        )
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--device {name}: {reason}; use cpu, cuda or cuda:<number>") from error
+    return device
+
+
+def _ahead(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """`function` of every item, in order, computed by threads a few items ahead."""
+    left = iter(items)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="decode") as pool:
+        waiting = deque(pool.submit(function, item) for item in islice(left, _THREADS + 1))
+        try:
+            while waiting:
+                result = waiting.popleft().result()
+                waiting.extend(pool.submit(function, item) for item in islice(left, 1))
+                yield result
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+class _Writer:
+    """Calls `function` in threads, a few calls behind; its errors surface in `put` and at exit."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="write")
+        self._waiting: deque[Future[None]] = deque()
+
+    def put(self, *args: object) -> None:
+        if len(self._waiting) > _THREADS:
+            self._waiting.popleft().result()
+        self._waiting.append(self._pool.submit(self._function, *args))
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, kind: type | None, *rest: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            for future in self._waiting:
+                future.result()

@@ -1,0 +1,39 @@
+"""From the bytes of an image to the numbers a network sees; done on the device."""
+
+import torch
+from torch import Tensor, nn
+
+Color = tuple[float, float, float]
+
+
+def normalize(
+    images: Tensor, mean: Color, std: Color, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`(images - mean) / std` by channel, (N, 3, H, W) in `dtype`.
+
+    images: uint8, or float in units of 0..255 like `mean` and `std`.
+    """
+    # Built from a list on the CPU and moved: three floats, and no wait for the device.
+    mean_t = torch.tensor(mean, dtype=dtype).to(images.device, non_blocking=True).view(3, 1, 1)
+    std_t = torch.tensor(std, dtype=dtype).to(images.device, non_blocking=True).view(3, 1, 1)
+    return (images.to(dtype) - mean_t) / std_t
+
+
+class Normalize(nn.Module):
+    """`normalize` as a module, for the training step and for export with the model.
+
+    The buffers are not part of the state dict: they come from the config. The output has their
+    dtype: float32, or what `.double()` or `.to(dtype)` made of it.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Color, std: Color) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 3, H, W) uint8 or float in 0..255 -> the same shape, normalized."""
+        return (images.to(self.mean.dtype) - self.mean) / self.std

@@ -1,0 +1,43 @@
+"""The few records that travel between modules."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+# Labels are train ids 0 .. K-1 in one byte each; this value marks pixels that count for nothing.
+IGNORE_INDEX = 255
+
+
+class Batch(NamedTuple):
+    """What the loader yields: the rows of one batch that belong to this rank.
+
+    images: (N, 3, H, W) uint8, RGB.
+    labels: (N, H, W) uint8, train ids or IGNORE_INDEX.
+    names: N image names, for messages.
+    """
+
+    images: Tensor
+    labels: Tensor
+    names: list[str]
+
+
+class DropoutMasks(NamedTuple):
+    """Channel masks of one forward pass, already divided by the keep probability.
+
+    out, aux: (N, C, 1, 1) for the dropout before the classifier of the head and of the auxiliary
+    head; None where the model has no such dropout.
+    """
+
+    out: Tensor | None = None
+    aux: Tensor | None = None
+
+
+class SegLogits(NamedTuple):
+    """What every model returns, in training and in evaluation.
+
+    out: (N, K, H, W) at the size of the input image.
+    aux: the same from the auxiliary head; None in evaluation or without one.
+    """
+
+    out: Tensor
+    aux: Tensor | None = None

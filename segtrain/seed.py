@@ -1,0 +1,44 @@
+"""Random streams that know only (seed, step, position in the batch), never rank, worker or process.
+
+The key decides the draw, so a run on other devices, with other loader workers or resumed in the
+middle draws the same numbers, and there is no generator state to save.
+"""
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# One number per use keeps two streams with the same key apart. Never reuse or renumber: a resumed
+# run must meet the streams it was started with.
+_ORDER, _AUGMENT, _DROPOUT = 1, 2, 3
+
+
+def sample_order(seed: int, epoch: int, num_images: int) -> np.ndarray:
+    """The permutation of `range(num_images)` that all ranks share in `epoch`, (num_images,) int64."""
+    return np.random.default_rng((seed, _ORDER, epoch)).permutation(num_images)
+
+
+def augment_rng(seed: int, step: int, position: int) -> np.random.Generator:
+    """The generator for augmenting the sample at `position` of the batch of `step`."""
+    return np.random.default_rng((seed, _AUGMENT, step, position))
+
+
+def dropout_mask(
+    seed: int, step: int, layer: int, *, batch_size: int, channels: int, p: float
+) -> Tensor:
+    """The channel mask of the whole batch, (batch_size, channels, 1, 1) float32 on the CPU.
+
+    Entries are 0 with probability `p` and 1 / (1 - p) otherwise; a rank takes its own rows.
+    """
+    rng = np.random.default_rng((seed, _DROPOUT, step, layer))
+    keep = rng.random((batch_size, channels, 1, 1), dtype=np.float32) >= p
+    return torch.from_numpy(keep.astype(np.float32) / (1 - p))
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the global generators, which only weight initialization and user code draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,140 @@
+"""The start of training: what is checked before device time is spent, and what is said."""
+
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import nn
+
+from segtrain import __version__, dist, rundir
+from segtrain.config import Config
+from segtrain.data.check import quick_check
+from segtrain.data.dataset import SegDataset
+from segtrain.data.photometric import check_extra
+from segtrain.errors import ConfigError
+from segtrain.optim import base_lr, learning_rate
+
+
+def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset) -> None:
+    """Refuses what can be known to fail later (collective: rank 0 looks at the files for all).
+
+    Raises:
+        ConfigError: batch and ranks, classes and weights, or augmentations do not fit together.
+        DataError: images and labels do not fit together.
+    """
+    findings = [
+        *_batch_findings(config, dist.world_size()),
+        *_class_findings(config, train_set.classes.num_classes),
+    ]
+    if findings:
+        raise ConfigError("\n".join(findings))
+    check_extra(config.augment)
+    if dist.is_main():
+        quick_check(train_set, eval_set)
+    dist.barrier()
+
+
+def _batch_findings(config: Config, ranks: int) -> list[str]:
+    train = config.train
+    smallest_pass = train.batch_size // train.accumulate_steps
+    if smallest_pass < ranks:
+        per_pass = "" if train.accumulate_steps == 1 else f" in {train.accumulate_steps} passes"
+        return [
+            f"train.batch_size: {train.batch_size} images{per_pass} leave some of {ranks} ranks "
+            f"without one; use at least {ranks * train.accumulate_steps}"
+        ]
+    sharing = smallest_pass if config.norm.kind == "sync" else smallest_pass // ranks
+    if sharing == 1:
+        return [
+            "train.batch_size: the globally pooled branch has one value a channel for an image, and "
+            "batch norm needs two; let at least 2 images share statistics (norm.kind: "
+            f"{config.norm.kind}, {ranks} ranks)"
+        ]
+    return []
+
+
+def _class_findings(config: Config, num_classes: int) -> list[str]:
+    weights = config.loss.class_weights
+    if weights is not None and len(weights) != num_classes:
+        return [
+            f"loss.class_weights: {len(weights)} numbers for the {num_classes} classes of "
+            f"{config.data.classes}"
+        ]
+    return []
+
+
+def start_lines(
+    config: Config,
+    directory: Path,
+    model: nn.Module,
+    train_set: SegDataset,
+    eval_set: SegDataset,
+    devices: list[str],
+    step: int,
+) -> list[str]:
+    """What a person wants to know before walking away, in at most 15 lines.
+
+    Args:
+        devices: the device of every rank.
+        step: updates that a resumed run has done already.
+    """
+    train = config.train
+    ranks = len(devices)
+    parameters = sum(p.numel() for p in model.parameters())
+    return [
+        f"segtrain {__version__}  torch {torch.__version__}  torchvision {torchvision.__version__}"
+        f"  git {rundir.git_revision() or 'none'}",
+        f"devices    {ranks} x {devices[0]}, {train.precision}",
+        f"batch      {_batch_words(config, ranks)}",
+        f"norm       {_norm_words(config, ranks)}",
+        f"data       {len(train_set.pairs)} training and {len(eval_set.pairs)} evaluation images, "
+        f"{train_set.classes.num_classes} classes",
+        f"model      {config.model.arch} on {config.model.backbone}, output stride "
+        f"{config.model.output_stride}, {parameters / 1e6:.1f} M parameters",
+        f"weights    {_weights_words(config, step)}",
+        f"lr         {_lr_words(config)}",
+        f"steps      {train.steps}, {train.steps * train.batch_size / len(train_set.pairs):.1f} epochs"
+        + (f", going on after step {step}" if step else ""),
+        f"run        {directory}",
+        f"curves     tensorboard --logdir {directory}",
+    ]
+
+
+def _batch_words(config: Config, ranks: int) -> str:
+    train = config.train
+    shares = [len(dist.share(train.batch_size, ranks, rank)) for rank in range(ranks)]
+    split = f"{ranks} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
+    words = f"{split} = {train.batch_size} images of {config.augment.crop_size[0]}x"
+    words += str(config.augment.crop_size[1])
+    if train.accumulate_steps > 1:
+        words += f" in {train.accumulate_steps} passes, batch statistics within a pass only"
+    return words
+
+
+def _norm_words(config: Config, ranks: int) -> str:
+    train = config.train
+    images = train.batch_size // train.accumulate_steps
+    if config.norm.kind == "local":
+        return f"local batch norm, statistics over {max(1, images // ranks)} images"
+    where = f"{ranks} ranks, " if ranks > 1 else ""
+    return f"synchronized batch norm, statistics over {where}{images} images"
+
+
+def _weights_words(config: Config, step: int) -> str:
+    if step:
+        return "from the checkpoint"
+    return f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
+
+
+def _lr_words(config: Config) -> str:
+    train = config.train
+    lr = base_lr(train)
+    words = f"{learning_rate(train, 0):.3g}"
+    if train.warmup_steps:
+        words += f" -> {learning_rate(train, train.warmup_steps):.3g} at step {train.warmup_steps}"
+    words += f" -> {learning_rate(train, train.steps - 1):.3g} at the end, {train.optimizer}"
+    if train.head_lr_mult != 1:
+        words += f", heads x {train.head_lr_mult:g}"
+    if train.lr_batch_size is not None:
+        words += f" ({train.lr:g} for {train.lr_batch_size} images, scaled to {lr:.3g})"
+    return words

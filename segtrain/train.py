@@ -1,0 +1,267 @@
+"""`segtrain train`: from a config to a trained, evaluated and saved model, wired top to bottom.
+
+Every rank runs this. Rank 0 alone writes files; all ranks train and evaluate.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from segtrain import checkpoint, dist, rundir, seed
+from segtrain.checkpoint import CheckpointStore, Record
+from segtrain.config import Config, config_to_yaml
+from segtrain.data import open_dataset
+from segtrain.data.dataset import SegDataset
+from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
+from segtrain.data.transforms import TrainTransform
+from segtrain.engine import TrainState, make_state, train_steps
+from segtrain.errors import EXIT_OK
+from segtrain.guard import Guard
+from segtrain.inference import InferenceSettings
+from segtrain.log import ProgressBar, RunLog, say
+from segtrain.meter import StepMeter
+from segtrain.models import SegModel, build_model
+from segtrain.models.pretrained import PretrainedReport, load_backbone
+from segtrain.norm import make_norm
+from segtrain.pictures import confusion_picture, panel
+from segtrain.records import Batch
+from segtrain.report import score_line, training_picture
+from segtrain.scoring import Prediction, evaluate_dataset
+from segtrain.signals import StopRequest, exit_code
+from segtrain.start import check_experiment, start_lines
+
+
+@dataclass
+class Run:
+    """One experiment on this rank, at its first step or where it was left."""
+
+    config: Config
+    device: torch.device
+    train_set: SegDataset
+    eval_set: SegDataset
+    state: TrainState
+    guard: Guard
+    store: CheckpointStore
+    log: RunLog
+    best: dict[str, Any] | None
+
+
+def run(config: Config, directory: Path, *, device: torch.device, resume: bool) -> int:
+    """Trains `config` into `directory` and returns the exit code (collective)."""
+    stop = StopRequest()
+    stop.install()
+    with dist.process_group(device, timeout_s=config.train.timeout_s):
+        this = _prepare(config, directory, stop, device=device, resume=resume)
+        with this.log:
+            _train(this)
+        # The signal may have reached one rank only; all of them leave the same way.
+        signals = [number for number in dist.all_gather_object(stop.signal) if number is not None]
+    return exit_code(signals[0]) if this.guard.stopped else EXIT_OK
+
+
+def _prepare(
+    config: Config, directory: Path, stop: StopRequest, *, device: torch.device, resume: bool
+) -> Run:
+    """Opens the data, builds the model and brings the state to where training goes on."""
+    seed.seed_everything(config.seed)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    train_set = open_dataset(config.data, config.data.train_split)
+    eval_set = open_dataset(config.data, config.data.eval_split)
+    check_experiment(config, train_set, eval_set)
+
+    model = build_model(
+        config.model, num_classes=train_set.classes.num_classes, norm=make_norm(config.norm)
+    )
+    store = CheckpointStore(
+        directory / rundir.CHECKPOINTS, keep_limit=config.checkpoint.keep_limit
+    )
+    record = checkpoint.load(store.last) if resume else None
+    # The record brings all weights along; fetching others first would only cost time.
+    pretrained = _load_pretrained(model, config) if record is None else None
+    state = make_state(model, config, device)
+    if record is not None:
+        checkpoint.restore(state, record, store.last)
+
+    devices = dist.all_gather_object(_device_name(device))
+    if dist.is_main() and record is None:
+        rundir.write_description(directory, config, devices)
+    log = RunLog(directory, enabled=dist.is_main(), start_step=state.step)
+    log.lines(start_lines(config, directory, model, train_set, eval_set, devices, state.step))
+    log.lines(pretrained.lines() if pretrained is not None else [])
+    log.text("config", config_to_yaml(config))
+    return Run(
+        config=config,
+        device=device,
+        train_set=train_set,
+        eval_set=eval_set,
+        state=state,
+        guard=Guard(stop.requested, overflow_allowed=config.train.precision == "float16"),
+        store=store,
+        log=log,
+        best=record.best if record is not None else None,
+    )
+
+
+def _load_pretrained(model: SegModel, config: Config) -> PretrainedReport | None:
+    """Fills the backbone; one rank of a machine fetches the file, the others find it."""
+    if config.model.pretrained is None:
+        return None
+    report = None
+    for turn in (True, False):
+        if (dist.local_rank() == 0) == turn:
+            report = load_backbone(
+                model.backbone, config.model.pretrained, progress=dist.is_main()
+            )
+        dist.barrier()
+    return report
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _train(run: Run) -> None:
+    """Steps until the end or until asked to stop, logging, evaluating and saving on the way."""
+    config, state = run.config, run.state
+    if state.step == config.train.steps:
+        run.log.lines([f"already complete: {state.step} steps, {score_line(run.best)}"])
+        return
+    rows = rows_of_rank(
+        config.train.batch_size, config.train.accumulate_steps, dist.rank(), dist.world_size()
+    )
+    batches = _batches(run, rows)
+    meter = StepMeter(config.train.batch_size, run.device)
+
+    with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
+        for result in train_steps(
+            state, batches, config, device=run.device, rows=rows, guard=run.guard
+        ):
+            meter.update(result)
+            if _is_due(result.step, config.log.every_steps, config):
+                values = meter.read()
+                run.log.scalars(result.step, values)
+                bar.describe(
+                    f"loss {values['train/loss']:.4f}  lr {values['train/lr']:.2e}  "
+                    f"{values['images_per_s']:.1f} images/s"
+                )
+            bar.update()
+            with _apart(meter):
+                if _is_due(result.step, config.eval.every_steps, config):
+                    _evaluate(run)
+                if _is_due(result.step, config.checkpoint.every_steps, config):
+                    _save(run)
+
+    run.guard.settle()
+    if state.step == config.train.steps:
+        _evaluate(run)
+    _save(run)
+
+
+def _is_due(step: int, every: int | None, config: Config) -> bool:
+    """Whether a cadence falls on `step`; what the last step needs happens after the loop."""
+    return every is not None and step % every == 0 and step < config.train.steps
+
+
+@contextmanager
+def _apart(meter: StepMeter) -> Iterator[None]:
+    """Leaves the time inside out of the time of the steps."""
+    began = time.perf_counter()
+    yield
+    meter.skip(time.perf_counter() - began)
+
+
+def _batches(run: Run, rows: list[range]) -> Iterator[Batch]:
+    """This rank's batches from the current step on; the first one is shown in TensorBoard."""
+    config = run.config
+    workers = config.data.num_workers
+    if workers is None:
+        workers = default_workers(dist.local_world_size())
+    stream = TrainStream(
+        run.train_set,
+        TrainTransform(
+            config.augment, mean=config.data.mean, short_side_px=config.data.short_side_px
+        ),
+        stream_seed=config.seed,
+        batch_size=config.train.batch_size,
+    )
+    loader = train_loader(
+        stream,
+        rows=rows,
+        start_step=run.state.step,
+        steps=config.train.steps,
+        num_workers=workers,
+        prefetch=config.data.prefetch,
+        pin_memory=run.device.type == "cuda",
+    )
+    for i, batch in enumerate(loader):
+        if i == 0:
+            # A wrong label file or augmentation is seen here within a minute.
+            picture = training_picture(batch, run.train_set.classes, config.log.num_images)
+            run.log.picture(run.state.step, "train/batch", picture)
+        yield batch
+
+
+def _evaluate(run: Run) -> None:
+    """Scores the model on the evaluation split, logs it, and keeps it if it is the best so far."""
+    run.guard.settle()
+    step, classes, log = run.state.step, run.eval_set.classes, run.log
+
+    def show(prediction: Prediction) -> None:
+        if log.enabled and prediction.index < config.log.num_images * dist.world_size():
+            picture = panel(
+                prediction.image,
+                prediction.label,
+                prediction.pred,
+                palette=classes.palette,
+                names=classes.names,
+                title=run.eval_set.name(prediction.index),
+            )
+            log.picture(step, f"eval/{prediction.index}", picture)
+
+    config = run.config
+    matrix = evaluate_dataset(
+        run.state.eval_model,
+        run.eval_set,
+        InferenceSettings.from_config(config),
+        device=run.device,
+        num_classes=classes.num_classes,
+        progress=True,
+        receivers=[show],
+    )
+    scores = matrix.scores()
+    log.scalars(step, scores.scalars(classes.names))
+    log.picture(step, "eval/confusion", confusion_picture(matrix.counts.cpu().numpy(), classes.names))
+    if run.best is None or scores.mean_iou > run.best["mean_iou"]:
+        run.best = {"step": step, "mean_iou": scores.mean_iou}
+        if dist.is_main():
+            run.store.save_best(_record(run))
+    log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}  {score_line(run.best)}"])
+
+
+def _save(run: Run) -> None:
+    """Replaces last.pt, and keeps a checkpoint of its own where the config wants one."""
+    run.guard.settle()
+    if not dist.is_main():
+        return
+    record = _record(run)
+    run.store.save_last(record)
+    if _is_due(record.step, run.config.checkpoint.keep_every_steps, run.config):
+        run.store.keep(record)
+
+
+def _record(run: Run) -> Record:
+    state = run.state
+    return Record(
+        step=state.step,
+        **checkpoint.experiment_record(run.config, run.train_set.classes),
+        model=state.model.state_dict(),
+        average=None if state.average is None else state.average.model.state_dict(),
+        optimizer=state.optimizer.state_dict(),
+        scaler=state.scaler.state_dict(),
+        best=run.best,
+    )

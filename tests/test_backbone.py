@@ -1,0 +1,242 @@
+"""Backbones against torchvision's, and dilation against the network it must contain."""
+
+import math
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from segtrain.config import ModelConfig
+from segtrain.models.backbone import build_backbone
+from segtrain.models.mobilenet import mobilenet_v2, mobilenet_v3_large
+from segtrain.models.resnet import ResNet
+
+
+def lively(build, seed, *, dtype=torch.float32):
+    """What `build` makes, with weights and statistics that no two layers share, in eval mode.
+
+    Drawing them here spares the initialization of torchvision's models, most of the tests' time.
+    """
+    module = on_meta(build).to_empty(device="cpu").to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.running_mean.uniform_(-0.2, 0.2, generator=generator)
+            layer.running_var.uniform_(0.5, 1.5, generator=generator)
+            layer.num_batches_tracked.zero_()
+            nn.init.uniform_(layer.weight, 0.5, 1.5, generator=generator)
+            nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
+        elif isinstance(layer, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_uniform_(layer.weight, generator=generator)
+            if layer.bias is not None:
+                nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
+    return module.eval()
+
+
+def images(height, width, *, batch=1, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 3, height, width, generator=generator)
+
+
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+def resnet_features(reference, x):
+    x = reference.maxpool(reference.relu(reference.bn1(reference.conv1(x))))
+    low = reference.layer1(x)
+    aux = reference.layer3(reference.layer2(low))
+    return low, aux, reference.layer4(aux)
+
+
+def loaded(backbone, reference, classifier_keys):
+    """`backbone`, made on meta, with the reference's tensors; keys must match both ways."""
+    state = {k: v for k, v in reference.state_dict().items() if not k.startswith(classifier_keys)}
+    assert list(state) == list(backbone.state_dict())
+    backbone.load_state_dict(state, strict=True, assign=True)
+    return backbone.eval()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "resnet101"])
+def test_resnet_equals_torchvision(name):
+    reference = lively(lambda: torchvision.models.get_model(name), seed=3)
+    ours = loaded(on_meta(lambda: ResNet(name)), reference, ("fc.",))
+    x = images(40, 57)
+    with torch.no_grad():
+        torch.testing.assert_close(tuple(ours(x)), resnet_features(reference, x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("output_stride", "dilate"), [(8, (False, True, True)), (16, (0, 0, 1))])
+def test_contracted_resnet50_equals_torchvisions_dilated_one(output_stride, dilate):
+    reference = lively(
+        lambda: torchvision.models.resnet50(replace_stride_with_dilation=list(dilate)), seed=4
+    )
+    build = lambda: ResNet("resnet50", output_stride=output_stride)  # noqa: E731
+    ours = loaded(on_meta(build), reference, ("fc.",))
+    x = images(41, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(tuple(ours(x)), resnet_features(reference, x), rtol=0, atol=0)
+
+
+def test_training_resnet18_equals_torchvision():
+    """Batch statistics, running statistics and gradients take the same path."""
+    reference = lively(torchvision.models.resnet18, seed=8, dtype=torch.float64).train()
+    ours = on_meta(lambda: ResNet("resnet18")).to_empty(device="cpu").double().train()
+    state = {k: v for k, v in reference.state_dict().items() if not k.startswith("fc.")}
+    ours.load_state_dict(state)
+    x = images(32, 65, batch=2).double()
+    resnet_features(reference, x)[-1].square().sum().backward()
+    ours(x).out.square().sum().backward()
+    torch.testing.assert_close(
+        {k: v.grad for k, v in ours.named_parameters()},
+        {k: v.grad for k, v in reference.named_parameters() if not k.startswith("fc.")},
+    )
+    torch.testing.assert_close(ours.bn1.running_var, reference.bn1.running_var)
+
+
+def mobilenet_features(reference, x, stop):
+    outputs = []
+    for layer in reference.features[:stop]:
+        x = layer(x)
+        outputs.append(x)
+    return outputs
+
+
+def test_mobilenet_v2_equals_torchvision():
+    reference = lively(torchvision.models.mobilenet_v2, seed=5)
+    ours = loaded(on_meta(mobilenet_v2), reference, ("classifier.", "features.18."))
+    x = images(40, 57)
+    with torch.no_grad():
+        expected = mobilenet_features(reference, x, 18)
+        torch.testing.assert_close(tuple(ours(x)), (expected[3], expected[13], expected[17]))
+
+
+@pytest.mark.parametrize("dilated", [False, True])
+def test_mobilenet_v3_equals_torchvision(dilated):
+    """Also in the dilated form of torchvision's DeepLabV3, which does not contract."""
+    reference = lively(lambda: torchvision.models.mobilenet_v3_large(dilated=dilated), seed=6)
+    stride = 16 if dilated else 32
+    build = lambda: mobilenet_v3_large(output_stride=stride, contract_dilation=False)  # noqa: E731
+    ours = loaded(on_meta(build), reference, ("classifier.",))
+    x = images(40, 57)
+    with torch.no_grad():
+        expected = mobilenet_features(reference, x, 17)
+        torch.testing.assert_close(tuple(ours(x)), (expected[3], expected[12], expected[16]))
+
+
+def test_mobilenet_v3_keeps_its_eps_and_the_factorys_momentum():
+    def norm(channels):
+        return nn.BatchNorm2d(channels, eps=1e-5, momentum=0.25)
+
+    layers = [
+        layer
+        for layer in mobilenet_v3_large(norm=norm).modules()
+        if isinstance(layer, nn.BatchNorm2d)
+    ]
+    assert {(layer.eps, layer.momentum) for layer in layers} == {(1e-3, 0.25)}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda **k: ResNet("resnet18", **k), lambda **k: ResNet("resnet50", **k), mobilenet_v2],
+)
+@pytest.mark.parametrize("output_stride", [8, 16])
+def test_contracted_dilation_contains_the_strided_network(build, output_stride):
+    """Every pixel of stride 32 is a pixel of the dilated output, borders included."""
+    strided = lively(lambda: build(output_stride=32), seed=7, dtype=torch.float64)
+    dilated = on_meta(lambda: build(output_stride=output_stride))
+    dilated.load_state_dict(strided.state_dict(), assign=True)
+    dilated.eval()
+    x = images(66, 101).double()
+    step = 32 // output_stride
+    with torch.no_grad():
+        torch.testing.assert_close(dilated(x).out[..., ::step, ::step], strided(x).out)
+
+
+def dilations(backbone, layer):
+    """Of all 3x3 convolutions of a ResNet stage."""
+    convs = [m for m in getattr(backbone, layer).modules() if isinstance(m, nn.Conv2d)]
+    return [conv.dilation[0] for conv in convs if conv.kernel_size == (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "layer3", "layer4"),
+    [
+        ({"output_stride": 8, "contract_dilation": False}, [2] * 6, [4, 4, 4]),  # semseg
+        ({"output_stride": 8}, [1] + [2] * 5, [2, 4, 4]),  # torchvision, mmsegmentation
+        ({"output_stride": 16}, [1] * 6, [1, 2, 2]),
+        ({"output_stride": 16, "multi_grid": (1, 2, 4)}, [1] * 6, [2, 4, 8]),  # detectron2
+        ({"output_stride": 8, "multi_grid": (1, 2, 4)}, [1] + [2] * 5, [4, 8, 16]),
+        ({"output_stride": 32}, [1] * 6, [1, 1, 1]),
+    ],
+)
+def test_dilations_of_resnet50(options, layer3, layer4):
+    backbone = on_meta(lambda: ResNet("resnet50", **options))
+    assert dilations(backbone, "layer2") == [1] * 4
+    assert dilations(backbone, "layer3") == layer3
+    assert dilations(backbone, "layer4") == layer4
+
+
+def test_dilations_of_resnet18_contract_only_the_kernel_that_used_to_stride():
+    contracted = on_meta(lambda: ResNet("resnet18", output_stride=8))
+    alike = on_meta(lambda: ResNet("resnet18", output_stride=8, contract_dilation=False))
+    assert dilations(contracted, "layer3") == [1, 2, 2, 2]
+    assert dilations(contracted, "layer4") == [2, 4, 4, 4]
+    assert dilations(alike, "layer3") == [2, 2, 2, 2]
+
+
+def test_wrong_multi_grid_is_refused():
+    with pytest.raises(ValueError, match="expected 2 numbers"):
+        ResNet("resnet18", multi_grid=(1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("stem", "widths"), [("64-64-128", [64, 64, 128]), ("32-32-64", [32, 32, 64])]
+)
+def test_deep_stem_has_three_convolutions(stem, widths):
+    backbone = on_meta(lambda: ResNet("resnet50", stem=stem))
+    stem_convs = [backbone.conv1, backbone.conv2, backbone.conv3]
+    assert [conv.out_channels for conv in stem_convs] == widths
+    assert [conv.stride[0] for conv in stem_convs] == [2, 1, 1]
+    assert backbone.layer1[0].conv1.in_channels == widths[-1]
+
+
+@pytest.mark.parametrize("output_stride", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [
+        ("resnet18", "7x7"),
+        ("resnet50", "64-64-128"),
+        ("mobilenet_v2", "7x7"),
+        ("mobilenet_v3_large", "7x7"),
+    ],
+)
+def test_feature_sizes_are_the_input_divided_rounded_up(name, stem, output_stride):
+    model = ModelConfig(backbone=name, output_stride=output_stride, stem=stem)
+    backbone = on_meta(lambda: build_backbone(model)).to_empty(device="cpu").eval()
+    strides = (4, min(16, output_stride), output_stride)
+    for height, width in ((32, 64), (33, 7), (49, 90)):
+        with torch.no_grad():
+            features = backbone(torch.zeros(2, 3, height, width))
+        for feature, channels, stride in zip(features, backbone.channels, strides, strict=True):
+            expected = (2, channels, math.ceil(height / stride), math.ceil(width / stride))
+            assert feature.shape == expected, (height, width)
+
+
+# torchvision's documented counts less the classifier's (and V2's features.18, 412160).
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("resnet18", 11_689_512 - 513_000),
+        ("resnet34", 21_797_672 - 513_000),
+        ("resnet50", 25_557_032 - 2_049_000),
+        ("resnet101", 44_549_160 - 2_049_000),
+        ("mobilenet_v2", 3_504_872 - 1_281_000 - 412_160),
+        ("mobilenet_v3_large", 5_483_032 - 2_511_080),
+    ],
+)
+def test_parameter_counts(name, count):
+    backbone = on_meta(lambda: build_backbone(ModelConfig(backbone=name)))
+    assert sum(p.numel() for p in backbone.parameters()) == count

@@ -1,0 +1,198 @@
+import pickle
+
+import pytest
+
+from segtrain.data.classes import (
+    MAX_RAW_ID,
+    check_class_weights,
+    default_palette,
+    known_names,
+    load_class_file,
+)
+from segtrain.errors import ConfigError
+from segtrain.records import IGNORE_INDEX
+
+
+def load(tmp_path, text):
+    path = tmp_path / "own.yaml"
+    path.write_text(text)
+    return load_class_file(str(path))
+
+
+def refusal(tmp_path, text):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    return str(caught.value).replace(f"{tmp_path}/", "").splitlines()
+
+
+def test_a_full_class_file(tmp_path):
+    found = load(
+        tmp_path,
+        "classes:\n- {name: road, color: [1, 2, 3], ids: [7, 8]}\n- {name: sky, ids: [23]}\n"
+        "ignore_ids: [0, 9]\nignore_color: [9, 9, 9]\n",
+    )
+    assert found.name == "own"
+    assert found.num_classes == 2
+    assert found.names == ("road", "sky")
+    assert found.palette == [(1, 2, 3), (0, 0, 0)]
+    assert found.train_id_of == {7: 0, 8: 0, 23: 1, 0: IGNORE_INDEX, 9: IGNORE_INDEX}
+    assert found.write_ids == [7, 23]
+    assert found.ignore_color == (9, 9, 9)
+
+
+def test_names_alone_are_enough(tmp_path):
+    found = load(tmp_path, "classes: [background, crack, spalling]")
+    assert [one.ids for one in found.classes] == [(0,), (1,), (2,)]
+    assert found.palette == [(0, 0, 0), (128, 0, 0), (0, 128, 0)]
+    assert found.ignore_ids == (IGNORE_INDEX,)
+    assert found.ignore_color == (224, 224, 192)
+
+
+def test_a_default_color_is_never_one_that_is_given(tmp_path):
+    found = load(tmp_path, "classes: [a, {name: b, color: [0, 0, 0]}, c]")
+    assert found.palette == [(128, 0, 0), (0, 0, 0), (0, 128, 0)]
+
+
+def test_255_is_not_ignored_where_it_is_a_class(tmp_path):
+    found = load(tmp_path, "classes: [{name: no, ids: [0]}, {name: cell, ids: [255]}]")
+    assert found.ignore_ids == ()
+    assert found.train_id_of == {0: 0, 255: 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            "classes:\n- a\n- b\n- a\n",
+            ["own.yaml:4: classes[2].name: 'a' is the name of two classes"],
+        ),
+        (
+            "classes:\n- {name: a, ids: [1]}\n- {name: b, ids: [2, 1]}\n",
+            ["own.yaml:3: classes[1].ids: 1 is also an id of a"],
+        ),
+        (
+            "classes:\n- {name: a, ids: [1, 1]}\n",
+            ["own.yaml:2: classes[0].ids: 1 is also an id of a"],
+        ),
+        (
+            "classes: [a, b]\nignore_ids: [1, 5, 5]\n",
+            [
+                "own.yaml:2: ignore_ids: 1 is also an id of b",
+                "own.yaml:2: ignore_ids: 5 is given twice",
+            ],
+        ),
+        (
+            "classes:\n- {name: a, color: [1, 2, 3]}\n- {name: b, color: [1, 2, 3]}\n",
+            ["own.yaml:3: classes[1].color: [1, 2, 3] is also a"],
+        ),
+        (
+            "classes: [a]\nignore_color: [0, 0, 0]\n",
+            ["own.yaml:2: ignore_color: [0, 0, 0] is also a"],
+        ),
+        (
+            "classes:\n- {name: a, color: [256, 0, 0]}\n- {name: b, ids: [-1]}\n- {nam: c}\n- 5\n",
+            [
+                "own.yaml:2: classes[0].color: expected a list of 3 integers from 0 to 255, "
+                "or null, got [256, 0, 0]",
+                "own.yaml:3: classes[1].ids: expected a list, not empty, of integers from 0 to "
+                f"{MAX_RAW_ID}, or null, got [-1]",
+                "own.yaml:4: classes[2].name: is required: text that is not empty",
+                "own.yaml:4: classes[2].nam: unknown key; did you mean 'name'?",
+                "own.yaml:5: classes[3]: expected keys and values, got 5 (integer)",
+            ],
+        ),
+        (
+            "classes:\n- true\n- 010\n",
+            [
+                "own.yaml:2: classes[0]: expected keys and values, got true (boolean)",
+                "own.yaml:3: classes[1]: 010 is refused: some readers take the leading 0 for octal;"
+                " for text, put it in quotes",
+            ],
+        ),
+        ("- a\n", ["own.yaml:1: a list at the top; expected keys and values"]),
+    ],
+)
+def test_every_mistake_is_listed_with_its_line(tmp_path, text, lines):
+    assert refusal(tmp_path, text) == lines
+
+
+def test_255_classes_fit_and_256_do_not(tmp_path):
+    text = "ignore_ids: []\nclasses: [" + ", ".join(f"c{i}" for i in range(255))
+    found = load(tmp_path, text + "]")
+    assert len({*found.palette, found.ignore_color}) == 256
+    (line,) = refusal(tmp_path, text + ", c255]")
+    assert "256 classes; at most 255" in line
+
+
+def test_the_default_palette_is_that_of_pascal_voc():
+    """The colours in the development kit's documentation of its 21 classes."""
+    voc = load_class_file("voc")
+    assert default_palette(21) == voc.palette
+    assert voc.palette[20] == (0, 64, 128)
+    assert default_palette(256)[255] == (224, 224, 192)
+    assert len(set(default_palette(256))) == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "num_classes", "ignored", "some"),
+    [
+        ("camvid", 11, {11}, {"Sky": 0, "Road": 3, "Bicyclist": 10}),
+        ("voc", 21, {255}, {"background": 0, "person": 15, "tvmonitor": 20}),
+        ("ade20k", 150, {0}, {"wall": 1, "sky": 3, "car": 21, "flag": 150}),
+        (
+            "cityscapes",
+            19,
+            {0, 1, 2, 3, 4, 5, 6, 9, 10, 14, 15, 16, 18, 29, 30, 255},
+            {"road": 7, "sky": 23, "train": 31, "bicycle": 33},
+        ),
+    ],
+)
+def test_the_shipped_class_files(name, num_classes, ignored, some):
+    found = load_class_file(name)
+    assert found.num_classes == num_classes
+    assert set(found.ignore_ids) == ignored
+    assert {found.classes[i].name: ids for i, ids in enumerate(found.write_ids)}.items() >= (
+        some.items()
+    )
+    assert len(set(found.palette)) == num_classes
+
+
+def test_every_shipped_class_file_is_tested():
+    assert known_names() == ["ade20k", "camvid", "cityscapes", "voc"]
+
+
+def test_cityscapes_agrees_with_the_official_scripts():
+    labels = pytest.importorskip("cityscapesscripts.helpers.labels").labels
+    found = load_class_file("cityscapes")
+    for label in labels:
+        if label.id >= 0:
+            assert found.train_id_of[label.id] == label.trainId
+        if 0 <= label.trainId < IGNORE_INDEX:
+            one = found.classes[label.trainId]
+            assert (one.name, one.color, one.ids) == (label.name, label.color, (label.id,))
+
+
+def test_an_unknown_name_gets_the_nearest():
+    with pytest.raises(ConfigError, match=r"named 'cityscape'; did you mean cityscapes\?"):
+        load_class_file("cityscape")
+    with pytest.raises(ConfigError, match="expected one of ade20k, camvid, cityscapes, voc, or a"):
+        load_class_file("zzz")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read: no such file"):
+        load_class_file(str(tmp_path / "no.yaml"))
+
+
+def test_class_weights_must_be_one_for_each_class():
+    camvid = load_class_file("camvid")
+    check_class_weights(camvid, None)
+    check_class_weights(camvid, (1.0,) * 11)
+    with pytest.raises(ConfigError, match="expected 11 numbers, one for each class of camvid"):
+        check_class_weights(camvid, (1.0,) * 19)
+
+
+def test_a_class_file_travels_to_loader_workers():
+    camvid = load_class_file("camvid")
+    assert camvid.train_id_of[11] == IGNORE_INDEX
+    assert pickle.loads(pickle.dumps(camvid)) == camvid

@@ -1,0 +1,225 @@
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import yaml
+
+from segtrain import cli
+from segtrain.errors import CheckpointError, DataError
+
+GOOD = "data: {layout: folders, root: /d, classes: voc}\n"
+HEAVY = ("torch", "cv2", "albumentations", "numpy", "torchvision")
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stands in for the heavy modules behind the commands; records what they are called with."""
+    seen = []
+
+    def record(*args):
+        seen.append(args)
+        return 7
+
+    launch = types.SimpleNamespace(train=record, evaluate=record)
+    module = types.SimpleNamespace(main=record)
+    stand_ins = {
+        "segtrain.launch": launch,
+        "segtrain.predict": module,
+        "segtrain.export": module,
+        "segtrain.data.synthetic": module,
+        "segtrain.data.check": module,
+    }
+    for name, stand_in in stand_ins.items():
+        parent, child = name.rsplit(".", 1)
+        monkeypatch.setitem(sys.modules, name, stand_in)
+        monkeypatch.setattr(sys.modules.get(parent) or __import__(parent), child, stand_in, False)
+    return seen
+
+
+def run_measured(*args):
+    """(exit code, stdout, stderr, processor seconds, heavy modules that were imported)."""
+    code = (
+        "import sys, resource\n"
+        "from segtrain.cli import main\n"
+        "try: code = main(sys.argv[1:])\n"
+        "except SystemExit as error: code = error.code or 0\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "usage = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print('\\n!', usage.ru_utime + usage.ru_stime, *heavy, file=sys.stderr)\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    errors, _, tail = done.stderr.rpartition("\n!")
+    seconds, *heavy = tail.split()
+    return done.returncode, done.stdout, errors, float(seconds), heavy
+
+
+@pytest.mark.parametrize(
+    ("args", "limit_s"),
+    [(("--help",), 0.3), (("--version",), 0.3), (("train", "--help"), 0.3)],
+)
+def test_help_is_quick_and_imports_nothing_heavy(args, limit_s):
+    code, out, _, seconds, heavy = run_measured(*args)
+    assert code == 0
+    assert "segtrain" in out
+    assert heavy == []
+    # Processor time: the wall clock of a busy machine says nothing about the program.
+    assert seconds < limit_s
+
+
+@pytest.mark.parametrize("command", [("train",), ("data", "check"), ("config", "show")])
+def test_a_wrong_config_is_refused_quickly_before_torch_is_imported(tmp_path, command):
+    path = tmp_path / "own.yaml"
+    path.write_text(GOOD + "train:\n  lrr: 1\n  steps: x\n")
+    code, _, errors, seconds, heavy = run_measured(*command, str(path))
+    assert code == 2
+    assert errors.splitlines() == [
+        f"segtrain: {path}:3: train.lrr: unknown key; did you mean 'lr'?",
+        f"segtrain: {path}:4: train.steps: expected an integer above 0, got 'x' (text)",
+    ]
+    assert heavy == []
+    assert seconds < 1
+
+
+def test_config_show_prints_all_options_with_overrides(config, capsys):
+    assert cli.main(["config", "show", str(config), "--set", "train.lr=1e-3"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["train"]["lr"] == 0.001
+    assert shown["eval"]["mode"] == "whole"
+
+
+def test_config_show_points_out_options_without_effect(config, capsys):
+    cli.main(["config", "show", str(config), "--set", "loss.ohem_threshold=0.5"])
+    assert capsys.readouterr().err.startswith("segtrain: warning: loss.ohem_threshold: 0.5 has no")
+
+
+def test_config_schema_goes_to_a_file_or_the_terminal(tmp_path, capsys):
+    assert cli.main(["config", "schema", "--output", str(tmp_path / "schema.json")]) == 0
+    assert cli.main(["config", "schema"]) == 0
+    written = json.loads((tmp_path / "schema.json").read_text())
+    assert written == json.loads(capsys.readouterr().out)
+    assert written["properties"]["data"]
+
+
+def test_a_schema_that_cannot_be_written_is_a_user_error(tmp_path, capsys):
+    assert cli.main(["config", "schema", "--output", str(tmp_path / "no" / "schema.json")]) == 2
+    assert "no such file or directory" in capsys.readouterr().err
+
+
+def test_train_gets_the_arguments_and_the_checked_config(config, calls):
+    argv = ["train", str(config), "--set", "seed=3", "--nproc", "2", "--output", "r", "--resume"]
+    assert cli.main(argv) == 7
+    ((args, loaded),) = calls
+    assert loaded.seed == 3
+    assert (args.nproc, args.nnodes, args.max_restarts, args.device) == (2, 1, 0, "auto")
+    assert (str(args.output), args.resume, args.argv) == ("r", True, argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (
+            "eval runs/x --split test --nproc auto --json s.json --set eval.flip=true",
+            {"checkpoint": "runs/x", "split": "test", "nproc": "auto", "set": ["eval.flip=true"]},
+        ),
+        (
+            "predict runs/x a.jpg b --output out --overwrite --device cpu",
+            {"source": "runs/x", "overwrite": True, "device": "cpu", "set": []},
+        ),
+        (
+            "export runs/x --format onnx --output m.onnx --normalize --argmax --size 65 97",
+            {"source": "runs/x", "normalize": "uint8", "argmax": True, "size": [65, 97]},
+        ),
+        (
+            "data synth root --num-train 3 --num-val 2 --size 64 96 --seed 5",
+            {"num_train": 3, "num_val": 2, "size": [64, 96], "seed": 5, "jobs": None},
+        ),
+    ],
+)
+def test_a_command_gets_its_arguments(calls, argv, expected):
+    assert cli.main(argv.split()) == 7
+    ((args,),) = calls
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_data_check_gets_its_arguments(config, calls):
+    assert cli.main(["data", "check", str(config), "--jobs", "2"]) == 7
+    assert calls[0][0].jobs == 2
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "",
+        "trian c.yaml",
+        "train",
+        "train c.yaml --nproc 0",
+        "train c.yaml --nproc two",
+        "train c.yaml --resum",
+        "train c.yaml --nnodes 2",
+        "train c.yaml --nnodes 2 --rdzv-endpoint host",
+        "train c.yaml --nnodes 2 --rdzv-endpoint host:99 --node-rank 2",
+        "predict runs/x --output out",
+        "export runs/x --format pdf --output x",
+        "data synth root --size 64",
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv.split())
+    assert caught.value.code == 2
+    assert "usage: segtrain" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [
+        (DataError("a.png: bad\nb.png: bad"), 3, "segtrain: a.png: bad\nsegtrain: b.png: bad\n"),
+        (CheckpointError("x.pt: damaged"), 4, "segtrain: x.pt: damaged\n"),
+        (KeyboardInterrupt(), 130, "segtrain: interrupted\n"),
+    ],
+)
+def test_errors_become_messages_and_exit_codes(monkeypatch, capsys, error, code, shown):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(cli, "_config_schema", fail)
+    assert cli.main(["config", "schema"]) == code
+    assert capsys.readouterr().err == shown
+
+
+def test_a_mistake_in_the_program_keeps_its_traceback(monkeypatch):
+    def fail(args):
+        raise KeyError("bug")
+
+    monkeypatch.setattr(cli, "_config_schema", fail)
+    with pytest.raises(KeyError):
+        cli.main(["config", "schema"])
+
+
+def test_a_broken_pipe_that_is_not_stdout_is_not_hidden(monkeypatch):
+    def fail(args):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_config_schema", fail)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["config", "schema"])
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "segtrain", "config", "schema"]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")

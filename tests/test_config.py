@@ -1,0 +1,298 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from segtrain.config import (
+    Config,
+    TrainConfig,
+    config_schema,
+    config_to_yaml,
+    load_config,
+    override_config,
+    parse_config,
+)
+from segtrain.config_warnings import config_warnings
+from segtrain.errors import ConfigError
+
+DATA = "data: {layout: folders, root: /d, classes: voc}\n"
+
+
+def parse(text, *overrides):
+    return parse_config(DATA + text, source="f.yaml", overrides=overrides)
+
+
+def refusal(text, *overrides, data=DATA):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data + text, source="f.yaml", overrides=overrides)
+    return str(caught.value).splitlines()
+
+
+def test_a_file_says_only_what_differs_from_the_defaults():
+    config = parse("train:\n  lr: 1e-3\n  betas: [0, 0.5]\n")
+    assert config.train == TrainConfig(lr=0.001, betas=(0.0, 0.5))
+    assert isinstance(config.train.betas[0], float)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train:\n  lrr: 1", "f.yaml:3: train.lrr: unknown key; did you mean 'lr'?"),
+        ("model:\n  lr: 1", "f.yaml:3: model.lr: unknown key; did you mean train.lr?"),
+        ("lr: 1", "f.yaml:2: lr: unknown key; did you mean train.lr?"),
+        ("trian: {lr: 1}", "f.yaml:2: trian: unknown key; did you mean 'train'?"),
+        (
+            "model: {num_classes: 19}",
+            "f.yaml:2: model.num_classes: unknown key; the class file in data.classes decides it",
+        ),
+        (
+            "train:\n  steps: 19.0",
+            "f.yaml:3: train.steps: expected an integer above 0, got 19.0 (float); write 19",
+        ),
+        (
+            "train: {steps: true}",
+            "f.yaml:2: train.steps: expected an integer above 0, got true (boolean)",
+        ),
+        ("train: {steps: 0}", "f.yaml:2: train.steps: expected an integer above 0, got 0"),
+        (
+            "train: {lr: '0.1'}",
+            "f.yaml:2: train.lr: expected a number above 0, got '0.1' (text); remove the quotes",
+        ),
+        (
+            "train: {lr: true}",
+            "f.yaml:2: train.lr: expected a number above 0, got true (boolean)",
+        ),
+        (
+            "train: {nesterov: yes}",
+            "f.yaml:2: train.nesterov: expected true or false, got 'yes' (text); "
+            "did you mean true?",
+        ),
+        (
+            "train: {clip_grad_norm: -1}",
+            "f.yaml:2: train.clip_grad_norm: expected a number above 0, or null, got -1",
+        ),
+        (
+            "augment: {flip_prob: 1.5}",
+            "f.yaml:2: augment.flip_prob: expected a number from 0 to 1, got 1.5",
+        ),
+        (
+            "augment: {crop_size: 512}",
+            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0, got 512 (integer);"
+            " did you mean [512, 512]?",
+        ),
+        (
+            "augment: {crop_size: [512]}",
+            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0, got [512]",
+        ),
+        (
+            "augment: {crop_size: [1, 2, 3]}",
+            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0, got [1, 2, 3]",
+        ),
+        (
+            "eval: {scales: []}",
+            "f.yaml:2: eval.scales: expected a list, not empty, of numbers above 0, got []",
+        ),
+        (
+            "loss: {kind: cross-entropy}",
+            "f.yaml:2: loss.kind: expected one of cross_entropy, ohem, got 'cross-entropy' (text); "
+            "did you mean cross_entropy?",
+        ),
+        (
+            "model: {output_stride: 4}",
+            "f.yaml:2: model.output_stride: expected one of 8, 16, 32, got 4 (integer)",
+        ),
+        ("train: null", "f.yaml:2: train: expected keys and values, got null"),
+        (
+            "augment:\n  extra:\n    - {name: Blur}\n    - {name: 3}",
+            "f.yaml:5: augment.extra[1].name: expected text that matches ^[A-Z][A-Za-z0-9]*$, "
+            "got 3 (integer); for text, put it in quotes",
+        ),
+        (
+            "augment:\n  scale_range: [2, 0.5]",
+            "f.yaml:3: augment.scale_range: the first number, 2.0, is larger than 0.5",
+        ),
+        (
+            "train:\n  lr: 0.1\n  steps: 10\n  warmup_steps: 10",
+            "f.yaml:5: train.warmup_steps: 10 must be smaller than steps, 10",
+        ),
+        (
+            "train:\n  accumulate_steps: 17",
+            "f.yaml:3: train.accumulate_steps: 17 must not be larger than batch_size, 16",
+        ),
+        (
+            "train:\n  nesterov: true\n  momentum: 0",
+            "f.yaml:3: train.nesterov: needs a momentum above 0",
+        ),
+        (
+            "model:\n  backbone: mobilenet_v2\n  stem: 64-64-128",
+            "f.yaml:4: model.stem: has no effect with backbone mobilenet_v2; remove it",
+        ),
+        (
+            "model: {backbone: resnet18, multi_grid: [1, 2, 4]}",
+            "f.yaml:2: model.multi_grid: expected 2 numbers, one for each block of the last stage "
+            "of backbone resnet18, got [1, 2, 4]",
+        ),
+    ],
+)
+def test_a_mistake_names_line_key_expectation_and_repair(text, message):
+    assert refusal(text) == [message]
+
+
+def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
+    """min_lr is a default here; only lr is in the file."""
+    text = "train:\n  momentum: 0.5\n  lr: 1e-9\n"
+    (line,) = refusal(text, "train.min_lr=0.1")
+    assert line == "--set train.min_lr: 0.1 must not be larger than lr, 1e-09"
+    config = parse("train: {min_lr: 0.005}")
+    with pytest.raises(ConfigError, match=r"^--set train\.lr: train\.min_lr: 0\.005 must not"):
+        override_config(config, ["train.lr=1e-3"], source="runs/x")
+
+
+def test_all_mistakes_are_listed_in_the_order_of_the_file():
+    text = "train:\n  steps: 1.5\n  lr: 012\n  lr: 1\nnorm: {kind: syn}\nmodel:\n  x: 1\neval:\n"
+    lines = refusal(text, "foo", "log.num_images=0", "train.x.y=1", "seed=no")
+    assert [line.split(": ")[0] for line in lines] == [
+        "f.yaml:3",
+        "f.yaml:4",
+        "f.yaml:5",
+        "f.yaml:6",
+        "f.yaml:8",
+        "f.yaml:9",
+        "--set log.num_images",
+        "--set train.x.y",
+        "--set seed",
+        "--set foo",
+    ]
+
+
+def test_missing_keys_say_what_they_mean():
+    lines = refusal("data:\n  root: /d\n", data="")
+    assert lines[0].startswith("f.yaml:1: data.layout: is required: one of cityscapes, camvid")
+    assert lines[1].startswith("f.yaml:1: data.classes: is required: text")
+    assert refusal("seed: 1", data="") == [
+        "f.yaml: data: is required: a section with layout, root, classes"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lrr=1", "--set train.lrr: unknown key; did you mean 'lr'?"),
+        ("train.lr", "--set train.lr: expected section.key=value, such as train.lr=0.01"),
+        ("=1", "--set =1: expected section.key=value, such as train.lr=0.01"),
+        ("train.lr=", "--set train.lr: has no value; write null for nothing, '' for no text"),
+        ("train.lr=x", "--set train.lr: expected a number above 0, got 'x' (text)"),
+        ("train.steps=01", "--set train.steps: 01 is refused: some readers take the leading 0"),
+        ("train={lr: 1}", "--set train: is a section; set its keys one by one"),
+        ("train.lr.x=1", "--set train.lr.x: "),
+        ("seed.x=1", "--set seed.x: "),
+        ("x.y=1", "--set x.y: x: unknown key; expected one of seed, data, augment"),
+    ],
+)
+def test_an_override_obeys_the_same_checks(override, message):
+    (line,) = refusal("train: {lr: 0.1}\nseed: 3\n", override)
+    assert line.startswith(message)
+
+
+def test_an_override_replaces_what_the_file_says_even_a_mistake():
+    config = parse("train:\n  lr: 012\n", "train.lr=1e-3", "augment.crop_size=[3, 5]", "train.lr=2")
+    assert config.train.lr == 2
+    assert config.augment.crop_size == (3, 5)
+
+
+def test_an_overridden_config_is_checked_again():
+    config = parse("")
+    assert override_config(config, ["eval.flip=true"], source="s").eval.flip is True
+    assert config.eval.flip is False
+    with pytest.raises(ConfigError, match=r"--set eval\.flp: unknown key; did you mean 'flip'"):
+        override_config(config, ["eval.flp=true"], source="s")
+
+
+AWKWARD = (
+    "data.root='yes'",
+    "data.train_split='012'",
+    "data.images_dir=a b#c: d\\x'é\"",
+    "model.pretrained='None'",
+    "norm.eps=1e-12",
+    "train.clip_grad_norm=null",
+    "model.multi_grid=[1, 2, 4]",
+    "loss.class_weights=[1, 2, 3e-7]",
+    "augment.extra=[{name: Blur, args: {blur_limit: [3, 7], y: {z: [1, [null, true]]}}}]",
+)
+
+
+def test_the_printed_config_loads_back_equal_here_and_elsewhere():
+    config = parse("", *AWKWARD)
+    text = config_to_yaml(config)
+    assert parse_config(text, source="f.yaml") == config
+    assert yaml.safe_load(text) == config.model_dump(mode="json")
+
+
+def test_the_printed_config_is_complete_and_in_order():
+    printed = yaml.safe_load(config_to_yaml(parse("")))
+    assert list(printed) == list(Config.model_fields)
+    for name, section in printed.items():
+        if isinstance(section, dict):
+            assert list(section) == list(Config.model_fields[name].annotation.model_fields)
+
+
+def test_the_schema_describes_every_option():
+    schema = json.loads(json.dumps(config_schema()))
+    assert schema["additionalProperties"] is False
+    for section in schema["$defs"].values():
+        assert section["additionalProperties"] is False
+        assert all(field.get("description") for field in section["properties"].values())
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        parse("").train.lr = 1
+
+
+@pytest.mark.parametrize(
+    ("text", "beginning"),
+    [
+        ("loss: {ohem_threshold: 0.5}", "loss.ohem_threshold: 0.5 has no effect: loss.kind is"),
+        ("augment: {hue: 0.1}", "augment.hue: 0.1 has no effect: augment.color_prob is 0"),
+        ("train: {optimizer: adamw, nesterov: true}", "train.nesterov: true has no effect"),
+        ("train: {betas: [0.5, 0.5]}", "train.betas: [0.5, 0.5] has no effect"),
+        ("eval: {crop_size: [3, 5]}", "eval.crop_size: [3, 5] has no effect: eval.mode is whole"),
+        ("model: {aux_head: false}\nloss: {aux_weight: 1}", "loss.aux_weight: 1.0 has no effect"),
+        ("loss: {aux_weight: 0}", "loss.aux_weight: 0 trains the auxiliary head on nothing"),
+        (
+            "model: {align_corners: true}\naugment: {crop_size: [713, 480]}",
+            "augment.crop_size: [713, 480] does not line up with features",
+        ),
+        ("train: {batch_size: 1}", "train.batch_size: a pass of one image"),
+    ],
+)
+def test_an_option_without_effect_is_pointed_out(text, beginning):
+    (line,) = config_warnings(parse(text))
+    assert line.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "loss: {kind: ohem, ohem_threshold: 0.5}",
+        "model: {align_corners: true}\naugment: {crop_size: [713, 481]}",
+        "eval: {mode: slide, crop_size: [3, 5]}",
+        "train: {steps: 100}",
+    ],
+)
+def test_a_config_without_such_options_gives_no_warning(text):
+    config = parse(text)
+    assert config_warnings(config) == []
+    assert config_warnings(parse_config(config_to_yaml(config), source="f.yaml")) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")),
+    ids=lambda path: path.stem,
+)
+def test_the_shipped_configs_load_without_warnings(path):
+    assert config_warnings(load_config(path)) == []

@@ -1,0 +1,285 @@
+"""`segtrain data check`: every kind of damage is found in one run, and good data passes."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from segtrain.cli import main as segtrain
+from segtrain.config import AugmentConfig, Config, DataConfig
+from segtrain.data import open_dataset
+from segtrain.data.check import quick_check, run
+from segtrain.data.report import as_text, enet_weights, median_frequency_weights
+from segtrain.errors import DataError
+
+SIZE = (6, 9)
+CLASSES = "classes: [sky, road, car]\n"
+
+
+def write_pair(root, split, name, label, *, seed=0):
+    for kind in ("images", "labels"):
+        (root / kind / split).mkdir(parents=True, exist_ok=True)
+    label = np.asarray(label, np.uint8)
+    image = np.random.default_rng(seed).integers(0, 256, (*label.shape, 3), dtype=np.uint8)
+    Image.fromarray(image).save(root / f"images/{split}/{name}.png")
+    Image.fromarray(label).save(root / f"labels/{split}/{name}.png")
+
+
+def rows(*values):
+    """A label of SIZE whose rows hold the given values, the last one to the end."""
+    values = list(values) + [values[-1]] * (SIZE[0] - len(values))
+    return np.repeat(np.array(values)[:, None], SIZE[1], axis=1)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Three training and two validation pairs with all three classes and some ignored pixels."""
+    write_pair(tmp_path, "train", "a", rows(0, 0, 1, 2, 255), seed=1)
+    write_pair(tmp_path, "train", "b", rows(0, 1, 1), seed=2)
+    write_pair(tmp_path, "train", "c", rows(1), seed=3)
+    write_pair(tmp_path, "val", "d", rows(0, 1, 2), seed=4)
+    write_pair(tmp_path, "val", "e", rows(0, 2), seed=5)
+    (tmp_path / "toy.yaml").write_text(CLASSES)
+    return tmp_path
+
+
+def config(root, **data):
+    return Config(
+        data=DataConfig(layout="folders", root=str(root), classes=str(root / "toy.yaml"), **data),
+        augment=AugmentConfig(crop_size=(4, 5)),
+    )
+
+
+def kinds(report, severity="error"):
+    return {(f.split, f.kind) for f in report.findings if f.severity == severity}
+
+
+def finding(report, kind):
+    (found,) = [f for f in report.findings if f.kind == kind]
+    return found
+
+
+def opened(root, **data):
+    settings = config(root, **data).data
+    return open_dataset(settings, "train"), open_dataset(settings, "val")
+
+
+def test_good_data_has_no_findings(root):
+    report = run(config(root), jobs=1)
+    assert report.ok
+    assert report.findings == []
+
+
+def test_pixels_and_images_are_counted_per_class(root):
+    train = run(config(root), jobs=1).scans[0]
+    width = SIZE[1]
+    assert train.pixels.tolist() == [3 * width, (1 + 5 + 6) * width, 1 * width]
+    assert train.images.tolist() == [2, 3, 1]
+    assert train.ignored_pixels == 2 * width
+
+
+def test_processes_count_what_one_process_counts(root):
+    for i in range(260):  # enough for two processes
+        write_pair(root, "train", f"more{i}", rows(i % 3, i % 2), seed=i)
+    one, two = (run(config(root), jobs=jobs) for jobs in (1, 2))
+    assert one.scans[0].pixels.tolist() == two.scans[0].pixels.tolist()
+    assert as_text(one) == as_text(two)
+
+
+def test_every_kind_of_damage_is_found_in_one_run(root):
+    write_pair(root, "train", "unlabelled", rows(0), seed=6)
+    (root / "labels/train/unlabelled.png").unlink()
+    write_pair(root, "train", "small", rows(0), seed=7)
+    Image.fromarray(np.zeros((6, 8), np.uint8)).save(root / "labels/train/small.png")
+    write_pair(root, "train", "text", rows(0), seed=8)
+    (root / "images/train/text.png").write_text("no picture")
+    write_pair(root, "train", "values", rows(0, 7, 7, 9), seed=9)
+    shutil.rmtree(root / "labels/val")
+    report = run(config(root), jobs=1)
+    assert not report.ok
+    assert kinds(report) == {
+        ("train", "files"),
+        ("train", "sizes"),
+        ("train", "unreadable"),
+        ("train", "values"),
+        ("val", "split"),
+    }
+    assert "unlabelled" in finding(report, "files").places[0]
+    assert "label 8x6" in finding(report, "sizes").places[0]
+    assert "text.png" in finding(report, "unreadable").places[0]
+
+
+def test_unknown_values_come_with_their_labels_and_pixels(root):
+    write_pair(root, "train", "v1", rows(0, 7, 7, 9), seed=9)
+    write_pair(root, "train", "v2", rows(9, 0), seed=10)
+    places = finding(run(config(root), jobs=1), "values").places
+    assert places == [
+        f"9: {4 * SIZE[1]} pixels in 2 labels, first v1, v2",
+        f"7: {2 * SIZE[1]} pixels in 1 labels, first v1",
+    ]
+
+
+def test_zero_and_255_masks_are_an_error_although_255_is_ignored(root):
+    shutil.rmtree(root / "images")
+    shutil.rmtree(root / "labels")
+    write_pair(root, "train", "a", rows(0, 255), seed=1)
+    write_pair(root, "val", "b", rows(0, 255), seed=2)
+    report = run(config(root), jobs=1)
+    assert kinds(report) == {("train", "one class"), ("val", "one class")}
+    assert "ids: [255]" in report.findings[0].text
+
+
+def test_oddities_are_warnings(root):
+    write_pair(root, "val", "f", rows(0, 1), seed=1)  # the image of train/a
+    write_pair(root, "train", "g", rows(255), seed=11)
+    write_pair(root, "train", "h", rows(0, 1), seed=2)  # the image of train/b
+    write_pair(root, "train", "lonely", rows(0), seed=12)
+    (root / "images/train/lonely.png").unlink()
+    write_pair(root, "train", "tiny", [[0, 1, 2, 2], [1, 1, 1, 1]], seed=13)
+    report = run(config(root), jobs=1)
+    assert report.ok
+    assert kinds(report, "warning") == {
+        ("train", "extra labels"),
+        ("train", "all ignored"),
+        ("train", "small"),
+        ("train", "copies"),
+        ("", "both splits"),
+    }
+    assert finding(report, "both splits").places == ["a = f"]
+    assert finding(report, "copies").places == ["b = h"]
+    assert "1 of 6 images" in finding(report, "small").text
+
+
+def test_images_are_measured_against_the_crop_at_their_resized_size(root):
+    assert not kinds(run(config(root, short_side_px=4), jobs=1), "warning")
+    assert kinds(run(config(root, short_side_px=3), jobs=1), "warning") == {("train", "small")}
+
+
+def test_absent_classes_are_named_per_split(root):
+    for name in "de":
+        write_pair(root, "val", name, rows(0, 1), seed=ord(name))
+    absent = finding(run(config(root), jobs=1), "absent")
+    assert (absent.split, absent.places) == ("val", ["car"])
+
+
+def test_train_ids_under_a_class_file_of_raw_ids_are_suspected(root):
+    (root / "toy.yaml").write_text(
+        "classes: [{name: a, ids: [0]}, {name: b, ids: [2]}, {name: c, ids: [8]}]\n"
+        "ignore_ids: [1, 255]\n"
+    )
+    report = run(config(root), jobs=1)
+    assert ("train", "train ids") in kinds(report, "warning")
+
+
+def test_exif_orientation_is_a_warning(root):
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    Image.new("RGB", (9, 6)).save(root / "images/train/z.jpg", exif=exif)
+    Image.fromarray(rows(1).astype(np.uint8)).save(root / "labels/train/z.png")
+    assert finding(run(config(root), jobs=1), "orientation").places == ["z"]
+
+
+def test_one_split_for_both_purposes_is_a_warning(root):
+    report = run(config(root, eval_split="train"), jobs=1)
+    assert len(report.scans) == 1
+    assert kinds(report, "warning") == {("", "one split")}
+
+
+def test_colour_labels_are_counted_and_unknown_colours_reported(root):
+    (root / "toy.yaml").write_text(
+        "classes: [{name: a, color: [1, 2, 3]}, {name: b, color: [9, 8, 7]}]\n"
+        "ignore_color: [5, 5, 5]\n"
+    )
+    colors = np.array([[1, 2, 3], [9, 8, 7], [5, 5, 5], [0, 0, 7]], np.uint8)
+    for path in root.glob("labels/*/*.png"):
+        Image.fromarray(colors[rows(0, 0, 0, 1, 1, 2)]).save(path)
+    report = run(config(root, label_format="colors"), jobs=1)
+    assert report.ok
+    assert report.scans[0].pixels.tolist() == [3 * 27, 3 * 18]
+    assert report.scans[0].ignored_pixels == 3 * 9
+    Image.fromarray(colors[rows(0, 3)]).save(root / "labels/train/a.png")
+    report = run(config(root, label_format="colors"), jobs=1)
+    assert finding(report, "values").places == [f"(0, 0, 7): {5 * 9} pixels in 1 labels, first a"]
+
+
+def test_median_frequency_weights_by_hand(root):
+    train = run(config(root), jobs=1).scans[0]
+    assert train.pixels_beside.tolist() == [36 + 54, 36 + 54 + 54, 36]
+    median = 27 / 90
+    expected = [median / (27 / 90), median / (108 / 144), median / (9 / 36)]
+    assert median_frequency_weights(train) == pytest.approx(expected, rel=1e-3)
+
+
+def test_enet_weights_by_hand():
+    weights = enet_weights(np.array([3, 1, 0]))
+    expected = [1 / math.log(1.77), 1 / math.log(1.27), 1 / math.log(1.02)]
+    assert weights == pytest.approx(expected, rel=1e-3)
+
+
+def write_config(root):
+    path = root / "toy_config.yaml"
+    path.write_text(
+        f"data: {{layout: folders, root: {root}, classes: {root}/toy.yaml}}\n"
+        "augment: {crop_size: [4, 5]}\n"
+    )
+    return str(path)
+
+
+def test_command_exits_with_0_and_prints_the_table(root, capsys):
+    assert segtrain(["data", "check", write_config(root), "--jobs", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "train: 3 pairs of 9x6, 11.1% of the pixels ignored"
+    assert "the data is fine" in lines[-1]
+    (road,) = [line for line in lines if line.startswith("road")]
+    assert road.split() == ["road", "75.000", "%", "3", "8.333", "%", "1"]
+
+
+def test_command_exits_with_3_and_writes_all_findings_as_json(root, capsys):
+    for i in range(15):
+        write_pair(root, "train", f"v{i}", rows(0, 7), seed=20 + i)
+        (root / f"labels/train/v{i}.png").unlink()
+    code = segtrain(["data", "check", write_config(root), "--json", str(root / "out.json")])
+    assert code == 3
+    assert "and 5 more" in capsys.readouterr().out
+    report = json.loads((root / "out.json").read_text())
+    assert not report["ok"]
+    assert report["splits"]["train"]["classes"]["car"] == {"pixels": 9, "images": 1}
+    (found,) = report["findings"]
+    assert (found["severity"], found["kind"], len(found["places"])) == ("error", "files", 15)
+
+
+def test_quick_check_passes_good_data(root):
+    quick_check(*opened(root))
+
+
+def test_quick_check_shows_every_pair_whose_sizes_differ(root):
+    for name in "ac":
+        Image.fromarray(np.zeros((6, 8), np.uint8)).save(root / f"labels/train/{name}.png")
+    with pytest.raises(DataError) as caught:
+        quick_check(*opened(root))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "split 'train': 2 problems"
+    assert "a.png: label 8x6" in lines[1]
+    assert "c.png: label 8x6" in lines[2]
+
+
+def test_quick_check_refuses_colour_labels_where_ids_are_expected(root):
+    Image.new("RGB", (9, 6)).save(root / "labels/val/e.png")
+    with pytest.raises(DataError, match=r"e\.png: the label is RGB, expected one channel"):
+        quick_check(*opened(root))
+
+
+def test_quick_check_refuses_a_text_file_that_is_named_like_a_picture(root):
+    (root / "images/val/e.png").write_text("no picture")
+    with pytest.raises(DataError, match=r"e\.png: neither a PNG nor a JPEG"):
+        quick_check(*opened(root))
+
+
+def test_quick_check_finds_a_class_file_that_does_not_fit(root):
+    for name in "abc":
+        write_pair(root, "train", name, rows(0, 3), seed=ord(name))
+    with pytest.raises(DataError, match=r"label ids outside class file toy: 3"):
+        quick_check(*opened(root))

@@ -1,0 +1,108 @@
+"""A split as a sequence of images with labels."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from segtrain.config import DataConfig
+from segtrain.data import SegDataset, open_dataset
+from segtrain.errors import DataError
+
+
+def write_split(root, split, sizes, *, values=(0, 1, 10, 11)):
+    """Random images and labels of the given (height, width) in the CamVid layout."""
+    rng = np.random.default_rng(0)
+    for kind in ("images", "labels"):
+        (root / kind / split).mkdir(parents=True)
+    written = []
+    for i, size in enumerate(sizes):
+        image = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
+        label = rng.choice(np.array(values, np.uint8), size)
+        Image.fromarray(image).save(root / f"images/{split}/{i}.png")
+        Image.fromarray(label).save(root / f"labels/{split}/{i}.png")
+        written.append((image, label))
+    return written
+
+
+def config(root):
+    return DataConfig(layout="camvid", root=str(root), classes="camvid")
+
+
+def test_items_are_the_written_pictures_with_train_ids(tmp_path):
+    written = write_split(tmp_path, "train", [(5, 8), (7, 4), (6, 9)])
+    dataset = open_dataset(config(tmp_path), "train")
+    assert isinstance(dataset, SegDataset)
+    assert len(dataset) == 3
+    for i, (image, label) in enumerate(dataset):
+        np.testing.assert_array_equal(image, written[i][0])
+        np.testing.assert_array_equal(label, np.where(written[i][1] == 11, 255, written[i][1]))
+        assert label.dtype == np.uint8
+        assert dataset.name(i) == str(i)
+    assert dataset.classes.num_classes == 11
+
+
+def test_dataset_survives_the_way_to_a_loader_process(tmp_path):
+    write_split(tmp_path, "train", [(5, 8), (7, 4)])
+    dataset = open_dataset(config(tmp_path), "train")
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.pairs == dataset.pairs
+    np.testing.assert_array_equal(copy[1][1], dataset[1][1])
+
+
+def test_pickle_stays_below_200_bytes_a_pair(tmp_path):
+    write_split(tmp_path, "train", [(2, 3)] * 40)
+    dataset = open_dataset(config(tmp_path), "train")
+    assert len(pickle.dumps(dataset)) < 3000 + 200 * 40
+
+
+def test_label_of_another_size_is_refused_with_both_sizes(tmp_path):
+    write_split(tmp_path, "train", [(5, 8)])
+    Image.fromarray(np.zeros((5, 9), np.uint8)).save(tmp_path / "labels/train/0.png")
+    expected = (
+        r"labels/train/0\.png: label 9x5, image .*images/train/0\.png 8x5: sizes must be equal$"
+    )
+    with pytest.raises(DataError, match=expected):
+        open_dataset(config(tmp_path), "train")[0]
+
+
+def test_turned_label_points_at_the_exif_orientation(tmp_path):
+    write_split(tmp_path, "train", [(5, 8)])
+    Image.fromarray(np.zeros((8, 5), np.uint8)).save(tmp_path / "labels/train/0.png")
+    with pytest.raises(DataError, match="EXIF orientation is ignored"):
+        open_dataset(config(tmp_path), "train")[0]
+
+
+def test_file_that_vanishes_during_training_is_named(tmp_path):
+    write_split(tmp_path, "train", [(5, 8), (5, 8)])
+    dataset = open_dataset(config(tmp_path), "train")
+    (tmp_path / "labels/train/1.png").unlink()
+    with pytest.raises(DataError, match=r"labels/train/1\.png: no such file"):
+        dataset[1]
+
+
+def test_index_beyond_the_end_ends_iteration(tmp_path):
+    write_split(tmp_path, "train", [(5, 8)])
+    dataset = open_dataset(config(tmp_path), "train")
+    with pytest.raises(IndexError):
+        dataset[1]
+    assert len(list(dataset)) == 1
+
+
+def test_reading_data_needs_no_torch_and_class_files_need_no_opencv():
+    code = (
+        "import sys, segtrain.data.classes; assert not {'cv2', 'torch'} & set(sys.modules);"
+        "from segtrain.data import open_dataset; import segtrain.data.check;"
+        "assert 'torch' not in sys.modules and 'albumentations' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_attribute_of_the_package_is_an_attribute_error():
+    import segtrain.data
+
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = segtrain.data.nonsense

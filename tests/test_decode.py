@@ -1,0 +1,321 @@
+"""Pixels from files. PNG files are written bit by bit here: no library vouches for itself."""
+
+import io
+import struct
+import zlib
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from segtrain import records
+from segtrain.data import decode, labels
+from segtrain.data.classes import ClassFile, SegClass
+from segtrain.errors import DataError
+
+GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
+CHANNELS = {GREY: 1, RGB: 3, PALETTE: 1, GREY_ALPHA: 2, RGBA: 4}
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(values, color_type, depth, *, extra=(), size=None):
+    """A PNG of the samples `values` (H, W) or (H, W, C), by the text of the standard."""
+    height, width = values.shape[:2]
+    assert values.reshape(height, width, -1).shape[2] == CHANNELS[color_type]
+    bits = (values.reshape(height, -1, 1) >> np.arange(depth - 1, -1, -1)) & 1
+    rows = np.packbits(bits.reshape(height, -1).astype(np.uint8), axis=1)
+    filtered = b"".join(b"\0" + row.tobytes() for row in rows)
+    width, height = size or (width, height)
+    header = struct.pack(">IIBBBBB", width, height, depth, color_type, 0, 0, 0)
+    body = b"".join(chunk(kind, data) for kind, data in extra)
+    pixels = chunk(b"IDAT", zlib.compress(filtered))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + pixels + chunk(b"IEND", b"")
+
+
+def jpeg(image, **options):
+    out = io.BytesIO()
+    Image.fromarray(image).save(out, "JPEG", **options)
+    return out.getvalue()
+
+
+def class_file(*ids, ignore=(), colors=None, ignore_color=(0, 0, 0)):
+    colors = colors or [(10 * i, 5, 200) for i in range(len(ids))]
+    classes = tuple(
+        SegClass(f"c{i}", color, tuple(one) if isinstance(one, tuple) else (one,))
+        for i, (one, color) in enumerate(zip(ids, colors, strict=True))
+    )
+    return ClassFile("toy", classes, tuple(ignore), ignore_color)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(data, name="x.png"):
+        path = tmp_path / name
+        path.write_bytes(data)
+        return path
+
+    return save
+
+
+def random_values(depth, shape=(5, 11), seed=0):
+    return np.random.default_rng(seed).integers(0, 1 << depth, shape)
+
+
+def smooth_image(height=40, width=56):
+    y, x = np.mgrid[:height, :width]
+    return np.stack([4 * x, 5 * y, 100 + x + y], axis=2).astype(np.uint8)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
+def test_grey_label_gives_the_stored_ids_at_every_depth(saved, depth):
+    ids = random_values(depth)
+    raw = decode.read_raw_label(saved(png(ids, GREY, depth)))
+    assert raw.dtype == (np.uint16 if depth == 16 else np.uint8)
+    np.testing.assert_array_equal(raw, ids)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+def test_palette_label_gives_indices_not_colors(saved, depth):
+    ids = random_values(depth)
+    colors = random_values(8, (1 << depth, 3), seed=1).astype(np.uint8)
+    path = saved(png(ids, PALETTE, depth, extra=[(b"PLTE", colors.tobytes())]))
+    np.testing.assert_array_equal(decode.read_raw_label(path), ids)
+
+
+@pytest.mark.parametrize(
+    ("color_type", "depth", "found"),
+    [
+        (RGB, 8, "is RGB, expected one channel"),
+        (RGB, 16, "is RGB, expected one channel"),
+        (RGBA, 8, "is RGBA, expected one channel"),
+        (GREY_ALPHA, 8, "is LA but grey"),
+    ],
+)
+def test_label_with_more_than_one_channel_is_refused_by_name(saved, color_type, depth, found):
+    values = random_values(depth, (5, 11, CHANNELS[color_type]))
+    with pytest.raises(DataError, match=f"x.png: the label {found}"):
+        decode.read_label(saved(png(values, color_type, depth)), class_file(0, 1))
+
+
+def test_colour_label_says_how_to_read_colours(saved):
+    values = random_values(8, (5, 11, 3))
+    with pytest.raises(DataError, match=r"set data\.label_format: colors"):
+        decode.read_label(saved(png(values, RGB, 8)), class_file(0, 1))
+
+
+def test_grey_label_saved_as_rgb_is_recognized(saved):
+    values = np.repeat(random_values(8)[..., None], 3, axis=2)
+    with pytest.raises(DataError, match=r"is RGB but grey.*one channel"):
+        decode.read_label(saved(png(values, RGB, 8)), class_file(0, 1))
+
+
+@pytest.mark.parametrize("depth", [8, 16])
+def test_raw_ids_become_train_ids(saved, depth):
+    path = saved(png(np.array([[7, 8, 4], [9, 7, 255]]), GREY, depth))
+    label = decode.read_label(path, class_file((8, 4), 7, ignore=(9, 255)))
+    assert label.dtype == np.uint8
+    assert label.tolist() == [[1, 0, 0], [255, 1, 255]]
+
+
+def test_sixteen_bit_ids_beyond_a_byte_are_mapped(saved):
+    path = saved(png(np.array([[1000, 232], [0, 1000]]), GREY, 16))
+    label = decode.read_label(path, class_file(0, 1000, ignore=(232,)))
+    assert label.tolist() == [[1, 255], [0, 1]]
+
+
+@pytest.mark.parametrize("depth", [8, 16])
+def test_unknown_ids_are_named_with_their_pixels(saved, depth):
+    path = saved(png(np.array([[0, 40, 40], [1, 77, 40]]), GREY, depth))
+    with pytest.raises(DataError, match=r"x\.png: .* toy: 40 \(3 pixels\), 77 \(1 pixels\)"):
+        decode.read_label(path, class_file(0, 1, ignore=(255,)))
+
+
+@pytest.mark.parametrize(
+    ("values", "classes", "hint"),
+    [
+        ([0, 255], class_file(0, 1), "0/255 mask"),
+        ([0, 1, 255], class_file(7, 8, ignore=(0, 1)), "look like train ids"),
+        ([0, 1, 255], class_file(0, 1), "add it to ignore_ids"),
+        ([7, 26, 33], class_file(*range(19), ignore=(255,)), "Cityscapes labelIds"),
+        ([1, 2, 3], class_file(0, 1, 2), "count from 1"),
+        (range(256), class_file(0, 1), "resizing with interpolation"),
+    ],
+)
+def test_typical_mistakes_of_ids_are_recognized(saved, values, classes, hint):
+    path = saved(png(np.array([list(values)]), GREY, 8))
+    with pytest.raises(DataError, match=hint):
+        decode.read_label(path, classes)
+
+
+COLORS = class_file(0, 1, colors=[(1, 2, 3), (1, 2, 4)], ignore_color=(9, 9, 9))
+
+
+@pytest.mark.parametrize("color_type", [RGB, RGBA])
+def test_colors_are_matched_exactly(saved, color_type):
+    rgb = np.array([[[1, 2, 4], [9, 9, 9], [1, 2, 3]], [[1, 2, 3], [1, 2, 3], [1, 2, 4]]])
+    values = np.dstack([rgb, np.full((2, 3), 255)]) if color_type == RGBA else rgb
+    label = decode.read_label(saved(png(values, color_type, 8)), COLORS, "colors")
+    assert label.dtype == np.uint8
+    assert label.tolist() == [[1, 255, 0], [0, 0, 1]]
+
+
+def test_palette_label_can_be_read_by_its_colors(saved):
+    plte = bytes([1, 2, 4, 9, 9, 9, 1, 2, 3])
+    path = saved(png(np.array([[0, 1], [2, 0]]), PALETTE, 2, extra=[(b"PLTE", plte)]))
+    assert decode.read_label(path, COLORS, "colors").tolist() == [[1, 255], [0, 1]]
+
+
+def test_transparent_pixels_of_a_colour_label_are_counted(saved):
+    rgba = np.full((2, 3, 4), 255)
+    rgba[..., :3] = (1, 2, 3)
+    rgba[0, :2, 3] = (0, 254)
+    with pytest.raises(DataError, match=r"x\.png: 2 pixels are transparent"):
+        decode.read_label(saved(png(rgba, RGBA, 8)), COLORS, "colors")
+
+
+def test_transparent_palette_entries_of_a_colour_label_are_refused(saved):
+    extra = [(b"PLTE", bytes([1, 2, 4, 1, 2, 3])), (b"tRNS", bytes([255, 7]))]
+    path = saved(png(np.array([[0, 1, 1]]), PALETTE, 1, extra=extra))
+    with pytest.raises(DataError, match="2 pixels are transparent"):
+        decode.read_label(path, COLORS, "colors")
+
+
+def test_unknown_colors_are_counted(saved):
+    rgb = np.array([[[1, 2, 3], [5, 5, 5], [5, 5, 5], [0, 255, 1]]])
+    found = r"does not name: \[5, 5, 5\] \(2 pixels\), \[0, 255, 1\] \(1 pixels\)"
+    with pytest.raises(DataError, match=found):
+        decode.read_label(saved(png(rgb, RGB, 8)), COLORS, "colors")
+
+
+def test_colors_of_sixteen_bits_are_refused(saved):
+    with pytest.raises(DataError, match="is 16-bit RGB; expected 8-bit RGB"):
+        decode.read_label(saved(png(random_values(16, (5, 11, 3)), RGB, 16)), COLORS, "colors")
+
+
+def test_255_classes_use_every_train_id(saved):
+    classes = class_file(*range(255), ignore=(255,))
+    path = saved(png(np.arange(256)[None], GREY, 8))
+    assert decode.read_label(path, classes).tolist() == [list(range(256))]
+
+
+@pytest.mark.parametrize("depth", [8, 16])
+@pytest.mark.parametrize("color_type", [GREY, RGB, GREY_ALPHA, RGBA])
+def test_png_image_of_any_kind_becomes_8_bit_rgb(saved, color_type, depth):
+    values = random_values(depth, (5, 11, CHANNELS[color_type]))
+    image = decode.read_image(saved(png(values, color_type, depth)))
+    color = values[..., :3] if color_type in (RGB, RGBA) else values[..., :1]
+    assert image.dtype == np.uint8
+    np.testing.assert_array_equal(image, np.broadcast_to(color >> (depth - 8), (5, 11, 3)))
+
+
+def test_palette_image_becomes_its_colors(saved):
+    colors = random_values(8, (16, 3)).astype(np.uint8)
+    values = random_values(4)
+    image = decode.read_image(saved(png(values, PALETTE, 4, extra=[(b"PLTE", colors.tobytes())])))
+    np.testing.assert_array_equal(image, colors[values])
+
+
+def test_jpeg_image_keeps_the_order_of_channels(saved):
+    expected = smooth_image()
+    image = decode.read_image(saved(jpeg(expected, quality=95, subsampling=0), "x.jpg"))
+    assert np.abs(image.astype(int) - expected).max() <= 6
+
+
+def test_exif_orientation_does_not_turn_the_image(saved):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = saved(jpeg(smooth_image(40, 56), exif=exif), "x.jpg")
+    assert decode.read_image(path).shape == (40, 56, 3)
+    header = decode.read_header(path)
+    assert header == decode.Header((40, 56), "RGB", 6)
+
+
+def test_cmyk_is_refused(saved):
+    out = io.BytesIO()
+    Image.fromarray(smooth_image()).convert("CMYK").save(out, "JPEG")
+    with pytest.raises(DataError, match=r"x\.jpg: the image is CMYK; convert it to RGB"):
+        decode.read_image(saved(out.getvalue(), "x.jpg"))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+def test_jpeg_that_ends_early_is_refused(saved, share):
+    data = jpeg(smooth_image())
+    with pytest.raises(DataError, match=r"x\.jpg"):
+        decode.read_image(saved(data[: int(share * len(data))], "x.jpg"))
+
+
+def test_truncated_jpeg_is_not_saved_by_the_end_of_its_thumbnail(saved):
+    thumbnail = jpeg(smooth_image(16, 16))
+    data = jpeg(smooth_image(), exif=b"Exif\0\0" + thumbnail)
+    assert decode.read_image(saved(data, "x.jpg")).shape == (40, 56, 3)
+    with pytest.raises(DataError, match="end marker is missing"):
+        decode.read_image(saved(data[:-20], "x.jpg"))
+
+
+def test_bytes_after_the_end_of_a_jpeg_are_allowed(saved):
+    path = saved(jpeg(smooth_image()) + b"\0" * 100, "x.jpg")
+    assert decode.read_image(path).shape == (40, 56, 3)
+
+
+@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label])
+def test_png_cut_anywhere_is_refused(saved, read):
+    data = png(random_values(8, (20, 30)), GREY, 8)
+    for end in (4, 20, 40, len(data) // 2, len(data) - 13, len(data) - 12, len(data) - 1):
+        with pytest.raises(DataError, match=r"x\.png"):
+            read(saved(data[:end]))
+
+
+@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label])
+def test_no_flipped_bit_in_a_png_goes_unnoticed(saved, read):
+    data = png(random_values(8, (6, 9)), GREY, 8)
+    for place in range(8, len(data) - 12, 3):  # all but the signature and IEND
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << (place % 8)
+        with pytest.raises(DataError, match=r"x\.png"):
+            read(saved(bytes(damaged)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"hello, this is text\n", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0", b"GIF89a" * 9],
+)
+@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label])
+def test_what_is_no_picture_is_refused_by_name(saved, read, data):
+    with pytest.raises(DataError, match=r"x\.png"):
+        read(saved(data))
+
+
+@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label, decode.read_header])
+def test_missing_files_and_folders_are_refused_by_name(tmp_path, read):
+    with pytest.raises(DataError, match=r"nothing\.png: no such file"):
+        read(tmp_path / "nothing.png")
+    with pytest.raises(DataError, match="is a directory"):
+        read(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [9_500, 14_000, 1 << 30])
+@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label, decode.read_header])
+def test_decompression_bomb_is_refused_from_its_header(saved, read, side):
+    path = saved(png(np.zeros((1, 8), int), GREY, 1, size=(side, side)))
+    with pytest.raises(DataError, match=r"x\.png: more than 89,478,485 pixels"):
+        read(path)
+
+
+def test_jpeg_label_is_refused(saved):
+    with pytest.raises(DataError, match="not a PNG"):
+        decode.read_raw_label(saved(jpeg(smooth_image()[..., 0])))
+
+
+def test_image_equals_opencv_on_an_ordinary_file(saved):
+    expected = np.random.default_rng(3).integers(0, 256, (7, 13, 3), dtype=np.uint8)
+    data = cv2.imencode(".png", expected[..., ::-1])[1].tobytes()
+    np.testing.assert_array_equal(decode.read_image(saved(data)), expected)
+
+
+def test_ignored_pixels_have_the_value_that_losses_expect():
+    assert labels.IGNORE_INDEX == records.IGNORE_INDEX

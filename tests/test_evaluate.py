@@ -1,0 +1,257 @@
+import argparse
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from segtrain import evaluate
+from segtrain.checkpoint import LoadedModel, Record, experiment_record, save
+from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
+from segtrain.data.classes import ClassFile, load_class_file
+from segtrain.errors import ConfigError, DataError
+from segtrain.evaluate import run_eval
+from segtrain.models import build_model
+from segtrain.records import SegLogits
+
+# Raw ids of the test scenes: ignored ones too; `train` (31) occurs nowhere.
+VOID, ROAD, PERSON, CAR, BUS = 0, 7, 24, 26, 28
+SIZES = [(30, 44), (26, 50), (30, 44)]
+
+
+class ColorModel(nn.Module):
+    """Takes each pixel for the class of the nearest colour; a 1x1 convolution can do that."""
+
+    def __init__(self, classes: ClassFile) -> None:
+        super().__init__()
+        palette = torch.tensor(classes.palette, dtype=torch.float32) / 255
+        self.conv = nn.Conv2d(3, len(palette), 1)
+        self.conv.weight.data = 2 * palette.view(-1, 3, 1, 1)
+        self.conv.bias.data = -palette.square().sum(1)
+
+    def forward(self, images):
+        return SegLogits(self.conv(images))
+
+
+def scene(index, classes):
+    """An image in the classes' colours and its raw label; a fifth of the pixels disagree."""
+    rng = np.random.default_rng(index)
+    size = SIZES[index]
+    choice = np.array([VOID, 3, 9, ROAD, PERSON, CAR])
+    label = rng.choice(choice, size).repeat(1, axis=0).astype(np.uint8)
+    shown = np.where(rng.random(size) < 0.2, rng.choice([ROAD, CAR, BUS], size), label)
+    shown[label == VOID] = CAR
+    colors = {one.ids[0]: one.color for one in classes.classes}
+    image = np.array([[colors.get(i, (0, 0, 142)) for i in row] for row in shown.tolist()])
+    noise = rng.integers(-3, 4, image.shape)
+    return (image + noise).clip(0, 255).astype(np.uint8), label
+
+
+@pytest.fixture
+def cityscapes(tmp_path):
+    classes = load_class_file("cityscapes")
+    root = tmp_path / "city scapes"
+    names = ["aachen_000000_000019", "aachen_000001_000019", "ulm_000000_000019"]
+    for i, name in enumerate(names):
+        image, label = scene(i, classes)
+        city = name.split("_")[0]
+        for kind, end, array in (("leftImg8bit", "", image), ("gtFine", "_labelIds", label)):
+            folder = root / kind / "val" / city
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(array).save(folder / f"{name}_{kind}{end}.png")
+    return root
+
+
+@pytest.fixture
+def command(cityscapes, monkeypatch, tmp_path):
+    """Runs `segtrain eval` with a model that knows the colours; returns what --json wrote."""
+    classes = load_class_file("cityscapes")
+    config = Config(
+        data=DataConfig(
+            layout="cityscapes",
+            root=str(cityscapes),
+            classes="cityscapes",
+            mean=(0.0, 0.0, 0.0),
+            std=(255.0, 255.0, 255.0),
+        ),
+        augment=AugmentConfig(crop_size=(16, 24)),
+        eval=EvalConfig(mode="slide"),
+    )
+    loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1200)
+    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+
+    def run(*overrides, **options):
+        args = arguments("run", set=list(overrides), json=str(tmp_path / "scores.json"), **options)
+        assert run_eval(args) == 0
+        return json.loads((tmp_path / "scores.json").read_text())
+
+    return run
+
+
+def arguments(checkpoint, **options):
+    given = {"set": [], "split": None, "device": "cpu", "json": None}
+    given |= {"save_predictions": None, "overlays": None, "num_overlays": 2}
+    return argparse.Namespace(checkpoint=checkpoint, **{**given, **options})
+
+
+def official_scores(root, predictions):
+    """The official evaluator's class scores by name and their mean."""
+    official = pytest.importorskip(
+        "cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling",
+        reason="pip install --no-deps cityscapesscripts pyquaternion",
+    )
+    official.args.evalInstLevelScore = False
+    official.args.JSONOutput = False
+    official.args.quiet = True
+    official.args.predictionPath = str(predictions)
+    official.args.predictionWalk = None
+    labels = sorted(map(str, root.glob("gtFine/val/*/*_gtFine_labelIds.png")))
+    found = [official.getPrediction(official.args, label) for label in labels]
+    result = official.evaluateImgLists(found, labels, official.args)
+    return result["classScores"], result["averageScoreClasses"]
+
+
+def test_scores_equal_the_official_evaluator_on_the_saved_predictions(
+    command, cityscapes, tmp_path
+):
+    scores = command(save_predictions=str(tmp_path / "out"))
+    classes, mean = official_scores(cityscapes, tmp_path / "out")
+    assert scores["mIoU"] == pytest.approx(mean, rel=0, abs=1e-9)
+    for row in scores["classes"]:
+        official = classes[row["name"]]
+        if row["IoU"] is None:
+            assert math.isnan(official)
+        else:
+            assert row["IoU"] == pytest.approx(official, rel=0, abs=1e-9)
+    by_name = {row["name"]: row["IoU"] for row in scores["classes"]}
+    assert by_name["train"] is None
+    assert by_name["bus"] == 0
+    assert 0.5 < by_name["road"] < 1
+
+
+def test_cityscapes_predictions_are_label_ids_at_the_size_of_the_label(command, tmp_path):
+    command(save_predictions=str(tmp_path / "out"))
+    written = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.*"))
+    assert written == [
+        "aachen/aachen_000000_000019_pred_labelIds.png",
+        "aachen/aachen_000001_000019_pred_labelIds.png",
+        "ulm/ulm_000000_000019_pred_labelIds.png",
+    ]
+    for path, (height, width) in zip(written, SIZES, strict=True):
+        with Image.open(tmp_path / "out" / path) as picture:
+            assert (picture.mode, picture.size) == ("L", (width, height))
+            assert set(np.unique(np.array(picture))) <= {ROAD, PERSON, CAR, BUS, *range(7, 34)}
+            assert {ROAD, CAR} <= set(np.unique(np.array(picture)))
+
+
+def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, monkeypatch):
+    (tmp_path / "own.yaml").write_text(
+        "classes:\n"
+        "  - {name: floor, color: [128, 64, 128], ids: [300]}\n"
+        "  - {name: crack, color: [220, 20, 60], ids: [7, 8]}\n"
+    )
+    label = np.array([[300, 300, 7], [8, 300, 300]], dtype=np.uint16)
+    for kind in ("images", "labels"):
+        (tmp_path / kind / "val" / "hall one").mkdir(parents=True)
+    colors = np.where((label == 300)[..., None], (128, 64, 128), (220, 20, 60)).astype(np.uint8)
+    Image.fromarray(colors).save(tmp_path / "images/val/hall one/a.b.png")
+    Image.fromarray(label).save(tmp_path / "labels/val/hall one/a.b.png")
+    classes = load_class_file(str(tmp_path / "own.yaml"))
+    config = Config(
+        data=DataConfig(
+            layout="folders",
+            root=str(tmp_path),
+            classes=str(tmp_path / "own.yaml"),
+            mean=(0.0, 0.0, 0.0),
+            std=(255.0, 255.0, 255.0),
+        )
+    )
+    loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1)
+    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+    run_eval(arguments("run", save_predictions=str(tmp_path / "out")))
+    with Image.open(tmp_path / "out" / "hall one" / "a.b.png") as picture:
+        assert np.array_equal(np.array(picture), np.where(label == 8, 7, label))
+
+
+def test_table_lists_the_classes_in_their_order_and_the_means(command, capsys):
+    scores = command()
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("class"))
+    names = load_class_file("cityscapes").names
+    assert [line[: len(name)] for line, name in zip(lines[start + 1 :], names, strict=False)] == [
+        *names
+    ]
+    road = scores["classes"][0]
+    assert lines[start + 1].split() == [
+        "road",
+        *(f"{100 * road[key]:.2f}" for key in ("IoU", "acc", "share")),
+    ]
+    text = "\n".join(lines)
+    assert f"mIoU  {100 * scores['mIoU']:.2f}" in text
+    assert "left out of mIoU, neither labelled nor predicted: " in text
+    assert "step 1200, 3 images of split val" in text
+    assert "sliding window 16x24" in text
+    assert "running statistics (sync in training)" in text
+
+
+def test_json_holds_the_matrix_and_how_it_was_made(command):
+    scores = command("eval.flip=true", "eval.scales=[0.5, 1]")
+    assert np.array(scores["confusion_matrix"]).sum() == scores["num_pixels"]
+    assert scores["num_images"] == 3
+    assert scores["inference"]["flip"] is True
+    assert scores["inference"]["scales"] == [0.5, 1.0]
+
+
+def test_overlays_are_spread_over_the_data_set(command, tmp_path):
+    command(overlays=str(tmp_path / "overlays"), num_overlays=2)
+    written = sorted(p.name for p in (tmp_path / "overlays").rglob("*.png"))
+    assert written == ["aachen_000000_000019.png", "ulm_000000_000019.png"]
+
+
+@pytest.mark.parametrize("key", ["model.align_corners=true", "norm.eps=1e-3", "train.steps=7"])
+def test_settings_that_the_checkpoint_decides_are_refused(command, key):
+    with pytest.raises(ConfigError, match=f"--set {key}: the checkpoint decides this"):
+        command("eval.flip=true", key)
+
+
+def test_a_misspelt_setting_is_refused_by_the_config(command):
+    with pytest.raises(ConfigError, match="flip"):
+        command("eval.flipp=true")
+
+
+def test_a_data_set_of_other_classes_is_refused(command, tmp_path):
+    (tmp_path / "two.yaml").write_text("classes: [road, dog]\nignore_ids: [255]\n")
+    with pytest.raises(DataError, match=r"two: 2 classes.*on 19; class 1 is dog here and sidewalk"):
+        command(f"data.classes={tmp_path / 'two.yaml'}")
+
+
+@pytest.mark.parametrize("option", ["save_predictions", "overlays", "json"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    option, command, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(evaluate, "evaluate_dataset", lambda *_, **__: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):
+        run_eval(arguments("run", **{option: str(tmp_path / "file" / "x")}))
+
+
+def test_a_real_checkpoint_is_evaluated(cityscapes, tmp_path):
+    classes = load_class_file("cityscapes")
+    config = Config(
+        data=DataConfig(layout="cityscapes", root=str(cityscapes), classes="cityscapes"),
+        model=ModelConfig(backbone="resnet18", output_stride=16, head_channels=8),
+    )
+    torch.manual_seed(0)
+    model = build_model(config.model, num_classes=19)
+    unused = {"average": None, "optimizer": None, "scaler": None, "best": None}
+    record = Record(
+        step=3, **experiment_record(config, classes), model=model.state_dict(), **unused
+    )
+    save(tmp_path / "last.pt", record)
+    run_eval(arguments(str(tmp_path / "last.pt"), json=str(tmp_path / "scores.json")))
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["step"] == 3
+    assert 0 <= scores["mIoU"] < 0.3

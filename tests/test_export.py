@@ -1,0 +1,389 @@
+import argparse
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from segtrain import export
+from segtrain.checkpoint import LoadedModel
+from segtrain.config import Config, DataConfig, ModelConfig
+from segtrain.data.classes import ClassFile, SegClass
+from segtrain.errors import CheckpointError, ConfigError, ExecutionError
+from segtrain.export import formats, verify
+from segtrain.export.graph import Case, ExportModel
+from segtrain.models import build_model, pspnet
+from segtrain.records import SegLogits
+
+MEAN, STD = (120.0, 110.0, 100.0), (58.0, 57.0, 56.0)
+CLASSES = ClassFile(
+    name="three",
+    classes=(
+        SegClass("road", (128, 64, 128), (7,)),
+        SegClass("sky", (70, 130, 180), (23, 24)),
+        SegClass("car", (0, 0, 142), (26,)),
+    ),
+    ignore_ids=(0,),
+    ignore_color=(0, 0, 0),
+)
+
+
+class Tiny(nn.Module):
+    """Seconds instead of minutes where the architecture does not matter."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, images):
+        return SegLogits(self.norm(self.conv(images)))
+
+
+def loaded_model(model=None, **architecture):
+    torch.manual_seed(0)
+    config = Config(
+        data=DataConfig(layout="folders", root="/data", classes="three", mean=MEAN, std=STD),
+        model=ModelConfig(backbone="resnet18", head_channels=16, aux_head=False, **architecture),
+    )
+    if model is None:
+        model = build_model(config.model, num_classes=3)
+    model.train()
+    with torch.no_grad():
+        model(torch.randn(2, 3, 64, 96))  # running statistics other than 0 and 1
+    return LoadedModel(model.eval(), config, CLASSES, step=1200)
+
+
+def pixels(*shape, seed=1):
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.integers(0, 256, shape, dtype=np.uint8))
+
+
+def reference(loaded, images):
+    """The logits of 0..255 images, normalized by hand."""
+    mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (MEAN, STD))
+    with torch.no_grad():
+        return loaded.model((images.float() - mean) / std).out
+
+
+def normalized(images):
+    mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (MEAN, STD))
+    return (images.float() - mean) / std
+
+
+def onnx_session(file):
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+
+
+def torchscript(file, extra=None):
+    with pytest.warns(FutureWarning, match=r"torch\.jit\.load"):
+        return torch.jit.load(file, _extra_files=extra)
+
+
+@pytest.fixture(scope="module")
+def pspnet18():
+    return loaded_model(arch="pspnet")
+
+
+@pytest.fixture(scope="module")
+def deeplab18():
+    return loaded_model(arch="deeplabv3plus", output_stride=16)
+
+
+@pytest.fixture(scope="module")
+def onnx_file(pspnet18, tmp_path_factory):
+    file = tmp_path_factory.mktemp("export") / "pspnet.onnx"
+    export.export_graph(pspnet18, file, format="onnx")
+    return file
+
+
+@pytest.fixture(scope="module")
+def pt2_file(pspnet18, tmp_path_factory):
+    file = tmp_path_factory.mktemp("export") / "pspnet.pt2"
+    export.export_graph(pspnet18, file, format="pt2")
+    return file
+
+
+@pytest.fixture(scope="module")
+def torchscript_file(pspnet18, tmp_path_factory):
+    file = tmp_path_factory.mktemp("export") / "pspnet.ts"
+    export.export_graph(pspnet18, file, format="torchscript")
+    return file
+
+
+def assert_same_logits(run, loaded):
+    # Sizes that neither tracing nor the command's own comparison used.
+    for shape in ((1, 3, 77, 150), (3, 3, 163, 90)):
+        images = pixels(*shape)
+        torch.testing.assert_close(run(normalized(images)), reference(loaded, images))
+
+
+def test_onnx_gives_the_logits_of_the_model_at_every_size(onnx_file, pspnet18):
+    session = onnx_session(onnx_file)
+    for shape in ((1, 3, 77, 150), (3, 3, 163, 90)):
+        images = pixels(*shape)
+        found = session.run(None, {"images": normalized(images).numpy()})[0]
+        expected = reference(pspnet18, images)
+        # 1e-4 of the scale: onnxruntime adds in another order.
+        atol = 1e-4 * expected.abs().max().item()
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=atol)
+
+
+def test_pt2_gives_the_logits_of_the_model_at_every_size(pt2_file, pspnet18):
+    assert_same_logits(torch.export.load(pt2_file).module(), pspnet18)
+
+
+def test_torchscript_gives_the_logits_of_the_model_at_every_size(torchscript_file, pspnet18):
+    assert_same_logits(torchscript(torchscript_file), pspnet18)
+
+
+def test_onnx_takes_bytes_and_gives_label_maps_if_asked(deeplab18, tmp_path):
+    file = tmp_path / "deeplab.onnx"
+    compared = export.export_graph(deeplab18, file, format="onnx", normalize="uint8", argmax=True)
+    assert len({c.case[1:] for c in compared}) == 3
+    images = pixels(2, 3, 91, 130)
+    found = onnx_session(file).run(None, {"images": images.numpy()})[0]
+    assert found.dtype == np.uint8
+    logits = reference(deeplab18, images)
+    best, second = logits.topk(2, dim=1).values.unbind(1)
+    clear = best - second > 1e-3 * logits.abs().max()
+    assert clear.float().mean() > 0.9
+    assert torch.equal(torch.from_numpy(found)[clear], logits.argmax(1).to(torch.uint8)[clear])
+
+
+def test_onnx_is_one_file_that_describes_itself_and_names_no_source_file(onnx_file):
+    import onnx
+
+    assert [path.name for path in onnx_file.parent.iterdir()] == ["pspnet.onnx"]
+    model = onnx.load(onnx_file)
+    assert [o.version for o in model.opset_import if o.domain == ""] == [formats.ONNX_OPSET]
+    dims = [d.dim_param or d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
+    assert dims == ["batch", 3, "height", "width"]
+    metadata = onnx_session(onnx_file).get_modelmeta().custom_metadata_map
+    assert_metadata(metadata)
+    assert metadata["input"] == "images (N, 3, H, W) RGB float32, (pixel - mean) / std by channel"
+    assert b".py" not in onnx_file.read_bytes()
+
+
+def test_pt2_describes_itself(pt2_file):
+    extra = {formats.METADATA_FILE: ""}
+    torch.export.load(pt2_file, extra_files=extra)
+    assert_metadata(json.loads(extra[formats.METADATA_FILE]))
+
+
+def test_torchscript_describes_itself(torchscript_file):
+    extra = {formats.METADATA_FILE: ""}
+    torchscript(torchscript_file, extra)
+    assert_metadata(json.loads(extra[formats.METADATA_FILE]))
+
+
+def assert_metadata(metadata):
+    assert json.loads(metadata["class_names"]) == ["road", "sky", "car"]
+    assert json.loads(metadata["class_ids"]) == [7, 23, 26]
+    assert json.loads(metadata["mean"]) == list(MEAN)
+    assert json.loads(metadata["std"]) == list(STD)
+    assert metadata["step"] == "1200"
+    assert metadata["model"] == "pspnet resnet18"
+
+
+def test_torchscript_is_tied_to_no_device(torchscript_file):
+    assert "Device = prim::Constant" not in str(torchscript(torchscript_file).inlined_graph)
+
+
+def test_pt2_moves_to_another_device(pt2_file):
+    from torch.export.passes import move_to_device_pass
+
+    moved = move_to_device_pass(torch.export.load(pt2_file), "meta")
+    assert "cpu" not in str(moved.graph)
+    assert moved.module()(torch.empty(1, 3, 70, 90, device="meta")).shape == (1, 3, 70, 90)
+
+
+def bake_pooling(monkeypatch):
+    """Gives the traced graph pooling windows of the traced size, as naive exporters do."""
+    right = pspnet.adaptive_avg_pools
+
+    def baked(x, bins):
+        if not torch.jit.is_tracing():
+            return right(x, bins)
+        windows = [(max(1, int(x.shape[2]) // b), max(1, int(x.shape[3]) // b)) for b in bins]
+        # Means over windows of the traced size, resampled to the expected grid.
+        return [
+            nn.functional.interpolate(
+                nn.functional.avg_pool2d(x, window, stride=1), size=(b, b), mode="nearest"
+            )
+            for b, window in zip(bins, windows, strict=True)
+        ]
+
+    monkeypatch.setattr(pspnet, "adaptive_avg_pools", baked)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_graph_that_pools_over_the_traced_size_is_refused_and_leaves_no_file(
+    pspnet18, tmp_path, monkeypatch
+):
+    bake_pooling(monkeypatch)
+    with pytest.raises(ExecutionError, match=r"at 131x222, batch 1: max difference \d\.\de-0"):
+        export.export_graph(pspnet18, tmp_path / "model.ts", format="torchscript")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_export_leaves_the_file_from_before(tmp_path, monkeypatch):
+    file = tmp_path / "model.ts"
+    file.write_bytes(b"before")
+    monkeypatch.setattr(verify, "TOLERANCE", -1.0)
+    with pytest.raises(ExecutionError, match="not written"):
+        export.export_graph(loaded_model(Tiny()), file, format="torchscript")
+    assert file.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_exporter_that_fails_is_named_with_its_reason(tmp_path):
+    class Branching(Tiny):
+        def forward(self, images):
+            logits = self.norm(self.conv(images))
+            return SegLogits(logits if logits.sum() > 0 else -logits)
+
+    with pytest.raises(ExecutionError, match="pt2 exporter of torch .* failed: .*data-dependent"):
+        export.export_graph(loaded_model(Branching()), tmp_path / "model.pt2", format="pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_can_be_fixed(tmp_path):
+    compared = export.export_graph(
+        loaded_model(Tiny()), tmp_path / "model.pt2", format="pt2", size=(40, 56)
+    )
+    assert [c.case for c in compared] == [Case(2, 40, 56), Case(1, 40, 56)]
+    run = torch.export.load(tmp_path / "model.pt2").module()
+    assert run(torch.zeros(3, 3, 40, 56)).shape == (3, 3, 40, 56)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        run(torch.zeros(3, 3, 40, 57))
+
+
+def test_exporting_prints_nothing_of_its_own(tmp_path, capfd):
+    export.export_graph(loaded_model(Tiny()), tmp_path / "model.ts", format="torchscript")
+    export.export_graph(loaded_model(Tiny()), tmp_path / "model.onnx", format="onnx")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_weights_that_are_not_finite_are_the_checkpoints_fault(tmp_path):
+    loaded = loaded_model(Tiny())
+    loaded.model.conv.weight.data[0, 0, 0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match="not finite"):
+        export.export_graph(loaded, tmp_path / "model.ts", format="torchscript")
+
+
+def tiny_graph(**options):
+    return ExportModel(loaded_model(Tiny()).model, mean=MEAN, std=STD, **options)
+
+
+@pytest.mark.parametrize("argmax", [False, True])
+def test_the_model_compared_with_itself_passes(argmax):
+    graph = tiny_graph(argmax=argmax)
+    comparison = verify.compare(graph, graph, Case(1, 30, 40))
+    assert (comparison.difference, comparison.agreement, comparison.passed) == (0.0, 1.0, True)
+
+
+def test_one_wrong_pixel_in_a_label_map_is_found():
+    graph = tiny_graph(argmax=True)
+
+    def run(images):
+        labels = graph(images)
+        labels[0, 3, 5] = (labels[0, 3, 5] + 1) % 3
+        return labels
+
+    comparison = verify.compare(run, graph, Case(1, 30, 40))
+    assert not comparison.passed
+    assert comparison.agreement == pytest.approx(1 - 1 / 1200, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda out: out[:, :, 1:], r"its result is \(1, 3, 29, 40\)"),
+        (lambda out: out.double(), "float64, not"),
+        (lambda out: out * float("nan"), None),
+        (lambda out: 1 / 0, "does not run: ZeroDivisionError"),
+    ],
+)
+def test_a_result_of_another_kind_is_refused(change, problem):
+    graph = tiny_graph()
+    comparison = verify.compare(lambda x: change(graph(x)), graph, Case(1, 30, 40))
+    assert not comparison.passed
+    assert problem is None or comparison.problem is not None
+    if problem is not None:
+        import re
+
+        assert re.search(problem, comparison.problem)
+
+
+def test_safetensors_holds_the_weights_bit_for_bit_under_their_own_keys(tmp_path):
+    loaded = loaded_model(Tiny())
+    loaded.model.to(memory_format=torch.channels_last)
+    file = tmp_path / "weights.safetensors"
+    assert export.export_weights(loaded, file) == 7
+    with safe_open(file, framework="pt") as stored:
+        found = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+        metadata = stored.metadata()
+    own = loaded.model.state_dict()
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[key], own[key]) for key in own)
+    assert json.loads(metadata["class_names"]) == ["road", "sky", "car"]
+    assert "backbone: resnet18" in metadata["config"]
+
+
+def test_a_weight_that_changed_in_the_file_is_found(tmp_path):
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}
+    export.write_weights(weights, {}, tmp_path / "w")
+    data = bytearray((tmp_path / "w").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "w").write_bytes(data)
+    with pytest.raises(ExecutionError, match="1 tensors differ from the model's: "):
+        export.check_weights(weights, None, tmp_path / "w")
+
+
+def request(**changes):
+    args = {
+        "source": "nowhere",
+        "format": "onnx",
+        "output": "model.onnx",
+        "normalize": None,
+        "argmax": False,
+        "size": None,
+    }
+    return argparse.Namespace(**(args | changes))
+
+
+def test_a_missing_onnx_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    find = formats.importlib.util.find_spec
+    monkeypatch.setattr(
+        formats.importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "onnxscript" else find(name, *a),
+    )
+    with pytest.raises(ConfigError, match="pip install 'onnxscript>=[0-9.]+'$"):
+        export.main(request())
+
+
+def test_options_without_effect_on_weights_are_refused_together():
+    with pytest.raises(ConfigError) as refusal:
+        export.main(request(format="safetensors", normalize="uint8", argmax=True, size=[64, 96]))
+    assert [line.split(":")[0] for line in str(refusal.value).splitlines()] == [
+        "--normalize",
+        "--argmax",
+        "--size",
+    ]
+
+
+def test_the_command_writes_the_file_and_tells_what_it_compared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export, "load_model", lambda source: loaded_model(Tiny()))
+    output = tmp_path / "new" / "model.ts"
+    assert export.main(request(format="torchscript", output=str(output), argmax=True)) == 0
+    out = capsys.readouterr().out
+    assert "131x222" in out
+    assert "100.0000%" in out
+    assert f"wrote {output}" in out
+    assert output.is_file()

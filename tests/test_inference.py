@@ -1,0 +1,297 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from segtrain import inference
+from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
+from segtrain.inference import (
+    InferenceSettings,
+    predict_label,
+    predict_probabilities,
+    view_size,
+    window_starts,
+)
+from segtrain.preprocess import normalize
+from segtrain.records import SegLogits
+
+MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
+CLASSES = 5
+
+
+class TinyModel(nn.Module):
+    """One convolution, in float64; remembers what it was given."""
+
+    def __init__(self, kernel: int) -> None:
+        super().__init__()
+        torch.manual_seed(kernel)
+        self.conv = nn.Conv2d(3, CLASSES, kernel, padding=kernel // 2)
+        self.double().eval()
+        self.inputs: list[torch.Tensor] = []
+
+    def forward(self, images):
+        self.inputs.append(images)
+        return SegLogits(self.conv(images))
+
+
+@pytest.fixture
+def pixelwise():
+    return TinyModel(1)
+
+
+@pytest.fixture
+def local():
+    return TinyModel(3)
+
+
+def settings(**changes):
+    return InferenceSettings(**{"mean": MEAN, "std": STD, "crop_size": (8, 12), **changes})
+
+
+def image(height=21, width=34, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (1, 3, height, width), generator=generator, dtype=torch.uint8)
+
+
+def close(actual, expected, atol=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+def view_of(picture):
+    return normalize(picture, MEAN, STD, dtype=torch.float64)
+
+
+ALL_WAYS = [
+    {"mode": mode, "flip": flip, "scales": scales}
+    for mode in ("whole", "slide")
+    for flip in (False, True)
+    for scales in ((1.0,), (0.5, 1.0, 1.75))
+]
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("out_size", [(21, 34), (40, 34), (21, 70), (47, 61), (9, 13), (1, 1)])
+def test_whole_image_is_softmax_of_the_resized_logits(local, out_size, align_corners):
+    logits = functional.interpolate(
+        local(view_of(image())).out, out_size, mode="bilinear", align_corners=align_corners
+    )
+    actual = predict_probabilities(local, image(), settings(align_corners=align_corners), out_size)
+    close(actual, logits.softmax(1))
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_label_is_the_most_probable_class(local, way):
+    for out_size in ((21, 34), (37, 50)):
+        probs = predict_probabilities(local, image(), settings(**way), out_size)
+        label = predict_label(local, image(), settings(**way), out_size)
+        assert label.dtype == torch.uint8
+        assert torch.equal(label, probs[0].argmax(0).to(torch.uint8))
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_probabilities_sum_to_one(local, way):
+    probs = predict_probabilities(local, image(), settings(**way), (30, 25))
+    close(probs.sum(1), torch.ones(1, 30, 25, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_result_does_not_depend_on_the_size_of_tiles(local, way, monkeypatch):
+    whole = predict_probabilities(local, image(), settings(**way), (47, 61))
+    monkeypatch.setattr(inference, "TILE_ELEMENTS", 3 * CLASSES * 61)
+    close(predict_probabilities(local, image(), settings(**way), (47, 61)), whole)
+
+
+@pytest.mark.parametrize("size", [(21, 34), (8, 12), (5, 34), (21, 7), (3, 4)])
+def test_windows_of_a_pixelwise_model_equal_the_whole_image(pixelwise, size):
+    picture = image(*size)
+    whole = predict_probabilities(pixelwise, picture, settings(), size)
+    slide = predict_probabilities(pixelwise, picture, settings(mode="slide"), size)
+    close(slide, whole)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("window_batch", [1, 4, 100])
+def test_windows_are_averaged_where_they_overlap(local, flip, window_batch):
+    view = view_of(image())
+    total = np.zeros((CLASSES, 21, 34))
+    times = np.zeros((21, 34))
+    for top in (0, 6, 12, 13):
+        for left in (0, 8, 16, 22):
+            window = view[:, :, top : top + 8, left : left + 12]
+            probs = local(window).out.softmax(1)[0]
+            if flip:
+                probs = (probs + local(window.flip(3)).out.softmax(1)[0].flip(2)) / 2
+            total[:, top : top + 8, left : left + 12] += probs.detach().numpy()
+            times[top : top + 8, left : left + 12] += 1
+    actual = predict_probabilities(
+        local,
+        image(),
+        settings(mode="slide", flip=flip, window_batch=window_batch),
+        (21, 34),
+    )
+    close(actual[0], torch.from_numpy(total / times))
+
+
+def test_windows_are_equal_and_come_in_small_batches(local):
+    predict_label(local, image(), settings(mode="slide", window_batch=3), (21, 34))
+    assert {tuple(x.shape[1:]) for x in local.inputs} == {(3, 8, 12)}
+    assert [len(x) for x in local.inputs] == [3, 3, 3, 3, 3, 1]
+
+
+def test_image_smaller_than_the_window_is_padded_with_the_mean_colour(local):
+    predict_label(local, image(5, 7), settings(mode="slide"), (5, 7))
+    (window,) = local.inputs
+    assert window.shape == (1, 3, 8, 12)
+    inner = view_of(image(5, 7))
+    assert torch.equal(window[:, :, 1:6, 2:9], inner)
+    assert window.count_nonzero() == inner.count_nonzero()
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.1, 1 / 3, 0.5, 0.9])
+def test_windows_cover_every_pixel_and_end_at_the_border(overlap):
+    for window in (1, 5, 8):
+        for length in range(window, 60):
+            starts = window_starts(length, window, overlap)
+            covered = {p for s in starts for p in range(s, s + window)}
+            assert covered == set(range(length))
+            assert starts == sorted(set(starts))
+            assert starts[-1] + window == length
+            steps = np.diff(starts)
+            assert all(window - step >= min(window * overlap, window - 1) - 1 for step in steps)
+
+
+def test_windows_stand_where_semseg_puts_them():
+    assert window_starts(2048, 713, 1 / 3) == [0, 476, 952, 1335]
+    assert window_starts(1024, 713, 1 / 3) == [0, 311]
+
+
+@pytest.mark.parametrize(("window", "stride"), [(769, 513), (768, 512), (3, 2), (512, 342)])
+def test_stride_of_two_thirds_is_not_raised_by_rounding(window, stride):
+    assert window_starts(10 * window, window, 1 / 3)[1] == stride
+
+
+def test_a_window_larger_than_the_image_stands_alone():
+    assert window_starts(5, 8, 0.5) == [0]
+
+
+def test_flip_changes_nothing_for_a_pixelwise_model(pixelwise):
+    plain = predict_probabilities(pixelwise, image(), settings(), (21, 34))
+    close(predict_probabilities(pixelwise, image(), settings(flip=True), (21, 34)), plain)
+
+
+def test_flip_makes_the_mirrored_image_give_the_mirrored_result(local):
+    how = settings(flip=True)
+    result = predict_probabilities(local, image(), how, (21, 34))
+    mirrored = predict_probabilities(local, image().flip(3), how, (21, 34))
+    close(mirrored.flip(3), result)
+    plain = predict_probabilities(local, image(), settings(), (21, 34))
+    assert (plain - result).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("mode", ["whole", "slide"])
+@pytest.mark.parametrize("flip", [False, True])
+def test_scales_are_averaged_with_equal_weight(local, mode, flip):
+    scales = (0.5, 1.0, 1.3)
+    single = [
+        predict_probabilities(local, image(), settings(mode=mode, flip=flip, scales=(s,)), (25, 40))
+        for s in scales
+    ]
+    together = predict_probabilities(
+        local, image(), settings(mode=mode, flip=flip, scales=scales), (25, 40)
+    )
+    close(together, torch.stack(single).mean(0))
+
+
+def test_scale_of_one_colour_does_not_matter_to_a_pixelwise_model(pixelwise):
+    grey = torch.full((1, 3, 21, 34), 77, dtype=torch.uint8)
+    plain = predict_probabilities(pixelwise, grey, settings(), (21, 34))
+    many = predict_probabilities(pixelwise, grey, settings(scales=(0.5, 0.75, 2.0)), (21, 34))
+    close(many, plain)
+
+
+def test_views_are_resized_from_the_stored_image_once(local):
+    predict_label(local, image(), settings(short_side_px=42, scales=(0.75,)), (21, 34))
+    expected = functional.interpolate(view_of(image()), (32, 51), mode="bilinear")
+    close(local.inputs[0], expected)
+
+
+def test_short_side_is_the_smaller_side_and_the_scale_multiplies_it():
+    assert view_size((100, 250), 50, 1.0) == (50, 125)
+    assert view_size((250, 100), 50, 2.0) == (250, 100)
+    assert view_size((3, 5), None, 0.1) == (1, 1)
+    assert view_size((1023, 2047), None, 0.5) == (512, 1024)
+
+
+def test_float32_model_gives_float32_near_the_float64_result(local):
+    exact = predict_probabilities(local, image(), settings(scales=(0.5, 1.0)), (30, 40))
+    actual = predict_probabilities(local.float(), image(), settings(scales=(0.5, 1.0)), (30, 40))
+    assert actual.dtype == torch.float32
+    close(actual.double(), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["whole", "slide"])
+def test_autocast_computes_in_low_and_averages_in_full_precision(local, mode):
+    seen = []
+    local.float().conv.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    how = settings(mode=mode, flip=True, autocast=torch.bfloat16)
+    actual = predict_probabilities(local, image(), how, (21, 34))
+    assert set(seen) == {torch.bfloat16}
+    assert actual.dtype == torch.float32
+    full = predict_probabilities(local, image(), settings(mode=mode, flip=True), (21, 34))
+    close(actual, full, atol=0.02)
+
+
+def test_no_graph_is_kept_and_the_model_can_train_afterwards(local):
+    class Caching(TinyModel):
+        cache = None
+
+        def forward(self, images):
+            if self.cache is None:
+                self.cache = torch.full((1,), 2.0, dtype=torch.float64)
+            return SegLogits(self.conv(images) * self.cache)
+
+    model = Caching(3)
+    assert not predict_probabilities(model, image(), settings(flip=True), (21, 34)).requires_grad
+    model(view_of(image())).out.sum().backward()
+    assert model.conv.weight.grad is not None
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (3, 8, 8), (1, 1, 8, 8)])
+def test_anything_but_one_rgb_image_is_refused(local, shape):
+    with pytest.raises(ValueError, match="image: expected"):
+        predict_label(local, torch.zeros(shape, dtype=torch.uint8), settings(), (8, 8))
+
+
+def config(**sections):
+    data = DataConfig(layout="camvid", root="x", classes="camvid", short_side_px=360)
+    return Config(data=data, augment=AugmentConfig(crop_size=(224, 288)), **sections)
+
+
+def test_window_is_the_training_crop_unless_the_config_says_otherwise():
+    assert InferenceSettings.from_config(config()).crop_size == (224, 288)
+    own = config(eval=EvalConfig(crop_size=(96, 128)))
+    assert InferenceSettings.from_config(own).crop_size == (96, 128)
+
+
+def test_settings_follow_the_config():
+    how = InferenceSettings.from_config(
+        config(
+            eval=EvalConfig(mode="slide", scales=(0.5, 1.0), flip=True),
+            train=TrainConfig(precision="bfloat16"),
+        )
+    )
+    assert (how.mode, how.scales, how.flip, how.short_side_px) == ("slide", (0.5, 1.0), True, 360)
+    assert how.autocast == torch.bfloat16
+    assert how.mean == (123.675, 116.28, 103.53)
+    assert InferenceSettings.from_config(config()).autocast is None
+
+
+def test_description_names_everything_that_changes_the_numbers():
+    how = settings(mode="slide", flip=True, scales=(0.5, 1.0), short_side_px=360)
+    assert how.describe() == (
+        "sliding window 8x12, overlap 0.33; short side 360 px; scale 0.5 1; with flip"
+    )
+    assert settings(autocast=torch.bfloat16).describe() == (
+        "whole image; scale 1; no flip; bfloat16 autocast"
+    )

@@ -1,0 +1,326 @@
+"""Which label belongs to which image, and what is refused. No file holds pixels here."""
+
+import os
+
+import pytest
+
+from segtrain.config import DataConfig
+from segtrain.data.layouts import first_lines, list_pairs, printable, scan_layout
+from segtrain.errors import DataError
+
+
+def touch(root, *names):
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+
+
+def config(root, layout, **more):
+    return DataConfig(layout=layout, root=str(root), classes="camvid", **more)
+
+
+def relative_pairs(root, pairs):
+    return [(str(p.image.relative_to(root)), str(p.label.relative_to(root)), p.name) for p in pairs]
+
+
+def write_list(root, content, name="train.txt"):
+    touch(root, "i/a.png", "i/b.jpg", "i/my image.png", "l/a.png", "l/b.png", "l/my, label.png")
+    path = root / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return config(root, "list", train_split=name)
+
+
+def listed(root, content):
+    return relative_pairs(root, list_pairs(write_list(root, content), "train.txt"))
+
+
+A_AND_B = [("i/a.png", "l/a.png", "i/a"), ("i/b.jpg", "l/b.png", "i/b")]
+
+
+def test_cityscapes_pairs_an_image_with_its_label_ids(tmp_path):
+    touch(
+        tmp_path,
+        "leftImg8bit/val/ulm/ulm_1_leftImg8bit.png",
+        "leftImg8bit/val/bonn/bonn_2_leftImg8bit.png",
+        "gtFine/val/ulm/ulm_1_gtFine_labelIds.png",
+        "gtFine/val/ulm/ulm_1_gtFine_instanceIds.png",
+        "gtFine/val/bonn/bonn_2_gtFine_labelIds.png",
+        "gtFine/val/bonn/bonn_2_gtFine_color.png",
+    )
+    pairs = list_pairs(config(tmp_path, "cityscapes"), "val")
+    assert relative_pairs(tmp_path, pairs) == [
+        (
+            f"leftImg8bit/val/{name}_leftImg8bit.png",
+            f"gtFine/val/{name}_gtFine_labelIds.png",
+            name,
+        )
+        for name in ("bonn/bonn_2", "ulm/ulm_1")
+    ]
+
+
+def test_cityscapes_coarse_split_reads_coarse_labels(tmp_path):
+    touch(tmp_path, "leftImg8bit/train_extra/ulm/ulm_1_leftImg8bit.png")
+    touch(tmp_path, "gtCoarse/train_extra/ulm/ulm_1_gtCoarse_labelIds.png")
+    (pair,) = list_pairs(config(tmp_path, "cityscapes"), "train_extra")
+    assert pair.label.name == "ulm_1_gtCoarse_labelIds.png"
+
+
+def test_cityscapes_with_train_ids_only_names_the_file_found_instead(tmp_path):
+    touch(tmp_path, "leftImg8bit/val/ulm/ulm_1_leftImg8bit.png")
+    touch(tmp_path, "gtFine/val/ulm/ulm_1_gtFine_labelTrainIds.png")
+    with pytest.raises(DataError, match=r"no label .*labelIds.png \(found .*labelTrainIds.png\)"):
+        list_pairs(config(tmp_path, "cityscapes"), "val")
+
+
+@pytest.mark.parametrize(
+    ("image", "label"),
+    [("images/val/a.jpg", "labels/val/a.png"), ("val/a.png", "valannot/a.png")],
+)
+def test_camvid_is_read_in_both_published_forms(tmp_path, image, label):
+    touch(tmp_path, image, label)
+    pairs = list_pairs(config(tmp_path, "camvid"), "val")
+    assert relative_pairs(tmp_path, pairs) == [(image, label, "a")]
+
+
+def test_voc_reads_the_names_of_the_split(tmp_path):
+    touch(tmp_path, *(f"JPEGImages/{n}.jpg" for n in "abc"), "JPEGImages/a.txt")
+    touch(tmp_path, *(f"SegmentationClass/{n}.png" for n in "abc"), "ImageSets/Segmentation/x.txt")
+    (tmp_path / "ImageSets/Segmentation/val.txt").write_text("c\na\n")
+    pairs = list_pairs(config(tmp_path, "voc"), "val")
+    assert relative_pairs(tmp_path, pairs) == [
+        (f"JPEGImages/{n}.jpg", f"SegmentationClass/{n}.png", n) for n in "ac"
+    ]
+
+
+def test_voc_augmented_split_reads_the_augmented_labels(tmp_path):
+    touch(tmp_path, "JPEGImages/a.jpg", "JPEGImages/b.jpg", "SegmentationClass/a.png")
+    touch(tmp_path, "SegmentationClassAug/a.png", "SegmentationClassAug/b.png")
+    touch(tmp_path, "ImageSets/Segmentation/trainaug.txt")
+    (tmp_path / "ImageSets/Segmentation/trainaug.txt").write_text("a\nb\n")
+    pairs = list_pairs(config(tmp_path, "voc"), "trainaug")
+    assert {pair.label.parent.name for pair in pairs} == {"SegmentationClassAug"}
+
+
+def test_voc_counts_missing_images_and_labels(tmp_path):
+    touch(tmp_path, "JPEGImages/a.jpg", "SegmentationClass/b.png", "ImageSets/Segmentation/v.txt")
+    (tmp_path / "ImageSets/Segmentation/v.txt").write_text("a\nb\n../c\na 1\n")
+    with pytest.raises(DataError) as caught:
+        list_pairs(config(tmp_path, "voc"), "v")
+    text = str(caught.value)
+    assert "4 problems" in text
+    assert "v.txt:3" in text
+    assert "v.txt:4" in text
+    assert "a.jpg: no label" in text
+    assert "b: no image" in text
+
+
+@pytest.mark.parametrize(("split", "folder"), [("train", "training"), ("validation", "validation")])
+def test_ade20k_takes_short_and_long_names_of_splits(tmp_path, split, folder):
+    touch(tmp_path, f"images/{folder}/a.jpg", f"annotations/{folder}/a.png")
+    pairs = list_pairs(config(tmp_path, "ade20k"), split)
+    assert relative_pairs(tmp_path, pairs) == [
+        (f"images/{folder}/a.jpg", f"annotations/{folder}/a.png", "a")
+    ]
+
+
+def test_folders_are_mirrored_at_any_depth(tmp_path):
+    touch(tmp_path, "x/train/one/a b.JPG", "y/train/one/a b.png", "x/train/c.png", "y/train/c.png")
+    pairs = list_pairs(config(tmp_path, "folders", images_dir="x", labels_dir="y"), "train")
+    assert relative_pairs(tmp_path, pairs) == [
+        ("x/train/c.png", "y/train/c.png", "c"),
+        ("x/train/one/a b.JPG", "y/train/one/a b.png", "one/a b"),
+    ]
+
+
+@pytest.mark.parametrize("split", ["", "."])
+def test_folders_without_splits(tmp_path, split):
+    touch(tmp_path, "images/a.png", "labels/a.png")
+    assert [p.name for p in list_pairs(config(tmp_path, "folders"), split)] == ["a"]
+
+
+def test_hidden_files_are_no_images(tmp_path):
+    touch(tmp_path, "images/train/a.png", "labels/train/a.png", "images/train/._a.png")
+    touch(tmp_path, "images/train/.cache/b.png")
+    assert [p.name for p in list_pairs(config(tmp_path, "folders"), "train")] == ["a"]
+
+
+def test_linked_folders_are_followed_once(tmp_path):
+    touch(tmp_path, "elsewhere/a.png", "labels/train/more/a.png", "images/train/b.png")
+    touch(tmp_path, "labels/train/b.png")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "images/train/more")
+    os.symlink(tmp_path / "images/train", tmp_path / "elsewhere/up")
+    pairs = list_pairs(config(tmp_path, "folders"), "train")
+    assert [pair.name for pair in pairs] == ["b", "more/a"]
+
+
+def test_all_missing_labels_are_counted_and_ten_are_shown(tmp_path):
+    touch(tmp_path, *(f"images/train/{i:02}.jpg" for i in range(14)), "labels/train/03.png")
+    with pytest.raises(DataError) as caught:
+        list_pairs(config(tmp_path, "folders"), "train")
+    lines = str(caught.value).splitlines()
+    assert "13 problems" in lines[0]
+    assert len(lines) == 12
+    assert lines[-1].strip() == "and 3 more"
+    assert "images/train/00.jpg: no label" in lines[1]
+
+
+def test_label_without_image_is_no_problem_but_reported(tmp_path):
+    touch(tmp_path, "images/train/a.png", "labels/train/a.png", "labels/train/b.png")
+    listing = scan_layout(config(tmp_path, "folders"), "train")
+    assert [pair.name for pair in listing.pairs] == ["a"]
+    assert listing.extra_labels == [tmp_path / "labels/train/b.png"]
+    assert not listing.problems
+
+
+def test_two_images_for_one_label_are_refused(tmp_path):
+    touch(tmp_path, "images/train/a.png", "images/train/a.jpg", "labels/train/a.png")
+    with pytest.raises(DataError, match=r"a\.jpg, a\.png have one name"):
+        list_pairs(config(tmp_path, "folders"), "train")
+
+
+def test_names_that_differ_in_case_only_are_a_warning(tmp_path):
+    touch(tmp_path, *(f"{d}/train/{n}.png" for d in ("images", "labels") for n in ("Ab", "aB")))
+    listing = scan_layout(config(tmp_path, "folders"), "train")
+    assert len(listing.pairs) == 2
+    assert len(listing.warnings) == 1
+    assert "Ab, aB" in listing.warnings[0]
+
+
+def test_missing_split_lists_those_that_exist(tmp_path):
+    touch(tmp_path, "images/train/a.png", "images/test/a.png", "labels/train/a.png")
+    with pytest.raises(DataError, match="no split 'val'; splits: test, train"):
+        list_pairs(config(tmp_path, "folders"), "val")
+
+
+def test_missing_voc_split_lists_the_text_files(tmp_path):
+    touch(tmp_path, "ImageSets/Segmentation/train.txt")
+    with pytest.raises(DataError, match="no split 'val'; splits: train"):
+        list_pairs(config(tmp_path, "voc"), "val")
+
+
+def test_root_one_level_too_high_is_recognized(tmp_path):
+    touch(tmp_path, "VOCdevkit/VOC2012/ImageSets/Segmentation/val.txt")
+    expected = f"did you mean data.root: {tmp_path / 'VOCdevkit' / 'VOC2012'}$"
+    with pytest.raises(DataError, match=expected):
+        list_pairs(config(tmp_path, "voc"), "val")
+
+
+def test_missing_root_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"data\.root: .*nowhere is not a folder"):
+        list_pairs(config(tmp_path / "nowhere", "camvid"), "train")
+
+
+def test_empty_split_is_refused(tmp_path):
+    (tmp_path / "images/train").mkdir(parents=True)
+    (tmp_path / "labels/train").mkdir(parents=True)
+    with pytest.raises(DataError, match="the folder is empty"):
+        list_pairs(config(tmp_path, "folders"), "train")
+
+
+def test_split_of_other_formats_shows_what_it_holds(tmp_path):
+    touch(tmp_path, "images/train/a.tif", "labels/train/a.png")
+    with pytest.raises(DataError, match=r"none of its 1 files is an image .*a\.tif"):
+        list_pairs(config(tmp_path, "folders"), "train")
+
+
+def test_images_and_labels_in_one_folder_are_refused(tmp_path):
+    touch(tmp_path, "both/train/a.png")
+    data = config(tmp_path, "folders", images_dir="both", labels_dir="both")
+    with pytest.raises(DataError, match="one folder"):
+        list_pairs(data, "train")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "i/a.png l/a.png\ni/b.jpg   l/b.png\n",
+        "i/a.png\tl/a.png\ni/b.jpg\tl/b.png",
+        "i/a.png, l/a.png\ni/b.jpg,l/b.png\n",
+        '"i/a.png" "l/a.png"\n"i/b.jpg","l/b.png"\n',
+        "\ufeffi/a.png l/a.png\r\n\r\n# comment, with, commas\r\n  i/b.jpg l/b.png  \r\n",
+        "./i/a.png l//a.png\ni/b.jpg l/./b.png\n",
+    ],
+    ids=["blanks", "tabs", "commas", "quotes", "bom-crlf-comment", "normalized"],
+)
+def test_list_file_forms(tmp_path, text):
+    assert listed(tmp_path, text) == A_AND_B
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["i/my image.png\tl/my, label.png\n", '"i/my image.png" "l/my, label.png"\n'],
+)
+def test_list_file_takes_blanks_and_commas_in_names(tmp_path, text):
+    assert listed(tmp_path, text) == [("i/my image.png", "l/my, label.png", "i/my image")]
+
+
+def test_list_file_keeps_its_order(tmp_path):
+    assert listed(tmp_path, "i/b.jpg l/b.png\ni/a.png l/a.png\n") == A_AND_B[::-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("i/b.jpg", "expected image and label, found 1 column"),
+        ("i/b.jpg l/b.png 3", "found 3 columns"),
+        ("i/my image.png l/a.png", "found 3 columns"),
+        ("i/a.png l/a.png", "already on line 1"),
+        ("./i/a.png l/b.png", "already on line 1"),
+        ("/etc/passwd l/b.png", "relative to data.root"),
+        ("C:\\x.png l/b.png", "relative to data.root"),
+        ("i/../../x.png l/b.png", r"'\.\.' is not allowed"),
+        ("i/b.jpg link/b.png", "leads outside data.root"),
+        ("i/b\x00.jpg l/b.png", "NUL byte"),
+        ("i/b\x07.jpg l/b.png", "control characters"),
+        ("i/c.jpg l/b.png", "no such file"),
+        ("i/b.tif l/b.png", "must be PNG or JPEG"),
+        ("i/b.jpg l/b.jpg", "labels must be PNG"),
+        ('"i/b.jpg l/b.png', "unexpected end of data"),
+    ],
+)
+def test_list_file_refuses_a_line_by_its_number(tmp_path, line, reason):
+    outside = tmp_path / "outside"
+    touch(outside, "b.png")
+    root = tmp_path / "root"
+    data = write_list(root, f"i/a.png l/a.png\n\n{line}\n")
+    os.symlink(outside, root / "link")
+    with pytest.raises(DataError, match=rf"train\.txt:3: .*{reason}"):
+        list_pairs(data, "train.txt")
+
+
+def test_list_file_that_is_not_utf8_is_refused_by_line(tmp_path):
+    data = write_list(tmp_path, b"i/a.png l/a.png\ni/\xe4.png l/a.png\n")
+    with pytest.raises(DataError, match=r"train\.txt:2: byte 3 of the line is not UTF-8"):
+        list_pairs(data, "train.txt")
+
+
+def test_list_file_in_utf16_is_refused(tmp_path):
+    data = write_list(tmp_path, "i/a.png l/a.png\n".encode("utf-16"))
+    with pytest.raises(DataError, match="UTF-16"):
+        list_pairs(data, "train.txt")
+
+
+def test_list_file_with_comments_only_is_an_empty_split(tmp_path):
+    with pytest.raises(DataError, match="no images"):
+        list_pairs(write_list(tmp_path, "# nothing\n"), "train.txt")
+
+
+def test_missing_list_file_shows_those_that_exist(tmp_path):
+    data = write_list(tmp_path, "i/a.png l/a.png")
+    with pytest.raises(DataError, match=r"no such list file; text files: train\.txt"):
+        list_pairs(data, "test.txt")
+
+
+def test_a_link_to_the_data_set_itself_is_fine(tmp_path):
+    write_list(tmp_path / "real", "i/a.png l/a.png\n")
+    os.symlink(tmp_path / "real", tmp_path / "root")
+    assert len(list_pairs(config(tmp_path / "root", "list"), "train.txt")) == 1
+
+
+def test_one_finding_is_one_line():
+    assert first_lines("place", ["what"]) == "place: what"
+
+
+def test_unprintable_names_are_escaped():
+    assert printable("a\nb\udce4\x1b") == "a\\nb\\udce4\\x1b"

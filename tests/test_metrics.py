@@ -1,0 +1,164 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from segtrain.metrics import ConfusionMatrix, scores_of
+from segtrain.records import IGNORE_INDEX
+
+NAMES = ["road", "sky", "car"]
+
+
+def random_pair(num_classes, *, seed=0, shape=(2, 30, 40), ignored=0.2, dtype=torch.uint8):
+    generator = torch.Generator().manual_seed(seed)
+    label = torch.randint(0, num_classes, shape, generator=generator)
+    pred = torch.where(
+        torch.rand(shape, generator=generator) < 0.6,
+        label,
+        torch.randint(0, num_classes, shape, generator=generator),
+    )
+    label[torch.rand(shape, generator=generator) < ignored] = IGNORE_INDEX
+    return pred.to(dtype), label.to(dtype)
+
+
+def matrix_of(pred, label, num_classes):
+    matrix = ConfusionMatrix(num_classes)
+    matrix.update(torch.as_tensor(pred), torch.as_tensor(label))
+    return matrix
+
+
+def test_scores_of_a_small_matrix_match_the_hand_computed_ones():
+    scores = scores_of(torch.tensor([[6, 2, 0], [1, 3, 0], [0, 0, 4]]))
+    assert scores.iou == (6 / 9, 3 / 6, 1.0)
+    assert scores.acc == (6 / 8, 3 / 4, 1.0)
+    assert scores.share == (8 / 16, 4 / 16, 4 / 16)
+    assert scores.mean_iou == pytest.approx((6 / 9 + 0.5 + 1) / 3, rel=1e-15)
+    assert scores.mean_acc == pytest.approx((0.75 + 0.75 + 1) / 3, rel=1e-15)
+    assert scores.pixel_acc == 13 / 16
+    assert scores.freq_weighted_iou == pytest.approx(6 / 9 / 2 + 0.5 / 4 + 1 / 4, rel=1e-15)
+    assert scores.num_pixels == 16
+
+
+@pytest.mark.parametrize("num_classes", [1, 2, 19, 150, 254, 255])
+def test_counts_match_one_count_per_pair_of_classes(num_classes):
+    pred, label = random_pair(num_classes)
+    expected = np.zeros((num_classes, num_classes), dtype=np.int64)
+    valid = label.numpy() != IGNORE_INDEX
+    np.add.at(expected, (label.numpy()[valid], pred.numpy()[valid]), 1)
+    assert np.array_equal(matrix_of(pred, label, num_classes).counts.numpy(), expected)
+
+
+def test_scores_match_sets_of_pixels():
+    pred, label = (t.numpy() for t in random_pair(7, seed=1))
+    scores = matrix_of(pred, label, 7).scores()
+    pred = np.where(label == IGNORE_INDEX, IGNORE_INDEX, pred)
+    for k in range(7):
+        both, either = (pred == k) & (label == k), (pred == k) | (label == k)
+        assert scores.iou[k] == both.sum() / either.sum()
+        assert scores.acc[k] == both.sum() / (label == k).sum()
+        assert scores.share[k] == (label == k).sum() / (label != IGNORE_INDEX).sum()
+    assert scores.mean_iou == pytest.approx(np.mean(scores.iou), rel=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_wide_integers_count_like_bytes(dtype):
+    pred, label = random_pair(19, seed=2)
+    wide = matrix_of(pred.to(dtype), label.to(dtype), 19)
+    assert torch.equal(wide.counts, matrix_of(pred, label, 19).counts)
+
+
+def test_class_absent_from_labels_and_predictions_is_left_out_of_the_mean():
+    scores = scores_of(torch.tensor([[4, 0, 0], [0, 0, 0], [2, 0, 2]]))
+    assert math.isnan(scores.iou[1])
+    assert math.isnan(scores.acc[1])
+    assert scores.mean_iou == pytest.approx((4 / 6 + 2 / 4) / 2, rel=1e-15)
+
+
+def test_class_predicted_but_absent_from_labels_scores_zero():
+    scores = scores_of(torch.tensor([[3, 1], [0, 0]]))
+    assert scores.iou == (3 / 4, 0.0)
+    assert scores.mean_iou == 3 / 8
+    assert math.isnan(scores.acc[1])
+    assert scores.mean_acc == 3 / 4
+
+
+def test_predictions_on_ignored_pixels_count_for_nothing():
+    label = torch.tensor([[0, 1, IGNORE_INDEX, IGNORE_INDEX]], dtype=torch.uint8)
+    pred = torch.tensor([[0, 1, 0, 1]], dtype=torch.uint8)
+    assert matrix_of(pred, label, 2).counts.tolist() == [[1, 0], [0, 1]]
+
+
+def test_only_ignored_pixels_give_no_scores():
+    label = torch.full((3, 5), IGNORE_INDEX, dtype=torch.uint8)
+    scores = matrix_of(torch.zeros_like(label), label, 3).scores()
+    assert math.isnan(scores.mean_iou)
+    assert math.isnan(scores.pixel_acc)
+    assert math.isnan(scores.freq_weighted_iou)
+    assert scores.num_pixels == 0
+
+
+def test_updates_add_up_to_one_update():
+    pred, label = random_pair(5, shape=(4, 9, 11))
+    parts = ConfusionMatrix(5)
+    for i in range(4):
+        parts.update(pred[i], label[i])
+    assert torch.equal(parts.counts, matrix_of(pred, label, 5).counts)
+
+
+def test_merged_matrices_count_like_one():
+    pred, label = random_pair(5)
+    merged = matrix_of(pred[0], label[0], 5)
+    merged.merge(matrix_of(pred[1], label[1], 5))
+    assert torch.equal(merged.counts, matrix_of(pred, label, 5).counts)
+
+
+def test_matrices_of_different_classes_are_not_merged():
+    with pytest.raises(ValueError, match="3 classes cannot join 2"):
+        ConfusionMatrix(2).merge(ConfusionMatrix(3))
+
+
+def test_counts_beyond_32_bits_are_exact():
+    matrix = ConfusionMatrix(2)
+    matrix.counts += torch.tensor([[2**40 + 1, 0], [2**31, 3]])
+    matrix.update(torch.zeros(1, 1, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8))
+    assert matrix.counts.tolist() == [[2**40 + 2, 0], [2**31, 3]]
+
+
+@pytest.mark.parametrize(
+    ("pred", "label", "message"),
+    [
+        ([[0, 3]], [[0, 1]], r"pred: expected 0 to 2, found \[3\]"),
+        ([[0, 1]], [[7, 1]], r"label: expected 0 to 2, found \[7\]"),
+        ([[0, 1]], [[-1, 1]], r"label: expected 0 to 255, found \[-1\]"),
+        ([[0, 1]], [[300, 1]], r"label: expected 0 to 255, found \[300\]"),
+        ([[IGNORE_INDEX, 1]], [[0, 1]], r"pred: expected 0 to 2, found \[255\]"),
+        ([[0, 1]], [[0], [1]], "differ"),
+    ],
+)
+def test_values_out_of_range_are_refused_and_nothing_is_counted(pred, label, message):
+    matrix = ConfusionMatrix(3)
+    with pytest.raises(ValueError, match=message):
+        matrix.update(torch.tensor(pred), torch.tensor(label))
+    assert matrix.counts.sum() == 0
+
+
+@pytest.mark.parametrize("num_classes", [0, 256])
+def test_numbers_of_classes_that_bytes_cannot_hold_are_refused(num_classes):
+    with pytest.raises(ValueError, match="num_classes"):
+        ConfusionMatrix(num_classes)
+
+
+def test_dictionary_of_scores_is_strict_json():
+    scores = scores_of(torch.tensor([[3, 1, 0], [0, 0, 0], [0, 0, 0]]))
+    text = json.dumps(scores.to_dict(NAMES), allow_nan=False)
+    assert json.loads(text)["classes"][2] == {"name": "car", "IoU": None, "acc": None, "share": 0}
+
+
+def test_scalars_leave_out_what_is_not_a_number():
+    scalars = scores_of(torch.tensor([[3, 1, 0], [0, 0, 0], [0, 0, 0]])).scalars(NAMES)
+    assert scalars["eval/IoU/road"] == 3 / 4
+    assert scalars["eval/IoU/sky"] == 0
+    assert "eval/IoU/car" not in scalars
+    assert set(scalars) >= {"eval/mIoU", "eval/mAcc", "eval/aAcc", "eval/fwIoU"}

@@ -1,0 +1,147 @@
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from segtrain.errors import ExecutionError
+from segtrain.pictures import (
+    colorize,
+    confusion_picture,
+    error_map,
+    legend,
+    overlay,
+    panel,
+    write_png,
+)
+from segtrain.records import IGNORE_INDEX
+
+NAMES = ["road", "sky", "car"]
+PALETTE = [(128, 64, 128), (70, 130, 180), (0, 0, 142)]
+LABEL = np.array([[0, 1, 2], [IGNORE_INDEX, 2, 0]], dtype=np.uint8)
+
+
+def noise(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def labels(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 3, (height, width), dtype=np.uint8)
+
+
+def test_each_class_gets_its_colour_and_ignored_pixels_theirs():
+    picture = colorize(LABEL, PALETTE, ignore_color=(1, 2, 3))
+    assert picture.dtype == np.uint8
+    assert picture.tolist() == [
+        [[128, 64, 128], [70, 130, 180], [0, 0, 142]],
+        [[1, 2, 3], [0, 0, 142], [128, 64, 128]],
+    ]
+
+
+def test_overlay_mixes_by_opacity_and_leaves_ignored_pixels_clear():
+    image = np.full((2, 3, 3), 100, dtype=np.uint8)
+    picture = overlay(image, LABEL, PALETTE, alpha=0.25)
+    assert picture[0, 0].tolist() == [107, 91, 107]
+    assert picture[1, 0].tolist() == [100, 100, 100]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_overlay_at_the_ends_is_the_image_or_the_colours(alpha):
+    image, label = noise(4, 6), labels(4, 6)
+    expected = image if alpha == 0 else colorize(label, PALETTE)
+    assert np.array_equal(overlay(image, label, PALETTE, alpha), expected)
+
+
+def test_overlay_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="differ in size"):
+        overlay(noise(4, 6), labels(6, 4), PALETTE)
+
+
+def test_overlay_leaves_its_arguments_alone():
+    image = noise(4, 6)
+    overlay(image, labels(4, 6), PALETTE)
+    assert np.array_equal(image, noise(4, 6))
+
+
+def test_errors_are_red_and_ignored_pixels_are_neither_right_nor_wrong():
+    right, wrong, ignored = error_map(
+        np.array([[0, 1, IGNORE_INDEX]], dtype=np.uint8), np.array([[0, 2, 2]], dtype=np.uint8)
+    )[0].tolist()
+    assert wrong[0] > 200 > max(wrong[1:])
+    assert min(right) > 220
+    assert ignored == [128, 128, 128]
+
+
+@pytest.mark.parametrize("width", [60, 150, 700])
+def test_legend_shows_every_colour_and_is_as_wide_as_asked(width):
+    picture = legend(NAMES, PALETTE, width)
+    assert picture.shape[1] == width
+    for color in PALETTE:
+        assert (picture == color).all(axis=2).sum() > 100
+
+
+def test_legend_of_one_row_is_lower_than_one_of_three():
+    assert legend(NAMES, PALETTE, 700).shape[0] < legend(NAMES, PALETTE, 60).shape[0]
+
+
+def test_names_outside_ascii_do_not_stop_a_picture():
+    ascii_legend = legend(["facade", "???"], PALETTE[:2], 200)
+    assert np.array_equal(legend(["façade", "建築物"], PALETTE[:2], 200), ascii_legend)
+
+
+@pytest.mark.parametrize("size", [(40, 60), (700, 90), (300, 1200)])
+def test_panel_holds_four_pictures_of_at_most_the_largest_side(size):
+    picture = panel(
+        noise(*size), labels(*size), labels(*size, 1), palette=PALETTE, names=NAMES, max_side_px=300
+    )
+    shrink = min(1, 300 / max(size))
+    height, width = (round(side * shrink) for side in size)
+    assert picture.shape[1] == 4 * width + 3 * 6
+    assert picture.shape[0] > height
+
+
+def test_panel_shows_image_and_errors_in_their_places():
+    image, label, pred = noise(40, 60), labels(40, 60), labels(40, 60, 1)
+    picture = panel(image, label, pred, palette=PALETTE, names=NAMES, title="a/b")
+    top = next(y for y in range(len(picture)) if np.array_equal(picture[y : y + 40, :60], image))
+    expected = error_map(label, pred)
+    assert np.array_equal(picture[top : top + 40, -60:], expected)
+
+
+def test_confusion_is_darkest_where_a_row_has_its_pixels():
+    counts = np.array([[90, 10, 0], [0, 0, 0], [0, 500, 500]])
+    picture = confusion_picture(counts, NAMES).astype(int)
+    side = 3 * 30
+    corner = [picture.shape[0] - 6 - side, picture.shape[1] - 6 - side]
+    # The corner of a cell is free of digits.
+    tone = [
+        [picture[corner[0] + 30 * i + 3, corner[1] + 30 * j + 3].sum() for j in range(3)]
+        for i in range(3)
+    ]
+    assert tone[0][0] < tone[2][1] == tone[2][2] < tone[0][1] < tone[0][2] == 3 * 255
+    assert tone[1] == [3 * 255] * 3
+
+
+@pytest.mark.parametrize("num_classes", [1, 19, 150])
+def test_confusion_of_any_number_of_classes_is_drawn(num_classes):
+    counts = np.eye(num_classes, dtype=np.int64) * 2**40
+    picture = confusion_picture(counts, [f"class {i}" for i in range(num_classes)])
+    assert picture.dtype == np.uint8
+    assert max(picture.shape) < 1500
+
+
+def test_written_pictures_are_read_back_as_they_were(tmp_path):
+    write_png(tmp_path / "new folder" / "a.png", noise(5, 7))
+    assert np.array_equal(np.array(Image.open(tmp_path / "new folder" / "a.png")), noise(5, 7))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_written_labels_are_read_back_as_they_were(dtype, tmp_path):
+    label = (labels(5, 7).astype(dtype) * np.iinfo(dtype).max // 3).astype(dtype)
+    write_png(tmp_path / "a.png", label)
+    assert np.array_equal(cv2.imread(str(tmp_path / "a.png"), cv2.IMREAD_UNCHANGED), label)
+
+
+def test_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExecutionError, match=r"file/a\.png: cannot write"):
+        write_png(tmp_path / "file" / "a.png", noise(2, 3))

@@ -1,0 +1,216 @@
+"""Loading ImageNet weights: what fits is loaded, everything else has a name in the report."""
+
+import hashlib
+import pathlib
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+
+from segtrain.errors import CheckpointError, ConfigError
+from segtrain.models.mobilenet import mobilenet_v2
+from segtrain.models.pretrained import load_backbone
+from segtrain.models.resnet import ResNet
+
+CLASSIFIER = ("fc.weight", "fc.bias")
+
+
+@pytest.fixture(scope="module")
+def classifier_state():
+    torch.manual_seed(0)
+    return torchvision.models.resnet18(num_classes=7).state_dict()
+
+
+@pytest.fixture
+def backbone():
+    torch.manual_seed(1)
+    return ResNet("resnet18")
+
+
+def saved(path, state):
+    torch.save(state, path)
+    return str(path)
+
+
+def assert_filled(backbone, state):
+    expected = {k: v for k, v in state.items() if k not in CLASSIFIER}
+    torch.testing.assert_close(backbone.state_dict(), expected, rtol=0, atol=0)
+
+
+def test_whole_classifier_is_loaded_and_its_last_layer_reported(
+    tmp_path, classifier_state, backbone
+):
+    path = saved(tmp_path / "weights.pth", classifier_state)
+    report = load_backbone(backbone, path)
+    assert_filled(backbone, classifier_state)
+    assert report.loaded == len(classifier_state) - 2
+    assert report.ignored == CLASSIFIER
+    assert report.random == ()
+    assert report.lines() == [
+        f"pretrained  {path}  120 tensors",
+        "pretrained  ignored, of other parts: fc.weight, fc.bias",
+    ]
+
+
+def test_safetensors_file_is_loaded(tmp_path, classifier_state, backbone):
+    save_file(classifier_state, tmp_path / "weights.safetensors")
+    load_backbone(backbone, str(tmp_path / "weights.safetensors"))
+    assert_filled(backbone, classifier_state)
+
+
+def test_state_under_a_key_and_a_prefix_is_found(tmp_path, classifier_state, backbone):
+    state = {f"module.{key}": value for key, value in classifier_state.items()}
+    load_backbone(backbone, saved(tmp_path / "w.pth", {"epoch": 3, "state_dict": state}))
+    assert_filled(backbone, classifier_state)
+
+
+def test_backbone_of_a_segmentation_model_is_taken_without_its_heads(
+    tmp_path, classifier_state, backbone
+):
+    state = {f"backbone.{k}": v for k, v in classifier_state.items() if k not in CLASSIFIER}
+    heads = {"head.conv.weight": torch.ones(1), "aux_classifier.4.bias": torch.ones(1)}
+    report = load_backbone(backbone, saved(tmp_path / "w.pth", state | heads))
+    assert_filled(backbone, classifier_state)
+    assert report.ignored == tuple(heads)
+
+
+def test_old_file_without_batch_counters_is_loaded(tmp_path, classifier_state, backbone):
+    old = {k: v for k, v in classifier_state.items() if "num_batches" not in k}
+    report = load_backbone(backbone, saved(tmp_path / "w.pth", old))
+    assert report.counters == 20
+    assert report.lines()[-1] == "pretrained  20 batch counters not in the file, set to 0"
+
+
+def test_every_misfit_is_in_one_message_and_nothing_is_loaded(tmp_path, classifier_state, backbone):
+    before = {key: value.clone() for key, value in backbone.state_dict().items()}
+    state = dict(classifier_state)
+    del state["layer2.0.conv1.weight"]
+    state["layer9.weight"] = torch.ones(2)
+    state["bn1.bias"] = torch.ones(3)
+    state["layer1.0.bn1.weight"] = torch.full((64,), float("nan"))
+    with pytest.raises(CheckpointError) as error:
+        load_backbone(backbone, saved(tmp_path / "w.pth", state))
+    message = str(error.value)
+    assert "1 missing from the file: layer2.0.conv1.weight" in message
+    assert "1 in the file but not in the backbone: layer9.weight" in message
+    assert "1 of another shape: bn1.bias (expected (64,), found (3,))" in message
+    assert "1 not finite: layer1.0.bn1.weight" in message
+    torch.testing.assert_close(backbone.state_dict(), before, rtol=0, atol=0)
+
+
+def test_weights_of_another_depth_are_refused(tmp_path, classifier_state):
+    with pytest.raises(CheckpointError, match=r"and \d+ more"):
+        load_backbone(ResNet("resnet34"), saved(tmp_path / "w.pth", classifier_state))
+
+
+@pytest.mark.parametrize(
+    ("stem", "also"),
+    [
+        ("32-32-64", set()),
+        ("64-64-128", {"layer1.0.conv1.weight", "layer1.0.downsample.0.weight"}),
+    ],
+)
+def test_deep_stem_stays_random_and_is_listed(tmp_path, classifier_state, stem, also):
+    torch.manual_seed(2)
+    deep = ResNet("resnet18", stem=stem)
+    deep.bn1.bias.data.fill_(5.0)
+    report = load_backbone(deep, saved(tmp_path / "w.pth", classifier_state))
+    assert also | {"conv1.weight", "bn1.bias", "conv3.weight"} <= set(report.random)
+    assert {"conv1.weight", "bn1.bias", "fc.bias"} <= set(report.ignored)
+    assert deep.bn1.bias[0] == 5.0
+    torch.testing.assert_close(
+        deep.layer1[1].conv1.weight.data, classifier_state["layer1.1.conv1.weight"]
+    )
+    assert "left random" in "\n".join(report.lines())
+    assert report.loaded + len(report.random) == len(deep.state_dict())
+
+
+def test_weights_with_the_same_deep_stem_leave_nothing_random(tmp_path):
+    """semseg's initial weights: deep stem, torchvision's names, no batch counters."""
+    torch.manual_seed(3)
+    source = ResNet("resnet18", stem="64-64-128")
+    state = {k: v for k, v in source.state_dict().items() if "num_batches" not in k}
+    target = ResNet("resnet18", stem="64-64-128")
+    report = load_backbone(target, saved(tmp_path / "w.pth", state))
+    assert report.random == ()
+    torch.testing.assert_close(target.state_dict(), source.state_dict(), rtol=0, atol=0)
+
+
+def test_mobilenet_v2_reports_the_convolution_it_leaves_out(tmp_path):
+    torch.manual_seed(4)
+    state = torchvision.models.mobilenet_v2(num_classes=7).state_dict()
+    report = load_backbone(mobilenet_v2(), saved(tmp_path / "w.pth", state))
+    assert {key.split(".")[0] for key in report.ignored} == {"classifier", "features"}
+    assert "features.18.0.weight" in report.ignored
+
+
+def test_unknown_name_is_a_config_error(backbone):
+    with pytest.raises(ConfigError, match=r"'IMAGENET22K' .* resnet18 \(IMAGENET1K_V1, DEFAULT\)"):
+        load_backbone(backbone, "IMAGENET22K")
+
+
+def test_missing_file_is_named(tmp_path, backbone):
+    with pytest.raises(CheckpointError, match=r"absent\.pth: no such file"):
+        load_backbone(backbone, str(tmp_path / "absent.pth"))
+
+
+@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint at all, only text"])
+def test_damaged_file_is_refused(tmp_path, backbone, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=name):
+        load_backbone(backbone, str(path))
+
+
+def test_truncated_file_is_refused(tmp_path, classifier_state, backbone):
+    path = tmp_path / "weights.pth"
+    saved(path, classifier_state)
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(CheckpointError, match=r"weights\.pth"):
+        load_backbone(backbone, str(path))
+
+
+def test_file_that_would_run_code_is_refused(tmp_path, backbone):
+    path = saved(tmp_path / "w.pth", {"conv1.weight": pathlib.PurePosixPath("x")})
+    with pytest.raises(CheckpointError, match="holds more than weights"):
+        load_backbone(backbone, path)
+
+
+def test_values_that_are_not_tensors_are_named(tmp_path, classifier_state, backbone):
+    path = saved(tmp_path / "w.pth", classifier_state | {"epoch": 7})
+    with pytest.raises(CheckpointError, match="other values under epoch"):
+        load_backbone(backbone, path)
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch, classifier_state):
+    """torchvision's named weight, served from a file whose name carries its hash."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    local = tmp_path / "resnet18.pth"
+    torch.save(classifier_state, local)
+    digest = hashlib.sha256(local.read_bytes()).hexdigest()[:8]
+    local = local.rename(tmp_path / f"resnet18-{digest}.pth")
+    weights = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
+    monkeypatch.setattr(weights.value, "url", local.as_uri())
+    return local
+
+
+@pytest.mark.parametrize("spec", ["IMAGENET1K_V1", "DEFAULT", "ResNet18_Weights.IMAGENET1K_V1"])
+def test_named_weights_are_fetched(published, classifier_state, backbone, spec):
+    report = load_backbone(backbone, spec)
+    assert_filled(backbone, classifier_state)
+    assert report.source == published.as_uri()
+
+
+def test_fetched_weights_with_a_wrong_hash_are_refused(published, backbone):
+    published.write_bytes(published.read_bytes() + b"x")
+    with pytest.raises(CheckpointError, match=r"is damaged: invalid hash value"):
+        load_backbone(backbone, "IMAGENET1K_V1")
+
+
+def test_weights_out_of_reach_say_how_to_fetch_them_by_hand(published, backbone):
+    published.unlink()
+    with pytest.raises(CheckpointError, match=r"fetch it by hand and set model\.pretrained"):
+        load_backbone(backbone, "IMAGENET1K_V1")

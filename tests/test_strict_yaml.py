@@ -1,0 +1,179 @@
+"""PyYAML's own reading is the foil: every trap is shown to be one before it is shown closed."""
+
+import time
+
+import pytest
+import yaml
+
+from segtrain.errors import ConfigError
+from segtrain.strict_yaml import MAX_BYTES, checked, parse_value, read_yaml, scan_yaml
+
+
+def read(text):
+    return checked(scan_yaml(text, source="f.yaml"))
+
+
+def refusal(text):
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("1E5", 100000.0),
+        (".5", 0.5),
+        ("2.", 2.0),
+        ("-3", -3),
+        ("0", 0),
+        ("true", True),
+        ("null", None),
+        ("~", None),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("off", "off"),
+        ("True", "True"),
+        ("2020-01-01", "2020-01-01"),
+        ("7x7", "7x7"),
+        ("'012'", "012"),
+        ('"1"', "1"),
+        ("[1, 2.0]", [1, 2.0]),
+        ("{p: 0.5}", {"p": 0.5}),
+    ],
+)
+def test_a_value_means_what_it_looks_like(text, value):
+    found = read(f"key: {text}").data["key"]
+    assert found == value
+    assert type(found) is type(value)
+    assert parse_value(text, source="--set key") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "pyyaml"),
+    [
+        ("012", 10),
+        ("12:30", 750),
+        ("1_000", 1000),
+        ("0x1f", 31),
+        (".inf", float("inf")),
+        ("-.INF", float("-inf")),
+        ("08.5", 8.5),
+        ("Null", None),
+    ],
+)
+def test_spellings_that_readers_disagree_about_are_refused(text, pyyaml):
+    assert yaml.safe_load(f"key: {text}")["key"] == pyyaml
+    assert refusal(f"a: 1\nkey: {text}").startswith(f"f.yaml:2: key: {text} is refused")
+    with pytest.raises(ConfigError, match="--set key"):
+        parse_value(text, source="--set key")
+
+
+@pytest.mark.parametrize("text", [".nan", "None", "00", "1e400", "9" * 50, "-01"])
+def test_more_numbers_that_are_none(text):
+    assert refusal(f"key: {text}").startswith("f.yaml:1: key: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", "f.yaml:3: a: is given twice, first on line 1"),
+        ("t:\n  a: 1\n  a: 1", "f.yaml:3: t.a: is given twice, first on line 2"),
+        ("a: &x 1\nb: *x", "f.yaml:1: anchors and aliases"),
+        ("a: 1\nb: *x", "f.yaml:2: anchors and aliases"),
+        ("t:\n  <<: {a: 1}", "f.yaml:2: t: merge keys"),
+        ("a: !!str 1", "f.yaml:1: tags such as !!str"),
+        ("a: !!python/object/apply:os.system [ls]", "f.yaml:1: tags such as !!python"),
+        ("a:\n  b:\n", "f.yaml:2: a.b: has no value"),
+        ("a: [1, ~, ]\nb: [x, '']\nc:", "f.yaml:3: c: has no value"),
+        ("", "f.yaml: is empty"),
+        ("# only words\n", "f.yaml: is empty"),
+        ("\n- 1\n- 2", "f.yaml:2: a list at the top"),
+        ("word", "f.yaml:1: a single value at the top"),
+        ("a:\n\tb: 1", "f.yaml:2: a tab; use spaces"),
+        ("a: 1\n---\nb: 2", "f.yaml:2: a second document"),
+        ("a: 1\n  b: 2", "f.yaml:2: a ':' where none can be"),
+        ("a: [1, 2", "f.yaml:1: the file ends inside"),
+        ("a: 'x", "f.yaml:1: the file ends inside"),
+        ("a: @x", "f.yaml:1: character '@' cannot start a value"),
+        ("a: 1\nb: \x07", r"f.yaml:2: character '\x07' is not allowed"),
+        ("1: 2", "f.yaml:1: a key must be text, got 1"),
+        ("true: 2", "f.yaml:1: a key must be text, got true"),
+        ("? [a]\n: 1", "f.yaml:1: a key must be text, got a list"),
+        (" a: 1\nb: 2", "f.yaml:2: "),
+    ],
+)
+def test_a_refusal_names_line_and_reason(text, message):
+    assert refusal(text).startswith(message)
+
+
+def test_all_refused_values_are_listed_at_once():
+    assert refusal("a: 012\nb: 1\nc: {d: 1:30}\ne:\n").count("\n") == 2
+
+
+def test_every_key_and_item_has_its_line():
+    document = read("a: 1\n# word\nb:\n  c: [5,\n    6]\n  d:\n    - {e: 1}\n")
+    assert document.lines == {
+        ("a",): 1,
+        ("b",): 3,
+        ("b", "c"): 4,
+        ("b", "c", 0): 4,
+        ("b", "c", 1): 5,
+        ("b", "d"): 6,
+        ("b", "d", 0): 7,
+        ("b", "d", 0, "e"): 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xef\xbb\xbfa: 1", ":1: starts with a byte order mark"),
+        ("a: 1".encode("utf-16"), ":1: starts with a byte order mark"),
+        (b"a: 1\nb: \xff", ":2: byte 0xff is not UTF-8"),
+        (b"a: 1\n" * MAX_BYTES, ": larger than"),
+    ],
+)
+def test_bytes_that_are_no_settings_are_refused(tmp_path, content, message):
+    path = tmp_path / "x y.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+    assert str(caught.value).startswith(f"{path}{message}")
+
+
+def test_a_missing_file_and_a_directory_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read: no such file"):
+        read_yaml(tmp_path / "no.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: is a directory"):
+        read_yaml(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: " + "[" * 90_000,
+        "a: " + "{a: " * 20_000,
+        "- " * 40_000,
+        "a: [" + "1," * 45_000 + "]",
+        "\n".join(f"k{i}: 1" for i in range(10_001)),
+        "a: &a [x]\n" + "".join(f"b{i}: [*a, *a]\n" for i in range(9)),
+    ],
+    ids=["lists", "mappings", "dashes", "wide", "keys", "aliases"],
+)
+def test_bombs_are_refused_quickly(text):
+    start = time.process_time()
+    with pytest.raises(ConfigError):
+        read(text)
+    assert time.process_time() - start < 2
+
+
+def test_a_plain_command_line_value_may_hold_signs_of_yaml():
+    assert parse_value("/data/a #1: *b", source="s") == "/data/a #1: *b"
+
+
+@pytest.mark.parametrize("text", ["", "  ", "[1", "[1] x", "'a': 1", "{a: 1, a: 2}", "\udc80"])
+def test_a_broken_command_line_value_is_refused(text):
+    with pytest.raises(ConfigError, match=r"^--set a\.b: "):
+        parse_value(text, source="--set a.b")

@@ -1,0 +1,212 @@
+"""The synthetic street scenes, as pictures and as files."""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from segtrain.data.classes import load_class_file
+from segtrain.data.synthetic import draw_scene, main, write_dataset
+from segtrain.data.synthetic.camera import Camera, Canvas
+from segtrain.data.synthetic.ids import DRAWN_IDS
+from segtrain.errors import ConfigError, DataError
+
+SIZE = (48, 96)
+
+
+def scene(index: int, size: tuple[int, int] = SIZE) -> tuple[np.ndarray, np.ndarray]:
+    return draw_scene(np.random.default_rng((7, index)), size)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def write(root: Path, **changes: object) -> int:
+    settings = {"num_train": 5, "num_val": 2, "size": SIZE, "seed": 3, "jobs": 1}
+    return write_dataset(root, **{**settings, **changes})
+
+
+def camera(**changes: object) -> Camera:
+    plain = Camera(
+        size=(40, 60), focal_px=50.0, center_x=30.0, horizon_y=15.0, height_m=1.5, bend=0.0
+    )
+    return plain._replace(**changes)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("synthetic") / "drawn"
+    write(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return [scene(i) for i in range(40)]
+
+
+def test_a_scene_is_a_function_of_its_key_alone():
+    first, other, again = scene(1), scene(2), scene(1)
+    assert np.array_equal(first[0], again[0])
+    assert np.array_equal(first[1], again[1])
+    assert not np.array_equal(first[0], other[0])
+
+
+def test_image_and_label_have_the_size_asked_for():
+    image, label = scene(0, (50, 70))
+    assert (image.shape, image.dtype) == ((50, 70, 3), np.uint8)
+    assert (label.shape, label.dtype) == ((50, 70), np.uint8)
+
+
+def test_every_label_is_an_id_of_the_cityscapes_class_file(scenes):
+    known = set(load_class_file("cityscapes").train_id_of)
+    assert {int(i) for _, label in scenes for i in np.unique(label)} <= known
+
+
+def test_a_small_set_holds_every_drawn_class_and_nothing_else(scenes):
+    found = {int(i) for _, label in scenes for i in np.unique(label)}
+    assert found == set(DRAWN_IDS)
+
+
+def test_drawn_ids_are_those_of_the_class_file():
+    classes = load_class_file("cityscapes")
+    judged = {"road", "sidewalk", "building", "pole", "traffic sign", "vegetation", "terrain"}
+    judged |= {"sky", "person", "car", "bus"}
+    drawn = {classes.names[t] for t in map(classes.train_id_of.get, DRAWN_IDS) if t != 255}
+    assert drawn == judged
+
+
+def test_no_class_is_a_trace(scenes):
+    labels = np.stack([label for _, label in scenes])
+    shares = {i: float((labels == i).mean()) for i in DRAWN_IDS if i not in (1, 3, 4)}
+    assert min(shares.values()) > 0.01, shares
+
+
+def test_sky_lies_above_and_road_below(scenes):
+    rows = np.broadcast_to(np.arange(SIZE[0])[:, None], SIZE)
+    labels = np.stack([label for _, label in scenes])
+    rows = np.broadcast_to(rows, labels.shape)
+    assert rows[labels == 23].max() < 0.6 * SIZE[0]
+    assert rows[labels == 7].min() > 0.3 * SIZE[0]
+
+
+def test_a_point_at_eye_height_projects_onto_the_horizon():
+    pixels = camera().project(np.array([(2.0, 1.5, 10.0), (0.0, 0.0, 5.0)]))
+    np.testing.assert_allclose(pixels, [(40.0, 15.0), (30.0, 30.0)])
+
+
+def test_ground_is_the_inverse_of_projection():
+    lens = camera(bend=0.002)
+    top, x, z = lens.ground()
+    rows, columns = np.mgrid[top : lens.size[0], : lens.size[1]]
+    points = np.stack((x.ravel(), np.zeros(x.size), z.ravel()), 1)
+    pixels = np.stack((columns.ravel(), rows.ravel()), 1)
+    np.testing.assert_allclose(lens.project(points), pixels, atol=1e-3)
+
+
+def test_what_is_painted_later_covers_label_image_and_distance():
+    canvas = Canvas(camera())
+    square = np.array([(5.0, 5.0), (20.0, 5.0), (20.0, 30.0), (5.0, 30.0)])
+    canvas.polygon(square, np.float32((10, 20, 30)), 11, 40.0)
+    canvas.polygon(square + np.array((8, 0)), np.float32((200, 100, 50)), 26, 8.0)
+    assert (canvas.label[10, 7], canvas.label[10, 16]) == (11, 26)
+    assert canvas.image[10, 7].tolist() == [10, 20, 30]
+    assert canvas.image[10, 16].tolist() == [200, 100, 50]
+    assert canvas.nearness[10, 16] == pytest.approx(1 / 8)
+    assert canvas.label[35, 50] == 0
+
+
+def test_files_have_the_names_and_places_of_cityscapes(written):
+    names = set(files(written)) - {"synthetic.json"}
+    images = {n for n in names if n.startswith("leftImg8bit/")}
+    assert len(images) == 7
+    assert "leftImg8bit/train/ashdown/ashdown_000000_000019_leftImg8bit.png" in images
+    assert "leftImg8bit/val/dunmore/dunmore_000001_000019_leftImg8bit.png" in images
+    labels = {
+        n.replace("leftImg8bit/", "gtFine/").replace("_leftImg8bit", "_gtFine_labelIds")
+        for n in images
+    }
+    assert names == images | labels
+
+
+def test_files_hold_the_scene_in_rgb(written):
+    path = written / "leftImg8bit/val/dunmore/dunmore_000001_000019_leftImg8bit.png"
+    image, label = draw_scene(np.random.default_rng((3, 2, 1)), SIZE)
+    assert np.array_equal(np.asarray(Image.open(path)), image)
+    label_path = written / "gtFine/val/dunmore/dunmore_000001_000019_gtFine_labelIds.png"
+    with Image.open(label_path) as stored:
+        assert stored.mode == "L"
+        assert np.array_equal(np.asarray(stored), label)
+
+
+def test_train_and_val_share_no_picture(written):
+    images = [data for name, data in files(written).items() if name.startswith("leftImg8bit/")]
+    assert len(set(images)) == 7
+
+
+def test_bytes_do_not_depend_on_the_number_of_processes(written, tmp_path):
+    write(tmp_path / "two", num_train=17, jobs=2)
+    write(tmp_path / "one", num_train=17, jobs=1)
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+
+
+def test_a_scene_does_not_depend_on_how_many_others_are_drawn(written, tmp_path):
+    write(tmp_path / "more", num_train=8)
+    less, more = files(written), files(tmp_path / "more")
+    assert all(more[name] == less[name] for name in less if name != "synthetic.json")
+
+
+def test_drawing_again_with_the_same_settings_changes_nothing(written):
+    before = {p: p.stat().st_mtime_ns for p in written.rglob("*") if p.is_file()}
+    assert write(written) == 0
+    assert {p: p.stat().st_mtime_ns for p in written.rglob("*") if p.is_file()} == before
+
+
+def test_an_interrupted_drawing_is_taken_up(tmp_path):
+    write(tmp_path / "a")
+    whole = files(tmp_path / "a")
+    (tmp_path / "a/gtFine/train/ashdown/ashdown_000003_000019_gtFine_labelIds.png").unlink()
+    assert write(tmp_path / "a") == 1
+    assert files(tmp_path / "a") == whole
+
+
+def test_other_settings_are_refused_and_both_are_named(written):
+    with pytest.raises(DataError, match=r"seed 3, asked for 4.*name another folder"):
+        write(written, seed=4)
+
+
+def test_a_folder_with_other_content_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match="expected an empty folder"):
+        write(tmp_path)
+    assert files(tmp_path) == {"notes.txt": b"mine"}
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DataError, match="found a file"):
+        write(tmp_path / "file")
+
+
+def test_a_damaged_record_is_refused(tmp_path):
+    (tmp_path / "synthetic.json").write_text("[1,")
+    with pytest.raises(DataError, match=r"synthetic\.json: expected the settings"):
+        write(tmp_path)
+
+
+def test_settings_are_recorded(written):
+    record = json.loads((written / "synthetic.json").read_text())
+    assert (record["seed"], record["size"], record["num_train"]) == (3, [48, 96], 5)
+
+
+def test_a_size_too_small_to_draw_on_is_refused(tmp_path):
+    args = argparse.Namespace(
+        root=tmp_path / "x", num_train=1, num_val=1, size=[16, 32], seed=0, jobs=1
+    )
+    with pytest.raises(ConfigError, match="at least 32 pixels"):
+        main(args)
+    assert not args.root.exists()

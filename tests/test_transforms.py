@@ -1,0 +1,432 @@
+import hashlib
+import pickle
+import subprocess
+import sys
+
+import cv2
+import numpy as np
+import pytest
+
+from segtrain.config import AugmentConfig
+from segtrain.data.geometry import Placement, Span, resample_image, resample_label
+from segtrain.data.transforms import TrainTransform, check_extra, draw_placement
+from segtrain.errors import ConfigError
+from segtrain.records import IGNORE_INDEX
+
+MEAN = (124.0, 116.0, 104.0)
+PLAIN = {"scale_range": (1.0, 1.0), "flip_prob": 0.0}
+SMOOTH_PX = 2.0
+
+
+def augment(**options):
+    return AugmentConfig(**{**PLAIN, **options})
+
+
+def make(**options):
+    return TrainTransform(augment(**options), mean=MEAN)
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def picture(height, width, seed=0):
+    """A smooth random image and a label whose classes are blobs of the same smooth field."""
+    noise = rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    image = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), SMOOTH_PX), None, 0, 255, cv2.NORM_MINMAX)
+    return image, image[..., 0] // 32
+
+
+def ramps(height, width, step=3):
+    """An image that tells each pixel's place: red = step * column, green = step * row."""
+    image = np.zeros((height, width, 3), np.uint8)
+    image[..., 0], image[..., 1] = step * np.arange(width), step * np.arange(height)[:, None]
+    return image
+
+
+def placement(size, crop, *, scale=(1.0, 1.0), start=(0, 0), pad=(0, 0), angle_deg=0.0, flip=False):
+    rows, columns = (
+        Span(size[i], round(size[i] * scale[i]), crop[i], start[i], pad[i]) for i in (0, 1)
+    )
+    return Placement(rows, columns, angle_deg, flip)
+
+
+def bilinear(image, crop, factor, start):
+    """Resize then crop, by definition and in float64, with the edges of the crop's source repeated."""
+    rows, columns = (
+        np.clip(start[i] + (np.arange(crop[i]) + 0.5) / factor[i] - 0.5, 0, image.shape[i] - 1)
+        for i in (0, 1)
+    )
+    top, left = np.floor(rows).astype(int), np.floor(columns).astype(int)
+    below, right = np.minimum(top + 1, len(image) - 1), np.minimum(left + 1, image.shape[1] - 1)
+    down, across = (rows - top)[:, None, None], (columns - left)[:, None]
+    above = image[top][:, left] * (1 - across) + image[top][:, right] * across
+    under = image[below][:, left] * (1 - across) + image[below][:, right] * across
+    return above * (1 - down) + under * down
+
+
+def test_identity_settings_return_the_image_and_the_label():
+    image, label = picture(37, 52)
+    crop, crop_label = make(crop_size=(37, 52))(image, label, rng())
+    np.testing.assert_array_equal(crop, image)
+    np.testing.assert_array_equal(crop_label, label)
+
+
+def test_crop_without_scaling_is_a_piece_of_the_image():
+    image, label = ramps(40, 60), np.tile(np.arange(60, dtype=np.uint8), (40, 1))
+    crop, crop_label = make(crop_size=(16, 24))(image, label, rng(3))
+    left, top = crop[0, 0, :2] // 3
+    np.testing.assert_array_equal(crop, image[top : top + 16, left : left + 24])
+    np.testing.assert_array_equal(crop_label, label[top : top + 16, left : left + 24])
+
+
+def test_crops_reach_every_position_equally_often():
+    label = np.zeros((12, 9), np.uint8)
+    counts = np.zeros((4, 3))
+    generator = rng()
+    for _ in range(6000):
+        drawn = draw_placement(augment(crop_size=(9, 7)), label, generator)
+        counts[drawn.rows.start, drawn.columns.start] += 1
+    assert counts.min() > 400  # 500 expected, standard deviation 21
+    assert counts.max() < 600
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize(
+    ("scale", "start"),
+    [
+        ((0.5, 0.5), (10, 24)),
+        ((0.75, 0.75), (8, 40)),
+        ((1.5, 1.5), (26, 18)),
+        ((2.0, 2.0), (31, 47)),
+    ],
+)
+def test_one_resampling_equals_resizing_the_whole_image_then_cropping(scale, start, flip):
+    image, label = picture(96, 160)
+    crop = (32, 44)
+    place = placement(label.shape, crop, scale=scale, start=start, flip=flip)
+    size = (place.columns.scaled, place.rows.scaled)
+    top, left = (round(start[i] * scale[i]) for i in (0, 1))
+    window = np.s_[top : top + crop[0], left : left + crop[1]]
+    whole = cv2.resize(image, size, interpolation=cv2.INTER_LINEAR)[window]
+    whole_label = cv2.resize(label, size, interpolation=cv2.INTER_NEAREST_EXACT)[window]
+    if flip:
+        whole, whole_label = whole[:, ::-1], whole_label[:, ::-1]
+    difference = cv2.absdiff(resample_image(image, place, fill=(0, 0, 0)), whole.copy())
+    # At its rim a crop does not look beyond its own source pixels.
+    assert difference[1:-1, 1:-1].max() <= 1
+    assert (resample_label(label, place) == whole_label).all()
+
+
+@pytest.mark.parametrize("scale", [0.41, 0.83, 1.27, 1.9])
+def test_any_scale_and_start_is_bilinear_interpolation_at_pixel_centres(scale):
+    image, label = picture(97, 161)
+    place = placement(label.shape, (31, 43), scale=(scale, scale), start=(13, 29))
+    crop = resample_image(image, place, fill=(0, 0, 0))
+    factor = place.rows.factor, place.columns.factor
+    expected = bilinear(image, (31, 43), factor, (13, 29))
+    assert np.abs(crop - expected)[1:-1, 1:-1].max() <= 1
+
+
+def test_small_image_equals_resize_then_pad():
+    image, label = picture(21, 34)
+    place = placement(label.shape, (64, 70), scale=(1.7, 1.7), pad=(5, 9))
+    height, width = place.rows.scaled, place.columns.scaled
+    border = (5, 64 - 5 - height, 9, 70 - 9 - width, cv2.BORDER_CONSTANT)
+    whole = cv2.copyMakeBorder(cv2.resize(image, (width, height)), *border, value=(1, 2, 3))
+    whole_label = cv2.resize(label, (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
+    whole_label = cv2.copyMakeBorder(whole_label, *border, value=(IGNORE_INDEX,))
+    assert cv2.absdiff(resample_image(image, place, fill=(1, 2, 3)), whole).max() <= 1
+    assert (resample_label(label, place) != whole_label).mean() < 0.001
+
+
+@pytest.mark.parametrize(("height", "width", "quarters"), [(24, 24, 1), (25, 25, 3), (24, 37, 2)])
+@pytest.mark.parametrize("flip", [False, True])
+def test_quarter_turns_equal_rot90(height, width, quarters, flip):
+    image, label = picture(height, width)
+    place = placement(label.shape, label.shape, angle_deg=90.0 * quarters, flip=flip)
+    turned, turned_label = np.rot90(image, quarters), np.rot90(label, quarters)
+    if flip:
+        turned, turned_label = turned[:, ::-1], turned_label[:, ::-1]
+    np.testing.assert_array_equal(resample_image(image, place, fill=(0, 0, 0)), turned)
+    np.testing.assert_array_equal(resample_label(label, place), turned_label)
+
+
+def test_rotated_crop_equals_rotating_the_whole_image_then_cropping():
+    image, label = picture(90, 140)
+    place = placement(label.shape, (40, 50), start=(30, 60), angle_deg=7.3)
+    matrix = cv2.getRotationMatrix2D(((140 - 1) / 2, (90 - 1) / 2), 7.3, 1.0)
+    whole = cv2.warpAffine(image, matrix, (140, 90))[30:70, 60:110]
+    whole_label = cv2.warpAffine(label, matrix, (140, 90), flags=cv2.INTER_NEAREST)[30:70, 60:110]
+    difference = cv2.absdiff(resample_image(image, place, fill=(0, 0, 0)), whole)
+    assert difference.max() <= 4  # warpAffine may place samples to 1/32 pixel only
+    assert (resample_label(label, place) != whole_label).mean() < 0.005
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_image_and_label_stay_within_half_a_source_pixel(seed):
+    """Bilinear interpolation of a ramp is the sampled place itself, whatever the geometry."""
+    image = ramps(60, 80)
+    column = np.tile(np.arange(80, dtype=np.uint8), (60, 1))
+    row = np.tile(np.arange(60, dtype=np.uint8)[:, None], (1, 80))
+    transform = make(
+        crop_size=(48, 56), scale_range=(0.5, 2.0), rotate_deg=45.0, rotate_prob=0.5, flip_prob=0.5
+    )
+    crop, columns = transform(image, column, rng(seed))
+    _, rows = transform(image, row, rng(seed))
+    # Source pixels at the border are blended with the padding when the image is turned.
+    inner = (columns > 0) & (columns < 79) & (rows > 0) & (rows < 59)
+    off = np.maximum(np.abs(crop[..., 0] / 3 - columns), np.abs(crop[..., 1] / 3 - rows))[inner]
+    assert inner.any()
+    # Half a pixel, and the rounding of a grey level (1/6 pixel) and of coordinates (1/32).
+    assert off.max() <= 0.5 + 1 / 6 + 1 / 32
+
+
+def test_same_generator_gives_the_same_bytes_whatever_was_drawn_before():
+    transform = make(
+        crop_size=(32, 48),
+        scale_range=(0.5, 2.0),
+        rotate_deg=10.0,
+        flip_prob=0.5,
+        blur_prob=0.5,
+        color_prob=0.5,
+        extra=({"name": "GaussNoise"}, {"name": "RandomGamma", "args": {"p": 0.5}}),
+    )
+    image, label = picture(50, 70)
+    forward = [transform(image, label, rng(i)) for i in range(8)]
+    backward = [transform(image, label, rng(i)) for i in reversed(range(8))][::-1]
+    for first, second in zip(forward, backward, strict=True):
+        np.testing.assert_array_equal(first[0], second[0])
+        np.testing.assert_array_equal(first[1], second[1])
+    assert len({crop.tobytes() for crop, _ in forward}) == 8
+
+
+def test_fresh_process_draws_the_same_and_imports_albumentations_only_for_colours():
+    image, label = picture(50, 70)
+    plain = make(crop_size=(32, 48), scale_range=(0.5, 2.0), blur_prob=0.5, rotate_deg=10.0)
+    colors = make(crop_size=(32, 48), color_prob=1.0, extra=({"name": "GaussNoise"},))
+    script = """
+import hashlib, pickle, sys
+import numpy as np
+image, label, plain, colors = sys.stdin.buffer.read().split(b"|||")
+image, label = pickle.loads(image), pickle.loads(label)
+digest = lambda pair: hashlib.sha256(pair[0].tobytes() + pair[1].tobytes()).hexdigest()
+print(digest(pickle.loads(plain)(image, label, np.random.default_rng(5))))
+print("albumentations" in sys.modules)
+print(digest(pickle.loads(colors)(image, label, np.random.default_rng(5))))
+"""
+    payload = b"|||".join(pickle.dumps(value) for value in (image, label, plain, colors))
+    result = subprocess.run(
+        [sys.executable, "-c", script], input=payload, capture_output=True, check=True
+    )
+    digests = [
+        hashlib.sha256(b"".join(part.tobytes() for part in transform(image, label, rng(5))))
+        for transform in (plain, colors)
+    ]
+    expected = [digests[0].hexdigest(), "False", digests[1].hexdigest()]
+    assert result.stdout.decode().split() == expected
+
+
+def test_inputs_are_not_changed():
+    image, label = picture(40, 60)
+    before = image.copy(), label.copy()
+    make(crop_size=(40, 60), color_prob=1.0, blur_prob=1.0)(image, label, rng())
+    np.testing.assert_array_equal(image, before[0])
+    np.testing.assert_array_equal(label, before[1])
+
+
+def test_padding_is_the_mean_colour_and_ignored_even_when_colours_change():
+    image, label = np.full((20, 30, 3), 250, np.uint8), np.ones((20, 30), np.uint8)
+    transform = make(crop_size=(50, 64), color_prob=1.0, blur_prob=1.0, flip_prob=0.5)
+    for seed in range(6):
+        crop, crop_label = transform(image, label, rng(seed))
+        ignored = crop_label == IGNORE_INDEX
+        assert (~ignored).sum() == 20 * 30
+        assert (crop[ignored] == MEAN).all()
+
+
+def test_small_image_lies_anywhere_in_the_crop():
+    label = np.ones((20, 30), np.uint8)
+    places = [draw_placement(augment(crop_size=(22, 32)), label, rng(seed)) for seed in range(100)]
+    assert {(p.rows.pad, p.columns.pad) for p in places} == {
+        (i, j) for i in range(3) for j in range(3)
+    }
+
+
+def test_crop_beyond_a_turned_image_is_all_padding():
+    image, label = picture(10, 400)
+    place = placement(label.shape, (10, 20), angle_deg=90.0)
+    assert (resample_label(label, place) == IGNORE_INDEX).all()
+    assert (resample_image(image, place, fill=(1, 2, 3)) == (1, 2, 3)).all()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_odd_sizes_give_crops_of_the_right_form_without_new_labels(seed):
+    generator = rng(seed)
+    height, width, crop_height, crop_width = (int(n) for n in generator.integers(1, 60, 4))
+    image, _ = picture(height, width)
+    label = generator.choice(np.array([0, 3, 18, 200, IGNORE_INDEX], np.uint8), (height, width))
+    transform = make(
+        crop_size=(crop_height, crop_width),
+        scale_range=(0.05, 3.0),
+        rotate_deg=180.0,
+        flip_prob=0.5,
+        max_class_share=0.5,
+    )
+    crop, crop_label = transform(image, label, generator)
+    assert crop.shape == (crop_height, crop_width, 3)
+    assert crop_label.shape == (crop_height, crop_width)
+    assert crop.dtype == crop_label.dtype == np.uint8
+    assert crop.flags.c_contiguous
+    assert crop_label.flags.c_contiguous
+    assert set(np.unique(crop_label)) <= set(np.unique(label)) | {IGNORE_INDEX}
+
+
+def test_one_class_rarely_fills_the_crop_when_its_share_is_limited():
+    """Half the positions show one class only: 11 of them in a row have probability 2 ** -11."""
+    label = np.zeros((32, 128), np.uint8)
+    label[:, 64:] = np.arange(64) % 3
+    image = np.zeros((32, 128, 3), np.uint8)
+
+    def shares(limit):
+        transform = make(crop_size=(24, 16), max_class_share=limit)
+        crops = [transform(image, label, rng(seed))[1] for seed in range(100)]
+        return np.array([np.bincount(crop.ravel()).max() / crop.size for crop in crops])
+
+    assert (shares(1.0) > 0.75).sum() > 40
+    assert (shares(0.75) <= 0.75).all()
+
+
+def test_ignored_pixels_do_not_count_for_the_share_of_a_class():
+    label = np.full((16, 96), IGNORE_INDEX, np.uint8)
+    label[:, 40], label[:, 41] = 1, 2
+    image = np.zeros((16, 96, 3), np.uint8)
+    transform = make(crop_size=(16, 48), max_class_share=0.9)
+    for seed in range(30):
+        assert {1, 2} <= set(np.unique(transform(image, label, rng(seed))[1]))
+
+
+def test_flip_scale_and_rotation_have_their_distributions():
+    options = augment(
+        crop_size=(64, 64), scale_range=(0.5, 2.0), rotate_deg=10.0, rotate_prob=0.25, flip_prob=0.5
+    )
+    label = np.zeros((1000, 2000), np.uint8)
+    generator = rng()
+    drawn = [draw_placement(options, label, generator) for _ in range(4000)]
+    scales = np.sort([place.rows.scaled / 1000 for place in drawn])
+    angles = np.array([place.angle_deg for place in drawn])
+    # Distance of the empirical from the uniform distribution; 1.95 / sqrt(n): Kolmogorov, 0.1 %.
+    assert np.abs(scales - np.linspace(0.5, 2.0, 4000)).max() / 1.5 < 1.95 / 4000**0.5
+    turned = angles[angles != 0]
+    assert abs(len(turned) / 4000 - 0.25) < 0.03
+    assert np.abs(np.sort(turned) - np.linspace(-10, 10, len(turned))).max() / 20 < 0.062
+    assert abs(np.mean([place.flip for place in drawn]) - 0.5) < 0.03
+
+
+def test_flip_mirrors_the_crop():
+    image, label = picture(30, 40)
+    crop, crop_label = make(crop_size=(30, 40), flip_prob=1.0)(image, label, rng())
+    np.testing.assert_array_equal(crop, image[:, ::-1])
+    np.testing.assert_array_equal(crop_label, label[:, ::-1])
+
+
+def test_short_side_sets_the_size_that_scale_one_means():
+    place = draw_placement(
+        augment(crop_size=(8, 8)), np.zeros((120, 90), np.uint8), rng(), short_side_px=45
+    )
+    assert (place.rows.scaled, place.columns.scaled) == (60, 45)
+
+
+def test_image_and_label_of_different_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"image \(30, 41, 3\), label \(30, 40\)"):
+        make(crop_size=(8, 8))(np.zeros((30, 41, 3), np.uint8), np.zeros((30, 40), np.uint8), rng())
+
+
+def test_blur_is_the_five_pixel_gaussian():
+    image, label = picture(30, 40)
+    crop, _ = make(crop_size=(30, 40), blur_prob=1.0)(image, label, rng())
+    np.testing.assert_array_equal(crop, cv2.GaussianBlur(image, (5, 5), 0))
+
+
+def test_brightness_is_a_share_of_255_and_contrast_a_factor():
+    image, label = np.full((8, 9, 3), 100, np.uint8), np.zeros((8, 9), np.uint8)
+    only = {"crop_size": (8, 9), "color_prob": 1.0, "saturation": 0.0, "hue": 0.0}
+    brighter = make(**only, brightness=0.2, contrast=0.0)
+    factor = make(**only, brightness=0.0, contrast=0.5)
+    shifts = [int(brighter(image, label, rng(i))[0][0, 0, 0]) - 100 for i in range(200)]
+    levels = [int(factor(image, label, rng(i))[0][0, 0, 0]) for i in range(200)]
+    assert -51 <= min(shifts) < -45
+    assert 45 < max(shifts) <= 51
+    assert 50 <= min(levels) < 55
+    assert 145 < max(levels) <= 150
+
+
+def test_saturation_and_hue_leave_grey_alone_and_change_colours():
+    options = {"crop_size": (8, 9), "color_prob": 1.0, "brightness": 0.0, "contrast": 0.0}
+    grey, red = np.full((8, 9, 3), 90, np.uint8), np.zeros((8, 9, 3), np.uint8)
+    red[..., 0] = 200
+    label = np.zeros((8, 9), np.uint8)
+    for change in ({"saturation": 0.5, "hue": 0.0}, {"saturation": 0.0, "hue": 0.1}):
+        transform = make(**options, **change)
+        np.testing.assert_array_equal(transform(grey, label, rng())[0], grey)
+        assert (transform(red, label, rng())[0] != red).any()
+
+
+def test_each_extra_transform_tosses_its_own_coin():
+    """albumentations' set_random_seed would give all transforms of a Compose the same stream."""
+    extra = (
+        {"name": "InvertImg", "args": {"p": 0.5}},
+        {"name": "Posterize", "args": {"num_bits": 1, "p": 0.5}},
+    )
+    transform = make(crop_size=(4, 5), extra=extra)
+    image, label = np.full((4, 5, 3), 200, np.uint8), np.zeros((4, 5), np.uint8)
+    results = {int(transform(image, label, rng(i))[0][0, 0, 0]) for i in range(60)}
+    assert results == {200, 55, 128, 0}
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            {"name": "GausianBlur"},
+            r"extra\[0\] \(GausianBlur\): no such transform in .*nearest: Gau",
+        ),
+        ({"name": "HorizontalFlip"}, "may move pixels or change labels"),
+        ({"name": "CoarseDropout"}, "may move pixels or change labels"),
+        ({"name": "OneOf", "args": {"transforms": []}}, "container"),
+        (
+            {"name": "GaussNoise", "args": {"std_rang": [0.1, 0.2]}},
+            "unknown argument std_rang; nearest: std",
+        ),
+        (
+            {"name": "GaussNoise", "args": {"std_range": [0.1, 7.0]}},
+            "arguments refused: .*std_range",
+        ),
+        ({"name": "GaussNoise", "args": {"p": 2}}, "arguments refused"),
+        ({"name": "Normalize"}, r"returns float32 \(16, 20, 3\): expected uint8"),
+        ({"name": "FDA"}, "fails on a crop: .*metadata"),
+        ({"name": "TemplateTransform"}, "arguments refused|fails on a crop"),
+    ],
+)
+def test_unusable_extra_transform_is_refused_with_the_reason(extra, message):
+    with pytest.raises(ConfigError, match=message):
+        check_extra(augment(crop_size=(16, 20), extra=(extra,)))
+
+
+def test_all_bad_extra_transforms_are_reported_at_once_up_to_ten():
+    bad = tuple({"name": f"Nothing{i}"} for i in range(12))
+    with pytest.raises(ConfigError) as caught:
+        check_extra(augment(extra=bad))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 11
+    assert lines[9].startswith("augment.extra[9] (Nothing9)")
+    assert lines[10] == "and 2 more"
+
+
+def test_usable_extra_transforms_pass_the_check_and_change_the_crop():
+    extra = ({"name": "InvertImg", "args": {"p": 1.0}},)
+    check_extra(augment(extra=extra))
+    image, label = picture(12, 15)
+    crop, crop_label = make(crop_size=(12, 15), extra=extra)(image, label, rng())
+    np.testing.assert_array_equal(crop, 255 - image)
+    np.testing.assert_array_equal(crop_label, label)
