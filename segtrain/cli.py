@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from segtrain import __version__
-import numpy
 from segtrain.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
 
 _DESCRIPTION = """\

@@ -145,7 +145,7 @@ def window_starts(length: int, window: int, overlap: float) -> list[int]:
     """
     if length <= window:
         return [0]
-    # Rounded first: 768 * (1 - 1/3) is 512 and a little, and must not become a stride of 513.
+    # Rounded first: 10 * (1 - 0.7) is 3 and a little, and must not become a stride of 4.
     stride = max(1, math.ceil(round(window * (1 - overlap), 6)))
     count = math.ceil((length - window) / stride) + 1
     return [min(i * stride, length - window) for i in range(count)]

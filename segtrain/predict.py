@@ -137,7 +137,8 @@ def predict_images(
     Raises:
         ExecutionError: the disk is full or not writable, or the device's memory does not suffice.
     """
-    ids = _raw_ids(classes)
+    ids = np.array(classes.write_ids)
+    ids = ids.astype(np.uint8 if ids.max() <= 255 else np.uint16)  # a class file allows no more
     problems, turned = [], 0
 
     def write(name: str, image: np.ndarray, pred: np.ndarray) -> None:
@@ -228,19 +229,6 @@ def _read_other(path: Path) -> np.ndarray:
         raise
     except Exception as error:  # Pillow's parsers raise a dozen kinds on damaged bytes
         raise DataError(f"{printable(path)}: damaged image: {error}") from error
-
-
-def _raw_ids(classes: ClassFile) -> np.ndarray:
-    """The id that is written for each train id, (K,) uint8 or uint16."""
-    ids = list(classes.write_ids)
-    wrong = [
-        f"class {name}: id {i}, but a PNG holds 0 to 65535"
-        for name, i in zip(classes.names, ids, strict=True)
-        if not 0 <= i <= 65535
-    ]
-    if wrong:
-        raise DataError(first_lines(f"class file {classes.name}", wrong))
-    return np.array(ids, dtype=np.uint8 if max(ids) <= 255 else np.uint16)
 
 
 def _with_overrides(config: Config, overrides: Sequence[str]) -> Config:

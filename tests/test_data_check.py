@@ -153,9 +153,23 @@ def test_oddities_are_warnings(root):
     assert "1 of 6 images" in finding(report, "small").text
 
 
-def test_images_are_measured_against_the_crop_at_their_resized_size(root):
-    assert not kinds(run(config(root, short_side_px=4), jobs=1), "warning")
-    assert kinds(run(config(root, short_side_px=3), jobs=1), "warning") == {("train", "small")}
+@pytest.mark.parametrize(
+    ("short_side_px", "crop_size", "small"),
+    [
+        (None, (6, 9), False),
+        (None, (7, 9), True),
+        (None, (6, 10), True),
+        (4, (4, 6), False),
+        (4, (5, 6), True),
+        (4, (4, 7), True),
+    ],
+)
+def test_images_are_measured_against_the_crop_as_resized(root, short_side_px, crop_size, small):
+    settings = config(root, short_side_px=short_side_px).model_copy(
+        update={"augment": AugmentConfig(crop_size=crop_size)}
+    )
+    expected = {("train", "small")} if small else set()
+    assert kinds(run(settings, jobs=1), "warning") == expected
 
 
 def test_absent_classes_are_named_per_split(root):

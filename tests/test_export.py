@@ -14,10 +14,20 @@ from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.export import formats, verify
 from segtrain.export.graph import Case, ExportModel
-from segtrain.models import build_model, pspnet
+from segtrain.models import SegModel, build_model, pspnet
+from segtrain.models.blocks import ConvNormReLU, FeatureChannels, Features
+from segtrain.models.deeplab import DeepLabV3PlusHead
+from segtrain.models.pspnet import PSPHead
 from segtrain.records import SegLogits
 
 MEAN, STD = (120.0, 110.0, 100.0), (58.0, 57.0, 56.0)
+ARCHITECTURES = [
+    {"arch": "pspnet", "backbone": "resnet18"},
+    {"arch": "deeplabv3plus", "backbone": "resnet18", "output_stride": 16},
+    {"arch": "deeplabv3", "backbone": "mobilenet_v3_large", "output_stride": 32},
+    {"arch": "deeplabv3plus", "backbone": "mobilenet_v2", "separable": True},
+    {"arch": "pspnet", "backbone": "resnet50", "align_corners": True},
+]
 CLASSES = ClassFile(
     name="three",
     classes=(
@@ -42,11 +52,37 @@ class Tiny(nn.Module):
         return SegLogits(self.norm(self.conv(images)))
 
 
+class ThreeConvolutions(nn.Module):
+    """A backbone of stride 8: exporting takes time by the number of layers."""
+
+    channels = FeatureChannels(low=8, aux=8, out=16)
+
+    def __init__(self):
+        super().__init__()
+        self.stem = ConvNormReLU(3, 8, 3, norm=nn.BatchNorm2d)
+        self.low = nn.Conv2d(8, 8, 3, stride=4, padding=1)
+        self.out = nn.Conv2d(8, 16, 3, stride=2, padding=1)
+
+    def forward(self, x):
+        low = self.low(self.stem(x))
+        return Features(low, low, self.out(low))
+
+
+def small(head, arch):
+    torch.manual_seed(0)
+    config = ModelConfig(arch=arch, head_channels=16)
+    backbone = ThreeConvolutions()
+    head = head(config, backbone.channels, num_classes=3, norm=nn.BatchNorm2d)
+    return loaded_model(SegModel(backbone, head, None, dropout=0.0, align_corners=False), arch=arch)
+
+
 def loaded_model(model=None, **architecture):
     torch.manual_seed(0)
     config = Config(
         data=DataConfig(layout="folders", root="/data", classes="three", mean=MEAN, std=STD),
-        model=ModelConfig(backbone="resnet18", head_channels=16, aux_head=False, **architecture),
+        model=ModelConfig(
+            **{"backbone": "resnet18", "head_channels": 16, "aux_head": False} | architecture
+        ),
     )
     if model is None:
         model = build_model(config.model, num_classes=3)
@@ -85,33 +121,28 @@ def torchscript(file, extra=None):
 
 
 @pytest.fixture(scope="module")
-def pspnet18():
-    return loaded_model(arch="pspnet")
+def psp():
+    return small(PSPHead, "pspnet")
 
 
 @pytest.fixture(scope="module")
-def deeplab18():
-    return loaded_model(arch="deeplabv3plus", output_stride=16)
-
-
-@pytest.fixture(scope="module")
-def onnx_file(pspnet18, tmp_path_factory):
+def onnx_file(psp, tmp_path_factory):
     file = tmp_path_factory.mktemp("export") / "pspnet.onnx"
-    export.export_graph(pspnet18, file, format="onnx")
+    export.export_graph(psp, file, format="onnx")
     return file
 
 
 @pytest.fixture(scope="module")
-def pt2_file(pspnet18, tmp_path_factory):
+def pt2_file(psp, tmp_path_factory):
     file = tmp_path_factory.mktemp("export") / "pspnet.pt2"
-    export.export_graph(pspnet18, file, format="pt2")
+    export.export_graph(psp, file, format="pt2")
     return file
 
 
 @pytest.fixture(scope="module")
-def torchscript_file(pspnet18, tmp_path_factory):
+def torchscript_file(psp, tmp_path_factory):
     file = tmp_path_factory.mktemp("export") / "pspnet.ts"
-    export.export_graph(pspnet18, file, format="torchscript")
+    export.export_graph(psp, file, format="torchscript")
     return file
 
 
@@ -122,33 +153,57 @@ def assert_same_logits(run, loaded):
         torch.testing.assert_close(run(normalized(images)), reference(loaded, images))
 
 
-def test_onnx_gives_the_logits_of_the_model_at_every_size(onnx_file, pspnet18):
+def test_onnx_gives_the_logits_of_the_model_at_every_size(onnx_file, psp):
     session = onnx_session(onnx_file)
     for shape in ((1, 3, 77, 150), (3, 3, 163, 90)):
         images = pixels(*shape)
         found = session.run(None, {"images": normalized(images).numpy()})[0]
-        expected = reference(pspnet18, images)
+        expected = reference(psp, images)
         # 1e-4 of the scale: onnxruntime adds in another order.
         atol = 1e-4 * expected.abs().max().item()
         torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=atol)
 
 
-def test_pt2_gives_the_logits_of_the_model_at_every_size(pt2_file, pspnet18):
-    assert_same_logits(torch.export.load(pt2_file).module(), pspnet18)
+def test_pt2_gives_the_logits_of_the_model_at_every_size_and_moves_to_another_device(pt2_file, psp):
+    from torch.export.passes import move_to_device_pass
+
+    extra = {formats.METADATA_FILE: ""}
+    program = torch.export.load(pt2_file, extra_files=extra)
+    assert_same_logits(program.module(), psp)
+    assert_metadata(json.loads(extra[formats.METADATA_FILE]))
+    moved = move_to_device_pass(program, "meta")
+    assert "cpu" not in str(moved.graph)
+    assert moved.module()(torch.empty(1, 3, 70, 90, device="meta")).shape == (1, 3, 70, 90)
 
 
-def test_torchscript_gives_the_logits_of_the_model_at_every_size(torchscript_file, pspnet18):
-    assert_same_logits(torchscript(torchscript_file), pspnet18)
+def test_torchscript_gives_the_logits_of_the_model_at_every_size(torchscript_file, psp):
+    assert_same_logits(torchscript(torchscript_file), psp)
 
 
-def test_onnx_takes_bytes_and_gives_label_maps_if_asked(deeplab18, tmp_path):
+@pytest.mark.parametrize("format", ["torchscript"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES[:3])
+def test_real_backbones_export(format, architecture, tmp_path):
+    compared = export.export_graph(loaded_model(**architecture), tmp_path / "file", format=format)
+    assert all(comparison.passed for comparison in compared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_real_backbones_export_through_torch_export(format, architecture, tmp_path):
+    compared = export.export_graph(loaded_model(**architecture), tmp_path / "file", format=format)
+    assert all(comparison.passed for comparison in compared)
+
+
+def test_onnx_takes_bytes_and_gives_label_maps_if_asked(tmp_path):
+    plus = small(DeepLabV3PlusHead, "deeplabv3plus")
     file = tmp_path / "deeplab.onnx"
-    compared = export.export_graph(deeplab18, file, format="onnx", normalize="uint8", argmax=True)
+    compared = export.export_graph(plus, file, format="onnx", normalize="uint8", argmax=True)
     assert len({c.case[1:] for c in compared}) == 3
     images = pixels(2, 3, 91, 130)
     found = onnx_session(file).run(None, {"images": images.numpy()})[0]
     assert found.dtype == np.uint8
-    logits = reference(deeplab18, images)
+    logits = reference(plus, images)
     best, second = logits.topk(2, dim=1).values.unbind(1)
     clear = best - second > 1e-3 * logits.abs().max()
     assert clear.float().mean() > 0.9
@@ -169,12 +224,6 @@ def test_onnx_is_one_file_that_describes_itself_and_names_no_source_file(onnx_fi
     assert b".py" not in onnx_file.read_bytes()
 
 
-def test_pt2_describes_itself(pt2_file):
-    extra = {formats.METADATA_FILE: ""}
-    torch.export.load(pt2_file, extra_files=extra)
-    assert_metadata(json.loads(extra[formats.METADATA_FILE]))
-
-
 def test_torchscript_describes_itself(torchscript_file):
     extra = {formats.METADATA_FILE: ""}
     torchscript(torchscript_file, extra)
@@ -192,14 +241,6 @@ def assert_metadata(metadata):
 
 def test_torchscript_is_tied_to_no_device(torchscript_file):
     assert "Device = prim::Constant" not in str(torchscript(torchscript_file).inlined_graph)
-
-
-def test_pt2_moves_to_another_device(pt2_file):
-    from torch.export.passes import move_to_device_pass
-
-    moved = move_to_device_pass(torch.export.load(pt2_file), "meta")
-    assert "cpu" not in str(moved.graph)
-    assert moved.module()(torch.empty(1, 3, 70, 90, device="meta")).shape == (1, 3, 70, 90)
 
 
 def bake_pooling(monkeypatch):
@@ -223,11 +264,11 @@ def bake_pooling(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_graph_that_pools_over_the_traced_size_is_refused_and_leaves_no_file(
-    pspnet18, tmp_path, monkeypatch
+    psp, tmp_path, monkeypatch
 ):
     bake_pooling(monkeypatch)
     with pytest.raises(ExecutionError, match=r"at 131x222, batch 1: max difference \d\.\de-0"):
-        export.export_graph(pspnet18, tmp_path / "model.ts", format="torchscript")
+        export.export_graph(psp, tmp_path / "model.ts", format="torchscript")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,7 +288,7 @@ def test_an_exporter_that_fails_is_named_with_its_reason(tmp_path):
             logits = self.norm(self.conv(images))
             return SegLogits(logits if logits.sum() > 0 else -logits)
 
-    with pytest.raises(ExecutionError, match="pt2 exporter of torch .* failed: .*data-dependent"):
+    with pytest.raises(ExecutionError, match=r"pt2 exporter of torch .* failed: .*data-dependent"):
         export.export_graph(loaded_model(Branching()), tmp_path / "model.pt2", format="pt2")
     assert list(tmp_path.iterdir()) == []
 
@@ -265,7 +306,6 @@ def test_a_size_can_be_fixed(tmp_path):
 
 def test_exporting_prints_nothing_of_its_own(tmp_path, capfd):
     export.export_graph(loaded_model(Tiny()), tmp_path / "model.ts", format="torchscript")
-    export.export_graph(loaded_model(Tiny()), tmp_path / "model.onnx", format="onnx")
     assert capfd.readouterr() == ("", "")
 
 
@@ -303,21 +343,17 @@ def test_one_wrong_pixel_in_a_label_map_is_found():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda out: out[:, :, 1:], r"its result is \(1, 3, 29, 40\)"),
-        (lambda out: out.double(), "float64, not"),
-        (lambda out: out * float("nan"), None),
-        (lambda out: 1 / 0, "does not run: ZeroDivisionError"),
+        (lambda out: out[:, :, 1:], "its result is (1, 3, 29, 40)"),
+        (lambda out: out.double(), "its result is (1, 3, 30, 40) torch.float64, not"),
+        (lambda out: out * float("nan"), ""),
+        (lambda out: 1 / 0, "it does not run: ZeroDivisionError"),
     ],
 )
 def test_a_result_of_another_kind_is_refused(change, problem):
     graph = tiny_graph()
     comparison = verify.compare(lambda x: change(graph(x)), graph, Case(1, 30, 40))
     assert not comparison.passed
-    assert problem is None or comparison.problem is not None
-    if problem is not None:
-        import re
-
-        assert re.search(problem, comparison.problem)
+    assert (comparison.problem or "").startswith(problem)
 
 
 def test_safetensors_holds_the_weights_bit_for_bit_under_their_own_keys(tmp_path):
@@ -364,7 +400,7 @@ def test_a_missing_onnx_package_is_named_with_the_command_that_installs_it(monke
         "find_spec",
         lambda name, *a: None if name == "onnxscript" else find(name, *a),
     )
-    with pytest.raises(ConfigError, match="pip install 'onnxscript>=[0-9.]+'$"):
+    with pytest.raises(ConfigError, match=r"pip install 'onnxscript>=[0-9.]+'$"):
         export.main(request())
 
 

@@ -166,9 +166,12 @@ def test_windows_stand_where_semseg_puts_them():
     assert window_starts(1024, 713, 1 / 3) == [0, 311]
 
 
-@pytest.mark.parametrize(("window", "stride"), [(769, 513), (768, 512), (3, 2), (512, 342)])
-def test_stride_of_two_thirds_is_not_raised_by_rounding(window, stride):
-    assert window_starts(10 * window, window, 1 / 3)[1] == stride
+@pytest.mark.parametrize(
+    ("window", "overlap", "stride"), [(769, 1 / 3, 513), (768, 1 / 3, 512), (10, 0.7, 3)]
+)
+def test_rounding_does_not_raise_the_stride(window, overlap, stride):
+    """10 * (1 - 0.7) is a little more than 3."""
+    assert window_starts(10 * window, window, overlap)[1] == stride
 
 
 def test_a_window_larger_than_the_image_stands_alone():

@@ -127,7 +127,7 @@ def _voc(data: DataConfig, split: str) -> Listing:
     indexes = {folder: _index(folder, (LABEL_SUFFIX,)) for folder in folders if folder.is_dir()}
     if not indexes:
         _folder(folders[0], root)
-    folder = min(indexes, key=str)
+    folder = min(indexes, key=lambda folder: sum(name not in indexes[folder] for name in names))
     pairs = []
     for name in names:
         image, label = images.get(name, []), indexes[folder].get(name, [])

@@ -55,9 +55,10 @@ def as_text(report: CheckReport) -> str:
             if finding.severity == severity:
                 parts += ["", *_finding_lines(finding)]
     errors = sum(finding.severity == "error" for finding in report.findings)
-    verdict = "the data is fine" if report.ok else f"{errors} kinds of errors"
     warnings = len(report.findings) - errors
-    return "\n".join([*parts, "", f"{verdict}, {warnings} kinds of warnings"])
+    verdict = "the data is fine" if report.ok else f"errors of {_kinds(errors)}"
+    oddities = f"warnings of {_kinds(warnings)}" if warnings else "no warnings"
+    return "\n".join([*parts, "", f"{verdict}; {oddities}"])
 
 
 def as_json(report: CheckReport) -> str:
@@ -107,6 +108,10 @@ def enet_weights(pixels: np.ndarray) -> list[float]:
     """1 / ln(1.02 + share of the class), (K,) (arXiv:1606.02147)."""
     share = pixels / pixels.sum()
     return [float(f"{weight:.4g}") for weight in 1 / np.log(_ENET_CONSTANT + share)]
+
+
+def _kinds(count: int) -> str:
+    return "1 kind" if count == 1 else f"{count} kinds"
 
 
 def _split_line(scan: SplitScan) -> str:

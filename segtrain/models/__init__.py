@@ -10,12 +10,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
-from segtrain.errors import ConfigError
 from segtrain.models.backbone import build_backbone
 from segtrain.models.blocks import AuxHead, at_least_float32, resize
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
 from segtrain.models.pspnet import PSPHead
-from segtrain.models.resnet import blocks_in_last_stage
 from segtrain.norm import NormFactory
 from segtrain.records import DropoutMasks, SegLogits
 
@@ -94,11 +92,7 @@ def build_model(
         norm: makes the norm layer for a number of channels, with momentum and eps of its choice
             (MobileNetV3 alone has an eps of its own). The state-dict keys are those of the layers
             it makes; batch norm of either kind has the same.
-
-    Raises:
-        ConfigError: options that cannot take effect together.
     """
-    _check(model)
     backbone = build_backbone(model, norm=norm)
     head = MODELS[model.arch](model, backbone.channels, num_classes=num_classes, norm=norm)
     aux_head = None
@@ -113,32 +107,3 @@ def build_model(
     return SegModel(
         backbone, head, aux_head, dropout=model.dropout, align_corners=model.align_corners
     )
-
-
-def _check(model: ModelConfig) -> None:
-    resnet = model.backbone.startswith("resnet")
-    deeplab = model.arch != "pspnet"
-    takes_effect = {
-        "stem": (resnet, model.backbone),
-        "multi_grid": (resnet, model.backbone),
-        "contract_dilation": (model.output_stride < 32, "output_stride 32"),
-        "ppm_bins": (not deeplab, model.arch),
-        "aspp_rates": (deeplab, model.arch),
-        "separable": (deeplab, model.arch),
-        "low_level_channels": (model.arch == "deeplabv3plus", model.arch),
-        "aux_channels": (model.aux_head, "aux_head: false"),
-    }
-    findings = [
-        f"model.{name}: {getattr(model, name)} has no effect with {reason}; remove it"
-        for name, (effective, reason) in takes_effect.items()
-        if not effective and getattr(model, name) != ModelConfig.model_fields[name].default
-    ]
-    if resnet and model.multi_grid is not None:
-        expected = blocks_in_last_stage(model.backbone)
-        if len(model.multi_grid) != expected:
-            findings.append(
-                f"model.multi_grid: expected {expected} numbers, one for each block of the last "
-                f"stage of {model.backbone}, got {list(model.multi_grid)}"
-            )
-    if findings:
-        raise ConfigError("\n".join(findings))

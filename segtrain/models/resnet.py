@@ -92,11 +92,6 @@ _DEPTHS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
 }
 
 
-def blocks_in_last_stage(name: str) -> int:
-    """How many numbers a multi-grid of this ResNet has."""
-    return _DEPTHS[name][1][-1]
-
-
 class ResNet(nn.Module):
     """The convolutional part of a ResNet: images to `Features`.
 

@@ -40,10 +40,10 @@ def paint_ground(canvas: Canvas, street: Street, rng: np.random.Generator) -> No
 
 
 def _on_ground(tile: np.ndarray, x: np.ndarray, z: np.ndarray) -> np.ndarray:
-    # Mirrored at its borders the tile has no seams.
+    # Mirrored at its borders the tile has no seams; the camera looks along its middle.
     mode = cv2.BORDER_REFLECT
     scale = np.float32(_TILE_PX_PER_M)
-    return cv2.remap(tile, x * scale, z * scale, cv2.INTER_LINEAR, borderMode=mode)
+    return cv2.remap(tile, x * scale + _TILE_PX / 2, z * scale, cv2.INTER_LINEAR, borderMode=mode)
 
 
 def _slabs(rng: np.random.Generator) -> np.ndarray:

@@ -11,7 +11,7 @@ from segtrain.data.synthetic.palette import paint
 from segtrain.data.synthetic.street import Street, draw_street
 
 _ASPECT = 2.0
-_LEAST_HEIGHT = 0.05
+_LEAST_HEIGHT = 0.16
 
 
 def draw_scene(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -46,10 +46,10 @@ def _camera(rng: np.random.Generator, size: tuple[int, int]) -> Camera:
     span = min(width, height * _ASPECT)
     return Camera(
         size=size,
-        focal_px=span * rng.uniform(0.55, 0.85),
+        focal_px=span * rng.uniform(0.75, 1.15),
         center_x=width * rng.uniform(0.34, 0.66),
-        horizon_y=height * rng.uniform(0.34, 0.54),
-        height_m=rng.uniform(1.25, 2.2),
+        horizon_y=height * rng.uniform(0.3, 0.48),
+        height_m=rng.uniform(1.6, 2.8),
         bend=rng.normal(0, 0.0016) if rng.random() < 0.5 else 0.0,
     )
 
@@ -61,19 +61,19 @@ def _things(
     found: list[things.Thing] = []
     for side, (near, far) in zip((-1, 1), street.walks, strict=True):
         kerb = street.left if side < 0 else street.right
-        for z in _row(rng, 5, 70, 14):
-            if rng.random() < 0.55:
+        for z in _row(rng, 5, 40, 13):
+            if rng.random() < 0.45:
                 found.append(things.tree(rng, kerb + side * rng.uniform(0.6, 1.4), z, noise))
-        for z in _row(rng, 4.5, 32, 9):
+        for z in _row(rng, 4.5, 17, 11):
             with_sign = rng.random() < 0.55
             found.append(things.pole(rng, kerb + side * rng.uniform(0.3, 0.9), z, with_sign))
-        for z in rng.uniform(3.5, 20, rng.poisson(3.0)):
+        for z in rng.uniform(3.2, 10, rng.poisson(1.8)):
             found.append(things.person(rng, rng.uniform(near, far), z))
         if rng.random() < 0.25:
             found.append(things.bin_(rng, rng.uniform(near, far), rng.uniform(6, 25)))
-        if rng.random() < 0.55:
+        if rng.random() < 0.4:
             found += _parked(rng, street, side, heaven)
-    for z in rng.uniform(5, 18, rng.poisson(0.8)):
+    for z in rng.uniform(4.5, 11, rng.poisson(0.5)):
         found.append(things.person(rng, rng.uniform(street.left, street.right), z))
     return found + _traffic(rng, street, heaven)
 
@@ -88,7 +88,7 @@ def _parked(
         vehicles.car(
             rng, kerb - side * rng.uniform(0.95, 1.15), z, heading + rng.normal(0, 0.03), heaven
         )
-        for z in _row(rng, 6.5, 45, 6.5)
+        for z in _row(rng, 6.5, 40, 6.5)
         if rng.random() < 0.75
     ]
 

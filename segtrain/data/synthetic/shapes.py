@@ -24,7 +24,7 @@ def rectangle(left: float, bottom: float, right: float, top: float) -> np.ndarra
 def person(rng: np.random.Generator) -> Figure:
     """Someone standing or walking, 1.55 to 1.95 m tall."""
     tall = rng.uniform(1.55, 1.95)
-    broad = rng.uniform(0.25, 0.36)
+    broad = rng.uniform(0.28, 0.4)
     stride = rng.uniform(0.0, 0.17)
     trousers, coat = paint(rng, 0.6) * 0.75, paint(rng, 0.5)
     skin, hair = _SKIN[rng.integers(len(_SKIN))], paint(rng, 0.2) * 0.5

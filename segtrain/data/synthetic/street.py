@@ -46,16 +46,16 @@ def draw_street(rng: np.random.Generator) -> Street:
     walk = np.clip(road + rng.normal(0, 4), 20, 220) if rng.random() < 0.5 else material(rng)
     kerb = walk + rng.uniform(14, 42) * rng.choice((-1, 1), p=(0.25, 0.75))
     grass = green(rng) * 1.05
-    left, right = -rng.uniform(1.9, 6.5), rng.uniform(1.9, 4.5)
+    left, right = -rng.uniform(1.9, 5.0), rng.uniform(1.9, 4.0)
     edges, labels, colors, walks, fronts = [left, right], [ROAD], [road], [], []
     for side, edge in ((-1, left), (1, right)):
         strips = [(_KERB_M, SIDEWALK, kerb)]
-        wide = rng.uniform(2.2, 6.5)
-        if rng.random() < 0.4:
-            strips.append((rng.uniform(1.0, 3.0), TERRAIN, grass))
+        wide = rng.uniform(3.0, 7.0)
+        if rng.random() < 0.25:
+            strips.append((rng.uniform(2.0, 4.0), TERRAIN, grass))
         strips.append((wide, SIDEWALK, walk))
         if rng.random() < 0.45:
-            strips.append((rng.uniform(1.5, 6.0), TERRAIN, grass))
+            strips.append((rng.uniform(3.0, 9.0), TERRAIN, grass))
         out = edge
         for width, label, color in strips:
             if label == SIDEWALK and width == wide:
@@ -94,7 +94,7 @@ def _plots(
         elif crossing[0] <= z < crossing[1]:
             z = crossing[1]
             continue
-        height = 0.0 if rng.random() < green_share else rng.uniform(5, 24)
+        height = 0.0 if rng.random() < green_share else rng.uniform(4.5, 15)
         setback = rng.choice((0.0, rng.uniform(0, 3)))
         if stop > 1.5:
             plots.append(Plot(side, max(z, 1.0), stop, front + side * setback, height))

@@ -33,7 +33,7 @@ def person(rng: np.random.Generator, x: float, z: float) -> Thing:
 
 def pole(rng: np.random.Generator, x: float, z: float, with_sign: bool) -> Thing:
     """A mast as thick as those of trams and big lamps; it may carry traffic signs."""
-    half, tall = rng.uniform(0.13, 0.24), rng.uniform(4.5, 9.0)
+    half, tall = rng.uniform(0.24, 0.4), rng.uniform(5.0, 9.0)
     color = material(rng) * rng.uniform(0.5, 1.0)
     mast = [
         (shapes.rectangle(-half, 0, half, tall), color),
@@ -42,8 +42,8 @@ def pole(rng: np.random.Generator, x: float, z: float, with_sign: bool) -> Thing
     panels: list[tuple[float, shapes.Figure]] = []
     if with_sign:
         high = rng.uniform(2.4, 3.2)
-        for _ in range(rng.integers(1, 3)):
-            side = rng.uniform(0.9, 1.5)
+        for _ in range(1 + (rng.random() < 0.25)):
+            side = rng.uniform(1.2, 1.9)
             panels.append((high, shapes.sign(rng, side)))
             high += side + 0.1
     elif rng.random() < 0.5:
@@ -63,13 +63,13 @@ def pole(rng: np.random.Generator, x: float, z: float, with_sign: bool) -> Thing
 
 def tree(rng: np.random.Generator, x: float, z: float, noise: np.ndarray) -> Thing:
     """A trunk and a crown; both are vegetation."""
-    tall, half = rng.uniform(4.5, 9.0), rng.uniform(0.1, 0.25)
-    spread = rng.uniform(0.9, 1.9)
+    tall, half = rng.uniform(4.0, 7.0), rng.uniform(0.14, 0.3)
+    spread = rng.uniform(1.4, 2.6)
     leaves = green(rng)
     bark = np.float32((78, 66, 56)) * rng.uniform(0.7, 1.3)
     count = 13
-    offsets = rng.normal(0, (spread * 0.62, 0.14 * tall), (count, 2))
-    radii = rng.uniform(0.4, 0.85, count) * spread
+    offsets = rng.normal(0, (spread * 0.55, 0.12 * tall), (count, 2))
+    radii = rng.uniform(0.5, 0.9, count) * spread
 
     def draw(canvas: Canvas) -> None:
         _shadow(canvas, x, z, spread * 0.8, 0.35)

@@ -1,0 +1,440 @@
+"""The oracle is F.batch_norm in float64 on the whole batch in one process."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segtrain import dist
+from segtrain.config import NormConfig
+from segtrain.norm import (
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+    convert,
+    make_norm,
+)
+
+C = 5
+
+
+def tensors(shapes, dtype=torch.float64, mean=2.0, std=3.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(shape, generator=generator, dtype=torch.float64) * std + mean).to(dtype)
+        for shape in shapes
+    ]
+
+
+def layer(dtype=torch.float64, **options):
+    module = SyncBatchNorm(C, dtype=dtype, **options)
+    with torch.no_grad():
+        if module.weight is not None:
+            module.weight.copy_(torch.linspace(0.5, 2.0, C))
+        if module.bias is not None:
+            module.bias.copy_(torch.linspace(-1.0, 1.0, C))
+    return module
+
+
+def run_layer(parts, grads, module, memory_format=None):
+    """One training step on this rank's part; everything the oracle is compared with."""
+    x = parts[dist.rank()]
+    if memory_format is not None:
+        x = x.to(memory_format=memory_format)
+    x = x.requires_grad_()
+    y = module(x)
+    y.backward(grads[dist.rank()])
+    assert y.stride() == x.stride()
+    assert x.grad.stride() == x.stride()
+    parameters = [p for p in (module.weight, module.bias) if p is not None]
+    summed = [dist.all_sum(p.grad.clone()) for p in parameters]
+    return y.detach(), x.grad, summed, dict(module.named_buffers())
+
+
+def reference(parts, grads, module):
+    """The same by F.batch_norm on all values of all ranks side by side."""
+
+    def flat(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([t.transpose(0, 1).reshape(C, -1) for t in tensors], dim=1).T.double()
+
+    x = flat(parts).requires_grad_()
+    weight, bias = (
+        None if p is None else p.detach().double().clone().requires_grad_()
+        for p in (module.weight, module.bias)
+    )
+    mean, var = torch.zeros(C, dtype=torch.float64), torch.ones(C, dtype=torch.float64)
+    y = F.batch_norm(x, mean, var, weight, bias, True, module.momentum, module.eps)
+    y.backward(flat(grads))
+    counts = [t.numel() // C for t in parts]
+    return y.detach().split(counts), x.grad.split(counts), [weight, bias], mean, var
+
+
+def back_to_shape(rows: Tensor, like: Tensor) -> Tensor:
+    shape = like.transpose(0, 1).shape
+    return rows.T.reshape(shape).transpose(0, 1)
+
+
+def assert_equals_full_batch(run_ranks, parts, *, atol=1e-12, memory_format=None, **options):
+    grads = tensors([p.shape for p in parts], parts[0].dtype, mean=0.3, std=1.0, seed=1)
+    module = layer(parts[0].dtype, **options)
+    results = run_ranks(len(parts), run_layer, parts, grads, module, memory_format)
+    ys, dxs, parameters, mean, var = reference(parts, grads, module)
+    for rank, (y, dx, summed, buffers) in enumerate(results):
+        for got, expected in ((y, ys[rank]), (dx, dxs[rank])):
+            expected = back_to_shape(expected, parts[rank])
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
+        expected = [p.grad for p in parameters if p is not None]
+        for got, wanted in zip(summed, expected, strict=True):
+            torch.testing.assert_close(got.double(), wanted, rtol=atol, atol=atol)
+        if module.track_running_stats:
+            torch.testing.assert_close(buffers["running_mean"].double(), mean, rtol=0, atol=atol)
+            torch.testing.assert_close(buffers["running_var"].double(), var, rtol=atol, atol=atol)
+            assert buffers["num_batches_tracked"] == 1
+
+
+SPLITS = {
+    "even": [(2, C, 3, 4), (2, C, 3, 4)],
+    "uneven images": [(5, C, 3, 4), (1, C, 3, 4)],
+    "uneven sizes": [(2, C, 3, 4), (1, C, 7, 2), (3, C, 1, 5)],
+    "one rank empty": [(3, C, 3, 4), (0, C, 3, 4), (2, C, 3, 4)],
+    "one value a rank": [(1, C, 1, 1)] * 4,
+    "four ranks": [(1, C, 3, 4), (2, C, 3, 4), (3, C, 3, 4), (4, C, 3, 4)],
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_any_split_equals_the_full_batch(run_ranks, split):
+    assert_equals_full_batch(run_ranks, tensors(SPLITS[split]))
+
+
+@pytest.mark.parametrize("split", ["uneven images", "uneven sizes", "one rank empty"])
+def test_channels_last_equals_the_full_batch_and_is_kept(run_ranks, split):
+    assert_equals_full_batch(
+        run_ranks, tensors(SPLITS[split]), memory_format=torch.channels_last
+    )
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(4, C), (3, C)], [(2, C, 7), (1, C, 3)], [(2, C, 2, 3, 4), (1, C, 2, 3, 4)]]
+)
+def test_two_three_and_five_dimensions_equal_the_full_batch(run_ranks, shapes):
+    assert_equals_full_batch(run_ranks, tensors(shapes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"affine": False},
+        {"bias": False},
+        {"track_running_stats": False},
+        {"momentum": 0.0},
+        {"momentum": 1.0},
+        {"eps": 0.5},
+    ],
+)
+def test_options_equal_the_full_batch(run_ranks, options):
+    assert_equals_full_batch(run_ranks, tensors(SPLITS["uneven images"]), **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.15), (torch.float16, 0.02)]
+)
+def test_narrow_types_are_near_the_full_batch_in_float64(run_ranks, dtype, atol):
+    """Outputs up to 8 are rounded to the type: 2**-8 of that and the gradients for bfloat16."""
+    parts = tensors(SPLITS["uneven images"], dtype)
+    grads = tensors([p.shape for p in parts], dtype, mean=0.3, std=1.0, seed=1)
+    module = layer(torch.float32)
+    results = run_ranks(2, run_layer, parts, grads, module)
+    ys, dxs, _, mean, var = reference(parts, grads, module)
+    for rank, (y, dx, _, buffers) in enumerate(results):
+        assert y.dtype == dx.dtype == dtype
+        for got, wanted in ((y, ys[rank]), (dx, dxs[rank])):
+            wanted = back_to_shape(wanted, parts[rank])
+            torch.testing.assert_close(got.double(), wanted, rtol=0, atol=atol)
+        # The statistics are float32 whatever the input is.
+        torch.testing.assert_close(buffers["running_mean"].double(), mean, rtol=0, atol=1e-6)
+        torch.testing.assert_close(buffers["running_var"].double(), var, rtol=1e-6, atol=1e-6)
+
+
+def running_var(parts):
+    module = SyncBatchNorm(C, momentum=1.0, affine=False)
+    module(parts[dist.rank()])
+    return module.running_var
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1e2, 1e4])
+def test_variance_survives_a_mean_far_from_zero(run_ranks, ratio):
+    """The sums of float32 squares that others send are wrong by 19 % at a ratio of 1000."""
+    parts = tensors([(2, C, 32, 45)] * 2, torch.float32, mean=ratio, std=1.0)
+    got = run_ranks(2, running_var, parts)[0].double()
+    wanted = torch.cat(parts).double().transpose(0, 1).reshape(C, -1).var(dim=1)
+    # float32 holds the data itself to 6e-8 of the mean; the bound leaves room for its accumulation.
+    torch.testing.assert_close(got, wanted, rtol=max(1e-5, 4e-9 * ratio), atol=0)
+
+
+def empty_step(dtype):
+    module = layer(torch.float32)
+    x = torch.empty(0, C, 3, 4, dtype=dtype, requires_grad=True)
+    y = module(x)
+    y.float().sum().backward()
+    return y.shape, x.grad.shape, module.weight.grad, dict(module.named_buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_empty_on_all_ranks_leaves_no_trace(run_ranks, dtype):
+    for y_shape, dx_shape, grad, buffers in run_ranks(2, empty_step, dtype):
+        assert y_shape == dx_shape == (0, C, 3, 4)
+        assert torch.equal(grad, torch.zeros(C))
+        assert torch.equal(buffers["running_mean"], torch.zeros(C))
+        assert torch.equal(buffers["running_var"], torch.ones(C))
+        assert buffers["num_batches_tracked"] == 0
+
+
+def one_value_in_all(on_one_value):
+    module = layer(torch.float32, on_one_value=on_one_value)
+    y = module(torch.full((1 - dist.rank(), C, 1, 1), 7.0))
+    return y.detach(), dict(module.named_buffers()), module.bias.detach()
+
+
+def test_one_value_in_the_group_gives_the_bias_and_finite_buffers(run_ranks):
+    y, buffers, bias = run_ranks(2, one_value_in_all, "normalize")[0]
+    # x * scale and bias - mean * scale cancel; the scale is 1 / sqrt(eps), 316.
+    torch.testing.assert_close(y.flatten(), bias, rtol=0, atol=1e-3)
+    assert buffers["running_var"].isfinite().all()
+
+
+def test_one_value_in_the_group_is_refused_on_request(run_ranks):
+    with pytest.raises(pytest.fail.Exception, match="one value per channel over 2 ranks"):
+        run_ranks(2, one_value_in_all, "raise")
+
+
+def half_module():
+    module = layer(torch.float32).half()
+    x = tensors([(2, C, 190, 190)], torch.float16, seed=dist.rank())[0]  # 72,200 values > 65,504
+    return module(x).isfinite().all(), module.running_var.isfinite().all()
+
+
+def test_a_half_precision_module_counts_beyond_the_range_of_float16(run_ranks):
+    assert all(all(finite) for finite in run_ranks(2, half_module))
+
+
+def sliced_input():
+    wide, grad = tensors([(2, C + 3, 3, 4), (2, C, 3, 4)], seed=dist.rank())
+    wide = wide.to(memory_format=torch.channels_last)
+    outcomes = []
+    for x, dy in ((wide[:, 1 : C + 1], grad), (wide[:, 1 : C + 1].contiguous(), grad)):
+        x = x.detach().requires_grad_()
+        y = layer()(x)
+        y.backward(dy.to(memory_format=torch.channels_last) if not x.is_contiguous() else dy)
+        outcomes.append((y.detach(), x.grad))
+    return outcomes
+
+
+def test_slices_and_gradients_of_another_layout_give_the_same_numbers(run_ranks):
+    for sliced, dense in run_ranks(2, sliced_input):
+        for got, wanted in zip(sliced, dense, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def cumulative():
+    module = SyncBatchNorm(C, momentum=None, dtype=torch.float64)
+    for seed in range(3):
+        module(tensors([(2, C, 3, 4)], seed=10 * seed + dist.rank())[0])
+    return module.running_mean, module.running_var
+
+
+def test_momentum_none_is_the_average_over_batches(run_ranks):
+    batches = [
+        torch.cat([tensors([(2, C, 3, 4)], seed=10 * seed + rank)[0] for rank in range(2)])
+        for seed in range(3)
+    ]
+    plain = nn.BatchNorm2d(C, momentum=None, dtype=torch.float64)
+    for batch in batches:
+        plain(batch)
+    mean, var = run_ranks(2, cumulative)[0]
+    torch.testing.assert_close(mean, plain.running_mean, rtol=0, atol=1e-14)
+    torch.testing.assert_close(var, plain.running_var, rtol=0, atol=1e-13)
+
+
+def count_collectives():
+    calls = []
+    reduce = torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda *args, **kwargs: (
+        calls.append(1),
+        reduce(*args, **kwargs),
+    )
+    module = layer()
+    x = tensors([(2, C, 3, 4)], seed=dist.rank())[0].requires_grad_()
+    counts = []
+    module.train()
+    y = module(x)
+    counts.append(len(calls))
+    y.sum().backward()
+    counts.append(len(calls))
+    module.eval()
+    module(x)
+    module.running_mean = module.running_var = None
+    module(x)
+    counts.append(len(calls))
+    module.train()(x)
+    counts.append(len(calls))
+    return counts
+
+
+def test_one_collective_forward_one_backward_and_none_in_evaluation(run_ranks):
+    assert run_ranks(2, count_collectives) == [[1, 2, 2, 3]] * 2
+
+
+def frozen_input():
+    x = tensors([(2, C, 3, 4)], seed=dist.rank())[0]
+    x.requires_grad_(dist.rank() == 0)
+    module = layer()
+    module(x).square().sum().backward()
+    return module.weight.grad.isfinite().all().item()
+
+
+def test_a_rank_whose_input_needs_no_gradient_takes_part_all_the_same(run_ranks):
+    assert run_ranks(2, frozen_input) == [True, True]
+
+
+def sub_groups():
+    ranks = [0, 1] if dist.rank() < 2 else [2, 3]
+    module = SyncBatchNorm(C, process_group=ranks, momentum=1.0, dtype=torch.float64)
+    module(tensors([(2, C, 3, 4)], seed=dist.rank())[0])
+    return module.running_mean
+
+
+def test_groups_of_ranks_have_statistics_of_their_own(run_ranks):
+    means = run_ranks(4, sub_groups)
+    parts = [tensors([(2, C, 3, 4)], seed=rank)[0] for rank in range(4)]
+    for rank, mean in enumerate(means):
+        first = rank // 2 * 2
+        wanted = torch.cat(parts[first : first + 2]).mean(dim=(0, 2, 3))
+        torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-13)
+
+
+def explicit_group():
+    group = dist.group_of((0, 1)) if dist.rank() < 2 else None
+    module = SyncBatchNorm(C, process_group=group, dtype=torch.float64)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+    return copied.process_group
+
+
+def test_a_module_with_a_group_can_be_copied_and_pickled(run_ranks):
+    assert run_ranks(3, explicit_group) == [(0, 1), (0, 1), None]
+
+
+def node_group():
+    module = SyncBatchNorm(C, process_group="node", momentum=1.0, dtype=torch.float64)
+    module(tensors([(1, C, 3, 4)], seed=dist.rank())[0])
+    return module.running_mean
+
+
+def test_the_group_node_is_the_ranks_of_this_machine(run_ranks):
+    wanted = torch.cat([tensors([(1, C, 3, 4)], seed=rank)[0] for rank in range(2)])
+    mean = run_ranks(2, node_group)[0]
+    torch.testing.assert_close(mean, wanted.mean(dim=(0, 2, 3)), rtol=0, atol=1e-13)
+
+
+def small_net(norm):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        norm(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, bias=False),
+        norm(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    ).double()
+
+
+def batch(step):
+    return tensors([(6, 3, 9, 11)], mean=0.0, std=1.0, seed=step)[0]
+
+
+def ddp_training(rows):
+    net = small_net(lambda c: SyncBatchNorm2d(c, dtype=torch.float64))
+    replica = dist.replicate(net, torch.device("cpu"))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(6):
+        total = replica(batch(step)[rows[dist.rank()]]).square().sum()
+        (total / 6 * dist.world_size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("rows", [(slice(0, 3), slice(3, 6)), (slice(0, 5), slice(5, 6))])
+def test_six_steps_under_ddp_equal_one_process(run_ranks, rows):
+    first, second = run_ranks(2, ddp_training, rows)
+    net = small_net(nn.BatchNorm2d)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(6):
+        (net(batch(step)).square().sum() / 6).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, wanted in net.state_dict().items():
+        torch.testing.assert_close(first[name], wanted, rtol=1e-11, atol=1e-11)
+        if "running" in name:
+            assert torch.equal(first[name], second[name])
+
+
+def test_one_process_is_plain_batch_norm():
+    x = tensors([(3, C, 3, 4)])[0]
+    plain, ours = nn.BatchNorm2d(C).double(), SyncBatchNorm2d(C).double()
+    assert torch.equal(ours(x), plain(x))
+    assert torch.equal(ours.eval()(x), plain.eval()(x))
+    assert ours.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(SyncBatchNorm1d, (2, C, 3, 4)), (SyncBatchNorm2d, (2, C)), (SyncBatchNorm3d, (2, C, 3, 4))],
+)
+def test_a_wrong_number_of_dimensions_is_refused(kind, shape):
+    with pytest.raises(ValueError, match="expected"):
+        kind(C)(torch.zeros(shape))
+
+
+def test_conversion_keeps_tensors_modes_hooks_and_sharing_and_comes_back():
+    shared = nn.BatchNorm2d(4, eps=1e-3, momentum=None)
+    net = nn.ModuleDict({"a": nn.Sequential(nn.Conv2d(3, 4, 1), shared), "b": shared})
+    shared.eval()
+    shared.weight.requires_grad_(False)
+    seen = []
+    shared.register_forward_hook(lambda *_: seen.append(1))
+    weight = shared.weight
+
+    convert(net)
+    assert type(net["b"]) is SyncBatchNorm2d
+    assert net["a"][1] is net["b"]
+    assert net["b"].weight is weight
+    assert (net["b"].eps, net["b"].momentum, net["b"].training) == (1e-3, None, False)
+    net["b"](torch.zeros(1, 4, 2, 2))
+    assert seen == [1]
+
+    convert(net, to="local")
+    assert type(net["b"]) is nn.BatchNorm2d
+    assert net["b"].weight is weight
+    assert vars(net["b"]).keys() == vars(nn.BatchNorm2d(4)).keys()
+
+
+def test_conversion_refuses_a_subclass_by_its_path():
+    class Fused(nn.BatchNorm2d):
+        pass
+
+    with pytest.raises(TypeError, match=r"1 is a Fused"):
+        convert(nn.Sequential(nn.ReLU(), Fused(4)))
+
+
+def test_the_config_chooses_the_layer():
+    sync = make_norm(NormConfig(kind="sync", momentum=0.03, eps=1e-3))(7)
+    assert (type(sync), sync.num_features, sync.momentum) == (SyncBatchNorm2d, 7, 0.03)
+    assert type(make_norm(NormConfig(kind="local"))(7)) is nn.BatchNorm2d
