@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +21,8 @@ from segtrain.rundir import LOG, METRICS
 
 logger = logging.getLogger("segtrain")
 
-# How often a run without a terminal reports where it is, in shares of the whole.
-_PLAIN_REPORTS = 20
+# How often a run without a terminal says where it is.
+_PLAIN_EVERY_S = 10
 
 
 class RunLog:
@@ -157,7 +158,7 @@ class ProgressBar:
             leave=False,
         )
         self._what, self._total, self._done, self._text = what, total, done, ""
-        self._every = max(1, total // _PLAIN_REPORTS)
+        self._said = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -179,5 +180,7 @@ class ProgressBar:
         """One more is done."""
         self._done += 1
         self._bar.update()
-        if self._plain and (self._done % self._every == 0 or self._done == self._total):
+        late = time.monotonic() - self._said > _PLAIN_EVERY_S
+        if self._plain and (late or self._done == self._total):
+            self._said = time.monotonic()
             say(f"{self._what} {self._done}/{self._total}  {self._text}".rstrip())

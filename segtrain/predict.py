@@ -20,12 +20,12 @@ from torch import nn
 from tqdm import tqdm
 
 from segtrain import pictures
-from segtrain.checkpoint import load_model
-from segtrain.config import Config
-from segtrain.config_file import override_settings
+from segtrain.checkpoint import LoadedModel, load_model
+from segtrain.config import Config, override_config
 from segtrain.data.classes import ClassFile
 from segtrain.data.decode import MAX_PIXELS, read_header, read_image
 from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines, printable
+from segtrain.dist import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.inference import InferenceSettings, predict_label
 
@@ -34,6 +34,9 @@ MORE_SUFFIXES = (".bmp", ".tif", ".tiff", ".webp")
 SUFFIXES = (*IMAGE_SUFFIXES, *MORE_SUFFIXES)
 _MORE_FORMATS = ("BMP", "TIFF", "WEBP")
 _MORE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX")
+
+# Everything else was decided when the model was trained.
+_SETTABLE = ("eval.", "data.short_side_px", "train.precision")
 
 LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
 
@@ -64,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code.
 
     args: source (run directory or checkpoint), inputs (files and folders), output (a directory),
-        device (None: the first GPU, else the CPU), set (a list of `eval.key=value`), overwrite.
+        device ("auto", "cpu" or "cuda"), set (a list of `section.key=value`), overwrite.
 
     Raises:
         DataError: nothing to predict; or, after all others are done, images that cannot be read.
@@ -72,9 +75,14 @@ def main(args: argparse.Namespace) -> int:
     output = Path(args.output)
     sources = find_images(args.inputs, output)
     _check_output(output, sources, overwrite=args.overwrite)
-    device = _device(args.device)
+    device = device_for(args.device)
     loaded = load_model(args.source, device=device)
-    settings = InferenceSettings.from_config(_with_overrides(loaded.config, args.set or ()))
+    config = _config(loaded, args)
+    if config.train.precision == "float64":
+        loaded.model.double()
+    if config.train.channels_last and device.type == "cuda":
+        loaded.model.to(memory_format=torch.channels_last)
+    settings = InferenceSettings.from_config(config)
     print(f"step {loaded.step}; {settings.describe()}; {device}")
     problems, turned = predict_images(
         loaded.model, sources, output, settings=settings, classes=loaded.classes, device=device
@@ -231,13 +239,17 @@ def _read_other(path: Path) -> np.ndarray:
         raise DataError(f"{printable(path)}: damaged image: {error}") from error
 
 
-def _with_overrides(config: Config, overrides: Sequence[str]) -> Config:
-    foreign = [text for text in overrides if not text.strip().startswith("eval.")]
+def _config(loaded: LoadedModel, args: argparse.Namespace) -> Config:
+    foreign = [text for text in args.set if not text.strip().startswith(_SETTABLE)]
     if foreign:
         raise ConfigError(
-            "\n".join(f"--set {text}: no effect here; only eval.* can be set" for text in foreign)
+            "\n".join(
+                f"--set {text}: no effect on predictions; only {_SETTABLE[0]}* and "
+                f"{', '.join(_SETTABLE[1:])} have one"
+                for text in foreign
+            )
         )
-    return override_settings(config, overrides, source="the run's config")
+    return override_config(loaded.config, args.set, source=str(args.source))
 
 
 def _check_output(output: Path, sources: Sequence[Source], *, overwrite: bool) -> None:
@@ -250,18 +262,6 @@ def _check_output(output: Path, sources: Sequence[Source], *, overwrite: bool) -
             f"{len(sources)} images, such as {LABELS}/{printable(there[0])}.png; "
             "choose another directory or pass --overwrite"
         )
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name}: {reason}; use cpu, cuda or cuda:<number>") from error
-    return device
 
 
 def _ahead(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

@@ -208,14 +208,13 @@ def test_fresh_process_draws_the_same_and_imports_albumentations_only_for_colour
     script = """
 import hashlib, pickle, sys
 import numpy as np
-image, label, plain, colors = sys.stdin.buffer.read().split(b"|||")
-image, label = pickle.loads(image), pickle.loads(label)
+image, label, plain, colors = pickle.load(sys.stdin.buffer)
 digest = lambda pair: hashlib.sha256(pair[0].tobytes() + pair[1].tobytes()).hexdigest()
 print(digest(pickle.loads(plain)(image, label, np.random.default_rng(5))))
 print("albumentations" in sys.modules)
 print(digest(pickle.loads(colors)(image, label, np.random.default_rng(5))))
 """
-    payload = b"|||".join(pickle.dumps(value) for value in (image, label, plain, colors))
+    payload = pickle.dumps((image, label, pickle.dumps(plain), pickle.dumps(colors)))
     result = subprocess.run(
         [sys.executable, "-c", script], input=payload, capture_output=True, check=True
     )
@@ -283,9 +282,9 @@ def test_odd_sizes_give_crops_of_the_right_form_without_new_labels(seed):
 
 
 def test_one_class_rarely_fills_the_crop_when_its_share_is_limited():
-    """Half the positions show one class only: 11 of them in a row have probability 2 ** -11."""
+    """A third of the positions show one class too much; 11 of them in a row hardly happen."""
     label = np.zeros((32, 128), np.uint8)
-    label[:, 64:] = np.arange(64) % 3
+    label[:, 48:] = np.arange(80) % 3
     image = np.zeros((32, 128, 3), np.uint8)
 
     def shares(limit):
@@ -293,7 +292,7 @@ def test_one_class_rarely_fills_the_crop_when_its_share_is_limited():
         crops = [transform(image, label, rng(seed))[1] for seed in range(100)]
         return np.array([np.bincount(crop.ravel()).max() / crop.size for crop in crops])
 
-    assert (shares(1.0) > 0.75).sum() > 40
+    assert (shares(1.0) > 0.75).sum() > 25
     assert (shares(0.75) <= 0.75).all()
 
 

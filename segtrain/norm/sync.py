@@ -105,7 +105,10 @@ class SyncBatchNorm(_BatchNorm):
         seen = count > 0
         self.num_batches_tracked.add_(seen)
         factor = seen.to(torch.float64)
-        factor *= 1 / self.num_batches_tracked.clamp(min=1) if self.momentum is None else self.momentum
+        if self.momentum is None:
+            factor = factor / self.num_batches_tracked.clamp(min=1)
+        else:
+            factor = factor * self.momentum
         unbiased = var * (count / (count - 1).clamp(min=1)).to(var.dtype)
         for running, batch in ((self.running_mean, mean), (self.running_var, unbiased)):
             # In the wide type, then rounded once: the buffers may be float16 (module.half()).

@@ -70,7 +70,7 @@ def _things(
         for z in rng.uniform(3.2, 10, rng.poisson(1.8)):
             found.append(things.person(rng, rng.uniform(near, far), z))
         if rng.random() < 0.25:
-            found.append(things.bin_(rng, rng.uniform(near, far), rng.uniform(6, 25)))
+            found.append(things.bin_(rng, rng.uniform(near, far), rng.uniform(4, 10)))
         if rng.random() < 0.4:
             found += _parked(rng, street, side, heaven)
     for z in rng.uniform(4.5, 11, rng.poisson(0.5)):

@@ -1,0 +1,208 @@
+import argparse
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from segtrain import predict
+from segtrain.checkpoint import LoadedModel
+from segtrain.config import Config, DataConfig
+from segtrain.data.classes import ClassFile, SegClass
+from segtrain.errors import ConfigError, DataError, ExecutionError
+from segtrain.records import SegLogits
+
+CLASSES = ClassFile(
+    name="three",
+    classes=(
+        SegClass("reddish", (200, 0, 10), (7,)),
+        SegClass("greenish", (0, 150, 20), (23, 24)),
+        SegClass("bluish", (30, 0, 250), (11,)),
+    ),
+    ignore_ids=(0,),
+    ignore_color=(0, 0, 0),
+)
+RAW_IDS = np.array([7, 23, 11])
+
+
+class StrongestChannel(nn.Module):
+    """Its class is 0, 1 or 2 where red, green or blue is largest, so the result is known."""
+
+    def forward(self, images):
+        return SegLogits(images)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command on inputs, writing to tmp_path/out."""
+    config = Config(
+        data=DataConfig(
+            layout="folders", root="x", classes="three", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
+        )
+    )
+
+    def command(*inputs, classes=CLASSES, **changes):
+        loaded = LoadedModel(StrongestChannel().eval(), config, classes, step=3)
+        monkeypatch.setattr(predict, "load_model", lambda source, device: loaded)
+        args = {
+            "source": "run",
+            "inputs": [str(path) for path in inputs],
+            "output": str(tmp_path / "out"),
+            "device": "cpu",
+            "set": [],
+            "overwrite": False,
+        }
+        return predict.main(argparse.Namespace(**(args | changes)))
+
+    return command
+
+
+def photo(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def save(path, image):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(path)
+    return path
+
+
+def read(path):
+    return np.array(Image.open(path))
+
+
+def names(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
+
+
+def test_images_of_any_size_get_label_map_colours_and_overlay(run, tmp_path):
+    image = photo(37, 53)
+    save(tmp_path / "in" / "my street" / "first photo.png", image)
+    assert run(tmp_path / "in") == 0
+    out = tmp_path / "out"
+    expected = image.argmax(2)
+    label = read(out / "labels" / "my street" / "first photo.png")
+    assert label.dtype == np.uint8
+    assert np.array_equal(label, RAW_IDS[expected])
+    colors = read(out / "colors" / "my street" / "first photo.png")
+    assert np.array_equal(colors, np.array(CLASSES.palette)[expected])
+    overlay = read(out / "overlays" / "my street" / "first photo.png").astype(float)
+    assert np.abs(overlay - (image / 2 + colors / 2)).max() <= 1
+    assert (out / "legend.png").is_file()
+
+
+@pytest.mark.parametrize("suffix", ["bmp", "tif", "webp", "PNG"])
+def test_every_lossless_format_is_read_as_the_same_picture(run, tmp_path, suffix):
+    image = photo(21, 34)
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(image).save(path, **({"lossless": True} if suffix == "webp" else {}))
+    assert run(path) == 0
+    assert np.array_equal(read(tmp_path / "out/labels/a.png"), RAW_IDS[image.argmax(2)])
+
+
+def test_a_palette_image_counts_by_its_colours(run, tmp_path):
+    picture = Image.new("P", (9, 5), 1)
+    picture.putpalette([10, 200, 30, 0, 0, 90])  # index 1 is blue
+    picture.save(tmp_path / "a.png")
+    assert run(tmp_path / "a.png") == 0
+    assert (read(tmp_path / "out/labels/a.png") == 11).all()
+
+
+def test_ids_above_255_are_written_with_16_bits(run, tmp_path):
+    image = photo(20, 30)
+    classes = ClassFile(
+        "large",
+        tuple(SegClass(c, (i, 0, 0), (i * 400,)) for i, c in enumerate("abc")),
+        (),
+        (9, 9, 9),
+    )
+    assert run(save(tmp_path / "a.png", image), classes=classes) == 0
+    label = cv2.imread(str(tmp_path / "out/labels/a.png"), cv2.IMREAD_UNCHANGED)
+    assert label.dtype == np.uint16
+    assert np.array_equal(label, image.argmax(2) * 400)
+
+
+def test_unreadable_images_are_named_at_the_end_and_the_others_done(run, tmp_path):
+    folder = tmp_path / "in"
+    for i in range(8):
+        save(folder / f"good {i}.png", photo(10 + i, 20, seed=i))
+    whole = save(folder / "cut.png", photo(40, 50)).read_bytes()
+    (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.jpg").touch()
+    (folder / "text.tif").write_text("not a picture")
+    with pytest.raises(DataError, match="3 of 11 images") as refusal:
+        run(folder)
+    assert all(name in str(refusal.value) for name in ("cut.png", "empty.jpg", "text.tif"))
+    assert names(tmp_path / "out/labels") == [f"good {i}.png" for i in range(8)]
+
+
+def test_images_with_one_name_get_names_of_their_own(run, tmp_path):
+    one = save(tmp_path / "a" / "x.png", photo(8, 9))
+    other = save(tmp_path / "b" / "x.png", photo(10, 11, seed=1))
+    save(tmp_path / "b" / "X.bmp", photo(12, 13, seed=2))
+    assert run(one, tmp_path / "a", tmp_path / "b", other) == 0
+    labels = tmp_path / "out/labels"
+    sizes = {name: read(labels / name).shape for name in names(labels)}
+    assert sizes == {"x.png": (8, 9), "X_bmp.png": (12, 13), "x_png.png": (10, 11)}
+
+
+def test_predictions_are_not_predicted_again(run, tmp_path):
+    save(tmp_path / "a.png", photo(8, 9))
+    assert run(tmp_path) == 0
+    assert run(tmp_path, overwrite=True) == 0
+    assert names(tmp_path / "out/labels") == ["a.png"]
+
+
+def test_existing_predictions_are_kept_unless_told_otherwise(run, tmp_path):
+    path = save(tmp_path / "a.png", photo(8, 9))
+    run(path)
+    with pytest.raises(ConfigError, match=r"1 of these 1 images, such as labels/a\.png; .*--overw"):
+        run(path)
+
+
+def test_inputs_without_images_are_refused_together(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(DataError) as refusal:
+        run(tmp_path / "empty", tmp_path / "notes.txt", tmp_path / "nowhere")
+    assert "empty: no images" in str(refusal.value)
+    assert "notes.txt: not an image" in str(refusal.value)
+    assert "nowhere: no such file or folder" in str(refusal.value)
+
+
+def test_what_does_not_change_predictions_cannot_be_set(run, tmp_path, capsys):
+    path = save(tmp_path / "a.png", photo(30, 40))
+    run(path, set=["eval.mode=slide", "eval.crop_size=[16, 24]"])
+    assert "sliding window 16x24" in capsys.readouterr().out
+    assert np.array_equal(read(tmp_path / "out/labels/a.png"), RAW_IDS[photo(30, 40).argmax(2)])
+    with pytest.raises(ConfigError, match=r"--set train\.lr=1: no effect on predictions"):
+        run(path, set=["train.lr=1"], overwrite=True)
+    with pytest.raises(ConfigError, match=r"eval\.mode"):
+        run(path, set=["eval.mode=none"], overwrite=True)
+
+
+def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(photo(16, 24)).save(tmp_path / "a.jpg", exif=exif)
+    assert run(tmp_path / "a.jpg") == 0
+    assert read(tmp_path / "out/labels/a.png").shape == (16, 24)
+    assert "1 of them ask for a rotation" in capsys.readouterr().out
+
+
+def test_a_place_that_cannot_be_written_ends_the_command(run, tmp_path):
+    (tmp_path / "out" / "labels").mkdir(parents=True)
+    (tmp_path / "out" / "colors").write_text("in the way")
+    with pytest.raises(ExecutionError, match="colors"):
+        run(save(tmp_path / "a.png", photo(8, 9)))
+
+
+def test_an_image_too_large_for_the_device_is_named_with_a_way_out(run, tmp_path, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(predict, "predict_label", full)
+    with pytest.raises(ExecutionError, match=r"a\.png: 8x9 px do not fit .*eval\.mode=slide"):
+        run(save(tmp_path / "a.png", photo(8, 9)))
