@@ -5,6 +5,7 @@ Those marked *collective* must be called by all ranks in the same order, or they
 until the timeout. Nothing else in the package imports torch.distributed but the launcher.
 """
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -73,9 +74,10 @@ def device_for(name: str) -> torch.device:
 def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     """Joins the group that the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...) describes.
 
-    Without these variables the process stays alone. Collective on entry.
+    Without these variables the process stays alone; a group that exists already is used and kept.
+    Collective on entry.
     """
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ or is_distributed():
         yield
         return
     if device.type == "cuda":
@@ -178,11 +180,14 @@ def replicate(module: nn.Module, device: torch.device) -> nn.Module:
     """
     if world_size() == 1:
         return module
-    return nn.parallel.DistributedDataParallel(
+    wrapper = nn.parallel.DistributedDataParallel
+    # The new name of the option where torch has it, the old one elsewhere.
+    new_name = "forward_sync_buffers" in inspect.signature(wrapper).parameters
+    return wrapper(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
+        **{"forward_sync_buffers" if new_name else "broadcast_buffers": False},
     )
 
 

@@ -4,7 +4,7 @@ The command owns logging, evaluation and checkpoints; what is here only moves th
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -95,7 +95,7 @@ def train_steps(
     config: Config,
     *,
     device: torch.device,
-    rows: list[range],
+    rows: Sequence[Sequence[int]],
     guard: Guard,
 ) -> Iterator[StepResult]:
     """Trains from `state.step` to the last step, yielding after every update (collective).
@@ -178,7 +178,7 @@ def _pass_shares(labels: list[Tensor], criterion: SegLoss) -> list[Tensor | floa
 
 
 def _dropout_masks(
-    state: TrainState, config: Config, rows: range, device: torch.device
+    state: TrainState, config: Config, rows: Sequence[int], device: torch.device
 ) -> DropoutMasks:
     """This rank's rows of the masks that belong to the whole batch of this step."""
     channels = state.model.dropout_channels
@@ -194,6 +194,6 @@ def _dropout_masks(
             channels=width,
             p=config.model.dropout,
         )
-        return whole[rows.start : rows.stop].to(device, non_blocking=True)
+        return whole[list(rows)].to(device, non_blocking=True)
 
     return DropoutMasks(out=mask(0, channels.out), aux=mask(1, channels.aux))

@@ -87,11 +87,15 @@ def main(args: argparse.Namespace) -> int:
     problems, turned = predict_images(
         loaded.model, sources, output, settings=settings, classes=loaded.classes, device=device
     )
-    print(f"{len(sources) - len(problems)} images: {output}/{{{LABELS},{COLORS},{OVERLAYS}}}")
+    print(
+        f"{len(sources) - len(problems)} of {len(sources)} images: {output}/{{{LABELS},{COLORS},{OVERLAYS}}}"
+    )
     if turned:
         print(f"{turned} of them ask for a rotation in their EXIF; it was ignored, as in training")
     if problems:
-        raise DataError(first_lines(f"{len(problems)} of {len(sources)} images", problems))
+        raise DataError(
+            first_lines(f"{len(problems)} of {len(sources)} images cannot be read", problems)
+        )
     return EXIT_OK
 
 

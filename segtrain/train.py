@@ -4,7 +4,7 @@ Every rank runs this. Rank 0 alone writes files; all ranks train and evaluate.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +142,7 @@ def _train(run: Run) -> None:
             state, batches, config, device=run.device, rows=rows, guard=run.guard
         ):
             meter.update(result)
-            if _is_due(result.step, config.log.every_steps, config):
+            if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
                 values = meter.read()
                 run.log.scalars(result.step, values)
                 bar.describe(
@@ -175,7 +175,7 @@ def _apart(meter: StepMeter) -> Iterator[None]:
     meter.skip(time.perf_counter() - began)
 
 
-def _batches(run: Run, rows: list[range]) -> Iterator[Batch]:
+def _batches(run: Run, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
     """This rank's batches from the current step on; the first one is shown in TensorBoard."""
     config = run.config
     workers = config.data.num_workers

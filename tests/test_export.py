@@ -414,6 +414,12 @@ def test_options_without_effect_on_weights_are_refused_together():
     ]
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ExecutionError, match="cannot be written: "):
+        export.export_weights(loaded_model(Tiny()), tmp_path / "file" / "weights")
+
+
 def test_the_command_writes_the_file_and_tells_what_it_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export, "load_model", lambda source: loaded_model(Tiny()))
     output = tmp_path / "new" / "model.ts"

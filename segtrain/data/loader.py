@@ -7,7 +7,7 @@ step s yields what a loader started at 0 yields from there on, for any number of
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import cv2
@@ -82,7 +82,7 @@ def rows_of_rank(batch_size: int, passes: int, rank: int, world_size: int) -> li
 class _PlaceSampler(Sampler[list[Place]]):
     """This rank's places of every step from `start` to `steps`, one list a pass."""
 
-    def __init__(self, rows: list[range], start: int, steps: int) -> None:
+    def __init__(self, rows: Sequence[Sequence[int]], start: int, steps: int) -> None:
         self.rows = rows
         self.start = start
         self.steps = steps
@@ -117,7 +117,7 @@ def default_workers(ranks_here: int) -> int:
 def train_loader(
     stream: TrainStream,
     *,
-    rows: list[range],
+    rows: Sequence[Sequence[int]],
     start_step: int,
     steps: int,
     num_workers: int,

@@ -14,6 +14,7 @@ from typing import Any
 
 import cv2
 import numpy as np
+from pydantic import ValidationError
 
 from segtrain.config import AugmentConfig, ExtraTransform
 from segtrain.errors import ConfigError
@@ -187,5 +188,7 @@ def _listed(names: set[str]) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "errors.pydantic.dev" not in line]
-    return " ".join(lines) or type(error).__name__
+    if isinstance(error.__cause__, ValidationError):
+        findings = error.__cause__.errors()
+        return "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in findings)
+    return " ".join(str(error).split()) or type(error).__name__

@@ -174,11 +174,18 @@ def _metadata(loaded: LoadedModel) -> dict[str, str]:
 
 @contextmanager
 def _replaced(output: Path) -> Iterator[Path]:
-    """A name beside `output` to write to; it becomes `output` when the block ends without error."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+    """A name beside `output` to write to; it becomes `output` when the block ends without error.
+
+    Raises:
+        ExecutionError: the disk is full, or the directory cannot be written.
+    """
     draft = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix}")
     try:
-        yield draft
-        os.replace(draft, output)
-    finally:
-        draft.unlink(missing_ok=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield draft
+            os.replace(draft, output)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise ExecutionError(f"{output}: cannot be written: {error.strerror or error}") from error

@@ -7,6 +7,7 @@ have and is reported by name, or the load is refused with all such keys in one m
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -116,7 +117,7 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
         state = weights.get_state_dict(
             progress=progress, check_hash=True, map_location="cpu", weights_only=True
         )
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise CheckpointError(
             f"model.pretrained: {spec}: cannot fetch {weights.url}: {error}; fetch it by hand and "
             f"set model.pretrained to its path, or put it at {cache}"

@@ -8,11 +8,11 @@ from segtrain.data.synthetic.palette import paint
 Figure = list[tuple[np.ndarray, np.ndarray]]
 
 _SKIN = np.float32([(206, 164, 138), (160, 112, 84), (104, 72, 54), (224, 186, 160)])
-_CIRCLE = np.linspace(0, 2 * np.pi, 14, endpoint=False)
+_CIRCLE = np.linspace(0, 2 * np.pi, 20, endpoint=False)
 
 
 def ellipse(x: float, y: float, radius_x: float, radius_y: float) -> np.ndarray:
-    """The outline (14, 2) of an ellipse."""
+    """The outline (20, 2) of an ellipse."""
     return np.stack((x + radius_x * np.cos(_CIRCLE), y + radius_y * np.sin(_CIRCLE)), 1)
 
 

@@ -1,0 +1,49 @@
+# Both of these do all set-up themselves, into $(VENV): `make demo` and `make test`.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+export NO_ALBUMENTATIONS_UPDATE := 1
+
+.PHONY: help install demo test test-all lint format clean
+
+help:
+	@echo "make demo      train, evaluate, export and predict on synthetic street scenes (5 minutes)"
+	@echo "make test      the tests (make test-all: the slow ones too)"
+	@echo "make lint      ruff and the import layers (make format: repair what can be repaired)"
+	@echo "make clean     remove what these made, VENV=$(VENV) included"
+
+# The requirements are installed again when they change; the package itself when this environment
+# belongs to another checkout.
+STAMP := $(VENV)/.segtrain-requirements
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	# Only its evaluator is used, as an oracle; its requirements would pull a GUI in.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "cityscapesscripts>=2.2" pyquaternion
+	touch $@
+
+install: $(STAMP)
+	@test "$$($(BIN)/python -c 'import segtrain, os; print(os.path.dirname(os.path.dirname(segtrain.__file__)))')" = "$(CURDIR)" \
+	  || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+
+demo: install
+	$(BIN)/python tools/demo.py
+
+test: install
+	$(BIN)/python -m pytest -q -n auto -m "not slow"
+
+test-all: install
+	$(BIN)/python -m pytest -q -n auto
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs/demo build dist *.egg-info .pytest_cache .ruff_cache
