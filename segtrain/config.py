@@ -93,14 +93,15 @@ class AugmentConfig(Section):
         1.0, description="draw the crop again while one class covers more; mmsegmentation uses 0.75"
     )
     blur_prob: Fraction = Field(0.0, description="probability of a 5x5 Gaussian blur")
-    color_prob: Fraction = Field(0.0, description="probability of a random change of colours")
+    color_prob: Fraction = Field(0.0, description="probability of each change of colour: brightness, contrast, saturation, hue; "
+        "mmsegmentation uses 0.5")
     brightness: Fraction = Field(
         0.125, description="largest change of brightness, as a share of 255"
     )
     contrast: Fraction = Field(0.5, description="contrast factor drawn from [1 - x, 1 + x]")
     saturation: Fraction = Field(0.5, description="saturation factor drawn from [1 - x, 1 + x]")
     hue: Annotated[float, Field(ge=0, le=0.5)] = Field(
-        0.05, description="largest rotation of the hue, as a share of the circle"
+        0.1, description="largest rotation of the hue, as a share of the circle"
     )
     extra: tuple[ExtraTransform, ...] = Field(
         (), description="further albumentations transforms, applied to the crop last"

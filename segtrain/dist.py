@@ -143,9 +143,10 @@ def all_gather(tensor: Tensor) -> Tensor:
     """Every rank's `tensor` of the same shape (...), stacked to (world_size, ...) (collective)."""
     if world_size() == 1:
         return tensor.unsqueeze(0)
-    gathered = tensor.new_empty((world_size(), *tensor.shape))
-    torch_dist.all_gather_into_tensor(gathered, tensor.contiguous())
-    return gathered
+    # Flat, which all backends split alike.
+    gathered = tensor.new_empty(world_size() * tensor.numel())
+    torch_dist.all_gather_into_tensor(gathered, tensor.flatten())
+    return gathered.view(world_size(), *tensor.shape)
 
 
 def all_gather_object(value: Any) -> list[Any]:

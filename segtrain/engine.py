@@ -22,7 +22,6 @@ from segtrain.preprocess import Normalize
 from segtrain.records import Batch, DropoutMasks
 
 
-
 class StepResult(NamedTuple):
     """What a step leaves behind; tensors stay on the device until somebody logs them.
 
@@ -111,7 +110,9 @@ def train_steps(
     """
     train = config.train
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
-    criterion = SegLoss(config.loss, device)
+    criterion = SegLoss(config.loss, device, passes=train.accumulate_steps)
+    # Also where it is off: the loader's images are channels-last, and convolutions follow them.
+    layout = torch.channels_last if train.channels_last else torch.contiguous_format
     batches = iter(batches)
     state.model.train()
 
@@ -120,11 +121,13 @@ def train_steps(
         passes = list(islice(batches, train.accumulate_steps))
         data_s = time.perf_counter() - began
 
-        labels = [batch.labels.to(device, torch.int64, non_blocking=True) for batch in passes]
+        # Widened on the device: asked for both at once, `to` would convert on the host and wait.
+        labels = [batch.labels.to(device, non_blocking=True).long() for batch in passes]
         shares = _pass_shares(labels, criterion)
         loss = torch.zeros(2, dtype=torch.float64, device=device)  # of both heads
         for i, batch in enumerate(passes):
-            images = normalize(batch.images.to(device, non_blocking=True))
+            images = batch.images.to(device, non_blocking=True)
+            images = normalize(images.contiguous(memory_format=layout))
             dropout = _dropout_masks(state, config, rows[i], device)
             # Gradients travel once a step, with the last pass.
             with dist.local_gradients(state.replica, enabled=i + 1 < len(passes)):
@@ -174,7 +177,8 @@ def _pass_shares(labels: list[Tensor], criterion: SegLoss) -> list[Tensor | floa
     if len(labels) == 1:
         return [1.0]
     weights = dist.all_sum(torch.stack([criterion.label_weight(label) for label in labels]))
-    return list(weights / weights.sum().clamp(min=1))
+    whole = weights.sum()
+    return list(weights / torch.where(whole == 0, 1.0, whole))
 
 
 def _dropout_masks(
@@ -194,6 +198,8 @@ def _dropout_masks(
             channels=width,
             p=config.model.dropout,
         )
-        return whole[list(rows)].to(device, non_blocking=True)
+        mine = whole[list(rows)]
+        # Only a copy from pinned memory lets the host run on.
+        return mine.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else mine
 
     return DropoutMasks(out=mask(0, channels.out), aux=mask(1, channels.aux))

@@ -5,7 +5,7 @@ whose crops are mostly ignored would weigh as much as a full one. So a loss here
 sum and this rank's weight, and the engine divides the sums of all ranks by the weights of all ranks.
 """
 
-from collections.abc import Callable
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from segtrain.records import IGNORE_INDEX, SegLogits
 class PixelSum(NamedTuple):
     """A loss before division: `total / weight` over all ranks is the mean.
 
-    total: () sum of the pixels' losses on this rank, float32 or wider, differentiable.
+    total: () float64, sum of the pixels' losses on this rank, differentiable.
     weight: () float64, what these pixels count: their number, or the sum of their class weights.
     """
 
@@ -35,9 +35,6 @@ class StepLoss(NamedTuple):
     aux: PixelSum | None
 
 
-PixelLoss = Callable[[Tensor, Tensor], PixelSum]
-
-
 def cross_entropy(
     logits: Tensor, labels: Tensor, *, class_weights: Tensor | None = None
 ) -> PixelSum:
@@ -50,23 +47,13 @@ def cross_entropy(
         labels: (N, H, W) int64, 0 .. K-1 or IGNORE_INDEX.
         class_weights: (K,).
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    weights = None if class_weights is None else class_weights.to(wide.dtype)
-    total = F.cross_entropy(
-        wide, labels, weight=weights, ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-    return PixelSum(total, label_weight(labels, class_weights))
+    return _weighted_sum(_pixel_losses(logits, labels), labels, class_weights)
 
 
 def label_weight(labels: Tensor, class_weights: Tensor | None) -> Tensor:
     """What the pixels of `labels` (N, H, W) count together, () float64: 1 each or their class's
     weight, and 0 where they are ignored."""
-    if class_weights is None:
-        return (labels != IGNORE_INDEX).sum().double()
-    # A table lookup: indexing with a mask, or bincount, would make the host wait for the device.
-    table = torch.zeros(IGNORE_INDEX + 1, dtype=torch.float64, device=labels.device)
-    table[: len(class_weights)] = class_weights
-    return table[labels].sum()
+    return _pixel_weights(labels, class_weights).sum(dtype=torch.float64)
 
 
 def ohem_cross_entropy(
@@ -81,47 +68,76 @@ def ohem_cross_entropy(
     and at least the `min_kept` hardest of the whole batch (collective).
 
     The batch is that of all ranks, so the pixels are those that one process would choose (online
-    hard example mining, arXiv:1604.03540, in the per-pixel form of mmsegmentation's OHEMPixelSampler).
+    hard example mining, arXiv:1604.03540, in the per-pixel form of mmsegmentation's
+    OHEMPixelSampler, which counts `min_kept` per image and drops pixels as hard as the last one
+    kept; here ties are kept, and so are all pixels if there are fewer than `min_kept`).
 
     Args:
         logits: (N, K, H, W).
         labels: (N, H, W) int64, 0 .. K-1 or IGNORE_INDEX.
         class_weights: (K,); they weigh the pixels kept but do not decide which.
     """
+    losses = _pixel_losses(logits, labels)
     with torch.no_grad():
-        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-        true_class = labels.clamp(max=logits.shape[1] - 1).unsqueeze(1)
-        log_prob = wide.log_softmax(1).gather(1, true_class).squeeze(1)  # (N, H, W)
-        log_prob = log_prob.masked_fill(labels == IGNORE_INDEX, float("inf"))
-        limit = _kth_smallest_of_all_ranks(log_prob.flatten(), min_kept)
-        floor = torch.tensor(threshold, dtype=limit.dtype, device=limit.device).log()
-        easy = (log_prob >= floor) & (log_prob > limit)
+        # The loss is -log(probability), so the hardest pixels have the largest.
+        hardness = losses.masked_fill(labels == IGNORE_INDEX, -math.inf)
+        limit = _kth_largest_of_all_ranks(hardness.flatten(), min_kept)
+        easy_loss = -math.log(threshold) if threshold > 0 else math.inf
+        easy = (hardness <= easy_loss) & (hardness < limit)
         kept = labels.masked_fill(easy, IGNORE_INDEX)
-    return cross_entropy(logits, kept, class_weights=class_weights)
+    return _weighted_sum(losses, kept, class_weights)
 
 
-def _kth_smallest_of_all_ranks(values: Tensor, k: int) -> Tensor:
-    """The k-th smallest of all ranks' `values` together, or their largest if there are fewer.
+def _pixel_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of every pixel, (N, H, W) float32 or wider, 0 where it is ignored."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Not reduced here: on CUDA torch adds up with atomics, whose order changes from run to run.
+    return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
 
-    No rank can own more than k of the k smallest, so k values of each are enough.
+
+def _pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:
+    """What each pixel counts, (N, H, W): bool, or the dtype of `class_weights`."""
+    if class_weights is None:
+        return labels != IGNORE_INDEX
+    # A table lookup: indexing with a mask, or bincount, would make the host wait for the device.
+    table = class_weights.new_zeros(IGNORE_INDEX + 1)
+    table[: len(class_weights)] = class_weights
+    return table[labels]
+
+
+def _weighted_sum(losses: Tensor, labels: Tensor, class_weights: Tensor | None) -> PixelSum:
+    """The sum of the pixels' losses (N, H, W) that `labels` does not ignore."""
+    weights = _pixel_weights(labels, class_weights)
+    return PixelSum(
+        (losses * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)
+    )
+
+
+def _kth_largest_of_all_ranks(values: Tensor, k: int) -> Tensor:
+    """The k-th largest of all ranks' `values` together, or -inf if there are fewer.
+
+    No rank can own more than k of the k largest, so k values of each are enough.
     """
-    smallest = values.new_full((k,), float("inf"))
-    mine = values.topk(min(k, len(values)), largest=False, sorted=False).values
-    smallest[: len(mine)] = mine
-    return dist.all_gather(smallest).flatten().kthvalue(k).values
+    largest = values.new_full((k,), -math.inf)
+    mine = values.topk(min(k, len(values)), sorted=False).values
+    largest[: len(mine)] = mine
+    # Not kthvalue, which works through all the values in a single block of CUDA threads.
+    return dist.all_gather(largest).flatten().topk(k, sorted=False).values.min()
 
 
 class SegLoss:
     """The training loss of a config: the same pixel loss for both heads.
 
     Args:
-        class_weights: of `config`, on the device of the logits.
+        device: where the logits and labels will be.
+        passes: the parts that a batch is cut into; `ohem_min_kept` is shared among them.
     """
 
-    def __init__(self, config: LossConfig, device: torch.device) -> None:
+    def __init__(self, config: LossConfig, device: torch.device, *, passes: int = 1) -> None:
         self.aux_weight = config.aux_weight
         weights = config.class_weights
         self._class_weights = None if weights is None else torch.tensor(weights, device=device)
+        self._min_kept = math.ceil(config.ohem_min_kept / passes)
         self._config = config
 
     def __call__(self, logits: SegLogits, labels: Tensor) -> StepLoss:
@@ -140,6 +156,6 @@ class SegLoss:
             logits,
             labels,
             threshold=self._config.ohem_threshold,
-            min_kept=self._config.ohem_min_kept,
+            min_kept=self._min_kept,
             class_weights=self._class_weights,
         )

@@ -3,6 +3,7 @@ the exponential moving average."""
 
 import copy
 from collections.abc import Iterator
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +108,13 @@ class WeightAverage:
     def update(self, model: nn.Module, step: int) -> None:
         """Takes in the weights of `model` after update number `step`, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        average, newest = self.model.state_dict(), model.state_dict()
-        floating = [name for name, value in average.items() if value.is_floating_point()]
+        # Not the state dict, which lists a tensor that two modules share twice.
+        average = [*self.model.parameters(), *self.model.buffers()]
+        newest = [*model.parameters(), *model.buffers()]
+        floating = [value.is_floating_point() for value in average]
         torch._foreach_lerp_(
-            [average[name] for name in floating], [newest[name] for name in floating], 1 - decay
+            list(compress(average, floating)), list(compress(newest, floating)), 1 - decay
         )
-        for name in average.keys() - set(floating):
-            average[name].copy_(newest[name])  # num_batches_tracked
+        for mine, value in zip(average, newest, strict=True):
+            if not mine.is_floating_point():
+                mine.copy_(value)  # num_batches_tracked

@@ -87,9 +87,8 @@ def main(args: argparse.Namespace) -> int:
     problems, turned = predict_images(
         loaded.model, sources, output, settings=settings, classes=loaded.classes, device=device
     )
-    print(
-        f"{len(sources) - len(problems)} of {len(sources)} images: {output}/{{{LABELS},{COLORS},{OVERLAYS}}}"
-    )
+    done = f"{len(sources) - len(problems)} of {len(sources)} images"
+    print(f"{done}: {output}/{{{LABELS},{COLORS},{OVERLAYS}}}")
     if turned:
         print(f"{turned} of them ask for a rotation in their EXIF; it was ignored, as in training")
     if problems:

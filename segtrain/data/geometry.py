@@ -13,7 +13,7 @@ import numpy as np
 from segtrain.records import IGNORE_INDEX
 
 # Points along the short side of a crop on which class shares are judged.
-_JUDGED_POINTS = 128
+_JUDGED_POINTS = 64
 
 
 class Span(NamedTuple):
@@ -131,7 +131,7 @@ def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) 
 def largest_class_share(label: np.ndarray, placement: Placement) -> float:
     """The share of the crop's valid pixels that have its most frequent class; 1 without any.
 
-    Judged on a grid with at least 128 points a side, so exact for crops below 256 pixels.
+    Judged on a grid with at least 64 points a side, so exact for crops below 128 pixels.
     """
     stride = max(1, min(placement.crop_size) // _JUDGED_POINTS)
     counts = np.bincount(resample_label(label, placement, stride=stride).ravel(), minlength=256)

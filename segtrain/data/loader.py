@@ -7,6 +7,7 @@ step s yields what a loader started at 0 yields from there on, for any number of
 """
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -17,7 +18,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from segtrain import dist, seed
 from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
+from segtrain.errors import ExecutionError, UserError
 from segtrain.records import Batch
+
+Sample = tuple[torch.Tensor, torch.Tensor, str]
+"""Image (3, H, W) uint8, label (H, W) uint8 and name."""
 
 Place = tuple[int, int]
 """(step, position in the batch of that step)"""
@@ -48,8 +53,8 @@ class TrainStream(Dataset):
         self.stream_seed = stream_seed
         self.batch_size = batch_size
 
-    def __getitem__(self, place: Place) -> tuple[torch.Tensor, torch.Tensor, str]:
-        """Image (3, H, W) uint8, label (H, W) uint8 and name."""
+    def __getitem__(self, place: Place) -> Sample:
+        """The augmented sample at `place`."""
         step, position = place
         index = image_at(
             self.stream_seed, step * self.batch_size + position, len(self.dataset.pairs)
@@ -62,6 +67,14 @@ class TrainStream(Dataset):
             torch.from_numpy(label),
             self.dataset.pairs[index].name,
         )
+
+    def __getitems__(self, places: Sequence[Place]) -> list[Sample] | UserError:
+        """The samples of a batch, or why there is none: torch asks for a whole batch by this name."""
+        try:
+            return [self[place] for place in places]
+        except UserError as error:
+            # As a value: raised in a worker, torch would put its traceback into the message.
+            return error
 
 
 def rows_of_rank(batch_size: int, passes: int, rank: int, world_size: int) -> list[range]:
@@ -96,7 +109,9 @@ class _PlaceSampler(Sampler[list[Place]]):
         return (self.steps - self.start) * len(self.rows)
 
 
-def _collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:
+def _collate(samples: list[Sample] | UserError) -> Batch | UserError:
+    if isinstance(samples, UserError):
+        return samples
     images, labels, names = zip(*samples, strict=True)
     # Stacking HWC images and viewing them as NCHW makes a channels-last batch without a copy.
     images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
@@ -104,6 +119,10 @@ def _collate(samples: list[tuple[torch.Tensor, torch.Tensor, str]]) -> Batch:
 
 
 def _start_worker(_: int) -> None:
+    # Terminals and cluster managers signal all processes of a run. Only the rank may decide to stop:
+    # it needs its workers to finish the step, and ends them itself.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     # One thread a worker: OpenCV would start as many as there are cores in each of them.
     cv2.setNumThreads(0)
 
@@ -123,9 +142,14 @@ def train_loader(
     num_workers: int,
     prefetch: int,
     pin_memory: bool,
-) -> DataLoader:
-    """Yields this rank's Batch for every pass of the steps start_step .. steps - 1, in order."""
-    return DataLoader(
+) -> Iterator[Batch]:
+    """Yields this rank's Batch for every pass of the steps start_step .. steps - 1, in order.
+
+    Raises:
+        UserError: of the data set, such as a DataError for a file that cannot be read.
+        ExecutionError: a worker was killed or is stuck.
+    """
+    loader = DataLoader(
         stream,
         batch_sampler=_PlaceSampler(rows, start_step, steps),
         collate_fn=_collate,
@@ -135,3 +159,15 @@ def train_loader(
         worker_init_fn=_start_worker,
         timeout=WORKER_TIMEOUT_S if num_workers else 0,
     )
+    try:
+        for batch in loader:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader "):
+            raise
+        raise ExecutionError(
+            f"{error}; a killed worker is often out of memory: use fewer data.num_workers, or give "
+            "the container more shared memory (/dev/shm)"
+        ) from error

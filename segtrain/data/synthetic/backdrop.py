@@ -63,7 +63,8 @@ def _building(
     shadow = 0.72 if plot.side == street.sun else 1.0
     ends = ((plot.front, plot.start), (plot.front, plot.stop))
     behind = ((plot.front + plot.side * 14, plot.start), (plot.front, plot.start))
-    for wall, light in ((behind, 0.88), (ends, shadow)):
+    walls = [(ends, shadow)] if plot.covered else [(behind, 0.88), (ends, shadow)]
+    for wall, light in walls:
         left, right = wall if _is_left(camera, wall) else wall[::-1]
         tops = [(left[0], plot.height, left[1]), (right[0], plot.height, right[1])]
         feet = [(right[0], 0, right[1]), (left[0], 0, left[1])]
@@ -89,7 +90,7 @@ def _park(canvas: Canvas, plot: Plot, rng: np.random.Generator, noise: np.ndarra
     """A hedge or a row of bushes and trees, from far to near."""
     camera = canvas.camera
     leaves = green(rng)
-    for z in np.arange(max(plot.stop, 5.0), max(plot.start, 4.0), -rng.uniform(3, 6)):
+    for z in np.arange(max(plot.stop, 5.0), max(plot.start, 4.0), -rng.uniform(4, 7)):
         x = plot.front + plot.side * rng.uniform(0.5, 7)
         tall = rng.uniform(0.8, 2.5) if rng.random() < 0.5 else rng.uniform(3, 8)
         count = 9

@@ -134,11 +134,9 @@ class Canvas:
         grain = noise[: mask.shape[0], : mask.shape[1]]
         fringe = max(int(reach.mean() * 0.5) | 1, 3)
         inside = cv2.blur(mask, (fringe, fringe)) > 128 + 90 * grain
-        light = np.linspace(1.12, 0.72, mask.shape[0], dtype=np.float32)[:, None] * (
-            1 + 0.33 * grain
-        )
-        leaves = np.clip(light[..., None] * color, 0, 255).astype(np.uint8)
-        image[inside] = leaves[inside]
+        height = np.linspace(1.12, 0.72, mask.shape[0], dtype=np.float32)[:, None]
+        light = (height * (1 + 0.33 * grain))[inside]  # (leaves,)
+        image[inside] = np.minimum(light[:, None] * color, 255).astype(np.uint8)
         self.label[rows, columns][inside] = label
         self.nearness[rows, columns][inside] = 1 / z
 

@@ -46,11 +46,11 @@ def _camera(rng: np.random.Generator, size: tuple[int, int]) -> Camera:
     span = min(width, height * _ASPECT)
     return Camera(
         size=size,
-        focal_px=span * rng.uniform(0.75, 1.15),
-        center_x=width * rng.uniform(0.34, 0.66),
-        horizon_y=height * rng.uniform(0.3, 0.48),
-        height_m=rng.uniform(1.6, 2.8),
-        bend=rng.normal(0, 0.0016) if rng.random() < 0.5 else 0.0,
+        focal_px=span * rng.uniform(0.7, 0.9),
+        center_x=width * rng.uniform(0.42, 0.58),
+        horizon_y=height * rng.uniform(0.36, 0.46),
+        height_m=rng.uniform(1.8, 2.4),
+        bend=rng.normal(0, 0.0012) if rng.random() < 0.5 else 0.0,
     )
 
 
@@ -61,19 +61,20 @@ def _things(
     found: list[things.Thing] = []
     for side, (near, far) in zip((-1, 1), street.walks, strict=True):
         kerb = street.left if side < 0 else street.right
+        inner = near if side > 0 else far
         for z in _row(rng, 5, 40, 13):
-            if rng.random() < 0.45:
-                found.append(things.tree(rng, kerb + side * rng.uniform(0.6, 1.4), z, noise))
+            if rng.random() < 0.4:
+                found.append(things.tree(rng, kerb + side * rng.uniform(0.8, 1.6), z, noise))
         for z in _row(rng, 4.5, 17, 11):
             with_sign = rng.random() < 0.55
             found.append(things.pole(rng, kerb + side * rng.uniform(0.3, 0.9), z, with_sign))
-        for z in rng.uniform(3.2, 10, rng.poisson(1.8)):
-            found.append(things.person(rng, rng.uniform(near, far), z))
+        for z in rng.uniform(4, 9, rng.poisson(3.0)):
+            found.append(things.person(rng, inner + side * rng.uniform(0.2, 2.2), z))
         if rng.random() < 0.25:
             found.append(things.bin_(rng, rng.uniform(near, far), rng.uniform(4, 10)))
-        if rng.random() < 0.4:
+        if rng.random() < 0.3:
             found += _parked(rng, street, side, heaven)
-    for z in rng.uniform(4.5, 11, rng.poisson(0.5)):
+    for z in rng.uniform(4.5, 9, rng.poisson(0.4)):
         found.append(things.person(rng, rng.uniform(street.left, street.right), z))
     return found + _traffic(rng, street, heaven)
 
@@ -98,7 +99,7 @@ def _traffic(rng: np.random.Generator, street: Street, heaven: np.ndarray) -> li
     found: list[things.Thing] = []
     middle = (street.left + street.right) / 2
     for lane, heading in (((middle + street.right) / 2, 0.0), ((middle + street.left) / 2, np.pi)):
-        z = rng.uniform(7, 24)
+        z = rng.uniform(7, 20)
         while z < 50:
             turn = heading + rng.normal(0, 0.05)
             if rng.random() < 0.28:
@@ -144,16 +145,16 @@ def _haze(rng: np.random.Generator, canvas: Canvas, heaven: np.ndarray) -> np.nd
 def _lens(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
     """Exposure, contrast, colour cast, vignette, blur and noise of a cheap camera; uint8."""
     height, width = image.shape[:2]
-    cast = rng.uniform(0.72, 1.25) * (1 + rng.normal(0, 0.05, 3)).astype(np.float32)
-    contrast = rng.uniform(0.8, 1.15)
+    cast = rng.uniform(0.78, 1.18) * (1 + rng.normal(0, 0.03, 3)).astype(np.float32)
+    contrast = rng.uniform(0.85, 1.15)
     rows = np.linspace(-1, 1, height, dtype=np.float32)[:, None]
     columns = np.linspace(-1, 1, width, dtype=np.float32)[None]
     vignette = 1 - rng.uniform(0, 0.2) * (rows**2 + columns**2)
-    sigma = rng.uniform(0.3, 1.1) * max(height / 256, 0.5)
+    sigma = rng.uniform(0.3, 0.9) * max(height / 256, 0.5)
     image = cv2.GaussianBlur(image, (0, 0), sigma)
     gain = cast * np.float32(contrast) * vignette[..., None].astype(np.float32)
     offset = cast * np.float32(118 * (1 - contrast))
-    grain = rng.standard_normal((height, width), dtype=np.float32) * np.float32(rng.uniform(1, 6))
+    grain = rng.standard_normal((height, width), dtype=np.float32) * np.float32(rng.uniform(1, 4))
     shape = (height // 2, width // 2, 3)
     blotch = rng.standard_normal(shape, dtype=np.float32) * np.float32(rng.uniform(0.5, 3))
     image = image * gain + offset + grain[..., None]

@@ -7,18 +7,22 @@ import numpy as np
 from segtrain.data.synthetic.ids import ROAD, SIDEWALK, TERRAIN
 from segtrain.data.synthetic.palette import green, material, paving
 
-FAR_M = 80.0
+FAR_M = 64.0
 _KERB_M = 0.18
 
 
 class Plot(NamedTuple):
-    """A stretch of one side of the street: a building or a park."""
+    """A stretch of one side of the street: a building or, with height 0, a park.
+
+    covered: the building before it hides its end wall.
+    """
 
     side: int
     start: float
     stop: float
     front: float
     height: float
+    covered: bool
 
 
 class Street(NamedTuple):
@@ -43,19 +47,19 @@ def draw_street(rng: np.random.Generator) -> Street:
     """A random street."""
     road = paving(rng)
     # Half of the pavements are made of what the road is: only the kerb and the place differ.
-    walk = np.clip(road + rng.normal(0, 4), 20, 220) if rng.random() < 0.5 else material(rng)
-    kerb = walk + rng.uniform(14, 42) * rng.choice((-1, 1), p=(0.25, 0.75))
+    walk = np.clip(road + rng.normal(0, 4), 20, 220) if rng.random() < 0.4 else material(rng)
+    kerb = walk + rng.uniform(24, 50)
     grass = green(rng) * 1.05
-    left, right = -rng.uniform(1.9, 5.0), rng.uniform(1.9, 4.0)
+    left, right = -rng.uniform(2.6, 3.8), rng.uniform(2.2, 3.2)
     edges, labels, colors, walks, fronts = [left, right], [ROAD], [road], [], []
     for side, edge in ((-1, left), (1, right)):
         strips = [(_KERB_M, SIDEWALK, kerb)]
-        wide = rng.uniform(3.0, 7.0)
-        if rng.random() < 0.25:
-            strips.append((rng.uniform(2.0, 4.0), TERRAIN, grass))
+        wide = rng.uniform(2.8, 4.5)
+        if rng.random() < 0.4:
+            strips.append((rng.uniform(1.6, 3.0), TERRAIN, grass))
         strips.append((wide, SIDEWALK, walk))
-        if rng.random() < 0.45:
-            strips.append((rng.uniform(3.0, 9.0), TERRAIN, grass))
+        if rng.random() < 0.35:
+            strips.append((rng.uniform(3.0, 6.0), TERRAIN, grass))
         out = edge
         for width, label, color in strips:
             if label == SIDEWALK and width == wide:
@@ -65,7 +69,7 @@ def draw_street(rng: np.random.Generator) -> Street:
             labels.insert(0, label) if side < 0 else labels.append(label)
             colors.insert(0, color) if side < 0 else colors.append(color)
         fronts.append(out)
-    outside = (TERRAIN, grass) if rng.random() < 0.7 else (SIDEWALK, walk)
+    outside = (TERRAIN, grass) if rng.random() < 0.5 else (SIDEWALK, walk)
     start = rng.uniform(12, 60)
     crossing = (start, start + rng.uniform(6, 11)) if rng.random() < 0.45 else (900.0, 901.0)
     plots = (*_plots(rng, -1, fronts[0], crossing), *_plots(rng, 1, fronts[1], crossing))
@@ -85,7 +89,8 @@ def draw_street(rng: np.random.Generator) -> Street:
 def _plots(
     rng: np.random.Generator, side: int, front: float, crossing: tuple[float, float]
 ) -> list[Plot]:
-    plots, z = [], 1.0 + rng.uniform(-6, 0)
+    plots: list[Plot] = []
+    z = 1.0 + rng.uniform(-6, 0)
     green_share = rng.choice((0.1, 0.5))
     while z < FAR_M:
         stop = z + rng.uniform(7, 26)
@@ -96,7 +101,14 @@ def _plots(
             continue
         height = 0.0 if rng.random() < green_share else rng.uniform(4.5, 15)
         setback = rng.choice((0.0, rng.uniform(0, 3)))
+        wall = front + side * setback
+        covered = (
+            bool(plots)
+            and plots[-1].stop == z
+            and plots[-1].height >= height
+            and abs(plots[-1].front) <= abs(wall)
+        )
         if stop > 1.5:
-            plots.append(Plot(side, max(z, 1.0), stop, front + side * setback, height))
+            plots.append(Plot(side, max(z, 1.0), stop, wall, height, covered))
         z = stop
     return plots

@@ -7,7 +7,7 @@ from segtrain.data.synthetic import shapes
 from segtrain.data.synthetic.palette import green, material, paint
 
 # Coarser walls are too far away for their posters to show.
-_POSTER_TEXELS_PER_M = 4.0
+_POSTER_TEXELS_PER_M = 5.0
 
 
 def noise(rng: np.random.Generator, size: tuple[int, int], cells: tuple[float, ...]) -> np.ndarray:
@@ -58,7 +58,7 @@ def facade(
     if rng.random() < 0.4:
         _ground_floor(picture, rng, texels_per_m)
     picture = np.clip(picture, 0, 255).astype(np.uint8)
-    for _ in range(rng.integers(0, 3) if texels_per_m > _POSTER_TEXELS_PER_M else 0):
+    for _ in range(rng.integers(0, 2) if texels_per_m > _POSTER_TEXELS_PER_M else 0):
         _poster(picture, rng, texels_per_m)
     return picture
 

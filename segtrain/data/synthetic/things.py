@@ -8,7 +8,10 @@ import numpy as np
 from segtrain.data.synthetic import shapes
 from segtrain.data.synthetic.camera import Canvas
 from segtrain.data.synthetic.ids import PERSON, POLE, STATIC, TRAFFIC_SIGN, VEGETATION
-from segtrain.data.synthetic.palette import green, material, paint
+from segtrain.data.synthetic.palette import green, paint
+
+# Galvanized, tarred and painted masts.
+_STEEL = np.float32([(58, 62, 64), (74, 84, 80), (168, 170, 172)])
 
 
 class Thing(NamedTuple):
@@ -34,7 +37,7 @@ def person(rng: np.random.Generator, x: float, z: float) -> Thing:
 def pole(rng: np.random.Generator, x: float, z: float, with_sign: bool) -> Thing:
     """A mast as thick as those of trams and big lamps; it may carry traffic signs."""
     half, tall = rng.uniform(0.24, 0.4), rng.uniform(5.0, 9.0)
-    color = material(rng) * rng.uniform(0.5, 1.0)
+    color = _STEEL[rng.integers(len(_STEEL))] * rng.uniform(0.85, 1.15)
     mast = [
         (shapes.rectangle(-half, 0, half, tall), color),
         (shapes.rectangle(-half, 0, -0.2 * half, tall), color * 1.25),
@@ -64,7 +67,7 @@ def pole(rng: np.random.Generator, x: float, z: float, with_sign: bool) -> Thing
 def tree(rng: np.random.Generator, x: float, z: float, noise: np.ndarray) -> Thing:
     """A trunk and a crown; both are vegetation."""
     tall, half = rng.uniform(4.0, 7.0), rng.uniform(0.14, 0.3)
-    spread = rng.uniform(1.4, 2.6)
+    spread = rng.uniform(1.4, 2.2)
     leaves = green(rng)
     bark = np.float32((78, 66, 56)) * rng.uniform(0.7, 1.3)
     count = 13

@@ -1,0 +1,70 @@
+"""The main job on data that is drawn here: data set, training on two ranks, scores, export, pictures.
+
+`make demo` runs this. Every step is a `segtrain` command, shown before it runs.
+"""
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA, RUN = Path("runs/demo_data"), Path("runs/demo")
+
+# What configs/demo.yaml was made for.
+NUM_TRAIN, NUM_VAL, SIZE = 900, 100, (128, 256)
+NUM_PICTURES = 4
+
+
+def main() -> int:
+    """Runs the demonstration in the current directory and returns its exit code."""
+    began = time.monotonic()
+    if RUN.exists():
+        print(f"removing {RUN}, the run of an earlier demonstration")
+        shutil.rmtree(RUN)
+    scores = RUN / "scores.json"
+    photos = DATA / "leftImg8bit" / "val"
+    commands = [
+        ["data", "synth", DATA, "--num-train", NUM_TRAIN, "--num-val", NUM_VAL, "--size", *SIZE],
+        ["train", ROOT / "configs/demo.yaml", "--nproc", 2, "--device", "cpu", "--output", RUN],
+        ["eval", RUN, "--device", "cpu", "--json", scores, "--overlays", RUN / "overlays"]
+        + ["--num-overlays", NUM_PICTURES],
+        ["export", RUN, "--format", "onnx", "--output", RUN / "model.onnx"],
+    ]
+    for command in commands:
+        code = segtrain(*map(str, command))
+        if code:
+            return code
+    images = sorted(photos.rglob("*.png"))[:NUM_PICTURES]
+    code = segtrain(
+        "predict", str(RUN), *map(str, images), "--output", str(RUN / "predictions"), "--device", "cpu"
+    )
+    if code:
+        return code
+    report(json.loads(scores.read_text()), time.monotonic() - began)
+    return 0
+
+
+def segtrain(*arguments: str) -> int:
+    """Shows and runs one command."""
+    print(f"\n$ segtrain {shlex.join(arguments)}", flush=True)
+    return subprocess.run([sys.executable, "-m", "segtrain", *arguments]).returncode
+
+
+def report(scores: dict, seconds: float) -> None:
+    """What was reached and where it lies."""
+    print(f"\nfinished in {seconds / 60:.1f} minutes: mIoU {scores['mIoU']:.3f}\n")
+    for row in scores["classes"]:
+        if row["IoU"] is not None:
+            print(f"  {row['name']:16} IoU {row['IoU']:.3f}")
+    print(f"\nrun          {RUN}  (config, log, metrics.jsonl, checkpoints, model.onnx)")
+    print(f"pictures     {RUN / 'overlays'}, {RUN / 'predictions'}")
+    print(f"curves       {Path(sys.executable).parent}/tensorboard --logdir {RUN}")
+    print("your data    see 'Train on your own data' in README.md")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
