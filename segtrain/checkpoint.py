@@ -6,6 +6,7 @@ that a checkpoint from anywhere cannot run code.
 
 import os
 import pickle
+import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ class Record(NamedTuple):
     model, average: state dicts; average is None where no average of the weights is kept.
     optimizer, scaler: state dicts of training; None in a checkpoint that only serves for inference.
     best: {"step": int, "mean_iou": float} of the best evaluation so far, or None.
+    evaluated: the step of the newest evaluation, 0: none.
     """
 
     step: int
@@ -43,6 +45,7 @@ class Record(NamedTuple):
     optimizer: dict[str, Any] | None
     scaler: dict[str, Any] | None
     best: dict[str, Any] | None
+    evaluated: int = 0
 
 
 def save(path: Path, record: Record) -> None:
@@ -80,6 +83,13 @@ def _sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+# What torch's unpickler runs into, depending on the byte that is wrong.
+_DAMAGED = (
+    *(RuntimeError, EOFError, OSError, ValueError, TypeError, AttributeError),
+    *(LookupError, AssertionError, ArithmeticError, MemoryError, struct.error),
+)
+
+
 def load(path: Path) -> Record:
     """The record in `path`, its tensors on the CPU.
 
@@ -95,7 +105,7 @@ def load(path: Path) -> Record:
             f"{path}: refused: it holds more than tensors and plain data, or is damaged "
             f"({str(error).splitlines()[0]})"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except _DAMAGED as error:
         reason = str(error).splitlines()[0] if str(error) else "it is cut short"
         raise CheckpointError(f"{path}: damaged or not a checkpoint: {reason}") from None
     return _as_record(content, path)
@@ -252,5 +262,11 @@ class CheckpointStore:
     def keep(self, record: Record) -> None:
         """Writes step_N.pt and removes the oldest of its kind beyond the limit."""
         save(self.directory / f"step_{record.step:07d}.pt", record)
-        for old in sorted(self.directory.glob("step_*.pt"))[: -self.keep_limit]:
+        kept = sorted(self.directory.glob("step_*.pt"), key=lambda path: (len(path.name), path))
+        for old in kept[: -self.keep_limit]:
             old.unlink()
+
+    def remove_unfinished(self) -> None:
+        """Removes what a process that was killed while saving has left behind."""
+        for path in self.directory.glob(".*.tmp"):
+            path.unlink(missing_ok=True)

@@ -11,8 +11,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from segtrain import __version__
-from segtrain.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
+from segtrain import __version__, outcome, signals
+from segtrain.errors import (
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    ConfigError,
+    LostRanksError,
+    UserError,
+)
 
 _DESCRIPTION = """\
 Semantic segmentation training whose result does not depend on the number of devices.
@@ -39,21 +47,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(argv)
     args.argv = argv  # the launcher starts the same command once more for each rank
+    return _run_as_rank(args) if outcome.is_wanted() else _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         code = args.handler(args)
         sys.stdout.flush()
         return code
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"segtrain: {line}", file=sys.stderr)
+        _show(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print("segtrain: interrupted", file=sys.stderr)
+        _show("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
         return EXIT_OK
+
+
+def _run_as_rank(args: argparse.Namespace) -> int:
+    """The same in a rank of the launcher: what all ranks have to say is said once."""
+    signals.follow_launcher()
+    code, consequence = EXIT_INTERNAL, False
+    try:
+        code = args.handler(args)
+        sys.stdout.flush()
+    except UserError as error:
+        code, consequence = error.exit_code, isinstance(error, LostRanksError)
+        if not consequence and outcome.is_first_to_say(str(error)):
+            _show(str(error))
+    finally:
+        outcome.tell(code, consequence=consequence)
+    # Having stopped when asked to is no failure: torch elastic must not start the ranks again.
+    return EXIT_OK if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else code
+
+
+def _show(message: str) -> None:
+    for line in message.splitlines():
+        print(f"segtrain: {line}", file=sys.stderr)
 
 
 def _stdout_is_closed() -> bool:

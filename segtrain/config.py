@@ -351,13 +351,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _enough_values(self) -> Self:
-        one_image = self.train.batch_size // self.train.accumulate_steps == 1
         _refuse(
-            one_image
-            and self.norm.kind == "local"
-            and "norm.kind: local statistics of a pass of one image are undefined where a feature "
-            "map has one pixel (global pooling); raise train.batch_size or lower "
-            "train.accumulate_steps",
+            self.train.batch_size // self.train.accumulate_steps == 1
+            and "train.batch_size: a pass of one image has one value a channel after global "
+            "pooling, and batch norm needs two; use at least 2 images a pass "
+            "(batch_size / accumulate_steps)",
         )
         return self
 

@@ -65,11 +65,6 @@ def _surprises(config: Config) -> list[str]:
             f"augment.crop_size: {list(crop)} does not line up with features under "
             f"model.align_corners; sizes of 8 k + 1, such as {wanted}, do"
         )
-    if config.train.batch_size // config.train.accumulate_steps == 1:
-        lines.append(
-            "train.batch_size: a pass of one image leaves batch norm one value a channel after "
-            "global pooling; its branch learns nothing"
-        )
     return lines
 
 

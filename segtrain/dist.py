@@ -7,17 +7,19 @@ until the timeout. Nothing else in the package imports torch.distributed but the
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from segtrain.errors import ConfigError
+from segtrain.errors import ConfigError, LostRanksError, UserError
+
+T = TypeVar("T")
 
 
 def is_distributed() -> bool:
@@ -76,23 +78,40 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
 
     Without these variables the process stays alone; a group that exists already is used and kept.
     Collective on entry.
+
+    Raises:
+        LostRanksError: other ranks have not come, or have gone.
     """
     if "RANK" not in os.environ or is_distributed():
         yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch_dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_s),
-        # Binding the device lets NCCL set itself up at once instead of in the first collective.
-        device_id=device if device.type == "cuda" else None,
-    )
     try:
+        torch_dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            # Binding the device lets NCCL set itself up at once instead of in the first collective.
+            device_id=device if device.type == "cuda" else None,
+        )
         yield
+    except RuntimeError as error:
+        if not _is_lost_connection(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise LostRanksError(
+            f"rank {os.environ['RANK']}: lost the connection to the other ranks; see what one of "
+            f"them says ({reason})"
+        ) from error
     finally:
         _groups.clear()
-        torch_dist.destroy_process_group()
+        if is_distributed():
+            torch_dist.destroy_process_group()
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    # gloo's errors have no type of their own; they begin with the place in its source.
+    return isinstance(error, torch_dist.DistError) or "/gloo/" in str(error)
 
 
 def group_size(group: ProcessGroup | None = None) -> int:
@@ -165,6 +184,24 @@ def broadcast_object(value: Any) -> Any:
     values = [value]
     torch_dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """What `function` returns or refuses on rank 0, on every rank (collective).
+
+    Raises:
+        UserError: rank 0's, everywhere: no rank is left waiting for one that has given up.
+    """
+    result: T | UserError | None = None
+    if is_main():
+        try:
+            result = function()
+        except UserError as error:
+            result = error
+    result = broadcast_object(result)
+    if isinstance(result, UserError):
+        raise result
+    return result
 
 
 def barrier() -> None:

@@ -49,3 +49,7 @@ class ExecutionError(UserError):
     """A rank, a loader worker or the system failed."""
 
     exit_code = EXIT_SYSTEM
+
+
+class LostRanksError(ExecutionError):
+    """Other ranks cannot be reached any more: the cause lies with one of them."""

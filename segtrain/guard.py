@@ -33,7 +33,7 @@ class Guard:
     """Watches over the steps of one run.
 
     Args:
-        stop_requested: asked in every step; when it is true on one rank, all stop after the same step.
+        stop_requested: asked in every step; true on one rank, it stops all after the same step.
         overflow_allowed: float16 skips steps whose gradient overflows; only a long row is an error.
     """
 
@@ -113,7 +113,8 @@ class Guard:
                 lines.append(f"  rank {rank}: images {', '.join(names)}")
         lines.append(
             "  no checkpoint was written since; a lower train.lr, train.warmup_steps or "
-            "train.clip_grad_norm usually help, else look at these images with 'segtrain data check'"
+            "train.clip_grad_norm usually help, else look at these images with "
+            "'segtrain data check'"
         )
         return "\n".join(lines)
 

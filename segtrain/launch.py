@@ -8,14 +8,18 @@ import argparse
 import dataclasses
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
+from segtrain import outcome, signals
 from segtrain.config import Config
 from segtrain.errors import (
     EXIT_INTERRUPTED,
@@ -23,16 +27,16 @@ from segtrain.errors import (
     EXIT_SYSTEM,
     EXIT_TERMINATED,
     ConfigError,
+    ExecutionError,
 )
+from segtrain.outcome import Outcome
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
 _GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-# Exit codes that a rank chose itself and that therefore say more than "a rank failed".
-_OWN_CODES = (2, 3, 4, 5, EXIT_INTERRUPTED, EXIT_TERMINATED)
+_STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
 
 # From the first signal to SIGKILL: time enough to finish a step and write a checkpoint.
 SHUTDOWN_TIMEOUT_S = 120
@@ -44,13 +48,22 @@ def train(args: argparse.Namespace, config: Config) -> int:
 
     directory = Path(args.output or Path("runs") / Path(args.config).stem)
     if not adopt_environment():
+        # Once more in `run`; here a refusal takes no time yet.
         rundir.check_directory(directory, config, resume=args.resume)
         if wants_ranks(args):
             return start_ranks(args)
     from segtrain import dist
     from segtrain.train import run
 
-    return run(config, directory, device=dist.device_for(args.device), resume=args.resume)
+    # After a failure torch elastic starts the ranks again, with the same command line.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return run(
+        config,
+        directory,
+        device=dist.device_for(args.device),
+        resume=args.resume,
+        restarted=restarted,
+    )
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -66,38 +79,81 @@ def adopt_environment(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is a rank already; srun's variables are translated into torch's.
 
     Raises:
-        ConfigError: only some of torch's variables are set.
+        ConfigError: only some of torch's or srun's variables are set, or they make no sense.
     """
-    present = [name for name in _GROUP_VARIABLES if name in environ]
-    if "RANK" not in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        if not _is_srun_task(environ):
+            return False
         os.environ.update(slurm_variables(environ))
         return True
-    if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        return False
-    missing = [name for name in _GROUP_VARIABLES if name not in present]
+    missing = [name for name in _GROUP_VARIABLES if name not in environ]
     if missing:
+        present = [name for name in _GROUP_VARIABLES if name in environ]
         raise ConfigError(
-            f"environment: {', '.join(present)} set but not {', '.join(missing)}: start the ranks by "
-            "--nproc, torchrun or srun, or unset all of them"
+            f"environment: {', '.join(present)} set but not {', '.join(missing)}: start the ranks "
+            "by --nproc, torchrun or srun, or unset all of them"
+        )
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    _number(environ, "LOCAL_RANK"), _number(environ, "MASTER_PORT")
+    if rank >= world_size:
+        raise ConfigError(
+            f"environment: RANK: expected less than WORLD_SIZE={world_size}, got {rank}"
         )
     return True
+
+
+def _is_srun_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun started several tasks of which this is one.
+
+    The batch script itself has most of these variables too, but is no step.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
+    return "SLURM_STEP_ID" in environ and tasks != "1"
 
 
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """torch's variables for a task that srun started.
 
-    The first host of the job is the meeting point; the port comes from the job's number, so that two
-    jobs on one host do not meet.
+    The first host of the step is the meeting point; the port comes from the numbers of job and
+    step, so that two of them on one host do not meet.
+
+    Raises:
+        ConfigError: a variable of srun's is missing, or the first host cannot be told.
     """
-    port = 20_000 + int(environ["SLURM_JOB_ID"]) % 20_000
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    needed = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", tasks, "SLURM_LOCALID"]
+    needed += [nodes] if "MASTER_ADDR" not in environ else []
+    missing = [name for name in needed if name not in environ]
+    if missing:
+        raise ConfigError(f"environment: of srun's variables {', '.join(missing)} are missing")
+    job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
+    port = 20_000 + (job * 16 + step) % 20_000
     return {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ["SLURM_NTASKS"],
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": environ.get("SLURM_NTASKS_PER_NODE", "1"),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ["SLURM_JOB_NODELIST"]),
+        "RANK": str(_number(environ, "SLURM_PROCID")),
+        "WORLD_SIZE": str(_number(environ, tasks)),
+        "LOCAL_RANK": str(_number(environ, "SLURM_LOCALID")),
+        "LOCAL_WORLD_SIZE": str(_tasks_on_this_node(environ)),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ[nodes]),
         "MASTER_PORT": environ.get("MASTER_PORT", str(port)),
     }
+
+
+def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
+    """From srun's list, in which `4(x2),3` stands for nodes with 4, 4 and 3 tasks; else 1."""
+    listed = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+            listed += [int(match[1])] * int(match[2] or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return listed[node] if node < len(listed) else 1
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"environment: {name}: expected a number, got {text!r}")
+    return int(text)
 
 
 def _first_host(nodes: str) -> str:
@@ -128,26 +184,50 @@ def num_ranks_here(nproc: str) -> int:
 
 def start_ranks(args: argparse.Namespace) -> int:
     """Runs this command in every rank, waits for them and returns the exit code of the run."""
+    # Importing torch takes seconds, in which Ctrl-C would end in the middle of some module of it.
+    signal.signal(signal.SIGINT, _exit_at_once)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     command = [sys.executable, "-m", "segtrain", *args.argv]
     ranks = num_ranks_here(args.nproc)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-    # The agent reports failures as tracebacks; segtrain's ranks have said what is wrong already.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    try:
-        elastic_launch(_launch_config(args, ranks), command[0])(*command[1:])
-    except ChildFailedError as error:
-        return _exit_code(error)
-    except SignalException as error:
-        return EXIT_INTERRUPTED if error.sigval == signal.SIGINT else EXIT_TERMINATED
-    return EXIT_OK
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // ranks)))
+    # The agent reports failures as tracebacks; segtrain's ranks have said what is wrong already. Its
+    # loggers have levels of their own, and this process logs nothing else.
+    logging.disable()
+    if getattr(args, "max_restarts", 0):
+        # Restarted ranks would else dial the dead ones' addresses, which a shared store remembers.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    statuses: dict[int, int] = {}
+    stopped_by = None
+    with tempfile.TemporaryDirectory(prefix="segtrain-", ignore_cleanup_errors=True) as directory:
+        os.environ[outcome.VARIABLE] = directory
+        try:
+            elastic_launch(_launch_config(args, ranks, directory), command[0])(*command[1:])
+        except ChildFailedError as error:
+            statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except SignalException as error:
+            stopped_by = error.sigval
+        except RendezvousError as error:
+            where = args.rdzv_endpoint if args.nnodes > 1 else "this machine"
+            raise ExecutionError(f"the launchers did not meet at {where}: {error}") from error
+        return exit_code_of(outcome.read(Path(directory)), statuses, stopped_by)
 
 
-def _launch_config(args: argparse.Namespace, ranks: int) -> "LaunchConfig":
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _exit_at_once(number: int, _: FrameType | None) -> None:
+    os._exit(signals.exit_code(number))
+
+
+def _launch_config(args: argparse.Namespace, ranks: int, log_directory: str) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     nodes = getattr(args, "nnodes", 1)
@@ -163,6 +243,9 @@ def _launch_config(args: argparse.Namespace, ranks: int) -> "LaunchConfig":
         "max_restarts": getattr(args, "max_restarts", 0),
         "monitor_interval": 0.1,
         "start_method": "spawn",
+        # Otherwise it leaves an empty directory behind with every run.
+        "logs_specs": DefaultLogsSpecs(log_dir=log_directory),
+        "signals_to_handle": "SIGTERM,SIGINT" + ("" if signals.hangup_is_ignored() else ",SIGHUP"),
         # Without it torch looks this machine's name up, which fails on many laptops.
         "local_addr": "127.0.0.1" if alone else None,
         "shutdown_timeout": SHUTDOWN_TIMEOUT_S,
@@ -172,19 +255,53 @@ def _launch_config(args: argparse.Namespace, ranks: int) -> "LaunchConfig":
     return LaunchConfig(**{key: value for key, value in options.items() if key in known})
 
 
-def _exit_code(error: "ChildFailedError") -> int:
-    """The code of the rank that failed first; what is not one of segtrain's is a system failure."""
-    first_rank, failure = error.get_first_failure()
-    if failure.exitcode in _OWN_CODES:
-        return failure.exitcode
-    how = (
-        f"was ended by {signal.Signals(-failure.exitcode).name}"
-        if failure.exitcode < 0
-        else f"ended with exit code {failure.exitcode}"
-    )
-    print(
-        f"segtrain: rank {first_rank} {how}; the other ranks were stopped. The last checkpoint is "
-        "whole: go on with --resume",
-        file=sys.stderr,
+def exit_code_of(
+    outcomes: Sequence[Outcome], statuses: Mapping[int, int], stopped_by: int | None
+) -> int:
+    """The exit code of the run; says what no rank could say itself.
+
+    Args:
+        outcomes: the notes that ranks have left.
+        statuses: exit status of each rank that failed, as far as known; negative for a signal.
+        stopped_by: the signal that the launcher got and passed on to the ranks.
+    """
+    told = {note.rank for note in outcomes if note.code is not None}
+    for note in outcomes:
+        if note.code not in (None, EXIT_OK, *_STOPPED) and not note.consequence:
+            return note.code  # the first cause; its rank has said what it is
+    if stopped_by is not None:
+        cut_off = [note.rank for note in outcomes if note.code is None]
+        if cut_off and stopped_by != signal.SIGINT:
+            _say(
+                f"rank {cut_off[0]} did not stop within {SHUTDOWN_TIMEOUT_S} s and was killed; "
+                "training goes on from the last checkpoint by --resume"
+            )
+            return EXIT_SYSTEM
+        return signals.exit_code(stopped_by)
+    silent = {rank: status for rank, status in statuses.items() if rank not in told}
+    for rank, status in silent.items():
+        return _silent_death(rank, status)
+    for note in outcomes:
+        if note.code in _STOPPED:
+            return note.code
+    if any(note.consequence for note in outcomes):
+        _say("the ranks lost ranks on another machine; see what is said there")
+    return EXIT_SYSTEM if statuses else EXIT_OK
+
+
+def _silent_death(rank: int, status: int) -> int:
+    if -status in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # before training began
+        return signals.exit_code(-status)
+    if status in _STOPPED:
+        return status
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
+    hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+    _say(
+        f"rank {rank} {how}{hint}; the other ranks were stopped; training goes on from the last "
+        "checkpoint by --resume"
     )
     return EXIT_SYSTEM
+
+
+def _say(line: str) -> None:
+    print(f"segtrain: {line}", file=sys.stderr)

@@ -7,6 +7,7 @@ fails says so once and stays silent from then on.
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,25 +30,27 @@ class RunLog:
     """The files of one run; without `enabled`, as on all ranks but 0, every call does nothing.
 
     Args:
-        start_step: the step that training goes on from. What an earlier part of the run wrote beyond
-            it is dropped, so that curves do not run back and forth after a crash.
+        start_step, evaluated_step: where training goes on, and its last evaluation. What an earlier
+            part of the run wrote beyond them is dropped, so that curves do not run back and forth
+            after a crash.
     """
 
-    def __init__(self, directory: Path, *, enabled: bool, start_step: int = 0) -> None:
+    def __init__(
+        self, directory: Path, *, enabled: bool, start_step: int = 0, evaluated_step: int = 0
+    ) -> None:
         self.enabled = enabled
         self._failed: set[str] = set()
         if not enabled:
             return
         directory.mkdir(parents=True, exist_ok=True)
         self._metrics = directory / METRICS
-        _drop_after(self._metrics, start_step)
-        self._handler = logging.FileHandler(directory / LOG)
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        _drop_after(self._metrics, start_step, evaluated_step)
+        self._handler = _LogFile(directory / LOG)
         logger.addHandler(self._handler)
         # Slow to import, and of use to rank 0 only.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(directory), purge_step=start_step + 1 if start_step else None)
+        self._board = SummaryWriter(str(directory), purge_step=start_step + 1 if start_step else 0)
 
     def __enter__(self) -> Self:
         return self
@@ -60,6 +63,8 @@ class RunLog:
     ) -> None:
         if self.enabled:
             self._try("TensorBoard", self._board.close)
+            if error is not None:
+                _record(f"ended by {type(error).__name__}: {error}")
             logger.removeHandler(self._handler)
             self._handler.close()
 
@@ -81,9 +86,7 @@ class RunLog:
     def picture(self, step: int, tag: str, picture: np.ndarray) -> None:
         """An (H, W, 3) uint8 RGB picture."""
         if self.enabled:
-            self._try(
-                "TensorBoard", self._board.add_image, tag, picture, step, dataformats="HWC"
-            )
+            self._try("TensorBoard", self._board.add_image, tag, picture, step, dataformats="HWC")
 
     def text(self, tag: str, text: str) -> None:
         """Preformatted text."""
@@ -91,16 +94,25 @@ class RunLog:
             indented = "\n".join("    " + line for line in text.splitlines())
             self._try("TensorBoard", self._board.add_text, tag, indented)
 
-    def hparams(self, options: Mapping[str, Any], scores: Mapping[str, float]) -> None:
+    def hparams(self, options: Mapping[str, Any], scores: Mapping[str, float], step: int) -> None:
         """A row in TensorBoard's table of hyperparameters, for comparing runs."""
         if self.enabled:
             plain = {
                 key: value if isinstance(value, (int, float, str, bool)) else str(value)
                 for key, value in options.items()
             }
+            # Names of their own: the scores' curves have a point at this step already.
+            named = {f"hparam/{name}": score for name, score in scores.items()}
+            # It opens a file of its own, after which TensorBoard reads no more of this one.
+            self._try("TensorBoard", self._board.flush)
             # As its own run it would stand beside this one instead of in it.
             self._try(
-                "TensorBoard", self._board.add_hparams, plain, dict(scores), run_name="."
+                "TensorBoard",
+                self._board.add_hparams,
+                plain,
+                named,
+                run_name=".",
+                global_step=step,
             )
 
     def _append(self, line: str) -> None:
@@ -117,16 +129,34 @@ class RunLog:
             say(f"warning: {what} cannot be written any more, training goes on: {error}")
 
 
-def _drop_after(metrics: Path, step: int) -> None:
-    """Keeps the lines of metrics.jsonl up to `step`; a last line cut short by a crash goes too."""
+class _LogFile(logging.FileHandler):
+    """train.log; a disk that is full is mentioned once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Called by logging in place of raising."""
+        logger.removeHandler(self)
+        say(f"warning: {LOG} cannot be written any more, training goes on: {sys.exc_info()[1]}")
+
+
+def _drop_after(metrics: Path, step: int, evaluated_step: int) -> None:
+    """Keeps the lines of metrics.jsonl up to `step`, and those of evaluations to `evaluated_step`.
+
+    A last line cut short by a crash goes too.
+    """
     if not metrics.exists():
         return
     kept = []
-    for line in metrics.read_text().splitlines(keepends=True):
+    for line in metrics.read_text(errors="replace").splitlines(keepends=True):
         try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
+            values = json.loads(line)
+            newest = evaluated_step if "eval/mIoU" in values else step
+            if line.endswith("\n") and values["step"] <= newest:
                 kept.append(line)
-        except ValueError:
+        except (ValueError, KeyError, TypeError):
             continue
     temporary = metrics.with_suffix(".tmp")
     temporary.write_text("".join(kept))
@@ -135,9 +165,17 @@ def _drop_after(metrics: Path, step: int) -> None:
 
 def say(line: str) -> None:
     """Shows one line above any progress bar, and writes it to the log files."""
-    with tqdm.external_write_mode(file=sys.stderr):
-        print(line, flush=True)
-    for handler in logger.handlers:
+    try:
+        with tqdm.external_write_mode(file=sys.stderr):
+            print(line, flush=True)
+    except OSError:
+        # Nobody reads any more, as after `| head`: no reason to end a training.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _record(line)
+
+
+def _record(line: str) -> None:
+    for handler in list(logger.handlers):
         handler.handle(logging.LogRecord("segtrain", logging.INFO, "", 0, line, None, None))
 
 
@@ -157,6 +195,7 @@ class ProgressBar:
             dynamic_ncols=True,
             leave=False,
         )
+        self._enabled = enabled
         self._what, self._total, self._done, self._text = what, total, done, ""
         self._said = time.monotonic()
 
@@ -181,6 +220,8 @@ class ProgressBar:
         self._done += 1
         self._bar.update()
         late = time.monotonic() - self._said > _PLAIN_EVERY_S
-        if self._plain and (late or self._done == self._total):
+        if self._enabled and (late or self._done == self._total):
             self._said = time.monotonic()
-            say(f"{self._what} {self._done}/{self._total}  {self._text}".rstrip())
+            line = f"{self._what} {self._done}/{self._total}  {self._text}".rstrip()
+            # Beside a bar the line is for the log file only.
+            (say if self._plain else _record)(line)

@@ -2,7 +2,7 @@
 
 A mean over each rank's pixels, averaged over the ranks, is not the mean over all pixels: a rank
 whose crops are mostly ignored would weigh as much as a full one. So a loss here returns this rank's
-sum and this rank's weight, and the engine divides the sums of all ranks by the weights of all ranks.
+sum and this rank's weight, and the engine divides the sums of all ranks by all their weights.
 """
 
 import math
@@ -40,7 +40,8 @@ def cross_entropy(
 ) -> PixelSum:
     """Cross entropy summed over the pixels that are not ignored.
 
-    With class weights this is torch's weighted mean once divided: sum(w[label] * loss) / sum(w[label]).
+    With class weights w this is torch's weighted mean once divided:
+    sum(w[label] * loss) / sum(w[label]).
 
     Args:
         logits: (N, K, H, W).
@@ -108,9 +109,7 @@ def _pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:
 def _weighted_sum(losses: Tensor, labels: Tensor, class_weights: Tensor | None) -> PixelSum:
     """The sum of the pixels' losses (N, H, W) that `labels` does not ignore."""
     weights = _pixel_weights(labels, class_weights)
-    return PixelSum(
-        (losses * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)
-    )
+    return PixelSum((losses * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64))
 
 
 def _kth_largest_of_all_ranks(values: Tensor, k: int) -> Tensor:

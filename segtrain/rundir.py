@@ -18,7 +18,9 @@ CHECKPOINTS = "checkpoints"
 _LIBRARIES = ("torch", "torchvision", "albumentations", "opencv-python-headless", "numpy", "pillow")
 
 # What may change between the parts of a run without changing the model it ends with.
-_HARMLESS = ("data.root", "data.num_workers", "data.prefetch", "log.", "checkpoint.")
+_HARMLESS = (
+    *("data.root", "data.num_workers", "data.prefetch", "train.timeout_s", "log.", "checkpoint."),
+)
 
 
 def check_directory(directory: Path, config: Config, *, resume: bool) -> None:
@@ -49,7 +51,7 @@ def check_directory(directory: Path, config: Config, *, resume: bool) -> None:
 
 
 def _differences(old: Config, new: Config) -> list[str]:
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before, after = flat(old), flat(new)
     return [
         f"{key}: {before.get(key)} there, {after.get(key)} now"
         for key in sorted(before.keys() | after.keys())
@@ -57,14 +59,19 @@ def _differences(old: Config, new: Config) -> list[str]:
     ]
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+def flat(config: Config) -> dict[str, Any]:
+    """Every option by its whole name, `train.lr`."""
+    return _flat(config.model_dump(mode="json"), "")
+
+
+def _flat(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+    options = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
+            options.update(_flat(value, f"{prefix}{key}."))
         else:
-            flat[prefix + key] = value
-    return flat
+            options[prefix + key] = value
+    return options
 
 
 def write_description(directory: Path, config: Config, devices: list[str]) -> None:
@@ -72,11 +79,27 @@ def write_description(directory: Path, config: Config, devices: list[str]) -> No
 
     Args:
         devices: the device of every rank.
+
+    Raises:
+        ConfigError: the directory cannot be made or written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / ENVIRONMENT).write_text(json.dumps(environment(devices), indent=2) + "\n")
-    # Last: the directory counts as a run once its config stands there.
-    (directory / CONFIG).write_text(config_to_yaml(config))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(directory / ENVIRONMENT, json.dumps(environment(devices), indent=2) + "\n")
+        # Last: the directory counts as a run once its config stands there.
+        _write(directory / CONFIG, config_to_yaml(config))
+    except OSError as error:
+        raise ConfigError(
+            f"{directory}: cannot write the run directory: {error.strerror}; choose another by "
+            "--output"
+        ) from None
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: half a config would be another one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def environment(devices: list[str]) -> dict[str, Any]:
@@ -85,14 +108,15 @@ def environment(devices: list[str]) -> dict[str, Any]:
         "segtrain": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "libraries": {name: library_version(name) for name in _LIBRARIES},
         "devices": devices,
         "git": git_revision(),
         "command": sys.argv,
     }
 
 
-def _version(package: str) -> str | None:
+def library_version(package: str) -> str | None:
+    """The version of an installed package, without importing it; None if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

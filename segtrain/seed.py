@@ -16,7 +16,7 @@ _ORDER, _AUGMENT, _DROPOUT = 1, 2, 3
 
 
 def sample_order(seed: int, epoch: int, num_images: int) -> np.ndarray:
-    """The permutation of `range(num_images)` that all ranks share in `epoch`, (num_images,) int64."""
+    """The permutation of `range(num_images)` of `epoch`, shared by all ranks: int64."""
     return np.random.default_rng((seed, _ORDER, epoch)).permutation(num_images)
 
 

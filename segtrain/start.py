@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-import torchvision
 from torch import nn
 
 from segtrain import __version__, dist, rundir
@@ -29,9 +28,7 @@ def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset
     if findings:
         raise ConfigError("\n".join(findings))
     check_extra(config.augment)
-    if dist.is_main():
-        quick_check(train_set, eval_set)
-    dist.barrier()
+    dist.on_main(lambda: quick_check(train_set, eval_set))
 
 
 def _batch_findings(config: Config, ranks: int) -> list[str]:
@@ -82,7 +79,9 @@ def start_lines(
     ranks = len(devices)
     parameters = sum(p.numel() for p in model.parameters())
     return [
-        f"segtrain {__version__}  torch {torch.__version__}  torchvision {torchvision.__version__}"
+        # torchvision's version from its metadata: importing it takes two seconds more.
+        f"segtrain {__version__}  torch {torch.__version__}"
+        f"  torchvision {rundir.library_version('torchvision') or 'none'}"
         f"  git {rundir.git_revision() or 'none'}",
         f"devices    {ranks} x {devices[0]}, {train.precision}",
         f"batch      {_batch_words(config, ranks)}",

@@ -8,23 +8,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
 
-from segtrain import checkpoint, dist, rundir, seed
+from segtrain import checkpoint, dist, outcome, rundir, seed
 from segtrain.checkpoint import CheckpointStore, Record
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
+from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
 from segtrain.data.transforms import TrainTransform
 from segtrain.engine import TrainState, make_state, train_steps
-from segtrain.errors import EXIT_OK
+from segtrain.errors import EXIT_OK, CheckpointError
 from segtrain.guard import Guard
 from segtrain.inference import InferenceSettings
-from segtrain.log import ProgressBar, RunLog, say
+from segtrain.log import ProgressBar, RunLog
 from segtrain.meter import StepMeter
+from segtrain.metrics import Scores
 from segtrain.models import SegModel, build_model
 from segtrain.models.pretrained import PretrainedReport, load_backbone
 from segtrain.norm import make_norm
@@ -48,26 +51,48 @@ class Run:
     guard: Guard
     store: CheckpointStore
     log: RunLog
+    stop: StopRequest
     best: dict[str, Any] | None
+    evaluated: int  # the step of the newest evaluation, 0: none
 
 
-def run(config: Config, directory: Path, *, device: torch.device, resume: bool) -> int:
-    """Trains `config` into `directory` and returns the exit code (collective)."""
-    stop = StopRequest()
-    stop.install()
+def run(
+    config: Config,
+    directory: Path,
+    *,
+    device: torch.device,
+    resume: bool,
+    restarted: bool = False,
+) -> int:
+    """Trains `config` into `directory` and returns the exit code (collective).
+
+    Args:
+        resume: go on with the run in `directory`, which must be there.
+        restarted: go on with it if it is there.
+    """
     with dist.process_group(device, timeout_s=config.train.timeout_s):
-        this = _prepare(config, directory, stop, device=device, resume=resume)
+        if restarted:
+            resume = dist.on_main((directory / rundir.CONFIG).exists)
+        this = _prepare(config, directory, device=device, resume=resume)
         with this.log:
             _train(this)
-        # The signal may have reached one rank only; all of them leave the same way.
-        signals = [number for number in dist.all_gather_object(stop.signal) if number is not None]
-    return exit_code(signals[0]) if this.guard.stopped else EXIT_OK
+            if not this.guard.stopped:
+                return EXIT_OK
+            # The signal may have reached one rank only; all of them leave the same way.
+            numbers = dist.all_gather_object(this.stop.signal)
+            number = next(number for number in numbers if number is not None)
+            this.log.lines(
+                [
+                    f"stopped by {Signals(number).name} after step {this.state.step}, which is saved; "
+                    "go on with --resume"
+                ]
+            )
+    return exit_code(number)
 
 
-def _prepare(
-    config: Config, directory: Path, stop: StopRequest, *, device: torch.device, resume: bool
-) -> Run:
+def _prepare(config: Config, directory: Path, *, device: torch.device, resume: bool) -> Run:
     """Opens the data, builds the model and brings the state to where training goes on."""
+    dist.on_main(lambda: rundir.check_directory(directory, config, resume=resume))
     seed.seed_everything(config.seed)
     torch.use_deterministic_algorithms(config.train.deterministic)
     train_set = open_dataset(config.data, config.data.train_split)
@@ -77,23 +102,29 @@ def _prepare(
     model = build_model(
         config.model, num_classes=train_set.classes.num_classes, norm=make_norm(config.norm)
     )
-    store = CheckpointStore(
-        directory / rundir.CHECKPOINTS, keep_limit=config.checkpoint.keep_limit
-    )
-    record = checkpoint.load(store.last) if resume else None
+    store = CheckpointStore(directory / rundir.CHECKPOINTS, keep_limit=config.checkpoint.keep_limit)
+    if dist.is_main():
+        store.remove_unfinished()
+    # A run that ended before its first checkpoint goes on at step 0.
+    record = checkpoint.load(store.last) if resume and dist.on_main(store.last.exists) else None
     # The record brings all weights along; fetching others first would only cost time.
     pretrained = _load_pretrained(model, config) if record is None else None
     state = make_state(model, config, device)
+    evaluated = 0
     if record is not None:
+        _check_classes(record, train_set.classes, store.last)
         checkpoint.restore(state, record, store.last)
+        evaluated = record.evaluated
 
     devices = dist.all_gather_object(_device_name(device))
-    if dist.is_main() and record is None:
-        rundir.write_description(directory, config, devices)
-    log = RunLog(directory, enabled=dist.is_main(), start_step=state.step)
+    if not resume:
+        dist.on_main(lambda: rundir.write_description(directory, config, devices))
+    log = RunLog(directory, enabled=dist.is_main(), start_step=state.step, evaluated_step=evaluated)
     log.lines(start_lines(config, directory, model, train_set, eval_set, devices, state.step))
     log.lines(pretrained.lines() if pretrained is not None else [])
-    log.text("config", config_to_yaml(config))
+    if state.step == 0:
+        log.text("config", config_to_yaml(config))
+    stop = StopRequest()
     return Run(
         config=config,
         device=device,
@@ -103,8 +134,20 @@ def _prepare(
         guard=Guard(stop.requested, overflow_allowed=config.train.precision == "float16"),
         store=store,
         log=log,
+        stop=stop,
         best=record.best if record is not None else None,
+        evaluated=evaluated,
     )
+
+
+def _check_classes(record: Record, classes: ClassFile, path: Path) -> None:
+    """The config names the class file only; what it says must not have changed either."""
+    _, before = checkpoint.parse_experiment(record, path)
+    if before.train_id_of != classes.train_id_of or before.names != classes.names:
+        raise CheckpointError(
+            f"{path}: the class file has changed since; it was {', '.join(before.names)} with ids "
+            f"{before.train_id_of}; give it back what it said, or start a new run by --output"
+        )
 
 
 def _load_pretrained(model: SegModel, config: Config) -> PretrainedReport | None:
@@ -114,9 +157,7 @@ def _load_pretrained(model: SegModel, config: Config) -> PretrainedReport | None
     report = None
     for turn in (True, False):
         if (dist.local_rank() == 0) == turn:
-            report = load_backbone(
-                model.backbone, config.model.pretrained, progress=dist.is_main()
-            )
+            report = load_backbone(model.backbone, config.model.pretrained, progress=dist.is_main())
         dist.barrier()
     return report
 
@@ -126,11 +167,29 @@ def _device_name(device: torch.device) -> str:
 
 
 def _train(run: Run) -> None:
-    """Steps until the end or until asked to stop, logging, evaluating and saving on the way."""
+    """Trains, evaluates and saves until the end or until asked to stop."""
     config, state = run.config, run.state
-    if state.step == config.train.steps:
+    if run.evaluated == config.train.steps:
         run.log.lines([f"already complete: {state.step} steps, {score_line(run.best)}"])
         return
+    # From here on there is something to save.
+    run.stop.install()
+    if outcome.is_wanted():
+        outcome.tell(None)
+    if _is_due(state.step, config.eval.every_steps, config) and run.evaluated < state.step:
+        _evaluate(run)  # it was cut short
+    if state.step < config.train.steps:
+        _train_steps(run)
+    # Before the last evaluation, so that a long one is nothing to lose.
+    _save(run)
+    if state.step == config.train.steps and not run.guard.stopped:
+        scores = _evaluate(run)
+        _save(run)
+        run.log.hparams(rundir.flat(config), {"mIoU": scores.mean_iou}, state.step)
+
+
+def _train_steps(run: Run) -> None:
+    config, state = run.config, run.state
     rows = rows_of_rank(
         config.train.batch_size, config.train.accumulate_steps, dist.rank(), dist.world_size()
     )
@@ -151,15 +210,22 @@ def _train(run: Run) -> None:
                 )
             bar.update()
             with _apart(meter):
-                if _is_due(result.step, config.eval.every_steps, config):
-                    _evaluate(run)
-                if _is_due(result.step, config.checkpoint.every_steps, config):
-                    _save(run)
+                _keep_cadences(run)
 
-    run.guard.settle()
-    if state.step == config.train.steps:
+
+def _keep_cadences(run: Run) -> None:
+    """Evaluates and saves, where the config asks for it after this step."""
+    step, config = run.state.step, run.config
+    evaluate = _is_due(step, config.eval.every_steps, config)
+    keep = _is_due(step, config.checkpoint.keep_every_steps, config)
+    if evaluate:
+        # First: an evaluation may outlast the patience of whoever wants the run to stop.
+        _save(run)
         _evaluate(run)
-    _save(run)
+    if evaluate or keep or _is_due(step, config.checkpoint.every_steps, config):
+        _save(run)
+    if keep and dist.is_main():
+        run.store.keep(_record(run))
 
 
 def _is_due(step: int, every: int | None, config: Config) -> bool:
@@ -206,7 +272,7 @@ def _batches(run: Run, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
         yield batch
 
 
-def _evaluate(run: Run) -> None:
+def _evaluate(run: Run) -> Scores:
     """Scores the model on the evaluation split, logs it, and keeps it if it is the best so far."""
     run.guard.settle()
     step, classes, log = run.state.step, run.eval_set.classes, run.log
@@ -234,24 +300,24 @@ def _evaluate(run: Run) -> None:
         receivers=[show],
     )
     scores = matrix.scores()
+    run.evaluated = step
     log.scalars(step, scores.scalars(classes.names))
-    log.picture(step, "eval/confusion", confusion_picture(matrix.counts.cpu().numpy(), classes.names))
+    log.picture(
+        step, "eval/confusion", confusion_picture(matrix.counts.cpu().numpy(), classes.names)
+    )
     if run.best is None or scores.mean_iou > run.best["mean_iou"]:
         run.best = {"step": step, "mean_iou": scores.mean_iou}
         if dist.is_main():
             run.store.save_best(_record(run))
     log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}  {score_line(run.best)}"])
+    return scores
 
 
 def _save(run: Run) -> None:
-    """Replaces last.pt, and keeps a checkpoint of its own where the config wants one."""
+    """Replaces last.pt."""
     run.guard.settle()
-    if not dist.is_main():
-        return
-    record = _record(run)
-    run.store.save_last(record)
-    if _is_due(record.step, run.config.checkpoint.keep_every_steps, run.config):
-        run.store.keep(record)
+    if dist.is_main():
+        run.store.save_last(_record(run))
 
 
 def _record(run: Run) -> Record:
@@ -264,4 +330,5 @@ def _record(run: Run) -> Record:
         optimizer=state.optimizer.state_dict(),
         scaler=state.scaler.state_dict(),
         best=run.best,
+        evaluated=run.evaluated,
     )

@@ -109,6 +109,13 @@ def test_255_is_not_ignored_where_it_is_a_class(tmp_path):
                 " for text, put it in quotes",
             ],
         ),
+        (
+            "classes:\n  crack: 1\n",
+            [
+                "own.yaml:1: classes: expected a list, such as [background, crack], or a line "
+                "'- {name: crack, ids: [1]}' for each class"
+            ],
+        ),
         ("- a\n", ["own.yaml:1: a list at the top; expected keys and values"]),
     ],
 )
@@ -182,6 +189,18 @@ def test_an_unknown_name_gets_the_nearest():
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read: no such file"):
         load_class_file(str(tmp_path / "no.yaml"))
+
+
+def test_a_missing_file_is_compared_with_those_beside_it(tmp_path):
+    (tmp_path / "classes.yaml").write_text("classes: [a]\n")
+    with pytest.raises(ConfigError, match=r"^data\.classes: .*; did you mean .*/classes\.yaml\?$"):
+        load_class_file(str(tmp_path / "clases.yaml"))
+
+
+def test_a_file_of_any_ending_is_a_path(tmp_path, monkeypatch):
+    (tmp_path / "names.txt").write_text("classes: [a, b]\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_class_file("names.txt").names == ("a", "b")
 
 
 def test_class_weights_must_be_one_for_each_class():

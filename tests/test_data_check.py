@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from segtrain.cli import main as segtrain
-from segtrain.config import AugmentConfig, Config, DataConfig
+from segtrain.config import AugmentConfig, Config, DataConfig, TrainConfig
 from segtrain.data import open_dataset
 from segtrain.data.check import quick_check, run
 from segtrain.data.report import as_text, enet_weights, median_frequency_weights
@@ -50,6 +50,7 @@ def config(root, **data):
     return Config(
         data=DataConfig(layout="folders", root=str(root), classes=str(root / "toy.yaml"), **data),
         augment=AugmentConfig(crop_size=(4, 5)),
+        train=TrainConfig(batch_size=3),
     )
 
 
@@ -112,6 +113,14 @@ def test_every_kind_of_damage_is_found_in_one_run(root):
     assert "text.png" in finding(report, "unreadable").places[0]
 
 
+def test_what_is_wrong_with_many_files_is_said_once_and_all_are_listed(root):
+    for name in "abc":
+        Image.new("RGB", (9, 6)).save(root / f"labels/train/{name}.png")
+    found = finding(run(config(root), jobs=1), "unreadable")
+    assert found.text.startswith("3 files cannot be read: the label is RGB")
+    assert found.places == [str(root / f"labels/train/{name}.png") for name in "abc"]
+
+
 def test_unknown_values_come_with_their_labels_and_pixels(root):
     write_pair(root, "train", "v1", rows(0, 7, 7, 9), seed=9)
     write_pair(root, "train", "v2", rows(9, 0), seed=10)
@@ -130,6 +139,62 @@ def test_zero_and_255_masks_are_an_error_although_255_is_ignored(root):
     report = run(config(root), jobs=1)
     assert kinds(report) == {("train", "one class"), ("val", "one class")}
     assert "ids: [255]" in report.findings[0].text
+
+
+def test_a_mask_whose_255_is_a_class_is_not_taken_for_train_ids(root):
+    (root / "toy.yaml").write_text("classes: [background, {name: crack, ids: [255]}]\n")
+    for name, label in {"a": rows(0, 255), "b": rows(0), "c": rows(0)}.items():
+        write_pair(root, "train", name, label, seed=ord(name))
+    for name in "de":
+        write_pair(root, "val", name, rows(0), seed=ord(name))
+    warned = run(config(root), jobs=1).findings
+    assert "train ids" not in {finding.kind for finding in warned}
+
+
+def test_a_missing_root_is_one_finding_for_both_splits(root):
+    data = DataConfig(layout="folders", root=str(root / "no"), classes=str(root / "toy.yaml"))
+    report = run(Config(data=data), jobs=1)
+    assert [(f.split, f.kind) for f in report.findings] == [("", "split")]
+
+
+def test_labels_that_cannot_be_read_say_nothing_about_classes(root):
+    for name in "de":
+        Image.new("RGB", (9, 6)).save(root / f"labels/val/{name}.png")
+    report = run(config(root), jobs=1)
+    assert kinds(report) == {("val", "unreadable")}
+    assert kinds(report, "warning") == set()
+
+
+def test_fewer_images_than_a_batch_are_a_warning(root):
+    write_pair(root, "train", "more", rows(0, 1), seed=6)
+    assert kinds(run(config(root), jobs=1), "warning") == set()
+    for name in ("more", "a"):
+        (root / f"images/train/{name}.png").unlink()
+        (root / f"labels/train/{name}.png").unlink()
+    assert finding(run(config(root), jobs=1), "few").text.startswith("2 images are fewer than")
+
+
+def test_the_median_size_is_shown_where_most_images_are_smaller_than_the_crop(root):
+    write_pair(root, "train", "large", np.zeros((20, 30)), seed=6)
+    settings = config(root)
+    settings = settings.model_copy(update={"augment": AugmentConfig(crop_size=(8, 8))})
+    text = finding(run(settings, jobs=1), "small").text
+    assert text.startswith("3 of 4 images")
+    assert text.endswith("the median size is [6, 9]")
+
+
+def test_files_that_count_from_1_get_that_advice(root):
+    for name in "abc":
+        write_pair(root, "train", name, rows(1, 2, 3, 255), seed=ord(name))
+    text = finding(run(config(root), jobs=1), "values").text
+    assert "count from 1" in text
+    assert "`ids: [1]` to `ids: [3]`" in text
+
+
+def test_one_more_class_than_the_class_file_names_gets_that_advice(root):
+    write_pair(root, "train", "v", rows(0, 1, 2, 3), seed=9)
+    text = finding(run(config(root), jobs=1), "values").text
+    assert text.endswith("names 0..2: add the class to it, or add 3 to its ignore_ids")
 
 
 def test_oddities_are_warnings(root):
@@ -238,6 +303,7 @@ def write_config(root):
     path.write_text(
         f"data: {{layout: folders, root: {root}, classes: {root}/toy.yaml}}\n"
         "augment: {crop_size: [4, 5]}\n"
+        "train: {batch_size: 3}\n"
     )
     return str(path)
 
@@ -284,6 +350,30 @@ def test_quick_check_refuses_colour_labels_where_ids_are_expected(root):
     Image.new("RGB", (9, 6)).save(root / "labels/val/e.png")
     with pytest.raises(DataError, match=r"e\.png: the label is RGB, expected one channel"):
         quick_check(*opened(root))
+
+
+def test_quick_check_says_once_what_is_wrong_with_all_files(root):
+    for name in "abc":
+        Image.new("RGB", (9, 6)).save(root / f"labels/train/{name}.png")
+    with pytest.raises(DataError, match=r"a\.png: the label is RGB.*\(3 files are like this\)$"):
+        quick_check(*opened(root))
+
+
+def test_quick_check_refuses_masks_whose_foreground_is_ignored(root):
+    for name in "abc":
+        write_pair(root, "train", name, rows(0, 255), seed=ord(name))
+    message = r"^split 'train': only 'sky' ever occurs; .*`ids: \[255\]`"
+    with pytest.raises(DataError, match=message):
+        quick_check(*opened(root))
+
+
+def test_quick_check_passes_a_set_whose_second_class_is_rare(root):
+    for i in range(20):
+        write_pair(root, "train", f"m{i:02d}", rows(0), seed=20 + i)
+    for name in "abc":
+        write_pair(root, "train", name, rows(0), seed=ord(name))
+    write_pair(root, "train", "m13", rows(0, 2), seed=99)
+    quick_check(*opened(root))
 
 
 def test_quick_check_refuses_a_text_file_that_is_named_like_a_picture(root):

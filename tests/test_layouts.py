@@ -165,6 +165,22 @@ def test_all_missing_labels_are_counted_and_ten_are_shown(tmp_path):
     assert "images/train/00.jpg: no label" in lines[1]
 
 
+def test_jpeg_labels_are_refused_in_one_line(tmp_path):
+    touch(tmp_path, *(f"images/train/{i}.jpg" for i in range(3)))
+    touch(tmp_path, *(f"labels/train/{i}.jpg" for i in range(3)))
+    with pytest.raises(DataError, match=r"labels/train: none of its 3 files is .*JPEG") as caught:
+        list_pairs(config(tmp_path, "folders"), "train")
+    assert "\n" not in str(caught.value)
+
+
+def test_every_missing_label_shown_comes_with_a_file_that_resembles_it(tmp_path):
+    touch(tmp_path, "images/train/a b.jpg", "images/train/c.jpg")
+    touch(tmp_path, "labels/train/a b_mask.png", "labels/train/c_mask.png")
+    problems = scan_layout(config(tmp_path, "folders"), "train").problems
+    assert problems[0].endswith("(found a b_mask.png)")
+    assert problems[1].endswith("(found c_mask.png)")
+
+
 def test_label_without_image_is_no_problem_but_reported(tmp_path):
     touch(tmp_path, "images/train/a.png", "labels/train/a.png", "labels/train/b.png")
     listing = scan_layout(config(tmp_path, "folders"), "train")
@@ -206,8 +222,24 @@ def test_root_one_level_too_high_is_recognized(tmp_path):
         list_pairs(config(tmp_path, "voc"), "val")
 
 
+def test_root_one_level_too_deep_is_recognized(tmp_path):
+    touch(tmp_path, "images/train/a.jpg", "labels/train/a.png")
+    with pytest.raises(DataError, match=f"did you mean data.root: {tmp_path}$"):
+        list_pairs(config(tmp_path / "images", "folders"), "train")
+
+
+def test_a_relative_root_is_shown_with_the_working_directory_and_what_resembles_it(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "my_data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    message = f"data.root: there is no folder mydata in {tmp_path}; did you mean my_data\\?$"
+    with pytest.raises(DataError, match=message):
+        list_pairs(config("mydata", "folders"), "train")
+
+
 def test_missing_root_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"data\.root: .*nowhere is not a folder"):
+    with pytest.raises(DataError, match=r"data\.root: there is no folder .*nowhere"):
         list_pairs(config(tmp_path / "nowhere", "camvid"), "train")
 
 

@@ -1,4 +1,4 @@
-"""The main job on data that is drawn here: data set, training on two ranks, scores, export, pictures.
+"""The main job on data that is drawn here: data set, training on two ranks, scores, export.
 
 `make demo` runs this. Every step is a `segtrain` command, shown before it runs.
 """
@@ -26,24 +26,19 @@ def main() -> int:
         print(f"removing {RUN}, the run of an earlier demonstration")
         shutil.rmtree(RUN)
     scores = RUN / "scores.json"
-    photos = DATA / "leftImg8bit" / "val"
-    commands = [
-        ["data", "synth", DATA, "--num-train", NUM_TRAIN, "--num-val", NUM_VAL, "--size", *SIZE],
+    evaluation = ["--json", scores, "--overlays", RUN / "overlays", "--num-overlays", NUM_PICTURES]
+    drawing = ["--num-train", NUM_TRAIN, "--num-val", NUM_VAL, "--size", *SIZE]
+    photos = DATA / "leftImg8bit/val"
+    for command in (
+        ["data", "synth", DATA, *drawing],
         ["train", ROOT / "configs/demo.yaml", "--nproc", 2, "--device", "cpu", "--output", RUN],
-        ["eval", RUN, "--device", "cpu", "--json", scores, "--overlays", RUN / "overlays"]
-        + ["--num-overlays", NUM_PICTURES],
+        ["eval", RUN, "--device", "cpu", *evaluation],
         ["export", RUN, "--format", "onnx", "--output", RUN / "model.onnx"],
-    ]
-    for command in commands:
+        ["predict", RUN, photos, "--device", "cpu", "--output", RUN / "predictions"],
+    ):
         code = segtrain(*map(str, command))
         if code:
             return code
-    images = sorted(photos.rglob("*.png"))[:NUM_PICTURES]
-    code = segtrain(
-        "predict", str(RUN), *map(str, images), "--output", str(RUN / "predictions"), "--device", "cpu"
-    )
-    if code:
-        return code
     report(json.loads(scores.read_text()), time.monotonic() - began)
     return 0
 

@@ -5,18 +5,22 @@ Training makes the cheap part itself (`quick_check`): headers of every file, no 
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
 
 from segtrain.config import Config, load_config
 from segtrain.data import report
 from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.dataset import SegDataset, size_problem
-from segtrain.data.decode import label_mode_problem, read_header
-from segtrain.data.labels import unknown_colors, unknown_ids
+from segtrain.data.decode import label_mode_problem, read_header, read_label, read_raw_label
+from segtrain.data.labels import IGNORE_INDEX, unknown_colors, unknown_ids
 from segtrain.data.layouts import Listing, Pair, first_lines, printable, scan_layout
 from segtrain.data.report import CheckReport, Finding
-from segtrain.data.scan import SplitScan, process_pool, scan_split
+from segtrain.data.scan import Problem, SplitScan, by_reason, process_pool, scan_split
 from segtrain.data.suggest import looks_like_train_ids
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError
 
@@ -69,7 +73,9 @@ def run(config: Config, jobs: int | None = None) -> CheckReport:
         findings += _class_findings(scan, classes)
         if scan.split == data.train_split:
             findings += _crop_findings(scan, config)
+            findings += _number_findings(scan, config)
     findings += _shared_images(scans, data.train_split == data.eval_split)
+    findings = _joined(findings)
     return CheckReport(classes.name, list(classes.names), scans, findings)
 
 
@@ -80,29 +86,74 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> None:
 
     Raises:
         DataError: files that are no PNG or JPEG, sizes that differ, labels of a kind that cannot be
-            read, of which all are counted and the first ten shown; or a pair out of a small sample
-            that cannot be read or holds unknown label values.
+            read, of which all are counted and the first ten shown; a pair out of a small sample
+            that cannot be read or holds unknown label values; or labels of a single class.
     """
     for dataset in (train, evaluation):
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
             jobs = ((pair, dataset.label_format) for pair in dataset.pairs)
-            problems = [text for text in pool.map(_header_problem, jobs, chunksize=64) if text]
+            problems = [found for found in pool.map(_header_problem, jobs, chunksize=64) if found]
         if problems:
-            raise DataError(first_lines(f"split {dataset.split!r}", problems))
-        for i in range(0, len(dataset), max(1, len(dataset) // _SAMPLES)):
-            dataset[i]
+            raise DataError(first_lines(f"split {dataset.split!r}", _reason_lines(problems)))
+        sample = range(0, len(dataset), max(1, len(dataset) // _SAMPLES))
+        _refuse_one_class(dataset, [dataset[i][1] for i in sample])
 
 
-def _header_problem(job: tuple[Pair, str]) -> str:
+def _header_problem(job: tuple[Pair, str]) -> Problem | None:
     pair, label_format = job
-    try:
-        image, label = read_header(pair.image), read_header(pair.label)
-    except DataError as error:
-        return str(error)
+    headers = []
+    for path in (pair.image, pair.label):
+        try:
+            headers.append(read_header(path))
+        except DataError as error:
+            return Problem.of(path, error)
+    image, label = headers
     mode = label_mode_problem(label.mode, label_format)
     if mode:
-        return f"{printable(pair.label)}: {mode}"
-    return size_problem(pair, image.size, label.size)
+        return Problem(printable(pair.label), mode)
+    sizes = size_problem(pair, image.size, label.size)
+    return Problem.of(pair.label, DataError(sizes)) if sizes else None
+
+
+def _reason_lines(problems: Iterable[Problem]) -> list[str]:
+    return [
+        f"{places[0]}: {reason}" + (f" ({len(places)} files are like this)" if places[1:] else "")
+        for reason, places in by_reason(problems).items()
+    ]
+
+
+def _refuse_one_class(dataset: SegDataset, sample: Sequence[np.ndarray]) -> None:
+    """Refuses labels that hold a single class beside ignored pixels: any model scores 100 % there.
+
+    The sample of labels decides in all but odd cases; then labels are read until a second class
+    is met.
+    """
+    classes = dataset.classes
+    values = {int(value) for label in sample for value in np.unique(label)}
+    rest = iter(dataset.pairs)
+    while classes.num_classes > 1 and len(values - {IGNORE_INDEX}) < 2:
+        pair = next(rest, None)
+        if pair is None:
+            names = [classes.names[i] for i in values - {IGNORE_INDEX}]
+            text = _one_class(names, is_mask=_holds_masks(dataset))
+            raise DataError(f"split {dataset.split!r}: {text}")
+        label = read_label(pair.label, classes, dataset.label_format)
+        values.update(int(value) for value in np.unique(label))
+
+
+def _holds_masks(dataset: SegDataset) -> bool:
+    """Whether the first label is a mask of 0 and 255."""
+    if dataset.label_format == "colors":
+        return False
+    return set(np.unique(read_raw_label(dataset.pairs[0].label)).tolist()) == {0, 255}
+
+
+def _one_class(present: Sequence[str], *, is_mask: bool) -> str:
+    text = f"only {present[0]!r} ever occurs" if present else "no class ever occurs"
+    text += "; every other pixel is ignored: check ids and ignore_ids in the class file"
+    if is_mask:
+        text += ". For a 0/255 mask give the foreground `ids: [255]` and set `ignore_ids: []`"
+    return text
 
 
 def _processes(jobs: int | None, num_pairs: int) -> int:
@@ -128,9 +179,16 @@ def _listing_findings(split: str, listing: Listing) -> list[Finding]:
 
 def _pixel_findings(scan: SplitScan, classes: ClassFile) -> list[Finding]:
     findings = []
-    if scan.unreadable:
-        text = f"{len(scan.unreadable)} files cannot be read"
-        findings.append(Finding("error", scan.split, "unreadable", text, scan.unreadable))
+    single = []
+    for reason, places in by_reason(scan.unreadable).items():
+        if places[1:]:
+            text = f"{len(places)} files cannot be read: {reason}"
+            findings.append(Finding("error", scan.split, "unreadable", text, places))
+        else:
+            single.append(f"{places[0]}: {reason}")
+    if single:
+        text = f"{len(single)} files cannot be read"
+        findings.append(Finding("error", scan.split, "unreadable", text, single))
     if scan.size_problems:
         text = f"{len(scan.size_problems)} labels differ from their image in size"
         findings.append(Finding("error", scan.split, "sizes", text, scan.size_problems))
@@ -159,11 +217,10 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> list[Finding]:
     findings = []
     present = [name for name, pixels in zip(classes.names, scan.pixels, strict=True) if pixels]
     absent = [name for name in classes.names if name not in present]
-    if classes.num_classes > 1 and len(present) < 2 and not scan.unknown and scan.num_pairs:
-        text = f"only {present[0]!r} ever occurs" if present else "no class ever occurs"
-        text += "; every other pixel is ignored: check ids and ignore_ids in the class file"
-        if set(scan.values) == {0, 255}:
-            text += ". For a 0/255 mask give the foreground `ids: [255]` and set `ignore_ids: []`"
+    if not scan.pixels.any() and not scan.ignored_pixels:  # no label could be read
+        return []
+    if classes.num_classes > 1 and len(present) < 2 and not scan.unknown:
+        text = _one_class(present, is_mask=set(scan.values) == {0, 255})
         findings.append(Finding("error", scan.split, "one class", text))
     elif absent:
         text = f"{len(absent)} of {classes.num_classes} classes never occur"
@@ -179,9 +236,9 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> list[Finding]:
 
 def _crop_findings(scan: SplitScan, config: Config) -> list[Finding]:
     height, width = config.augment.crop_size
+    short_side = config.data.short_side_px
     small = 0
     for size, count in scan.sizes.items():
-        short_side = config.data.short_side_px
         scale = short_side / min(size) if short_side else 1
         if round(size[0] * scale) < height or round(size[1] * scale) < width:
             small += count
@@ -191,7 +248,34 @@ def _crop_findings(scan: SplitScan, config: Config) -> list[Finding]:
         f"{small} of {sum(scan.sizes.values())} images are smaller than "
         f"augment.crop_size {[height, width]} and are padded with ignored pixels"
     )
+    if 2 * small > sum(scan.sizes.values()):
+        text += f"; the median size is {_median_size(scan, short_side)}"
     return [Finding("warning", scan.split, "small", text)]
+
+
+def _median_size(scan: SplitScan, short_side: int | None) -> list[int]:
+    """Median height and width of the images at the size that crops are taken from."""
+    sizes = np.repeat(list(scan.sizes), list(scan.sizes.values()), axis=0)  # (images, 2)
+    scale = short_side / sizes.min(axis=1, keepdims=True) if short_side else 1
+    return [int(side) for side in np.median(sizes * scale, axis=0)]
+
+
+def _number_findings(scan: SplitScan, config: Config) -> list[Finding]:
+    batch = config.train.batch_size
+    if not 0 < scan.num_pairs < batch:
+        return []
+    text = f"{scan.num_pairs} images are fewer than train.batch_size {batch}: a batch repeats some"
+    return [Finding("warning", scan.split, "few", text)]
+
+
+def _joined(findings: Sequence[Finding]) -> list[Finding]:
+    """What is wrong in the same words for both splits, such as a missing data.root, is said once."""
+    count = Counter((finding.kind, finding.text) for finding in findings)
+    joined = [
+        replace(one, split="") if count[one.kind, one.text] > 1 and one.kind == "split" else one
+        for one in findings
+    ]
+    return [one for i, one in enumerate(joined) if one.split or one not in joined[:i]]
 
 
 def _shared_images(scans: Sequence[SplitScan], same_split: bool) -> list[Finding]:

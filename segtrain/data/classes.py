@@ -108,13 +108,18 @@ class _ClassFileEntry(_Section):
 def load_class_file(name_or_path: str) -> ClassFile:
     """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
 
-    A name has neither a directory nor the ending `.yaml` or `.yml`.
+    A name has neither a directory nor an ending such as `.yaml`.
 
     Raises:
         ConfigError: no such file, or one line for every mistake in it.
     """
     path = _find(name_or_path)
     document = scan_yaml(read_text(path), source=str(path))
+    if isinstance(document.data.get("classes"), dict):
+        raise ConfigError(
+            f"{path}:{document.lines['classes',]}: classes: expected a list, such as "
+            "[background, crack], or a line '- {name: crack, ids: [1]}' for each class"
+        )
     findings = [Finding(path, text, line=line) for path, line, text in document.problems]
     entry = validate(_ClassFileEntry, _with_names(document.data))
     if isinstance(entry, list):
@@ -158,8 +163,13 @@ def known_names() -> list[str]:
 
 
 def _find(name_or_path: str) -> Path:
-    path = Path(name_or_path)
-    if path.name != name_or_path or path.suffix in (".yaml", ".yml"):
+    path = Path(name_or_path).expanduser()
+    if path.name != name_or_path or path.suffix:
+        if not path.exists():
+            beside = [str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern)]
+            near = difflib.get_close_matches(str(path), beside, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"data.classes: {path}: cannot be read: no such file{hint}")
         return path
     for folder in _DIRECTORIES:
         if (folder / f"{name_or_path}.yaml").is_file():

@@ -183,8 +183,8 @@ def label_mode_problem(mode: str, label_format: str, *, grey: bool = False) -> s
     if grey:
         return f"the label is {mode} but grey, expected ids; save it with one channel"
     return (
-        f"the label is {mode}, expected one channel of class ids; "
-        "if its colours are those of the class file, set data.label_format: colors"
+        f"the label is {mode}, expected one channel of class ids; for labels in colours give each "
+        "class its `color` in the class file and set data.label_format: colors"
     )
 
 

@@ -80,8 +80,10 @@ def unknown_colors(counts: dict[Color, int], class_file: ClassFile) -> str:
     """A message about colours that no class has."""
     shown = ", ".join(f"{list(color)} ({n} pixels)" for color, n in list(counts.items())[:10])
     more = f" and {len(counts) - 10} more" if len(counts) > 10 else ""
-    blurred = "; so many colours come from resizing or JPEG" if len(counts) > 256 else ""
-    return f"colours that class file {class_file.name} does not name: {shown}{more}{blurred}"
+    repair = "; give each class its `color` there, and ignored pixels the `ignore_color`"
+    if len(counts) > 256:
+        repair = "; so many colours come from resizing or JPEG"
+    return f"colours that class file {class_file.name} does not name: {shown}{more}{repair}"
 
 
 @lru_cache(maxsize=8)

@@ -4,6 +4,7 @@ A layout is one function from (data config, split) to a `Listing`; `LAYOUTS` nam
 here opens an image: a listing costs one walk of the folders.
 """
 
+import difflib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -211,17 +212,17 @@ def _match_trees(tree: _Tree) -> Listing:
                 problems.append(f"{printable(others[0].parent)}: {names} have one name; keep one")
         if name in labels:
             pairs.append(Pair(files[0], labels[name][0], name))
-    missing = [name for name in images if name not in labels]
-    lines = [
-        f"{printable(images[name][0])}: no label "
-        f"{printable(tree.labels / (name + tree.label_end + LABEL_SUFFIX))}"
-        for name in missing
-    ]
-    if missing:
-        lines[0] += _near_miss(tree, missing[0])
-    problems += lines
     if not images:
         raise DataError(_no_images(tree))
+    if not _index(tree.labels, (LABEL_SUFFIX,)):
+        return Listing([], [_no_png(tree.labels)], _case_clashes(images), [])
+    missing = [name for name in images if name not in labels]
+    problems += [
+        f"{printable(images[name][0])}: no label "
+        f"{printable(tree.labels / (name + tree.label_end + LABEL_SUFFIX))}"
+        + (_near_miss(tree, name) if i < MAX_SHOWN else "")
+        for i, name in enumerate(missing)
+    ]
     extra = [file for name, files in labels.items() if name not in images for file in files]
     return Listing(sorted(pairs, key=_by_name), problems, _case_clashes(images), sorted(extra))
 
@@ -245,6 +246,20 @@ def _no_images(tree: _Tree) -> str:
         f"{tree.images}: none of its {len(files)} files is an image {wanted}; "
         f"the first is {printable(files[0])}"
     )
+
+
+def _no_png(labels: Path) -> str:
+    files = _walk(labels)
+    if not files:
+        return f"{labels}: the folder is empty; expected labels *{LABEL_SUFFIX}"
+    text = (
+        f"{labels}: none of its {len(files)} files is a label *{LABEL_SUFFIX}; "
+        f"the first is {printable(files[0])}"
+    )
+    if files[0].lower().endswith((".jpg", ".jpeg")):
+        # Its values are gone: a file made from it would be wrong without looking wrong.
+        text += ", and JPEG has changed its values: make PNG files from the original labels"
+    return text
 
 
 def _index(folder: Path, suffixes: tuple[str, ...], end: str = "") -> dict[str, list[Path]]:
@@ -279,9 +294,17 @@ def _walk(folder: Path) -> list[str]:
 
 def _root(data: DataConfig) -> Path:
     root = Path(data.root).expanduser()
-    if not root.is_dir():
+    if root.is_dir():
+        return root
+    if root.exists():
         raise DataError(f"data.root: {root} is not a folder")
-    return root
+    above = root.parent
+    beside = [entry.name for entry in above.iterdir()] if above.is_dir() else []
+    near = difflib.get_close_matches(root.name, beside, n=1)
+    hint = f"; did you mean {printable(above / near[0])}?" if near else ""
+    # A relative path is the usual mistake: it counts from where the command is run.
+    where = "" if root.is_absolute() else f" in {printable(Path.cwd())}"
+    raise DataError(f"data.root: there is no folder {printable(root)}{where}{hint}")
 
 
 def _split_folder(root: Path, kind: str, split: str) -> Path:
@@ -306,9 +329,12 @@ def _folder(folder: Path, root: Path) -> Path:
         return folder
     relative = os.path.relpath(folder, root)
     deeper = sorted(path for depth in ("*", "*/*") for path in root.glob(f"{depth}/{relative}"))
-    if deeper:
-        above = deeper[0].parents[len(Path(relative).parts) - 1]
-        raise DataError(f"{folder}: no such folder; did you mean data.root: {above}")
+    # data.root is one or two folders too high, or one too deep.
+    depth = len(Path(relative).parts)
+    candidates = [path.parents[depth - 1] for path in deeper]
+    candidates += [root.parent] if (root.parent / relative).is_dir() else []
+    if candidates:
+        raise DataError(f"{folder}: no such folder; did you mean data.root: {candidates[0]}")
     found = sorted(e.name for e in root.iterdir() if e.is_dir() and not e.name.startswith("."))
     raise DataError(f"{folder}: no such folder; {_there_are(f'folders in {root}', found)}")
 

@@ -1,9 +1,10 @@
 """The endless stream of training batches, cut anywhere and shared by any number of ranks.
 
 The stream is one permutation of the whole set after another; step s takes the samples
-[s B, (s + 1) B) of it, across the ends of epochs. Which image stands at which place, and how it is
-augmented, are functions of (seed, step, position), so there is no state to save: a loader started at
-step s yields what a loader started at 0 yields from there on, for any number of ranks and workers.
+[s B, (s + 1) B) of it, across the ends of epochs. Which image stands at which place, and how it
+is augmented, are functions of (seed, step, position), so there is no state to save: a loader that
+starts at step s yields what one that started at 0 yields from there on, for any number of ranks and
+workers.
 """
 
 import os
@@ -20,6 +21,7 @@ from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
 from segtrain.errors import ExecutionError, UserError
 from segtrain.records import Batch
+from segtrain.signals import die_with_parent
 
 Sample = tuple[torch.Tensor, torch.Tensor, str]
 """Image (3, H, W) uint8, label (H, W) uint8 and name."""
@@ -69,7 +71,7 @@ class TrainStream(Dataset):
         )
 
     def __getitems__(self, places: Sequence[Place]) -> list[Sample] | UserError:
-        """The samples of a batch, or why there is none: torch asks for a whole batch by this name."""
+        """The samples of a whole batch, which torch asks for by this name, or why there is none."""
         try:
             return [self[place] for place in places]
         except UserError as error:
@@ -119,10 +121,11 @@ def _collate(samples: list[Sample] | UserError) -> Batch | UserError:
 
 
 def _start_worker(_: int) -> None:
-    # Terminals and cluster managers signal all processes of a run. Only the rank may decide to stop:
-    # it needs its workers to finish the step, and ends them itself.
+    # Terminals and cluster managers signal all processes of a run. Only the rank may decide to
+    # stop: it needs its workers to finish the step, and ends them itself.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)
     # One thread a worker: OpenCV would start as many as there are cores in each of them.
     cv2.setNumThreads(0)
 

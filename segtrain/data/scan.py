@@ -10,6 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import cv2
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from segtrain.data import decode, labels
 from segtrain.data.classes import ClassFile, Color
 from segtrain.data.dataset import SegDataset, size_problem
-from segtrain.data.layouts import Pair
+from segtrain.data.layouts import Pair, printable
 from segtrain.errors import DataError, ExecutionError
 
 # A raw id, or an RGB colour where labels hold colours.
@@ -28,10 +29,31 @@ _CHUNK = 8
 _PLAIN_PROGRESS_S = 15
 
 
+class Problem(NamedTuple):
+    """What is wrong with the file at `place`."""
+
+    place: str
+    reason: str
+
+    @classmethod
+    def of(cls, path: Path, error: DataError) -> "Problem":
+        """The problem that `error` reports about `path`, which its message begins with."""
+        place = printable(path)
+        return cls(place, str(error).removeprefix(f"{place}: "))
+
+
+def by_reason(problems: Iterable[Problem]) -> dict[str, list[str]]:
+    """The places of each reason: a wrong setting is wrong for all files, and is said once."""
+    places: dict[str, list[str]] = {}
+    for place, reason in problems:
+        places.setdefault(reason, []).append(place)
+    return places
+
+
 class PairScan(NamedTuple):
     """What one pair holds.
 
-    unreadable, size_problem: messages; empty if all is well.
+    unreadable, size_problem: empty if all is well.
     size: (height, width) of the image, (0, 0) if it cannot be read.
     pixels: (K + 1,) int64, pixels of each class and, last, of what is ignored.
     values: pixels of each raw id; empty where labels hold colours.
@@ -40,7 +62,7 @@ class PairScan(NamedTuple):
     """
 
     name: str
-    unreadable: list[str]
+    unreadable: list[Problem]
     size_problem: str
     size: tuple[int, int]
     turned: bool
@@ -76,7 +98,7 @@ class SplitScan:
     sizes: dict[tuple[int, int], int] = field(default_factory=dict)
     values: dict[int, int] = field(default_factory=dict)
     unknown: dict[Value, UnknownValue] = field(default_factory=dict)
-    unreadable: list[str] = field(default_factory=list)
+    unreadable: list[Problem] = field(default_factory=list)
     size_problems: list[str] = field(default_factory=list)
     turned: list[str] = field(default_factory=list)
     all_ignored: list[str] = field(default_factory=list)
@@ -130,7 +152,7 @@ def scan_split(dataset: SegDataset, pool: ProcessPoolExecutor | None) -> SplitSc
 
 def scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> PairScan:
     """Everything that can be said about one pair without the others."""
-    unreadable: list[str] = []
+    unreadable: list[Problem] = []
     image_size, turned, digest = (0, 0), False, b""
     try:
         data = decode.read_bytes(pair.image)
@@ -139,7 +161,7 @@ def scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> PairScan:
         image_size = (height, width)
         turned = decode.decode_header(data, pair.image).orientation != 1
     except DataError as error:
-        unreadable.append(str(error))
+        unreadable.append(Problem.of(pair.image, error))
     pixels = np.zeros(classes.num_classes + 1, np.int64)
     values: dict[int, int] = {}
     unknown: dict[Value, int] = {}
@@ -153,7 +175,7 @@ def scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> PairScan:
             unknown.update({i: n for i, n in values.items() if i not in classes.train_id_of})
         problem = size_problem(pair, image_size, label_size) if image_size[0] else ""
     except DataError as error:
-        unreadable.append(str(error))
+        unreadable.append(Problem.of(pair.label, error))
     return PairScan(
         pair.name, unreadable, problem, image_size, turned, pixels, values, unknown, digest
     )

@@ -31,9 +31,14 @@ def repair_for_ids(counts: dict[int, int], class_file: ClassFile) -> str:
     if num_classes == _CITYSCAPES_CLASSES and max(unknown - {255}) <= _CITYSCAPES_LAST_ID:
         return "; these look like Cityscapes labelIds: set data.classes: cityscapes"
     if unknown - {255} == {num_classes}:
+        if 0 not in found:
+            return (
+                f"; the files seem to count from 1, the class file from 0: give the classes "
+                f"`ids: [1]` to `ids: [{num_classes}]` there"
+            )
         return (
-            f"; the class file names 0..{num_classes - 1}: if the files "
-            "count from 1, or hold one more class or an ignored id, say so there"
+            f"; the class file names 0..{num_classes - 1}: add the class to it, or add "
+            f"{num_classes} to its ignore_ids"
         )
     return ""
 
@@ -43,7 +48,8 @@ def looks_like_train_ids(counts: dict[int, int], class_file: ClassFile) -> bool:
     ids = {i for i in counts if i != 255}
     if not ids or _counts_from_zero(class_file):
         return False
-    last = max(i for one in class_file.classes for i in one.ids)
+    # The 255 of a 0/255 mask is no sign of raw ids.
+    last = max((i for one in class_file.classes for i in one.ids if i != 255), default=0)
     return max(ids) < class_file.num_classes <= last
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from segtrain.data.synthetic import surfaces
 from segtrain.data.synthetic.camera import Camera, Canvas
 from segtrain.data.synthetic.ids import BUILDING, VEGETATION
-from segtrain.data.synthetic.palette import green, material
+from segtrain.data.synthetic.palette import green, masonry
 from segtrain.data.synthetic.street import FAR_M, Plot, Street
 
 
@@ -28,7 +28,7 @@ def paint_skyline(canvas: Canvas, rng: np.random.Generator, noise: np.ndarray, s
         tall = rng.uniform(5, 22) * unit
         if rng.random() < 0.5:
             block = [(left, -tall), (left + wide, -tall), (left + wide, 4), (left, 4)]
-            canvas.polygon(np.add(block, (0, camera.horizon_y)), material(rng), BUILDING, FAR_M)
+            canvas.polygon(np.add(block, (0, camera.horizon_y)), masonry(rng), BUILDING, FAR_M)
         else:
             x = left + np.linspace(0, wide, 8)
             discs = np.stack(
@@ -60,6 +60,7 @@ def _building(
     camera = canvas.camera
     # No finer than the nearest visible part needs: the rest is smoothed away by the mapping anyway.
     texels_per_m = min(camera.px_per_m(max(plot.start, 4.0)) * 0.6, 12.0)
+    color = green(rng) if rng.random() < 0.05 else masonry(rng)
     shadow = 0.72 if plot.side == street.sun else 1.0
     ends = ((plot.front, plot.start), (plot.front, plot.stop))
     behind = ((plot.front + plot.side * 14, plot.start), (plot.front, plot.start))
@@ -73,7 +74,12 @@ def _building(
             continue
         length = float(np.hypot(left[0] - right[0], left[1] - right[1]))
         picture = surfaces.facade(
-            rng, length, plot.height, texels_per_m=texels_per_m, heaven=heaven
+            rng,
+            length,
+            plot.height,
+            texels_per_m=texels_per_m,
+            heaven=heaven,
+            wall=color,
         )
         picture = cv2.convertScaleAbs(picture, alpha=light)
         z = np.array((left[1], right[1]))

@@ -132,8 +132,8 @@ class Canvas:
             radius_px = max(int(radius * 2**_SHIFT), 1)
             cv2.circle(mask, center.tolist(), radius_px, 255, -1, cv2.LINE_8, _SHIFT)
         grain = noise[: mask.shape[0], : mask.shape[1]]
-        fringe = max(int(reach.mean() * 0.5) | 1, 3)
-        inside = cv2.blur(mask, (fringe, fringe)) > 128 + 90 * grain
+        fringe = max(int(reach.mean() * 0.4) | 1, 3)
+        inside = cv2.blur(mask, (fringe, fringe)) > 128 + 70 * grain
         height = np.linspace(1.12, 0.72, mask.shape[0], dtype=np.float32)[:, None]
         light = (height * (1 + 0.33 * grain))[inside]  # (leaves,)
         image[inside] = np.minimum(light[:, None] * color, 255).astype(np.uint8)

@@ -61,7 +61,7 @@ def _shadows(
     if rng.random() < 0.45:
         reach = rng.uniform(street.left, street.right)
         light[(x - reach) * street.sun > 0] *= rng.uniform(0.5, 0.8)
-    if rng.random() < 0.3:
+    if rng.random() < 0.2:
         light[grain > rng.uniform(0.15, 0.6)] *= rng.uniform(0.6, 0.85)
     return light
 

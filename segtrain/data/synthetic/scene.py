@@ -11,7 +11,7 @@ from segtrain.data.synthetic.palette import paint
 from segtrain.data.synthetic.street import Street, draw_street
 
 _ASPECT = 2.0
-_LEAST_HEIGHT = 0.16
+_LEAST_HEIGHT = 0.2
 
 
 def draw_scene(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -47,8 +47,8 @@ def _camera(rng: np.random.Generator, size: tuple[int, int]) -> Camera:
     return Camera(
         size=size,
         focal_px=span * rng.uniform(0.7, 0.9),
-        center_x=width * rng.uniform(0.42, 0.58),
-        horizon_y=height * rng.uniform(0.36, 0.46),
+        center_x=width * rng.uniform(0.44, 0.56),
+        horizon_y=height * rng.uniform(0.38, 0.46),
         height_m=rng.uniform(1.8, 2.4),
         bend=rng.normal(0, 0.0012) if rng.random() < 0.5 else 0.0,
     )
@@ -63,18 +63,18 @@ def _things(
         kerb = street.left if side < 0 else street.right
         inner = near if side > 0 else far
         for z in _row(rng, 5, 40, 13):
-            if rng.random() < 0.4:
+            if rng.random() < 0.28:
                 found.append(things.tree(rng, kerb + side * rng.uniform(0.8, 1.6), z, noise))
-        for z in _row(rng, 4.5, 17, 11):
+        for z in _row(rng, 4.0, 11, 7):
             with_sign = rng.random() < 0.55
             found.append(things.pole(rng, kerb + side * rng.uniform(0.3, 0.9), z, with_sign))
-        for z in rng.uniform(4, 9, rng.poisson(3.0)):
+        for z in rng.uniform(3.5, 7, rng.poisson(2.0)):
             found.append(things.person(rng, inner + side * rng.uniform(0.2, 2.2), z))
         if rng.random() < 0.25:
             found.append(things.bin_(rng, rng.uniform(near, far), rng.uniform(4, 10)))
-        if rng.random() < 0.3:
+        if rng.random() < 0.25:
             found += _parked(rng, street, side, heaven)
-    for z in rng.uniform(4.5, 9, rng.poisson(0.4)):
+    for z in rng.uniform(4.0, 7, rng.poisson(0.4)):
         found.append(things.person(rng, rng.uniform(street.left, street.right), z))
     return found + _traffic(rng, street, heaven)
 
@@ -99,7 +99,7 @@ def _traffic(rng: np.random.Generator, street: Street, heaven: np.ndarray) -> li
     found: list[things.Thing] = []
     middle = (street.left + street.right) / 2
     for lane, heading in (((middle + street.right) / 2, 0.0), ((middle + street.left) / 2, np.pi)):
-        z = rng.uniform(7, 20)
+        z = rng.uniform(7, 16)
         while z < 50:
             turn = heading + rng.normal(0, 0.05)
             if rng.random() < 0.28:
@@ -107,7 +107,7 @@ def _traffic(rng: np.random.Generator, street: Street, heaven: np.ndarray) -> li
                 z += 16
             else:
                 found.append(vehicles.car(rng, lane + rng.normal(0, 0.2), z, turn, heaven))
-            z += 6 + rng.exponential(18)
+            z += 6 + rng.exponential(24)
     if rng.random() < 0.3:
         z = street.crossing[0] + 3 if street.crossing[0] < 100 else rng.uniform(9, 26)
         kind = vehicles.bus if rng.random() < 0.45 else vehicles.car
@@ -135,7 +135,7 @@ def _bonnet(canvas: Canvas, rng: np.random.Generator) -> None:
 
 def _haze(rng: np.random.Generator, canvas: Canvas, heaven: np.ndarray) -> np.ndarray:
     """The image (H, W, 3) float32 with the colour of the horizon mixed in by distance."""
-    reach_m = rng.choice((rng.uniform(60, 150), rng.uniform(200, 900)))
+    reach_m = rng.choice((rng.uniform(80, 200), rng.uniform(200, 900)))
     clear = np.exp(-1 / (reach_m * np.maximum(canvas.nearness, 1e-4)))
     clear[canvas.label == SKY] = 1
     air = heaven[-1].mean(0, dtype=np.float32)

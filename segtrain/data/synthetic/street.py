@@ -47,18 +47,18 @@ def draw_street(rng: np.random.Generator) -> Street:
     """A random street."""
     road = paving(rng)
     # Half of the pavements are made of what the road is: only the kerb and the place differ.
-    walk = np.clip(road + rng.normal(0, 4), 20, 220) if rng.random() < 0.4 else material(rng)
+    walk = np.clip(road + rng.normal(0, 4), 20, 220) if rng.random() < 0.25 else material(rng)
     kerb = walk + rng.uniform(24, 50)
     grass = green(rng) * 1.05
-    left, right = -rng.uniform(2.6, 3.8), rng.uniform(2.2, 3.2)
+    left, right = -rng.uniform(2.6, 3.4), rng.uniform(2.2, 3.0)
     edges, labels, colors, walks, fronts = [left, right], [ROAD], [road], [], []
     for side, edge in ((-1, left), (1, right)):
         strips = [(_KERB_M, SIDEWALK, kerb)]
-        wide = rng.uniform(2.8, 4.5)
+        wide = rng.uniform(3.0, 5.0)
         if rng.random() < 0.4:
-            strips.append((rng.uniform(1.6, 3.0), TERRAIN, grass))
+            strips.append((rng.uniform(2.2, 3.5), TERRAIN, grass))
         strips.append((wide, SIDEWALK, walk))
-        if rng.random() < 0.35:
+        if rng.random() < 0.2:
             strips.append((rng.uniform(3.0, 6.0), TERRAIN, grass))
         out = edge
         for width, label, color in strips:

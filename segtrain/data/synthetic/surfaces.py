@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 
 from segtrain.data.synthetic import shapes
-from segtrain.data.synthetic.palette import green, material, paint
+from segtrain.data.synthetic.palette import material, paint
 
 # Coarser walls are too far away for their posters to show.
 _POSTER_TEXELS_PER_M = 5.0
@@ -42,14 +42,14 @@ def facade(
     *,
     texels_per_m: float,
     heaven: np.ndarray,
+    wall: np.ndarray,
 ) -> np.ndarray:
-    """A wall (h, w, 3) uint8: bare, with windows, or a mirror of the sky `heaven`."""
+    """A wall (h, w, 3) uint8 of colour `wall`: bare, with windows, or a mirror of `heaven`."""
     height, width = max(round(height_m * texels_per_m), 6), max(round(width_m * texels_per_m), 6)
-    wall = green(rng) if rng.random() < 0.06 else material(rng, 12.0)
     grain = noise(rng, (height, width), (2, 12))[..., None]
     picture = wall * (1 + rng.uniform(0.02, 0.07) * grain)
     style = rng.random()
-    if style < 0.16:
+    if style < 0.12:
         mirror = cv2.resize(heaven, (width, height)).astype(np.float32)
         picture = mirror * rng.uniform(0.72, 0.98)
         _joints(picture, rng, texels_per_m, wall * 0.6)

@@ -36,7 +36,7 @@ def person(rng: np.random.Generator, x: float, z: float) -> Thing:
 
 def pole(rng: np.random.Generator, x: float, z: float, with_sign: bool) -> Thing:
     """A mast as thick as those of trams and big lamps; it may carry traffic signs."""
-    half, tall = rng.uniform(0.24, 0.4), rng.uniform(5.0, 9.0)
+    half, tall = rng.uniform(0.28, 0.42), rng.uniform(5.0, 9.0)
     color = _STEEL[rng.integers(len(_STEEL))] * rng.uniform(0.85, 1.15)
     mast = [
         (shapes.rectangle(-half, 0, half, tall), color),
@@ -46,7 +46,7 @@ def pole(rng: np.random.Generator, x: float, z: float, with_sign: bool) -> Thing
     if with_sign:
         high = rng.uniform(2.4, 3.2)
         for _ in range(1 + (rng.random() < 0.25)):
-            side = rng.uniform(1.2, 1.9)
+            side = rng.uniform(1.3, 2.0)
             panels.append((high, shapes.sign(rng, side)))
             high += side + 0.1
     elif rng.random() < 0.5:

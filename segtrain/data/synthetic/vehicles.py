@@ -47,7 +47,7 @@ class Pose(NamedTuple):
 def car(rng: np.random.Generator, x: float, z: float, heading: float, heaven: np.ndarray) -> Thing:
     """A car; its glass mirrors the sky and its body may have the colour of the road or of walls."""
     pose = Pose(x, z, heading, rng.uniform(3.8, 4.8), rng.uniform(1.7, 1.9), rng.uniform(1.4, 1.75))
-    body, shine = paint(rng, 0.4), _glass(rng, heaven)
+    body, shine = paint(rng, 0.3), _glass(rng, heaven)
     lamp = np.float32((180, 52, 44)) if np.cos(heading) > 0 else np.float32((232, 230, 214))
 
     def draw(canvas: Canvas) -> None:
@@ -71,7 +71,9 @@ def bus(rng: np.random.Generator, x: float, z: float, heading: float, heaven: np
     """A bus or tram, whose sides are made like the facades behind it."""
     pose = Pose(x, z, heading, rng.uniform(8, 13), rng.uniform(2.4, 2.6), rng.uniform(2.9, 3.9))
     body, shine = paint(rng, 0.25), _glass(rng, heaven)
-    flank = surfaces.facade(rng, pose.length, pose.height, texels_per_m=9.0, heaven=heaven)
+    flank = surfaces.facade(
+        rng, pose.length, pose.height, texels_per_m=9.0, heaven=heaven, wall=body
+    )
 
     def draw(canvas: Canvas) -> None:
         _vehicle_shadow(canvas, pose)

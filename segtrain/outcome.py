@@ -1,0 +1,76 @@
+"""How the ranks ended, told to the launcher that started them.
+
+Exit codes alone do not tell a cause from its consequences: when one rank fails, the others lose
+their connections to it and fail too, often before it has ended. So every rank leaves a note in a
+directory of the launcher's, one for each attempt to run.
+"""
+
+import json
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+# Names the launcher's directory, in the environment of the ranks that it starts.
+VARIABLE = "SEGTRAIN_OUTCOMES"
+
+
+class Outcome(NamedTuple):
+    """The end of one rank.
+
+    code: its exit code; None if it began to train and has left no other note.
+    consequence: it failed because another rank did.
+    time: seconds since the epoch.
+    """
+
+    rank: int
+    code: int | None
+    consequence: bool
+    time: float
+
+
+def is_wanted() -> bool:
+    """Whether this process is a rank that segtrain's own launcher started."""
+    return VARIABLE in os.environ and "RANK" in os.environ
+
+
+def _directory() -> Path:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    directory = Path(os.environ[VARIABLE]) / attempt
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def tell(code: int | None, *, consequence: bool = False) -> None:
+    """Leaves the note of this rank, in the place of an earlier one."""
+    rank = int(os.environ["RANK"])
+    note = Outcome(rank, code, consequence, time.time())
+    try:
+        path = _directory() / f"{rank}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(note))
+        temporary.replace(path)
+    except OSError:
+        pass  # the launcher is gone, or its disk full: then it goes by the exit code
+
+
+def is_first_to_say(text: str) -> bool:
+    """Whether no other rank of this machine has said `text`: a mistake is shown once."""
+    try:
+        (_directory() / f"{zlib.crc32(text.encode()):08x}.said").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # better twice than never
+    return True
+
+
+def read(directory: Path) -> list[Outcome]:
+    """The notes of the last attempt, in the order of time."""
+    attempts = [path for path in directory.iterdir() if path.name.isdigit()]
+    if not attempts:
+        return []
+    last = max(attempts, key=lambda path: int(path.name))
+    notes = [Outcome(*json.loads(path.read_text())) for path in last.glob("*.json")]
+    return sorted(notes, key=lambda note: note.time)

@@ -1,0 +1,109 @@
+"""The `segtrain` command as processes of its own, to be watched, signalled and killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_TIMEOUT_S = 240
+
+
+class Command:
+    """`python -m segtrain ARGS`, or another program before it, running in a session of its own."""
+
+    def __init__(self, where: Path, *args: object, program: Sequence[str] = (), **environ: str):
+        self.errors_file = where / f"stderr{time.monotonic_ns()}"
+        self.output_file = self.errors_file.with_name(self.errors_file.name + ".out")
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+        paths = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        with self.errors_file.open("wb") as errors, self.output_file.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *(program or ("segtrain",)), *map(str, args)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                env=inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environ,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text()
+
+    @property
+    def errors(self) -> str:
+        return self.errors_file.read_text()
+
+    def ranks(self) -> list[int]:
+        """The ids of the processes that the launcher has started, in the order of ranks."""
+        return [pid for pid in children(self.process.pid) if b"segtrain" in _command_line(pid)]
+
+    def wait(self) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"did not end:\n{self.output}\n{self.errors}") from None
+
+    def wait_for_step(self, directory: Path, step: int) -> None:
+        """Returns when metrics.jsonl has a line for `step`."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while step not in logged_steps(directory):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"no step {step}:\n{self.output}\n{self.errors}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        for pid in descendants(self.process.pid):
+            with_signal(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def with_signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def logged_steps(directory: Path) -> list[int]:
+    """The steps of the training lines of metrics.jsonl."""
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    values = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [line["step"] for line in values if "train/loss" in line]
+
+
+def children(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        listed = [task.joinpath("children").read_text().split() for task in tasks]
+    except OSError:
+        return []
+    return sorted(int(child) for found in listed for child in found)
+
+
+def descendants(pid: int) -> list[int]:
+    """`pid` and all that it has started, directly or not."""
+    return [pid, *(found for child in children(pid) for found in descendants(child))]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,198 @@
+import multiprocessing
+import os
+import signal
+from itertools import chain
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from segtrain.data.loader import TrainStream, image_at, rows_of_rank, train_loader
+from segtrain.errors import DataError, UserError
+
+
+class Numbers:
+    """Images that hold their own number, of unequal height and width."""
+
+    def __init__(self, num_images=7):
+        self.pairs = [SimpleNamespace(name=f"image {i}") for i in range(num_images)]
+
+    def __getitem__(self, index):
+        return np.full((3, 4, 3), index, np.uint8), np.full((3, 4), index, np.uint8)
+
+
+def add_noise(image, label, rng):
+    noise = rng.integers(100, dtype=np.uint8)
+    return image + noise, label
+
+
+def stream(dataset=None, batch_size=5):
+    return TrainStream(dataset or Numbers(), add_noise, stream_seed=11, batch_size=batch_size)
+
+
+def loader(dataset=None, *, rows=(range(5),), start_step=0, steps=6, num_workers=0):
+    return train_loader(
+        stream(dataset),
+        rows=rows,
+        start_step=start_step,
+        steps=steps,
+        num_workers=num_workers,
+        prefetch=2,
+        pin_memory=False,
+    )
+
+
+def contents(batches):
+    """Per batch: names, first value of every image, which tells image and augmentation."""
+    return [(batch.names, batch.images[:, 0, 0, 0].tolist()) for batch in batches]
+
+
+def test_every_epoch_shows_every_image_once_across_the_ends_of_epochs():
+    names = list(chain.from_iterable(batch.names for batch in loader(steps=7)))
+    assert len(names) == 35
+    epochs = [names[start : start + 7] for start in range(0, 35, 7)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len(set(epochs[0])) == 7
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_a_set_smaller_than_the_batch_goes_on_with_the_next_epoch():
+    images = [image_at(11, place, 3) for place in range(9)]
+    assert [sorted(images[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 2]] * 3
+
+
+def test_a_sample_seen_again_is_augmented_anew():
+    seen = {}
+    for names, values in contents(loader(steps=7)):
+        for name, value in zip(names, values, strict=True):
+            seen.setdefault(name, set()).add(value)
+    assert all(len(values) > 1 for values in seen.values())
+
+
+def test_starting_at_a_step_gives_the_tail():
+    assert contents(loader(start_step=4, steps=9)) == contents(loader(steps=9))[4:]
+
+
+@pytest.mark.parametrize(("world_size", "passes"), [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (1, 3)])
+def test_the_ranks_parts_make_the_batch_of_one_process(world_size, passes):
+    """Augmentation included: position in the batch is the key, not position in the part."""
+    whole = contents(loader())
+    parts = [
+        contents(loader(rows=rows_of_rank(5, passes, rank, world_size)))
+        for rank in range(world_size)
+    ]
+    for step, (names, values) in enumerate(whole):
+        here = [
+            parts[rank][step * passes + index]
+            for index in range(passes)
+            for rank in range(world_size)
+        ]
+        assert list(chain.from_iterable(part[0] for part in here)) == names
+        assert list(chain.from_iterable(part[1] for part in here)) == values
+
+
+def test_rows_of_rank_partition_every_batch_as_evenly_as_possible():
+    for batch_size in range(1, 20):
+        for passes in range(1, batch_size + 1):
+            for world_size in range(1, 9):
+                rows = [rows_of_rank(batch_size, passes, r, world_size) for r in range(world_size)]
+                in_order = [i for index in range(passes) for mine in rows for i in mine[index]]
+                assert in_order == list(range(batch_size))
+                for index in range(passes):
+                    sizes = [len(mine[index]) for mine in rows]
+                    assert max(sizes) - min(sizes) <= 1
+                totals = [sum(len(mine[index]) for mine in rows) for index in range(passes)]
+                assert max(totals) - min(totals) <= 1
+
+
+def test_a_pass_holds_the_same_images_on_any_number_of_ranks():
+    for index in range(3):
+        alone = list(rows_of_rank(8, 3, 0, 1)[index])
+        for world_size in (2, 3, 4):
+            ranks = [rows_of_rank(8, 3, rank, world_size)[index] for rank in range(world_size)]
+            assert list(chain.from_iterable(ranks)) == alone
+
+
+def test_batches_are_channels_last_bytes_with_their_labels():
+    batch = next(loader())
+    assert batch.images.shape == (5, 3, 3, 4)
+    assert batch.labels.shape == (5, 3, 4)
+    assert batch.images.dtype == batch.labels.dtype == torch.uint8
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert [f"image {label[0, 0]}" for label in batch.labels] == batch.names
+
+
+class Damaged(Numbers):
+    """Has an unreadable image."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise DataError("images/3.png: cut short")
+        return super().__getitem__(index)
+
+
+class Deadly(Numbers):
+    """Ends the process that reads image 3, as the kernel does when memory is out."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def first_error(dataset, num_workers):
+    try:
+        for _ in loader(dataset, num_workers=num_workers):
+            pass
+    except UserError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def everything_about_workers():
+    """In a process of its own: a loader forks, which a process with threads should not."""
+    batches = loader(num_workers=2, steps=20)
+    seen = [next(batches)]
+    for worker in multiprocessing.active_children():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(worker.pid, number)
+    seen.extend(batches)
+    return {
+        "one": contents(loader(num_workers=1)),
+        "two": contents(loader(num_workers=2)),
+        "tail": contents(loader(num_workers=2, start_step=3)),
+        "signalled": contents(seen),
+        "layout": seen[0].images.is_contiguous(memory_format=torch.channels_last),
+        "damaged": first_error(Damaged(), 2),
+        "killed": first_error(Deadly(), 1),
+    }
+
+
+@pytest.fixture(scope="module")
+def workers(run_ranks):
+    return run_ranks(1, everything_about_workers)[0]
+
+
+def test_any_number_of_workers_gives_the_same_batches(workers):
+    assert workers["one"] == workers["two"] == contents(loader())
+    assert workers["tail"] == contents(loader())[3:]
+    assert workers["layout"]
+
+
+def test_signals_to_the_whole_process_group_leave_workers_at_work(workers):
+    """Else SIGTERM from a cluster manager would crash the rank instead of saving its state."""
+    assert workers["signalled"] == contents(loader(steps=20))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_unreadable_file_is_reported_without_a_traceback(workers, num_workers):
+    error = workers["damaged"] if num_workers else first_error(Damaged(), 0)
+    assert error == ("DataError", "images/3.png: cut short")
+
+
+def test_a_killed_worker_is_a_failure_of_the_system_with_advice(workers):
+    kind, message = workers["killed"]
+    assert kind == "ExecutionError"
+    assert "killed by signal" in message or "exited unexpectedly" in message
+    assert "data.num_workers" in message

@@ -1,0 +1,211 @@
+"""The oracles are torch's own mean and mmsegmentation's sampler, written out pixel by pixel."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from segtrain import dist
+from segtrain.config import LossConfig
+from segtrain.losses import SegLoss, cross_entropy, label_weight, ohem_cross_entropy
+from segtrain.records import IGNORE_INDEX, SegLogits
+
+K, H, W = 4, 5, 7
+CLASS_WEIGHTS = torch.tensor([1.0, 2.5, 0.25, 0.0])
+
+
+def scene(num_images, seed=0, dtype=torch.float64):
+    """Logits and labels, a fifth of them ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn((num_images, K, H, W), generator=generator, dtype=torch.float64)
+    labels = torch.randint(K, (num_images, H, W), generator=generator)
+    ignored = torch.rand(labels.shape, generator=generator) < 0.2
+    return logits.to(dtype), labels.masked_fill(ignored, IGNORE_INDEX)
+
+
+def mean_and_gradient(loss, logits, *args, **kwargs):
+    logits = logits.clone().requires_grad_()
+    total, weight = loss(logits, *args, **kwargs)
+    mean = total / weight.clamp(min=1e-30)
+    return mean.detach(), torch.autograd.grad(mean, logits)[0]
+
+
+@pytest.mark.parametrize("class_weights", [None, CLASS_WEIGHTS], ids=["plain", "weighted"])
+def test_sum_divided_by_weight_is_torchs_mean(class_weights):
+    logits, labels = scene(3)
+    mean, gradient = mean_and_gradient(cross_entropy, logits, labels, class_weights=class_weights)
+    wanted = logits.clone().requires_grad_()
+    weight = None if class_weights is None else class_weights.double()
+    oracle = F.cross_entropy(wanted, labels, weight=weight, ignore_index=IGNORE_INDEX)
+    oracle.backward()
+    torch.testing.assert_close(mean, oracle.detach(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradient, wanted.grad, rtol=1e-13, atol=1e-18)
+
+
+@pytest.mark.parametrize("class_weights", [None, CLASS_WEIGHTS], ids=["plain", "weighted"])
+def test_labels_that_are_all_ignored_weigh_nothing_and_pull_nowhere(class_weights):
+    logits, labels = scene(2)
+    logits.requires_grad_()
+    for loss, options in (
+        (cross_entropy, {}),
+        (ohem_cross_entropy, {"threshold": 0.7, "min_kept": 3}),
+    ):
+        total, weight = loss(
+            logits, torch.full_like(labels, IGNORE_INDEX), class_weights=class_weights, **options
+        )
+        assert (total.item(), weight.item()) == (0.0, 0.0)
+        assert torch.autograd.grad(total, logits)[0].count_nonzero() == 0
+
+
+def test_half_precision_logits_are_widened_before_the_softmax():
+    logits, labels = scene(2, dtype=torch.bfloat16)
+    wide, _ = cross_entropy(logits.float(), labels)
+    assert cross_entropy(logits, labels).total == wide
+
+
+def test_millions_of_pixels_are_summed_without_float32_rounding():
+    """A float32 sum is off by 1e-8 to 1e-6, and differently for every split over ranks."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((2, 3, 300, 500), generator=generator)
+    labels = torch.randint(3, (2, 300, 500), generator=generator)
+    pixels = F.cross_entropy(logits, labels, reduction="none").double()
+    total, _ = cross_entropy(logits, labels)
+    assert total.dtype == torch.float64
+    torch.testing.assert_close(total, pixels.sum(), rtol=1e-13, atol=0)
+
+
+def test_label_weight_counts_valid_pixels_or_adds_their_class_weights():
+    labels = torch.tensor([[[0, 1, 1], [2, 3, IGNORE_INDEX]]])
+    assert label_weight(labels, None).item() == 5
+    assert label_weight(labels, CLASS_WEIGHTS).item() == 1 + 2.5 + 2.5 + 0.25 + 0
+
+
+def reference_mining(logits, labels, threshold, min_kept):
+    """mmsegmentation's OHEMPixelSampler: the valid pixels that it keeps, (N, H, W) bool."""
+    valid = labels != IGNORE_INDEX
+    prob = logits.softmax(1).gather(1, labels.masked_fill(~valid, 0).unsqueeze(1)).squeeze(1)
+    ordered = prob[valid].sort().values
+    limit = max(ordered[min(min_kept, len(ordered) - 1)].item(), threshold)
+    return valid & (prob < limit)
+
+
+def mined(logits, labels, threshold, min_kept):
+    """The pixels whose gradient is not zero."""
+    logits = logits.clone().requires_grad_()
+    total, weight = ohem_cross_entropy(logits, labels, threshold=threshold, min_kept=min_kept)
+    kept = torch.autograd.grad(total, logits)[0].abs().sum(1) > 0
+    assert weight == kept.sum()
+    return kept
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.4, 0.7, 1.0])
+@pytest.mark.parametrize("min_kept", [1, 20, 60])
+def test_mining_keeps_the_pixels_of_mmsegmentation(threshold, min_kept):
+    logits, labels = scene(3)
+    wanted = reference_mining(logits, labels, threshold, min_kept)
+    assert torch.equal(mined(logits, labels, threshold, min_kept), wanted)
+    assert min_kept <= wanted.sum() <= (labels != IGNORE_INDEX).sum()
+
+
+def test_mining_means_over_the_pixels_kept():
+    logits, labels = scene(3)
+    kept = reference_mining(logits, labels, 0.3, 10)
+    wanted = F.cross_entropy(
+        logits, labels.masked_fill(~kept, IGNORE_INDEX), ignore_index=IGNORE_INDEX
+    )
+    total, weight = ohem_cross_entropy(logits, labels, threshold=0.3, min_kept=10)
+    torch.testing.assert_close(total / weight, wanted, rtol=1e-14, atol=0)
+
+
+def test_mining_keeps_everything_of_too_few_valid_pixels():
+    logits, labels = scene(1)
+    assert torch.equal(mined(logits, labels, 0.01, 10_000), labels != IGNORE_INDEX)
+
+
+def test_mining_keeps_all_of_equally_hard_pixels():
+    """Otherwise the order in memory, and thereby the split over ranks, would choose among them."""
+    logits = torch.zeros(1, K, H, W, dtype=torch.float64)
+    logits[0, 0, :2] = 1.0
+    labels = torch.zeros(1, H, W, dtype=torch.int64)
+    kept = mined(logits, labels, 0.0, 3)
+    assert kept[0, 2:].all()
+    assert not kept[0, :2].any()
+
+
+def test_class_weights_weigh_the_mined_pixels_but_do_not_choose_them():
+    logits, labels = scene(3)
+    kept = labels.masked_fill(~reference_mining(logits, labels, 0.3, 10), IGNORE_INDEX)
+    wanted = F.cross_entropy(
+        logits, kept, weight=CLASS_WEIGHTS.double(), ignore_index=IGNORE_INDEX
+    )
+    total, weight = ohem_cross_entropy(
+        logits, labels, threshold=0.3, min_kept=10, class_weights=CLASS_WEIGHTS
+    )
+    torch.testing.assert_close(total / weight, wanted, rtol=1e-14, atol=0)
+
+
+def test_both_heads_have_the_configured_loss():
+    logits, labels = scene(2)
+    config = LossConfig(class_weights=tuple(CLASS_WEIGHTS.tolist()))
+    loss = SegLoss(config, torch.device("cpu"))
+    out, aux = loss(SegLogits(logits, logits.flip(0)), labels)
+    assert out == cross_entropy(logits, labels, class_weights=CLASS_WEIGHTS)
+    assert aux == cross_entropy(logits.flip(0), labels, class_weights=CLASS_WEIGHTS)
+    assert loss(SegLogits(logits), labels).aux is None
+    assert loss.label_weight(labels) == out.weight
+
+
+def test_accumulated_passes_share_the_number_of_pixels_to_keep():
+    """Else four passes would keep four times as many easy pixels as the batch at once."""
+    logits, labels = scene(3)
+    config = LossConfig(kind="ohem", ohem_threshold=0.0, ohem_min_kept=41)
+    out, _ = SegLoss(config, torch.device("cpu"), passes=4)(SegLogits(logits), labels)
+    assert out.weight == 11
+
+
+CASES = {
+    "plain": (cross_entropy, {}),
+    "weighted": (cross_entropy, {"class_weights": CLASS_WEIGHTS}),
+    "mined": (ohem_cross_entropy, {"threshold": 0.3, "min_kept": 40}),
+    "mined by number": (ohem_cross_entropy, {"threshold": 0.0, "min_kept": 31}),
+    "too few to mine": (ohem_cross_entropy, {"threshold": 0.1, "min_kept": 5000}),
+    "mined and weighted": (
+        ohem_cross_entropy,
+        {"threshold": 0.2, "min_kept": 25, "class_weights": CLASS_WEIGHTS},
+    ),
+}
+
+
+def uneven_scene():
+    """Six images: the last is ignored throughout, and many pixels are equally hard."""
+    logits, labels = scene(6, seed=3)
+    labels[5] = IGNORE_INDEX
+    logits[1:4, :, 1:3] = 0.5
+    return logits, labels
+
+
+def losses_of_rank(splits):
+    """Global mean and this rank's gradient of every case."""
+    rank = dist.rank()
+    logits, labels = (part.split(splits)[rank] for part in uneven_scene())
+    results = {}
+    for name, (loss, options) in CASES.items():
+        own = logits.clone().requires_grad_()
+        total, weight = loss(own, labels, **options)
+        mean = total / dist.all_sum(weight.clone())
+        (gradient,) = torch.autograd.grad(mean, own)
+        results[name] = dist.all_sum(mean.detach()), gradient
+    return results
+
+
+@pytest.mark.parametrize("splits", [(5, 1), (1, 4, 1)])
+def test_ranks_together_have_the_loss_and_gradient_of_the_joined_batch(run_ranks, splits):
+    """Unequal parts, one of them without a valid pixel; mining picks the same pixels."""
+    ranks = run_ranks(len(splits), losses_of_rank, splits)
+    logits, labels = uneven_scene()
+    for name, (loss, options) in CASES.items():
+        mean, gradient = mean_and_gradient(loss, logits, labels, **options)
+        parts = torch.cat([result[name][1] for result in ranks])
+        torch.testing.assert_close(parts, gradient, rtol=1e-12, atol=1e-18, msg=name)
+        assert torch.equal(parts == 0, gradient == 0), name
+        for result in ranks:
+            torch.testing.assert_close(result[name][0], mean, rtol=1e-13, atol=0, msg=name)

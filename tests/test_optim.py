@@ -1,0 +1,177 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from segtrain.config import TrainConfig
+from segtrain.optim import (
+    WeightAverage,
+    base_lr,
+    build_optimizer,
+    learning_rate,
+    parameter_groups,
+    poly,
+    set_learning_rate,
+)
+
+
+class TinyModel(nn.Module):
+    """Has one of everything: norm, biases, a shared and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.head = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.head_twin = nn.Conv2d(4, 4, 1)
+        self.head_twin.weight = self.head[0].weight
+        self.backbone_frozen = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+
+
+def test_poly_falls_from_one_to_zero():
+    assert poly(0, 100) == 1
+    assert poly(100, 100) == 0
+    assert poly(50, 100) == pytest.approx(0.5358867312681466)  # 0.5 ** 0.9
+    assert poly(75, 100, power=2) == 0.0625
+
+
+@pytest.mark.parametrize("step", [-1, 101])
+def test_poly_refuses_steps_outside_the_schedule(step):
+    with pytest.raises(ValueError, match=rf"step {step} is outside \[0, 100\]"):
+        poly(step, 100)
+
+
+def test_power_zero_is_a_constant_rate():
+    train = TrainConfig(steps=10, lr=0.3, poly_power=0.0)
+    assert {learning_rate(train, step) for step in range(10)} == {0.3}
+
+
+def test_learning_rate_starts_full_and_its_last_step_is_above_the_end():
+    train = TrainConfig(steps=8, lr=0.5, poly_power=1.0, min_lr=0.1)
+    assert learning_rate(train, 0) == 0.5
+    assert learning_rate(train, 4) == pytest.approx(0.3)
+    assert learning_rate(train, 7) == pytest.approx(0.1 + 0.4 / 8)
+
+
+def test_warmup_rises_linearly_under_the_decay_and_meets_it():
+    train = TrainConfig(steps=10, lr=1.0, poly_power=1.0, warmup_steps=4, warmup_start=0.2)
+    rates = [learning_rate(train, step) for step in range(6)]
+    assert rates == pytest.approx([0.2, 0.9 * 0.4, 0.8 * 0.6, 0.7 * 0.8, 0.6, 0.5])
+
+
+def test_rate_scales_with_the_batch_only_if_asked():
+    assert base_lr(TrainConfig(lr=0.01, batch_size=24)) == 0.01
+    assert base_lr(TrainConfig(lr=0.01, batch_size=24, lr_batch_size=16)) == pytest.approx(0.015)
+    train = TrainConfig(lr=0.01, batch_size=24, lr_batch_size=16, steps=4, poly_power=1.0)
+    assert learning_rate(train, 2) == pytest.approx(0.0075)
+
+
+@pytest.mark.parametrize("decay_norm_and_bias", [True, False])
+def test_every_trainable_parameter_is_in_one_group(decay_norm_and_bias):
+    model = TinyModel()
+    groups = parameter_groups(model, TrainConfig(decay_norm_and_bias=decay_norm_and_bias))
+    grouped = [id(p) for group in groups for p in group["params"]]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def group_of(groups, parameter):
+    (found,) = (g for g in groups if any(p is parameter for p in g["params"]))
+    return found
+
+
+def test_only_the_backbone_keeps_the_plain_rate():
+    model = TinyModel()
+    groups = parameter_groups(model, TrainConfig(head_lr_mult=10.0))
+    assert {group_of(groups, p)["lr_mult"] for p in model.backbone.parameters()} == {1.0}
+    assert {group_of(groups, p)["lr_mult"] for p in model.head.parameters()} == {10.0}
+    assert group_of(groups, model.head_twin.bias)["lr_mult"] == 10.0
+
+
+def test_norm_and_biases_can_be_spared_the_decay():
+    model = TinyModel()
+    groups = parameter_groups(model, TrainConfig(weight_decay=0.3, decay_norm_and_bias=False))
+    spared = [model.backbone[0].bias, model.head[0].bias, model.head_twin.bias]
+    spared += [p for norm in (model.backbone[1], model.head[1]) for p in norm.parameters()]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            wanted = 0.0 if any(parameter is p for p in spared) else 0.3
+            assert group_of(groups, parameter)["weight_decay"] == wanted
+
+
+def test_decay_is_on_everything_by_default():
+    groups = parameter_groups(TinyModel(), TrainConfig(weight_decay=0.3))
+    assert {group["weight_decay"] for group in groups} == {0.3}
+
+
+def test_set_learning_rate_respects_the_multiplier():
+    optimizer = build_optimizer(TinyModel(), TrainConfig(head_lr_mult=10.0))
+    set_learning_rate(optimizer, 0.02)
+    assert {g["lr_mult"]: g["lr"] for g in optimizer.param_groups} == {1.0: 0.02, 10.0: 0.2}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_is_the_formula_of_its_options(nesterov):
+    """v = m v + (g + decay w); w -= lr v, or lr (g + decay w + m v) with Nesterov's momentum."""
+    model = TinyModel()
+    weight = model.head[0].weight
+    train = TrainConfig(momentum=0.8, nesterov=nesterov, weight_decay=0.1, head_lr_mult=2.0)
+    optimizer = build_optimizer(model, train)
+    wanted, velocity = weight.detach().clone(), torch.zeros_like(weight)
+    for step in range(3):
+        weight.grad = torch.full_like(weight, step + 1.0)
+        set_learning_rate(optimizer, 0.05)
+        optimizer.step()
+        gradient = step + 1.0 + 0.1 * wanted
+        velocity = 0.8 * velocity + gradient
+        wanted = wanted - 0.1 * (gradient + 0.8 * velocity if nesterov else velocity)
+    torch.testing.assert_close(weight.detach(), wanted)
+
+
+def test_adamw_is_the_formula_of_its_options():
+    """arXiv:1711.05101, algorithm 2: the decay does not pass through the moments."""
+    model = TinyModel()
+    weight = model.backbone[0].weight
+    train = TrainConfig(optimizer="adamw", betas=(0.8, 0.95), weight_decay=0.1)
+    optimizer = build_optimizer(model, train)
+    wanted, first, second = weight.detach().clone(), 0.0, 0.0
+    for step in range(1, 4):
+        weight.grad = torch.full_like(weight, float(step))
+        set_learning_rate(optimizer, 0.01)
+        optimizer.step()
+        first, second = 0.8 * first + 0.2 * step, 0.95 * second + 0.05 * step**2
+        root = (second / (1 - 0.95**step)) ** 0.5
+        wanted = wanted * (1 - 0.01 * 0.1) - 0.01 * first / (1 - 0.8**step) / (root + 1e-8)
+    torch.testing.assert_close(weight.detach(), wanted)
+
+
+def test_weight_average_is_the_loop_over_its_formula():
+    model = TinyModel()
+    average = WeightAverage(model, decay=0.5)
+    wanted = {name: value.clone().double() for name, value in model.state_dict().items()}
+    for step in range(1, 13):
+        with torch.no_grad():
+            for value in {id(v): v for v in model.state_dict().values()}.values():
+                value.add_(step)
+        average.update(model, step)
+        decay = min(0.5, (1 + step) / (10 + step))  # 2/11 at first, 0.5 from step 8 on
+        for name, value in model.state_dict().items():
+            wanted[name] = decay * wanted[name] + (1 - decay) * value
+    for name, value in average.model.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value.double(), wanted[name], rtol=1e-5, atol=0, msg=name)
+        else:
+            assert value == model.state_dict()[name]
+
+
+def test_weight_average_is_apart_from_the_model_and_for_evaluation():
+    model = TinyModel().train()
+    before = copy.deepcopy(model.state_dict())
+    average = WeightAverage(model, decay=0.9)
+    with torch.no_grad():
+        average.model.head[0].weight.zero_()
+    average.update(model, 1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not average.model.training
+    assert not any(p.requires_grad for p in average.model.parameters())
