@@ -7,6 +7,7 @@ that a checkpoint from anywhere cannot run code.
 import os
 import pickle
 import struct
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +98,10 @@ def load(path: Path) -> Record:
         CheckpointError: there is none, it is damaged, or it is not one of segtrain's.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # Of pickles that torch did not write, and refuses in the next moment.
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint") from None
     except pickle.UnpicklingError as error:

@@ -93,8 +93,11 @@ class AugmentConfig(Section):
         1.0, description="draw the crop again while one class covers more; mmsegmentation uses 0.75"
     )
     blur_prob: Fraction = Field(0.0, description="probability of a 5x5 Gaussian blur")
-    color_prob: Fraction = Field(0.0, description="probability of each change of colour: brightness, contrast, saturation, hue; "
-        "mmsegmentation uses 0.5")
+    color_prob: Fraction = Field(
+        0.0,
+        description="probability of each change of colour: brightness, contrast, saturation, hue; "
+        "mmsegmentation uses 0.5",
+    )
     brightness: Fraction = Field(
         0.125, description="largest change of brightness, as a share of 255"
     )

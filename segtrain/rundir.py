@@ -1,6 +1,7 @@
 """The directory of a run: what it holds, and when it may be used."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -30,8 +31,11 @@ def check_directory(directory: Path, config: Config, *, resume: bool) -> None:
         ConfigError: it holds a run already, or is no directory; with `resume`, its config differs.
         CheckpointError: with `resume`, there is nothing to go on from.
     """
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"{directory}: a file stands where the run directory should be")
+    above = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{above}: a file stands where the run directory should be")
+    if not os.access(above, os.W_OK):
+        raise ConfigError(f"{above}: may not be written; choose another directory by --output")
     if not resume:
         if (directory / CONFIG).exists():
             raise ConfigError(

@@ -26,6 +26,7 @@ from segtrain.errors import EXIT_OK, CheckpointError
 from segtrain.guard import Guard
 from segtrain.inference import InferenceSettings
 from segtrain.log import ProgressBar, RunLog
+from segtrain.malloc import keep_freed_memory
 from segtrain.meter import StepMeter
 from segtrain.metrics import Scores
 from segtrain.models import SegModel, build_model
@@ -70,6 +71,8 @@ def run(
         resume: go on with the run in `directory`, which must be there.
         restarted: go on with it if it is there.
     """
+    if device.type == "cpu":
+        keep_freed_memory()
     with dist.process_group(device, timeout_s=config.train.timeout_s):
         if restarted:
             resume = dist.on_main((directory / rundir.CONFIG).exists)

@@ -46,7 +46,12 @@ def experiment(root: Path, **sections: dict[str, Any]) -> dict[str, Any]:
             "color_prob": 0.5,
             "max_class_share": 0.75,
         },
-        "model": {"backbone": "resnet18", "output_stride": 16, "head_channels": 16, "aux_channels": 16},
+        "model": {
+            "backbone": "resnet18",
+            "output_stride": 16,
+            "head_channels": 16,
+            "aux_channels": 16,
+        },
         "train": {"steps": 20, "batch_size": 5, "lr": 0.02, "precision": "float64"},
         "log": {"every_steps": 1},
         "eval": {"every_steps": None},

@@ -1,5 +1,6 @@
 """The `segtrain` command as processes of its own, to be watched, signalled and killed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -67,10 +68,8 @@ class Command:
 
 
 def with_signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def logged_steps(directory: Path) -> list[int]:

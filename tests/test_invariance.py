@@ -113,7 +113,9 @@ def test_float32_runs_differ_by_rounding_only(run_ranks, tmp_path, data, capsys)
 
     apart = np.abs(three / one - 1)
     with capsys.disabled():
-        print(f"\n3 ranks against 1: first step {apart[0]:.1e}, 20 steps {apart.max():.1e}; ", end="")
+        print(
+            f"\n3 ranks against 1: first step {apart[0]:.1e}, 20 steps {apart.max():.1e}; ", end=""
+        )
         print(f"same images in another order: {max(y.max() for y in yardsticks):.1e}")
     assert apart[0] < 1e-6
     assert apart.max() <= max(y.max() for y in yardsticks)

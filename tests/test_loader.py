@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 from itertools import chain
 from types import SimpleNamespace
 
@@ -10,6 +11,9 @@ import torch
 
 from segtrain.data.loader import TrainStream, image_at, rows_of_rank, train_loader
 from segtrain.errors import DataError, UserError
+
+# Newer Pythons warn of what loaders do: fork a process that has threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
 class Numbers:
@@ -141,6 +145,16 @@ class Deadly(Numbers):
         return super().__getitem__(index)
 
 
+def exit_code_of_terminated_worker():
+    """As multiprocessing does with the workers that are left when a process ends."""
+    batches = loader(num_workers=1, steps=50)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(10)
+    return worker.exitcode
+
+
 def first_error(dataset, num_workers):
     try:
         for _ in loader(dataset, num_workers=num_workers):
@@ -150,28 +164,25 @@ def first_error(dataset, num_workers):
     return None
 
 
-def everything_about_workers():
-    """In a process of its own: a loader forks, which a process with threads should not."""
+@pytest.fixture(scope="module")
+def workers():
+    """What happened with loader processes, told once: to start them takes a while."""
     batches = loader(num_workers=2, steps=20)
     seen = [next(batches)]
-    for worker in multiprocessing.active_children():
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            os.kill(worker.pid, number)
+    pids = [str(worker.pid) for worker in multiprocessing.active_children()]
+    for name in ("TERM", "INT", "HUP"):
+        subprocess.run(["kill", f"-{name}", *pids], check=True)
     seen.extend(batches)
     return {
         "one": contents(loader(num_workers=1)),
         "two": contents(loader(num_workers=2)),
         "tail": contents(loader(num_workers=2, start_step=3)),
         "signalled": contents(seen),
+        "terminated": exit_code_of_terminated_worker(),
         "layout": seen[0].images.is_contiguous(memory_format=torch.channels_last),
         "damaged": first_error(Damaged(), 2),
         "killed": first_error(Deadly(), 1),
     }
-
-
-@pytest.fixture(scope="module")
-def workers(run_ranks):
-    return run_ranks(1, everything_about_workers)[0]
 
 
 def test_any_number_of_workers_gives_the_same_batches(workers):
@@ -183,6 +194,11 @@ def test_any_number_of_workers_gives_the_same_batches(workers):
 def test_signals_to_the_whole_process_group_leave_workers_at_work(workers):
     """Else SIGTERM from a cluster manager would crash the rank instead of saving its state."""
     assert workers["signalled"] == contents(loader(steps=20))
+
+
+def test_the_rank_itself_can_end_its_workers(workers):
+    """Else a process that ends by an error would wait for them forever."""
+    assert workers["terminated"] == 0
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

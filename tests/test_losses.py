@@ -134,9 +134,7 @@ def test_mining_keeps_all_of_equally_hard_pixels():
 def test_class_weights_weigh_the_mined_pixels_but_do_not_choose_them():
     logits, labels = scene(3)
     kept = labels.masked_fill(~reference_mining(logits, labels, 0.3, 10), IGNORE_INDEX)
-    wanted = F.cross_entropy(
-        logits, kept, weight=CLASS_WEIGHTS.double(), ignore_index=IGNORE_INDEX
-    )
+    wanted = F.cross_entropy(logits, kept, weight=CLASS_WEIGHTS.double(), ignore_index=IGNORE_INDEX)
     total, weight = ohem_cross_entropy(
         logits, labels, threshold=0.3, min_kept=10, class_weights=CLASS_WEIGHTS
     )

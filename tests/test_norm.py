@@ -113,9 +113,7 @@ def test_any_split_equals_the_full_batch(run_ranks, split):
 
 @pytest.mark.parametrize("split", ["uneven images", "uneven sizes", "one rank empty"])
 def test_channels_last_equals_the_full_batch_and_is_kept(run_ranks, split):
-    assert_equals_full_batch(
-        run_ranks, tensors(SPLITS[split]), memory_format=torch.channels_last
-    )
+    assert_equals_full_batch(run_ranks, tensors(SPLITS[split]), memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def main() -> int:
         for values in (single[2], single[3], reordered):
             print(f"  {apart(values[step], single[1][step]):11.1e}", end="")
         print()
-    worst = max(apart(a, b) for ranks in RANKS for a, b in zip(double[ranks], double[1], strict=True))
+    worst = max(
+        apart(a, b) for ranks in RANKS for a, b in zip(double[ranks], double[1], strict=True)
+    )
     print(f"\nfloat64, farthest apart: {worst:.1e}")
     return 0 if worst < 1e-9 else 1
 

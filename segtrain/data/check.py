@@ -269,7 +269,7 @@ def _number_findings(scan: SplitScan, config: Config) -> list[Finding]:
 
 
 def _joined(findings: Sequence[Finding]) -> list[Finding]:
-    """What is wrong in the same words for both splits, such as a missing data.root, is said once."""
+    """What is wrong with both splits in the same words, such as data.root, is said once."""
     count = Counter((finding.kind, finding.text) for finding in findings)
     joined = [
         replace(one, split="") if count[one.kind, one.text] > 1 and one.kind == "split" else one

@@ -9,6 +9,7 @@ workers.
 
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from segtrain import dist, seed
 from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
-from segtrain.errors import ExecutionError, UserError
+from segtrain.errors import EXIT_OK, ExecutionError, UserError
 from segtrain.records import Batch
 from segtrain.signals import die_with_parent
 
@@ -121,13 +122,23 @@ def _collate(samples: list[Sample] | UserError) -> Batch | UserError:
 
 
 def _start_worker(_: int) -> None:
-    # Terminals and cluster managers signal all processes of a run. Only the rank may decide to
-    # stop: it needs its workers to finish the step, and ends them itself.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL)
     # One thread a worker: OpenCV would start as many as there are cores in each of them.
     cv2.setNumThreads(0)
+    # Terminals and cluster managers signal all processes of a run. Only the rank may decide to
+    # stop: it needs its workers to finish the step, and ends them itself.
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    die_with_parent(signal.SIGKILL)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process when `parent` terminates it, and by nobody else's SIGTERM."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(EXIT_OK)
 
 
 def default_workers(ranks_here: int) -> int:

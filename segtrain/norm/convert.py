@@ -4,7 +4,13 @@ from typing import Literal
 
 from torch import nn
 
-from segtrain.norm.sync import Group, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from segtrain.norm.sync import (
+    Group,
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+)
 
 _TO_SYNC: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,

@@ -38,7 +38,7 @@ def paving(rng: np.random.Generator) -> np.ndarray:
 
 def masonry(rng: np.random.Generator) -> np.ndarray:
     """A material of walls, (3,): mostly one of the lighter ones, now and then any."""
-    first = _NUM_DARK if rng.random() < 0.7 else 0
+    first = _NUM_DARK if rng.random() < 0.9 else 0
     return _vary(rng, _MATERIALS[rng.integers(first, len(_MATERIALS))], 12.0)
 
 

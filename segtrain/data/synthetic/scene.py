@@ -68,13 +68,13 @@ def _things(
         for z in _row(rng, 4.0, 11, 7):
             with_sign = rng.random() < 0.55
             found.append(things.pole(rng, kerb + side * rng.uniform(0.3, 0.9), z, with_sign))
-        for z in rng.uniform(3.5, 7, rng.poisson(2.0)):
+        for z in rng.uniform(3.0, 5.5, rng.poisson(2.5)):
             found.append(things.person(rng, inner + side * rng.uniform(0.2, 2.2), z))
         if rng.random() < 0.25:
             found.append(things.bin_(rng, rng.uniform(near, far), rng.uniform(4, 10)))
         if rng.random() < 0.25:
             found += _parked(rng, street, side, heaven)
-    for z in rng.uniform(4.0, 7, rng.poisson(0.4)):
+    for z in rng.uniform(3.5, 6, rng.poisson(0.4)):
         found.append(things.person(rng, rng.uniform(street.left, street.right), z))
     return found + _traffic(rng, street, heaven)
 
@@ -145,7 +145,7 @@ def _haze(rng: np.random.Generator, canvas: Canvas, heaven: np.ndarray) -> np.nd
 def _lens(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
     """Exposure, contrast, colour cast, vignette, blur and noise of a cheap camera; uint8."""
     height, width = image.shape[:2]
-    cast = rng.uniform(0.78, 1.18) * (1 + rng.normal(0, 0.03, 3)).astype(np.float32)
+    cast = rng.uniform(0.85, 1.15) * (1 + rng.normal(0, 0.03, 3)).astype(np.float32)
     contrast = rng.uniform(0.85, 1.15)
     rows = np.linspace(-1, 1, height, dtype=np.float32)[:, None]
     columns = np.linspace(-1, 1, width, dtype=np.float32)[None]

@@ -46,8 +46,8 @@ class Street(NamedTuple):
 def draw_street(rng: np.random.Generator) -> Street:
     """A random street."""
     road = paving(rng)
-    # Half of the pavements are made of what the road is: only the kerb and the place differ.
-    walk = np.clip(road + rng.normal(0, 4), 20, 220) if rng.random() < 0.25 else material(rng)
+    # Some pavements are made of what the road is: only the kerb and the place differ.
+    walk = np.clip(road + rng.normal(0, 4), 20, 220) if rng.random() < 0.1 else material(rng)
     kerb = walk + rng.uniform(24, 50)
     grass = green(rng) * 1.05
     left, right = -rng.uniform(2.6, 3.4), rng.uniform(2.2, 3.0)
@@ -71,7 +71,7 @@ def draw_street(rng: np.random.Generator) -> Street:
         fronts.append(out)
     outside = (TERRAIN, grass) if rng.random() < 0.5 else (SIDEWALK, walk)
     start = rng.uniform(12, 60)
-    crossing = (start, start + rng.uniform(6, 11)) if rng.random() < 0.45 else (900.0, 901.0)
+    crossing = (start, start + rng.uniform(6, 11)) if rng.random() < 0.3 else (900.0, 901.0)
     plots = (*_plots(rng, -1, fronts[0], crossing), *_plots(rng, 1, fronts[1], crossing))
     return Street(
         np.float32(edges),

@@ -1,0 +1,26 @@
+"""How the C library keeps memory, which training on a CPU feels."""
+
+import ctypes
+import sys
+
+# From <malloc.h>.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+# The largest tensor that is still kept for reuse.
+_KEPT_BYTES = 1 << 30
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep freed blocks for the next allocation instead of giving them back to the system.
+
+    Every step frees and allocates the same large tensors, and by default each of them comes back as
+    fresh pages that the kernel must clear: a step of ResNet-18 on two CPU ranks took 1.1 to 1.2 times
+    as long, with ten times the page faults. Does nothing where the C library is another.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

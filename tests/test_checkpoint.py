@@ -1,0 +1,318 @@
+import errno
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from experiments import experiment, write_config, write_data
+from torch import nn
+
+from segtrain import checkpoint
+from segtrain.checkpoint import (
+    CheckpointStore,
+    Record,
+    experiment_record,
+    load,
+    load_model,
+    load_weights,
+    parse_experiment,
+    resolve,
+    restore,
+    save,
+)
+from segtrain.config import load_config
+from segtrain.data.classes import load_class_file
+from segtrain.engine import make_state
+from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.models import build_model
+
+
+def record(step=3, **fields):
+    values = {
+        "config": "{}",
+        "classes": "{}",
+        "model": {"weight": torch.arange(6.0).view(2, 3), "count": torch.tensor(4)},
+        "average": None,
+        "optimizer": {"state": {0: {"momentum": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]},
+        "scaler": {},
+        "best": {"step": 2, "mean_iou": 0.25},
+        "evaluated": 2,
+    }
+    return Record(step=step, **values | fields)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    save(tmp_path / "new" / "a.pt", record())
+    loaded = load(tmp_path / "new" / "a.pt")
+    plain = {"model": {}, "optimizer": {}}
+    assert loaded._replace(**plain) == record(**plain)
+    assert torch.equal(loaded.model["weight"], record().model["weight"])
+    assert torch.equal(loaded.optimizer["state"][0]["momentum"], torch.ones(2))
+
+
+def full_disk(content, file):
+    file.write(b"half of it")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monkeypatch):
+    save(tmp_path / "a.pt", record(step=1))
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(ExecutionError, match=r"a\.pt: cannot write .*No space left"):
+        save(tmp_path / "a.pt", record(step=2))
+    assert load(tmp_path / "a.pt").step == 1
+    assert names(tmp_path) == ["a.pt"]
+
+
+def test_what_could_not_be_loaded_again_is_noticed_when_it_is_saved(tmp_path):
+    """A NumPy number saves well and is refused by weights_only: too late at the resumption."""
+    save(tmp_path / "a.pt", record(step=1))
+    with pytest.raises(CheckpointError, match="more than tensors and plain data"):
+        save(tmp_path / "a.pt", record(step=2, best={"step": 2, "mean_iou": np.float64(0.5)}))
+    assert load(tmp_path / "a.pt").step == 1
+    assert names(tmp_path) == ["a.pt"]
+
+
+def save_forever(path):
+    step = 0
+    while True:
+        step += 1
+        save(path, record(step=step, model={"weight": torch.full((300_000,), float(step))}))
+
+
+def test_killed_while_saving_the_file_is_whole_and_the_rest_is_removed(tmp_path):
+    rng = random.Random(0)
+    context = multiprocessing.get_context("forkserver")
+    path = tmp_path / "last.pt"
+    for _ in range(4):
+        process = context.Process(target=save_forever, args=(path,))
+        process.start()
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.02 + 0.2 * rng.random())
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        loaded = load(path)
+        assert (loaded.model["weight"] == loaded.step).all()
+    (tmp_path / ".last.pt.99.tmp").write_bytes(b"half")
+    CheckpointStore(tmp_path, keep_limit=1).remove_unfinished()
+    assert names(tmp_path) == ["last.pt"]
+
+
+def test_every_way_of_damage_is_a_checkpoint_error(tmp_path):
+    path = tmp_path / "a.pt"
+    save(path, record())
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    damaged = [whole[:n] for n in range(0, len(whole), 29)]
+    damaged += [rng.randbytes(40) for _ in range(50)]
+    damaged += [b"\x80\x02" + rng.randbytes(40) for _ in range(100)]
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"a\.pt: "):
+            load(path)
+
+
+def test_a_flipped_bit_never_ends_in_another_error(tmp_path):
+    path = tmp_path / "a.pt"
+    save(path, record())
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(400):
+        content = bytearray(whole)
+        content[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        try:
+            load(path)
+        except CheckpointError:
+            refused += 1
+    assert refused > 50
+
+
+class Malicious:
+    def __init__(self, sentinel):
+        self.sentinel = sentinel
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.sentinel}",)
+
+
+@pytest.mark.parametrize("through", ["torch", "pickle"])
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, through):
+    content = {"format": 1, **record()._asdict(), "best": Malicious(tmp_path / "sentinel")}
+    path = tmp_path / "a.pt"
+    if through == "torch":
+        torch.save(content, path)
+    else:
+        path.write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointError, match="refused: it holds more than tensors"):
+        load(path)
+    assert names(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"weight": torch.zeros(2)}, "found a bare state dict"),
+        ([1, 2], "found list"),
+        (torch.zeros(2), "found Tensor"),
+        ({"format": 2, "segtrain": "9.0"}, "format 2, written by segtrain 9.0; this is segtrain"),
+        ({"format": 1, "step": 3}, "incomplete: config, classes, model"),
+    ],
+)
+def test_other_files_of_torch_are_refused_with_what_was_found(tmp_path, content, said):
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=said):
+        load(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("name", ["missing.pt", "."])
+def test_what_is_no_file_is_refused(tmp_path, name):
+    with pytest.raises(CheckpointError):
+        load(tmp_path / name)
+
+
+def test_only_the_newest_kept_checkpoints_stay(tmp_path):
+    store = CheckpointStore(tmp_path, keep_limit=2)
+    store.save_last(record(step=1))
+    for step in (9_999_998, 9_999_999, 10_000_000):
+        store.keep(record(step=step))
+    assert names(tmp_path) == ["last.pt", "step_10000000.pt", "step_9999999.pt"]
+
+
+def test_the_best_checkpoint_holds_no_training_state(tmp_path):
+    store = CheckpointStore(tmp_path, keep_limit=1)
+    store.save_best(record())
+    best = load(tmp_path / "best.pt")
+    assert best.optimizer is None
+    assert best.scaler is None
+    with pytest.raises(CheckpointError, match=r"no training state; go on with last\.pt"):
+        restore(None, best, tmp_path / "best.pt")
+
+
+def test_a_run_means_its_best_checkpoint_else_its_last(tmp_path):
+    with pytest.raises(CheckpointError, match="no such run or checkpoint"):
+        resolve(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"no checkpoints/best\.pt or checkpoints/last\.pt"):
+        resolve(tmp_path)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_limit=1)
+    store.save_last(record())
+    assert resolve(tmp_path) == store.last
+    store.save_best(record())
+    assert resolve(tmp_path).name == "best.pt"
+    assert resolve(store.last) == store.last
+
+
+def test_weights_of_another_model_are_listed_and_none_is_copied():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    weights = {key: value + 1 for key, value in before.items() if key != "0.bias"}
+    weights |= {"0.weight": torch.zeros(9, 9)} | {f"other{i}": torch.zeros(1) for i in range(12)}
+    with pytest.raises(CheckpointError) as refusal:
+        load_weights(model, weights, Path("a.pt"))
+    lines = str(refusal.value).splitlines()
+    assert lines[1] == "  0.bias: missing in the checkpoint"
+    assert lines[2] == "  0.weight: (9, 9) in the checkpoint, (3, 2) in the model"
+    assert lines[-1] == "  and 4 more"
+    assert len(lines) == 12
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A config, its classes and a record of a training state that has moved."""
+    root = tmp_path_factory.mktemp("small")
+    write_data(root, num_images=1)
+    options = experiment(root, model={"backbone": "mobilenet_v2"}, train={"ema_decay": 0.9})
+    options["train"]["precision"] = "float32"
+    config = load_config(write_config(root / "c.yaml", options))
+    classes = load_class_file(config.data.classes)
+    state = new_state(config)
+    for parameter in state.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.optimizer.step()
+    state.average.update(state.model, 1)
+    saved = Record(
+        step=1,
+        **experiment_record(config, classes),
+        model=state.model.state_dict(),
+        average=state.average.model.state_dict(),
+        optimizer=state.optimizer.state_dict(),
+        scaler=state.scaler.state_dict(),
+        best=None,
+    )
+    return config, classes, saved
+
+
+def new_state(config, seed=1):
+    torch.manual_seed(seed)
+    model = build_model(config.model, num_classes=4)
+    return make_state(model, config, torch.device("cpu"))
+
+
+def test_a_record_restores_the_whole_state(small, tmp_path):
+    config, _, saved = small
+    save(tmp_path / "a.pt", saved)
+    state = new_state(config, seed=2)
+    restore(state, load(tmp_path / "a.pt"), tmp_path / "a.pt")
+    assert state.step == 1
+    for own, wanted in (
+        (state.model.state_dict(), saved.model),
+        (state.average.model.state_dict(), saved.average),
+    ):
+        assert own.keys() == wanted.keys()
+        assert all(torch.equal(own[key], wanted[key]) for key in wanted)
+    momenta = [entry["momentum_buffer"] for entry in state.optimizer.state_dict()["state"].values()]
+    assert momenta
+    assert all((momentum != 0).all() for momentum in momenta)
+
+
+def test_a_record_without_an_average_cannot_go_on_with_one(small):
+    config, _, saved = small
+    with pytest.raises(CheckpointError, match=r"no average of the weights \(train\.ema_decay\)"):
+        restore(new_state(config), saved._replace(average=None), Path("a.pt"))
+
+
+def test_a_loaded_model_is_the_average_in_evaluation_mode_with_plain_batch_norm(small, tmp_path):
+    config, classes, saved = small
+    save(tmp_path / "checkpoints" / "last.pt", saved)
+    model, loaded_config, loaded_classes, step = load_model(tmp_path)
+    assert (loaded_config, loaded_classes, step) == (config, classes, 1)
+    assert not model.training
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert {type(module) for module in norms} == {nn.BatchNorm2d}
+    own = model.state_dict()
+    assert all(torch.equal(own[key], value) for key, value in saved.average.items())
+    assert any(not torch.equal(saved.average[key], saved.model[key]) for key in saved.model)
+
+
+def test_a_config_of_another_version_is_refused_by_name(small):
+    _, _, saved = small
+    foreign = saved._replace(config=saved.config.replace('"lr":', '"learning":'))
+    with pytest.raises(CheckpointError, match=r"does not fit this version .*: train\.learning"):
+        parse_experiment(foreign, Path("a.pt"))
+
+
+def test_saving_reads_back_before_the_old_file_goes(tmp_path, monkeypatch):
+    save(tmp_path / "a.pt", record(step=1))
+
+    def unreadable(path):
+        raise CheckpointError(f"{path}: damaged")
+
+    monkeypatch.setattr(checkpoint, "load", unreadable)
+    with pytest.raises(CheckpointError):
+        save(tmp_path / "a.pt", record(step=2))
+    monkeypatch.undo()
+    assert load(tmp_path / "a.pt").step == 1

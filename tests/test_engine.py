@@ -1,0 +1,269 @@
+"""The oracle is a loop anybody would write: one process, the whole batch, torch's own mean."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from segtrain import dist
+from segtrain.config import Config, DataConfig, LossConfig, ModelConfig, TrainConfig
+from segtrain.data.loader import rows_of_rank
+from segtrain.engine import make_state, train_steps
+from segtrain.errors import NonFiniteError
+from segtrain.guard import Guard
+from segtrain.models import DropoutChannels
+from segtrain.records import IGNORE_INDEX, Batch, SegLogits
+
+CPU = torch.device("cpu")
+K, H, W, N = 3, 6, 9, 5
+CLASS_WEIGHTS = (0.001, 0.003, 0.0005)  # so small that a whole batch weighs less than 1
+
+
+class TwoHeads(nn.Module):
+    """Without batch norm, so that passes of a batch do not depend on each other."""
+
+    dropout_channels = DropoutChannels(None, None)
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Conv2d(3, 4, 3, padding=1)
+        self.head = nn.Conv2d(4, K, 1)
+        self.aux_head = nn.Conv2d(4, K, 1)
+        self.seen = []
+
+    def forward(self, images, dropout=None):
+        self.seen.append(images)
+        features = torch.tanh(self.backbone(images))
+        return SegLogits(self.head(features), self.aux_head(features))
+
+
+def config(*, loss=None, **train):
+    options = {"steps": 6, "batch_size": N, "lr": 0.5, "precision": "float64"} | train
+    return Config(
+        data=DataConfig(layout="folders", root="nowhere", classes="nothing"),
+        model=ModelConfig(dropout=0.0),
+        loss=LossConfig(**(loss or {})),
+        train=TrainConfig(**options),
+    )
+
+
+def whole_batch(step):
+    """Images of which the last are ignored more and more, so that every pass weighs differently."""
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randint(256, (N, 3, H, W), generator=generator, dtype=torch.uint8)
+    labels = (images.sum(1) % K).to(torch.uint8)
+    for i in range(N):
+        labels[i, : i + 1] = IGNORE_INDEX
+    return images.contiguous(memory_format=torch.channels_last), labels
+
+
+def batches(settings, rows, start):
+    for step in range(start, settings.train.steps):
+        images, labels = whole_batch(step)
+        for mine in map(list, rows):
+            yield Batch(images[mine], labels[mine], [f"{step}/{i}" for i in mine])
+
+
+def run(settings, state, guard=None):
+    rows = rows_of_rank(N, settings.train.accumulate_steps, dist.rank(), dist.world_size())
+    return train_steps(
+        state,
+        batches(settings, rows, state.step),
+        settings,
+        device=CPU,
+        rows=rows,
+        guard=guard or Guard(lambda: False),
+    )
+
+
+def new_state(settings):
+    return make_state(TwoHeads(), settings, CPU)
+
+
+def weights(state):
+    return copy.deepcopy(state.model.state_dict())
+
+
+def trained(settings):
+    """The results of all steps as numbers, and the weights at the end."""
+    state = new_state(settings)
+    results = [
+        (r.step, r.loss.item(), r.aux_loss.item(), r.grad_norm.item(), r.lr)
+        for r in run(settings, state)
+    ]
+    return results, weights(state)
+
+
+def plain_loop(settings):
+    """The same without any of segtrain's parts."""
+    train, loss = settings.train, settings.loss
+    model = TwoHeads().double()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1.0, momentum=train.momentum, weight_decay=train.weight_decay
+    )
+    mean = torch.tensor(settings.data.mean).double().view(3, 1, 1)
+    std = torch.tensor(settings.data.std).double().view(3, 1, 1)
+    weights = None if loss.class_weights is None else torch.tensor(loss.class_weights).double()
+    results = []
+    for step in range(train.steps):
+        images, labels = whole_batch(step)
+        lr = train.lr * (1 - step / train.steps) ** 0.9
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        out, aux = (
+            F.cross_entropy(logits, labels.long(), weight=weights, ignore_index=IGNORE_INDEX)
+            for logits in model((images.double() - mean) / std)
+        )
+        (out + loss.aux_weight * aux).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), train.clip_grad_norm or 1e9)
+        optimizer.step()
+        results.append((step + 1, out.item(), aux.item(), norm.item(), lr))
+    return results, model.state_dict()
+
+
+SETTINGS = {
+    "plain": config(),
+    "weighted": config(loss={"class_weights": CLASS_WEIGHTS, "aux_weight": 0.7}),
+    "two passes": config(accumulate_steps=2),
+    "two weighted passes": config(accumulate_steps=2, loss={"class_weights": CLASS_WEIGHTS}),
+    "clipped": config(clip_grad_norm=0.05, weight_decay=0.01),
+}
+
+
+def assert_same_training(found, wanted):
+    torch.testing.assert_close(
+        torch.tensor(found[0]).double(), torch.tensor(wanted[0]).double(), rtol=1e-9, atol=0
+    )
+    for name, value in wanted[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_training_is_the_plain_loop_over_the_whole_batch(name):
+    """Passes of unequal weight too: what they share is the valid pixels of the whole step."""
+    assert_same_training(trained(SETTINGS[name]), plain_loop(SETTINGS[name]))
+
+
+def trainings_of_rank(names):
+    results = {name: trained(SETTINGS[name]) for name in names}
+
+    settings = config()
+    stop = Guard(lambda: dist.rank() == 1)
+    results["stopped"] = [result.step for result in run(settings, new_state(settings), stop)]
+
+    state, done = new_state(settings), []
+    try:
+        for result in run(settings, state):
+            done.append(result.step)
+            if dist.rank() == 0 and result.step == 2:
+                # Only this rank's: the others learn of it from the reduction.
+                state.model.head.bias.data.fill_(float("nan"))
+    except NonFiniteError as error:
+        results["error"] = done, str(error)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_with_unequal_rows_train_like_the_plain_loop(run_ranks, world_size):
+    """5 images are 3 + 2 or 2 + 2 + 1, and a pass of 2 is too small for 3 ranks; in the end the
+    ranks stop together and fail together."""
+    names = [name for name in SETTINGS if world_size == 2 or "passes" not in name]
+    ranks = run_ranks(world_size, trainings_of_rank, names)
+    for results in ranks:
+        for name in names:
+            assert_same_training(results[name], plain_loop(SETTINGS[name]))
+        assert results["stopped"] == [1, 2]
+        done, message = results["error"]
+        assert done == [1, 2, 3]
+        assert message == ranks[0]["error"][1]
+        assert message.startswith("step 3: the loss is not finite\n  rank 0: images 2/0, 2/1")
+        assert "rank 1" not in message
+
+
+def test_clipping_limits_what_a_step_moves():
+    settings = config(clip_grad_norm=0.05, momentum=0.0, weight_decay=0.0)
+    state = new_state(settings)
+    before = weights(state)
+    result = next(run(settings, state))
+    moved = sum((value - before[name]).square().sum() for name, value in weights(state).items())
+    assert result.grad_norm > 0.1
+    torch.testing.assert_close(moved.sqrt().item(), 0.05 * result.lr, rtol=1e-4, atol=0)
+
+
+def test_going_on_at_a_step_repeats_the_run_that_was_never_stopped():
+    settings = config(accumulate_steps=2)
+    whole = trained(settings)
+    state = new_state(settings)
+    steps = run(settings, state)
+    first = [next(steps).loss.item() for _ in range(3)]
+    steps.close()
+    rest = [result.loss.item() for result in run(settings, state)]
+    assert first + rest == [result[1] for result in whole[0]]
+    assert all(torch.equal(value, whole[1][name]) for name, value in weights(state).items())
+
+
+def test_the_average_follows_every_update():
+    settings = config(ema_decay=0.4)
+    state = new_state(settings)
+    wanted = state.model.head.weight.detach().clone()
+    for result in run(settings, state):
+        decay = min(0.4, (1 + result.step) / (10 + result.step))
+        wanted = decay * wanted + (1 - decay) * state.model.head.weight.detach()
+    torch.testing.assert_close(state.eval_model.head.weight, wanted, rtol=1e-12, atol=0)
+    assert state.eval_model is not state.model
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_images_have_the_memory_format_of_the_config(channels_last):
+    """Convolutions follow their input, so the option would change nothing otherwise."""
+    settings = config(channels_last=channels_last, steps=1)
+    state = new_state(settings)
+    next(run(settings, state))
+    (images,) = state.model.seen
+    wanted = torch.channels_last if channels_last else torch.contiguous_format
+    assert images.is_contiguous(memory_format=wanted)
+
+
+def test_a_batch_of_ignored_pixels_is_a_step_without_a_gradient():
+    settings = config(steps=1, weight_decay=0.0, accumulate_steps=2)
+    state = new_state(settings)
+    before = weights(state)
+    ignored = torch.full((1, H, W), IGNORE_INDEX, dtype=torch.uint8)
+    batch = Batch(whole_batch(0)[0][:1], ignored, ["a"])
+    guard = Guard(lambda: False)
+    result = next(
+        train_steps(state, [batch, batch], settings, device=CPU, rows=[range(1)] * 2, guard=guard)
+    )
+    guard.settle()
+    assert (result.loss.item(), result.grad_norm.item()) == (0.0, 0.0)
+    assert all(torch.equal(value, before[name]) for name, value in weights(state).items())
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_mixed_precision_stays_near_float32(precision):
+    exact, _ = trained(config(precision="float32"))
+    mixed, final = trained(config(precision=precision))
+    for (_, loss, _, norm, _), (_, wanted, _, wanted_norm, _) in zip(mixed, exact, strict=True):
+        assert loss == pytest.approx(wanted, rel=0.02)
+        assert norm == pytest.approx(wanted_norm, rel=0.1)
+    assert {value.dtype for value in final.values()} == {torch.float32}
+
+
+def test_float16_skips_steps_that_overflow_until_the_scale_fits():
+    settings = config(precision="float16", steps=40)
+    state = new_state(settings)
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    guard = Guard(lambda: False, overflow_allowed=True)
+    before = weights(state)
+    finite = []
+    for result in run(settings, state, guard):
+        finite.append(bool(result.grad_norm.isfinite()))
+        if not any(finite):
+            assert all(torch.equal(v, before[name]) for name, v in weights(state).items())
+    guard.settle()
+    assert not finite[0]
+    assert finite[-1]
+    assert not torch.equal(state.model.head.weight, before["head.weight"])

@@ -1,0 +1,250 @@
+"""Ranks through the real command; and which exit code comes out of what the ranks left behind."""
+
+import os
+import signal
+import socket
+
+import pytest
+from experiments import experiment, write_config, write_data
+from processes import Command, logged_steps
+
+from segtrain import launch, outcome
+from segtrain.errors import ConfigError
+from segtrain.launch import adopt_environment, exit_code_of, slurm_variables
+from segtrain.outcome import Outcome
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "node[7-8]",
+}
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """The environment without any rank in it; changes to it are undone."""
+    for name in [*TORCHRUN, *SRUN, "LOCAL_WORLD_SIZE", outcome.VARIABLE]:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return os.environ
+
+
+def test_alone_nothing_is_adopted(environ):
+    assert not adopt_environment(environ)
+
+
+def test_a_rank_of_torchrun_is_adopted_as_it_is(environ):
+    environ.update(TORCHRUN)
+    assert adopt_environment(environ)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_half_an_environment_is_refused_with_what_is_missing(environ, missing):
+    environ.update({name: value for name, value in TORCHRUN.items() if name != missing})
+    with pytest.raises(ConfigError, match=rf"set but not {missing}: .*--nproc"):
+        adopt_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", "2", "RANK: expected less than WORLD_SIZE=2, got 2"),
+        ("RANK", "-1", "RANK: expected a number, got '-1'"),
+        ("MASTER_PORT", "auto", "MASTER_PORT: expected a number, got 'auto'"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(environ, name, value, said):
+    environ.update(TORCHRUN | {name: value})
+    with pytest.raises(ConfigError, match=said):
+        adopt_environment(environ)
+
+
+def test_a_task_of_srun_becomes_a_rank(environ, monkeypatch):
+    monkeypatch.setattr(launch, "_first_host", lambda nodes: {"node[7-8]": "node7"}[nodes])
+    environ.update(SRUN)
+    assert adopt_environment(environ)
+    assert {name: environ[name] for name in [*TORCHRUN, "LOCAL_WORLD_SIZE"]} == {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "node7",
+        "MASTER_PORT": "35298",
+    }
+
+
+def test_two_steps_of_a_job_do_not_meet():
+    alone = SRUN | {"MASTER_ADDR": "localhost"}
+    ports = {slurm_variables(alone | {"SLURM_STEP_ID": str(i)})["MASTER_PORT"] for i in range(4)}
+    assert len(ports) == 4
+
+
+@pytest.mark.parametrize(
+    ("listed", "node", "tasks"), [("4(x2),3", "2", "3"), ("4(x2),3", "1", "4"), ("", "0", "1")]
+)
+def test_the_ranks_of_this_machine_are_counted_from_srun_s_list(listed, node, tasks):
+    environ = SRUN | {"MASTER_ADDR": "localhost", "SLURM_NODEID": node}
+    environ["SLURM_STEP_TASKS_PER_NODE"] = listed
+    assert slurm_variables(environ)["LOCAL_WORLD_SIZE"] == tasks
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"},  # the batch script
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},  # a shell from `srun --pty`
+    ],
+)
+def test_a_shell_inside_of_a_job_is_no_rank(environ, found):
+    environ.update(found)
+    assert not adopt_environment(environ)
+
+
+def test_missing_variables_of_srun_are_named(environ):
+    environ.update({k: v for k, v in SRUN.items() if k not in ("SLURM_LOCALID", "SLURM_JOB_ID")})
+    with pytest.raises(ConfigError, match="SLURM_JOB_ID, SLURM_LOCALID are missing"):
+        adopt_environment(environ)
+
+
+def notes(*codes):
+    """One note a rank: an exit code, and "lost" for the consequence of another's failure."""
+    return [
+        Outcome(rank, 6 if code == "lost" else code, code == "lost", time=float(rank))
+        for rank, code in enumerate(codes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("codes", "statuses", "stopped_by", "wanted"),
+    [
+        ((0, 0), {}, None, 0),
+        (("lost", 3), {0: 6, 1: 3}, None, 3),  # the cause, whoever ended first
+        (("lost", 3), {0: 6}, None, 3),
+        ((5, 5), {1: 5}, None, 5),
+        (("lost", 1), {1: 1}, None, 1),
+        (("lost", None), {1: -signal.SIGKILL}, None, 6),
+        (("lost", "lost"), {0: 6}, None, 6),
+        ((143, 143), {}, None, 143),  # one rank was asked to stop, and all did
+        ((143, 143), {}, signal.SIGTERM, 143),
+        ((143, 143), {}, signal.SIGHUP, 143),
+        ((130, 130), {}, signal.SIGINT, 130),
+        ((), {}, signal.SIGTERM, 143),  # before training
+        ((None, None), {}, signal.SIGINT, 130),  # the second Ctrl-C
+        ((None, 143), {}, signal.SIGTERM, 6),  # it had to be killed
+        ((6, "lost"), {}, signal.SIGTERM, 6),  # the disk was full when it was to save
+        ((), {0: -signal.SIGTERM}, None, 143),
+        ((), {0: 1}, None, 6),
+    ],
+)
+def test_the_exit_code_is_that_of_the_cause(codes, statuses, stopped_by, wanted):
+    assert exit_code_of(notes(*codes), statuses, stopped_by) == wanted
+
+
+def test_a_death_that_no_rank_could_report_is_told(capsys):
+    exit_code_of(notes("lost", None), {1: -signal.SIGKILL}, None)
+    said = capsys.readouterr().err
+    assert said.startswith("segtrain: rank 1 was ended by SIGKILL (out of memory?)")
+    assert said.count("\n") == 1
+
+
+def test_only_the_last_attempt_counts(tmp_path, environ):
+    environ.update(TORCHRUN | {outcome.VARIABLE: str(tmp_path)})
+    for attempt, code in (("9", 6), ("10", 0)):
+        environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        outcome.tell(None)
+        outcome.tell(code)
+    del environ["TORCHELASTIC_RESTART_COUNT"]
+    assert [(note.rank, note.code) for note in outcome.read(tmp_path)] == [(1, 0)]
+
+
+def test_the_same_words_are_said_by_one_rank_only(tmp_path, environ):
+    environ.update(TORCHRUN | {outcome.VARIABLE: str(tmp_path)})
+    assert outcome.is_first_to_say("no such file")
+    assert not outcome.is_first_to_say("no such file")
+    assert outcome.is_first_to_say("another")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+def small(root, /, **sections):
+    """An experiment of few weights and steps, with loader workers."""
+    sections.setdefault("train", {}).update(precision="float32")
+    sections.setdefault("data", {})["num_workers"] = 1
+    sections["model"] = {"backbone": "mobilenet_v2"}
+    return experiment(root, augment={"crop_size": [33, 41]}, **sections)
+
+
+def test_a_damaged_image_is_named_once_with_exit_code_3(tmp_path):
+    """Met by the worker of one rank in the midst of training; the other rank only loses touch."""
+    root, directory, temporary = (tmp_path / name for name in ("data", "run", "tmp"))
+    root.mkdir()
+    temporary.mkdir()
+    write_data(root, num_images=12)
+    config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 500}))
+    arguments = ["train", config, "--nproc", 2, "--output", directory]
+    command = Command(tmp_path, *arguments, TMPDIR=str(temporary))
+    command.wait_for_step(directory, 1)  # what was there at the start was checked
+    path = root / "images" / "train" / "7.png"
+    path.write_bytes(path.read_bytes()[:300])
+    assert command.wait() == 3, command.errors
+
+    ours = [line for line in command.errors.splitlines() if "png" not in line or "segtrain" in line]
+    assert len(ours) == 1, command.errors
+    assert ours[0].startswith(f"segtrain: {path}: ")
+    assert "ended by" in (directory / "train.log").read_text()
+    start, _, _ = command.output.partition("train 1")
+    assert len(start.splitlines()) <= 15
+    assert f"curves     tensorboard --logdir {directory}\n" in start
+    left = [found.name for found in temporary.iterdir() if "torchinductor" not in found.name]
+    assert left == []
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_the_same_command_runs_under_torchrun_and_srun(tmp_path, data):
+    """torchrun trains; srun's two tasks find the run complete."""
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
+    directory = tmp_path / "run"
+    arguments = ["train", config, "--output", directory]
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    command = Command(tmp_path, *arguments, program=[*torchrun, "-m", "segtrain"])
+    assert command.wait() == 0, command.errors
+    assert logged_steps(directory) == [1, 2]
+    assert "devices    2 x cpu" in command.output
+
+    srun = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    tasks = [Command(tmp_path, *arguments, "--resume", **srun, **rank) for rank in ranks]
+    assert [task.wait() for task in tasks] == [0, 0], tasks[0].errors + tasks[1].errors
+    assert "devices    2 x cpu" in tasks[0].output
+    assert "already complete: 2 steps, best mIoU" in tasks[0].output
+    assert tasks[1].output == ""

@@ -1,0 +1,217 @@
+import fcntl
+import json
+import logging
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import numpy as np
+import pytest
+from processes import REPOSITORY
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from segtrain import log
+from segtrain.log import ProgressBar, RunLog, say
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def board(directory):
+    accumulator = EventAccumulator(str(directory), size_guidance={"images": 0, "scalars": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def points(accumulator, tag):
+    return [(event.step, round(event.value, 5)) for event in accumulator.Scalars(tag)]
+
+
+def run_python(code, **options):
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, "-c", code], env=environ, text=True, **options)
+
+
+def test_values_go_to_one_line_of_json_and_one_point_of_a_curve_each(tmp_path):
+    with RunLog(tmp_path, enabled=True) as run:
+        run.scalars(1, {"train/loss": 0.5, "train/lr": 0.1})
+        run.scalars(2, {"train/loss": float("nan"), "train/lr": float("inf")})
+    assert lines(tmp_path) == [
+        {"step": 1, "train/loss": 0.5, "train/lr": 0.1},
+        {"step": 2, "train/loss": None, "train/lr": None},
+    ]
+    assert points(board(tmp_path), "train/lr")[0] == (1, 0.1)
+
+
+def test_tensorboard_reads_curves_pictures_config_and_hyperparameters_back(tmp_path):
+    with RunLog(tmp_path, enabled=True) as run:
+        run.text("config", "train:\n  lr: 0.1\n")
+        run.picture(3, "eval/0", np.full((7, 5, 3), 200, dtype=np.uint8))
+        run.scalars(3, {"eval/mIoU": 0.25})
+        options = {"train.lr": 0.1, "augment.crop_size": [3, 4], "model.pretrained": None}
+        run.hparams(options, {"mIoU": 0.25}, 3)
+    read = board(tmp_path)
+    (picture,) = read.Images("eval/0")
+    assert (picture.step, picture.height, picture.width) == (3, 7, 5)
+    (text,) = read.Tensors("config/text_summary")
+    assert b"    train:\n      lr: 0.1" in text.tensor_proto.string_val[0]
+    assert points(read, "hparam/mIoU") == [(3, 0.25)]
+    assert points(read, "eval/mIoU") == [(3, 0.25)]
+    tags = read.summary_metadata
+    assert "_hparams_/session_start_info" in tags
+    assert b"train.lr" in tags["_hparams_/session_start_info"].plugin_data.content
+
+
+def test_what_lies_beyond_the_point_of_resumption_is_dropped(tmp_path):
+    """A run that was killed logged steps that its last checkpoint does not hold."""
+    with RunLog(tmp_path, enabled=True) as run:
+        for step in range(1, 8):
+            run.scalars(step, {"train/loss": 1.0})
+    with RunLog(tmp_path, enabled=True, start_step=4) as run:
+        for step in range(5, 10):
+            run.scalars(step, {"train/loss": 2.0})
+    wanted = [(step, 1.0) for step in range(1, 5)] + [(step, 2.0) for step in range(5, 10)]
+    assert [(line["step"], line["train/loss"]) for line in lines(tmp_path)] == wanted
+    assert points(board(tmp_path), "train/loss") == wanted
+
+
+def test_nothing_is_left_of_a_run_that_begins_again_at_step_0(tmp_path):
+    for loss in (1.0, 2.0):
+        with RunLog(tmp_path, enabled=True) as run:
+            run.scalars(1, {"train/loss": loss})
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 2.0}]
+    assert points(board(tmp_path), "train/loss") == [(1, 2.0)]
+
+
+def test_an_evaluation_that_is_repeated_is_not_there_twice(tmp_path):
+    """The checkpoint of step 4 was written before the evaluation of step 4."""
+    with RunLog(tmp_path, enabled=True) as run:
+        for step, values in [(2, "eval/mIoU"), (4, "train/loss"), (4, "eval/mIoU")]:
+            run.scalars(step, {values: 1.0})
+    with RunLog(tmp_path, enabled=True, start_step=4, evaluated_step=2):
+        pass
+    kept = [(2, "eval/mIoU"), (4, "train/loss")]
+    assert [(line["step"], list(line)[1]) for line in lines(tmp_path)] == kept
+
+
+def test_damaged_lines_are_dropped_at_a_resumption(tmp_path):
+    good = '{"step": 1, "train/loss": 1.0}\n'
+    damaged = [b"[1]\n", b'{"loss": 1}\n', b"7\n", b"\xff\xfe\n", b'{"step": "x"}\n', b'{"step": 2']
+    (tmp_path / "metrics.jsonl").write_bytes(good.encode() + b"".join(damaged))
+    with RunLog(tmp_path, enabled=True, start_step=3):
+        pass
+    assert (tmp_path / "metrics.jsonl").read_text() == good
+
+
+def test_lines_are_shown_and_kept(tmp_path, capsys):
+    with RunLog(tmp_path, enabled=True) as run:
+        run.lines(["one", "zwei: ü"])
+    say("after the run")
+    assert capsys.readouterr().out == "one\nzwei: ü\nafter the run\n"
+    kept = (tmp_path / "train.log").read_text(encoding="utf-8").splitlines()
+    assert [line.split(" INFO ")[1] for line in kept] == ["one", "zwei: ü"]
+
+
+def test_the_log_file_tells_how_a_run_ended(tmp_path):
+    with pytest.raises(ValueError), RunLog(tmp_path, enabled=True):  # noqa: PT011
+        raise ValueError("no good")
+    assert (tmp_path / "train.log").read_text().endswith("ended by ValueError: no good\n")
+    assert not logging.getLogger("segtrain").handlers
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    with RunLog(tmp_path / "run", enabled=False) as run:
+        run.lines(["x"])
+        run.scalars(1, {"a": 1.0})
+        run.picture(1, "a", np.zeros((2, 2, 3), dtype=np.uint8))
+        run.text("a", "b")
+        run.hparams({}, {}, 1)
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_writer_that_fails_says_so_once_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
+    with RunLog(tmp_path, enabled=True) as run:
+        (tmp_path / "metrics.jsonl").mkdir()
+        monkeypatch.setattr(run._handler.stream, "write", full, raising=False)
+        for step in (1, 2, 3):
+            run.scalars(step, {"train/loss": 1.0})
+            run.lines([f"step {step}"])
+    said = capsys.readouterr()
+    warnings = [line for line in said.out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("warning: metrics.jsonl cannot be written any more")
+    assert warnings[1].startswith("warning: train.log cannot be written any more")
+    assert said.err == ""
+    assert "step 3\n" in said.out
+    assert len(points(board(tmp_path), "train/loss")) == 3
+
+
+def full(text):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_console_that_nobody_reads_does_not_end_a_run():
+    code = "from segtrain.log import say\nfor i in range(5): say('x' * 70000)\n"
+    code += "import sys; print('went on', file=sys.stderr)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run_python(code, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "went on\n")
+
+
+def test_without_a_terminal_progress_is_a_plain_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(log, "_PLAIN_EVERY_S", 10)
+    now = [0.0]
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    with ProgressBar(100, 90, "train", enabled=True) as bar:
+        for _ in range(10):
+            now[0] += 4
+            bar.describe("loss 0.5")
+            bar.update()
+    said = capsys.readouterr()
+    assert said.err == ""
+    wanted = [f"train {step}/100  loss 0.5" for step in (93, 96, 99, 100)]
+    assert said.out.splitlines() == wanted
+
+
+def test_other_ranks_show_no_progress(capsys):
+    with ProgressBar(2, 0, "train", enabled=False) as bar:
+        bar.update()
+        bar.update()
+    assert tuple(capsys.readouterr()) == ("", "")
+
+
+def test_on_a_terminal_progress_is_a_bar_and_the_log_file_has_plain_lines(tmp_path):
+    code = (
+        "import logging, pathlib\n"
+        "from segtrain import log\n"
+        "log._PLAIN_EVERY_S = -1\n"
+        f"log.logger.addHandler(log._LogFile(pathlib.Path({str(tmp_path / 'train.log')!r})))\n"
+        "with log.ProgressBar(3, 0, 'train', enabled=True) as bar:\n"
+        "    for i in range(3):\n"
+        "        bar.describe(f'loss 0.{i}')\n"
+        "        bar.update()\n"
+        "    log.say('a line')\n"
+    )
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    done = run_python(code, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = os.read(screen, 100_000).decode()
+    os.close(screen)
+    assert done.returncode == 0
+    assert "train" in shown
+    assert "3/3" in shown
+    assert "loss 0.2" in shown
+    assert "step/s" in shown
+    assert "\r" in shown
+    assert "a line\r\n" in shown
+    assert "train 3/3" not in shown  # the plain form
+    kept = [line.split(" INFO ")[1] for line in (tmp_path / "train.log").read_text().splitlines()]
+    assert kept == [f"train {i + 1}/3  loss 0.{i}" for i in range(3)] + ["a line"]

@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from segtrain import meter
+from segtrain.engine import StepResult
+from segtrain.meter import StepMeter
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is set."""
+
+    class Clock:
+        now = 100.0
+
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def result(loss, *, aux=float("nan"), norm=1.0, lr=0.1, data_s=0.0):
+    tensors = [torch.tensor(v, dtype=torch.float64) for v in (loss, aux)]
+    return StepResult(1, *tensors, torch.tensor(norm), lr, data_s)
+
+
+def test_losses_are_means_and_the_learning_rate_is_the_newest(clock):
+    meter = StepMeter(8, torch.device("cpu"))
+    meter.update(result(1.0, aux=3.0, norm=2.0, lr=0.3))
+    meter.update(result(2.0, aux=5.0, norm=4.0, lr=0.2))
+    clock.now += 1
+    values = meter.read()
+    assert values["train/loss"] == 1.5
+    assert values["train/aux_loss"] == 4.0
+    assert values["train/grad_norm"] == 3.0
+    assert values["train/lr"] == 0.2
+
+
+def test_time_and_speed_are_those_of_the_steps(clock):
+    meter = StepMeter(8, torch.device("cpu"))
+    for _ in range(4):
+        meter.update(result(1.0, data_s=0.25))
+    clock.now += 10
+    meter.skip(8.0)
+    values = meter.read()
+    assert values["time/step_s"] == 0.5
+    assert values["time/data_s"] == 0.25
+    assert values["images_per_s"] == 16
+
+
+def test_reading_begins_anew(clock):
+    meter = StepMeter(8, torch.device("cpu"))
+    meter.update(result(1.0))
+    clock.now += 10
+    meter.read()
+    meter.update(result(7.0))
+    clock.now += 2
+    values = meter.read()
+    assert values["train/loss"] == 7.0
+    assert values["time/step_s"] == 2.0
+    with pytest.raises(ValueError, match="no step"):
+        meter.read()
+
+
+def test_without_an_auxiliary_head_there_is_no_auxiliary_loss(clock):
+    meter = StepMeter(8, torch.device("cpu"))
+    meter.update(result(1.0))
+    clock.now += 1
+    assert "train/aux_loss" not in meter.read()

@@ -1,0 +1,269 @@
+"""A run that was stopped or killed ends as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from experiments import experiment, losses, train, write_config, write_data
+from processes import Command, descendants, is_alive, logged_steps
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from segtrain import dist
+from segtrain.checkpoint import load
+from segtrain.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+def small(root, /, **sections):
+    """Few weights; augmentation, dropout and an average of the weights."""
+    train = {"ema_decay": 0.9, "precision": "float32"} | sections.pop("train", {})
+    sizes = {"augment": {"crop_size": [33, 41]}, "model": {"backbone": "mobilenet_v2"}}
+    return experiment(root, train=train, **sizes, **sections)
+
+
+def last(directory):
+    return load(directory / "checkpoints" / "last.pt")
+
+
+def tensors(value, name=""):
+    """All tensors in nested containers by their place."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    if not isinstance(value, (dict, list, tuple)):
+        return {}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    parts = [tensors(part, f"{name}/{key}") for key, part in items]
+    return {key: tensor for part in parts for key, tensor in part.items()}
+
+
+def assert_same_state(one, other):
+    assert one.step == other.step
+    for field in ("model", "average", "optimizer"):
+        a, b = tensors(getattr(one, field)), tensors(getattr(other, field))
+        assert len(a) > 100
+        assert a.keys() == b.keys()
+        assert [key for key in a if not torch.equal(a[key], b[key])] == []
+
+
+def curve(directory, tag):
+    read = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    read.Reload()
+    return [(event.step, event.value) for event in read.Scalars(tag)]
+
+
+def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tmp_path, data):
+    """Two ranks with loader workers: SIGTERM to the launcher, then SIGKILL to one rank."""
+    options = small(
+        data,
+        data={"num_workers": 1},
+        train={"steps": 15},
+        eval={"every_steps": 6},
+        checkpoint={"every_steps": 4},
+    )
+    config = write_config(tmp_path / "c.yaml", options)
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    rng = random.SystemRandom()
+    stop_step, kill_step, victim = rng.randint(1, 5), rng.randint(8, 12), rng.randint(0, 1)
+    print(f"SIGTERM after step {stop_step}, SIGKILL to rank {victim} after step {kill_step}")
+
+    def start(directory, *arguments):
+        return Command(tmp_path, "train", config, "--nproc", 2, "--output", directory, *arguments)
+
+    undisturbed = start(alone)  # at the same time: two runs on a machine do not meet
+
+    command = start(killed)
+    command.wait_for_step(killed, stop_step)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 143, command.errors
+    assert command.errors == ""
+    saved = last(killed)
+    assert stop_step <= saved.step <= stop_step + 3
+    said = f"stopped by SIGTERM after step {saved.step}, which is saved; go on with --resume"
+    assert command.output.splitlines()[-1] == said
+
+    command = start(killed, "--resume")
+    command.wait_for_step(killed, kill_step)
+    everyone = descendants(command.process.pid)
+    os.kill(command.ranks()[victim], signal.SIGKILL)
+    assert command.wait() == 6
+    (line,) = command.errors.splitlines()
+    assert line.startswith(f"segtrain: rank {victim} was ended by SIGKILL (out of memory?)")
+    assert [pid for pid in everyone if is_alive(pid)] == []
+    assert saved.step < last(killed).step < 15
+
+    command = start(killed, "--resume")
+    assert command.wait() == 0, command.errors
+    assert undisturbed.wait() == 0, undisturbed.errors
+    for finished in (command, undisturbed):
+        assert finished.errors == ""
+    assert_same_state(last(killed), last(alone))
+    assert last(killed).best == last(alone).best
+    for directory in (alone, killed):
+        assert logged_steps(directory) == list(range(1, 16))
+        assert [step for step, _ in curve(directory, "train/loss")] == list(range(1, 16))
+        assert [step for step, _ in curve(directory, "eval/mIoU")] == [6, 12, 15]
+    assert losses(killed) == losses(alone)
+    assert losses(killed, "eval/mIoU") == losses(alone, "eval/mIoU")
+
+
+def stopped_after(step, config, directory, resume=False, number=signal.SIGTERM, rank=0):
+    """Trains; after `step` updates a signal reaches `rank`."""
+    from segtrain import train as command
+
+    whole = command.train_steps
+
+    def train_steps(*args, **kwargs):
+        for result in whole(*args, **kwargs):
+            if result.step == step and dist.rank() == rank:
+                os.kill(os.getpid(), number)
+            yield result
+
+    command.train_steps = train_steps
+    return train(config, directory, resume)
+
+
+def refusal(function, *args):
+    """The error of `function` in words: its kind, its exit code and what it says."""
+    try:
+        function(*args)
+    except UserError as error:
+        return type(error).__name__, error.exit_code, str(error)
+    return None
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data):
+    """In float64 the losses of 2, then 3, then 1 ranks are those of one alone."""
+    options = experiment(data, train={"steps": 8, "ema_decay": 0.9})
+    config = write_config(tmp_path / "c.yaml", options)
+    assert run_ranks(1, train, config, tmp_path / "alone") == [0]
+    run = tmp_path / "run"
+    assert run_ranks(2, stopped_after, 2, config, run, False) == [143] * 2
+    assert run_ranks(3, stopped_after, 5, config, run, True) == [143] * 3
+    assert run_ranks(1, train, config, run, True) == [0]
+    assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-9, abs=0)
+    assert len(losses(run)) == 8
+    for key, value in last(tmp_path / "alone").average.items():
+        torch.testing.assert_close(last(run).average[key], value, rtol=1e-8, atol=1e-10)
+
+
+def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
+    run_ranks, tmp_path, data, capfd
+):
+    """Asked to stop in the last step, it leaves the evaluation to the resumption."""
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 3}))
+    run = tmp_path / "run"
+    assert run_ranks(1, stopped_after, 2, config, run) == [143]
+    assert (last(run).step, last(run).evaluated, last(run).best) == (3, 0, None)
+    assert run_ranks(1, train, config, run, True) == [0]
+    assert (last(run).step, last(run).evaluated, last(run).best["step"]) == (3, 3, 3)
+    assert load(run / "checkpoints" / "best.pt").step == 3
+    assert len(losses(run, "eval/mIoU")) == 1
+    assert [step for step, _ in curve(run, "hparam/mIoU")] == [3]
+
+    before = (run / "metrics.jsonl").read_text()
+    capfd.readouterr()
+    assert run_ranks(1, train, config, run, True) == [0]
+    assert "already complete: 3 steps, best mIoU" in capfd.readouterr().out
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(run_ranks, tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
+    run = tmp_path / "run"
+    assert run_ranks(1, train, config, run) == [0]
+    for path in (run / "checkpoints").iterdir():
+        path.unlink()
+    (run / "checkpoints" / ".last.pt.1234.tmp").write_bytes(b"half")
+    once = losses(run)
+    assert run_ranks(1, train, config, run, True) == [0]
+    assert losses(run) == once
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.pt", "last.pt"]
+    assert [step for step, _ in curve(run, "train/loss")] == [1, 2]
+
+
+def test_an_evaluation_that_was_cut_short_is_made_up_for(run_ranks, tmp_path, data):
+    """What is on the disk when a run is killed while it evaluates step 2."""
+    options = small(data, train={"steps": 4}, eval={"every_steps": 2})
+    config = write_config(tmp_path / "c.yaml", options)
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    assert run_ranks(1, train, config, alone) == [0]
+    assert run_ranks(1, killed_in_evaluation, config, run) == ["killed"]
+    assert (last(run).step, last(run).evaluated) == (2, 0)
+    assert run_ranks(1, train, config, run, True) == [0]
+    assert losses(run, "eval/mIoU") == losses(alone, "eval/mIoU")
+    assert last(run).best == last(alone).best
+    assert_same_state(last(run), last(alone))
+
+
+def killed_in_evaluation(config, directory):
+    from segtrain import train as command
+
+    class Killed(BaseException):
+        pass
+
+    def evaluate_dataset(*args, **kwargs):
+        raise Killed
+
+    command.evaluate_dataset = evaluate_dataset
+    try:
+        train(config, directory)
+    except Killed:
+        return "killed"
+
+
+def test_checkpoints_are_kept_at_their_own_cadence_up_to_the_limit(run_ranks, tmp_path, data):
+    """One that does not divide the cadence of last.pt."""
+    cadence = {"every_steps": 4, "keep_every_steps": 3, "keep_limit": 2}
+    options = small(data, train={"steps": 10}, checkpoint=cadence)
+    config = write_config(tmp_path / "c.yaml", options)
+    assert run_ranks(1, train, config, tmp_path / "run") == [0]
+    kept = sorted((tmp_path / "run" / "checkpoints").glob("step_*.pt"))
+    assert [path.name for path in kept] == ["step_0000006.pt", "step_0000009.pt"]
+    assert [load(path).step for path in kept] == [6, 9]
+    assert load(kept[0]).optimizer is not None
+
+
+def test_mistakes_at_a_resumption_are_refused_on_every_rank(run_ranks, tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
+    run = tmp_path / "run"
+    assert run_ranks(1, train, config, run) == [0]
+    state = (run / "checkpoints" / "last.pt").read_bytes()
+
+    def refused(path=config, resume=True):
+        first, second = run_ranks(2, refusal, train, path, run, resume)
+        assert first == second
+        return first
+
+    kind, code, said = refused(resume=False)
+    assert (kind, code) == ("ConfigError", 2)
+    assert "holds a run already" in said
+
+    other = write_config(tmp_path / "other.yaml", small(data, train={"steps": 2, "lr": 0.5}))
+    kind, code, said = refused(other)
+    assert (kind, code) == ("ConfigError", 2)
+    assert "train.lr: 0.02 there, 0.5 now" in said
+
+    classes = Path(data / "classes.yaml")
+    before = classes.read_text()
+    classes.write_text(before.replace("water, sand", "sand, water"))
+    kind, code, said = refused()
+    classes.write_text(before)
+    assert (kind, code) == ("CheckpointError", 4)
+    assert "the class file has changed since; it was ground, plant, water, sand" in said
+
+    (run / "checkpoints" / "last.pt").write_bytes(state[: len(state) // 2])
+    kind, code, said = refused()
+    assert (kind, code) == ("CheckpointError", 4)
+    assert "last.pt: damaged" in said
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["devices"] == ["cpu"]

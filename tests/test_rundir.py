@@ -1,0 +1,106 @@
+import json
+import os
+
+import pytest
+from experiments import experiment, write_config
+
+from segtrain import rundir
+from segtrain.config import load_config
+from segtrain.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture
+def config(tmp_path):
+    return load_config(write_config(tmp_path / "c.yaml", experiment(tmp_path)))
+
+
+def changed(config, section, **values):
+    part = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: part})
+
+
+def test_a_new_directory_may_be_used(config, tmp_path):
+    rundir.check_directory(tmp_path / "a" / "b", config, resume=False)
+
+
+def test_a_directory_without_a_run_may_be_used(config, tmp_path):
+    (tmp_path / "notes.txt").touch()
+    rundir.check_directory(tmp_path, config, resume=False)
+
+
+def test_an_existing_run_is_refused_without_resume_and_accepted_with_it(config, tmp_path):
+    rundir.write_description(tmp_path / "run", config, ["cpu"])
+    with pytest.raises(ConfigError, match=r"run: holds a run already; .*--resume.*--output"):
+        rundir.check_directory(tmp_path / "run", config, resume=False)
+    rundir.check_directory(tmp_path / "run", config, resume=True)
+
+
+def test_there_must_be_a_run_to_resume(config, tmp_path):
+    with pytest.raises(CheckpointError, match="no run to resume"):
+        rundir.check_directory(tmp_path / "nothing", config, resume=True)
+
+
+@pytest.mark.parametrize("below", [".", "run", "a/b"])
+def test_a_file_in_the_way_is_refused(config, tmp_path, below):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file: a file stands where"):
+        rundir.check_directory(tmp_path / "file" / below, config, resume=False)
+
+
+def test_a_directory_that_may_not_be_written_is_refused(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match="may not be written"):
+        rundir.check_directory(tmp_path / "run", config, resume=False)
+
+
+def test_a_directory_that_cannot_be_made_is_a_mistake_of_the_user(config, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write the run directory: .*--output"):
+        rundir.write_description(tmp_path / "file" / "run", config, ["cpu"])
+
+
+def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
+    rundir.write_description(tmp_path, config, ["cpu"])
+    other = changed(changed(config, "train", lr=0.5, steps=99), "augment", crop_size=(33, 65))
+    with pytest.raises(ConfigError) as refusal:
+        rundir.check_directory(tmp_path, other, resume=True)
+    lines = str(refusal.value).splitlines()
+    assert lines[1:4] == [
+        "  augment.crop_size: [41, 57] there, [33, 65] now",
+        "  train.lr: 0.02 there, 0.5 now",
+        "  train.steps: 20 there, 99 now",
+    ]
+    assert "--output" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("section", "option"),
+    [
+        ("data", {"root": "/elsewhere", "num_workers": 3, "prefetch": 7}),
+        ("log", {"every_steps": 7}),
+        ("checkpoint", {"every_steps": 3, "keep_limit": 1}),
+        ("train", {"timeout_s": 30.0}),
+    ],
+)
+def test_what_does_not_change_the_model_may_change_at_a_resumption(
+    config, tmp_path, section, option
+):
+    rundir.write_description(tmp_path, config, ["cpu"])
+    rundir.check_directory(tmp_path, changed(config, section, **option), resume=True)
+
+
+def test_the_description_tells_config_versions_devices_and_command(config, tmp_path):
+    rundir.write_description(tmp_path, config, ["cpu", "H200"])
+    assert load_config(tmp_path / rundir.CONFIG) == config
+    environment = json.loads((tmp_path / rundir.ENVIRONMENT).read_text())
+    assert environment["devices"] == ["cpu", "H200"]
+    assert environment["libraries"]["torch"].startswith("2.")
+    assert {"segtrain", "python", "platform", "git", "command"} <= environment.keys()
+    assert sorted(path.name for path in tmp_path.glob("*.tmp")) == []
+
+
+def test_a_config_flattens_to_options_by_their_whole_names(config):
+    flat = rundir.flat(config)
+    assert flat["train.lr"] == 0.02
+    assert flat["augment.crop_size"] == [41, 57]
+    assert flat["seed"] == 0

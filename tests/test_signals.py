@@ -1,0 +1,180 @@
+"""How a run stops: in good order when asked to, at once when there is reason."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from experiments import experiment, train, write_config, write_data
+from processes import REPOSITORY, Command, descendants, is_alive
+from test_resume import last, refusal, small, stopped_after
+
+from segtrain.signals import StopRequest, exit_code
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+@pytest.fixture
+def handlers():
+    """Handlers of signals are put back after the test."""
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]
+)
+def test_a_signal_only_asks_to_stop(handlers, number, code):
+    stop = StopRequest()
+    stop.install()
+    assert not stop.requested()
+    os.kill(os.getpid(), number)
+    assert stop.requested()
+    assert exit_code(stop.signal) == code
+
+
+def test_a_second_sigterm_is_ignored(handlers):
+    """Schedulers repeat themselves while the checkpoint is being written."""
+    stop = StopRequest()
+    stop.install()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.signal == signal.SIGTERM
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
+    code = (
+        "import os, signal\n"
+        "from segtrain.signals import StopRequest\n"
+        "StopRequest().install()\n"
+        f"for number in (signal.SIGINT, {int(second)}): os.kill(os.getpid(), number)\n"
+        "print('still here')\n"
+    )
+    done = python(code)
+    assert (done.returncode, done.stdout) == (130, "")
+
+
+def test_nohup_is_obeyed():
+    code = (
+        "import os, signal\n"
+        "from segtrain.signals import StopRequest\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "stop = StopRequest(); stop.install()\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\n"
+        "print(stop.requested())\n"
+    )
+    assert python(code).stdout == "False\n"
+
+
+def python(code):
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, "-c", code], env=environ, text=True, capture_output=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_process_that_follows_its_parent_ends_with_it():
+    code = (
+        "import os, sys, time\n"
+        "from segtrain.signals import die_with_parent\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    die_with_parent()\n"
+        "    os.close(1)\n"
+        "    time.sleep(60)\n"
+        "time.sleep(0.5)\n"
+        "print(child, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    child = int(python(code).stdout)
+    assert gone([child], within_s=10)
+
+
+def gone(pids, within_s):
+    deadline = time.monotonic() + within_s
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "code"),
+    [(signal.SIGTERM, 1, 143), (signal.SIGHUP, 0, 143), (signal.SIGINT, 1, 130)],
+)
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    run_ranks, tmp_path, data, number, rank, code
+):
+    config = write_config(tmp_path / "c.yaml", small(data))
+    run = tmp_path / "run"
+    assert run_ranks(2, stopped_after, 3, config, run, False, number, rank) == [code] * 2
+    assert 3 <= last(run).step <= 5
+    wanted = f"stopped by {signal.Signals(number).name} after step {last(run).step}"
+    assert wanted in (run / "train.log").read_text()
+
+
+def test_ranks_end_when_their_launcher_is_killed_and_save_what_they_have(tmp_path, data):
+    options = small(data, data={"num_workers": 1}, train={"steps": 500})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run)
+    command.wait_for_step(run, 2)
+    everyone = descendants(command.process.pid)
+    assert len(everyone) == 5  # the launcher, two ranks and a worker each
+    command.process.kill()
+    assert command.wait() == -signal.SIGKILL
+    assert gone(everyone, within_s=60)
+    assert last(run).step >= 2
+    assert command.errors == ""
+
+
+def test_a_loss_that_is_not_finite_names_step_rank_and_images(run_ranks, tmp_path, data):
+    options = experiment(data, train={"steps": 9, "lr": 1e200}, eval={"every_steps": 1})
+    options["model"] |= {"backbone": "mobilenet_v2"}
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    first, second = run_ranks(2, refusal, train, config, run)
+    assert first == second
+    kind, code, said = first
+    assert (kind, code) == ("NonFiniteError", 5)
+    lines = said.splitlines()
+    assert lines[0].startswith("step ")
+    assert lines[0].endswith("is not finite")
+    named = {line.split(": ")[0].strip(): line.split("images ")[1] for line in lines[1:-1]}
+    assert named.keys() == {"rank 0", "rank 1"}
+    assert len((named["rank 0"] + ", " + named["rank 1"]).split(", ")) == 5
+    saved = last(run)  # at the evaluation before, with weights that were absurd but finite
+    assert lines[0].startswith(f"step {saved.step + 1}: ")
+    assert all(value.isfinite().all() for value in saved.model.values())
+    assert "ended by NonFiniteError: step" in (run / "train.log").read_text()
+
+
+def test_ranks_that_do_not_come_are_missed_in_words():
+    """Not with the traceback of a socket."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = (
+        "import torch\n"
+        "from segtrain import dist\n"
+        "from segtrain.errors import LostRanksError\n"
+        "try:\n"
+        "    with dist.process_group(torch.device('cpu'), timeout_s=1): pass\n"
+        "except LostRanksError as error: print(error.exit_code, error)\n"
+    )
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environ,
+        text=True,
+        capture_output=True,
+    )
+    assert done.stdout.startswith("6 rank 0: lost the connection to the other ranks"), done.stderr
