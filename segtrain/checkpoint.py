@@ -188,7 +188,8 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
     findings = [f"{key}: missing in the checkpoint" for key in own.keys() - weights.keys()]
     findings += [f"{key}: not in the model" for key in weights.keys() - own.keys()]
     findings += [
-        f"{key}: {tuple(weights[key].shape)} in the checkpoint, {tuple(own[key].shape)} in the model"
+        f"{key}: {tuple(weights[key].shape)} in the checkpoint, "
+        f"{tuple(own[key].shape)} in the model"
         for key in own.keys() & weights.keys()
         if own[key].shape != weights[key].shape
     ]

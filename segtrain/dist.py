@@ -56,7 +56,7 @@ def device_for(name: str) -> torch.device:
     """The device of this rank for `auto`, `cpu` or `cuda`.
 
     Raises:
-        ConfigError: CUDA was asked for and is missing, or this machine has fewer devices than ranks.
+        ConfigError: CUDA is asked for and missing, or this machine has fewer devices than ranks.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,7 +127,7 @@ def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 
 def node_ranks() -> tuple[int, ...]:
-    """The ranks on this machine, taken from LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them."""
+    """The ranks on this machine, by LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them."""
     first = rank() - local_rank()
     return tuple(range(first, first + local_world_size()))
 
@@ -137,7 +137,7 @@ _groups: dict[tuple[int, ...], ProcessGroup] = {}
 
 
 def group_of(ranks: tuple[int, ...] | None) -> ProcessGroup | None:
-    """The group of `ranks`; None means all (collective over `ranks` the first time it is asked for)."""
+    """The group of `ranks`; None means all (collective over `ranks` the first time)."""
     if ranks is None or not is_distributed() or ranks == tuple(range(world_size())):
         return None
     if rank() not in ranks:

@@ -1,7 +1,7 @@
 """Errors that a user can repair, each with the exit code of the command that meets it.
 
 A message names the place (file and line, key, rank), what was expected, what was found and, where
-it is known, the repair. It starts in lower case, has no full stop, and is shown without a traceback.
+it is known, the repair. It starts in lower case, has no full stop and is shown without a traceback.
 """
 
 EXIT_OK = 0

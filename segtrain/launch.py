@@ -194,8 +194,8 @@ def start_ranks(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "segtrain", *args.argv]
     ranks = num_ranks_here(args.nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // ranks)))
-    # The agent reports failures as tracebacks; segtrain's ranks have said what is wrong already. Its
-    # loggers have levels of their own, and this process logs nothing else.
+    # The agent reports failures as tracebacks; segtrain's ranks have said what is wrong already.
+    # Its loggers have levels of their own, and this process logs nothing else.
     logging.disable()
     if getattr(args, "max_restarts", 0):
         # Restarted ranks would else dial the dead ones' addresses, which a shared store remembers.

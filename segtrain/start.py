@@ -43,8 +43,8 @@ def _batch_findings(config: Config, ranks: int) -> list[str]:
     sharing = smallest_pass if config.norm.kind == "sync" else smallest_pass // ranks
     if sharing == 1:
         return [
-            "train.batch_size: the globally pooled branch has one value a channel for an image, and "
-            "batch norm needs two; let at least 2 images share statistics (norm.kind: "
+            "train.batch_size: the globally pooled branch has one value a channel for an image, "
+            "and batch norm needs two; let at least 2 images share statistics (norm.kind: "
             f"{config.norm.kind}, {ranks} ranks)"
         ]
     return []
@@ -77,6 +77,7 @@ def start_lines(
     """
     train = config.train
     ranks = len(devices)
+    epochs = train.steps * train.batch_size / len(train_set.pairs)
     parameters = sum(p.numel() for p in model.parameters())
     return [
         # torchvision's version from its metadata: importing it takes two seconds more.
@@ -92,7 +93,7 @@ def start_lines(
         f"{config.model.output_stride}, {parameters / 1e6:.1f} M parameters",
         f"weights    {_weights_words(config, step)}",
         f"lr         {_lr_words(config)}",
-        f"steps      {train.steps}, {train.steps * train.batch_size / len(train_set.pairs):.1f} epochs"
+        f"steps      {train.steps}, {epochs:.1f} epochs"
         + (f", going on after step {step}" if step else ""),
         f"run        {directory}",
         f"curves     tensorboard --logdir {directory}",

@@ -86,8 +86,8 @@ def run(
             number = next(number for number in numbers if number is not None)
             this.log.lines(
                 [
-                    f"stopped by {Signals(number).name} after step {this.state.step}, which is saved; "
-                    "go on with --resume"
+                    f"stopped by {Signals(number).name} after step {this.state.step}, which is "
+                    "saved; go on with --resume"
                 ]
             )
     return exit_code(number)

@@ -53,13 +53,13 @@ def _exchanged(layer: nn.Module, to: str, process_group: Group, path: str) -> nn
     table = _TO_SYNC if to == "sync" else _TO_LOCAL
     if type(layer) in table:
         return _rebuilt(layer, table[type(layer)], process_group)
-    known = (*_TO_SYNC, *_TO_LOCAL, nn.SyncBatchNorm)
-    if to == "sync" and isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        if type(layer) not in known or isinstance(layer, nn.SyncBatchNorm):
-            raise TypeError(
-                f"{path or 'the module'} is a {type(layer).__name__}: only nn.BatchNorm1d, 2d and "
-                "3d themselves can be converted"
-            )
+    known = (*_TO_SYNC, *_TO_LOCAL, SyncBatchNorm)
+    is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    if to == "sync" and is_norm and type(layer) not in known:
+        raise TypeError(
+            f"{path or 'the module'} is a {type(layer).__name__}: only nn.BatchNorm1d, 2d and 3d "
+            "themselves can be converted"
+        )
     return layer
 
 

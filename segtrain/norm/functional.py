@@ -36,7 +36,7 @@ def sync_batch_norm(
     eps: float,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`x` normalized with the statistics of all ranks in `group`, and these statistics (collective).
+    """`x` normalized with the statistics of all ranks in `group`, and these (collective).
 
     Args:
         x: (N, C, ...) floating point; N may differ between ranks and be 0.
@@ -106,7 +106,7 @@ def _global_moments(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tens
 
 
 def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (C,) of this rank's values, float32 or wider; zeros if it has none."""
+    """Mean and biased variance (C,) of this rank's values, float32 or wider; zeros without any."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     zeros = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)
     if x.numel() == 0:
@@ -120,7 +120,7 @@ def _backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: floa
     """This rank's [sum(dy), sum(dy xhat)], (2, C), about the statistics of all ranks."""
     if x.numel() == 0:
         return torch.zeros(2, x.shape[1], dtype=mean.dtype, device=x.device)
-    # In evaluation mode the gradients of weight and bias are just these sums about given statistics.
+    # In evaluation mode the gradients of weight and bias are these sums about given statistics.
     _, dot, total = torch.ops.aten.native_batch_norm_backward(
         grad, x, torch.ones_like(mean), mean, var, None, None, False, eps, [False, True, True]
     )
