@@ -13,7 +13,7 @@ COLORS = np.array([(90, 60, 70), (70, 140, 60), (60, 90, 200), (200, 190, 90)], 
 
 
 def write_data(root: Path, num_images: int = 8, size: tuple[int, int] = (56, 72)) -> None:
-    """Noisy coloured shapes: images/<split>/ and labels/<split>/ with 4 classes and some ignored."""
+    """Noisy coloured shapes with 4 classes and some ignored: {images,labels}/<split>/."""
     rng = np.random.default_rng(0)
     (root / "classes.yaml").write_text("classes: [ground, plant, water, sand]\nignore_ids: [255]\n")
     for split in ("train", "val"):

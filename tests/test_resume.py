@@ -142,22 +142,22 @@ def refusal(function, *args):
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data):
-    """In float64 the losses of 2, then 3, then 1 ranks are those of one alone."""
-    options = experiment(data, train={"steps": 8, "ema_decay": 0.9})
+    """In float64 the losses of 2, then 3 ranks are those of one alone."""
+    options = experiment(data, train={"steps": 5, "ema_decay": 0.9})
     config = write_config(tmp_path / "c.yaml", options)
     assert run_ranks(1, train, config, tmp_path / "alone") == [0]
     run = tmp_path / "run"
-    assert run_ranks(2, stopped_after, 2, config, run, False) == [143] * 2
-    assert run_ranks(3, stopped_after, 5, config, run, True) == [143] * 3
-    assert run_ranks(1, train, config, run, True) == [0]
+    assert run_ranks(2, stopped_after, 1, config, run) == [143] * 2
+    assert 1 <= last(run).step <= 3
+    assert run_ranks(3, train, config, run, True) == [0] * 3
     assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-9, abs=0)
-    assert len(losses(run)) == 8
+    assert len(losses(run)) == 5
     for key, value in last(tmp_path / "alone").average.items():
         torch.testing.assert_close(last(run).average[key], value, rtol=1e-8, atol=1e-10)
 
 
 def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
-    run_ranks, tmp_path, data, capfd
+    run_ranks, tmp_path, data
 ):
     """Asked to stop in the last step, it leaves the evaluation to the resumption."""
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 3}))
@@ -171,9 +171,9 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
     assert [step for step, _ in curve(run, "hparam/mIoU")] == [3]
 
     before = (run / "metrics.jsonl").read_text()
-    capfd.readouterr()
     assert run_ranks(1, train, config, run, True) == [0]
-    assert "already complete: 3 steps, best mIoU" in capfd.readouterr().out
+    (said,) = (run / "train.log").read_text().splitlines()[-1:]
+    assert "already complete: 3 steps, best mIoU" in said
     assert (run / "metrics.jsonl").read_text() == before
 
 
