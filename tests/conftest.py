@@ -24,7 +24,9 @@ def run_ranks() -> Callable[..., list[Any]]:
     and joined in a gloo group on this machine. `function` must be one of a module.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["segtrain.train", "albumentations", "torch.utils.tensorboard"])
+    # The last one is what making an optimizer imports.
+    libraries = ["albumentations", "torch.utils.tensorboard", "torch._inductor"]
+    context.set_forkserver_preload(["segtrain.train", *libraries])
 
     def run(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         port = _free_port()
