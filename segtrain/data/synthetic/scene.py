@@ -46,11 +46,11 @@ def _camera(rng: np.random.Generator, size: tuple[int, int]) -> Camera:
     span = min(width, height * _ASPECT)
     return Camera(
         size=size,
-        focal_px=span * rng.uniform(0.7, 0.9),
-        center_x=width * rng.uniform(0.44, 0.56),
-        horizon_y=height * rng.uniform(0.38, 0.46),
-        height_m=rng.uniform(1.8, 2.4),
-        bend=rng.normal(0, 0.0012) if rng.random() < 0.5 else 0.0,
+        focal_px=span * rng.uniform(0.74, 0.86),
+        center_x=width * rng.uniform(0.47, 0.53),
+        horizon_y=height * rng.uniform(0.41, 0.44),
+        height_m=rng.uniform(2.0, 2.2),
+        bend=rng.normal(0, 0.0012) if rng.random() < 0.3 else 0.0,
     )
 
 
@@ -68,7 +68,7 @@ def _things(
         for z in _row(rng, 4.0, 11, 7):
             with_sign = rng.random() < 0.55
             found.append(things.pole(rng, kerb + side * rng.uniform(0.3, 0.9), z, with_sign))
-        for z in rng.uniform(3.0, 5.5, rng.poisson(2.5)):
+        for z in rng.uniform(3.0, 5.5, rng.poisson(3.5)):
             found.append(things.person(rng, inner + side * rng.uniform(0.2, 2.2), z))
         if rng.random() < 0.25:
             found.append(things.bin_(rng, rng.uniform(near, far), rng.uniform(4, 10)))

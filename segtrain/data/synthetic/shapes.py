@@ -26,7 +26,7 @@ def person(rng: np.random.Generator) -> Figure:
     tall = rng.uniform(1.55, 1.95)
     broad = rng.uniform(0.28, 0.4)
     stride = rng.uniform(0.0, 0.17)
-    trousers, coat = paint(rng, 0.5) * 0.7, paint(rng, 0.35)
+    trousers, coat = paint(rng, 0.3) * 0.7, paint(rng, 0.1)
     skin, hair = _SKIN[rng.integers(len(_SKIN))], paint(rng, 0.2) * 0.5
     hip, neck = 0.47 * tall, 0.83 * tall
     long_coat = hip * rng.uniform(0.5, 1.0)

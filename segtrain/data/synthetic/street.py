@@ -50,12 +50,12 @@ def draw_street(rng: np.random.Generator) -> Street:
     walk = np.clip(road + rng.normal(0, 4), 20, 220) if rng.random() < 0.1 else material(rng)
     kerb = walk + rng.uniform(24, 50)
     grass = green(rng) * 1.05
-    left, right = -rng.uniform(2.6, 3.4), rng.uniform(2.2, 3.0)
+    left, right = -rng.uniform(2.8, 3.2), rng.uniform(2.4, 2.8)
     edges, labels, colors, walks, fronts = [left, right], [ROAD], [road], [], []
     for side, edge in ((-1, left), (1, right)):
         strips = [(_KERB_M, SIDEWALK, kerb)]
         wide = rng.uniform(3.0, 5.0)
-        if rng.random() < 0.4:
+        if rng.random() < 0.3:
             strips.append((rng.uniform(2.2, 3.5), TERRAIN, grass))
         strips.append((wide, SIDEWALK, walk))
         if rng.random() < 0.2:
@@ -69,7 +69,7 @@ def draw_street(rng: np.random.Generator) -> Street:
             labels.insert(0, label) if side < 0 else labels.append(label)
             colors.insert(0, color) if side < 0 else colors.append(color)
         fronts.append(out)
-    outside = (TERRAIN, grass) if rng.random() < 0.5 else (SIDEWALK, walk)
+    outside = (TERRAIN, grass) if rng.random() < 0.85 else (SIDEWALK, walk)
     start = rng.uniform(12, 60)
     crossing = (start, start + rng.uniform(6, 11)) if rng.random() < 0.3 else (900.0, 901.0)
     plots = (*_plots(rng, -1, fronts[0], crossing), *_plots(rng, 1, fronts[1], crossing))
@@ -91,7 +91,7 @@ def _plots(
 ) -> list[Plot]:
     plots: list[Plot] = []
     z = 1.0 + rng.uniform(-6, 0)
-    green_share = rng.choice((0.1, 0.5))
+    green_share = rng.choice((0.1, 0.3))
     while z < FAR_M:
         stop = z + rng.uniform(7, 26)
         if z < crossing[0] < stop:
