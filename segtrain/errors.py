@@ -22,13 +22,13 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """The command line or the experiment file is wrong."""
+    """The command line, the experiment file or the class file is wrong."""
 
     exit_code = EXIT_CONFIG
 
 
 class DataError(UserError):
-    """Images, labels, list files or the class file are wrong."""
+    """Images, labels or list files are wrong."""
 
     exit_code = EXIT_DATA
 

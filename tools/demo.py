@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA, RUN = Path("runs/demo_data"), Path("runs/demo")
 
 # What configs/demo.yaml was made for.
-NUM_TRAIN, NUM_VAL, SIZE = 900, 100, (128, 256)
+NUM_TRAIN, NUM_VAL, SIZE = 700, 100, (128, 256)
 NUM_PICTURES = 4
 
 

@@ -49,7 +49,7 @@ def draw_street(rng: np.random.Generator) -> Street:
     # Some pavements are made of what the road is: only the kerb and the place differ.
     walk = np.clip(road + rng.normal(0, 4), 20, 220) if rng.random() < 0.1 else material(rng)
     kerb = walk + rng.uniform(24, 50)
-    grass = green(rng) * 1.05
+    grass = green(rng) * 1.2
     left, right = -rng.uniform(2.8, 3.2), rng.uniform(2.4, 2.8)
     edges, labels, colors, walks, fronts = [left, right], [ROAD], [road], [], []
     for side, edge in ((-1, left), (1, right)):
