@@ -99,7 +99,8 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tm
     (line,) = command.errors.splitlines()
     assert line.startswith(f"segtrain: rank {victim} was ended by SIGKILL (out of memory?)")
     assert [pid for pid in everyone if is_alive(pid)] == []
-    assert saved.step < last(killed).step < 15
+    # The kill may come between a step's line in the log and its checkpoint.
+    assert saved.step <= last(killed).step < 15
 
     command = start(killed, "--resume")
     assert command.wait() == 0, command.errors
