@@ -15,8 +15,7 @@ def keep_freed_memory() -> None:
     """Has glibc keep freed blocks for the next allocation instead of returning them to the system.
 
     Every step frees and allocates the same large tensors, and by default each of them comes back as
-    fresh pages that the kernel must clear: a step of ResNet-18 on two CPU ranks took 1.1 to 1.4
-    times as long, with ten times the page faults. Does nothing where the C library is another.
+    fresh pages that the kernel must clear. Does nothing where the C library is another.
     """
     if sys.platform != "linux":
         return
