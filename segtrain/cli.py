@@ -329,7 +329,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         nargs=2,
         type=_positive,
         metavar=("H", "W"),
-        help="one of the two sizes at which file and model are compared",
+        help="write a file for images of this height and width only (default: any size)",
     )
     parser.set_defaults(handler=_export)
 

@@ -1,7 +1,7 @@
 """The same experiment on 1, 2 and 3 ranks, its losses side by side.
 
-In float64 they agree to rounding. In float32 training amplifies rounding, so the yardstick stands
-beside them: one process that adds up the images of each batch in another order.
+Training amplifies rounding, so the yardstick stands beside the ranks in both precisions: one
+process that adds up the images of each batch in another order.
 
     python tools/invariance.py runs/invariance
 """
@@ -24,13 +24,13 @@ SETTINGS = (
     "model.head_channels=32",
     "train.batch_size=5",
     "train.steps=20",
-    # At the rate of the config float64 parts after 14 steps (1e-5, then 4e-3); why is open.
-    "train.lr=0.005",
+    # At 0.05 rounding grows tenfold a step, and the yardstick parts as far as the ranks do.
+    "train.lr=0.02",
     "train.warmup_steps=0",
     "log.every_steps=1",
     "eval.every_steps=null",
 )
-RANKS = (1, 2, 3)
+RANKS = (2, 3)
 
 
 def main() -> int:
@@ -41,24 +41,24 @@ def main() -> int:
     data = directory / "data"
     command("data", "synth", data, "--num-train", 16, "--num-val", 2, "--size", 128, 256)
 
-    double = {ranks: losses(directory, data, ranks, "float64") for ranks in RANKS}
-    single = {ranks: losses(directory, data, ranks, "float32") for ranks in RANKS}
-    reordered = losses(directory, data, 1, "float32", reverse=True)
-
-    print("\nstep   float64: 1 rank      2 against 1  3 against 1   ", end="")
-    print("float32: 2 against 1  3 against 1  1 in another order")
-    for step in range(len(reordered)):
-        one = double[1][step]
-        print(f"{step + 1:4}   {one:.15f}", end="")
-        for ranks in RANKS[1:]:
-            print(f"  {apart(double[ranks][step], one):11.1e}", end="")
-        print(" " * 14, end="")
-        for values in (single[2], single[3], reordered):
-            print(f"  {apart(values[step], single[1][step]):11.1e}", end="")
+    runs = {
+        precision: [
+            losses(directory, data, 1, precision),
+            *(losses(directory, data, ranks, precision) for ranks in RANKS),
+            losses(directory, data, 1, precision, reverse=True),
+        ]
+        for precision in ("float64", "float32")
+    }
+    header = "".join(f"{name:>11}" for name in (*(f"{n} ranks" for n in RANKS), "reordered"))
+    print(f"\nrelative difference to one rank {'float64':>18}{'float32':>44}")
+    print(f"step   loss of one rank{header}{header}")
+    for step, loss in enumerate(runs["float64"][0]):
+        print(f"{step + 1:4}   {loss:.14f}", end="")
+        for one, *others in runs.values():
+            print("".join(f"{apart(values[step], one[step]):11.1e}" for values in others), end="")
         print()
-    worst = max(
-        apart(a, b) for ranks in RANKS for a, b in zip(double[ranks], double[1], strict=True)
-    )
+    one, *many = runs["float64"][:-1]
+    worst = max(apart(a, b) for values in many for a, b in zip(values, one, strict=True))
     print(f"\nfloat64, farthest apart: {worst:.1e}")
     return 0 if worst < 1e-9 else 1
 
