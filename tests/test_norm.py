@@ -17,6 +17,7 @@ from segtrain.norm import (
     SyncBatchNorm3d,
     convert,
     make_norm,
+    normalize_together,
 )
 
 C = 5
@@ -285,6 +286,74 @@ def count_collectives():
 
 def test_one_collective_forward_one_backward_and_none_in_evaluation(run_ranks):
     assert run_ranks(2, count_collectives) == [[1, 2, 2, 3]] * 2
+
+
+def counted(function):
+    """What `function` returns, and the number of all_reduces it took."""
+    calls = []
+    reduce = torch.distributed.all_reduce
+
+    def count(*args, **kwargs):
+        calls.append(1)
+        return reduce(*args, **kwargs)
+
+    torch.distributed.all_reduce = count
+    try:
+        return function(), len(calls)
+    finally:
+        torch.distributed.all_reduce = reduce
+
+
+def branch_step(together):
+    """Three branches of different widths and types, one with an empty rank; the last is unused."""
+    dtypes = (torch.float64, torch.float32, torch.float32)
+    shapes = [(dist.rank(), 4, 3, 2), (2, 7, 1, 1), (3, 5, 2, 2)]
+    layers = [
+        SyncBatchNorm2d(shape[1], dtype=dtype, affine=i != 1)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    xs = [
+        x.to(dtype).requires_grad_()
+        for x, dtype in zip(tensors(shapes, seed=dist.rank()), dtypes, strict=True)
+    ]
+    pairs = list(zip(xs, layers, strict=True))
+    ys = normalize_together(pairs) if together else [layer(x) for x, layer in pairs]
+    (ys[0].square().sum() + ys[1].sin().sum()).backward()
+    parameters = [p.grad for layer in layers[:2] for p in layer.parameters()]
+    buffers = [b for layer in layers for b in layer.buffers()]
+    return [*(y.detach() for y in ys), *(x.grad for x in xs[:2]), *parameters, *buffers]
+
+
+def branches():
+    return [counted(lambda together=together: branch_step(together)) for together in (False, True)]
+
+
+def test_branches_that_share_a_collective_are_bitwise_those_of_separate_calls(run_ranks):
+    for (separate, num_separate), (together, num_together) in run_ranks(3, branches):
+        assert (num_separate, num_together) == (5, 2)
+        for a, b in zip(separate, together, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def unshared():
+    """Layers with nothing to share go their own way: a hook, evaluation, another group."""
+    x = tensors([(2, C, 3, 4)], dtype=torch.float32, seed=dist.rank())[0]
+    seen = []
+    hooked, plain, other = SyncBatchNorm2d(C), SyncBatchNorm2d(C), nn.BatchNorm2d(C)
+    handle = hooked.register_forward_hook(lambda *_: seen.append("hook"))
+    normalize_together([(x, hooked), (x, plain)])
+    handle.remove()
+    local = normalize_together([(x, other), (x, plain)])[0]
+    alone = SyncBatchNorm2d(C, process_group=[dist.rank()])
+    grouped = normalize_together([(x, alone), (x, plain)])[0]
+    torch.testing.assert_close(grouped, local)
+    quiet = normalize_together([(x, plain.eval()), (x, hooked.eval())])[0]
+    torch.testing.assert_close(quiet, plain(x), rtol=0, atol=0)
+    return seen
+
+
+def test_layers_that_share_no_statistics_are_called_one_by_one(run_ranks):
+    assert run_ranks(2, unshared) == [["hook"]] * 2
 
 
 def frozen_input():

@@ -1,6 +1,6 @@
 """The pieces that backbones and heads share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,14 +83,6 @@ def conv2d(
     if conv.bias is not None:
         nn.init.zeros_(conv.bias)
     return conv
-
-
-def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
-    """Each tensor through its own norm layer; none depends on the result of another.
-
-    Branches that run side by side meet here, so that their statistics can share one collective.
-    """
-    return [norm(x) for x, norm in pairs]
 
 
 def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:

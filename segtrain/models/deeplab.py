@@ -14,10 +14,9 @@ from segtrain.models.blocks import (
     Features,
     SeparableConvNormReLU,
     conv2d,
-    normalize_together,
     resize,
 )
-from segtrain.norm import NormFactory
+from segtrain.norm import NormFactory, normalize_together
 
 # The papers' rates for strides 16 and 8; 32 continues the row: the same reach in pixels.
 _RATES = {8: (12, 24, 36), 16: (6, 12, 18), 32: (3, 6, 9)}

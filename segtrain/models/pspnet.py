@@ -15,10 +15,9 @@ from segtrain.models.blocks import (
     Features,
     at_least_float32,
     conv2d,
-    normalize_together,
     resize,
 )
-from segtrain.norm import NormFactory
+from segtrain.norm import NormFactory, normalize_together
 
 
 class PyramidPooling(nn.Module):

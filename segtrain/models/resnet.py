@@ -13,10 +13,9 @@ from segtrain.models.blocks import (
     Features,
     StagePlan,
     conv2d,
-    normalize_together,
     plan_stages,
 )
-from segtrain.norm import NormFactory
+from segtrain.norm import NormFactory, normalize_together
 
 # Widths of the three 3x3 convolutions that replace the 7x7 one.
 _DEEP_STEMS = {"64-64-128": (64, 64, 128), "32-32-64": (32, 32, 64)}

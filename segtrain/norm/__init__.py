@@ -13,7 +13,13 @@ from torch import nn
 from segtrain.config import NormConfig
 from segtrain.norm.convert import convert
 from segtrain.norm.functional import sync_batch_norm
-from segtrain.norm.sync import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from segtrain.norm.sync import (
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+    normalize_together,
+)
 
 __all__ = [
     "NormFactory",
@@ -23,6 +29,7 @@ __all__ = [
     "SyncBatchNorm3d",
     "convert",
     "make_norm",
+    "normalize_together",
     "sync_batch_norm",
 ]
 

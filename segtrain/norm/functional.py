@@ -15,7 +15,8 @@ Backward. With xhat = (x - mean) / std, S1 = sum(dy) and S2 = sum(dy xhat) over 
 gradients of weight and bias stay local sums, as every parameter's do under DistributedDataParallel.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,31 @@ from segtrain.dist import ProcessGroup
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+class Moments(NamedTuple):
+    """The statistics of one layer over all ranks.
+
+    mean (C,), biased variance (C,): float32, or float64 for float64 input; 0 if count is 0.
+    count: () float64, the number of values a channel.
+    """
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+
+class NormInput(NamedTuple):
+    """What one layer normalizes, and with what.
+
+    x: (N, C, ...) floating point; N may differ between ranks and be 0.
+    weight, bias: (C,) or None.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
 def sync_batch_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -35,7 +61,7 @@ def sync_batch_norm(
     *,
     eps: float,
     group: ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Moments]:
     """`x` normalized with the statistics of all ranks in `group`, and these (collective).
 
     Args:
@@ -43,66 +69,113 @@ def sync_batch_norm(
         weight, bias: (C,) or None.
 
     Returns:
-        y like `x`, also in memory format; mean (C,) and biased variance (C,) in float32, or float64
-        for float64 `x`; count () float64, the number of values a channel over all ranks. Mean and
-        variance are 0 if it is 0. Only y is differentiable, once.
+        y like `x`, also in memory format, and the statistics. Only y is differentiable, once.
     """
-    return _SyncBatchNorm.apply(x, weight, bias, eps, group)
+    ((y,), (moments,)) = sync_batch_norms([NormInput(x, weight, bias, eps)], group=group)
+    return y, moments
 
 
-class _SyncBatchNorm(torch.autograd.Function):
+def sync_batch_norms(
+    inputs: Sequence[NormInput], *, group: ProcessGroup | None = None
+) -> tuple[list[Tensor], list[Moments]]:
+    """Several layers whose inputs do not depend on each other, at the price of one (collective).
+
+    All statistics travel in one all_reduce, and in the backward pass, which runs when the gradients
+    of all outputs are there, so do their sums. An element-wise sum does not know what stands beside
+    it: the numbers are bit for bit those of separate calls. All ranks must pass the same layers in
+    the same order.
+
+    Returns:
+        one y and one Moments for each input, as `sync_batch_norm`.
+    """
+    tensors = [t for one in inputs for t in (one.x, one.weight, one.bias)]
+    results = _SyncBatchNorms.apply([one.eps for one in inputs], group, *tensors)
+    return list(results[: len(inputs)]), [
+        Moments(*results[i : i + 3]) for i in range(len(inputs), len(results), 3)
+    ]
+
+
+class _SyncBatchNorms(torch.autograd.Function):
+    """x, weight and bias of every layer in turn, to every y and then every mean, var and count."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        group: ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x = _dense(x)
-        mean, var, count = _global_moments(x, group)
-        ctx.save_for_backward(x, weight, mean, var, count)
+        ctx: Any, eps: list[float], group: ProcessGroup | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        xs = [_dense(x) for x in tensors[::3]]
+        weights, biases = tensors[1::3], tensors[2::3]
+        moments = _global_moments(xs, group)
+        ctx.save_for_backward(*xs, *weights, *(t for one in moments for t in one))
         ctx.eps, ctx.group = eps, group
-        ctx.bias_dtype = bias.dtype if bias is not None else None
-        ctx.mark_non_differentiable(mean, var, count)
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        ctx.set_materialize_grads(False)
         # A parameter may be float16 (module.half()); the kernels want it in the statistics' type.
-        y = F.batch_norm(x, mean, var, _like(weight, mean), _like(bias, mean), eps=eps)
-        return y, mean, var, count
+        ys = [
+            F.batch_norm(x, mean, var, _like(weight, mean), _like(bias, mean), eps=layer_eps)
+            for x, weight, bias, (mean, var, _), layer_eps in zip(
+                xs, weights, biases, moments, eps, strict=True
+            )
+        ]
+        statistics = [t for one in moments for t in one]
+        ctx.mark_non_differentiable(*statistics)
+        return (*ys, *statistics)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad: Tensor, *_: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight, mean, var, count = ctx.saved_tensors
-        grad = _dense_like(grad, x)
-        local = _backward_sums(grad, x, mean, var, ctx.eps)  # (2, C)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        num = len(ctx.eps)
+        saved = ctx.saved_tensors
+        xs, weights, statistics = saved[:num], saved[num : 2 * num], saved[2 * num :]
+        moments = [Moments(*statistics[i : i + 3]) for i in range(0, 3 * num, 3)]
+        # An output that nobody used has no gradient; its sums are zeros like a rank's without x.
+        dense = [
+            torch.zeros_like(x) if grad is None else _dense_like(grad, x)
+            for grad, x in zip(grads[:num], xs, strict=True)
+        ]
+        sums = [
+            _backward_sums(grad, x, mean, var, eps)  # (2, C)
+            for grad, x, (mean, var, _), eps in zip(dense, xs, moments, ctx.eps, strict=True)
+        ]
         # All ranks reduce whenever this runs, even if this one needs no gradient of x: a rank that
         # stays away would leave the others waiting.
-        total = dist.all_sum(local.to(torch.float64, copy=True), ctx.group)
+        payload = torch.cat([one.double().flatten() for one in sums])
+        totals = dist.all_sum(payload, ctx.group).split([one.numel() for one in sums])
 
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            sums = (total / count.clamp(min=1)).to(mean.dtype)
-            grad_x = _input_gradient(grad, x, weight, mean, var, sums, ctx.eps)
-        grad_weight = local[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = local[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None
+        results: list[Any] = [None, None]
+        for i, (mean, var, count) in enumerate(moments):
+            needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2 + 3 * i : 5 + 3 * i]
+            weight, bias_dtype = weights[i], ctx.bias_dtypes[i]
+            grad_x = None
+            if needs_x:
+                means = (totals[i].view(2, -1) / count.clamp(min=1)).to(mean.dtype)
+                grad_x = _input_gradient(dense[i], xs[i], weight, mean, var, means, ctx.eps[i])
+            results += [
+                grad_x,
+                sums[i][1].to(weight.dtype) if needs_weight else None,
+                sums[i][0].to(bias_dtype) if needs_bias else None,
+            ]
+        return tuple(results)
 
 
-def _global_moments(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean (C,), biased variance (C,) and float64 count () over all ranks."""
-    channels = x.shape[1]
-    mean, var = local_moments(x)
-    mean64, num_values = mean.double(), x.numel() // channels
-    payload = torch.cat([mean64, var.double() + mean64 * mean64, mean64.new_ones(1)])
-    payload = dist.all_sum(payload.mul_(num_values), group)
-    count = payload[-1]
-    first, second = (payload[:-1] / count.clamp(min=1)).view(2, channels)
-    # Rounding can leave a constant channel a hair below zero.
-    var64 = (second - first * first).clamp_(min=0)
-    return first.to(mean.dtype), var64.to(mean.dtype), count.clone()
+def _global_moments(xs: Sequence[Tensor], group: ProcessGroup | None) -> list[Moments]:
+    """The moments of every layer over all ranks, by one all_reduce."""
+    local, payload = [], []
+    for x in xs:
+        mean, var = local_moments(x)
+        mean64, num_values = mean.double(), x.numel() // x.shape[1]
+        moments = torch.cat([mean64, var.double() + mean64 * mean64, mean64.new_ones(1)])
+        payload.append(moments.mul_(num_values))
+        local.append(mean)
+    whole = dist.all_sum(torch.cat(payload) if len(payload) > 1 else payload[0], group)
+
+    result = []
+    for mean, part in zip(local, whole.split([one.numel() for one in payload]), strict=True):
+        count = part[-1]
+        first, second = (part[:-1] / count.clamp(min=1)).view(2, -1)
+        # Rounding can leave a constant channel a hair below zero.
+        var64 = (second - first * first).clamp_(min=0)
+        result.append(Moments(first.to(mean.dtype), var64.to(mean.dtype), count.clone()))
+    return result
 
 
 def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,16 +1,16 @@
 """Synchronized batch norm as modules: a drop-in for nn.BatchNorm1d, 2d and 3d."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain import dist
 from segtrain.dist import ProcessGroup
-from segtrain.norm.functional import sync_batch_norm
+from segtrain.norm.functional import Moments, NormInput, sync_batch_norm, sync_batch_norms
 
 Group = ProcessGroup | Sequence[int] | Literal["node"] | None
 
@@ -77,15 +77,8 @@ class SyncBatchNorm(_BatchNorm):
         group = self._group()
         if dist.group_size(group) == 1:
             return super().forward(input)
-        y, mean, var, count = sync_batch_norm(
-            input, self.weight, self.bias, eps=self.eps, group=group
-        )
-        if self.on_one_value == "raise" and input.numel() <= input.shape[1] and count == 1:
-            raise ValueError(
-                f"batch norm in training got one value per channel over {dist.group_size(group)} "
-                f"ranks: this rank's input is {tuple(input.shape)}"
-            )
-        self._track(mean, var, count)
+        y, moments = sync_batch_norm(input, self.weight, self.bias, eps=self.eps, group=group)
+        self._track(input, moments, group)
         return y
 
     def _evaluate(self, input: Tensor) -> Tensor:
@@ -96,8 +89,14 @@ class SyncBatchNorm(_BatchNorm):
         )
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
         """Moves the running statistics toward this batch's, the variance with Bessel's factor."""
+        mean, var, count = moments
+        if self.on_one_value == "raise" and input.numel() <= input.shape[1] and count == 1:
+            raise ValueError(
+                f"batch norm in training got one value per channel over {dist.group_size(group)} "
+                f"ranks: this rank's input is {tuple(input.shape)}"
+            )
         if self.running_mean is None or self.running_var is None:
             return
         # A batch without a value on any rank must leave no trace; no branch, since `count` lies on
@@ -123,6 +122,43 @@ class SyncBatchNorm(_BatchNorm):
         """As nn.BatchNorm2d, and the group where it is not all ranks."""
         group = "" if self.process_group is None else f", process_group={self.process_group}"
         return super().extra_repr() + group
+
+
+def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
+    """Each tensor through its own norm layer, with one collective for all of them (collective).
+
+    None may depend on the result of another: branches that run side by side. The numbers are bit
+    for bit those of one layer after another. Layers that share no statistics, being in evaluation
+    mode, of another kind or group, or with hooks, which expect a call of their own, run by
+    themselves.
+    """
+    pairs = list(pairs)
+    if not _can_share(pairs):
+        return [layer(x) for x, layer in pairs]
+    group = pairs[0][1]._group()
+    for x, layer in pairs:
+        layer._check_input_dim(x)
+    outputs, moments = sync_batch_norms(
+        [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs], group=group
+    )
+    for (x, layer), one in zip(pairs, moments, strict=True):
+        layer._track(x, one, group)
+    return outputs
+
+
+def _can_share(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
+    layers = [layer for _, layer in pairs]
+    return (
+        all(
+            isinstance(layer, SyncBatchNorm)
+            and layer.training
+            and layer.process_group == layers[0].process_group
+            and not (layer._forward_hooks or layer._forward_pre_hooks)
+            and not (layer._backward_hooks or layer._backward_pre_hooks)
+            for layer in layers
+        )
+        and dist.group_size(layers[0]._group()) > 1
+    )
 
 
 class SyncBatchNorm1d(SyncBatchNorm):
