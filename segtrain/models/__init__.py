@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
 from segtrain.models.backbone import build_backbone
-from segtrain.models.blocks import AuxHead, at_least_float32, resize
+from segtrain.models.blocks import AuxHead, Branches, at_least_float32, resize
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
 from segtrain.models.pspnet import PSPHead
 from segtrain.norm import NormFactory
@@ -72,11 +72,15 @@ class SegModel(nn.Module):
         """
         masks = DropoutMasks() if dropout is None else dropout
         size = images.shape[-2:]
-        features = self.backbone(images)
+        features = self.backbone(images, self._branches())
         out = self._full_size(self.head(features, masks.out), size)
         if not self.training or self.aux_head is None:
             return SegLogits(out)
         return SegLogits(out, self._full_size(self.aux_head(features, masks.aux), size))
+
+    def _branches(self) -> Branches:
+        aux = self.aux_head.conv if self.training and self.aux_head is not None else None
+        return Branches(low=getattr(self.head, "low", None), aux=aux)
 
     def _full_size(self, logits: Tensor, size: tuple[int, int]) -> Tensor:
         # Interpolating in half precision would make ties of neighbouring classes.

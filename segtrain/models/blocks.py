@@ -7,19 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segtrain.norm import NormFactory
+from segtrain.norm import NormFactory, normalize_together
 
 
 class Features(NamedTuple):
     """What every backbone returns, each (N, C, h, w) with h = ceil(H / stride).
 
     low: stride 4. aux: the stage before the last, stride min(16, output_stride). out: the last
-    stage, stride output_stride.
+    stage, stride output_stride. low_branch, aux_branch: what the `Branches` made of low and aux.
     """
 
     low: Tensor
     aux: Tensor
     out: Tensor
+    low_branch: Tensor | None = None
+    aux_branch: Tensor | None = None
 
 
 class FeatureChannels(NamedTuple):
@@ -158,6 +160,27 @@ class Classifier(nn.Module):
         return self.conv(x)
 
 
+class Branches(NamedTuple):
+    """A head's first convolutions on features that the backbone goes on with.
+
+    The backbone runs them, each beside the block that reads the same features, so that the two
+    share one collective for their statistics.
+    """
+
+    low: ConvNormReLU | None = None
+    aux: ConvNormReLU | None = None
+
+
+def normalize_beside(
+    y: Tensor, norm: nn.Module, x: Tensor, branch: ConvNormReLU | None
+) -> tuple[Tensor, Tensor | None]:
+    """`y` through `norm`, and `x` through `branch`, with one collective for both."""
+    if branch is None:
+        return norm(y), None
+    y, beside = normalize_together([(y, norm), (branch.conv(x), branch.norm)])
+    return y, F.relu(beside, inplace=True)
+
+
 class AuxHead(nn.Module):
     """The auxiliary classifier: 3x3 convolution, norm, ReLU, dropout, 1x1 (arXiv:1612.01105)."""
 
@@ -176,4 +199,5 @@ class AuxHead(nn.Module):
 
     def forward(self, features: Features, mask: Tensor | None) -> Tensor:
         """Logits (N, K, h, w) at the size of `features.aux`."""
-        return self.classifier(self.conv(features.aux), mask)
+        x = self.conv(features.aux) if features.aux_branch is None else features.aux_branch
+        return self.classifier(x, mask)

@@ -122,7 +122,7 @@ class DeepLabV3PlusHead(nn.Module):
 
     def forward(self, features: Features, mask: Tensor | None) -> Tensor:
         """Logits (N, K, h, w) at the size of `features.low`."""
-        low = self.low(features.low)
+        low = self.low(features.low) if features.low_branch is None else features.low_branch
         high = resize(self.aspp(features.out), low.shape[-2:], align_corners=self.align_corners)
         return self.classifier(self.decoder(torch.cat([low, high], dim=1)), mask)
 

@@ -6,7 +6,15 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segtrain.models.blocks import FeatureChannels, Features, conv2d, plan_stages
+from segtrain.models.blocks import (
+    Branches,
+    ConvNormReLU,
+    FeatureChannels,
+    Features,
+    conv2d,
+    normalize_beside,
+    plan_stages,
+)
 from segtrain.norm import NormFactory
 
 # eps belongs to the architecture: V3 was trained with it (torchvision, mobilenetv3.py), and under
@@ -45,14 +53,20 @@ class MobileNet(nn.Module):
         self._low = low
         self._aux = aux
 
-    def forward(self, images: Tensor) -> Features:
-        """Features of normalized images (N, 3, H, W)."""
-        x = low = aux = images
-        for i, layer in enumerate(self.features):
-            x = layer(x)
-            low = x if i == self._low else low
-            aux = x if i == self._aux else aux
-        return Features(low=low, aux=aux, out=x)
+    def forward(self, images: Tensor, branches: Branches | None = None) -> Features:
+        """Features of normalized images (N, 3, H, W), and the branches'."""
+        branches = branches or Branches()
+        to_low, beside_low, to_aux, beside_aux, to_out = self._parts()
+        low = to_low(images)
+        x, low_branch = beside_low.forward_beside(low, branches.low)
+        aux = to_aux(x)
+        x, aux_branch = beside_aux.forward_beside(aux, branches.aux)
+        return Features(low, aux, to_out(x), low_branch, aux_branch)
+
+    def _parts(self) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module, nn.Module]:
+        """The layers, cut behind low and aux; the block behind each takes a branch beside it."""
+        low, aux, layers = self._low + 1, self._aux + 1, self.features
+        return layers[:low], layers[low], layers[low + 1 : aux], layers[aux], layers[aux + 1 :]
 
 
 # arXiv:1801.04381, table 2: expansion, output channels, blocks, stride.
@@ -131,6 +145,12 @@ class _InvertedResidualV2(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
         return y.add_(x) if self.shortcut else y
+
+    def forward_beside(
+        self, x: Tensor, branch: ConvNormReLU | None
+    ) -> tuple[Tensor, Tensor | None]:
+        y, beside = _layers_beside(self.conv, x, branch)
+        return y.add_(x) if self.shortcut else y, beside
 
 
 class _V3Block(NamedTuple):
@@ -223,6 +243,12 @@ class _InvertedResidualV3(nn.Module):
         y = self.block(x)
         return y.add_(x) if self.shortcut else y
 
+    def forward_beside(
+        self, x: Tensor, branch: ConvNormReLU | None
+    ) -> tuple[Tensor, Tensor | None]:
+        y, beside = _layers_beside(self.block, x, branch)
+        return y.add_(x) if self.shortcut else y, beside
+
 
 class _SqueezeExcitation(nn.Module):
     """Channels weighted by a function of their means (arXiv:1709.01507), with a hard sigmoid."""
@@ -236,6 +262,18 @@ class _SqueezeExcitation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         means = x.mean((2, 3), keepdim=True)
         return x * F.hardsigmoid(self.fc2(F.relu(self.fc1(means), inplace=True)))
+
+
+def _layers_beside(
+    layers: nn.Sequential, x: Tensor, branch: ConvNormReLU | None
+) -> tuple[Tensor, Tensor | None]:
+    """The layers of a block that begins with an expansion, and the branch on its input."""
+    (conv, norm, activation), *others = layers
+    y, beside = normalize_beside(conv(x), norm, x, branch)
+    y = activation(y)
+    for layer in others:
+        y = layer(y)
+    return y, beside
 
 
 def _multiple_of_8(channels: int) -> int:

@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segtrain.models.blocks import (
+    Branches,
+    ConvNormReLU,
     FeatureChannels,
     Features,
     StagePlan,
     conv2d,
+    normalize_beside,
     plan_stages,
 )
 from segtrain.norm import NormFactory, normalize_together
@@ -48,8 +51,15 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, h, w) to (N, width, h / stride, w / stride)."""
-        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        return _join(self.conv2(y), self.bn2, x, self.downsample)
+        return self.forward_beside(x, None)[0]
+
+    def forward_beside(
+        self, x: Tensor, branch: ConvNormReLU | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The block's and the branch's output for the same input."""
+        y, beside = normalize_beside(self.conv1(x), self.bn1, x, branch)
+        y = self.conv2(F.relu(y, inplace=True))
+        return _join(y, self.bn2, x, self.downsample), beside
 
 
 class Bottleneck(nn.Module):
@@ -78,9 +88,15 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, h, w) to (N, 4 * width, h / stride, w / stride)."""
-        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        y = F.relu(self.bn2(self.conv2(y)), inplace=True)
-        return _join(self.conv3(y), self.bn3, x, self.downsample)
+        return self.forward_beside(x, None)[0]
+
+    def forward_beside(
+        self, x: Tensor, branch: ConvNormReLU | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The block's and the branch's output for the same input."""
+        y, beside = normalize_beside(self.conv1(x), self.bn1, x, branch)
+        y = F.relu(self.bn2(self.conv2(F.relu(y, inplace=True))), inplace=True)
+        return _join(self.conv3(y), self.bn3, x, self.downsample), beside
 
 
 _DEPTHS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
@@ -162,16 +178,30 @@ class ResNet(nn.Module):
         self.conv3, self.bn3 = conv2d(second, third, 3), norm(third)
         return third
 
-    def forward(self, images: Tensor) -> Features:
-        """Features of normalized images (N, 3, H, W)."""
+    def forward(self, images: Tensor, branches: Branches | None = None) -> Features:
+        """Features of normalized images (N, 3, H, W), and the branches'."""
+        branches = branches or Branches()
         x = F.relu(self.bn1(self.conv1(images)), inplace=True)
         if self.stem_keys:
             x = F.relu(self.bn2(self.conv2(x)), inplace=True)
             x = F.relu(self.bn3(self.conv3(x)), inplace=True)
         x = F.max_pool2d(x, 3, stride=2, padding=1)
         low = self.layer1(x)
-        aux = self.layer3(self.layer2(low))
-        return Features(low=low, aux=aux, out=self.layer4(aux))
+        x, low_branch = _stage(self.layer2, low, branches.low)
+        aux = self.layer3(x)
+        out, aux_branch = _stage(self.layer4, aux, branches.aux)
+        return Features(low, aux, out, low_branch, aux_branch)
+
+
+def _stage(
+    blocks: nn.Sequential, x: Tensor, branch: ConvNormReLU | None
+) -> tuple[Tensor, Tensor | None]:
+    """One stage, with a branch beside its first block."""
+    first, *others = blocks
+    x, beside = first.forward_beside(x, branch)
+    for block in others:
+        x = block(x)
+    return x, beside
 
 
 def _stem_keys(stem: str) -> tuple[str, ...]:
