@@ -109,9 +109,11 @@ def panel(
     }
     gap = np.full((size[0], _GAP_PX, 3), _PAPER, dtype=np.uint8)
     row = np.hstack([x for part in parts.values() for x in (part, gap)][:-1])
-    heads = [f"{title}: {name}" if title and i == 0 else name for i, name in enumerate(parts)]
-    header = _header(heads, row.shape[1], step_px=size[1] + _GAP_PX)
-    return np.vstack([header, row, legend(names, palette, row.shape[1])])
+    width = row.shape[1]
+    headers = [_header(list(parts), width, step_px=size[1] + _GAP_PX)]
+    if title:
+        headers.insert(0, _header([title], width, step_px=width))
+    return np.vstack([*headers, row, legend(names, palette, width)])
 
 
 def confusion_picture(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:

@@ -107,6 +107,16 @@ def test_panel_shows_image_and_errors_in_their_places():
     assert np.array_equal(picture[top : top + 40, -60:], expected)
 
 
+def test_a_long_title_has_a_line_of_its_own():
+    arguments = (noise(40, 60), labels(40, 60), labels(40, 60))
+    plain = panel(*arguments, palette=PALETTE, names=NAMES)
+    titled = panel(*arguments, palette=PALETTE, names=NAMES, title="a city/a very long name")
+    added = len(titled) - len(plain)
+    assert added > 0
+    assert np.array_equal(titled[added:], plain)
+    assert (titled[:added] != titled[0, -1]).any()
+
+
 def test_confusion_is_darkest_where_a_row_has_its_pixels():
     counts = np.array([[90, 10, 0], [0, 0, 0], [0, 500, 500]])
     picture = confusion_picture(counts, NAMES).astype(int)

@@ -68,13 +68,13 @@ def _things(
         for z in _row(rng, 4.0, 11, 7):
             with_sign = rng.random() < 0.55
             found.append(things.pole(rng, kerb + side * rng.uniform(0.3, 0.9), z, with_sign))
-        for z in rng.uniform(3.0, 5.5, rng.poisson(3.5)):
+        for z in rng.uniform(2.6, 4.4, rng.poisson(3.0)):
             found.append(things.person(rng, inner + side * rng.uniform(0.2, 2.2), z))
         if rng.random() < 0.25:
             found.append(things.bin_(rng, rng.uniform(near, far), rng.uniform(4, 10)))
         if rng.random() < 0.25:
             found += _parked(rng, street, side, heaven)
-    for z in rng.uniform(3.5, 6, rng.poisson(0.4)):
+    for z in rng.uniform(3.2, 4.8, rng.poisson(0.4)):
         found.append(things.person(rng, rng.uniform(street.left, street.right), z))
     return found + _traffic(rng, street, heaven)
 

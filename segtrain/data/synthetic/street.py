@@ -56,7 +56,7 @@ def draw_street(rng: np.random.Generator) -> Street:
         strips = [(_KERB_M, SIDEWALK, kerb)]
         wide = rng.uniform(3.0, 5.0)
         if rng.random() < 0.3:
-            strips.append((rng.uniform(2.2, 3.5), TERRAIN, grass))
+            strips.append((rng.uniform(2.6, 4.0), TERRAIN, grass))
         strips.append((wide, SIDEWALK, walk))
         if rng.random() < 0.2:
             strips.append((rng.uniform(3.0, 6.0), TERRAIN, grass))
