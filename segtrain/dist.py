@@ -168,12 +168,13 @@ def all_gather(tensor: Tensor) -> Tensor:
     return gathered.view(world_size(), *tensor.shape)
 
 
-def all_gather_object(value: Any) -> list[Any]:
+def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:
     """Every rank's picklable `value`, in the order of ranks (collective; pickles, so seldom)."""
-    if world_size() == 1:
+    size = group_size(group)
+    if size == 1:
         return [value]
-    values: list[Any] = [None] * world_size()
-    torch_dist.all_gather_object(values, value)
+    values: list[Any] = [None] * size
+    torch_dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -2,7 +2,9 @@
 
     from segtrain.norm import SyncBatchNorm2d, convert
 
-functional.py is the arithmetic, sync.py the modules, convert.py the exchange in a finished model.
+functional.py is the arithmetic, composite.py the same from differentiable pieces, sync.py the
+modules, convert.py the exchange in a finished model, precise.py statistics of a whole data set,
+uneven.py ranks with different numbers of batches, debug.py a watch over the meetings of the ranks.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,9 @@ from torch import nn
 
 from segtrain.config import NormConfig
 from segtrain.norm.convert import convert
+from segtrain.norm.debug import watch_ranks
 from segtrain.norm.functional import sync_batch_norm
+from segtrain.norm.precise import precise_statistics
 from segtrain.norm.sync import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -20,6 +24,7 @@ from segtrain.norm.sync import (
     SyncBatchNorm3d,
     normalize_together,
 )
+from segtrain.norm.uneven import until_all_end
 
 __all__ = [
     "NormFactory",
@@ -30,7 +35,10 @@ __all__ = [
     "convert",
     "make_norm",
     "normalize_together",
+    "precise_statistics",
     "sync_batch_norm",
+    "until_all_end",
+    "watch_ranks",
 ]
 
 NormFactory = Callable[[int], nn.Module]

@@ -77,6 +77,6 @@ def _rebuilt(layer: nn.Module, kind: type[nn.Module], process_group: Group) -> n
     # new one are the attributes that only its class has.
     new.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in extra})
     if not isinstance(new, SyncBatchNorm):
-        for name in ("process_group", "on_one_value"):
+        for name in ("process_group", "on_one_value", "double_backward"):
             new.__dict__.pop(name, None)
     return new

@@ -159,23 +159,32 @@ class _SyncBatchNorms(torch.autograd.Function):
 
 def _global_moments(xs: Sequence[Tensor], group: ProcessGroup | None) -> list[Moments]:
     """The moments of every layer over all ranks, by one all_reduce."""
-    local, payload = [], []
+    means, payloads = [], []
     for x in xs:
         mean, var = local_moments(x)
-        mean64, num_values = mean.double(), x.numel() // x.shape[1]
-        moments = torch.cat([mean64, var.double() + mean64 * mean64, mean64.new_ones(1)])
-        payload.append(moments.mul_(num_values))
-        local.append(mean)
-    whole = dist.all_sum(torch.cat(payload) if len(payload) > 1 else payload[0], group)
-
+        means.append(mean)
+        payloads.append(packed_moments(mean, var, x.numel() // x.shape[1]))
+    whole = dist.all_sum(torch.cat(payloads) if len(payloads) > 1 else payloads[0], group)
+    parts = whole.split([payload.numel() for payload in payloads])
     result = []
-    for mean, part in zip(local, whole.split([one.numel() for one in payload]), strict=True):
-        count = part[-1]
-        first, second = (part[:-1] / count.clamp(min=1)).view(2, -1)
-        # Rounding can leave a constant channel a hair below zero.
-        var64 = (second - first * first).clamp_(min=0)
-        result.append(Moments(first.to(mean.dtype), var64.to(mean.dtype), count.clone()))
+    for mean, part in zip(means, parts, strict=True):
+        first, second, count = unpacked_moments(part)
+        result.append(Moments(first.to(mean.dtype), second.to(mean.dtype), count.clone()))
     return result
+
+
+def packed_moments(mean: Tensor, var: Tensor, num_values: int) -> Tensor:
+    """[n mean, n (var + mean^2), n] in float64, (2 C + 1,): sums that add up over ranks."""
+    mean = mean.double()
+    return torch.cat([mean, var.double() + mean * mean, mean.new_ones(1)]).mul_(num_values)
+
+
+def unpacked_moments(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean (C,), biased variance (C,) and count () in float64, from summed `packed_moments`."""
+    count = total[-1]
+    mean, square = (total[:-1] / count.clamp(min=1)).view(2, -1)
+    # Rounding can leave a constant channel a hair below zero.
+    return mean, (square - mean * mean).clamp_(min=0), count
 
 
 def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain import dist
 from segtrain.dist import ProcessGroup
+from segtrain.norm.composite import composite_batch_norm
 from segtrain.norm.functional import Moments, NormInput, sync_batch_norm, sync_batch_norms
 
 Group = ProcessGroup | Sequence[int] | Literal["node"] | None
@@ -36,6 +37,8 @@ class SyncBatchNorm(_BatchNorm):
         on_one_value: what to do when the whole group has one value a channel, whose variance says
             nothing: "normalize" returns the bias, "raise" a ValueError. The check reads the count
             back from the device, in layers where this rank has at most one value.
+        double_backward: compute from differentiable pieces, for gradient penalties and the like;
+            slower. Without it a second derivative is refused.
 
     Shape: (N, C, ...) to the same, with 2 to 5 dimensions.
     """
@@ -52,6 +55,7 @@ class SyncBatchNorm(_BatchNorm):
         process_group: Group = None,
         *,
         on_one_value: Literal["normalize", "raise"] = "normalize",
+        double_backward: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         bias: bool = True,
@@ -63,6 +67,7 @@ class SyncBatchNorm(_BatchNorm):
             self.register_parameter("bias", None)
         self.process_group = _as_ranks(process_group)
         self.on_one_value = on_one_value
+        self.double_backward = double_backward
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._dims:
@@ -77,7 +82,8 @@ class SyncBatchNorm(_BatchNorm):
         group = self._group()
         if dist.group_size(group) == 1:
             return super().forward(input)
-        y, moments = sync_batch_norm(input, self.weight, self.bias, eps=self.eps, group=group)
+        function = composite_batch_norm if self.double_backward else sync_batch_norm
+        y, moments = function(input, self.weight, self.bias, eps=self.eps, group=group)
         self._track(input, moments, group)
         return y
 
@@ -97,7 +103,7 @@ class SyncBatchNorm(_BatchNorm):
                 f"batch norm in training got one value per channel over {dist.group_size(group)} "
                 f"ranks: this rank's input is {tuple(input.shape)}"
             )
-        if self.running_mean is None or self.running_var is None:
+        if self.running_mean is None or self.running_var is None or _recomputing():
             return
         # A batch without a value on any rank must leave no trace; no branch, since `count` lies on
         # the device and reading it would wait for the forward pass.
@@ -152,6 +158,7 @@ def _can_share(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
         all(
             isinstance(layer, SyncBatchNorm)
             and layer.training
+            and not layer.double_backward
             and layer.process_group == layers[0].process_group
             and not (layer._forward_hooks or layer._forward_pre_hooks)
             and not (layer._backward_hooks or layer._backward_pre_hooks)
@@ -177,6 +184,14 @@ class SyncBatchNorm3d(SyncBatchNorm):
     """SyncBatchNorm for (N, C, D, H, W)."""
 
     _dims = (5,)
+
+
+def _recomputing() -> bool:
+    """Whether activation checkpointing runs the forward pass again, inside the backward pass.
+
+    The collective is repeated, on all ranks alike, but the batch has already been counted.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
