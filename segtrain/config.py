@@ -199,16 +199,58 @@ class ModelConfig(Section):
 
 
 class NormConfig(Section):
-    """Batch norm: whose pixels make the statistics."""
+    """Normalization: whose pixels make the statistics, and which ones are kept for evaluation."""
 
-    kind: Literal["sync", "local"] = Field(
-        "sync", description="sync: all ranks together, exactly; local: every rank its own images"
+    kind: Literal["sync", "local", "frozen", "group"] = Field(
+        "sync",
+        description="sync: batch norm over all ranks together, exactly; local: every rank its own "
+        "images; frozen: the running statistics of the weights training starts from, as constants; "
+        "group: GroupNorm, which knows no batch",
+    )
+    extent: Literal["world", "node"] | Positive = Field(
+        "world",
+        description="sync: the ranks that share statistics: all, those of one machine, or groups "
+        "of this many",
+    )
+    running: Literal["rank0", "mean", "pooled"] = Field(
+        "pooled",
+        description="running statistics where not all ranks share theirs: of rank 0; the mean of "
+        "means and variances; or mean and variance of all values together",
+    )
+    precise_batches: Positive | None = Field(
+        None,
+        description="before an evaluation, take the running statistics anew from this many "
+        "training batches, with the weights standing still",
+    )
+    num_groups: Positive = Field(
+        32, description="group: at most this many groups; the largest common divisor with the width"
     )
     momentum: Annotated[float, Field(gt=0, le=1)] | None = Field(
         0.1,
         description="share of the new batch in the running statistics; null: cumulative average",
     )
     eps: PositiveFloat = Field(1e-5, description="added to the variance")
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> Self:
+        """An option that this kind ignores would be another experiment in silence."""
+        batch = self.kind in ("sync", "local")
+        parted = self.kind == "local" or (self.kind == "sync" and self.extent != "world")
+        effective = {
+            "extent": (self.kind == "sync", f"kind {self.kind}"),
+            "running": (parted, f"kind {self.kind} over {self.extent}"),
+            "precise_batches": (batch, f"kind {self.kind}"),
+            "momentum": (batch, f"kind {self.kind}"),
+            "num_groups": (self.kind == "group", f"kind {self.kind}"),
+        }
+        _refuse(
+            *(
+                f"{name}: has no effect with {reason}; remove it"
+                for name, (has_effect, reason) in effective.items()
+                if not has_effect and getattr(self, name) != type(self).model_fields[name].default
+            )
+        )
+        return self
 
 
 class LossConfig(Section):
@@ -249,6 +291,11 @@ class TrainConfig(Section):
         "float32", description="bfloat16 and float16: automatic mixed precision"
     )
     channels_last: bool = Field(True, description="NHWC memory format for images and convolutions")
+    init_from: str | None = Field(
+        None,
+        description="run or checkpoint whose weights training starts from; classifiers of another "
+        "number of classes stay random",
+    )
     optimizer: Literal["sgd", "adamw"] = Field("sgd", description="how gradients change weights")
     lr: PositiveFloat = Field(0.01, description="learning rate after warmup")
     lr_batch_size: Positive | None = Field(
@@ -355,10 +402,15 @@ class Config(Section):
     @model_validator(mode="after")
     def _enough_values(self) -> Self:
         _refuse(
-            self.train.batch_size // self.train.accumulate_steps == 1
+            self.norm.kind in ("sync", "local")
+            and self.train.batch_size // self.train.accumulate_steps == 1
             and "train.batch_size: a pass of one image has one value a channel after global "
             "pooling, and batch norm needs two; use at least 2 images a pass "
             "(batch_size / accumulate_steps)",
+            self.norm.kind == "frozen"
+            and self.train.init_from is None
+            and "norm.kind: frozen statistics come with the weights that training starts from; "
+            "name a run or checkpoint in train.init_from",
         )
         return self
 

@@ -17,6 +17,7 @@ from segtrain import dist, seed
 from segtrain.config import Config, TrainConfig
 from segtrain.guard import Guard
 from segtrain.losses import SegLoss, StepLoss
+from segtrain.norm import settle_statistics
 from segtrain.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
 from segtrain.preprocess import Normalize
 from segtrain.records import Batch, DropoutMasks
@@ -137,6 +138,7 @@ def train_steps(
                 weights, means = guard.reduce(sums)
                 loss += means * shares[i]
                 _backward(state, sums, weights, criterion.aux_weight, shares[i])
+            settle_statistics(state.model)
 
         lr = learning_rate(train, state.step)
         grad_norm = _update(state, lr, train.clip_grad_norm)

@@ -187,6 +187,11 @@ def unpacked_moments(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, (square - mean * mean).clamp_(min=0), count
 
 
+def unbiased(var: Tensor, count: Tensor) -> Tensor:
+    """A biased variance (C,) over `count` () values with Bessel's factor; of one value as it is."""
+    return var * (count / (count - 1).clamp(min=1)).to(var.dtype)
+
+
 def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance (C,) of this rank's values, float32 or wider; zeros without any."""
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain import dist
-from segtrain.norm.functional import local_moments, packed_moments, unpacked_moments
+from segtrain.norm.functional import local_moments, packed_moments, unbiased, unpacked_moments
+from segtrain.norm.partial import PartialBatchNorm2d
 
 T = TypeVar("T")
 
@@ -61,6 +62,8 @@ def precise_statistics(
             child.training = training
         for layer, counter in zip(layers, counters, strict=True):
             layer.num_batches_tracked.copy_(counter)
+            if isinstance(layer, PartialBatchNorm2d):
+                layer.forget()
     _set(layers, sums, group)
     return len(layers)
 
@@ -86,4 +89,4 @@ def _set(
         mean, var, count = unpacked_moments(part)
         if count > 0:
             layer.running_mean.copy_(mean)
-            layer.running_var.copy_(var * (count / (count - 1).clamp(min=1)))
+            layer.running_var.copy_(unbiased(var, count))

@@ -11,7 +11,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain import dist
 from segtrain.dist import ProcessGroup
 from segtrain.norm.composite import composite_batch_norm
-from segtrain.norm.functional import Moments, NormInput, sync_batch_norm, sync_batch_norms
+from segtrain.norm.functional import (
+    Moments,
+    NormInput,
+    sync_batch_norm,
+    sync_batch_norms,
+    unbiased,
+)
 
 Group = ProcessGroup | Sequence[int] | Literal["node"] | None
 
@@ -94,31 +100,42 @@ class SyncBatchNorm(_BatchNorm):
             input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
         )
 
-    @torch.no_grad()
     def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
-        """Moves the running statistics toward this batch's, the variance with Bessel's factor."""
-        mean, var, count = moments
-        if self.on_one_value == "raise" and input.numel() <= input.shape[1] and count == 1:
+        """Checks and takes in the statistics of a batch, of which `input` is this rank's part."""
+        few = self.on_one_value == "raise" and input.numel() <= input.shape[1]
+        if few and moments.count == 1:
             raise ValueError(
                 f"batch norm in training got one value per channel over {dist.group_size(group)} "
                 f"ranks: this rank's input is {tuple(input.shape)}"
             )
-        if self.running_mean is None or self.running_var is None or _recomputing():
+        if not recomputing():
+            mean, var, count = moments
+            # A batch without a value on any rank must leave no trace; no branch, since `count` lies
+            # on the device and reading it would wait for the forward pass.
+            self._update(mean, unbiased(var, count), seen=count > 0)
+
+    @torch.no_grad()
+    def _update(self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor) -> None:
+        """Moves the running statistics toward a batch's, if `seen`, a () bool."""
+        if self.running_mean is None or self.running_var is None:
             return
-        # A batch without a value on any rank must leave no trace; no branch, since `count` lies on
-        # the device and reading it would wait for the forward pass.
-        seen = count > 0
         self.num_batches_tracked.add_(seen)
         factor = seen.to(torch.float64)
         if self.momentum is None:
             factor = factor / self.num_batches_tracked.clamp(min=1)
         else:
             factor = factor * self.momentum
-        unbiased = var * (count / (count - 1).clamp(min=1)).to(var.dtype)
-        for running, batch in ((self.running_mean, mean), (self.running_var, unbiased)):
+        for running, batch in ((self.running_mean, mean), (self.running_var, unbiased_var)):
             # In the wide type, then rounded once: the buffers may be float16 (module.half()).
             wide = running.to(batch.dtype)
             running.copy_(wide.lerp_(batch, factor.to(batch.dtype)))
+
+    def _sharing_size(self) -> int:
+        return dist.group_size(self._group())
+
+    def _sharing_key(self) -> Any:
+        """Layers with equal keys may share a collective."""
+        return self.process_group
 
     def _group(self) -> ProcessGroup | None:
         ranks = dist.node_ranks() if self.process_group == "node" else self.process_group
@@ -159,12 +176,12 @@ def _can_share(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
             isinstance(layer, SyncBatchNorm)
             and layer.training
             and not layer.double_backward
-            and layer.process_group == layers[0].process_group
+            and layer._sharing_key() == layers[0]._sharing_key()
             and not (layer._forward_hooks or layer._forward_pre_hooks)
             and not (layer._backward_hooks or layer._backward_pre_hooks)
             for layer in layers
         )
-        and dist.group_size(layers[0]._group()) > 1
+        and layers[0]._sharing_size() > 1
     )
 
 
@@ -186,7 +203,7 @@ class SyncBatchNorm3d(SyncBatchNorm):
     _dims = (5,)
 
 
-def _recomputing() -> bool:
+def recomputing() -> bool:
     """Whether activation checkpointing runs the forward pass again, inside the backward pass.
 
     The collective is repeated, on all ranks alike, but the batch has already been counted.
