@@ -166,6 +166,11 @@ class ModelConfig(Section):
     )
     aux_head: bool = Field(True, description="auxiliary classifier, used in training only")
     aux_channels: Positive = Field(256, description="width of the auxiliary head")
+    recompute_norm: bool = Field(
+        False,
+        description="memory for time: batch norm, ReLU and the convolution after them keep one "
+        "tensor for the backward pass instead of two, and compute the other again",
+    )
     dropout: FractionBelow1 = Field(0.1, description="channel dropout before each classifier")
 
     @model_validator(mode="after")
@@ -176,6 +181,7 @@ class ModelConfig(Section):
         conditions = {
             "stem": (resnet, f"backbone {self.backbone}"),
             "multi_grid": (resnet, f"backbone {self.backbone}"),
+            "recompute_norm": (resnet, f"backbone {self.backbone}"),
             "contract_dilation": (self.output_stride < 32, "output_stride 32"),
             "ppm_bins": (not deeplab, f"arch {self.arch}"),
             "aspp_rates": (deeplab, f"arch {self.arch}"),
@@ -407,6 +413,9 @@ class Config(Section):
             and "train.batch_size: a pass of one image has one value a channel after global "
             "pooling, and batch norm needs two; use at least 2 images a pass "
             "(batch_size / accumulate_steps)",
+            self.model.recompute_norm
+            and self.norm.kind not in ("sync", "local")
+            and f"model.recompute_norm: has no effect with norm.kind {self.norm.kind}; remove it",
             self.norm.kind == "frozen"
             and self.train.init_from is None
             and "norm.kind: frozen statistics come with the weights that training starts from; "

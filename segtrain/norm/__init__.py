@@ -3,9 +3,10 @@
     from segtrain.norm import SyncBatchNorm2d, convert
 
 functional.py is the arithmetic, composite.py the same from differentiable pieces, sync.py the
-modules, partial.py statistics over some of the ranks, kinds.py what a config can name, convert.py
-the exchange in a finished model, precise.py statistics of a whole data set, uneven.py ranks with
-different numbers of batches, debug.py a watch over the meetings of the ranks.
+modules, partial.py statistics over some of the ranks, recompute.py the same with half the memory,
+kinds.py what a config can name, convert.py the exchange in a finished model, precise.py statistics
+of a whole data set, uneven.py ranks with different numbers of batches, debug.py a watch over the
+meetings of the ranks.
 """
 
 from segtrain.norm.convert import convert
@@ -20,6 +21,7 @@ from segtrain.norm.kinds import (
 )
 from segtrain.norm.partial import PartialBatchNorm2d, settle_statistics
 from segtrain.norm.precise import precise_statistics
+from segtrain.norm.recompute import norm_relu_conv
 from segtrain.norm.sync import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -41,6 +43,7 @@ __all__ = [
     "describe_norm",
     "make_inference_norm",
     "make_norm",
+    "norm_relu_conv",
     "normalize_together",
     "precise_statistics",
     "settle_statistics",

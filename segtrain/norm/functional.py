@@ -102,19 +102,17 @@ class _SyncBatchNorms(torch.autograd.Function):
     def forward(
         ctx: Any, eps: list[float], group: ProcessGroup | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        xs = [_dense(x) for x in tensors[::3]]
+        xs = [dense(x) for x in tensors[::3]]
         weights, biases = tensors[1::3], tensors[2::3]
-        moments = _global_moments(xs, group)
+        moments = global_moments(xs, group)
         ctx.save_for_backward(*xs, *weights, *(t for one in moments for t in one))
         ctx.eps, ctx.group = eps, group
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
         # A parameter may be float16 (module.half()); the kernels want it in the statistics' type.
         ys = [
-            F.batch_norm(x, mean, var, _like(weight, mean), _like(bias, mean), eps=layer_eps)
-            for x, weight, bias, (mean, var, _), layer_eps in zip(
-                xs, weights, biases, moments, eps, strict=True
-            )
+            F.batch_norm(x, mean, var, like_statistics(w, mean), like_statistics(b, mean), eps=e)
+            for x, w, b, (mean, var, _), e in zip(xs, weights, biases, moments, eps, strict=True)
         ]
         statistics = [t for one in moments for t in one]
         ctx.mark_non_differentiable(*statistics)
@@ -129,11 +127,11 @@ class _SyncBatchNorms(torch.autograd.Function):
         moments = [Moments(*statistics[i : i + 3]) for i in range(0, 3 * num, 3)]
         # An output that nobody used has no gradient; its sums are zeros like a rank's without x.
         dense = [
-            torch.zeros_like(x) if grad is None else _dense_like(grad, x)
+            torch.zeros_like(x) if grad is None else dense_like(grad, x)
             for grad, x in zip(grads[:num], xs, strict=True)
         ]
         sums = [
-            _backward_sums(grad, x, mean, var, eps)  # (2, C)
+            backward_sums(grad, x, mean, var, eps)  # (2, C)
             for grad, x, (mean, var, _), eps in zip(dense, xs, moments, ctx.eps, strict=True)
         ]
         # All ranks reduce whenever this runs, even if this one needs no gradient of x: a rank that
@@ -148,7 +146,7 @@ class _SyncBatchNorms(torch.autograd.Function):
             grad_x = None
             if needs_x:
                 means = (totals[i].view(2, -1) / count.clamp(min=1)).to(mean.dtype)
-                grad_x = _input_gradient(dense[i], xs[i], weight, mean, var, means, ctx.eps[i])
+                grad_x = input_gradient(dense[i], xs[i], weight, mean, var, means, ctx.eps[i])
             results += [
                 grad_x,
                 sums[i][1].to(weight.dtype) if needs_weight else None,
@@ -157,14 +155,18 @@ class _SyncBatchNorms(torch.autograd.Function):
         return tuple(results)
 
 
-def _global_moments(xs: Sequence[Tensor], group: ProcessGroup | None) -> list[Moments]:
-    """The moments of every layer over all ranks, by one all_reduce."""
+def global_moments(
+    xs: Sequence[Tensor], group: ProcessGroup | None, *, shared: bool = True
+) -> list[Moments]:
+    """The moments of every layer over all ranks, by one all_reduce; this rank's if not `shared`."""
     means, payloads = [], []
     for x in xs:
         mean, var = local_moments(x)
         means.append(mean)
         payloads.append(packed_moments(mean, var, x.numel() // x.shape[1]))
-    whole = dist.all_sum(torch.cat(payloads) if len(payloads) > 1 else payloads[0], group)
+    whole = torch.cat(payloads) if len(payloads) > 1 else payloads[0]
+    if shared:
+        whole = dist.all_sum(whole, group)
     parts = whole.split([payload.numel() for payload in payloads])
     result = []
     for mean, part in zip(means, parts, strict=True):
@@ -203,7 +205,7 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.batch_norm_update_stats(x, zeros[0], zeros[1], 0.0)
 
 
-def _backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+def backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     """This rank's [sum(dy), sum(dy xhat)], (2, C), about the statistics of all ranks."""
     if x.numel() == 0:
         return torch.zeros(2, x.shape[1], dtype=mean.dtype, device=x.device)
@@ -214,7 +216,7 @@ def _backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: floa
     return torch.stack([total, dot])
 
 
-def _input_gradient(
+def input_gradient(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -238,16 +240,17 @@ def _input_gradient(
     return grad_x.addcmul_(grad, scale.view(-1, *[1] * (x.dim() - 2)))
 
 
-def _like(parameter: Tensor | None, statistics: Tensor) -> Tensor | None:
+def like_statistics(parameter: Tensor | None, statistics: Tensor) -> Tensor | None:
+    """A weight or bias in the type of the statistics, as the kernels want it."""
     return None if parameter is None else parameter.to(statistics.dtype)
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     """`x` without gaps, in the memory format it has."""
     return x.contiguous(memory_format=_memory_format(x))
 
 
-def _dense_like(grad: Tensor, x: Tensor) -> Tensor:
+def dense_like(grad: Tensor, x: Tensor) -> Tensor:
     """`grad` in the memory format of `x`: the kernels pair elements by their place in memory."""
     return grad.contiguous(memory_format=_memory_format(x))
 

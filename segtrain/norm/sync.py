@@ -130,6 +130,19 @@ class SyncBatchNorm(_BatchNorm):
             wide = running.to(batch.dtype)
             running.copy_(wide.lerp_(batch, factor.to(batch.dtype)))
 
+    def shares_calls(self) -> bool:
+        """Whether a function may do this layer's work together with that of others.
+
+        In evaluation there is nothing to share, and hooks expect a call of their own.
+        """
+        hooks = (
+            self._forward_hooks,
+            self._forward_pre_hooks,
+            self._backward_hooks,
+            self._backward_pre_hooks,
+        )
+        return self.training and not self.double_backward and not any(hooks)
+
     def _sharing_size(self) -> int:
         return dist.group_size(self._group())
 
@@ -174,11 +187,8 @@ def _can_share(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
     return (
         all(
             isinstance(layer, SyncBatchNorm)
-            and layer.training
-            and not layer.double_backward
+            and layer.shares_calls()
             and layer._sharing_key() == layers[0]._sharing_key()
-            and not (layer._forward_hooks or layer._forward_pre_hooks)
-            and not (layer._backward_hooks or layer._backward_pre_hooks)
             for layer in layers
         )
         and layers[0]._sharing_size() > 1
