@@ -291,7 +291,13 @@ class TrainConfig(Section):
     accumulate_steps: Positive = Field(
         1,
         description="split each batch into this many passes; batch statistics are then those of "
-        "one pass, so the result differs from a whole batch",
+        "one pass, so the result differs from a whole batch; virtual_ranks is exact",
+    )
+    virtual_ranks: Positive = Field(
+        1,
+        description="memory for time: each rank works on its images in this many shares, in "
+        "lockstep, with what their backward passes need in host memory; the result is that of as "
+        "many times the ranks",
     )
     precision: Literal["float32", "bfloat16", "float16", "float64"] = Field(
         "float32", description="bfloat16 and float16: automatic mixed precision"
@@ -413,6 +419,10 @@ class Config(Section):
             and "train.batch_size: a pass of one image has one value a channel after global "
             "pooling, and batch norm needs two; use at least 2 images a pass "
             "(batch_size / accumulate_steps)",
+            self.train.virtual_ranks > 1
+            and (self.norm.kind != "sync" or self.norm.extent != "world")
+            and "train.virtual_ranks: need norm.kind sync over the world; with other statistics "
+            "train.accumulate_steps is as good",
             self.model.recompute_norm
             and self.norm.kind not in ("sync", "local")
             and f"model.recompute_norm: has no effect with norm.kind {self.norm.kind}; remove it",

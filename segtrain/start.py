@@ -35,11 +35,13 @@ def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset
 def _batch_findings(config: Config, ranks: int) -> list[str]:
     train = config.train
     smallest_pass = train.batch_size // train.accumulate_steps
-    if smallest_pass < ranks:
+    shares = ranks * train.virtual_ranks
+    if smallest_pass < shares:
         per_pass = "" if train.accumulate_steps == 1 else f" in {train.accumulate_steps} passes"
+        virtual = "" if train.virtual_ranks == 1 else f" x {train.virtual_ranks} virtual"
         return [
-            f"train.batch_size: {train.batch_size} images{per_pass} leave some of {ranks} ranks "
-            f"without one; use at least {ranks * train.accumulate_steps}"
+            f"train.batch_size: {train.batch_size} images{per_pass} leave some of {ranks}{virtual} "
+            f"ranks without one; use at least {shares * train.accumulate_steps}"
         ]
     if config.norm.kind in ("sync", "local") and _smallest_batch(config, ranks) == 1:
         return [
@@ -106,6 +108,8 @@ def _batch_words(config: Config, ranks: int) -> str:
     split = f"{ranks} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
     words = f"{split} = {train.batch_size} images of {config.augment.crop_size[0]}x"
     words += str(config.augment.crop_size[1])
+    if train.virtual_ranks > 1:
+        words += f", each rank's in {train.virtual_ranks} shares in lockstep"
     if train.accumulate_steps > 1:
         words += f" in {train.accumulate_steps} passes, batch statistics within a pass only"
     return words

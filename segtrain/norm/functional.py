@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from segtrain import dist
 from segtrain.dist import ProcessGroup
+from segtrain.offload import bring_back, put_away
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -122,18 +123,20 @@ class _SyncBatchNorms(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         num = len(ctx.eps)
-        saved = ctx.saved_tensors
-        xs, weights, statistics = saved[:num], saved[num : 2 * num], saved[2 * num :]
+        xs, weights, statistics = _thirds(ctx.saved_tensors, num)
         moments = [Moments(*statistics[i : i + 3]) for i in range(0, 3 * num, 3)]
         # An output that nobody used has no gradient; its sums are zeros like a rank's without x.
-        dense = [
+        dense_grads = [
             torch.zeros_like(x) if grad is None else dense_like(grad, x)
             for grad, x in zip(grads[:num], xs, strict=True)
         ]
         sums = [
             backward_sums(grad, x, mean, var, eps)  # (2, C)
-            for grad, x, (mean, var, _), eps in zip(dense, xs, moments, ctx.eps, strict=True)
+            for grad, x, (mean, var, _), eps in zip(dense_grads, xs, moments, ctx.eps, strict=True)
         ]
+        # A virtual rank does not keep its input on the device while it waits for the others.
+        parked = [put_away(x) for x in xs]
+        del xs
         # All ranks reduce whenever this runs, even if this one needs no gradient of x: a rank that
         # stays away would leave the others waiting.
         payload = torch.cat([one.double().flatten() for one in sums])
@@ -146,13 +149,19 @@ class _SyncBatchNorms(torch.autograd.Function):
             grad_x = None
             if needs_x:
                 means = (totals[i].view(2, -1) / count.clamp(min=1)).to(mean.dtype)
-                grad_x = input_gradient(dense[i], xs[i], weight, mean, var, means, ctx.eps[i])
+                x = bring_back(parked[i])
+                grad_x = input_gradient(dense_grads[i], x, weight, mean, var, means, ctx.eps[i])
             results += [
                 grad_x,
                 sums[i][1].to(weight.dtype) if needs_weight else None,
                 sums[i][0].to(bias_dtype) if needs_bias else None,
             ]
         return tuple(results)
+
+
+def _thirds(saved: tuple[Tensor, ...], num: int) -> tuple[Sequence[Tensor], ...]:
+    """Inputs, weights and statistics of `num` layers, as they were saved."""
+    return saved[:num], saved[num : 2 * num], saved[2 * num :]
 
 
 def global_moments(

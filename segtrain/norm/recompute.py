@@ -25,6 +25,7 @@ from segtrain.norm.functional import (
     like_statistics,
 )
 from segtrain.norm.sync import SyncBatchNorm
+from segtrain.offload import bring_back, put_away
 
 
 def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
@@ -120,10 +121,13 @@ class _NormReLUConv(torch.autograd.Function):
         mean, var, count = moments
         local = backward_sums(grad_z, x, mean, var, ctx.eps)  # (2, C)
         total = local.to(torch.float64, copy=True)
+        parked = put_away(x)
+        del x, z
         if ctx.shared:
             total = dist.all_sum(total, ctx.group)
         grad_x = None
         if ctx.needs_input_grad[0]:
+            x = bring_back(parked)
             means = (total / count.clamp(min=1)).to(mean.dtype)
             grad_x = input_gradient(grad_z, x, weight, mean, var, means, ctx.eps)
         return (

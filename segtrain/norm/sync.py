@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from segtrain import dist
+from segtrain import dist, lockstep
 from segtrain.dist import ProcessGroup
 from segtrain.norm.composite import composite_batch_norm
 from segtrain.norm.functional import (
@@ -108,7 +108,8 @@ class SyncBatchNorm(_BatchNorm):
                 f"batch norm in training got one value per channel over {dist.group_size(group)} "
                 f"ranks: this rank's input is {tuple(input.shape)}"
             )
-        if not recomputing():
+        # Virtual ranks share the layer and see the same statistics.
+        if not recomputing() and lockstep.slot() == 0:
             mean, var, count = moments
             # A batch without a value on any rank must leave no trace; no branch, since `count` lies
             # on the device and reading it would wait for the forward pass.
