@@ -21,6 +21,7 @@ from segtrain.data.classes import ClassFile
 from segtrain.engine import TrainState
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.models import SegModel, build_model
+from segtrain.norm import make_inference_norm
 
 FORMAT_VERSION = 1
 
@@ -157,9 +158,10 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> LoadedModel:
-    """The model of a run directory or checkpoint, in evaluation mode with plain nn.BatchNorm2d.
+    """The model of a run directory or checkpoint, in evaluation mode.
 
-    Its weights are the averaged ones where an average was kept.
+    Its batch norms are plain nn.BatchNorm2d; its weights are the averaged ones where an average was
+    kept.
 
     Raises:
         CheckpointError: as `load` and `resolve`, or the weights do not fit the config beside them.
@@ -172,10 +174,37 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> Loade
     model = build_model(
         model_config,
         num_classes=classes.num_classes,
-        norm=lambda channels: nn.BatchNorm2d(channels, eps=config.norm.eps),
+        norm=make_inference_norm(config.norm),
     )
     load_weights(model, record.model if record.average is None else record.average, file)
     return LoadedModel(model.eval().to(device), config, classes, record.step)
+
+
+def load_initial(model: nn.Module, spec: str | Path) -> list[str]:
+    """Fills `model` with the weights of another run, the averaged ones where it kept an average.
+
+    The layers that give the logits stay as they are where the number of classes differs.
+
+    Returns:
+        lines that say what was taken over and what was not.
+
+    Raises:
+        CheckpointError: as `load` and `resolve`; or anything but those layers does not fit.
+    """
+    file = resolve(spec)
+    record = load(file)
+    weights = dict(record.model if record.average is None else record.average)
+    own = model.state_dict()
+    lines = [f"init       {file}, step {record.step}"]
+    for key in sorted(weights.keys() & own.keys()):
+        if ".classifier." in key and weights[key].shape != own[key].shape:
+            lines.append(
+                f"init       {key} stays random: {tuple(weights[key].shape)} there, "
+                f"{tuple(own[key].shape)} here"
+            )
+            weights[key] = own[key]
+    load_weights(model, weights, file)
+    return lines
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:

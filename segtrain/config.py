@@ -166,6 +166,11 @@ class ModelConfig(Section):
     )
     aux_head: bool = Field(True, description="auxiliary classifier, used in training only")
     aux_channels: Positive = Field(256, description="width of the auxiliary head")
+    recompute_norm: bool = Field(
+        False,
+        description="memory for time: batch norm, ReLU and the convolution after them keep one "
+        "tensor for the backward pass instead of two, and compute the other again",
+    )
     dropout: FractionBelow1 = Field(0.1, description="channel dropout before each classifier")
 
     @model_validator(mode="after")
@@ -176,6 +181,7 @@ class ModelConfig(Section):
         conditions = {
             "stem": (resnet, f"backbone {self.backbone}"),
             "multi_grid": (resnet, f"backbone {self.backbone}"),
+            "recompute_norm": (resnet, f"backbone {self.backbone}"),
             "contract_dilation": (self.output_stride < 32, "output_stride 32"),
             "ppm_bins": (not deeplab, f"arch {self.arch}"),
             "aspp_rates": (deeplab, f"arch {self.arch}"),
@@ -199,16 +205,58 @@ class ModelConfig(Section):
 
 
 class NormConfig(Section):
-    """Batch norm: whose pixels make the statistics."""
+    """Normalization: whose pixels make the statistics, and which ones are kept for evaluation."""
 
-    kind: Literal["sync", "local"] = Field(
-        "sync", description="sync: all ranks together, exactly; local: every rank its own images"
+    kind: Literal["sync", "local", "frozen", "group"] = Field(
+        "sync",
+        description="sync: batch norm over all ranks together, exactly; local: every rank its own "
+        "images; frozen: the running statistics of the weights training starts from, as constants; "
+        "group: GroupNorm, which knows no batch",
+    )
+    extent: Literal["world", "node"] | Positive = Field(
+        "world",
+        description="sync: the ranks that share statistics: all, those of one machine, or groups "
+        "of this many",
+    )
+    running: Literal["rank0", "mean", "pooled"] = Field(
+        "pooled",
+        description="running statistics where not all ranks share theirs: of rank 0; the mean of "
+        "means and variances; or mean and variance of all values together",
+    )
+    precise_batches: Positive | None = Field(
+        None,
+        description="before an evaluation, take the running statistics anew from this many "
+        "training batches, with the weights standing still",
+    )
+    num_groups: Positive = Field(
+        32, description="group: at most this many groups; the largest common divisor with the width"
     )
     momentum: Annotated[float, Field(gt=0, le=1)] | None = Field(
         0.1,
         description="share of the new batch in the running statistics; null: cumulative average",
     )
     eps: PositiveFloat = Field(1e-5, description="added to the variance")
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> Self:
+        """An option that this kind ignores would be another experiment in silence."""
+        batch = self.kind in ("sync", "local")
+        parted = self.kind == "local" or (self.kind == "sync" and self.extent != "world")
+        effective = {
+            "extent": (self.kind == "sync", f"kind {self.kind}"),
+            "running": (parted, f"kind {self.kind} over {self.extent}"),
+            "precise_batches": (batch, f"kind {self.kind}"),
+            "momentum": (batch, f"kind {self.kind}"),
+            "num_groups": (self.kind == "group", f"kind {self.kind}"),
+        }
+        _refuse(
+            *(
+                f"{name}: has no effect with {reason}; remove it"
+                for name, (has_effect, reason) in effective.items()
+                if not has_effect and getattr(self, name) != type(self).model_fields[name].default
+            )
+        )
+        return self
 
 
 class LossConfig(Section):
@@ -243,12 +291,23 @@ class TrainConfig(Section):
     accumulate_steps: Positive = Field(
         1,
         description="split each batch into this many passes; batch statistics are then those of "
-        "one pass, so the result differs from a whole batch",
+        "one pass, so the result differs from a whole batch; virtual_ranks is exact",
+    )
+    virtual_ranks: Positive = Field(
+        1,
+        description="memory for time: each rank works on its images in this many shares, in "
+        "lockstep, with what their backward passes need in host memory; the result is that of as "
+        "many times the ranks",
     )
     precision: Literal["float32", "bfloat16", "float16", "float64"] = Field(
         "float32", description="bfloat16 and float16: automatic mixed precision"
     )
     channels_last: bool = Field(True, description="NHWC memory format for images and convolutions")
+    init_from: str | None = Field(
+        None,
+        description="run or checkpoint whose weights training starts from; classifiers of another "
+        "number of classes stay random",
+    )
     optimizer: Literal["sgd", "adamw"] = Field("sgd", description="how gradients change weights")
     lr: PositiveFloat = Field(0.01, description="learning rate after warmup")
     lr_batch_size: Positive | None = Field(
@@ -355,10 +414,22 @@ class Config(Section):
     @model_validator(mode="after")
     def _enough_values(self) -> Self:
         _refuse(
-            self.train.batch_size // self.train.accumulate_steps == 1
+            self.norm.kind in ("sync", "local")
+            and self.train.batch_size // self.train.accumulate_steps == 1
             and "train.batch_size: a pass of one image has one value a channel after global "
             "pooling, and batch norm needs two; use at least 2 images a pass "
             "(batch_size / accumulate_steps)",
+            self.train.virtual_ranks > 1
+            and (self.norm.kind != "sync" or self.norm.extent != "world")
+            and "train.virtual_ranks: need norm.kind sync over the world; with other statistics "
+            "train.accumulate_steps is as good",
+            self.model.recompute_norm
+            and self.norm.kind not in ("sync", "local")
+            and f"model.recompute_norm: has no effect with norm.kind {self.norm.kind}; remove it",
+            self.norm.kind == "frozen"
+            and self.train.init_from is None
+            and "norm.kind: frozen statistics come with the weights that training starts from; "
+            "name a run or checkpoint in train.init_from",
         )
         return self
 

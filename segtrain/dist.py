@@ -7,7 +7,7 @@ until the timeout. Nothing else in the package imports torch.distributed but the
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from segtrain import lockstep
 from segtrain.errors import ConfigError, LostRanksError, UserError
 
 T = TypeVar("T")
@@ -115,7 +116,12 @@ def _is_lost_connection(error: RuntimeError) -> bool:
 
 
 def group_size(group: ProcessGroup | None = None) -> int:
-    """The number of ranks in `group`, by default all."""
+    """The number of ranks in `group`, by default all, each counted with its virtual ranks."""
+    together = lockstep.current()
+    return _num_processes(group) * (1 if together is None else together.num_slots)
+
+
+def _num_processes(group: ProcessGroup | None) -> int:
     return torch_dist.get_world_size(group) if is_distributed() else 1
 
 
@@ -151,29 +157,83 @@ def group_of(ranks: tuple[int, ...] | None) -> ProcessGroup | None:
 def all_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """`tensor`, overwritten with the sum over the ranks of `group`, by default all (collective).
 
-    Every rank ends with the same bits.
+    Every rank ends with the same bits. Virtual ranks add up first, in their order.
     """
-    if group_size(group) > 1:
+    together = lockstep.current()
+    if together is None:
+        return _sum_processes(tensor, group)
+    # Added up in a copy, and copied by each: what one does to its result is its own affair.
+    total = together.meet(tensor, lambda parts: _sum_processes(_sum(parts), group))
+    return tensor.copy_(total)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _sum_processes(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    if _num_processes(group) > 1:
         torch_dist.all_reduce(tensor, group=group)
     return tensor
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Every rank's `tensor` of the same shape (...), stacked to (world_size, ...) (collective)."""
+    """Every rank's `tensor` of the same shape (...), stacked to (ranks, ...) (collective).
+
+    Virtual ranks count as ranks.
+    """
+    together = lockstep.current()
+    if together is None:
+        return _gather_processes(tensor.unsqueeze(0))
+    return together.meet(tensor, lambda parts: _gather_processes(torch.stack(parts)))
+
+
+def _gather_processes(rows: Tensor) -> Tensor:
+    """Every process's `rows` (n, ...), one below the other."""
     if world_size() == 1:
-        return tensor.unsqueeze(0)
+        return rows
     # Flat, which all backends split alike.
-    gathered = tensor.new_empty(world_size() * tensor.numel())
-    torch_dist.all_gather_into_tensor(gathered, tensor.flatten())
-    return gathered.view(world_size(), *tensor.shape)
+    gathered = rows.new_empty(world_size() * rows.numel())
+    torch_dist.all_gather_into_tensor(gathered, rows.flatten())
+    return gathered.view(world_size() * len(rows), *rows.shape[1:])
 
 
-def all_gather_object(value: Any) -> list[Any]:
-    """Every rank's picklable `value`, in the order of ranks (collective; pickles, so seldom)."""
+def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Adds up the gradients of all ranks in place, a few megabytes at a time (collective)."""
     if world_size() == 1:
+        return
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for bucket in _buckets(gradients):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        torch_dist.all_reduce(flat)
+        for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+_BUCKET_BYTES = 25 << 20
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > _BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:
+    """Every rank's picklable `value`, in the order of ranks (collective; pickles, so seldom)."""
+    size = _num_processes(group)
+    if size == 1:
         return [value]
-    values: list[Any] = [None] * world_size()
-    torch_dist.all_gather_object(values, value)
+    values: list[Any] = [None] * size
+    torch_dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 from segtrain import dist, seed
 from segtrain.config import Config, TrainConfig
 from segtrain.guard import Guard
-from segtrain.losses import SegLoss, StepLoss
+from segtrain.lockstep import Lockstep
+from segtrain.losses import SegLoss
+from segtrain.norm import settle_statistics
+from segtrain.offload import saved_on_host
 from segtrain.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
 from segtrain.preprocess import Normalize
 from segtrain.records import Batch, DropoutMasks
@@ -39,6 +43,31 @@ class StepResult(NamedTuple):
     grad_norm: Tensor
     lr: float
     data_s: float
+
+
+class Share(NamedTuple):
+    """What one rank trains on in one pass.
+
+    images: (n, 3, H, W) normalized; labels: (n, H, W) int64; dropout: this rank's rows.
+    """
+
+    images: Tensor
+    labels: Tensor
+    dropout: DropoutMasks
+
+    def split(self, parts: int) -> list["Share"]:
+        """Its rows in contiguous parts, the first ones larger by one where they are not equal."""
+        rows = [dist.share(len(self.images), parts, i) for i in range(parts)]
+        return [
+            Share(
+                self.images[part.start : part.stop],
+                self.labels[part.start : part.stop],
+                DropoutMasks(
+                    *(None if m is None else m[part.start : part.stop] for m in self.dropout)
+                ),
+            )
+            for part in rows
+        ]
 
 
 @dataclass
@@ -69,7 +98,8 @@ def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainS
         model.to(memory_format=torch.channels_last)
     return TrainState(
         model=model,
-        replica=dist.replicate(model, device),
+        # DistributedDataParallel knows one forward and one backward pass at a time.
+        replica=model if train.virtual_ranks > 1 else dist.replicate(model, device),
         optimizer=build_optimizer(model, train),
         scaler=torch.amp.GradScaler(device.type, enabled=train.precision == "float16"),
         average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
@@ -113,6 +143,13 @@ def train_steps(
     criterion = SegLoss(config.loss, device, passes=train.accumulate_steps)
     # Also where it is off: the loader's images are channels-last, and convolutions follow them.
     layout = torch.channels_last if train.channels_last else torch.contiguous_format
+    forward_backward = partial(
+        _in_shares if train.virtual_ranks > 1 else _forward_backward,
+        state,
+        config=train,
+        criterion=criterion,
+        guard=guard,
+    )
     batches = iter(batches)
     state.model.train()
 
@@ -123,20 +160,19 @@ def train_steps(
 
         # Widened on the device: asked for both at once, `to` would convert on the host and wait.
         labels = [batch.labels.to(device, non_blocking=True).long() for batch in passes]
-        shares = _pass_shares(labels, criterion)
+        weights = _pass_shares(labels, criterion)
         loss = torch.zeros(2, dtype=torch.float64, device=device)  # of both heads
         for i, batch in enumerate(passes):
             images = batch.images.to(device, non_blocking=True)
             images = normalize(images.contiguous(memory_format=layout))
-            dropout = _dropout_masks(state, config, rows[i], device)
+            share = Share(images, labels[i], _dropout_masks(state, config, rows[i], device))
             # Gradients travel once a step, with the last pass.
             with dist.local_gradients(state.replica, enabled=i + 1 < len(passes)):
-                with autocast(train, device):
-                    logits = state.replica(images, dropout)
-                sums = criterion(logits, labels[i])
-                weights, means = guard.reduce(sums)
-                loss += means * shares[i]
-                _backward(state, sums, weights, criterion.aux_weight, shares[i])
+                means = forward_backward(share, weights[i])
+            loss += means * weights[i]
+            settle_statistics(state.model)
+        if train.virtual_ranks > 1:
+            dist.sum_gradients(list(state.model.parameters()))
 
         lr = learning_rate(train, state.step)
         grad_norm = _update(state, lr, train.clip_grad_norm)
@@ -144,15 +180,49 @@ def train_steps(
         yield StepResult(state.step, loss[0], loss[1], grad_norm, lr, data_s)
 
 
-def _backward(
-    state: TrainState, sums: StepLoss, weights: Tensor, aux_weight: float, share: Tensor | float
-) -> None:
-    """Adds the gradient of this pass's share of the step's loss, given all ranks' pixel weights."""
-    objective = sums.out.total / weights[0]
+def _forward_backward(
+    state: TrainState,
+    share: Share,
+    weight: Tensor | float,
+    *,
+    config: TrainConfig,
+    criterion: SegLoss,
+    guard: Guard,
+) -> Tensor:
+    """Adds the gradient of this rank's share of one pass; returns the means (2,) of all ranks.
+
+    `weight` is the share of the step's valid pixels that lies in this pass, over all ranks.
+    """
+    with autocast(config, share.images.device):
+        logits = state.replica(share.images, share.dropout)
+    sums = criterion(logits, share.labels)
+    pixels, means = guard.reduce(sums)
+    objective = sums.out.total / pixels[0]
     if sums.aux is not None:
-        objective = objective + aux_weight * sums.aux.total / weights[1]
+        objective = objective + criterion.aux_weight * sums.aux.total / pixels[1]
     # The mean over the ranks that DistributedDataParallel takes has to be a sum.
-    state.scaler.scale(objective * share * dist.world_size()).backward()
+    replicas = dist.world_size() if state.replica is not state.model else 1
+    state.scaler.scale(objective * weight * replicas).backward()
+    return means
+
+
+def _in_shares(
+    state: TrainState, share: Share, weight: Tensor | float, *, config: TrainConfig, **context: Any
+) -> Tensor:
+    """`_forward_backward` by virtual ranks: in parts, one at work at a time, one result."""
+
+    device = share.images.device
+
+    def work(part: Share) -> Tensor:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a new thread begins with the first one
+        # Its backward pass must run in this very thread, which waits for the others in its midst.
+        host = saved_on_host(device, state.model.parameters())
+        with torch.autograd.set_multithreading_enabled(False), host:
+            return _forward_backward(state, part, weight, config=config, **context)
+
+    parts = share.split(config.virtual_ranks)
+    return Lockstep(len(parts)).run([partial(work, part) for part in parts])[0]
 
 
 def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor:

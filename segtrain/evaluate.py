@@ -17,7 +17,7 @@ import torch
 
 from segtrain import dist
 from segtrain.checkpoint import LoadedModel, load_model
-from segtrain.config import Config, NormConfig, override_config
+from segtrain.config import Config, override_config
 from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
@@ -26,6 +26,7 @@ from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.inference import InferenceSettings
 from segtrain.log import say
 from segtrain.metrics import ConfusionMatrix, score_table
+from segtrain.norm import describe_norm
 from segtrain.pictures import panel, write_png
 from segtrain.scoring import Prediction, evaluate_dataset
 
@@ -201,7 +202,7 @@ def _report(
     for line in score_table(matrix.scores(), names):
         say(line)
     say("{checkpoint}, step {step}, {num_images} images of split {split}".format(**about))
-    say(f"{settings.describe()}; batch norm: {_norm(config.norm)}")
+    say(f"{settings.describe()}; trained with {describe_norm(config.norm)}")
 
 
 def _record(
@@ -219,12 +220,8 @@ def _record(
         **matrix.scores().to_dict(names),
         "confusion_matrix": matrix.counts.tolist(),
         "inference": how,
-        "norm": _norm(config.norm),
+        "norm": describe_norm(config.norm),
     }
-
-
-def _norm(norm: NormConfig) -> str:
-    return f"running statistics ({norm.kind} in training)"
 
 
 def _write_json(path: Path, record: dict[str, Any]) -> None:

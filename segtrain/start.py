@@ -11,6 +11,7 @@ from segtrain.data.check import quick_check
 from segtrain.data.dataset import SegDataset
 from segtrain.data.photometric import check_extra
 from segtrain.errors import ConfigError
+from segtrain.norm import describe_norm
 from segtrain.optim import base_lr, learning_rate
 
 
@@ -34,14 +35,15 @@ def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset
 def _batch_findings(config: Config, ranks: int) -> list[str]:
     train = config.train
     smallest_pass = train.batch_size // train.accumulate_steps
-    if smallest_pass < ranks:
+    shares = ranks * train.virtual_ranks
+    if smallest_pass < shares:
         per_pass = "" if train.accumulate_steps == 1 else f" in {train.accumulate_steps} passes"
+        virtual = "" if train.virtual_ranks == 1 else f" x {train.virtual_ranks} virtual"
         return [
-            f"train.batch_size: {train.batch_size} images{per_pass} leave some of {ranks} ranks "
-            f"without one; use at least {ranks * train.accumulate_steps}"
+            f"train.batch_size: {train.batch_size} images{per_pass} leave some of {ranks}{virtual} "
+            f"ranks without one; use at least {shares * train.accumulate_steps}"
         ]
-    sharing = smallest_pass if config.norm.kind == "sync" else smallest_pass // ranks
-    if sharing == 1:
+    if config.norm.kind in ("sync", "local") and _smallest_batch(config, ranks) == 1:
         return [
             "train.batch_size: the globally pooled branch has one value a channel for an image, "
             "and batch norm needs two; let at least 2 images share statistics (norm.kind: "
@@ -106,23 +108,35 @@ def _batch_words(config: Config, ranks: int) -> str:
     split = f"{ranks} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
     words = f"{split} = {train.batch_size} images of {config.augment.crop_size[0]}x"
     words += str(config.augment.crop_size[1])
+    if train.virtual_ranks > 1:
+        words += f", each rank's in {train.virtual_ranks} shares in lockstep"
     if train.accumulate_steps > 1:
         words += f" in {train.accumulate_steps} passes, batch statistics within a pass only"
     return words
 
 
 def _norm_words(config: Config, ranks: int) -> str:
-    train = config.train
+    words = describe_norm(config.norm)
+    if config.norm.kind not in ("sync", "local"):
+        return words
+    return f"{words}; statistics over {_smallest_batch(config, ranks)} images"
+
+
+def _smallest_batch(config: Config, ranks: int) -> int:
+    """The fewest images whose pixels make the statistics of one pass."""
+    train, norm = config.train, config.norm
     images = train.batch_size // train.accumulate_steps
-    if config.norm.kind == "local":
-        return f"local batch norm, statistics over {max(1, images // ranks)} images"
-    where = f"{ranks} ranks, " if ranks > 1 else ""
-    return f"synchronized batch norm, statistics over {where}{images} images"
+    extents = {"world": ranks, "node": dist.local_world_size()}
+    extent = 1 if norm.kind == "local" else extents.get(norm.extent, norm.extent)
+    shares = [len(dist.share(images, ranks, rank)) for rank in range(ranks)]
+    return min(sum(shares[first : first + extent]) for first in range(0, ranks, extent))
 
 
 def _weights_words(config: Config, step: int) -> str:
     if step:
         return "from the checkpoint"
+    if config.train.init_from is not None:
+        return f"of {config.train.init_from}"
     return f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
 
 

@@ -4,7 +4,7 @@ Every rank runs this. Rank 0 alone writes files; all ranks train and evaluate.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
 from segtrain.data.transforms import TrainTransform
-from segtrain.engine import TrainState, make_state, train_steps
+from segtrain.engine import TrainState, autocast, dtype_of, make_state, train_steps
 from segtrain.errors import EXIT_OK, CheckpointError
 from segtrain.guard import Guard
 from segtrain.inference import InferenceSettings
@@ -30,9 +30,10 @@ from segtrain.malloc import keep_freed_memory
 from segtrain.meter import StepMeter
 from segtrain.metrics import Scores
 from segtrain.models import SegModel, build_model
-from segtrain.models.pretrained import PretrainedReport, load_backbone
-from segtrain.norm import make_norm
+from segtrain.models.pretrained import load_backbone
+from segtrain.norm import make_norm, precise_statistics
 from segtrain.pictures import confusion_picture, panel
+from segtrain.preprocess import Normalize
 from segtrain.records import Batch
 from segtrain.report import score_line, training_picture
 from segtrain.scoring import Prediction, evaluate_dataset
@@ -111,7 +112,7 @@ def _prepare(config: Config, directory: Path, *, device: torch.device, resume: b
     # A run that ended before its first checkpoint goes on at step 0.
     record = checkpoint.load(store.last) if resume and dist.on_main(store.last.exists) else None
     # The record brings all weights along; fetching others first would only cost time.
-    pretrained = _load_pretrained(model, config) if record is None else None
+    loaded = _load_initial(model, config) if record is None else []
     state = make_state(model, config, device)
     evaluated = 0
     if record is not None:
@@ -124,7 +125,7 @@ def _prepare(config: Config, directory: Path, *, device: torch.device, resume: b
         dist.on_main(lambda: rundir.write_description(directory, config, devices))
     log = RunLog(directory, enabled=dist.is_main(), start_step=state.step, evaluated_step=evaluated)
     log.lines(start_lines(config, directory, model, train_set, eval_set, devices, state.step))
-    log.lines(pretrained.lines() if pretrained is not None else [])
+    log.lines(loaded)
     if state.step == 0:
         log.text("config", config_to_yaml(config))
     stop = StopRequest()
@@ -153,16 +154,20 @@ def _check_classes(record: Record, classes: ClassFile, path: Path) -> None:
         )
 
 
-def _load_pretrained(model: SegModel, config: Config) -> PretrainedReport | None:
-    """Fills the backbone; one rank of a machine fetches the file, the others find it."""
+def _load_initial(model: SegModel, config: Config) -> list[str]:
+    """Fills the model or its backbone, as the config asks; returns what to tell about it."""
+    if config.train.init_from is not None:
+        return checkpoint.load_initial(model, config.train.init_from)
     if config.model.pretrained is None:
-        return None
-    report = None
+        return []
+    lines = []
+    # One rank of a machine fetches the file, the others find it.
     for turn in (True, False):
         if (dist.local_rank() == 0) == turn:
             report = load_backbone(model.backbone, config.model.pretrained, progress=dist.is_main())
+            lines = report.lines()
         dist.barrier()
-    return report
+    return lines
 
 
 def _device_name(device: torch.device) -> str:
@@ -246,6 +251,16 @@ def _apart(meter: StepMeter) -> Iterator[None]:
 
 def _batches(run: Run, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
     """This rank's batches from the current step on; the first one is shown in TensorBoard."""
+    for i, batch in enumerate(_loader(run, rows, run.config.train.steps)):
+        if i == 0:
+            # A wrong label file or augmentation is seen here within a minute.
+            picture = training_picture(batch, run.train_set.classes, run.config.log.num_images)
+            run.log.picture(run.state.step, "train/batch", picture)
+        yield batch
+
+
+def _loader(run: Run, rows: Sequence[Sequence[int]], steps: int) -> Iterable[Batch]:
+    """This rank's batches from the current step to `steps`."""
     config = run.config
     workers = config.data.num_workers
     if workers is None:
@@ -258,21 +273,15 @@ def _batches(run: Run, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
         stream_seed=config.seed,
         batch_size=config.train.batch_size,
     )
-    loader = train_loader(
+    return train_loader(
         stream,
         rows=rows,
         start_step=run.state.step,
-        steps=config.train.steps,
+        steps=steps,
         num_workers=workers,
         prefetch=config.data.prefetch,
         pin_memory=run.device.type == "cuda",
     )
-    for i, batch in enumerate(loader):
-        if i == 0:
-            # A wrong label file or augmentation is seen here within a minute.
-            picture = training_picture(batch, run.train_set.classes, config.log.num_images)
-            run.log.picture(run.state.step, "train/batch", picture)
-        yield batch
 
 
 def _evaluate(run: Run) -> Scores:
@@ -293,6 +302,8 @@ def _evaluate(run: Run) -> Scores:
             log.picture(step, f"eval/{prediction.index}", picture)
 
     config = run.config
+    if config.norm.precise_batches is not None:
+        _take_precise_statistics(run)
     matrix = evaluate_dataset(
         run.state.eval_model,
         run.eval_set,
@@ -314,6 +325,25 @@ def _evaluate(run: Run) -> Scores:
             run.store.save_best(_record(run))
     log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}  {score_line(run.best)}"])
     return scores
+
+
+def _take_precise_statistics(run: Run) -> None:
+    """Replaces the running statistics of the model to evaluate (collective).
+
+    The batches are those of the steps to come, whichever ranks train them, so that the result, like
+    the steps, depends on nothing but the config and the step.
+    """
+    config, train = run.config, run.config.train
+    rows = rows_of_rank(train.batch_size, train.accumulate_steps, dist.rank(), dist.world_size())
+    normalize = Normalize(config.data.mean, config.data.std).to(run.device, dtype_of(train))
+    model = run.state.eval_model
+
+    def forward(batch: Batch) -> None:
+        with autocast(train, run.device):
+            model(normalize(batch.images.to(run.device)))
+
+    steps = run.state.step + config.norm.precise_batches
+    precise_statistics(model, _loader(run, rows, steps), forward)
 
 
 def _save(run: Run) -> None:

@@ -28,4 +28,9 @@ def build_backbone(model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) ->
     }
     if model.backbone in _MOBILENETS:
         return _MOBILENETS[model.backbone](**options)
-    return _RESNETS[model.backbone](**options, stem=model.stem, multi_grid=model.multi_grid)
+    return _RESNETS[model.backbone](
+        **options,
+        stem=model.stem,
+        multi_grid=model.multi_grid,
+        recompute_norm=model.recompute_norm,
+    )

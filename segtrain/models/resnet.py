@@ -18,7 +18,7 @@ from segtrain.models.blocks import (
     normalize_beside,
     plan_stages,
 )
-from segtrain.norm import NormFactory, normalize_together
+from segtrain.norm import NormFactory, norm_relu_conv, normalize_together
 
 # Widths of the three 3x3 convolutions that replace the 7x7 one.
 _DEEP_STEMS = {"64-64-128": (64, 64, 128), "32-32-64": (32, 32, 64)}
@@ -41,8 +41,10 @@ class BasicBlock(nn.Module):
         stride: int,
         dilations: tuple[int, int],
         norm: NormFactory,
+        recompute_norm: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute_norm = recompute_norm
         self.conv1 = conv2d(in_channels, width, 3, stride=stride, dilation=dilations[0])
         self.bn1 = norm(width)
         self.conv2 = conv2d(width, width, 3, dilation=dilations[1])
@@ -57,8 +59,12 @@ class BasicBlock(nn.Module):
         self, x: Tensor, branch: ConvNormReLU | None
     ) -> tuple[Tensor, Tensor | None]:
         """The block's and the branch's output for the same input."""
-        y, beside = normalize_beside(self.conv1(x), self.bn1, x, branch)
-        y = self.conv2(F.relu(y, inplace=True))
+        y, beside = self.conv1(x), None
+        if branch is None:
+            y = _activated_conv(y, self.bn1, self.conv2, recompute=self.recompute_norm)
+        else:
+            y, beside = normalize_beside(y, self.bn1, x, branch)
+            y = self.conv2(F.relu(y, inplace=True))
         return _join(y, self.bn2, x, self.downsample), beside
 
 
@@ -75,8 +81,10 @@ class Bottleneck(nn.Module):
         stride: int,
         dilations: tuple[int, int],
         norm: NormFactory,
+        recompute_norm: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute_norm = recompute_norm
         out_channels = width * self.expansion
         self.conv1 = conv2d(in_channels, width, 1)
         self.bn1 = norm(width)
@@ -94,9 +102,14 @@ class Bottleneck(nn.Module):
         self, x: Tensor, branch: ConvNormReLU | None
     ) -> tuple[Tensor, Tensor | None]:
         """The block's and the branch's output for the same input."""
-        y, beside = normalize_beside(self.conv1(x), self.bn1, x, branch)
-        y = F.relu(self.bn2(self.conv2(F.relu(y, inplace=True))), inplace=True)
-        return _join(self.conv3(y), self.bn3, x, self.downsample), beside
+        y, beside = self.conv1(x), None
+        if branch is None:
+            y = _activated_conv(y, self.bn1, self.conv2, recompute=self.recompute_norm)
+        else:
+            y, beside = normalize_beside(y, self.bn1, x, branch)
+            y = self.conv2(F.relu(y, inplace=True))
+        y = _activated_conv(y, self.bn2, self.conv3, recompute=self.recompute_norm)
+        return _join(y, self.bn3, x, self.downsample), beside
 
 
 _DEPTHS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
@@ -119,6 +132,7 @@ class ResNet(nn.Module):
         multi_grid: factors on the dilation of the last stage, one a block, as in DeepLabV3
             (arXiv:1706.05587, section 4.2.1) and detectron2: at stride 16, [1, 2, 4] gives 2, 4, 8.
             They leave nothing to contract. mmsegmentation reads them as the dilations themselves.
+        recompute_norm: memory for time, see `norm_relu_conv`.
         norm: makes the norm layer for a number of channels.
 
     Attributes:
@@ -141,8 +155,10 @@ class ResNet(nn.Module):
         contract_dilation: bool = True,
         multi_grid: tuple[int, ...] | None = None,
         norm: NormFactory = nn.BatchNorm2d,
+        recompute_norm: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute_norm = recompute_norm
         block, depths = _DEPTHS[name]
         if multi_grid is not None and len(multi_grid) != depths[-1]:
             raise ValueError(f"multi_grid: expected {depths[-1]} numbers, got {multi_grid}")
@@ -163,7 +179,16 @@ class ResNet(nn.Module):
             blocks = []
             for j, dilations in enumerate(_block_dilations(plan, depth, grid)):
                 stride = plan.stride if j == 0 else 1
-                blocks.append(block(channels, width, stride=stride, dilations=dilations, norm=norm))
+                blocks.append(
+                    block(
+                        channels,
+                        width,
+                        stride=stride,
+                        dilations=dilations,
+                        norm=norm,
+                        recompute_norm=recompute_norm,
+                    )
+                )
                 channels = width * block.expansion
             self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
 
@@ -181,11 +206,12 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor, branches: Branches | None = None) -> Features:
         """Features of normalized images (N, 3, H, W), and the branches'."""
         branches = branches or Branches()
-        x = F.relu(self.bn1(self.conv1(images)), inplace=True)
+        x, last = self.conv1(images), self.bn1
         if self.stem_keys:
-            x = F.relu(self.bn2(self.conv2(x)), inplace=True)
-            x = F.relu(self.bn3(self.conv3(x)), inplace=True)
-        x = F.max_pool2d(x, 3, stride=2, padding=1)
+            x = _activated_conv(x, self.bn1, self.conv2, recompute=self.recompute_norm)
+            x = _activated_conv(x, self.bn2, self.conv3, recompute=self.recompute_norm)
+            last = self.bn3
+        x = F.max_pool2d(F.relu(last(x), inplace=True), 3, stride=2, padding=1)
         low = self.layer1(x)
         x, low_branch = _stage(self.layer2, low, branches.low)
         aux = self.layer3(x)
@@ -202,6 +228,12 @@ def _stage(
     for block in others:
         x = block(x)
     return x, beside
+
+
+def _activated_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: bool) -> Tensor:
+    if recompute:
+        return norm_relu_conv(x, norm, conv)
+    return conv(F.relu(norm(x), inplace=True))
 
 
 def _stem_keys(stem: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import nn
 
+from segtrain.norm.partial import PartialBatchNorm2d
 from segtrain.norm.sync import (
     Group,
     SyncBatchNorm,
@@ -17,7 +18,12 @@ _TO_SYNC: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
 }
-_TO_LOCAL = {sync: local for local, sync in _TO_SYNC.items()}
+_TO_LOCAL: dict[type[nn.Module], type[nn.Module]] = {
+    **{sync: local for local, sync in _TO_SYNC.items()},
+    PartialBatchNorm2d: nn.BatchNorm2d,
+}
+# What only the layers of this package have.
+_OWN = ("process_group", "on_one_value", "double_backward", "extent", "running", "_seen")
 
 
 def convert(
@@ -77,6 +83,6 @@ def _rebuilt(layer: nn.Module, kind: type[nn.Module], process_group: Group) -> n
     # new one are the attributes that only its class has.
     new.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in extra})
     if not isinstance(new, SyncBatchNorm):
-        for name in ("process_group", "on_one_value"):
+        for name in _OWN:
             new.__dict__.pop(name, None)
     return new

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from segtrain import dist
 from segtrain.dist import ProcessGroup
+from segtrain.offload import bring_back, put_away
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -102,19 +103,17 @@ class _SyncBatchNorms(torch.autograd.Function):
     def forward(
         ctx: Any, eps: list[float], group: ProcessGroup | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        xs = [_dense(x) for x in tensors[::3]]
+        xs = [dense(x) for x in tensors[::3]]
         weights, biases = tensors[1::3], tensors[2::3]
-        moments = _global_moments(xs, group)
+        moments = global_moments(xs, group)
         ctx.save_for_backward(*xs, *weights, *(t for one in moments for t in one))
         ctx.eps, ctx.group = eps, group
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
         # A parameter may be float16 (module.half()); the kernels want it in the statistics' type.
         ys = [
-            F.batch_norm(x, mean, var, _like(weight, mean), _like(bias, mean), eps=layer_eps)
-            for x, weight, bias, (mean, var, _), layer_eps in zip(
-                xs, weights, biases, moments, eps, strict=True
-            )
+            F.batch_norm(x, mean, var, like_statistics(w, mean), like_statistics(b, mean), eps=e)
+            for x, w, b, (mean, var, _), e in zip(xs, weights, biases, moments, eps, strict=True)
         ]
         statistics = [t for one in moments for t in one]
         ctx.mark_non_differentiable(*statistics)
@@ -124,18 +123,20 @@ class _SyncBatchNorms(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         num = len(ctx.eps)
-        saved = ctx.saved_tensors
-        xs, weights, statistics = saved[:num], saved[num : 2 * num], saved[2 * num :]
+        xs, weights, statistics = _thirds(ctx.saved_tensors, num)
         moments = [Moments(*statistics[i : i + 3]) for i in range(0, 3 * num, 3)]
         # An output that nobody used has no gradient; its sums are zeros like a rank's without x.
-        dense = [
-            torch.zeros_like(x) if grad is None else _dense_like(grad, x)
+        dense_grads = [
+            torch.zeros_like(x) if grad is None else dense_like(grad, x)
             for grad, x in zip(grads[:num], xs, strict=True)
         ]
         sums = [
-            _backward_sums(grad, x, mean, var, eps)  # (2, C)
-            for grad, x, (mean, var, _), eps in zip(dense, xs, moments, ctx.eps, strict=True)
+            backward_sums(grad, x, mean, var, eps)  # (2, C)
+            for grad, x, (mean, var, _), eps in zip(dense_grads, xs, moments, ctx.eps, strict=True)
         ]
+        # A virtual rank does not keep its input on the device while it waits for the others.
+        parked = [put_away(x) for x in xs]
+        del xs
         # All ranks reduce whenever this runs, even if this one needs no gradient of x: a rank that
         # stays away would leave the others waiting.
         payload = torch.cat([one.double().flatten() for one in sums])
@@ -148,7 +149,8 @@ class _SyncBatchNorms(torch.autograd.Function):
             grad_x = None
             if needs_x:
                 means = (totals[i].view(2, -1) / count.clamp(min=1)).to(mean.dtype)
-                grad_x = _input_gradient(dense[i], xs[i], weight, mean, var, means, ctx.eps[i])
+                x = bring_back(parked[i])
+                grad_x = input_gradient(dense_grads[i], x, weight, mean, var, means, ctx.eps[i])
             results += [
                 grad_x,
                 sums[i][1].to(weight.dtype) if needs_weight else None,
@@ -157,25 +159,48 @@ class _SyncBatchNorms(torch.autograd.Function):
         return tuple(results)
 
 
-def _global_moments(xs: Sequence[Tensor], group: ProcessGroup | None) -> list[Moments]:
-    """The moments of every layer over all ranks, by one all_reduce."""
-    local, payload = [], []
+def _thirds(saved: tuple[Tensor, ...], num: int) -> tuple[Sequence[Tensor], ...]:
+    """Inputs, weights and statistics of `num` layers, as they were saved."""
+    return saved[:num], saved[num : 2 * num], saved[2 * num :]
+
+
+def global_moments(
+    xs: Sequence[Tensor], group: ProcessGroup | None, *, shared: bool = True
+) -> list[Moments]:
+    """The moments of every layer over all ranks, by one all_reduce; this rank's if not `shared`."""
+    means, payloads = [], []
     for x in xs:
         mean, var = local_moments(x)
-        mean64, num_values = mean.double(), x.numel() // x.shape[1]
-        moments = torch.cat([mean64, var.double() + mean64 * mean64, mean64.new_ones(1)])
-        payload.append(moments.mul_(num_values))
-        local.append(mean)
-    whole = dist.all_sum(torch.cat(payload) if len(payload) > 1 else payload[0], group)
-
+        means.append(mean)
+        payloads.append(packed_moments(mean, var, x.numel() // x.shape[1]))
+    whole = torch.cat(payloads) if len(payloads) > 1 else payloads[0]
+    if shared:
+        whole = dist.all_sum(whole, group)
+    parts = whole.split([payload.numel() for payload in payloads])
     result = []
-    for mean, part in zip(local, whole.split([one.numel() for one in payload]), strict=True):
-        count = part[-1]
-        first, second = (part[:-1] / count.clamp(min=1)).view(2, -1)
-        # Rounding can leave a constant channel a hair below zero.
-        var64 = (second - first * first).clamp_(min=0)
-        result.append(Moments(first.to(mean.dtype), var64.to(mean.dtype), count.clone()))
+    for mean, part in zip(means, parts, strict=True):
+        first, second, count = unpacked_moments(part)
+        result.append(Moments(first.to(mean.dtype), second.to(mean.dtype), count.clone()))
     return result
+
+
+def packed_moments(mean: Tensor, var: Tensor, num_values: int) -> Tensor:
+    """[n mean, n (var + mean^2), n] in float64, (2 C + 1,): sums that add up over ranks."""
+    mean = mean.double()
+    return torch.cat([mean, var.double() + mean * mean, mean.new_ones(1)]).mul_(num_values)
+
+
+def unpacked_moments(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean (C,), biased variance (C,) and count () in float64, from summed `packed_moments`."""
+    count = total[-1]
+    mean, square = (total[:-1] / count.clamp(min=1)).view(2, -1)
+    # Rounding can leave a constant channel a hair below zero.
+    return mean, (square - mean * mean).clamp_(min=0), count
+
+
+def unbiased(var: Tensor, count: Tensor) -> Tensor:
+    """A biased variance (C,) over `count` () values with Bessel's factor; of one value as it is."""
+    return var * (count / (count - 1).clamp(min=1)).to(var.dtype)
 
 
 def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,7 +214,7 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.batch_norm_update_stats(x, zeros[0], zeros[1], 0.0)
 
 
-def _backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+def backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     """This rank's [sum(dy), sum(dy xhat)], (2, C), about the statistics of all ranks."""
     if x.numel() == 0:
         return torch.zeros(2, x.shape[1], dtype=mean.dtype, device=x.device)
@@ -200,7 +225,7 @@ def _backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: floa
     return torch.stack([total, dot])
 
 
-def _input_gradient(
+def input_gradient(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -224,16 +249,17 @@ def _input_gradient(
     return grad_x.addcmul_(grad, scale.view(-1, *[1] * (x.dim() - 2)))
 
 
-def _like(parameter: Tensor | None, statistics: Tensor) -> Tensor | None:
+def like_statistics(parameter: Tensor | None, statistics: Tensor) -> Tensor | None:
+    """A weight or bias in the type of the statistics, as the kernels want it."""
     return None if parameter is None else parameter.to(statistics.dtype)
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     """`x` without gaps, in the memory format it has."""
     return x.contiguous(memory_format=_memory_format(x))
 
 
-def _dense_like(grad: Tensor, x: Tensor) -> Tensor:
+def dense_like(grad: Tensor, x: Tensor) -> Tensor:
     """`grad` in the memory format of `x`: the kernels pair elements by their place in memory."""
     return grad.contiguous(memory_format=_memory_format(x))
 

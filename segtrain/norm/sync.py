@@ -8,9 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from segtrain import dist
+from segtrain import dist, lockstep
 from segtrain.dist import ProcessGroup
-from segtrain.norm.functional import Moments, NormInput, sync_batch_norm, sync_batch_norms
+from segtrain.norm.composite import composite_batch_norm
+from segtrain.norm.functional import (
+    Moments,
+    NormInput,
+    sync_batch_norm,
+    sync_batch_norms,
+    unbiased,
+)
 
 Group = ProcessGroup | Sequence[int] | Literal["node"] | None
 
@@ -36,6 +43,8 @@ class SyncBatchNorm(_BatchNorm):
         on_one_value: what to do when the whole group has one value a channel, whose variance says
             nothing: "normalize" returns the bias, "raise" a ValueError. The check reads the count
             back from the device, in layers where this rank has at most one value.
+        double_backward: compute from differentiable pieces, for gradient penalties and the like;
+            slower. Without it a second derivative is refused.
 
     Shape: (N, C, ...) to the same, with 2 to 5 dimensions.
     """
@@ -52,6 +61,7 @@ class SyncBatchNorm(_BatchNorm):
         process_group: Group = None,
         *,
         on_one_value: Literal["normalize", "raise"] = "normalize",
+        double_backward: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         bias: bool = True,
@@ -63,6 +73,7 @@ class SyncBatchNorm(_BatchNorm):
             self.register_parameter("bias", None)
         self.process_group = _as_ranks(process_group)
         self.on_one_value = on_one_value
+        self.double_backward = double_backward
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._dims:
@@ -77,7 +88,8 @@ class SyncBatchNorm(_BatchNorm):
         group = self._group()
         if dist.group_size(group) == 1:
             return super().forward(input)
-        y, moments = sync_batch_norm(input, self.weight, self.bias, eps=self.eps, group=group)
+        function = composite_batch_norm if self.double_backward else sync_batch_norm
+        y, moments = function(input, self.weight, self.bias, eps=self.eps, group=group)
         self._track(input, moments, group)
         return y
 
@@ -88,31 +100,56 @@ class SyncBatchNorm(_BatchNorm):
             input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
         )
 
-    @torch.no_grad()
     def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
-        """Moves the running statistics toward this batch's, the variance with Bessel's factor."""
-        mean, var, count = moments
-        if self.on_one_value == "raise" and input.numel() <= input.shape[1] and count == 1:
+        """Checks and takes in the statistics of a batch, of which `input` is this rank's part."""
+        few = self.on_one_value == "raise" and input.numel() <= input.shape[1]
+        if few and moments.count == 1:
             raise ValueError(
                 f"batch norm in training got one value per channel over {dist.group_size(group)} "
                 f"ranks: this rank's input is {tuple(input.shape)}"
             )
+        # Virtual ranks share the layer and see the same statistics.
+        if not recomputing() and lockstep.slot() == 0:
+            mean, var, count = moments
+            # A batch without a value on any rank must leave no trace; no branch, since `count` lies
+            # on the device and reading it would wait for the forward pass.
+            self._update(mean, unbiased(var, count), seen=count > 0)
+
+    @torch.no_grad()
+    def _update(self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor) -> None:
+        """Moves the running statistics toward a batch's, if `seen`, a () bool."""
         if self.running_mean is None or self.running_var is None:
             return
-        # A batch without a value on any rank must leave no trace; no branch, since `count` lies on
-        # the device and reading it would wait for the forward pass.
-        seen = count > 0
         self.num_batches_tracked.add_(seen)
         factor = seen.to(torch.float64)
         if self.momentum is None:
             factor = factor / self.num_batches_tracked.clamp(min=1)
         else:
             factor = factor * self.momentum
-        unbiased = var * (count / (count - 1).clamp(min=1)).to(var.dtype)
-        for running, batch in ((self.running_mean, mean), (self.running_var, unbiased)):
+        for running, batch in ((self.running_mean, mean), (self.running_var, unbiased_var)):
             # In the wide type, then rounded once: the buffers may be float16 (module.half()).
             wide = running.to(batch.dtype)
             running.copy_(wide.lerp_(batch, factor.to(batch.dtype)))
+
+    def shares_calls(self) -> bool:
+        """Whether a function may do this layer's work together with that of others.
+
+        In evaluation there is nothing to share, and hooks expect a call of their own.
+        """
+        hooks = (
+            self._forward_hooks,
+            self._forward_pre_hooks,
+            self._backward_hooks,
+            self._backward_pre_hooks,
+        )
+        return self.training and not self.double_backward and not any(hooks)
+
+    def _sharing_size(self) -> int:
+        return dist.group_size(self._group())
+
+    def _sharing_key(self) -> Any:
+        """Layers with equal keys may share a collective."""
+        return self.process_group
 
     def _group(self) -> ProcessGroup | None:
         ranks = dist.node_ranks() if self.process_group == "node" else self.process_group
@@ -151,13 +188,11 @@ def _can_share(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
     return (
         all(
             isinstance(layer, SyncBatchNorm)
-            and layer.training
-            and layer.process_group == layers[0].process_group
-            and not (layer._forward_hooks or layer._forward_pre_hooks)
-            and not (layer._backward_hooks or layer._backward_pre_hooks)
+            and layer.shares_calls()
+            and layer._sharing_key() == layers[0]._sharing_key()
             for layer in layers
         )
-        and dist.group_size(layers[0]._group()) > 1
+        and layers[0]._sharing_size() > 1
     )
 
 
@@ -177,6 +212,14 @@ class SyncBatchNorm3d(SyncBatchNorm):
     """SyncBatchNorm for (N, C, D, H, W)."""
 
     _dims = (5,)
+
+
+def recomputing() -> bool:
+    """Whether activation checkpointing runs the forward pass again, inside the backward pass.
+
+    The collective is repeated, on all ranks alike, but the batch has already been counted.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:

@@ -1,0 +1,61 @@
+"""Synchronized batch norm from differentiable pieces, for gradients of gradients.
+
+The fast function (functional.py) computes its backward pass by hand and can be differentiated once.
+Here autograd does all of it, through an all_reduce whose derivative is an all_reduce: exact to any
+order, slower, and with every intermediate kept.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segtrain import dist
+from segtrain.dist import ProcessGroup
+from segtrain.norm.functional import Moments, packed_moments, unpacked_moments
+
+
+class _AllSum(torch.autograd.Function):
+    """The sum over the ranks; every rank's gradient reaches every rank's summand."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return dist.all_sum(tensor.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _AllSum.apply(grad, ctx.group), None
+
+
+def composite_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Moments]:
+    """As `sync_batch_norm`, differentiable any number of times.
+
+    Collective once forward and at least once in every backward pass that reaches it; all ranks must
+    take the same derivatives in the same order.
+    """
+    channels = x.shape[1]
+    over = [dim for dim in range(x.dim()) if dim != 1]
+    shape = (1, channels, *[1] * (x.dim() - 2))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    num_values = x.numel() // channels
+    divisor = max(num_values, 1)  # a rank without values has sums of 0
+
+    mean = wide.sum(over) / divisor
+    var = (wide - mean.view(shape)).square().sum(over) / divisor
+    total = _AllSum.apply(packed_moments(mean, var, num_values), group)
+    mean64, var64, count = unpacked_moments(total)
+    moments = Moments(mean64.to(wide.dtype), var64.to(wide.dtype), count)
+    y = (wide - moments.mean.view(shape)) * (moments.var + eps).rsqrt().view(shape)
+    if weight is not None:
+        y = y * weight.to(wide.dtype).view(shape)
+    if bias is not None:
+        y = y + bias.to(wide.dtype).view(shape)
+    return y.to(x.dtype), Moments(*(t.detach() for t in moments))

@@ -1,0 +1,82 @@
+"""The norm layers that a config can name."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segtrain.config import NormConfig
+from segtrain.norm.partial import PartialBatchNorm2d
+from segtrain.norm.sync import SyncBatchNorm2d
+
+NormFactory = Callable[[int], nn.Module]
+"""Makes the norm layer for a number of channels; models take it as an argument."""
+
+
+def make_norm(config: NormConfig) -> NormFactory:
+    """The layer that `config` asks for; `settle_statistics` has to follow every backward pass."""
+    if config.kind == "group":
+        return partial(_group_norm, config.num_groups, eps=config.eps)
+    options = {"eps": config.eps, "momentum": config.momentum}
+    if config.kind == "frozen":
+        return partial(FrozenBatchNorm2d, **options)
+    extent = 1 if config.kind == "local" else config.extent
+    if extent == "world":
+        return partial(SyncBatchNorm2d, **options)
+    return partial(PartialBatchNorm2d, extent=extent, running=config.running, **options)
+
+
+def make_inference_norm(config: NormConfig) -> NormFactory:
+    """The plain layer of torch that computes the same in evaluation mode, with the same keys."""
+    if config.kind == "group":
+        return make_norm(config)
+    return partial(nn.BatchNorm2d, eps=config.eps)
+
+
+def describe_norm(config: NormConfig) -> str:
+    """`config` in words, for people: whose statistics train, and which ones evaluate."""
+    if config.kind == "group":
+        return f"group norm, at most {config.num_groups} groups"
+    if config.kind == "frozen":
+        return "frozen batch norm, statistics of the initial weights"
+    if config.kind == "sync" and config.extent == "world":
+        words = "synchronized batch norm"
+    else:
+        if config.kind == "local":
+            words = "local batch norm"
+        elif config.extent == "node":
+            words = "batch norm synchronized within each machine"
+        else:
+            words = f"batch norm synchronized within groups of {config.extent} ranks"
+        words += f", running statistics {_RUNNING_WORDS[config.running]}"
+    if config.precise_batches is not None:
+        words += f", precise over {config.precise_batches} batches"
+    return words
+
+
+_RUNNING_WORDS = {
+    "rank0": "of rank 0",
+    "mean": "the mean over the groups",
+    "pooled": "pooled over all ranks",
+}
+
+
+class FrozenBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm that takes its running statistics as constants, in training too.
+
+    They come with the weights that training starts from; those of random weights, 0 and 1, do not
+    normalize anything. Weight and bias are trained.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` (N, C, H, W) normalized by the running statistics."""
+        return F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
+
+
+def _group_norm(num_groups: int, channels: int, *, eps: float) -> nn.GroupNorm:
+    # Widths such as 48 have no 32 groups; the nearest smaller number that divides both has.
+    return nn.GroupNorm(math.gcd(num_groups, channels), channels, eps=eps)

@@ -1,0 +1,134 @@
+"""Batch norm over some of the ranks, with running statistics of all of them."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segtrain import dist
+from segtrain.dist import ProcessGroup
+from segtrain.norm.functional import Moments, packed_moments, unbiased, unpacked_moments
+from segtrain.norm.sync import SyncBatchNorm2d, recomputing
+
+Running = Literal["rank0", "mean", "pooled"]
+
+
+class PartialBatchNorm2d(SyncBatchNorm2d):
+    """Batch norm whose training statistics are those of the ranks near by.
+
+    Each group normalizes by its own values, so the result depends on the number of ranks. What it
+    is evaluated with is one set of running statistics, the same on all ranks: `settle_statistics`
+    merges the groups' batches into it, and must be called after every backward pass.
+
+    Args:
+        extent: the ranks that share statistics: this many neighbours (1: none), or "node" for those
+            of one machine.
+        running: what of the groups' statistics is tracked. "rank0": those of rank 0's group, what
+            DistributedDataParallel's broadcast of buffers leads to; "mean": the average of means
+            and of variances over the groups; "pooled": mean and variance of all values together,
+            which is what full synchronization tracks.
+
+    Other arguments, shapes and errors: as SyncBatchNorm; a group of one rank refuses one value per
+    channel, as nn.BatchNorm2d does.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *args: Any,
+        extent: int | Literal["node"] = 1,
+        running: Running = "pooled",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_features, *args, **kwargs)
+        self.extent = extent
+        self.running = running
+        self._seen: list[Moments] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` (N, C, H, W) normalized (collective over the group in training)."""
+        if not self.training or dist.world_size() == 1 or self._sharing_size() > 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        mean, var = torch.zeros(2, self.num_features, dtype=dtype, device=input.device)
+        # A momentum of 1 makes the kernel leave the statistics of the batch in the buffers.
+        y = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        count = input.numel() // self.num_features
+        biased = var * ((count - 1) / count)
+        self._track(input, Moments(mean, biased, mean.new_tensor(count, dtype=torch.float64)), None)
+        return y
+
+    def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
+        if dist.world_size() == 1:
+            super()._track(input, moments, group)
+        elif self.running_mean is not None and not recomputing():
+            self._seen.append(moments)
+
+    def _ranks(self) -> tuple[int, ...]:
+        if self.extent == "node":
+            return dist.node_ranks()
+        first = dist.rank() // self.extent * self.extent
+        return tuple(range(first, min(first + self.extent, dist.world_size())))
+
+    def _group(self) -> ProcessGroup | None:
+        return dist.group_of(self._ranks())
+
+    def _sharing_size(self) -> int:
+        return len(self._ranks())
+
+    def _sharing_key(self) -> Any:
+        return type(self), self.extent
+
+    def extra_repr(self) -> str:
+        """As nn.BatchNorm2d, with extent and kind of running statistics."""
+        return f"{super().extra_repr()}, extent={self.extent}, running={self.running}"
+
+    def forget(self) -> None:
+        """Drops what has been seen since the statistics were settled."""
+        self._seen.clear()
+
+    def _contributions(self) -> Iterator[Tensor]:
+        """For each batch seen, what this rank adds to the sum over all ranks, (2 C + 1,)."""
+        leads = self._ranks()[0] == dist.rank()  # one rank speaks for its group
+        counts_in = leads and (self.running != "rank0" or dist.rank() == 0)
+        for mean, var, count in self._seen:
+            if self.running == "pooled":
+                part = packed_moments(mean, var, 1) * count
+            else:
+                one = mean.new_ones(1)
+                part = torch.cat([mean, unbiased(var, count), one]).double()
+            yield part if counts_in else torch.zeros_like(part)
+
+    def _merge(self, total: Tensor) -> None:
+        """Takes in one batch, given the sum of all ranks' contributions."""
+        if self.running == "pooled":
+            mean, var, count = unpacked_moments(total)
+            var = unbiased(var, count)
+        else:
+            count = total[-1]  # of the groups that spoke
+            mean, var = (total[:-1] / count).view(2, -1)
+        self._update(mean, var, seen=count > 0)
+
+
+@torch.no_grad()
+def settle_statistics(module: nn.Module) -> None:
+    """Brings the running statistics of partial batch norms up to date (collective).
+
+    One all_reduce for all layers and all batches since the last call; nothing where the module has
+    no such layer. All ranks end with the same bits.
+    """
+    layers = [
+        layer for layer in module.modules() if isinstance(layer, PartialBatchNorm2d) and layer._seen
+    ]
+    if not layers:
+        return
+    parts = [(layer, part) for layer in layers for part in layer._contributions()]
+    totals = dist.all_sum(torch.cat([part for _, part in parts]))
+    sizes = [part.numel() for _, part in parts]
+    for (layer, _), total in zip(parts, totals.split(sizes), strict=True):
+        layer._merge(total)
+    for layer in layers:
+        layer.forget()

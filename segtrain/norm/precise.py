@@ -1,0 +1,92 @@
+"""Running statistics that are those of a whole data set instead of a fading memory of batches."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from segtrain import dist
+from segtrain.norm.functional import local_moments, packed_moments, unbiased, unpacked_moments
+from segtrain.norm.partial import PartialBatchNorm2d
+
+T = TypeVar("T")
+
+
+@torch.no_grad()
+def precise_statistics(
+    module: nn.Module,
+    batches: Iterable[T],
+    forward: Callable[[T], Any] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Sets every running mean and variance to that of all values in all `batches` (collective).
+
+    The running average of training weighs the newest batches most and was taken while the weights
+    moved (Wu and Johnson, arXiv:2105.07576, section 3). Here the weights stand still, batch norm
+    normalizes by the batch as in training, everything else is in evaluation mode, and the moments
+    of all batches of all ranks are pooled exactly: each value counts once, however the batches are
+    cut. The variance gets Bessel's factor. Modes and `num_batches_tracked` are left as they were.
+
+    Args:
+        batches: this rank's; layers that share statistics need as many on every rank.
+        forward: runs the model on a batch; None: module(batch).
+
+    Returns:
+        the number of layers that were set; 0 changes nothing and runs nothing.
+    """
+    layers = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None
+    ]
+    if not layers:
+        return 0
+    sums: dict[nn.Module, Tensor] = {}
+    modes = {child: child.training for child in module.modules()}
+    counters = [layer.num_batches_tracked.clone() for layer in layers]
+    handles = [layer.register_forward_pre_hook(partial(_accumulate, sums)) for layer in layers]
+    try:
+        module.eval()
+        for layer in layers:
+            layer.train()
+        for batch in batches:
+            (forward or module)(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for child, training in modes.items():
+            child.training = training
+        for layer, counter in zip(layers, counters, strict=True):
+            layer.num_batches_tracked.copy_(counter)
+            if isinstance(layer, PartialBatchNorm2d):
+                layer.forget()
+    _set(layers, sums, group)
+    return len(layers)
+
+
+def _accumulate(sums: dict[nn.Module, Tensor], layer: nn.Module, args: tuple[Tensor]) -> None:
+    (x,) = args
+    payload = packed_moments(*local_moments(x), x.numel() // x.shape[1])
+    sums[layer] = sums[layer] + payload if layer in sums else payload
+
+
+def _set(
+    layers: list[_BatchNorm], sums: dict[nn.Module, Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """One all_reduce for all layers; those that saw no value on any rank keep what they had."""
+    sizes = [2 * layer.num_features + 1 for layer in layers]
+    nothing = [
+        layer.running_mean.new_zeros(size, dtype=torch.float64)
+        for layer, size in zip(layers, sizes, strict=True)
+    ]
+    parts = [sums.get(layer, zeros) for layer, zeros in zip(layers, nothing, strict=True)]
+    whole = dist.all_sum(torch.cat(parts), group)
+    for layer, part in zip(layers, whole.split(sizes), strict=True):
+        mean, var, count = unpacked_moments(part)
+        if count > 0:
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_(unbiased(var, count))

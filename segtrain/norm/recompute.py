@@ -1,0 +1,150 @@
+"""Batch norm, ReLU and the convolution after them as one function that keeps one tensor.
+
+Autograd keeps the input of the batch norm for its backward pass and the output of the ReLU for that
+of the convolution. The second follows from the first and the statistics at hand: computing it again
+costs one elementwise pass and no communication (as In-Place ABN does, arXiv:1712.02616, but with an
+exact ReLU and nothing inverted).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from segtrain import dist
+from segtrain.dist import ProcessGroup
+from segtrain.norm.functional import (
+    Moments,
+    backward_sums,
+    dense,
+    dense_like,
+    global_moments,
+    input_gradient,
+    like_statistics,
+)
+from segtrain.norm.sync import SyncBatchNorm
+from segtrain.offload import bring_back, put_away
+
+
+def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
+    """conv(relu(norm(x))), keeping `x` alone for the backward pass (collective in training).
+
+    Outputs, gradients and running statistics are those of the three modules; differentiable once.
+    Layers that are not synchronized batch norms in training run as they are, and so do those with
+    hooks or `double_backward`. Convolutions have no bias.
+    """
+    if not (isinstance(norm, SyncBatchNorm) and norm.shares_calls()) or _has_hooks(conv):
+        return conv(F.relu(norm(x), inplace=True))
+    norm._check_input_dim(x)
+    shared = norm._sharing_size() > 1
+    group = norm._group() if shared else None
+    y, *moments = _NormReLUConv.apply(
+        x, norm.weight, norm.bias, conv.weight, norm.eps, shared, group, _geometry(conv)
+    )
+    norm._track(x, Moments(*moments), group)
+    return y
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _geometry(conv: nn.Conv2d) -> tuple[Any, ...]:
+    assert conv.bias is None
+    assert conv.padding_mode == "zeros"
+    return conv.stride, conv.padding, conv.dilation, conv.groups
+
+
+class _NormReLUConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        kernel: Tensor,
+        eps: float,
+        shared: bool,
+        group: ProcessGroup | None,
+        geometry: tuple[Any, ...],
+    ) -> tuple[Tensor, ...]:
+        x = dense(x)
+        (moments,) = global_moments([x], group, shared=shared)
+        ctx.eps, ctx.shared, ctx.group, ctx.geometry = eps, shared, group, geometry
+        device = x.device.type
+        ctx.compute_dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else kernel.dtype
+        )
+        ctx.save_for_backward(x, weight, bias, kernel, *moments)
+        ctx.mark_non_differentiable(*moments)
+        z = _activated(x, weight, bias, moments, eps)
+        stride, padding, dilation, groups = geometry
+        y = F.conv2d(
+            z.to(ctx.compute_dtype),
+            kernel.to(ctx.compute_dtype),
+            None,
+            stride,
+            padding,
+            dilation,
+            groups,
+        )
+        return (y, *moments)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, kernel, *statistics = ctx.saved_tensors
+        moments = Moments(*statistics)
+        stride, padding, dilation, groups = ctx.geometry
+        z = _activated(x, weight, bias, moments, ctx.eps)
+        grad_z, grad_kernel, _ = torch.ops.aten.convolution_backward(
+            grad.to(ctx.compute_dtype),
+            z.to(ctx.compute_dtype),
+            kernel.to(ctx.compute_dtype),
+            None,
+            stride,
+            padding,
+            dilation,
+            False,
+            [0] * len(stride),
+            groups,
+            [True, ctx.needs_input_grad[3], False],
+        )
+        grad_z = dense_like(grad_z.to(x.dtype), x).masked_fill_(z <= 0, 0)
+        mean, var, count = moments
+        local = backward_sums(grad_z, x, mean, var, ctx.eps)  # (2, C)
+        total = local.to(torch.float64, copy=True)
+        parked = put_away(x)
+        del x, z
+        if ctx.shared:
+            total = dist.all_sum(total, ctx.group)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            x = bring_back(parked)
+            means = (total / count.clamp(min=1)).to(mean.dtype)
+            grad_x = input_gradient(grad_z, x, weight, mean, var, means, ctx.eps)
+        return (
+            grad_x,
+            local[1].to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            local[0].to(bias.dtype) if ctx.needs_input_grad[2] else None,
+            None if grad_kernel is None else grad_kernel.to(kernel.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _activated(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Moments, eps: float
+) -> Tensor:
+    mean, var, _ = moments
+    scale, shift = like_statistics(weight, mean), like_statistics(bias, mean)
+    return F.relu_(F.batch_norm(x, mean, var, scale, shift, eps=eps))

@@ -1,0 +1,257 @@
+"""The kinds of statistics that a config can ask for, alone and in training."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from experiments import experiment, losses, train, write_config, write_data
+from torch import nn
+
+from segtrain import dist
+from segtrain.checkpoint import load, load_model
+from segtrain.config import NormConfig, load_config
+from segtrain.errors import ConfigError
+from segtrain.norm import (
+    FrozenBatchNorm2d,
+    PartialBatchNorm2d,
+    SyncBatchNorm2d,
+    convert,
+    describe_norm,
+    make_inference_norm,
+    make_norm,
+    normalize_together,
+    settle_statistics,
+)
+
+C = 4
+X = torch.randn(12, C, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+# Ranks that see different data, and different amounts of it.
+X = X * torch.linspace(0.5, 3, 12, dtype=torch.float64).view(12, 1, 1, 1) + torch.arange(12).view(
+    12, 1, 1, 1
+)
+ROWS = {3: [slice(0, 3), slice(3, 4), slice(4, 12)], 4: [slice(i, i + 3) for i in (0, 3, 6, 9)]}
+
+
+def close(a, b, atol=1e-12):
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def two_steps(extent, running, momentum):
+    layer = PartialBatchNorm2d(C, extent=extent, running=running, momentum=momentum).double()
+    x = X[ROWS[dist.world_size()][dist.rank()]].clone().requires_grad_()
+    outputs = []
+    for scale in (1.0, 2.0):
+        y = layer(x * scale)
+        y.pow(3).sum().backward()
+        settle_statistics(layer)
+        outputs.append(y.detach())
+    return outputs, x.grad, list(layer.buffers())
+
+
+def batch_norm_of(parts, scale):
+    """Each group's output by torch, and its mean and unbiased variance."""
+    results = []
+    for part in parts:
+        mean, var = torch.zeros(2, C, dtype=torch.float64)
+        y = F.batch_norm(part * scale, mean, var, training=True, momentum=1.0)
+        results.append((y, mean, var))
+    return results
+
+
+@pytest.mark.parametrize("running", ["rank0", "mean", "pooled"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(("ranks", "extent"), [(3, 1), (4, 2), (3, 2)])
+def test_groups_normalize_by_themselves_and_track_together(
+    run_ranks, ranks, extent, running, momentum
+):
+    groups = [range(first, min(first + extent, ranks)) for first in range(0, ranks, extent)]
+    parts = [torch.cat([X[ROWS[ranks][rank]] for rank in group]) for group in groups]
+    running_mean, running_var = torch.zeros(C).double(), torch.ones(C).double()
+    expected = []
+    for step, scale in enumerate((1.0, 2.0), start=1):
+        outputs = batch_norm_of(parts, scale)
+        expected.append(torch.cat([y for y, *_ in outputs]))
+        if running == "rank0":
+            _, mean, var = outputs[0]
+        elif running == "mean":
+            mean = torch.stack([m for _, m, _ in outputs]).mean(0)
+            var = torch.stack([v for *_, v in outputs]).mean(0)
+        else:
+            ((_, mean, var),) = batch_norm_of([X], scale)
+        factor = momentum or 1 / step
+        running_mean = (1 - factor) * running_mean + factor * mean
+        running_var = (1 - factor) * running_var + factor * var
+
+    x = X.clone().requires_grad_()
+    for scale in (1.0, 2.0):
+        for group in groups:
+            part = torch.cat([x[ROWS[ranks][rank]] for rank in group])
+            F.batch_norm(part * scale, None, None, training=True).pow(3).sum().backward()
+
+    for rank, (outputs, grad, buffers) in enumerate(
+        run_ranks(ranks, two_steps, extent, running, momentum)
+    ):
+        rows = ROWS[ranks][rank]
+        close(outputs, [y[rows] for y in expected])
+        close(grad, x.grad[rows], atol=1e-10)
+        close(buffers, [running_mean, running_var, torch.tensor(2)], atol=1e-11)
+
+
+def coalesced():
+    """Groups of two of four: the branches share a collective, and nothing else changes."""
+    x = X[ROWS[4][dist.rank()]].float()
+    layers = [PartialBatchNorm2d(C, extent=2) for _ in range(4)]
+    separate = [layers[0](x), layers[1](x + 1)]
+    together = normalize_together([(x, layers[2]), (x + 1, layers[3])])
+    close(together, separate, atol=0)
+    settle_statistics(nn.ModuleList(layers))
+    close(list(layers[2].buffers()), list(layers[0].buffers()), atol=0)
+    return True
+
+
+def test_branches_of_a_group_share_a_collective(run_ranks):
+    assert run_ranks(4, coalesced) == [True] * 4
+
+
+def test_one_process_is_plain_batch_norm():
+    ours, theirs = PartialBatchNorm2d(C).double(), nn.BatchNorm2d(C).double()
+    close(ours(X), theirs(X), atol=0)
+    settle_statistics(ours)
+    close(dict(ours.named_buffers()), dict(theirs.named_buffers()), atol=0)
+    back = convert(ours, to="local")
+    assert type(back) is nn.BatchNorm2d
+    assert set(vars(back)) == set(vars(theirs))
+
+
+def test_frozen_statistics_stay_and_are_used_in_training():
+    layer = FrozenBatchNorm2d(C).double()
+    with torch.no_grad():
+        layer.running_mean.fill_(2.0)
+        layer.running_var.fill_(9.0)
+    y = layer.train()(X)
+    close(y, (X - 2) / (9 + 1e-5) ** 0.5)
+    y.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.num_batches_tracked == 0
+    close(layer.running_mean, torch.full((C,), 2.0).double(), atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "layer", "words"),
+    [
+        ({}, SyncBatchNorm2d, "synchronized batch norm"),
+        ({"extent": "node"}, PartialBatchNorm2d, "within each machine, .* pooled over all ranks"),
+        ({"extent": 2, "running": "mean"}, PartialBatchNorm2d, "groups of 2 ranks, .* the mean"),
+        ({"kind": "local", "running": "rank0"}, PartialBatchNorm2d, "local .* of rank 0"),
+        ({"kind": "frozen"}, FrozenBatchNorm2d, "frozen"),
+        ({"kind": "group"}, nn.GroupNorm, "group norm, at most 32 groups"),
+        ({"precise_batches": 8}, SyncBatchNorm2d, "precise over 8 batches"),
+    ],
+)
+def test_the_config_chooses_the_layer_and_says_so(options, layer, words):
+    import re
+
+    config = NormConfig(**options)
+    made = make_norm(config)(48)
+    assert type(made) is layer
+    assert re.search(words, describe_norm(config))
+    # What is loaded for evaluation has the same keys and computes the same.
+    plain = make_inference_norm(config)(48)
+    plain.load_state_dict(made.state_dict())
+    x = torch.randn(2, 48, 3, 3)
+    close(plain.eval()(x), made.eval()(x), atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"kind": "local", "extent": 2}, "extent"),
+        ({"running": "mean"}, "running"),
+        ({"kind": "group", "momentum": 0.5}, "momentum"),
+        ({"kind": "frozen", "precise_batches": 2}, "precise_batches"),
+        ({"num_groups": 8}, "num_groups"),
+    ],
+)
+def test_options_without_effect_are_refused(options, key):
+    with pytest.raises(ValueError, match=f"{key}: has no effect"):
+        NormConfig(**options)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        {"kind": "local", "running": "rank0"},
+        {"kind": "local", "running": "pooled"},
+        {"extent": 2, "running": "mean"},
+        {"kind": "group", "num_groups": 4},
+        {"precise_batches": 2},
+    ],
+    ids=str,
+)
+def test_every_kind_trains_and_is_evaluated_alike_on_all_ranks(run_ranks, tmp_path, data, norm):
+    """Ranks with running statistics of their own would score their shares by different models."""
+    options = experiment(
+        data, norm=norm, train={"steps": 3, "precision": "float32", "batch_size": 6}
+    )
+    config = write_config(tmp_path / "c.yaml", options)
+    assert run_ranks(3, train, config, tmp_path / "run") == [0] * 3
+    assert np.isfinite(losses(tmp_path / "run")).all()
+    (scored,) = losses(tmp_path / "run", "eval/mIoU")
+    record = load(tmp_path / "run/checkpoints/last.pt")
+    assert record.best["mean_iou"] == scored
+    from segtrain.data import open_dataset
+    from segtrain.inference import InferenceSettings
+    from segtrain.scoring import evaluate_dataset
+
+    loaded = load_model(tmp_path / "run")
+    matrix = evaluate_dataset(
+        loaded.model,
+        open_dataset(loaded.config.data, "val"),
+        InferenceSettings.from_config(loaded.config),
+        device=torch.device("cpu"),
+        num_classes=loaded.classes.num_classes,
+    )
+    assert matrix.scores().mean_iou == pytest.approx(scored, abs=2e-3)
+
+
+def test_precise_statistics_do_not_see_the_ranks(run_ranks, tmp_path, data):
+    options = experiment(data, norm={"precise_batches": 3}, train={"steps": 2})
+    config = write_config(tmp_path / "c.yaml", options)
+    for ranks in (1, 2):
+        run_ranks(ranks, train, config, tmp_path / f"run{ranks}")
+    one, two = (load(tmp_path / f"run{ranks}/checkpoints/last.pt").model for ranks in (1, 2))
+    for key, wanted in one.items():
+        torch.testing.assert_close(two[key], wanted, rtol=1e-9, atol=1e-11)
+    untouched = experiment(data, train={"steps": 2})
+    run_ranks(1, train, write_config(tmp_path / "u.yaml", untouched), tmp_path / "plain")
+    plain = load(tmp_path / "plain/checkpoints/last.pt").model
+    assert not torch.equal(plain["backbone.bn1.running_var"], one["backbone.bn1.running_var"])
+
+
+def test_frozen_statistics_come_from_another_run(run_ranks, tmp_path, data):
+    first = write_config(tmp_path / "a.yaml", experiment(data, train={"steps": 4}))
+    run_ranks(1, train, first, tmp_path / "first")
+    options = experiment(
+        data,
+        norm={"kind": "frozen"},
+        train={"steps": 2, "init_from": str(tmp_path / "first"), "lr": 1e-4},
+    )
+    second = write_config(tmp_path / "b.yaml", options)
+    run_ranks(2, train, second, tmp_path / "second")
+    before, after = (load(tmp_path / f"{x}/checkpoints/last.pt").model for x in ("first", "second"))
+    assert torch.equal(before["backbone.bn1.running_var"], after["backbone.bn1.running_var"])
+    assert not torch.equal(before["backbone.bn1.weight"], after["backbone.bn1.weight"])
+    assert "init" in (tmp_path / "second/train.log").read_text()
+
+
+def test_frozen_statistics_of_random_weights_are_refused(tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", experiment(data, norm={"kind": "frozen"}))
+    with pytest.raises(ConfigError, match=r"train\.init_from"):
+        load_config(config)

@@ -1,0 +1,233 @@
+"""What people who bring their own loop need of the layer: checkpointing, second derivatives, ranks
+that differ, precise statistics, a watch over the meetings."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from segtrain import dist
+from segtrain.norm import (
+    SyncBatchNorm2d,
+    convert,
+    precise_statistics,
+    until_all_end,
+    watch_ranks,
+)
+
+IMAGES = torch.randn(5, 3, 6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+ROWS = {1: [range(5)], 2: [range(2), range(2, 5)], 3: [range(1), range(1, 1), range(1, 5)]}
+
+
+def net(**options):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False),
+        SyncBatchNorm2d(4, **options),
+        nn.ReLU(),
+        nn.Conv2d(4, 2, 3, bias=False),
+        SyncBatchNorm2d(2, **options),
+    ).double()
+
+
+def mine():
+    return IMAGES[list(ROWS[dist.world_size()][dist.rank()])]
+
+
+def summed_gradients(module):
+    return [dist.all_sum(p.grad.clone()) for p in module.parameters()]
+
+
+def close(a, b, atol=1e-12):
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def checkpointed_step(mode):
+    model = net()
+    x = mine().requires_grad_()
+    y = model(x) if mode is None else checkpoint(model, x, use_reentrant=mode)
+    y.pow(3).sum().backward()
+    return x.grad, summed_gradients(model), [b.clone() for b in model.buffers()]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_neither_gradients_nor_buffers(run_ranks, reentrant):
+    plain, recomputed = (run_ranks(2, checkpointed_step, mode) for mode in (None, reentrant))
+    for a, b in zip(plain, recomputed, strict=True):
+        close(a, b, atol=0)
+        assert b[2][2] == 1  # num_batches_tracked
+
+
+def gradient_penalty(double_backward):
+    """The gradient of a function of a gradient, with respect to input and parameters."""
+    model = net(double_backward=double_backward)
+    x = mine().requires_grad_()
+    (first,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+    first.square().sum().backward()
+    return x.grad, summed_gradients(model)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_second_derivatives_are_those_of_the_full_batch(run_ranks, ranks):
+    model = convert(net(), to="local")
+    x = IMAGES.clone().requires_grad_()
+    (first,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+    first.square().sum().backward()
+    scale = x.grad.abs().max()
+    for rows, (grad, parameters) in zip(
+        ROWS[ranks], run_ranks(ranks, gradient_penalty, True), strict=True
+    ):
+        close(grad / scale, x.grad[list(rows)] / scale)
+        for got, p in zip(parameters, model.parameters(), strict=True):
+            # Second derivatives of a normalization cancel more digits than first ones.
+            close(got / p.grad.abs().max(), p.grad / p.grad.abs().max(), atol=1e-10)
+
+
+def refused_penalty():
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient_penalty(False)
+
+
+def test_the_fast_layer_refuses_a_second_derivative(run_ranks):
+    run_ranks(2, refused_penalty)
+
+
+def composite_step(double_backward):
+    model = net(double_backward=double_backward)
+    x = mine().requires_grad_()
+    y = model(x)
+    y.pow(3).sum().backward()
+    return y.detach(), x.grad, summed_gradients(model), list(model.buffers())
+
+
+def test_both_ways_of_computing_agree(run_ranks):
+    fast, composite = (run_ranks(3, composite_step, way) for way in (False, True))
+    for a, b in zip(fast, composite, strict=True):
+        close(a, b)
+
+
+def uneven_epoch():
+    """Rank r has r + 1 batches; losses are sums over a global count."""
+    model = net()
+    empty = IMAGES[:0]
+    batches = [IMAGES[: 2 + i] for i in range(dist.rank() + 1)]
+    sizes = []
+    for batch in until_all_end(batches, empty):
+        model.zero_grad()
+        model(batch).pow(3).sum().backward()
+        sizes.append(len(batch))
+    return sizes, summed_gradients(model), list(model.buffers())
+
+
+def test_ranks_with_fewer_batches_go_on_with_empty_ones(run_ranks):
+    results = run_ranks(3, uneven_epoch)
+    assert [sizes for sizes, *_ in results] == [[2, 0, 0], [2, 3, 0], [2, 3, 4]]
+    # In the last step only one rank has images: it is as if it were alone.
+    model = convert(net(), to="local")
+    batches = [torch.cat([IMAGES[: 2 + i]] * (3 - i)) for i in range(3)]
+    for batch in batches:
+        model.zero_grad()
+        model(batch).pow(3).sum().backward()
+    for _, gradients, buffers in results:
+        for got, p in zip(gradients, model.parameters(), strict=True):
+            close(got, p.grad, atol=1e-10)
+        close(buffers, list(model.buffers()))
+
+
+def precise():
+    model = net().train()
+    model[0].eval()
+    before = [p.clone() for p in model.parameters()]
+    batches = [mine()[:1], mine()] if dist.rank() else [mine(), mine()[:1]]
+    assert precise_statistics(model, batches) == 2
+    assert [layer.training for layer in model] == [False, True, True, True, True]
+    close(before, list(model.parameters()), atol=0)
+    return list(model.buffers())
+
+
+def test_precise_statistics_are_those_of_all_values_of_all_ranks(run_ranks):
+    """The first layer's input does not depend on statistics, so its moments are known."""
+    first, second = run_ranks(2, precise)
+    close(first, second, atol=0)
+    model = net()
+    seen = torch.cat([IMAGES[0:2], IMAGES[0:1], IMAGES[2:3], IMAGES[2:5]])
+    x = F.conv2d(seen, model[0].weight)
+    mean, var, tracked = first[:3]
+    close(mean, x.mean((0, 2, 3)))
+    close(var, x.transpose(0, 1).reshape(4, -1).var(1))
+    assert tracked == 0
+
+
+def test_precise_statistics_of_one_process_equal_torchs_over_one_batch():
+    ours, theirs = convert(net(), to="local"), convert(net(), to="local")
+    assert precise_statistics(ours, [IMAGES]) == 2
+    torch.optim.swa_utils.update_bn([IMAGES], theirs)
+    for a, b in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
+        if "tracked" not in a[0]:
+            close(a[1], b[1])
+
+
+def test_precise_statistics_of_a_model_without_any_do_nothing():
+    assert precise_statistics(nn.Conv2d(3, 4, 3), [IMAGES]) == 0
+
+
+def skipping():
+    """Rank 1 goes past the first layer; the widths agree, so nothing else would notice."""
+    model = nn.Sequential(SyncBatchNorm2d(3), SyncBatchNorm2d(3))
+    taken = model if dist.rank() == 0 else model[1]
+    with watch_ranks(model), pytest.raises(RuntimeError) as caught:
+        taken(IMAGES[:2].float())
+    return str(caught.value)
+
+
+def test_the_watch_names_the_layers_at_which_ranks_stand(run_ranks):
+    for message in run_ranks(2, skipping):
+        assert "rank 0: forward of 0 (3 channels)" in message
+        assert "rank 1: forward of 1 (3 channels)" in message
+
+
+def watched():
+    model = net()
+    x = mine()
+    plain = copy.deepcopy(model)(x)
+    with watch_ranks(model) as waits:
+        y = model(x)
+        y.sum().backward()
+    close(y, plain, atol=0)
+    assert not any(layer._forward_hooks for layer in model)
+    return sorted(waits), min(waits.values()) > 0
+
+
+def test_the_watch_changes_nothing_and_measures_the_waits(run_ranks):
+    assert run_ranks(2, watched) == [(["1", "4"], True)] * 2
+
+
+def two_forwards():
+    """Two forward passes before one backward pass, each with statistics of its own."""
+    model = net()
+    a, b = mine(), mine().flip(0) * 2 + 1
+    (model(a).pow(3).sum() + model(b).pow(3).sum()).backward()
+    return summed_gradients(model), list(model.buffers())
+
+
+def test_two_forward_passes_before_one_backward_pass(run_ranks):
+    model = convert(net(), to="local")
+    b = torch.cat([IMAGES[list(rows)].flip(0) for rows in ROWS[2]]) * 2 + 1
+    (model(IMAGES).pow(3).sum() + model(b).pow(3).sum()).backward()
+    for gradients, buffers in run_ranks(2, two_forwards):
+        for got, p in zip(gradients, model.parameters(), strict=True):
+            close(got, p.grad, atol=1e-10)
+        close(buffers, list(model.buffers()))
+
+
+def test_folding_into_the_convolution_keeps_the_output():
+    from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+    model = convert(net(), to="local")
+    model(IMAGES)
+    model.eval()
+    fused = fuse_conv_bn_eval(model[0], model[1])
+    close(fused(IMAGES), model[1](model[0](IMAGES)))

@@ -1,0 +1,132 @@
+"""Batch norm, ReLU and convolution that keep one tensor: the same numbers, half the memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from segtrain import dist
+from segtrain.config import Config, ModelConfig
+from segtrain.models import build_model
+from segtrain.norm import PartialBatchNorm2d, SyncBatchNorm2d, norm_relu_conv
+
+X = torch.randn(5, 6, 7, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
+ROWS = {1: [slice(0, 5)], 2: [slice(0, 2), slice(2, 5)]}
+
+
+def step(fused, kind, memory_format, conv_options):
+    torch.manual_seed(1)
+    norm, conv = kind(6).double(), nn.Conv2d(6, 4, 3, bias=False, **conv_options).double()
+    with torch.no_grad():
+        norm.weight.uniform_(-1, 2)
+        norm.bias.uniform_(-1, 1)
+    x = X[ROWS[dist.world_size()][dist.rank()]].to(memory_format=memory_format).requires_grad_()
+    y = norm_relu_conv(x, norm, conv) if fused else conv(torch.relu(norm(x)))
+    y.pow(3).sum().backward()
+    gradients = [p.grad for p in (*norm.parameters(), *conv.parameters())]
+    return y.detach(), x.grad, gradients, list(norm.buffers())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", [SyncBatchNorm2d, PartialBatchNorm2d])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_it_computes_what_the_three_modules_compute(run_ranks, ranks, kind, memory_format):
+    geometry = {"stride": 2, "padding": 2, "dilation": 2, "groups": 2}
+    plain, fused = (run_ranks(ranks, step, way, kind, memory_format, geometry) for way in (0, 1))
+    torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
+
+
+def saved_bytes(function):
+    """Bytes of the distinct storages that autograd keeps, parameters apart."""
+    storages = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = function()
+    return sum(storages.values()), output
+
+
+def test_it_keeps_half_of_the_bytes():
+    """A chain of four, whose own tensors are large beside the statistics."""
+    layers = [(SyncBatchNorm2d(16), nn.Conv2d(16, 16, 3, padding=1, bias=False)) for _ in range(4)]
+    x = torch.randn(2, 16, 64, 64, requires_grad=True)
+
+    def chain(fused):
+        y = x * 1  # not the leaf, which nobody has to keep
+        for norm, conv in layers:
+            y = norm_relu_conv(y, norm, conv) if fused else conv(torch.relu(norm(y)))
+        return y
+
+    plain, _ = saved_bytes(lambda: chain(False))
+    fused, _ = saved_bytes(lambda: chain(True))
+    assert fused <= 0.55 * plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision_is_near_float32(dtype):
+    torch.manual_seed(0)
+    norm, conv = SyncBatchNorm2d(6), nn.Conv2d(6, 4, 3, bias=False)
+    x = X.float().requires_grad_()
+    conv(torch.relu(norm(x))).square().mean().backward()
+    wanted = [x.grad.clone(), conv.weight.grad.clone(), norm.weight.grad.clone()]
+    for tensor in (x, conv.weight, norm.weight):
+        tensor.grad = None
+    with torch.autocast("cpu", dtype):
+        y = norm_relu_conv(x, norm, conv)
+    assert y.dtype == dtype
+    y.float().square().mean().backward()
+    for tensor, expected in zip((x, conv.weight, norm.weight), wanted, strict=True):
+        assert tensor.grad.dtype == torch.float32
+        assert (tensor.grad - expected).norm() < 0.05 * expected.norm()
+
+
+def test_layers_of_other_kinds_and_evaluation_run_as_they_are():
+    conv = nn.Conv2d(6, 4, 3, bias=False)
+    for norm in (nn.BatchNorm2d(6), nn.GroupNorm(2, 6), SyncBatchNorm2d(6).eval()):
+        x = X.float()
+        expected = conv(torch.relu(norm(x)))
+        torch.testing.assert_close(norm_relu_conv(x, norm, conv), expected, rtol=0, atol=0)
+
+
+def model_step(options, recompute):
+    torch.manual_seed(0)
+    config = ModelConfig(**options, recompute_norm=recompute, dropout=0.0)
+    model = build_model(config, num_classes=3, norm=SyncBatchNorm2d).double().train()
+    images = torch.randn(3, 3, 41, 33, generator=torch.Generator().manual_seed(2)).double()
+    images = images[: 1 + dist.rank()] if dist.world_size() > 1 else images
+    out, aux = model(images)
+    (out.pow(3).mean() + aux.square().mean()).backward()
+    return (
+        out.detach(),
+        {name: p.grad for name, p in model.named_parameters()},
+        dict(model.named_buffers()),
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backbone": "resnet18", "head_channels": 8, "aux_channels": 8},
+        {"backbone": "resnet50", "stem": "64-64-128", "head_channels": 8, "aux_channels": 8},
+    ],
+    ids=["basic", "bottleneck"],
+)
+def test_a_whole_model_has_the_same_outputs_gradients_and_buffers(run_ranks, options):
+    plain, fused = (run_ranks(2, model_step, options, way) for way in (False, True))
+    for (out, grads, buffers), (out2, grads2, buffers2) in zip(plain, fused, strict=True):
+        torch.testing.assert_close(out2, out, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(buffers2, buffers, rtol=1e-12, atol=1e-12)
+        for name, grad in grads.items():
+            assert (grads2[name] - grad).abs().max() <= 1e-12 * max(1.0, grad.abs().max())
+
+
+def test_it_is_refused_where_it_has_no_effect():
+    data = {"layout": "folders", "root": "x", "classes": "x"}
+    with pytest.raises(ValueError, match="recompute_norm: has no effect with backbone mobilenet"):
+        ModelConfig(backbone="mobilenet_v2", recompute_norm=True)
+    with pytest.raises(ValueError, match=r"recompute_norm: has no effect with norm\.kind group"):
+        Config(data=data, model={"recompute_norm": True}, norm={"kind": "group"})

@@ -1,0 +1,231 @@
+"""The promise in the other direction: few ranks, working in shares, equal many."""
+
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from experiments import experiment, losses, train, write_config, write_data
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from segtrain import dist, engine, lockstep
+from segtrain.checkpoint import load
+from segtrain.lockstep import Lockstep
+from segtrain.offload import saved_on_host
+
+
+def test_the_slots_take_turns_and_meet_in_order():
+    log = []
+
+    def work():
+        mine = lockstep.slot()
+        log.append(("begins", mine))
+        total = lockstep.current().meet(mine + 1, lambda parts: (log.append("adds"), sum(parts))[1])
+        log.append(("has", mine))
+        return total * lockstep.current().meet(mine, list)[mine]
+
+    assert Lockstep(3).run([work] * 3) == [0, 6, 12]
+    begins, has = [("begins", i) for i in range(3)], [("has", i) for i in range(3)]
+    assert log == [*begins, "adds", *has]
+    assert lockstep.current() is None
+
+
+def test_sums_count_every_slot_and_results_are_each_ones_own():
+    def work():
+        assert dist.group_size() == 2
+        mine = torch.full((3,), 1.0 + lockstep.slot())
+        total = dist.all_sum(mine)
+        assert total is mine
+        total += lockstep.slot()
+        return total, dist.all_gather(torch.tensor([lockstep.slot()]))
+
+    (a, rows), (b, _) = Lockstep(2).run([work] * 2)
+    assert a.tolist() == [3.0] * 3
+    assert b.tolist() == [4.0] * 3
+    assert rows.tolist() == [[0], [1]]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_in_one_slot_ends_all_of_them(failing):
+    def work():
+        lockstep.current().meet(0, sum)
+        if lockstep.slot() == failing:
+            raise ZeroDivisionError("in one share")
+        lockstep.current().meet(0, sum)
+
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError, match="in one share"):
+        Lockstep(3).run([work] * 3)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_a_slot_that_meets_less_often_is_an_error_not_a_hang(short):
+    def work():
+        for _ in range(2 - (lockstep.slot() == short)):
+            lockstep.current().meet(0, sum)
+
+    with pytest.raises(RuntimeError, match="ended"):
+        Lockstep(3).run([work] * 3)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+def run(run_ranks, tmp_path, data, ranks, virtual, sections):
+    """Losses, gradient norms and final record of an experiment on ranks x virtual ranks."""
+    options = experiment(data, **sections)
+    options["train"]["virtual_ranks"] = virtual
+    name = f"{ranks}x{virtual}"
+    config = write_config(tmp_path / f"{name}.yaml", options)
+    assert set(run_ranks(ranks, train, config, tmp_path / name)) == {0}
+    return np.array(losses(tmp_path / name)), load(tmp_path / name / "checkpoints/last.pt")
+
+
+def test_eight_shares_on_one_two_and_four_ranks_equal_the_whole_batch(run_ranks, tmp_path, data):
+    """Augmentation, dropout and the auxiliary loss are on."""
+    sections = {"train": {"batch_size": 8, "steps": 20}}
+    whole, record = run(run_ranks, tmp_path, data, 1, 1, sections)
+    assert whole[-5:].mean() < 0.9 * whole[:5].mean()
+    for ranks, virtual in ((1, 8), (2, 4), (4, 2)):
+        shares, other = run(run_ranks, tmp_path, data, ranks, virtual, sections)
+        np.testing.assert_allclose(shares, whole, rtol=1e-9, atol=0)
+        for key, value in record.model.items():
+            torch.testing.assert_close(other.model[key], value, rtol=1e-7, atol=1e-9)
+
+
+def test_it_composes_with_everything_else(run_ranks, tmp_path, data):
+    """Uneven shares, mining, class weights, clipping, average, passes, recomputation, a new loss
+    of the auxiliary head."""
+    sections = {
+        "train": {
+            "steps": 4,
+            "batch_size": 11,
+            "accumulate_steps": 2,
+            "optimizer": "adamw",
+            "lr": 1e-3,
+            "clip_grad_norm": 0.5,
+            "ema_decay": 0.9,
+        },
+        "loss": {"kind": "ohem", "ohem_min_kept": 3000, "class_weights": [1.0, 2.0, 0.5, 0.0]},
+        "model": {"recompute_norm": True},
+    }
+    whole, record = run(run_ranks, tmp_path, data, 1, 1, sections)
+    for ranks, virtual in ((1, 3), (2, 2)):
+        shares, other = run(run_ranks, tmp_path, data, ranks, virtual, sections)
+        np.testing.assert_allclose(shares, whole, rtol=1e-9, atol=0)
+        for key, value in record.average.items():
+            torch.testing.assert_close(other.average[key], value, rtol=1e-6, atol=1e-8)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(run_ranks, tmp_path, data):
+    sections = {"train": {"steps": 4, "batch_size": 4}}
+    _, whole = run(run_ranks, tmp_path, data, 1, 2, sections)
+    options = experiment(data, **sections)
+    options["train"]["virtual_ranks"] = 2
+    config = write_config(tmp_path / "c.yaml", options)
+    run_ranks(1, stop_after_two_steps, config, tmp_path / "cut")
+    run_ranks(1, train, config, tmp_path / "cut", resume=True)
+    resumed = load(tmp_path / "cut/checkpoints/last.pt")
+    assert resumed.step == 4
+    for key, value in whole.model.items():
+        assert torch.equal(resumed.model[key], value)
+
+
+def stop_after_two_steps(config, directory):
+    from segtrain import train as command
+
+    def stopped(this):
+        return this.guard._stop_requested
+
+    original = command._keep_cadences
+
+    def stop(this):
+        original(this)
+        if this.state.step == 1:
+            this.stop.signal = 15  # read with the second step
+
+    command._keep_cadences = stop
+    return train(config, directory)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The peak of the bytes of all living storages, those of the host and `others` apart."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.others = {tensor.untyped_storage()._cdata for tensor in others}
+        self.storages = {}
+        self.on_host = set()
+        self.peak = 0
+
+    def forget(self, tensor):
+        self.on_host.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.others:
+                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
+        self.on_host &= self.storages.keys()
+        live = sum(size for key, (_, size) in self.storages.items() if key not in self.on_host)
+        self.peak = max(self.peak, live)
+        return result
+
+
+def peak_of_a_step(data, tmp_path, batch_size, virtual):
+    """The peak of live bytes beyond parameters and images, over forward and backward passes."""
+    from segtrain.config import load_config
+    from segtrain.guard import Guard
+    from segtrain.losses import SegLoss
+    from segtrain.models import build_model
+    from segtrain.norm import make_norm
+    from segtrain.records import DropoutMasks
+
+    options = experiment(data, train={"batch_size": batch_size, "precision": "float32"})
+    options["train"]["virtual_ranks"] = virtual
+    config = load_config(write_config(tmp_path / f"{batch_size}.yaml", options))
+    model = build_model(config.model, num_classes=4, norm=make_norm(config.norm))
+    state = engine.make_state(model, config, torch.device("cpu"))
+    state.model.train()
+    for parameter in model.parameters():  # gradients exist before, as the parameters do
+        parameter.grad = torch.zeros_like(parameter)
+    images = torch.randn(batch_size, 3, 128, 128)
+    share = engine.Share(images, torch.zeros(batch_size, 128, 128).long(), DropoutMasks())
+    mode = LiveBytes([*model.parameters(), *(p.grad for p in model.parameters())])
+
+    def in_this_thread(*args, **kwargs):
+        with mode:
+            return plain(*args, **kwargs)
+
+    plain = engine._forward_backward
+    original = engine.saved_on_host
+    engine._forward_backward = in_this_thread
+    engine.saved_on_host = partial(saved_on_host, on_copy=mode.forget)
+    try:
+        step = engine._in_shares if virtual > 1 else engine._forward_backward
+        context = {"criterion": SegLoss(config.loss, images.device), "guard": Guard(lambda: False)}
+        step(state, share, 1.0, config=config.train, **context)
+    finally:
+        engine._forward_backward, engine.saved_on_host = plain, original
+    return mode.peak
+
+
+def test_the_device_holds_hardly_more_than_one_share(tmp_path, data):
+    one = peak_of_a_step(data, tmp_path, 2, 1)
+    eight = peak_of_a_step(data, tmp_path, 16, 8)
+    whole = peak_of_a_step(data, tmp_path, 16, 1)
+    print(f"\npeak MiB: one share {one / 2**20:.1f}, eight {eight / 2**20:.1f}, ", end="")
+    print(f"the whole batch {whole / 2**20:.1f}")
+    assert eight <= 1.5 * one
+    assert whole > 4 * one
