@@ -68,7 +68,7 @@ def _things(
         for z in _row(rng, 4.0, 11, 7):
             with_sign = rng.random() < 0.55
             found.append(things.pole(rng, kerb + side * rng.uniform(0.3, 0.9), z, with_sign))
-        for z in rng.uniform(2.6, 4.4, rng.poisson(3.0)):
+        for z in rng.uniform(2.6, 4.2, rng.poisson(4.5)):
             found.append(things.person(rng, inner + side * rng.uniform(0.2, 2.2), z))
         if rng.random() < 0.25:
             found.append(things.bin_(rng, rng.uniform(near, far), rng.uniform(4, 10)))
