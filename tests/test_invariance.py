@@ -6,6 +6,7 @@ import torch
 from experiments import experiment, losses, train, write_config, write_data
 
 from segtrain import dist
+from segtrain.checkpoint import load
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,11 @@ def curve(run_ranks, tmp_path, options, ranks, function=train):
     return np.array(losses(directory)), np.array(losses(directory, "train/grad_norm"))
 
 
-def test_one_two_and_three_ranks_have_the_same_losses_in_float64(run_ranks, tmp_path, data):
+def final_weights(tmp_path, ranks):
+    return load(tmp_path / f"run{ranks}" / "checkpoints" / "last.pt").model
+
+
+def test_one_two_and_three_ranks_have_the_same_losses_and_weights(run_ranks, tmp_path, data):
     """5 images are 3 + 2 and 2 + 2 + 1; augmentation, dropout and the auxiliary loss are on."""
     options = experiment(data)
     one, norms = curve(run_ranks, tmp_path, options, 1)
@@ -32,6 +37,9 @@ def test_one_two_and_three_ranks_have_the_same_losses_in_float64(run_ranks, tmp_
         many, many_norms = curve(run_ranks, tmp_path, options, ranks)
         np.testing.assert_allclose(many, one, rtol=1e-9, atol=0)
         np.testing.assert_allclose(many_norms, norms, rtol=1e-7, atol=0)
+        weights = final_weights(tmp_path, ranks)
+        for name, wanted in final_weights(tmp_path, 1).items():
+            torch.testing.assert_close(weights[name], wanted, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +88,15 @@ def train_without(place, config, directory):
     return train(config, directory)
 
 
-@pytest.mark.parametrize("place", ["norm", "loss", "gradient"])
-def test_the_losses_show_when_a_collective_is_missing(run_ranks, tmp_path, data, place):
+def test_the_losses_show_when_a_collective_is_missing(run_ranks, tmp_path, data):
     """Otherwise the tests above would prove nothing."""
     options = experiment(data, train={"steps": 3})
     one, _ = curve(run_ranks, tmp_path, options, 1)
     config = write_config(tmp_path / "broken.yaml", options)
-    run_ranks(2, train_without, place, config, tmp_path / "broken")
-    broken = np.array(losses(tmp_path / "broken"))
-    assert np.abs(broken / one - 1).max() > 1e-6
+    for place in ("norm", "loss", "gradient"):
+        run_ranks(2, train_without, place, config, tmp_path / place)
+        broken = np.array(losses(tmp_path / place))
+        assert np.abs(broken / one - 1).max() > 1e-6, place
 
 
 def train_in_order(order, config, directory):
@@ -121,19 +129,3 @@ def test_float32_runs_differ_by_rounding_only(run_ranks, tmp_path, data, capsys)
     # Three ranks are one more order of additions. Which of two equals comes out ahead is a coin
     # toss, so the bound leaves room for it; a real difference would show in the first step.
     assert apart.max() <= 2 * max(y.max() for y in yardsticks)
-
-
-def weights(config, directory):
-    train(config, directory)
-    from segtrain.checkpoint import load
-
-    return load(directory / "checkpoints" / "last.pt").model
-
-
-def test_all_ranks_end_with_the_weights_of_one_process(run_ranks, tmp_path, data):
-    options = experiment(data, train={"steps": 5})
-    config = write_config(tmp_path / "c.yaml", options)
-    one = run_ranks(1, weights, config, tmp_path / "one")[0]
-    two = run_ranks(2, weights, config, tmp_path / "two")[0]
-    for name, wanted in one.items():
-        torch.testing.assert_close(two[name], wanted, rtol=1e-8, atol=1e-10)
