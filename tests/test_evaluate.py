@@ -194,7 +194,7 @@ def test_table_lists_the_classes_in_their_order_and_the_means(command, capsys):
     assert "left out of mIoU, neither labelled nor predicted: " in text
     assert "step 1200, 3 images of split val" in text
     assert "sliding window 16x24" in text
-    assert "running statistics (sync in training)" in text
+    assert "trained with synchronized batch norm" in text
 
 
 def test_json_holds_the_matrix_and_how_it_was_made(command):

@@ -236,12 +236,18 @@ def test_precise_statistics_do_not_see_the_ranks(run_ranks, tmp_path, data):
 
 
 def test_frozen_statistics_come_from_another_run(run_ranks, tmp_path, data):
-    first = write_config(tmp_path / "a.yaml", experiment(data, train={"steps": 4}))
+    options = experiment(data, train={"steps": 4, "precision": "float32"})
+    first = write_config(tmp_path / "a.yaml", options)
     run_ranks(1, train, first, tmp_path / "first")
     options = experiment(
         data,
         norm={"kind": "frozen"},
-        train={"steps": 2, "init_from": str(tmp_path / "first"), "lr": 1e-4},
+        train={
+            "steps": 2,
+            "init_from": str(tmp_path / "first"),
+            "lr": 1e-4,
+            "precision": "float32",
+        },
     )
     second = write_config(tmp_path / "b.yaml", options)
     run_ranks(2, train, second, tmp_path / "second")

@@ -53,9 +53,12 @@ def checkpointed_step(mode):
     return x.grad, summed_gradients(model), [b.clone() for b in model.buffers()]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_changes_neither_gradients_nor_buffers(run_ranks, reentrant):
-    plain, recomputed = (run_ranks(2, checkpointed_step, mode) for mode in (None, reentrant))
+def test_activation_checkpointing_changes_neither_gradients_nor_buffers(
+    run_ranks, ranks, reentrant
+):
+    plain, recomputed = (run_ranks(ranks, checkpointed_step, mode) for mode in (None, reentrant))
     for a, b in zip(plain, recomputed, strict=True):
         close(a, b, atol=0)
         assert b[2][2] == 1  # num_batches_tracked

@@ -87,6 +87,10 @@ class SyncBatchNorm(_BatchNorm):
             return self._evaluate(input)
         group = self._group()
         if dist.group_size(group) == 1:
+            if recomputing():  # the batch has been counted
+                return F.batch_norm(
+                    input, None, None, self.weight, self.bias, training=True, eps=self.eps
+                )
             return super().forward(input)
         function = composite_batch_norm if self.double_backward else sync_batch_norm
         y, moments = function(input, self.weight, self.bias, eps=self.eps, group=group)
