@@ -22,9 +22,10 @@ NUM_PICTURES = 4
 def main() -> int:
     """Runs the demonstration in the current directory and returns its exit code."""
     began = time.monotonic()
-    if RUN.exists():
-        print(f"removing {RUN}, the run of an earlier demonstration")
-        shutil.rmtree(RUN)
+    for old in (RUN, DATA):
+        if old.exists():
+            print(f"removing {old}, of an earlier demonstration")
+            shutil.rmtree(old)
     scores = RUN / "scores.json"
     evaluation = ["--json", scores, "--overlays", RUN / "overlays", "--num-overlays", NUM_PICTURES]
     drawing = ["--num-train", NUM_TRAIN, "--num-val", NUM_VAL, "--size", *SIZE]
