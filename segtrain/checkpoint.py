@@ -98,6 +98,8 @@ def load(path: Path) -> Record:
     Raises:
         CheckpointError: there is none, it is damaged, or it is not one of segtrain's.
     """
+    if path.suffix in (".yaml", ".yml"):
+        raise CheckpointError(f"{path}: this is a config; name a run directory or a checkpoint")
     try:
         with warnings.catch_warnings():
             # Of pickles that torch did not write, and refuses in the next moment.
@@ -105,15 +107,23 @@ def load(path: Path) -> Record:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint") from None
-    except pickle.UnpicklingError as error:
+    except pickle.UnpicklingError:
+        # torch's own words advise to load the file with all that it may run.
         raise CheckpointError(
-            f"{path}: refused: it holds more than tensors and plain data, or is damaged "
-            f"({str(error).splitlines()[0]})"
+            f"{path}: refused: it holds more than tensors and plain data, which could run code; or "
+            f"it is damaged, or no checkpoint at all{_others(path)}"
         ) from None
-    except _DAMAGED as error:
-        reason = str(error).splitlines()[0] if str(error) else "it is cut short"
-        raise CheckpointError(f"{path}: damaged or not a checkpoint: {reason}") from None
+    except _DAMAGED:
+        raise CheckpointError(
+            f"{path}: damaged, cut short or not a checkpoint{_others(path)}"
+        ) from None
     return _as_record(content, path)
+
+
+def _others(path: Path) -> str:
+    """What else may be tried, for the end of a message."""
+    names = sorted(other.name for other in path.parent.glob("*.pt") if other.name != path.name)
+    return f"; beside it there is {', '.join(names[:5])}" if names else ""
 
 
 def _as_record(content: Any, path: Path) -> Record:

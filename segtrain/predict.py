@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import nn
 from tqdm import tqdm
 
@@ -238,6 +238,8 @@ def _read_other(path: Path) -> np.ndarray:
             return np.array(image.convert("RGB"))
     except DataError:
         raise
+    except UnidentifiedImageError as error:  # whose text names an object of Python
+        raise DataError(f"{printable(path)}: not an image of a known kind") from error
     except Exception as error:  # Pillow's parsers raise a dozen kinds on damaged bytes
         raise DataError(f"{printable(path)}: damaged image: {error}") from error
 

@@ -38,13 +38,16 @@ def check_directory(directory: Path, config: Config, *, resume: bool) -> None:
         raise ConfigError(f"{above}: may not be written; choose another directory by --output")
     if not resume:
         if (directory / CONFIG).exists():
+            saved = any((directory / CHECKPOINTS).glob("*.pt"))
+            nothing = "" if saved else ", which has saved nothing yet"
+            delete = "" if saved else "delete it, "
             raise ConfigError(
-                f"{directory}: holds a run already; go on with it by --resume, or choose another "
-                "directory by --output"
+                f"{directory}: holds a run already{nothing}; go on with it by --resume, {delete}or "
+                "choose another directory by --output"
             )
         return
     if not (directory / CONFIG).is_file():
-        raise CheckpointError(f"{directory}: no run to resume")
+        raise CheckpointError(f"{directory}: no run to resume; to start one, leave out --resume")
     differences = _differences(load_config(directory / CONFIG), config)
     if differences:
         listed = "\n  ".join(differences)

@@ -178,6 +178,22 @@ def test_other_files_of_torch_are_refused_with_what_was_found(tmp_path, content,
         load(tmp_path / "a.pt")
 
 
+def test_a_refusal_is_in_our_words_and_names_what_lies_beside(tmp_path):
+    """torch's advise to load with weights_only=False, which may run code."""
+    for name in ("best.pt", "last.pt"):
+        (tmp_path / name).write_bytes(bytes(range(256)) * 20)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "last.pt")
+    assert "weights_only" not in str(caught.value)
+    assert str(caught.value).endswith("; beside it there is best.pt")
+
+
+def test_a_config_in_place_of_a_run_is_told_apart(tmp_path):
+    (tmp_path / "my.yaml").write_text("data: {}\n")
+    with pytest.raises(CheckpointError, match="is a config; name a run directory"):
+        load(tmp_path / "my.yaml")
+
+
 @pytest.mark.parametrize("name", ["missing.pt", "."])
 def test_what_is_no_file_is_refused(tmp_path, name):
     with pytest.raises(CheckpointError):

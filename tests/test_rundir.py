@@ -30,13 +30,17 @@ def test_a_directory_without_a_run_may_be_used(config, tmp_path):
 
 def test_an_existing_run_is_refused_without_resume_and_accepted_with_it(config, tmp_path):
     rundir.write_description(tmp_path / "run", config, ["cpu"])
-    with pytest.raises(ConfigError, match=r"run: holds a run already; .*--resume.*--output"):
+    with pytest.raises(ConfigError, match=r"saved nothing yet; .*--resume, delete it, or .*--out"):
+        rundir.check_directory(tmp_path / "run", config, resume=False)
+    (tmp_path / "run/checkpoints").mkdir()
+    (tmp_path / "run/checkpoints/last.pt").touch()
+    with pytest.raises(ConfigError, match=r"run: holds a run already; .*--resume, or .*--output"):
         rundir.check_directory(tmp_path / "run", config, resume=False)
     rundir.check_directory(tmp_path / "run", config, resume=True)
 
 
 def test_there_must_be_a_run_to_resume(config, tmp_path):
-    with pytest.raises(CheckpointError, match="no run to resume"):
+    with pytest.raises(CheckpointError, match="no run to resume; to start one, leave out --resume"):
         rundir.check_directory(tmp_path / "nothing", config, resume=True)
 
 

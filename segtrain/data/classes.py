@@ -169,6 +169,8 @@ def _find(name_or_path: str) -> Path:
             beside = [str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern)]
             near = difflib.get_close_matches(str(path), beside, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
+            if not path.is_absolute():
+                hint += f" (looked for from {Path.cwd()}; --set data.classes=PATH names another)"
             raise ConfigError(f"data.classes: {path}: cannot be read: no such file{hint}")
         return path
     for folder in _DIRECTORIES:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import cv2
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from segtrain.data.classes import ClassFile
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
@@ -197,6 +197,8 @@ def _header(file: io.BufferedIOBase, path: str | Path) -> Header:
             header = Header((image.height, image.width), image.mode, int(orientation))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(path) from error
+    except UnidentifiedImageError as error:  # whose text names an object of Python
+        raise DataError(f"{printable(path)}: neither a PNG nor a JPEG") from error
     except Exception as error:  # Pillow's parsers raise a dozen kinds on damaged bytes
         raise DataError(f"{printable(path)}: neither a PNG nor a JPEG ({error})") from error
     # Pillow itself only warns up to twice its limit.

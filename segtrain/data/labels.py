@@ -46,6 +46,7 @@ def unknown_ids(counts: dict[int, int], class_file: ClassFile) -> str:
     shown = ", ".join(f"{i} ({n} pixels)" for i, n in sorted(unknown.items())[:10])
     more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
     repair = repair_for_ids(counts, class_file)
+    repair = repair or "; give them a class there, or list them under ignore_ids"
     return f"label ids outside class file {class_file.name}: {shown}{more}{repair}"
 
 
