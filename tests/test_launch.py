@@ -1,8 +1,11 @@
 """Ranks through the real command; and which exit code comes out of what the ranks left behind."""
 
 import os
+import shutil
 import signal
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
 from experiments import experiment, write_config, write_data
@@ -194,12 +197,13 @@ def small(root, /, **sections):
 
 def test_a_damaged_image_is_named_once_with_exit_code_3(tmp_path):
     """Met by the worker of one rank in the midst of training; the other rank only loses touch."""
-    root, directory, temporary = (tmp_path / name for name in ("data", "run", "tmp"))
+    root, directory = tmp_path / "data", tmp_path / "run"
     root.mkdir()
-    temporary.mkdir()
     write_data(root, num_images=12)
     config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 500}))
     arguments = ["train", config, "--nproc", 2, "--output", directory]
+    # A short one: the workers' sockets lie in it, and their paths have 108 characters at most.
+    temporary = Path(tempfile.mkdtemp(prefix="t"))
     command = Command(tmp_path, *arguments, TMPDIR=str(temporary))
     command.wait_for_step(directory, 1)  # what was there at the start was checked
     path = root / "images" / "train" / "7.png"
@@ -214,6 +218,7 @@ def test_a_damaged_image_is_named_once_with_exit_code_3(tmp_path):
     assert len(start.splitlines()) <= 15
     assert f"curves     tensorboard --logdir {directory}\n" in start
     left = [found.name for found in temporary.iterdir() if "torchinductor" not in found.name]
+    shutil.rmtree(temporary)
     assert left == []
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from segtrain import dist
 from segtrain.config import NormConfig
 from segtrain.norm import (
+    PartialBatchNorm2d,
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,
@@ -504,4 +505,5 @@ def test_conversion_refuses_a_subclass_by_its_path():
 def test_the_config_chooses_the_layer():
     sync = make_norm(NormConfig(kind="sync", momentum=0.03, eps=1e-3))(7)
     assert (type(sync), sync.num_features, sync.momentum) == (SyncBatchNorm2d, 7, 0.03)
-    assert type(make_norm(NormConfig(kind="local"))(7)) is nn.BatchNorm2d
+    local = make_norm(NormConfig(kind="local", running="mean"))(7)
+    assert (type(local), local.extent, local.running) == (PartialBatchNorm2d, 1, "mean")

@@ -87,15 +87,19 @@ class SyncBatchNorm(_BatchNorm):
             return self._evaluate(input)
         group = self._group()
         if dist.group_size(group) == 1:
-            if recomputing():  # the batch has been counted
-                return F.batch_norm(
-                    input, None, None, self.weight, self.bias, training=True, eps=self.eps
-                )
-            return super().forward(input)
+            return self._recompute(input) if recomputing() else super().forward(input)
         function = composite_batch_norm if self.double_backward else sync_batch_norm
         y, moments = function(input, self.weight, self.bias, eps=self.eps, group=group)
         self._track(input, moments, group)
         return y
+
+    def _recompute(self, input: Tensor) -> Tensor:
+        """As nn.BatchNorm2d in training, for a batch that has been counted."""
+        # Copies, not None: checkpointing compares what is saved with what was saved before.
+        mean, var = (
+            None if b is None else b.clone() for b in (self.running_mean, self.running_var)
+        )
+        return F.batch_norm(input, mean, var, self.weight, self.bias, True, 0.0, self.eps)
 
     def _evaluate(self, input: Tensor) -> Tensor:
         if self.running_mean is None or self.running_var is None:
