@@ -47,7 +47,7 @@ class Lockstep:
                 self._leave(slot)
             except _LeftError:
                 pass
-            except BaseException as error:
+            except BaseException as error:  # `run` raises it in the thread that waits for all
                 self._fail(error)
 
         threads = [

@@ -102,8 +102,7 @@ def test_eight_shares_on_one_two_and_four_ranks_equal_the_whole_batch(run_ranks,
 
 
 def test_it_composes_with_everything_else(run_ranks, tmp_path, data):
-    """Uneven shares, mining, class weights, clipping, average, passes, recomputation, a new loss
-    of the auxiliary head."""
+    """Uneven shares, mining, class weights, clipping, average, passes, recomputation."""
     sections = {
         "train": {
             "steps": 4,
@@ -141,9 +140,6 @@ def test_a_resumed_run_ends_with_the_same_bits(run_ranks, tmp_path, data):
 
 def stop_after_two_steps(config, directory):
     from segtrain import train as command
-
-    def stopped(this):
-        return this.guard._stop_requested
 
     original = command._keep_cadences
 

@@ -56,17 +56,18 @@ class MobileNet(nn.Module):
     def forward(self, images: Tensor, branches: Branches | None = None) -> Features:
         """Features of normalized images (N, 3, H, W), and the branches'."""
         branches = branches or Branches()
-        to_low, beside_low, to_aux, beside_aux, to_out = self._parts()
-        low = to_low(images)
-        x, low_branch = beside_low.forward_beside(low, branches.low)
-        aux = to_aux(x)
-        x, aux_branch = beside_aux.forward_beside(aux, branches.aux)
-        return Features(low, aux, to_out(x), low_branch, aux_branch)
-
-    def _parts(self) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module, nn.Module]:
-        """The layers, cut behind low and aux; the block behind each takes a branch beside it."""
-        low, aux, layers = self._low + 1, self._aux + 1, self.features
-        return layers[:low], layers[low], layers[low + 1 : aux], layers[aux], layers[aux + 1 :]
+        x = low = aux = images
+        low_branch = aux_branch = None
+        for i, layer in enumerate(self.features):
+            if i == self._low + 1:
+                low = x
+                x, low_branch = layer.forward_beside(x, branches.low)
+            elif i == self._aux + 1:
+                aux = x
+                x, aux_branch = layer.forward_beside(x, branches.aux)
+            else:
+                x = layer(x)
+        return Features(low, aux, x, low_branch, aux_branch)
 
 
 # arXiv:1801.04381, table 2: expansion, output channels, blocks, stride.

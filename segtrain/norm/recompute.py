@@ -24,7 +24,7 @@ from segtrain.norm.functional import (
     input_gradient,
     like_statistics,
 )
-from segtrain.norm.sync import SyncBatchNorm
+from segtrain.norm.sync import SyncBatchNorm, has_hooks
 from segtrain.offload import bring_back, put_away
 
 
@@ -35,7 +35,7 @@ def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
     Layers that are not synchronized batch norms in training run as they are, and so do those with
     hooks or `double_backward`. Convolutions have no bias.
     """
-    if not (isinstance(norm, SyncBatchNorm) and norm.shares_calls()) or _has_hooks(conv):
+    if not (isinstance(norm, SyncBatchNorm) and norm.shares_calls()) or has_hooks(conv):
         return conv(F.relu(norm(x), inplace=True))
     norm._check_input_dim(x)
     shared = norm._sharing_size() > 1
@@ -45,15 +45,6 @@ def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
     )
     norm._track(x, Moments(*moments), group)
     return y
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 def _geometry(conv: nn.Conv2d) -> tuple[Any, ...]:

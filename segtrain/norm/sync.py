@@ -144,13 +144,7 @@ class SyncBatchNorm(_BatchNorm):
 
         In evaluation there is nothing to share, and hooks expect a call of their own.
         """
-        hooks = (
-            self._forward_hooks,
-            self._forward_pre_hooks,
-            self._backward_hooks,
-            self._backward_pre_hooks,
-        )
-        return self.training and not self.double_backward and not any(hooks)
+        return self.training and not self.double_backward and not has_hooks(self)
 
     def _sharing_size(self) -> int:
         return dist.group_size(self._group())
@@ -220,6 +214,16 @@ class SyncBatchNorm3d(SyncBatchNorm):
     """SyncBatchNorm for (N, C, D, H, W)."""
 
     _dims = (5,)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody expects to be told of every call of `module`."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def recomputing() -> bool:
