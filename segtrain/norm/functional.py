@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from segtrain import dist
 from segtrain.dist import ProcessGroup
+from segtrain.norm.kernels import backward_sums, input_gradient, local_moments, normalized
 from segtrain.offload import bring_back, put_away
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -110,9 +110,8 @@ class _SyncBatchNorms(torch.autograd.Function):
         ctx.eps, ctx.group = eps, group
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
-        # A parameter may be float16 (module.half()); the kernels want it in the statistics' type.
         ys = [
-            F.batch_norm(x, mean, var, like_statistics(w, mean), like_statistics(b, mean), eps=e)
+            normalized(x, w, b, mean, var, e)
             for x, w, b, (mean, var, _), e in zip(xs, weights, biases, moments, eps, strict=True)
         ]
         statistics = [t for one in moments for t in one]
@@ -131,7 +130,7 @@ class _SyncBatchNorms(torch.autograd.Function):
             for grad, x in zip(grads[:num], xs, strict=True)
         ]
         sums = [
-            backward_sums(grad, x, mean, var, eps)  # (2, C)
+            backward_sums(grad, x, mean, var, eps)
             for grad, x, (mean, var, _), eps in zip(dense_grads, xs, moments, ctx.eps, strict=True)
         ]
         # A virtual rank does not keep its input on the device while it waits for the others.
@@ -139,8 +138,7 @@ class _SyncBatchNorms(torch.autograd.Function):
         del xs
         # All ranks reduce whenever this runs, even if this one needs no gradient of x: a rank that
         # stays away would leave the others waiting.
-        payload = torch.cat([one.double().flatten() for one in sums])
-        totals = dist.all_sum(payload, ctx.group).split([one.numel() for one in sums])
+        totals = dist.all_sum(torch.cat(sums).double(), ctx.group).split([len(one) for one in sums])
 
         results: list[Any] = [None, None]
         for i, (mean, var, count) in enumerate(moments):
@@ -148,13 +146,14 @@ class _SyncBatchNorms(torch.autograd.Function):
             weight, bias_dtype = weights[i], ctx.bias_dtypes[i]
             grad_x = None
             if needs_x:
-                means = (totals[i].view(2, -1) / count.clamp(min=1)).to(mean.dtype)
+                means = (totals[i] / count.clamp(min=1)).to(mean.dtype)
                 x = bring_back(parked[i])
                 grad_x = input_gradient(dense_grads[i], x, weight, mean, var, means, ctx.eps[i])
+            total, dot = sums[i].chunk(2)
             results += [
                 grad_x,
-                sums[i][1].to(weight.dtype) if needs_weight else None,
-                sums[i][0].to(bias_dtype) if needs_bias else None,
+                dot.to(weight.dtype) if needs_weight else None,
+                total.to(bias_dtype) if needs_bias else None,
             ]
         return tuple(results)
 
@@ -168,26 +167,23 @@ def global_moments(
     xs: Sequence[Tensor], group: ProcessGroup | None, *, shared: bool = True
 ) -> list[Moments]:
     """The moments of every layer over all ranks, by one all_reduce; this rank's if not `shared`."""
-    means, payloads = [], []
-    for x in xs:
-        mean, var = local_moments(x)
-        means.append(mean)
-        payloads.append(packed_moments(mean, var, x.numel() // x.shape[1]))
+    payloads = [packed_moments(*local_moments(x), x.numel() // x.shape[1]) for x in xs]
     whole = torch.cat(payloads) if len(payloads) > 1 else payloads[0]
     if shared:
         whole = dist.all_sum(whole, group)
-    parts = whole.split([payload.numel() for payload in payloads])
     result = []
-    for mean, part in zip(means, parts, strict=True):
-        first, second, count = unpacked_moments(part)
-        result.append(Moments(first.to(mean.dtype), second.to(mean.dtype), count.clone()))
+    for x, part in zip(xs, whole.split([payload.numel() for payload in payloads]), strict=True):
+        mean, var, count = unpacked_moments(part)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        result.append(Moments(mean.to(wide), var.to(wide), count.clone()))
     return result
 
 
 def packed_moments(mean: Tensor, var: Tensor, num_values: int) -> Tensor:
     """[n mean, n (var + mean^2), n] in float64, (2 C + 1,): sums that add up over ranks."""
     mean = mean.double()
-    return torch.cat([mean, var.double() + mean * mean, mean.new_ones(1)]).mul_(num_values)
+    square = torch.addcmul(var.double(), mean, mean)
+    return torch.cat([mean, square, mean.new_ones(1)]).mul_(num_values)
 
 
 def unpacked_moments(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,63 +191,12 @@ def unpacked_moments(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     count = total[-1]
     mean, square = (total[:-1] / count.clamp(min=1)).view(2, -1)
     # Rounding can leave a constant channel a hair below zero.
-    return mean, (square - mean * mean).clamp_(min=0), count
+    return mean, torch.addcmul(square, mean, mean, value=-1).clamp_(min=0), count
 
 
 def unbiased(var: Tensor, count: Tensor) -> Tensor:
     """A biased variance (C,) over `count` () values with Bessel's factor; of one value as it is."""
-    return var * (count / (count - 1).clamp(min=1)).to(var.dtype)
-
-
-def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (C,) of this rank's values, float32 or wider; zeros without any."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    zeros = torch.zeros(2, x.shape[1], dtype=dtype, device=x.device)
-    if x.numel() == 0:
-        return zeros[0], zeros[1]
-    # Running buffers of the wide type make the kernel return it too: for bfloat16 input alone it
-    # would round the statistics to bfloat16.
-    return torch.batch_norm_update_stats(x, zeros[0], zeros[1], 0.0)
-
-
-def backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """This rank's [sum(dy), sum(dy xhat)], (2, C), about the statistics of all ranks."""
-    if x.numel() == 0:
-        return torch.zeros(2, x.shape[1], dtype=mean.dtype, device=x.device)
-    # In evaluation mode the gradients of weight and bias are these sums about given statistics.
-    _, dot, total = torch.ops.aten.native_batch_norm_backward(
-        grad, x, torch.ones_like(mean), mean, var, None, None, False, eps, [False, True, True]
-    )
-    return torch.stack([total, dot])
-
-
-def input_gradient(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    sums: Tensor,
-    eps: float,
-) -> Tensor:
-    """weight / std * (dy - sums[0] - xhat * sums[1]), like `x`."""
-    inv_std = (var + eps).rsqrt()
-    scale = inv_std if weight is None else inv_std * weight.to(inv_std.dtype)
-    # The terms without dy are an affine function of x a channel, for which batch norm has a kernel.
-    grad_x = F.batch_norm(
-        x,
-        mean,
-        torch.ones_like(var),
-        weight=-scale * inv_std * sums[1],
-        bias=-scale * sums[0],
-        eps=0.0,
-    )
-    return grad_x.addcmul_(grad, scale.view(-1, *[1] * (x.dim() - 2)))
-
-
-def like_statistics(parameter: Tensor | None, statistics: Tensor) -> Tensor | None:
-    """A weight or bias in the type of the statistics, as the kernels want it."""
-    return None if parameter is None else parameter.to(statistics.dtype)
+    return var * (count / (count - 1).clamp_(min=1)).to(var.dtype)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -17,13 +17,11 @@ from segtrain import dist
 from segtrain.dist import ProcessGroup
 from segtrain.norm.functional import (
     Moments,
-    backward_sums,
     dense,
     dense_like,
     global_moments,
-    input_gradient,
-    like_statistics,
 )
+from segtrain.norm.kernels import backward_sums, input_gradient, normalized
 from segtrain.norm.sync import SyncBatchNorm, has_hooks
 from segtrain.offload import bring_back, put_away
 
@@ -110,21 +108,22 @@ class _NormReLUConv(torch.autograd.Function):
         )
         grad_z = dense_like(grad_z.to(x.dtype), x).masked_fill_(z <= 0, 0)
         mean, var, count = moments
-        local = backward_sums(grad_z, x, mean, var, ctx.eps)  # (2, C)
-        total = local.to(torch.float64, copy=True)
+        local = backward_sums(grad_z, x, mean, var, ctx.eps)
+        totals = local.to(torch.float64, copy=True)
         parked = put_away(x)
         del x, z
         if ctx.shared:
-            total = dist.all_sum(total, ctx.group)
+            totals = dist.all_sum(totals, ctx.group)
         grad_x = None
         if ctx.needs_input_grad[0]:
             x = bring_back(parked)
-            means = (total / count.clamp(min=1)).to(mean.dtype)
+            means = (totals / count.clamp(min=1)).to(mean.dtype)
             grad_x = input_gradient(grad_z, x, weight, mean, var, means, ctx.eps)
+        total, dot = local.chunk(2)
         return (
             grad_x,
-            local[1].to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            local[0].to(bias.dtype) if ctx.needs_input_grad[2] else None,
+            dot.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            total.to(bias.dtype) if ctx.needs_input_grad[2] else None,
             None if grad_kernel is None else grad_kernel.to(kernel.dtype),
             None,
             None,
@@ -137,5 +136,4 @@ def _activated(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Moments, eps: float
 ) -> Tensor:
     mean, var, _ = moments
-    scale, shift = like_statistics(weight, mean), like_statistics(bias, mean)
-    return F.relu_(F.batch_norm(x, mean, var, scale, shift, eps=eps))
+    return F.relu_(normalized(x, weight, bias, mean, var, eps))

@@ -129,15 +129,16 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_mean is None or self.running_var is None:
             return
         self.num_batches_tracked.add_(seen)
-        factor = seen.to(torch.float64)
         if self.momentum is None:
-            factor = factor / self.num_batches_tracked.clamp(min=1)
+            factor = seen / self.num_batches_tracked.clamp(min=1).double()
         else:
-            factor = factor * self.momentum
+            factor = seen.double() * self.momentum
+        factor = factor.to(mean.dtype)
         for running, batch in ((self.running_mean, mean), (self.running_var, unbiased_var)):
             # In the wide type, then rounded once: the buffers may be float16 (module.half()).
-            wide = running.to(batch.dtype)
-            running.copy_(wide.lerp_(batch, factor.to(batch.dtype)))
+            wide = running.to(batch.dtype).lerp_(batch, factor)
+            if wide is not running:
+                running.copy_(wide)
 
     def shares_calls(self) -> bool:
         """Whether a function may do this layer's work together with that of others.

@@ -1,0 +1,169 @@
+"""One rank's passes over its values: statistics, normalization, and the two of the backward pass.
+
+Made of kernels that torch has for every device. On a CPU its own batch norm is not the best of
+them: it reads contiguous input one value at a time, and adds up channels-last input in one float32
+run over all pixels, so that a mean of 10,000 standard deviations makes the variance nine times too
+large. What is used instead depends on the layout.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance (C,) of this rank's values, float64; zeros without any."""
+    if x.numel() == 0:
+        return torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device).unbind()
+    mean, var = _moments(x)
+    # Reading the answer back costs nothing on a CPU; CUDA's kernels do not need it.
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and _lies_far(mean, var):
+        # Numbers near each other are subtracted without rounding.
+        center = mean.to(x.dtype)
+        offset, var = _moments(x - _along(x, center))
+        mean = center.double() + offset
+    return mean, var
+
+
+def _lies_far(mean: Tensor, var: Tensor) -> bool:
+    """Whether a channel's mean is so many standard deviations from 0 that float32 sums suffer."""
+    return bool((mean * mean > 1e4 * var).any())
+
+
+# The longest run of values that one float32 accumulator takes.
+_RUN = 2048
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`local_moments` by a kernel that accumulates in float32, where it is not better."""
+    length = x.numel() // x.shape[1]
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+        if x.is_contiguous() and length >= 256 * len(x):
+            return _moments_by_rows(x)
+        if length > _RUN and _is_channels_last(x):
+            return _moments_by_runs(x, length // _RUN + 1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # Running buffers of the wide type make the kernel return it too: for bfloat16 input alone it
+    # would round the statistics to bfloat16.
+    buffers = [None, None] if x.dtype == wide else list(x.new_zeros(2, x.shape[1], dtype=wide))
+    mean, var = torch.batch_norm_update_stats(x, *buffers, 0.0)
+    return mean.double(), var.double()
+
+
+def _moments_by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a contiguous tensor on a CPU, several times as fast as by batch norm's own kernel.
+
+    That takes one value at a time. Group norm's, with a group for each channel of each image, is
+    vectorized and takes runs of values; it also writes its result, which nobody needs.
+    """
+    num_rows, num_channels = x.shape[:2]
+    length = x[0, 0].numel()
+    _, means, inv_stds = torch.native_group_norm(
+        x, None, None, num_rows, num_channels, length, num_channels, 0.0
+    )
+    # A constant row has an infinite inverse, and variance 0 again.
+    return _merged(means.double(), inv_stds.double().pow(-2))
+
+
+def _moments_by_runs(x: Tensor, num_runs: int) -> tuple[Tensor, Tensor]:
+    """Of a channels-last tensor on a CPU, ten times as exact as by one run over all pixels.
+
+    The kernel adds up one pixel after another in float32. To it, the channels of `num_runs`
+    neighbouring pixels are so many channels more; the runs come together in float64.
+    """
+    num_channels = x.shape[1]
+    pixels = x.movedim(1, -1).reshape(-1, num_channels)
+    height = len(pixels) // num_runs
+    whole, rest = pixels[: height * num_runs], pixels[height * num_runs :]
+    # (1, C', height, 1) with the channels innermost: the layout for which the kernel is vectorized.
+    wide = whole.view(1, height, 1, -1).movedim(-1, 1)
+    mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
+    mean, var = _merged(mean.double().view(num_runs, -1), var.double().view(num_runs, -1))
+    if not len(rest):
+        return mean, var
+    share = len(rest) / len(pixels)
+    rest_var, rest_mean = torch.var_mean(rest.double(), dim=0, correction=0)
+    gap = rest_mean - mean
+    return mean + share * gap, torch.lerp(var, rest_var, share) + share * (1 - share) * gap * gap
+
+
+def _merged(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance (C,) of equally many values each of whose (n, C) is given."""
+    mean = means.mean(0)
+    gaps = means - mean
+    return mean, torch.addcmul(variances, gaps, gaps).mean(0)
+
+
+def normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> Tensor:
+    """`x` with the statistics given: (x - mean) / sqrt(var + eps) * weight + bias."""
+    # A parameter may be float16 (module.half()); the kernels want it in the statistics' type.
+    weight, bias = _like_statistics(weight, mean), _like_statistics(bias, mean)
+    if not _is_pixelwise(x, mean):
+        return F.batch_norm(x, mean, var, weight, bias, eps=eps)
+    scale = (var + eps).rsqrt_()
+    if weight is not None:
+        scale.mul_(weight)
+    shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
+    return torch.addcmul(_along(x, shift), x, _along(x, scale))
+
+
+def backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """This rank's [sum(dy), sum(dy xhat)], (2 C,), about the statistics of all ranks."""
+    if x.numel() == 0:
+        return torch.zeros(2 * x.shape[1], dtype=mean.dtype, device=x.device)
+    # In evaluation mode the gradients of weight and bias are these sums about given statistics.
+    _, dot, total = torch.ops.aten.native_batch_norm_backward(
+        grad, x, torch.ones_like(mean), mean, var, None, None, False, eps, [False, True, True]
+    )
+    return torch.cat([total, dot])
+
+
+def input_gradient(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    means: Tensor,
+    eps: float,
+) -> Tensor:
+    """weight / std * (dy - mean(dy) - xhat * mean(dy xhat)), like `x`.
+
+    means: (2 C,) both means over the values of all ranks, in the order of `backward_sums`.
+    """
+    mean_grad, mean_dot = means.chunk(2)
+    scale = inv_std = (var + eps).rsqrt_()
+    if weight is not None:
+        scale = inv_std * weight.to(inv_std.dtype)
+    # The terms without dy are an affine function of x a channel.
+    slope = (inv_std * mean_dot).mul_(scale).neg_()
+    shift = (mean_grad * scale).neg_()
+    if _is_pixelwise(x, mean):
+        shift.addcmul_(slope, mean, value=-1)
+        grad_x = torch.addcmul(_along(x, shift), x, _along(x, slope))
+    else:
+        ones = torch.ones_like(var)
+        grad_x = F.batch_norm(x, mean, ones, weight=slope, bias=shift, eps=0.0)
+    return grad_x.addcmul_(grad, _along(x, scale))
+
+
+def _is_pixelwise(x: Tensor, statistics: Tensor) -> bool:
+    """Whether an element-wise function is the faster kernel: it rounds as batch norm's does."""
+    return x.device.type == "cpu" and x.dtype == statistics.dtype and _is_channels_last(x)
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether the channels of a pixel lie side by side."""
+    return x.stride(1) == 1 and x.shape[1] > 1
+
+
+def _along(x: Tensor, per_channel: Tensor) -> Tensor:
+    """(C,) shaped to be broadcast over `x` (N, C, ...)."""
+    return per_channel.view(-1, *[1] * (x.dim() - 2))
+
+
+def _like_statistics(parameter: Tensor | None, statistics: Tensor) -> Tensor | None:
+    """A weight or bias in the type of the statistics, as the kernels want it."""
+    return None if parameter is None else parameter.to(statistics.dtype)
