@@ -1,0 +1,435 @@
+"""What each kind of batch statistics costs in mIoU: one experiment, trained under all of them.
+
+Everything but the norm layers is the same for one seed: initial weights, images, augmentation,
+dropout, learning rate and the whole batch, which local statistics see as ranks of 1 or 2 images.
+
+One process stands in for the ranks of `local` (`GhostBatchNorm2d`, exact). Statistics of the whole
+batch (`sync`), constants (`frozen`) and statistics of an image (`group`) do not depend on how ranks
+share a batch, so one run of each serves any number of images a rank.
+
+Running statistics do not touch training: one run of `local` keeps all three kinds of them, and is
+evaluated with each.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segtrain import checkpoint, dist
+from segtrain.checkpoint import Record
+from segtrain.config import Config, override_config
+from segtrain.data import open_dataset
+from segtrain.data.dataset import SegDataset
+from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
+from segtrain.data.transforms import TrainTransform
+from segtrain.engine import TrainState, autocast, dtype_of, make_state, train_steps
+from segtrain.errors import ConfigError
+from segtrain.guard import Guard
+from segtrain.inference import InferenceSettings
+from segtrain.log import ProgressBar
+from segtrain.models import build_model
+from segtrain.norm import NormFactory, PartialBatchNorm2d, make_norm, precise_statistics
+from segtrain.norm.functional import Moments
+from segtrain.norm.partial import Running
+from segtrain.preprocess import Normalize
+from segtrain.records import Batch
+from segtrain.scoring import evaluate_dataset
+from segtrain.seed import seed_everything
+
+RUNNING: tuple[Running, ...] = get_args(Running)
+# Training goes on from trained weights: a smaller step than from random ones.
+CONTINUED_LR_FACTOR = 0.3
+# ASPP's pooled branch then has 4 values a group, as batch norm has there over a batch of 4 images;
+# with 32 groups of its 64 channels it would have 2, whose normalized values are 1 and -1.
+NUM_GROUPS = 16
+# The loss of a single step says little.
+_LOSS_MEANS = 10
+
+
+class GhostBatchNorm2d(nn.BatchNorm2d):
+    """PartialBatchNorm2d as `num_ranks` ranks have it, in one process.
+
+    Each contiguous share of the batch is normalized by its own statistics. All kinds of running
+    statistics are tracked side by side; `take_running` chooses what evaluation uses.
+
+    Args:
+        whole_if_pooled: where an image has one value a channel, as in a globally pooled branch, the
+            ranks share their statistics; of one image there would be none.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        num_ranks: int,
+        whole_if_pooled: bool = False,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+    ) -> None:
+        super().__init__(num_features, eps, momentum)
+        self.num_ranks = num_ranks
+        self.whole_if_pooled = whole_if_pooled
+        self.trackers = nn.ModuleDict(
+            {
+                kind: PartialBatchNorm2d(num_features, eps, momentum, affine=False, running=kind)
+                for kind in RUNNING
+            }
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` (N, C, H, W) normalized, its rows shared as ranks share a batch."""
+        if not self.training:
+            return super().forward(input)
+        pooled = self.whole_if_pooled and input.shape[2:].numel() == 1
+        num_ranks = 1 if pooled else self.num_ranks
+        shares = [dist.share(len(input), num_ranks, rank) for rank in range(num_ranks)]
+        parts = [self._normalize(input[share.start : share.stop]) for share in shares]
+        self._track([moments for _, moments in parts])
+        return torch.cat([y for y, _ in parts])
+
+    def _normalize(self, x: Tensor) -> tuple[Tensor, Moments]:
+        mean, var = torch.zeros(
+            2, self.num_features, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+        )
+        # A momentum of 1 makes the kernel leave the statistics of the batch in the buffers.
+        y = F.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        count = x.numel() // self.num_features
+        biased = var * ((count - 1) / count)
+        return y, Moments(mean, biased, mean.new_tensor(count, dtype=torch.float64))
+
+    def _track(self, moments: Sequence[Moments]) -> None:
+        for kind, tracker in self.trackers.items():
+            # The product's own merging; only its all_reduce is a sum within this process.
+            tracker._seen = list(moments[:1] if kind == "rank0" else moments)
+            tracker._merge(torch.stack(list(tracker._contributions())).sum(0))
+            tracker.forget()
+
+
+def take_running(model: nn.Module, kind: Running) -> None:
+    """Puts this kind of running statistics into the places that evaluation reads."""
+    for layer in model.modules():
+        if isinstance(layer, GhostBatchNorm2d):
+            layer.running_mean.copy_(layer.trackers[kind].running_mean)
+            layer.running_var.copy_(layer.trackers[kind].running_var)
+
+
+def compare_running(model: nn.Module) -> dict[str, list[float]]:
+    """How far the kinds of running statistics lie apart in `model`, empty without the layers.
+
+    Quantiles 0.05, 0.5 and 0.95 over all channels of all layers: the variances over the pooled one,
+    and the distance of rank 0's mean from the pooled one in pooled standard deviations. (The mean
+    of equal shares' means is the pooled one.)
+    """
+    layers = [layer.trackers for layer in model.modules() if isinstance(layer, GhostBatchNorm2d)]
+    if not layers:
+        return {}
+    mean, var = (
+        {kind: torch.cat([getattr(layer[kind], name) for layer in layers]) for kind in RUNNING}
+        for name in ("running_mean", "running_var")
+    )
+    values = {
+        "var_rank0": var["rank0"] / var["pooled"],
+        "var_mean": var["mean"] / var["pooled"],
+        "distance_rank0": (mean["rank0"] - mean["pooled"]).abs() / var["pooled"].sqrt(),
+    }
+    quantiles = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
+    return {key: value.double().quantile(quantiles).tolist() for key, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """One way to normalize in training.
+
+    images_per_rank: of local statistics; None: does not matter.
+    whole_if_pooled: as in GhostBatchNorm2d.
+    continues: trained on from the weights that `sync` ended with.
+    """
+
+    name: str
+    kind: str
+    images_per_rank: int | None = None
+    whole_if_pooled: bool = False
+    continues: bool = False
+
+    def norm(self, config: Config) -> NormFactory:
+        """Makes the layers."""
+        if self.images_per_rank is None:
+            return make_norm(config.norm)
+        return partial(
+            GhostBatchNorm2d,
+            num_ranks=config.train.batch_size // self.images_per_rank,
+            whole_if_pooled=self.whole_if_pooled,
+            eps=config.norm.eps,
+            momentum=config.norm.momentum,
+        )
+
+    @property
+    def evaluations(self) -> tuple[str, ...]:
+        """What it is evaluated with."""
+        if self.images_per_rank is not None:
+            return (*RUNNING, "precise")
+        return {"sync": ("running", "precise"), "frozen": ("initial",), "group": ("none",)}[
+            self.kind
+        ]
+
+
+TREATMENTS = (
+    Treatment("sync", "sync"),
+    Treatment("local_1", "local", images_per_rank=1, whole_if_pooled=True),
+    Treatment("local_2", "local", images_per_rank=2, whole_if_pooled=True),
+    Treatment("group", "group"),
+    Treatment("sync_continued", "sync", continues=True),
+    Treatment("frozen", "frozen", continues=True),
+    # The same as `segtrain train --nproc 2` with norm.kind local does it.
+    Treatment("local_2_strict", "local", images_per_rank=2),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run leaves behind.
+
+    losses: the training loss, means over ten equal parts of the steps.
+    mean_iou: by what it was evaluated with.
+    running: `compare_running` after training.
+    """
+
+    treatment: str
+    seed: int
+    losses: list[float]
+    mean_iou: dict[str, float]
+    running: dict[str, list[float]]
+    train_s: float
+    eval_s: float
+
+
+@dataclass(frozen=True)
+class Study:
+    """All runs of one experiment.
+
+    config: with the steps of training from random weights; its seed and norm are not used.
+    continued_steps: steps from the weights of `sync` on.
+    precise_batches: batches after the last step that precise statistics are taken from.
+    """
+
+    config: Config
+    continued_steps: int
+    precise_batches: int
+    output: Path
+
+    def run(self, seeds: Iterable[int]) -> list[Result]:
+        """The results of all treatments and `seeds`; what is in `output` already is not run again.
+
+        Raises:
+            ConfigError: `output` holds results of other settings.
+        """
+        self._check_settings()
+        results = []
+        for seed in seeds:
+            for treatment in TREATMENTS:
+                file = self._folder(seed) / f"{treatment.name}.json"
+                if not file.exists():
+                    write_text(file, to_json(asdict(self._run_one(treatment, seed))))
+                results.append(Result(**json.loads(file.read_text())))
+                scores = ", ".join(f"{k} {v:.4f}" for k, v in results[-1].mean_iou.items())
+                print(f"seed {seed}  {treatment.name}  mIoU {scores}", flush=True)
+        return results
+
+    def config_of(self, treatment: Treatment, seed: int) -> Config:
+        """The experiment that one run trains."""
+        options = [f"seed={seed}"]
+        if treatment.kind != "local":
+            options.append(f"norm.kind={treatment.kind}")
+        if treatment.kind == "group":
+            options.append(f"norm.num_groups={NUM_GROUPS}")
+        if treatment.continues:
+            train = self.config.train
+            warmup = train.warmup_steps * self.continued_steps // train.steps
+            options += [
+                f"train.init_from={json.dumps(str(self._sync_weights(seed)))}",
+                f"train.steps={self.continued_steps}",
+                f"train.warmup_steps={warmup}",
+                f"train.lr={train.lr * CONTINUED_LR_FACTOR!r}",
+            ]
+        return override_config(self.config, options, source="study")
+
+    def _run_one(self, treatment: Treatment, seed: int) -> Result:
+        config = self.config_of(treatment, seed)
+        began = time.perf_counter()
+        state, losses = train(config, treatment.norm(config), f"seed {seed} {treatment.name}")
+        train_s = time.perf_counter() - began
+        if treatment == TREATMENTS[0]:
+            checkpoint.save(self._sync_weights(seed), _record(state, config))
+        running = compare_running(state.model)
+        began = time.perf_counter()
+        scores = {
+            how: score(state.model, config, how, self.precise_batches)
+            for how in treatment.evaluations
+        }
+        parts = [dist.share(len(losses), _LOSS_MEANS, part) for part in range(_LOSS_MEANS)]
+        parts = [part for part in parts if part]  # there are fewer steps in a trial
+        return Result(
+            treatment=treatment.name,
+            seed=seed,
+            losses=[statistics.mean(losses[part.start : part.stop]) for part in parts],
+            mean_iou=scores,
+            running=running,
+            train_s=train_s,
+            eval_s=time.perf_counter() - began,
+        )
+
+    def _folder(self, seed: int) -> Path:
+        return self.output / f"seed_{seed}"
+
+    def _sync_weights(self, seed: int) -> Path:
+        return self._folder(seed) / "sync.pt"
+
+    def _check_settings(self) -> None:
+        """Results of other settings beside these would look like a difference of treatments."""
+        config = self.config.model_dump(mode="json")
+        del config["seed"], config["data"]["root"]
+        settings = {
+            "config": config,
+            "continued_steps": self.continued_steps,
+            "continued_lr_factor": CONTINUED_LR_FACTOR,
+            "num_groups": NUM_GROUPS,
+            "precise_batches": self.precise_batches,
+        }
+        file = self.output / "settings.json"
+        if not file.exists():
+            write_text(file, to_json(settings))
+            return
+        before, now = flat(json.loads(file.read_text())), flat(json.loads(to_json(settings)))
+        changed = [
+            f"{key}: {before.get(key)!r} there, {now.get(key)!r} here"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{self.output}: holds results of other settings; use another --output\n  "
+                + "\n  ".join(changed)
+            )
+
+
+def train(config: Config, norm: NormFactory, title: str) -> tuple[TrainState, list[float]]:
+    """Trains as `segtrain train` does in one process; returns the state and the loss of each step.
+
+    Args:
+        norm: makes the norm layers, whatever `config` says of them.
+    """
+    seed_everything(config.seed)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    device = torch.device("cpu")
+    train_set = open_dataset(config.data, config.data.train_split)
+    model = build_model(config.model, num_classes=train_set.classes.num_classes, norm=norm)
+    if config.train.init_from is not None:
+        checkpoint.load_initial(model, config.train.init_from)
+    state = make_state(model, config, device)
+    guard = Guard(lambda: False)
+    losses = []
+    with ProgressBar(config.train.steps, 0, title, enabled=True) as bar:
+        for result in train_steps(
+            state,
+            batches(config, train_set, 0, config.train.steps),
+            config,
+            device=device,
+            rows=rows_of_rank(config.train.batch_size, config.train.accumulate_steps, 0, 1),
+            guard=guard,
+        ):
+            losses.append(result.loss.item())
+            bar.describe(f"loss {losses[-1]:.4f}")
+            bar.update()
+    guard.settle()
+    return state, losses
+
+
+def batches(config: Config, train_set: SegDataset, start: int, stop: int) -> Iterator[Batch]:
+    """The whole batches of steps `start` to `stop` - 1."""
+    transform = TrainTransform(
+        config.augment, mean=config.data.mean, short_side_px=config.data.short_side_px
+    )
+    size, workers = config.train.batch_size, config.data.num_workers
+    return train_loader(
+        TrainStream(train_set, transform, stream_seed=config.seed, batch_size=size),
+        rows=rows_of_rank(size, config.train.accumulate_steps, 0, 1),
+        start_step=start,
+        steps=stop,
+        num_workers=default_workers(1) if workers is None else workers,
+        prefetch=config.data.prefetch,
+        pin_memory=False,
+    )
+
+
+def score(model: nn.Module, config: Config, how: str, precise_batches: int) -> float:
+    """The mIoU on the evaluation split of `model` with the statistics `how`."""
+    if how in RUNNING:
+        take_running(model, how)
+    elif how == "precise":
+        _take_precise(model, config, precise_batches)
+    dataset = open_dataset(config.data, config.data.eval_split)
+    matrix = evaluate_dataset(
+        model,
+        dataset,
+        InferenceSettings.from_config(config),
+        device=torch.device("cpu"),
+        num_classes=dataset.classes.num_classes,
+    )
+    return matrix.scores().mean_iou
+
+
+def _take_precise(model: nn.Module, config: Config, num_batches: int) -> None:
+    train_set = open_dataset(config.data, config.data.train_split)
+    normalize = Normalize(config.data.mean, config.data.std).to(dtype=dtype_of(config.train))
+
+    def forward(batch: Batch) -> None:
+        with autocast(config.train, torch.device("cpu")):
+            model(normalize(batch.images))
+
+    steps = config.train.steps
+    precise_statistics(model, batches(config, train_set, steps, steps + num_batches), forward)
+
+
+def _record(state: TrainState, config: Config) -> Record:
+    classes = open_dataset(config.data, config.data.train_split).classes
+    return Record(
+        step=state.step,
+        **checkpoint.experiment_record(config, classes),
+        model=state.model.state_dict(),
+        average=None,
+        optimizer=None,
+        scaler=None,
+        best=None,
+    )
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, dict)
+        leaves |= flat(value, f"{prefix}{key}.") if inner else {prefix + key: value}
+    return leaves
+
+
+def to_json(content: Any) -> str:
+    """As it is written to files."""
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes the file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
