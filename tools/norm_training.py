@@ -15,15 +15,15 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from ghost_norm import RUNNING, GhostBatchNorm2d, compare_running, take_running
+from torch import nn
 
 from segtrain import checkpoint, dist
 from segtrain.checkpoint import Record
@@ -38,15 +38,12 @@ from segtrain.guard import Guard
 from segtrain.inference import InferenceSettings
 from segtrain.log import ProgressBar
 from segtrain.models import build_model
-from segtrain.norm import NormFactory, PartialBatchNorm2d, make_norm, precise_statistics
-from segtrain.norm.functional import Moments
-from segtrain.norm.partial import Running
+from segtrain.norm import NormFactory, make_norm, precise_statistics
 from segtrain.preprocess import Normalize
 from segtrain.records import Batch
 from segtrain.scoring import evaluate_dataset
 from segtrain.seed import seed_everything
 
-RUNNING: tuple[Running, ...] = get_args(Running)
 # Training goes on from trained weights: a smaller step than from random ones.
 CONTINUED_LR_FACTOR = 0.3
 # ASPP's pooled branch then has 4 values a group, as batch norm has there over a batch of 4 images;
@@ -54,96 +51,6 @@ CONTINUED_LR_FACTOR = 0.3
 NUM_GROUPS = 16
 # The loss of a single step says little.
 _LOSS_MEANS = 10
-
-
-class GhostBatchNorm2d(nn.BatchNorm2d):
-    """PartialBatchNorm2d as `num_ranks` ranks have it, in one process.
-
-    Each contiguous share of the batch is normalized by its own statistics. All kinds of running
-    statistics are tracked side by side; `take_running` chooses what evaluation uses.
-
-    Args:
-        whole_if_pooled: where an image has one value a channel, as in a globally pooled branch, the
-            ranks share their statistics; of one image there would be none.
-    """
-
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        num_ranks: int,
-        whole_if_pooled: bool = False,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-    ) -> None:
-        super().__init__(num_features, eps, momentum)
-        self.num_ranks = num_ranks
-        self.whole_if_pooled = whole_if_pooled
-        self.trackers = nn.ModuleDict(
-            {
-                kind: PartialBatchNorm2d(num_features, eps, momentum, affine=False, running=kind)
-                for kind in RUNNING
-            }
-        )
-
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` (N, C, H, W) normalized, its rows shared as ranks share a batch."""
-        if not self.training:
-            return super().forward(input)
-        pooled = self.whole_if_pooled and input.shape[2:].numel() == 1
-        num_ranks = 1 if pooled else self.num_ranks
-        shares = [dist.share(len(input), num_ranks, rank) for rank in range(num_ranks)]
-        parts = [self._normalize(input[share.start : share.stop]) for share in shares]
-        self._track([moments for _, moments in parts])
-        return torch.cat([y for y, _ in parts])
-
-    def _normalize(self, x: Tensor) -> tuple[Tensor, Moments]:
-        mean, var = torch.zeros(
-            2, self.num_features, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
-        )
-        # A momentum of 1 makes the kernel leave the statistics of the batch in the buffers.
-        y = F.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)
-        count = x.numel() // self.num_features
-        biased = var * ((count - 1) / count)
-        return y, Moments(mean, biased, mean.new_tensor(count, dtype=torch.float64))
-
-    def _track(self, moments: Sequence[Moments]) -> None:
-        for kind, tracker in self.trackers.items():
-            # The product's own merging; only its all_reduce is a sum within this process.
-            tracker._seen = list(moments[:1] if kind == "rank0" else moments)
-            tracker._merge(torch.stack(list(tracker._contributions())).sum(0))
-            tracker.forget()
-
-
-def take_running(model: nn.Module, kind: Running) -> None:
-    """Puts this kind of running statistics into the places that evaluation reads."""
-    for layer in model.modules():
-        if isinstance(layer, GhostBatchNorm2d):
-            layer.running_mean.copy_(layer.trackers[kind].running_mean)
-            layer.running_var.copy_(layer.trackers[kind].running_var)
-
-
-def compare_running(model: nn.Module) -> dict[str, list[float]]:
-    """How far the kinds of running statistics lie apart in `model`, empty without the layers.
-
-    Quantiles 0.05, 0.5 and 0.95 over all channels of all layers: the variances over the pooled one,
-    and the distance of rank 0's mean from the pooled one in pooled standard deviations. (The mean
-    of equal shares' means is the pooled one.)
-    """
-    layers = [layer.trackers for layer in model.modules() if isinstance(layer, GhostBatchNorm2d)]
-    if not layers:
-        return {}
-    mean, var = (
-        {kind: torch.cat([getattr(layer[kind], name) for layer in layers]) for kind in RUNNING}
-        for name in ("running_mean", "running_var")
-    )
-    values = {
-        "var_rank0": var["rank0"] / var["pooled"],
-        "var_mean": var["mean"] / var["pooled"],
-        "distance_rank0": (mean["rank0"] - mean["pooled"]).abs() / var["pooled"].sqrt(),
-    }
-    quantiles = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
-    return {key: value.double().quantile(quantiles).tolist() for key, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -227,22 +134,22 @@ class Study:
     precise_batches: int
     output: Path
 
-    def run(self, seeds: Iterable[int]) -> list[Result]:
-        """The results of all treatments and `seeds`; what is in `output` already is not run again.
+    def run(self, seed: int, treatments: Sequence[Treatment]) -> list[Result]:
+        """The results of one seed; what is in `output` already is not run again.
 
         Raises:
             ConfigError: `output` holds results of other settings.
+            CheckpointError: the weights of `sync` to go on from are not there.
         """
         self._check_settings()
         results = []
-        for seed in seeds:
-            for treatment in TREATMENTS:
-                file = self._folder(seed) / f"{treatment.name}.json"
-                if not file.exists():
-                    write_text(file, to_json(asdict(self._run_one(treatment, seed))))
-                results.append(Result(**json.loads(file.read_text())))
-                scores = ", ".join(f"{k} {v:.4f}" for k, v in results[-1].mean_iou.items())
-                print(f"seed {seed}  {treatment.name}  mIoU {scores}", flush=True)
+        for treatment in treatments:
+            file = self._folder(seed) / f"{treatment.name}.json"
+            if not file.exists():
+                write_text(file, to_json(asdict(self._run_one(treatment, seed))))
+            results.append(Result(**json.loads(file.read_text())))
+            scores = ", ".join(f"{how} {iou:.4f}" for how, iou in results[-1].mean_iou.items())
+            print(f"seed {seed}  {treatment.name}  mIoU {scores}", flush=True)
         return results
 
     def config_of(self, treatment: Treatment, seed: int) -> Config:

@@ -1,0 +1,229 @@
+"""Running statistics of several ranks on drawn data, beside their exact expectation and spread.
+
+Every step, k ranks see B values each. What is tracked (`norm.running`) is the mean and unbiased
+variance of rank 0, the mean over the ranks of both, or the mean and unbiased variance of all k B
+values together; the running statistics are the exponential average of that. The batch statistics
+are made by the functions that training uses.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segtrain.norm.functional import packed_moments, unbiased, unpacked_moments
+
+MEAN, SD = 3.9, 12.4
+NUM_RANKS = 4
+MOMENTUM = 0.1
+NUM_BATCHES = 10_000
+# What is left of the start (0, 1) after these is 1e-9 of it.
+BURN_IN = 200
+# The first three are what `norm.running` names; the others show what Bessel's factor is for.
+ESTIMATES = ("rank0", "mean", "pooled", "rank0 biased", "mean biased", "pooled biased")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Data of the ranks: normal with standard deviation SD, about a mean of each rank's own.
+
+    batch_size: B, values a rank and step.
+    spread: standard deviation of the ranks' means, in units of SD.
+    redrawn: the means are normal and drawn anew for every step, as those of images are; else they
+        are constants, evenly spaced, whose mean is MEAN.
+    """
+
+    batch_size: int
+    spread: float = 0.0
+    redrawn: bool = False
+
+    @property
+    def variance(self) -> float:
+        """The variance of all values that the ranks ever see together."""
+        return SD**2 * (1 + self.spread**2)
+
+    def rank_means(self) -> Tensor:
+        """The constant means, (k,) float64, with standard deviation spread x SD over the ranks."""
+        places = torch.arange(NUM_RANKS, dtype=torch.float64)
+        places = (places - places.mean()) / places.std(correction=0)
+        return MEAN + self.spread * SD * places
+
+    def draw(self, num_batches: int, generator: torch.Generator) -> Tensor:
+        """The values of all ranks and steps, (k, B, num_batches) float64."""
+        shape = (NUM_RANKS, self.batch_size, num_batches)
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64) * SD
+        if not self.redrawn:
+            return noise + self.rank_means().view(-1, 1, 1)
+        means = torch.randn(NUM_RANKS, 1, num_batches, generator=generator, dtype=torch.float64)
+        return noise + MEAN + means * self.spread * SD
+
+
+# From few values to many; then ranks that see different data, all the time or from step to step.
+SETTINGS = (
+    *(Setting(size) for size in (1, 2, 4, 16, 100)),
+    *(Setting(size, spread) for size in (4, 100) for spread in (0.5, 1.0)),
+    *(Setting(size, spread, redrawn=True) for size in (4, 100) for spread in (0.5, 1.0)),
+)
+TEXTBOOK = Setting(100)
+
+
+class Statistics(NamedTuple):
+    """Mean and variance of each of some steps, (T,) float64."""
+
+    mean: Tensor
+    var: Tensor
+
+
+class Law(NamedTuple):
+    """Expectation and standard deviation of a number."""
+
+    expectation: float
+    sd: float
+
+
+class Tracked(NamedTuple):
+    """The running mean and variance, as measured or exactly."""
+
+    mean: Law
+    var: Law
+
+
+def batch_statistics(values: Tensor) -> dict[str, Statistics]:
+    """What each of ESTIMATES makes of the steps.
+
+    values: (k, B, T).
+    """
+    size = values.shape[1]
+    count = torch.tensor(size, dtype=torch.float64)
+    # To the functions of the layers, every step is a channel.
+    means, biased = values.mean(1), values.var(1, correction=0)  # (k, T)
+    unbiased_vars = torch.stack([unbiased(var, count) for var in biased])
+    parts = [packed_moments(mean, var, size) for mean, var in zip(means, biased, strict=True)]
+    mean, var, whole_count = unpacked_moments(torch.stack(parts).sum(0))
+    return {
+        "rank0": Statistics(means[0], unbiased_vars[0]),
+        "mean": Statistics(means.mean(0), unbiased_vars.mean(0)),
+        "pooled": Statistics(mean, unbiased(var, whole_count)),
+        "rank0 biased": Statistics(means[0], biased[0]),
+        "mean biased": Statistics(means.mean(0), biased.mean(0)),
+        "pooled biased": Statistics(mean, var),
+    }
+
+
+def running_average(steps: Tensor, start: float) -> np.ndarray:
+    """The exponential average after each of the steps, (T,), that begins with `start`."""
+    values = steps.tolist()
+    average = np.empty(len(values))
+    last = start
+    for i, value in enumerate(values):
+        last += MOMENTUM * (value - last)
+        average[i] = last
+    return average
+
+
+def simulate(setting: Setting, seed: int, num_batches: int = NUM_BATCHES) -> dict[str, Tracked]:
+    """Mean and standard deviation over the steps of what each of ESTIMATES tracks."""
+    generator = torch.Generator().manual_seed(seed)
+    values = setting.draw(BURN_IN + num_batches, generator)
+    results = {}
+    for name, batch in batch_statistics(values).items():
+        tracks = [running_average(*track) for track in ((batch.mean, 0.0), (batch.var, 1.0))]
+        laws = [Law(float(t[BURN_IN:].mean()), float(t[BURN_IN:].std())) for t in tracks]
+        results[name] = Tracked(*laws)
+    return results
+
+
+def exact(setting: Setting, name: str) -> Tracked:
+    """What `simulate` measures for the estimate `name`, by formula.
+
+    With B values of each of k ranks, s² = SD², b² = spread² s² the variance of the ranks' means:
+
+    - The sum of squares within a rank is s² chi²(B - 1), independent of its mean. So its unbiased
+      variance has expectation s² and variance 2 s⁴ / (B - 1); the mean over the ranks keeps the
+      expectation and has a k-th of the variance. The means of the ranks do not occur in either.
+    - The sum of squares of all values is the one within, s² chi²(k (B - 1)), plus B times that of
+      the ranks' means. For constant means this is s² times a noncentral chi² of k B - 1 degrees of
+      freedom and noncentrality L = B k b² / s², of expectation k B - 1 + L and variance
+      2 (k B - 1 + 2 L). For redrawn means it is (s² + B b²) chi²(k - 1). Over k B - 1:
+
+          constant  s² + B k b² / (k B - 1)          2 s⁴ (k B - 1 + 2 L) / (k B - 1)²
+          redrawn   s² + B (k - 1) b² / (k B - 1)    (2 k (B - 1) s⁴ + 2 (k - 1) (s² + B b²)²)
+                                                     / (k B - 1)²
+
+    - A batch mean has variance s² / B, a k-th of that over the ranks, and redrawn means add theirs.
+    - The exponential average of independent values of variance V has the same expectation and,
+      when it has forgotten its start, variance V m / (2 - m): the sum of (m (1 - m)^i)² V.
+
+    Biased variances are the unbiased ones times (n - 1) / n, n = B or k B. Of one value, B = 1,
+    there is no unbiased variance; the layers track 0.
+    """
+    size, k = setting.batch_size, NUM_RANKS
+    s2, b2 = SD**2, (setting.spread * SD) ** 2
+    drawn2 = b2 if setting.redrawn else 0.0
+    kind, _, biased = name.partition(" ")
+    ranks = 1 if kind == "rank0" else k
+    center = float(setting.rank_means()[0]) if kind == "rank0" and not setting.redrawn else MEAN
+    mean_var = (s2 / size + drawn2) / ranks
+
+    n = k * size if kind == "pooled" else size
+    if n == 1:
+        expectation = variance = 0.0
+    elif kind != "pooled":
+        expectation, variance = s2, 2 * s2**2 / (size - 1) / ranks
+    elif setting.redrawn:
+        between = s2 + size * b2
+        expectation = s2 + size * (k - 1) * b2 / (n - 1)
+        variance = (2 * k * (size - 1) * s2**2 + 2 * (k - 1) * between**2) / (n - 1) ** 2
+    else:
+        noncentrality = n * b2 / s2
+        expectation = s2 + n * b2 / (n - 1)
+        variance = 2 * s2**2 * (n - 1 + 2 * noncentrality) / (n - 1) ** 2
+    bessel = (n - 1) / n if biased else 1.0
+    return Tracked(
+        Law(center, averaged_sd(mean_var)),
+        Law(bessel * expectation, bessel * averaged_sd(variance)),
+    )
+
+
+def averaged_sd(variance: float) -> float:
+    """The standard deviation of the exponential average of independent values of this variance."""
+    return math.sqrt(variance * MOMENTUM / (2 - MOMENTUM))
+
+
+def standard_error(law: Law, num_batches: int = NUM_BATCHES) -> float:
+    """Of the mean over the steps of an exponential average.
+
+    Its sum over the steps is, but for the ends, that of the independent values it averages, whose
+    standard deviation is larger by sqrt((2 - m) / m).
+    """
+    return law.sd * math.sqrt((2 - MOMENTUM) / MOMENTUM / num_batches)
+
+
+def run_simulation(
+    settings: Sequence[Setting] = SETTINGS, seed: int = 0, num_batches: int = NUM_BATCHES
+) -> list[dict]:
+    """One row for each setting and estimate: the setting, `measured` and `exact` laws."""
+    rows = []
+    for number, setting in enumerate(settings):
+        measured = simulate(setting, seed + number, num_batches)
+        rows += [
+            {
+                "batch_size": setting.batch_size,
+                "spread": setting.spread,
+                "redrawn": setting.redrawn,
+                "variance": setting.variance,
+                "estimate": name,
+                "measured": _as_dict(measured[name]),
+                "exact": _as_dict(exact(setting, name)),
+            }
+            for name in ESTIMATES
+        ]
+    return rows
+
+
+def _as_dict(tracked: Tracked) -> dict[str, dict[str, float]]:
+    return {key: law._asdict() for key, law in tracked._asdict().items()}
