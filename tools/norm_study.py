@@ -1,8 +1,8 @@
 """How much the kind of batch statistics matters, in two studies.
 
 `simulation` tracks the statistics of drawn data, whose exact values are known (10 seconds).
-`camvid` trains one experiment under every kind of statistics and compares the mIoU (an hour on two
-CPU cores); it goes on where it was stopped.
+`camvid` trains one experiment under every kind of statistics and compares the mIoU (an hour or two
+on two CPU cores); it goes on where it was stopped.
 
     python tools/norm_study.py simulation
     python tools/norm_study.py camvid --data PATH --output runs/norm_study

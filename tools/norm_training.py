@@ -175,7 +175,7 @@ class Study:
         began = time.perf_counter()
         state, losses = train(config, treatment.norm(config), f"seed {seed} {treatment.name}")
         train_s = time.perf_counter() - began
-        if treatment == TREATMENTS[0]:
+        if treatment.name == "sync":
             checkpoint.save(self._sync_weights(seed), _record(state, config))
         running = compare_running(state.model)
         began = time.perf_counter()
