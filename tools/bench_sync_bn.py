@@ -24,6 +24,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import nccl_model
 import torch
 import torch.nn.functional as F
 from rounds import estimate, measure, on_ranks, ratios
@@ -315,7 +316,41 @@ def _training(
     )
 
 
-COMMANDS = {"layers": layers, "step": step}
+def model(options: argparse.Namespace) -> dict[str, Any]:
+    """`model`: prints its table and returns its rows."""
+    rows = {gpus: nccl_model.iteration_cost(gpus) for gpus in MODEL_GPUS}
+    print(
+        "## A model, not measured: NCCL's latency for the statistics of PSPNet-R50\n\n"
+        "Constants of NVIDIA/nccl 5067397c, src/graph/tuning.cc; nodes of 8 GPUs with NVLink. No\n"
+        "launches, no waiting for ranks that come late. Milliseconds an iteration, both ways, of\n"
+        f"{nccl_model.NUM_LAYERS} layers: all_gather + all_reduce as in torch.nn.SyncBatchNorm; one "
+        "all_reduce each\n"
+        f"way; the same in {nccl_model.NUM_SHARED} collectives each way, as segtrain; one all_reduce "
+        "among 8.\n"
+    )
+    _print_row(
+        "GPUs",
+        "all_reduce us",
+        "all_gather us",
+        "gather + reduce",
+        "all_reduce",
+        f"{nccl_model.NUM_SHARED} each way",
+        "groups of 8",
+        "MB gathered a rank",
+    )
+    _print_row(*["---"] * 8)
+    for gpus, cost in rows.items():
+        _print_row(
+            gpus,
+            f"{nccl_model.all_reduce_us(gpus):.0f}",
+            f"{nccl_model.all_gather_us(gpus):.0f}",
+            *(f"{value:.1f}" for value in cost),
+        )
+    return {str(gpus): cost._asdict() for gpus, cost in rows.items()}
+
+
+MODEL_GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+COMMANDS = {"layers": layers, "step": step, "model": model}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -349,6 +384,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument(
         "--channels-last", action=argparse.BooleanOptionalAction, default=True, help="memory format"
     )
+
+    command = commands.add_parser("model", help="computed, not measured")
+    command.add_argument("--json", type=Path, help="also write the table to this file")
 
     names_command = bool(arguments) and (
         arguments[0] in COMMANDS or arguments[0] in ("-h", "--help")
