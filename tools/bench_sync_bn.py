@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ import torch.nn.functional as F
 from rounds import estimate, measure, on_ranks, ratios
 from sync_bn_schemes import SCHEMES, SchemeBatchNorm2d
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import group
+from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 
 from segtrain import dist
 from segtrain.config import Config, DataConfig, ModelConfig, NormConfig, TrainConfig
@@ -42,6 +46,8 @@ from segtrain.records import Batch
 
 LOCAL = "local"
 SEGTRAIN = "segtrain"
+TORCH = "torch.nn.SyncBatchNorm"
+FAIRSCALE = "fairscale"
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 # Of PSPNet-R50 on crops of 720x960: the stem's half, the body, and two grids of the pyramid.
@@ -99,11 +105,29 @@ class UnsharedBatchNorm2d(SyncBatchNorm2d):
         return y
 
 
+class TorchSyncBatchNorm2d(nn.BatchNorm2d):
+    """torch.nn.SyncBatchNorm's own function, which the module leaves out for a single rank."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return TorchFunction.apply(
+            input,
+            self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            self.eps,
+            self.momentum,
+            group.WORLD,
+            dist.world_size(),
+        )
+
+
 def pspnet_r50_shapes(num_images: int, crop: Sequence[int]) -> Counter[Shape]:
     """What the batch norms of PSPNet-R50, with the deep stem of semseg, normalize in training."""
     shapes: Counter[Shape] = Counter()
     config = ModelConfig(backbone="resnet50", stem="64-64-128")
-    with torch.device("meta"):
+    # Shapes alone, nothing is computed.
+    with FakeTensorMode():
         model = build_model(config, num_classes=19).train()
         for layer in model.modules():
             if isinstance(layer, nn.BatchNorm2d):
@@ -119,14 +143,15 @@ def layers_of(device: torch.device, *, shared: bool) -> dict[str, Callable[[int]
     layers: dict[str, Callable[[int], nn.Module]] = {LOCAL: LocalBatchNorm2d}
     if not shared:
         return layers | {SEGTRAIN: UnsharedBatchNorm2d}
-    if dist.world_size() > 1:
+    # A rank that is alone in its group would skip the collectives; the schemes do not.
+    alone = dist.world_size() == 1
+    if not alone:
         layers[SEGTRAIN] = SyncBatchNorm2d
-        # Alone it would be batch norm of one process.
-        if device.type == "cuda":
-            layers["torch.nn.SyncBatchNorm"] = nn.SyncBatchNorm
-        fairscale = _fairscale()
-        if fairscale is not None:
-            layers["fairscale"] = fairscale
+    if device.type == "cuda":
+        layers[TORCH] = TorchSyncBatchNorm2d if alone else nn.SyncBatchNorm
+    fairscale = _fairscale()
+    if fairscale is not None:
+        layers[FAIRSCALE] = fairscale
     for name, scheme in SCHEMES.items():
         layers[name] = lambda channels, scheme=scheme: SchemeBatchNorm2d(channels, scheme)
     return layers
@@ -185,12 +210,37 @@ def layers(options: argparse.Namespace) -> dict[str, Any]:
     ]
     common = (cases, options.rounds, options.block_ms)
     alone = on_ranks(1, options.device, time_layers, *common, False, group=False)
+    _print_contenders()
     print("## Compute alone: one process of one thread, nothing sent\n")
     _print_layers(alone, weighted=options.shapes == "pspnet_r50")
     together = on_ranks(options.nproc, options.device, time_layers, *common, True)
     print(f"## Together: {options.nproc} rank(s) of one thread\n")
     _print_layers(together, weighted=options.shapes == "pspnet_r50")
     return {"alone": [vars(case) for case in alone], "together": [vars(case) for case in together]}
+
+
+def _print_contenders() -> None:
+    lines = [
+        f"torch {torch.__version__}; one thread a rank. A call is forward and backward through",
+        "autograd, with gradients of x, weight and bias and the update of the running statistics.",
+        "",
+        f"- {LOCAL}: F.batch_norm of each rank's own values",
+        f"- {SEGTRAIN}: segtrain.norm.SyncBatchNorm2d",
+    ]
+    own_code = "its own code, unmodified"
+    if _fairscale() is None:
+        lines.append(f"- {FAIRSCALE}: not installed, left out")
+    else:
+        lines.append(f"- {FAIRSCALE} {version(FAIRSCALE)}, fairscale.experimental.nn: {own_code}")
+    lines += [
+        f"- {TORCH}: {own_code}; on CUDA only, it refuses CPU tensors",
+        "",
+        "segtrain's arithmetic with the collectives of others, forward + backward of a layer:",
+        "",
+        *(f"- {name}: {scheme.used_by}" for name, scheme in SCHEMES.items()),
+        "",
+    ]
+    print("\n".join(lines))
 
 
 def _print_layers(cases: list[Case], *, weighted: bool) -> None:
@@ -275,7 +325,6 @@ def time_steps(
     config = Config(
         data=DataConfig(layout="folders", root="unused", classes="unused"),
         model=ModelConfig(backbone=backbone),
-        # Longer than this: the generators must not end, and the learning rate hardly moves.
         train=TrainConfig(batch_size=num_images * dist.world_size(), channels_last=channels_last),
     )
     norms = {
@@ -322,11 +371,10 @@ def model(options: argparse.Namespace) -> dict[str, Any]:
     print(
         "## A model, not measured: NCCL's latency for the statistics of PSPNet-R50\n\n"
         "Constants of NVIDIA/nccl 5067397c, src/graph/tuning.cc; nodes of 8 GPUs with NVLink. No\n"
-        "launches, no waiting for ranks that come late. Milliseconds an iteration, both ways, of\n"
-        f"{nccl_model.NUM_LAYERS} layers: all_gather + all_reduce as in torch.nn.SyncBatchNorm; one "
-        "all_reduce each\n"
-        f"way; the same in {nccl_model.NUM_SHARED} collectives each way, as segtrain; one all_reduce "
-        "among 8.\n"
+        "launches, no waiting for ranks that come late. Milliseconds an iteration for\n"
+        f"{nccl_model.NUM_LAYERS} layers: an all_gather forward and an all_reduce backward, as in\n"
+        "torch.nn.SyncBatchNorm; one all_reduce each way; as segtrain, where layers side by side\n"
+        f"share it, {nccl_model.NUM_SHARED} each way; one all_reduce each way among 8 GPUs.\n"
     )
     _print_row(
         "GPUs",
@@ -344,7 +392,7 @@ def model(options: argparse.Namespace) -> dict[str, Any]:
             gpus,
             f"{nccl_model.all_reduce_us(gpus):.0f}",
             f"{nccl_model.all_gather_us(gpus):.0f}",
-            *(f"{value:.1f}" for value in cost),
+            *(f"{value:.3g}" for value in cost),
         )
     return {str(gpus): cost._asdict() for gpus, cost in rows.items()}
 
@@ -396,7 +444,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    print(f"torch {torch.__version__}, {options.device}\n")
     result = COMMANDS[options.command](options)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

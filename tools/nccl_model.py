@@ -1,19 +1,18 @@
 """How long NCCL takes for the small messages of batch norm: a model, nothing here is measured.
 
-The constants and formulas are those with which NCCL itself chooses an algorithm: NVIDIA/nccl, commit
-5067397c, src/graph/tuning.cc, protocol LL, NVLink within a node. Left out are the latency of the
-network beyond them, kernel launches, and ranks that come late; bytes count for gathers only, whose
-results grow with the number of ranks.
+The constants and formulas are those by which NCCL itself chooses an algorithm: NVIDIA/nccl, commit
+5067397c, src/graph/tuning.cc, protocol LL, NVLink within a node, without the latency that it adds
+for particular networks. Left out are kernel launches and ranks that come late; bytes count for
+gathers only, whose results grow with the number of ranks.
 """
 
-import math
 from typing import NamedTuple
 
-# Microseconds: of any collective, by algorithm.
+# Microseconds of any collective, by algorithm.
 _TREE_BASE_US = 6.8
 _RING_BASE_US = 6.6
-# Microseconds a step: over NVLink, and the same in a ring that also crosses the network, where a
-# step is bounded below by the network's overhead.
+# Microseconds a step: over NVLink, and the same in a ring that also crosses the network, whose
+# overhead bounds it below (that of Intel hosts; NCCL takes 2 on AMD's).
 _NVLINK_US = 0.6
 _NVLINK_BESIDE_NETWORK_US = 1.0
 # Microseconds a step between nodes.
@@ -34,13 +33,16 @@ def all_reduce_us(gpus: int, *, gpus_per_node: int = 8) -> float:
     """Microseconds of an all_reduce of a few kilobytes: the faster of tree and ring."""
     nodes = _num_nodes(gpus, gpus_per_node)
     within = gpus // nodes - 1
-    tree = _TREE_BASE_US + 2 * (within * _NVLINK_US + math.log2(nodes) * _TREE_NETWORK_US)
+    depth = nodes.bit_length() - 1
+    tree = _TREE_BASE_US + 2 * (within * _NVLINK_US + depth * _TREE_NETWORK_US)
     return min(tree, _ring_us(gpus, nodes, rounds=2))
 
 
 def all_gather_us(gpus: int, *, gpus_per_node: int = 8) -> float:
-    """Microseconds of an all_gather of a few bytes: a ring, the one algorithm there is for it
-    where several GPUs share a node and the network does not reduce."""
+    """Microseconds of an all_gather, bytes apart: a ring.
+
+    NCCL has no other algorithm for it where several GPUs share a node, unless the network helps.
+    """
     return _ring_us(gpus, _num_nodes(gpus, gpus_per_node), rounds=1)
 
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from segtrain.norm import SyncBatchNorm2d, functional
-from segtrain.norm.functional import Moments
+from segtrain.norm import SyncBatchNorm2d
+from segtrain.norm.functional import Moments, dense_like, packed_moments, unpacked_moments
+from segtrain.norm.kernels import backward_sums, input_gradient, local_moments, normalized
 
 
 class Scheme(NamedTuple):
@@ -25,13 +25,15 @@ class Scheme(NamedTuple):
     used_by: projects that communicate like this.
     moments: this rank's mean (C,), biased variance (C,) and number of values, to those of all
         ranks (collective).
-    means: this rank's sum(dy) and sum(dy xhat), (2, C), its number of values and that of all ranks
-        (), to both means over all values, (2, C) (collective).
+    means: this rank's sum(dy) and sum(dy xhat), (2 C,), its number of values and that of all ranks
+        (), to both means over all values, (2 C,) (collective).
+    sends_float64: whether `moments` gets float64; otherwise the type of the statistics.
     """
 
     used_by: str
     moments: Callable[[Tensor, Tensor, int], Moments]
     means: Callable[[Tensor, int, Tensor], Tensor]
+    sends_float64: bool = False
 
 
 class SchemeBatchNorm2d(SyncBatchNorm2d):
@@ -52,32 +54,33 @@ class _SchemeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, scheme: Scheme
     ) -> tuple[Tensor, ...]:
-        mean, var = functional.local_moments(x)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        mean, var = local_moments(x)
+        if not scheme.sends_float64:
+            mean, var = mean.to(dtype), var.to(dtype)
         mean, var, count = scheme.moments(mean, var, x.numel() // x.shape[1])
+        mean, var = mean.to(dtype), var.to(dtype)
         ctx.save_for_backward(x, weight, mean, var, count)
         ctx.eps, ctx.scheme = eps, scheme
         ctx.mark_non_differentiable(mean, var, count)
-        return F.batch_norm(x, mean, var, weight, bias, eps=eps), mean, var, count
+        return normalized(x, weight, bias, mean, var, eps), mean, var, count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, count = ctx.saved_tensors
-        grad = functional.dense_like(grad, x)
-        sums = functional.backward_sums(grad, x, mean, var, ctx.eps)
-        total, dot = sums.view(2, -1)
-        means = ctx.scheme.means(sums.view(2, -1), x.numel() // x.shape[1], count)
-        grad_x = functional.input_gradient(
-            grad, x, weight, mean, var, means.to(mean.dtype).view_as(sums), ctx.eps
-        )
+        grad = dense_like(grad, x)
+        sums = backward_sums(grad, x, mean, var, ctx.eps)
+        means = ctx.scheme.means(sums, x.numel() // x.shape[1], count).to(mean.dtype)
+        total, dot = sums.chunk(2)
+        grad_x = input_gradient(grad, x, weight, mean, var, means, ctx.eps)
         return grad_x, dot, total, None, None
 
 
 def _packed_float64(mean: Tensor, var: Tensor, num_values: int) -> Moments:
-    total = functional.packed_moments(mean, var, num_values)
+    total = packed_moments(mean, var, num_values)
     torch_dist.all_reduce(total)
-    first, second, count = functional.unpacked_moments(total)
-    return Moments(first.to(mean.dtype), second.to(mean.dtype), count.clone())
+    return Moments(*unpacked_moments(total))
 
 
 def _one_float64(sums: Tensor, num_values: int, count: Tensor) -> Tensor:
@@ -128,10 +131,10 @@ def _mean_then_variance(mean: Tensor, var: Tensor, num_values: int) -> Moments:
 
 
 def _two_sums(sums: Tensor, num_values: int, count: Tensor) -> Tensor:
-    parts = [part.clone() for part in sums]
+    parts = [part.clone() for part in sums.chunk(2)]
     for part in parts:
         torch_dist.all_reduce(part)
-    return torch.stack(parts) / count
+    return torch.cat(parts) / count
 
 
 def _three_sums(mean: Tensor, var: Tensor, num_values: int) -> Moments:
@@ -153,9 +156,9 @@ def _three_means(mean: Tensor, var: Tensor, num_values: int) -> Moments:
 
 def _three_gradient_means(sums: Tensor, num_values: int, count: Tensor) -> Tensor:
     ranks = sums.new_ones(())
-    parts = [*(sums / num_values), ranks]
+    parts = [*(sums / num_values).chunk(2), ranks]
     _all_reduce_together(parts)
-    return torch.stack(parts[:2]) / ranks
+    return torch.cat(parts[:2]) / ranks
 
 
 def _all_reduce_together(parts: list[Tensor]) -> None:
@@ -164,12 +167,14 @@ def _all_reduce_together(parts: list[Tensor]) -> None:
 
 
 def _from_mean_square(vector: Tensor, count: Tensor) -> Moments:
-    mean, square = vector.view(2, -1)
+    mean, square = vector.chunk(2)
     return Moments(mean, (square - mean * mean).clamp_(min=0), count)
 
 
 SCHEMES = {
-    "1+1 all_reduce": Scheme("segtrain: one float64 vector", _packed_float64, _one_float64),
+    "1+1 all_reduce": Scheme(
+        "segtrain: one float64 vector", _packed_float64, _one_float64, sends_float64=True
+    ),
     "1+1 all_gather": Scheme("torch.nn.SyncBatchNorm, NVIDIA apex", _gathered, _one_sum),
     "2+1": Scheme(
         "fairscale; inplace_abn, which gathers where fairscale reduces",
