@@ -84,7 +84,7 @@ def _packed_float64(mean: Tensor, var: Tensor, num_values: int) -> Moments:
 
 
 def _one_float64(sums: Tensor, num_values: int, count: Tensor) -> Tensor:
-    total = sums.double()
+    total = sums.to(torch.float64, copy=True)
     torch_dist.all_reduce(total)
     return total / count
 
