@@ -1,0 +1,226 @@
+"""The benchmark of synchronized batch norm: what it compares must compute the same."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nccl_model
+import pytest
+import torch
+import torch.nn.functional as F
+from bench_sync_bn import (
+    LOCAL,
+    SEGTRAIN,
+    Case,
+    UnsharedBatchNorm2d,
+    main,
+    median_ratios,
+    pspnet_r50_shapes,
+    step_times,
+    time_layers,
+    time_steps,
+)
+from rounds import estimate, measure, turn
+from sync_bn_schemes import SCHEMES, SchemeBatchNorm2d
+
+from segtrain import dist
+
+C = 5
+CPU = torch.device("cpu")
+# Those that weigh ranks by their number of values.
+EXACT = ("1+1 all_reduce", "1+1 all_gather", "2+1", "3+2")
+
+
+def batch(num_images):
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, num_images, C, 3, 4)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 3 + 2).unbind()
+
+
+def run_layer(layer, x, grad):
+    """Output, the three gradients, and the running statistics."""
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(0.5, 2, C))
+        layer.bias.copy_(torch.linspace(-1, 1, C))
+    x.requires_grad_()
+    y = layer(x)
+    grads = torch.autograd.grad(y, (x, layer.weight, layer.bias), grad)
+    return [y.detach(), *grads, layer.running_mean, layer.running_var]
+
+
+def whole_batch(num_images):
+    x, grad = batch(num_images)
+
+    class Reference(torch.nn.BatchNorm2d):
+        def forward(self, input):
+            mean, var = self.running_mean, self.running_var
+            return F.batch_norm(input, mean, var, self.weight, self.bias, True)
+
+    return run_layer(Reference(C).double(), x, grad)
+
+
+def run_part(name, splits):
+    """This rank's results of a scheme, and its collectives forward and backward."""
+    calls = []
+
+    def counted(function):
+        def call(*args, **kwargs):
+            calls.append(torch._C._current_graph_task_id() != -1)
+            return function(*args, **kwargs)
+
+        return call
+
+    for function in ("all_reduce", "all_gather_into_tensor", "all_gather", "all_gather_single"):
+        setattr(torch.distributed, function, counted(getattr(torch.distributed, function)))
+    x, grad = (t.split(splits)[dist.rank()].contiguous() for t in batch(sum(splits)))
+    results = run_layer(SchemeBatchNorm2d(C, SCHEMES[name]).double(), x, grad)
+    return results, f"{calls.count(False)}+{calls.count(True)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [*((name, (2, 2)) for name in SCHEMES), *((name, (1, 3)) for name in EXACT)],
+)
+def test_every_scheme_equals_the_whole_batch(run_ranks, name, splits):
+    parts, counts = zip(*run_ranks(2, run_part, name, splits), strict=True)
+    y, grad_x, grad_weight, grad_bias, running_mean, running_var = whole_batch(sum(splits))
+    exact = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), y, **exact)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), grad_x, **exact)
+    # Parameters' gradients stay local sums; DistributedDataParallel adds them up.
+    torch.testing.assert_close(sum(part[2] for part in parts), grad_weight, **exact)
+    torch.testing.assert_close(sum(part[3] for part in parts), grad_bias, **exact)
+    for part in parts:
+        torch.testing.assert_close(part[4], running_mean, **exact)
+        torch.testing.assert_close(part[5], running_var, **exact)
+    assert counts == (name.split()[0],) * 2
+
+
+def test_the_layer_that_sends_nothing_equals_batch_norm():
+    results = run_layer(UnsharedBatchNorm2d(C).double(), *batch(4))
+    for mine, reference in zip(results, whole_batch(4), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"),
+    # Binomial tables: the largest k with P(B < k) <= 0.025.
+    [(30, 10, 21), (20, 6, 15), (10, 2, 9), (6, 1, 6), (3, 1, 3)],
+)
+def test_interval_of_a_median_lies_between_order_statistics(count, low, high):
+    values = list(range(1, count + 1))
+    assert estimate(values[::-1]) == ((count + 1) / 2, low, high)
+
+
+def test_turns_cancel_a_drift():
+    assert [turn("AB", i) for i in range(4)] == [list("AB"), list("BA"), list("BA"), list("AB")]
+    for name in "ABC":
+        assert sum(turn("ABC", i).index(name) for i in range(6)) == 6
+
+
+LATE_MS = 300
+
+
+def times_of_a_late_rank():
+    contenders = {
+        "late": lambda: time.sleep(dist.rank() * LATE_MS / 1e3),
+        "meets": lambda: dist.all_sum(torch.ones(1)),
+    }
+    return measure(contenders, device=CPU, rounds=1, warmup=1)
+
+
+def test_a_round_takes_as_long_as_its_slowest_rank_and_waits_for_it_before(run_ranks):
+    first, second = run_ranks(2, times_of_a_late_rank)
+    assert first == second
+    assert first["late"][0] >= LATE_MS
+    assert first["meets"][0] < LATE_MS / 2
+
+
+def test_summaries_over_shapes():
+    cases = [
+        Case((1,), "contiguous", 2, {LOCAL: [1, 2], SEGTRAIN: [2, 6]}),
+        Case((2,), "contiguous", 1, {LOCAL: [1, 4], SEGTRAIN: [1, 4]}),
+        Case((3,), "contiguous", 3, {LOCAL: [2, 1], SEGTRAIN: [8, 2]}),
+    ]
+    assert median_ratios(cases, SEGTRAIN) == [2, 2]
+    assert step_times(cases, SEGTRAIN) == [2 * 2 + 1 + 3 * 8, 2 * 6 + 4 + 3 * 2]
+
+
+def test_shapes_of_pspnet_are_those_of_its_61_layers():
+    shapes = pspnet_r50_shapes(2, (57, 73))
+    assert sum(shapes.values()) == nccl_model.NUM_LAYERS
+    assert sum(shape[1] * count for shape, count in shapes.items()) == nccl_model.NUM_CHANNELS
+    assert shapes[2, 512, 1, 1] == 1
+    assert shapes[2, 64, 29, 37] == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reduce_us", "gather_us", "gathered", "reduced", "shared", "groups", "megabytes"),
+    # Worked out apart from the code, from the same constants; rounded as they are printed.
+    [
+        (8, 15.0, 10.8, 1.65, 1.83, 1.59, 1.83, 1.89),
+        (16, 25.2, 23.3, 3.11, 3.07, 2.67, 1.83, 3.79),
+        (32, 35.2, 42.7, 5.05, 4.29, 3.73, 1.83, 7.58),
+        (64, 45.2, 81.5, 8.33, 5.51, 4.79, 1.83, 15.2),
+        (256, 65.2, 314.3, 25.6, 7.95, 6.91, 1.83, 60.6),
+        (1024, 85.2, 1245.5, 90.9, 10.4, 9.03, 1.83, 242),
+    ],
+)
+def test_latency_model(gpus, reduce_us, gather_us, gathered, reduced, shared, groups, megabytes):
+    assert nccl_model.all_reduce_us(gpus) == pytest.approx(reduce_us)
+    assert nccl_model.all_gather_us(gpus) == pytest.approx(gather_us)
+    cost = nccl_model.iteration_cost(gpus)
+    expected = (gathered, reduced, shared, groups, megabytes)
+    assert [float(f"{value:.3g}") for value in cost] == list(expected)
+
+
+def test_model_refuses_nodes_that_are_not_full():
+    with pytest.raises(ValueError, match="12 do not fill nodes of 8"):
+        nccl_model.all_reduce_us(12)
+
+
+def test_model_is_printed_as_a_model(capsys, tmp_path):
+    main(["model", "--json", str(tmp_path / "model.json")])
+    printed = capsys.readouterr().out
+    assert "A model, not measured" in printed
+    assert "| 1024 | 85 | 1246 | 90.9 | 10.4 | 9.03 | 1.83 | 242 |" in printed
+    assert json.loads((tmp_path / "model.json").read_text())["8"]["reduced"] == pytest.approx(1.83)
+
+
+def timed_layers():
+    return time_layers(CPU, [Case((2, 3, 4, 5), "channels_last")], 1, 0.0, True)
+
+
+def test_all_contenders_stand_side_by_side(run_ranks):
+    (case,), _ = run_ranks(2, timed_layers)
+    assert (
+        {LOCAL, SEGTRAIN, *SCHEMES} <= case.times.keys() <= {LOCAL, SEGTRAIN, *SCHEMES, "fairscale"}
+    )
+
+
+def test_steps_of_training_are_timed(run_ranks):
+    times, _ = run_ranks(2, time_steps, CPU, "resnet18", 2, (40, 56), True, 1, 1)
+    assert {name: len(values) for name, values in times.items()} == {
+        "sync": 1,
+        "local": 1,
+        "nn.BatchNorm2d": 1,
+    }
+
+
+def test_command_without_a_name_measures_layers(tmp_path):
+    tool = Path(__file__).parent.parent / "tools/bench_sync_bn.py"
+    options = ["--shapes", "2x3x4x5", "--rounds", "2", "--block-ms", "0"]
+    result = subprocess.run(
+        [sys.executable, tool, *options, "--json", tmp_path / "layers.json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "## Compute alone" in result.stdout
+    for name in SCHEMES:
+        assert f" {name} |" in result.stdout
+    times = json.loads((tmp_path / "layers.json").read_text())
+    assert [case["layout"] for case in times["together"]] == ["contiguous", "channels_last"]
+    assert all(len(case["times"][LOCAL]) == 2 for case in times["together"])
