@@ -71,7 +71,7 @@ def ohem_cross_entropy(
     The batch is that of all ranks, so the pixels are those that one process would choose (online
     hard example mining, arXiv:1604.03540, in the per-pixel form of mmsegmentation's
     OHEMPixelSampler, which counts `min_kept` per image and drops pixels as hard as the last one
-    kept; here ties are kept, and so are all pixels if there are fewer than `min_kept`).
+    kept; here these are kept too, and so are all pixels if there are fewer than `min_kept`).
 
     Args:
         logits: (N, K, H, W).
@@ -82,7 +82,7 @@ def ohem_cross_entropy(
     with torch.no_grad():
         # The loss is -log(probability), so the hardest pixels have the largest.
         hardness = losses.masked_fill(labels == IGNORE_INDEX, -math.inf)
-        limit = _kth_largest_of_all_ranks(hardness.flatten(), min_kept)
+        limit = _just_below(_kth_largest_of_all_ranks(hardness.flatten(), min_kept))
         easy_loss = -math.log(threshold) if threshold > 0 else math.inf
         easy = (hardness <= easy_loss) & (hardness < limit)
         kept = labels.masked_fill(easy, IGNORE_INDEX)
@@ -122,6 +122,19 @@ def _kth_largest_of_all_ranks(values: Tensor, k: int) -> Tensor:
     largest[: len(mine)] = mine
     # Not kthvalue, which works through all the values in a single block of CUDA threads.
     return dist.all_gather(largest).flatten().topk(k, sorted=False).values.min()
+
+
+def _just_below(limit: Tensor) -> Tensor:
+    """`limit`, lowered by what rounding may put between equally hard pixels.
+
+    Enlarged logits repeat along the border of an image, and which of them come out a bit larger
+    depends on the last bits of the features, and thereby on the split of the batch over ranks.
+    """
+    return limit - _ROUNDING * torch.finfo(limit.dtype).eps * limit.abs().clamp(min=1)
+
+
+# In units in the last place: two interpolations of logits up to 64.
+_ROUNDING = 256
 
 
 class SegLoss:

@@ -207,3 +207,66 @@ def test_ranks_together_have_the_loss_and_gradient_of_the_joined_batch(run_ranks
         assert torch.equal(parts == 0, gradient == 0), name
         for result in ranks:
             torch.testing.assert_close(result[name][0], mean, rtol=1e-13, atol=0, msg=name)
+
+
+def enlarged_scene(dtype, split=0):
+    """Six images whose logits repeat along the border, as enlarged ones do.
+
+    The last bits are other ones for every `split` of the batch, as behind a convolution.
+    """
+    generator = torch.Generator().manual_seed(1)
+    coarse = torch.randn((6, K, 3, 4), generator=generator, dtype=torch.float64).to(dtype)
+    generator.manual_seed(split)
+    ulps = torch.randint(-1, 2, coarse.shape, generator=generator)
+    coarse *= 1 + ulps * torch.finfo(dtype).eps
+    labels = torch.randint(K, (6, 1, 3, 4), generator=generator.manual_seed(2))
+    size = (23, 31)
+    labels = F.interpolate(labels.double(), size).squeeze(1).long()
+    labels[2, :9] = IGNORE_INDEX
+    return F.interpolate(coarse, size, mode="bilinear", align_corners=False), labels
+
+
+# From a few pixels to more than any rank has; the threshold decides where it keeps more.
+NUMBERS_KEPT = range(1, 6 * 23 * 31, 83)
+
+
+def picks(dtype, threshold, splits):
+    """The pixels of this rank that are mined, for each number to keep."""
+    scene = enlarged_scene(dtype, split=dist.world_size())
+    logits, labels = (part.split(splits)[dist.rank()] for part in scene)
+    masks = []
+    for min_kept in NUMBERS_KEPT:
+        own = logits.clone().requires_grad_()
+        total, _ = ohem_cross_entropy(own, labels, threshold=threshold, min_kept=min_kept)
+        masks.append(torch.autograd.grad(total, own)[0].abs().sum(1) > 0)
+    return torch.stack(masks)  # (numbers, n, H, W)
+
+
+def all_picks(splits):
+    cases = [(dtype, limit) for dtype in (torch.float32, torch.float64) for limit in (0.0, 0.4)]
+    return {case: picks(*case, splits) for case in cases}
+
+
+@pytest.mark.parametrize("splits", [(5, 1), (1, 3, 2), (2, 2, 1, 1)])
+def test_ranks_pick_the_very_pixels_of_one_process(run_ranks, splits):
+    """Whatever the number kept: among equally hard pixels too, which rounding tells apart anew for
+    every split, and where it reaches over ranks."""
+    ranks = run_ranks(len(splits), all_picks, splits)
+    for case, one in all_picks((6,)).items():
+        many = torch.cat([masks[case] for masks in ranks], dim=1)
+        assert torch.equal(many, one), case
+
+
+def test_pixels_as_hard_as_the_last_but_for_rounding_are_mined_with_it():
+    logits, labels = scene(1)
+    labels[:] = 0
+    logits[0, :, :3] = logits[0, :, :1, :1]
+    # The last bits, as they come out of kernels that begin elsewhere.
+    noise = torch.tensor([0.0, 1.0, -1.0]) * torch.finfo(torch.float64).eps
+    logits[0, :, :3] *= 1 + noise.double()[None, :, None]
+    losses = F.cross_entropy(logits, labels, reduction="none")[0]
+    harder = (losses[3:] > losses[:3].max()).sum().item()
+    for extra in (1, W, 3 * W - 1):
+        kept = mined(logits, labels, 0.0, harder + extra)
+        assert kept[0, :3].all()
+        assert kept.sum() == harder + 3 * W
