@@ -221,12 +221,17 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     group = parser.add_argument_group("several machines (the same command on each)")
     group.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="machines")
     group.add_argument(
-        "--node-rank", type=_non_negative, metavar="R", help="number of this machine, from 0"
+        "--node-rank",
+        type=_non_negative,
+        metavar="R",
+        help="number of this machine; 0 serves the meeting point",
     )
     group.add_argument(
         "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="meeting point on machine 0"
     )
-    group.add_argument("--rdzv-id", metavar="ID", help="name of the job, equal on all machines")
+    group.add_argument(
+        "--rdzv-id", metavar="ID", help="name of the job, where several meet at the same point"
+    )
     group.add_argument(
         "--max-restarts",
         type=_non_negative,

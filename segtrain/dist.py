@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from segtrain import lockstep
+from segtrain import lockstep, network
 from segtrain.errors import ConfigError, LostRanksError, UserError
 
 T = TypeVar("T")
@@ -88,6 +88,8 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        _choose_interface()
     try:
         torch_dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
@@ -108,6 +110,15 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         _groups.clear()
         if is_distributed():
             torch_dist.destroy_process_group()
+
+
+def _choose_interface() -> None:
+    """Lets gloo listen where rank 0 is reached, instead of where this machine's name leads."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if host and port.isdigit() and "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = network.interface_toward(host, int(port))
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:

@@ -17,9 +17,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from segtrain import outcome, signals
+from segtrain import network, outcome, signals
 from segtrain.config import Config
 from segtrain.errors import (
     EXIT_INTERRUPTED,
@@ -232,14 +232,15 @@ def _launch_config(args: argparse.Namespace, ranks: int, log_directory: str) -> 
 
     nodes = getattr(args, "nnodes", 1)
     alone = nodes == 1
+    meeting = {} if alone else _meeting_point(args)
     options = {
         "min_nodes": nodes,
         "max_nodes": nodes,
         "nproc_per_node": ranks,
-        "run_id": uuid.uuid4().hex if alone else args.rdzv_id,
+        "run_id": uuid.uuid4().hex,
         "rdzv_backend": "c10d",
         # Port 0 is a free one, so that any number of runs fit on a machine.
-        "rdzv_endpoint": "127.0.0.1:0" if alone else args.rdzv_endpoint,
+        "rdzv_endpoint": "127.0.0.1:0",
         "max_restarts": getattr(args, "max_restarts", 0),
         "monitor_interval": 0.1,
         "start_method": "spawn",
@@ -247,12 +248,26 @@ def _launch_config(args: argparse.Namespace, ranks: int, log_directory: str) -> 
         "logs_specs": DefaultLogsSpecs(log_dir=log_directory),
         "signals_to_handle": "SIGTERM,SIGINT" + ("" if signals.hangup_is_ignored() else ",SIGHUP"),
         # Without it torch looks this machine's name up, which fails on many laptops.
-        "local_addr": "127.0.0.1" if alone else None,
+        "local_addr": "127.0.0.1",
         "shutdown_timeout": SHUTDOWN_TIMEOUT_S,
+        **meeting,
     }
     # Older versions of torch lack the last one and wait 30 seconds.
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     return LaunchConfig(**{key: value for key, value in options.items() if key in known})
+
+
+def _meeting_point(args: argparse.Namespace) -> dict[str, Any]:
+    """How the launchers of several machines find each other."""
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    # Who serves the meeting point; unsaid, torch compares names, which seldom are the right ones.
+    serves = {} if args.node_rank is None else {"is_host": str(args.node_rank == 0)}
+    return {
+        "run_id": args.rdzv_id or "segtrain",
+        "rdzv_endpoint": args.rdzv_endpoint,
+        "rdzv_configs": serves,
+        "local_addr": network.address_toward(host.strip("[]"), int(port)),
+    }
 
 
 def exit_code_of(

@@ -15,16 +15,26 @@ _TIMEOUT_S = 240
 
 
 class Command:
-    """`python -m segtrain ARGS`, or another program before it, running in a session of its own."""
+    """`python -m segtrain ARGS`, or another program before it, running in a session of its own.
 
-    def __init__(self, where: Path, *args: object, program: Sequence[str] = (), **environ: str):
+    `wrapper` is what comes before Python, such as `ip netns exec NAME`.
+    """
+
+    def __init__(
+        self,
+        where: Path,
+        *args: object,
+        program: Sequence[str] = (),
+        wrapper: Sequence[str] = (),
+        **environ: str,
+    ):
         self.errors_file = where / f"stderr{time.monotonic_ns()}"
         self.output_file = self.errors_file.with_name(self.errors_file.name + ".out")
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         paths = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         with self.errors_file.open("wb") as errors, self.output_file.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *(program or ("segtrain",)), *map(str, args)],
+                [*wrapper, sys.executable, "-m", *(program or ("segtrain",)), *map(str, args)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,

@@ -1,5 +1,6 @@
 """Ranks through the real command; and which exit code comes out of what the ranks left behind."""
 
+import argparse
 import os
 import shutil
 import signal
@@ -120,6 +121,19 @@ def test_missing_variables_of_srun_are_named(environ):
     environ.update({k: v for k, v in SRUN.items() if k not in ("SLURM_LOCALID", "SLURM_JOB_ID")})
     with pytest.raises(ConfigError, match="SLURM_JOB_ID, SLURM_LOCALID are missing"):
         adopt_environment(environ)
+
+
+@pytest.mark.parametrize(("node", "serves"), [(0, {"is_host": "True"}), (1, {"is_host": "False"})])
+def test_machine_0_serves_the_meeting_point(node, serves):
+    """torch would compare names, and give every launcher that is told no id one of its own."""
+    args = argparse.Namespace(
+        nnodes=2, node_rank=node, rdzv_endpoint="127.0.0.1:29400", rdzv_id=None
+    )
+    config = launch._launch_config(args, 3, "/tmp")
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 3)
+    assert (config.rdzv_endpoint, config.run_id) == ("127.0.0.1:29400", "segtrain")
+    assert serves.items() <= config.rdzv_configs.items()
+    assert config.local_addr is None  # the way to 127.0.0.1 is of no use to other machines
 
 
 def notes(*codes):

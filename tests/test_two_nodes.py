@@ -1,0 +1,119 @@
+"""Two machines: network namespaces joined by a cable, and nothing else between them.
+
+Each has a loopback of its own and a host name that leads there, as most machines do, so whatever
+finds the others by name or by 127.0.0.1 fails here as it fails between machines.
+"""
+
+import os
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from experiments import experiment, losses, train, write_config, write_data
+from processes import Command
+
+from segtrain.checkpoint import load
+
+pytestmark = pytest.mark.netns
+
+ADDRESS = "10.77.0.{}"  # seen by the two namespaces only
+PORT = "29400"  # free, since they are new
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(node, *args, **environ)`: a segtrain command on machine 0 or 1, ends with the test."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip, of iproute2")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    names = [f"segtrain-{os.getpid()}-{node}" for node in range(2)]
+    commands = []
+
+    def run(node, *args, **environ):
+        wrapper = ["ip", "netns", "exec", names[node]]
+        commands.append(Command(tmp_path, *args, wrapper=wrapper, **environ))
+        return commands[-1]
+
+    try:
+        try:
+            _join(names)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"needs the right to make network namespaces: {error.stderr.strip()}")
+        yield run
+    finally:
+        for command in commands:
+            if command.process.poll() is None:
+                command.kill()
+        for name in names:  # the cable goes with its ends
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _join(names):
+    for name in names:
+        ip("netns", "add", name)
+    cable = ["link", "add", "eth0", "netns", names[0], "type", "veth"]
+    ip(*cable, "peer", "name", "eth0", "netns", names[1])
+    for i, name in enumerate(names, start=1):
+        ip("-n", name, "addr", "add", f"{ADDRESS.format(i)}/30", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            ip("-n", name, "link", "set", device, "up")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+def small(data, **norm):
+    return experiment(data, augment={"crop_size": [33, 41]}, train={"steps": 5}, norm=norm)
+
+
+def finished(commands):
+    codes = [command.wait() for command in commands]
+    assert codes == [0, 0], "\n".join(command.errors for command in commands)
+
+
+def assert_same_training(directory, wanted):
+    np.testing.assert_allclose(losses(directory), losses(wanted), rtol=1e-9, atol=0)
+    assert len(losses(directory)) == 5
+    got, expected = (load(path / "checkpoints/last.pt").model for path in (directory, wanted))
+    torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_one_rank_on_each_of_two_machines_trains_as_one_process(run_ranks, start, tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", small(data))
+    options = ["--nnodes", 2, "--rdzv-endpoint", f"{ADDRESS.format(1)}:{PORT}"]
+    arguments = ["train", config, "--output", tmp_path / "two", "--nproc", 1, *options]
+    finished([start(node, *arguments, "--node-rank", node) for node in range(2)])
+
+    assert run_ranks(1, train, config, tmp_path / "one") == [0]
+    assert_same_training(tmp_path / "two", tmp_path / "one")
+
+
+def test_statistics_within_a_machine_are_local_where_it_has_one_rank(
+    run_ranks, start, tmp_path, data
+):
+    """The ranks are started by somebody else: torchrun's variables are there."""
+    config = write_config(tmp_path / "node.yaml", small(data, extent="node"))
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": ADDRESS.format(1),
+        "MASTER_PORT": PORT,
+    }
+    arguments = ["train", config, "--output", tmp_path / "two"]
+    finished([start(node, *arguments, RANK=str(node), **shared) for node in range(2)])
+
+    local = write_config(tmp_path / "local.yaml", small(data, kind="local"))
+    assert run_ranks(2, train, local, tmp_path / "one") == [0, 0]
+    assert_same_training(tmp_path / "two", tmp_path / "one")
