@@ -155,11 +155,13 @@ _groups: dict[tuple[int, ...], ProcessGroup] = {}
 
 def group_of(ranks: tuple[int, ...] | None) -> ProcessGroup | None:
     """The group of `ranks`; None means all (collective over `ranks` the first time)."""
-    if ranks is None or not is_distributed() or ranks == tuple(range(world_size())):
+    if ranks is None or not is_distributed():
         return None
     if rank() not in ranks:
         raise ValueError(f"rank {rank()} asks for a group it does not belong to: {list(ranks)}")
     if ranks not in _groups:
+        if ranks == tuple(range(world_size())):
+            return None
         # Only the members make the group: other ranks may be in groups of their own.
         _groups[ranks] = torch_dist.new_group(list(ranks), use_local_synchronization=True)
     return _groups[ranks]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # Below this a copy costs more than it frees.
 _LEAST_BYTES = 1 << 16
@@ -28,8 +29,9 @@ class _Traffic:
         self._staying = staying
         self._pack = pack
         self._unpack = unpack
-        # What came back lately, by the place in memory: it need not travel to the host again.
-        self._returned: deque[tuple[int, _OnHost]] = deque(maxlen=8)
+        # What came back lately and need not travel to the host again. Weakly, and by the storage:
+        # its place in memory may have become another tensor's by then.
+        self._returned: deque[tuple[StorageWeakRef, _OnHost]] = deque(maxlen=8)
 
     def send(self, tensor: Tensor) -> Tensor | _OnHost:
         if tensor.nbytes < _LEAST_BYTES or tensor.data_ptr() in self._staying:
@@ -37,8 +39,9 @@ class _Traffic:
         return self._pack(tensor)
 
     def send_again(self, tensor: Tensor) -> Tensor | _OnHost:
-        for place, packed in self._returned:
-            if place == tensor.data_ptr() and packed.host.shape == tensor.shape:
+        storage = tensor.untyped_storage()
+        for returned, packed in self._returned:
+            if returned.cdata == storage._cdata and packed.host.shape == tensor.shape:
                 return packed
         return self.send(tensor)
 
@@ -46,7 +49,7 @@ class _Traffic:
         if not isinstance(packed, _OnHost):
             return packed
         tensor = self._unpack(packed)
-        self._returned.append((tensor.data_ptr(), packed))
+        self._returned.append((StorageWeakRef(tensor.untyped_storage()), packed))
         return tensor
 
 

@@ -6,6 +6,7 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,30 +28,49 @@ def run_ranks() -> Callable[..., list[Any]]:
     # The last one is what making an optimizer imports.
     libraries = ["albumentations", "torch.utils.tensorboard", "torch._inductor"]
     context.set_forkserver_preload(["segtrain.train", *libraries])
+    return partial(_run, context, "cpu")
 
-    def run(world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        port = _free_port()
-        # As bytes: through multiprocessing's own pickler tensors would travel as shared memory,
-        # which ends with the process that made it.
-        task = pickle.dumps((function, args, kwargs))
-        pipes, processes = [], []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(theirs, rank, world_size, port, task)
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            return [_result(rank, pipe) for rank, pipe in enumerate(pipes)]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
 
-    return run
+@pytest.fixture(scope="session")
+def spawn_ranks() -> Callable[..., list[Any]]:
+    """As `run_ranks`, for ranks that use CUDA, which does not survive a fork."""
+    return partial(_run, multiprocessing.get_context("spawn"), "cpu")
+
+
+@pytest.fixture(scope="session")
+def spawn_nccl_ranks() -> Callable[..., list[Any]]:
+    """As `spawn_ranks`, with a device for each rank and an NCCL group."""
+    return partial(_run, multiprocessing.get_context("spawn"), "cuda")
+
+
+def _run(
+    context: Any,
+    device: str,
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> list[Any]:
+    port = _free_port()
+    # As bytes: through multiprocessing's own pickler tensors would travel as shared memory,
+    # which ends with the process that made it.
+    task = pickle.dumps((function, args, kwargs))
+    pipes, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main, args=(theirs, device, rank, world_size, port, task)
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return [_result(rank, pipe) for rank, pipe in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _result(rank: int, pipe: Any) -> Any:
@@ -65,7 +85,7 @@ def _result(rank: int, pipe: Any) -> Any:
     return value
 
 
-def _rank_main(pipe: Any, rank: int, world_size: int, port: int, task: bytes) -> None:
+def _rank_main(pipe: Any, device: str, rank: int, world_size: int, port: int, task: bytes) -> None:
     import torch
 
     from segtrain import dist
@@ -81,7 +101,7 @@ def _rank_main(pipe: Any, rank: int, world_size: int, port: int, task: bytes) ->
     torch.set_num_threads(1)
     try:
         function, args, kwargs = pickle.loads(task)
-        with dist.process_group(torch.device("cpu"), timeout_s=60):
+        with dist.process_group(dist.device_for(device), timeout_s=60):
             pipe.send_bytes(pickle.dumps((function(*args, **kwargs), None)))
     except BaseException:  # the test shows it, whatever it is
         pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))

@@ -43,19 +43,22 @@ def layer(dtype=torch.float64, **options):
     return module
 
 
-def run_layer(parts, grads, module, memory_format=None):
+def strides(x):
+    """Those that mean something: not of dimensions of one."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+def run_layer(parts, grads, module, memory_format=torch.preserve_format, device="cpu"):
     """One training step on this rank's part; everything the oracle is compared with."""
-    x = parts[dist.rank()]
-    if memory_format is not None:
-        x = x.to(memory_format=memory_format)
-    x = x.requires_grad_()
+    module = module.to(device)
+    x = parts[dist.rank()].to(device, memory_format=memory_format).requires_grad_()
     y = module(x)
-    y.backward(grads[dist.rank()])
-    assert y.stride() == x.stride()
-    assert x.grad.stride() == x.stride()
+    y.backward(grads[dist.rank()].to(device))
+    assert strides(y) == strides(x.grad) == strides(x)
     parameters = [p for p in (module.weight, module.bias) if p is not None]
-    summed = [dist.all_sum(p.grad.clone()) for p in parameters]
-    return y.detach(), x.grad, summed, dict(module.named_buffers())
+    summed = [dist.all_sum(p.grad.clone()).cpu() for p in parameters]
+    buffers = {name: buffer.cpu() for name, buffer in module.named_buffers()}
+    return y.detach().cpu(), x.grad.cpu(), summed, buffers
 
 
 def reference(parts, grads, module):
@@ -81,31 +84,33 @@ def back_to_shape(rows: Tensor, like: Tensor) -> Tensor:
     return rows.T.reshape(shape).transpose(0, 1)
 
 
-def assert_equals_full_batch(run_ranks, parts, *, atol=1e-12, memory_format=None, **options):
-    grads = tensors([p.shape for p in parts], parts[0].dtype, mean=0.3, std=1.0, seed=1)
-    module = layer(parts[0].dtype, **options)
-    results = run_ranks(len(parts), run_layer, parts, grads, module, memory_format)
+def assert_equals_full_batch(run_ranks, parts, *, layout=(), **options):
+    """In float64; `layout` is the memory format and the device, if they are not the usual ones."""
+    grads = tensors([p.shape for p in parts], mean=0.3, std=1.0, seed=1)
+    module = layer(**options)
+    results = run_ranks(len(parts), run_layer, parts, grads, module, *layout)
     ys, dxs, parameters, mean, var = reference(parts, grads, module)
     for rank, (y, dx, summed, buffers) in enumerate(results):
         for got, expected in ((y, ys[rank]), (dx, dxs[rank])):
             expected = back_to_shape(expected, parts[rank])
-            torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
         expected = [p.grad for p in parameters if p is not None]
         for got, wanted in zip(summed, expected, strict=True):
-            torch.testing.assert_close(got.double(), wanted, rtol=atol, atol=atol)
+            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
         if module.track_running_stats:
-            torch.testing.assert_close(buffers["running_mean"].double(), mean, rtol=0, atol=atol)
-            torch.testing.assert_close(buffers["running_var"].double(), var, rtol=atol, atol=atol)
+            torch.testing.assert_close(buffers["running_mean"], mean, rtol=0, atol=1e-14)
+            torch.testing.assert_close(buffers["running_var"], var, rtol=1e-14, atol=0)
             assert buffers["num_batches_tracked"] == 1
 
 
 SPLITS = {
     "even": [(2, C, 3, 4), (2, C, 3, 4)],
+    "even on four ranks": [(2, C, 3, 4)] * 4,
     "uneven images": [(5, C, 3, 4), (1, C, 3, 4)],
     "uneven sizes": [(2, C, 3, 4), (1, C, 7, 2), (3, C, 1, 5)],
     "one rank empty": [(3, C, 3, 4), (0, C, 3, 4), (2, C, 3, 4)],
     "one value a rank": [(1, C, 1, 1)] * 4,
-    "four ranks": [(1, C, 3, 4), (2, C, 3, 4), (3, C, 3, 4), (4, C, 3, 4)],
+    "uneven on four ranks": [(1, C, 3, 4), (2, C, 3, 4), (3, C, 3, 4), (4, C, 3, 4)],
 }
 
 
@@ -116,7 +121,12 @@ def test_any_split_equals_the_full_batch(run_ranks, split):
 
 @pytest.mark.parametrize("split", ["uneven images", "uneven sizes", "one rank empty"])
 def test_channels_last_equals_the_full_batch_and_is_kept(run_ranks, split):
-    assert_equals_full_batch(run_ranks, tensors(SPLITS[split]), memory_format=torch.channels_last)
+    assert_equals_full_batch(run_ranks, tensors(SPLITS[split]), layout=[torch.channels_last])
+
+
+def test_channels_last_in_three_dimensions_equals_the_full_batch_and_is_kept(run_ranks):
+    parts = tensors([(2, C, 2, 3, 4), (1, C, 3, 5, 2)])
+    assert_equals_full_batch(run_ranks, parts, layout=[torch.channels_last_3d])
 
 
 @pytest.mark.parametrize(
@@ -141,15 +151,21 @@ def test_options_equal_the_full_batch(run_ranks, options):
     assert_equals_full_batch(run_ranks, tensors(SPLITS["uneven images"]), **options)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.15), (torch.float16, 0.02)]
-)
-def test_narrow_types_are_near_the_full_batch_in_float64(run_ranks, dtype, atol):
+NARROW = [(torch.float32, 1e-5), (torch.bfloat16, 0.15), (torch.float16, 0.02)]
+
+
+@pytest.mark.parametrize(("dtype", "atol"), NARROW)
+@pytest.mark.parametrize("split", ["uneven images", "one rank empty"])
+def test_narrow_types_are_near_the_full_batch_in_float64(run_ranks, split, dtype, atol):
+    assert_near_full_batch(run_ranks, tensors(SPLITS[split], dtype), atol)
+
+
+def assert_near_full_batch(run_ranks, parts, atol, layout=()):
     """Outputs up to 8 are rounded to the type: 2**-8 of that and the gradients for bfloat16."""
-    parts = tensors(SPLITS["uneven images"], dtype)
+    dtype = parts[0].dtype
     grads = tensors([p.shape for p in parts], dtype, mean=0.3, std=1.0, seed=1)
     module = layer(torch.float32)
-    results = run_ranks(2, run_layer, parts, grads, module)
+    results = run_ranks(len(parts), run_layer, parts, grads, module, *layout)
     ys, dxs, _, mean, var = reference(parts, grads, module)
     for rank, (y, dx, _, buffers) in enumerate(results):
         assert y.dtype == dx.dtype == dtype
@@ -161,10 +177,10 @@ def test_narrow_types_are_near_the_full_batch_in_float64(run_ranks, dtype, atol)
         torch.testing.assert_close(buffers["running_var"].double(), var, rtol=1e-6, atol=1e-6)
 
 
-def running_var(parts):
-    module = SyncBatchNorm(C, momentum=1.0, affine=False)
-    module(parts[dist.rank()])
-    return module.running_var
+def running_var(parts, device="cpu"):
+    module = SyncBatchNorm(C, momentum=1.0, affine=False, device=device)
+    module(parts[dist.rank()].to(device))
+    return module.running_var.cpu()
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -204,17 +220,22 @@ def test_constant_channels_have_no_variance():
         torch.testing.assert_close(mean, x[0, :, 0, 0].double(), rtol=1e-6, atol=0)
 
 
-def empty_step(dtype):
-    module = layer(torch.float32)
-    x = torch.empty(0, C, 3, 4, dtype=dtype, requires_grad=True)
+def empty_step(dtype, device="cpu"):
+    module = layer(torch.float32).to(device)
+    x = torch.empty(0, C, 3, 4, dtype=dtype, device=device, requires_grad=True)
     y = module(x)
     y.float().sum().backward()
-    return y.shape, x.grad.shape, module.weight.grad, dict(module.named_buffers())
+    buffers = {name: buffer.cpu() for name, buffer in module.named_buffers()}
+    return y.shape, x.grad.shape, module.weight.grad.cpu(), buffers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_batch_empty_on_all_ranks_leaves_no_trace(run_ranks, dtype):
-    for y_shape, dx_shape, grad, buffers in run_ranks(2, empty_step, dtype):
+    assert_no_trace(run_ranks(2, empty_step, dtype))
+
+
+def assert_no_trace(results):
+    for y_shape, dx_shape, grad, buffers in results:
         assert y_shape == dx_shape == (0, C, 3, 4)
         assert torch.equal(grad, torch.zeros(C))
         assert torch.equal(buffers["running_mean"], torch.zeros(C))
@@ -222,17 +243,21 @@ def test_a_batch_empty_on_all_ranks_leaves_no_trace(run_ranks, dtype):
         assert buffers["num_batches_tracked"] == 0
 
 
-def one_value_in_all(on_one_value):
-    module = layer(torch.float32, on_one_value=on_one_value)
-    y = module(torch.full((1 - dist.rank(), C, 1, 1), 7.0))
-    return y.detach(), dict(module.named_buffers()), module.bias.detach()
+def one_value_in_all(on_one_value, device="cpu"):
+    module = layer(torch.float32, on_one_value=on_one_value).to(device)
+    y = module(torch.full((1 - dist.rank(), C, 1, 1), 7.0, device=device))
+    return y.detach().cpu(), module.running_var.cpu(), module.bias.detach().cpu()
 
 
 def test_one_value_in_the_group_gives_the_bias_and_finite_buffers(run_ranks):
-    y, buffers, bias = run_ranks(2, one_value_in_all, "normalize")[0]
+    assert_the_bias(run_ranks(2, one_value_in_all, "normalize"))
+
+
+def assert_the_bias(results):
+    y, running_var, bias = results[0]
     # x * scale and bias - mean * scale cancel; the scale is 1 / sqrt(eps), 316.
     torch.testing.assert_close(y.flatten(), bias, rtol=0, atol=1e-3)
-    assert buffers["running_var"].isfinite().all()
+    assert running_var.isfinite().all()
 
 
 def test_one_value_in_the_group_is_refused_on_request(run_ranks):
@@ -240,14 +265,33 @@ def test_one_value_in_the_group_is_refused_on_request(run_ranks):
         run_ranks(2, one_value_in_all, "raise")
 
 
-def half_module():
-    module = layer(torch.float32).half()
-    x = tensors([(2, C, 190, 190)], torch.float16, seed=dist.rank())[0]  # 72,200 values > 65,504
-    return module(x).isfinite().all(), module.running_var.isfinite().all()
+# 72,200 values a channel and rank, more than the 65,504 that float16 can count.
+MANY = (2, C, 190, 190)
+
+
+def half_module(device="cpu"):
+    module = layer(torch.float32, momentum=1.0).half().to(device)
+    x = tensors([MANY], torch.float16, seed=dist.rank())[0]
+    return [
+        t.detach().cpu() for t in (module(x.to(device)), module.running_mean, module.running_var)
+    ]
 
 
 def test_a_half_precision_module_counts_beyond_the_range_of_float16(run_ranks):
-    assert all(all(finite) for finite in run_ranks(2, half_module))
+    assert_normalized(run_ranks(2, half_module))
+
+
+def assert_normalized(results):
+    whole = torch.cat([tensors([MANY], torch.float16, seed=rank)[0] for rank in range(2)]).double()
+    mean, var = torch.zeros(C).double(), torch.ones(C).double()
+    module = layer()
+    wanted = F.batch_norm(whole, mean, var, module.weight, module.bias, True, 1.0, module.eps)
+    # float16 keeps 11 bits of values up to 16.
+    torch.testing.assert_close(
+        torch.cat([y for y, *_ in results]).double(), wanted, rtol=0, atol=0.02
+    )
+    for _, *statistics in results:
+        torch.testing.assert_close([t.double() for t in statistics], [mean, var], rtol=1e-3, atol=0)
 
 
 def sliced_input():
@@ -413,15 +457,63 @@ def test_groups_of_ranks_have_statistics_of_their_own(run_ranks):
         torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-13)
 
 
+def group_of_one():
+    """The world is larger, the group is this rank."""
+    x = tensors([(2, C, 3, 4)], seed=dist.rank())[0]
+    ours, plain = (
+        SyncBatchNorm2d(C, process_group=[dist.rank()]).double(),
+        nn.BatchNorm2d(C).double(),
+    )
+    torch.testing.assert_close(ours(x), plain(x), rtol=0, atol=0)
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    return True
+
+
+def test_a_group_of_one_rank_is_plain_batch_norm(run_ranks):
+    assert run_ranks(2, group_of_one) == [True, True]
+
+
 def explicit_group():
+    """The ranks of a copied module's group, and whether a group of all is the one given."""
+    everyone = torch.distributed.new_group()
+    same = SyncBatchNorm(C, process_group=everyone)._group() is everyone
     group = dist.group_of((0, 1)) if dist.rank() < 2 else None
     module = SyncBatchNorm(C, process_group=group, dtype=torch.float64)
     copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
-    return copied.process_group
+    return copied.process_group, same
 
 
 def test_a_module_with_a_group_can_be_copied_and_pickled(run_ranks):
-    assert run_ranks(3, explicit_group) == [(0, 1), (0, 1), None]
+    assert run_ranks(3, explicit_group) == [((0, 1), True), ((0, 1), True), (None, True)]
+
+
+def test_every_kind_of_copy_computes_the_same(tmp_path):
+    module = layer(process_group=[0, 1], on_one_value="raise")
+    (x,) = tensors([(3, C, 3, 4)])
+    module(x)
+    torch.save(module, tmp_path / "module.pt")
+    copies = [
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(tmp_path / "module.pt", weights_only=False),
+        torch.optim.swa_utils.AveragedModel(module).module,
+    ]
+    for other in copies:
+        assert (other.process_group, other.on_one_value) == ((0, 1), "raise")
+        torch.testing.assert_close(other.eval()(x), copies[0].eval()(x), rtol=0, atol=0)
+
+
+def test_state_goes_to_plain_batch_norm_and_back():
+    assert issubclass(SyncBatchNorm, nn.modules.batchnorm._BatchNorm)
+    assert not issubclass(SyncBatchNorm, nn.SyncBatchNorm)  # refused by DDP on a CPU
+    (x,) = tensors([(3, C, 3, 4)])
+    ours, plain, back = layer(), nn.BatchNorm2d(C).double(), layer()
+    ours(x)
+    plain.load_state_dict(ours.state_dict())
+    back.load_state_dict(plain.state_dict())
+    for other in (plain, back):
+        torch.testing.assert_close(other.eval()(x), ours.eval()(x), rtol=0, atol=0)
+    assert back.num_batches_tracked == 1
 
 
 def node_group():
@@ -434,52 +526,6 @@ def test_the_group_node_is_the_ranks_of_this_machine(run_ranks):
     wanted = torch.cat([tensors([(1, C, 3, 4)], seed=rank)[0] for rank in range(2)])
     mean = run_ranks(2, node_group)[0]
     torch.testing.assert_close(mean, wanted.mean(dim=(0, 2, 3)), rtol=0, atol=1e-13)
-
-
-def small_net(norm):
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False),
-        norm(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, stride=2, bias=False),
-        norm(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 3),
-    ).double()
-
-
-def batch(step):
-    return tensors([(6, 3, 9, 11)], mean=0.0, std=1.0, seed=step)[0]
-
-
-def ddp_training(rows):
-    net = small_net(lambda c: SyncBatchNorm2d(c, dtype=torch.float64))
-    replica = dist.replicate(net, torch.device("cpu"))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for step in range(6):
-        total = replica(batch(step)[rows[dist.rank()]]).square().sum()
-        (total / 6 * dist.world_size()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return net.state_dict()
-
-
-@pytest.mark.parametrize("rows", [(slice(0, 3), slice(3, 6)), (slice(0, 5), slice(5, 6))])
-def test_six_steps_under_ddp_equal_one_process(run_ranks, rows):
-    first, second = run_ranks(2, ddp_training, rows)
-    net = small_net(nn.BatchNorm2d)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for step in range(6):
-        (net(batch(step)).square().sum() / 6).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, wanted in net.state_dict().items():
-        torch.testing.assert_close(first[name], wanted, rtol=1e-11, atol=1e-11)
-        if "running" in name:
-            assert torch.equal(first[name], second[name])
 
 
 def test_one_process_is_plain_batch_norm():
@@ -509,9 +555,13 @@ def test_conversion_keeps_tensors_modes_hooks_and_sharing_and_comes_back():
     weight = shared.weight
 
     convert(net)
+    converted = net["b"]
+    convert(net)
+    assert net["b"] is converted
     assert type(net["b"]) is SyncBatchNorm2d
     assert net["a"][1] is net["b"]
     assert net["b"].weight is weight
+    assert not weight.requires_grad
     assert (net["b"].eps, net["b"].momentum, net["b"].training) == (1e-3, None, False)
     net["b"](torch.zeros(1, 4, 2, 2))
     assert seen == [1]
@@ -528,6 +578,14 @@ def test_conversion_refuses_a_subclass_by_its_path():
 
     with pytest.raises(TypeError, match=r"1 is a Fused"):
         convert(nn.Sequential(nn.ReLU(), Fused(4)))
+
+
+def test_conversion_refuses_a_layer_that_does_not_know_its_width_yet():
+    net = nn.Sequential(nn.LazyBatchNorm2d())
+    with pytest.raises(TypeError, match=r"0 is a LazyBatchNorm2d"):
+        convert(net)
+    net(torch.zeros(2, 3, 1, 1))
+    assert type(convert(net)[0]) is SyncBatchNorm2d
 
 
 def test_the_config_chooses_the_layer():

@@ -2,6 +2,10 @@
 that differ, precise statistics, a watch over the meetings."""
 
 import copy
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from segtrain import dist
+from segtrain import dist, offload
+from segtrain.lockstep import Lockstep
 from segtrain.norm import (
     SyncBatchNorm2d,
     convert,
@@ -62,6 +67,38 @@ def test_activation_checkpointing_changes_neither_gradients_nor_buffers(
     for a, b in zip(plain, recomputed, strict=True):
         close(a, b, atol=0)
         assert b[2][2] == 1  # num_batches_tracked
+
+
+def shared_step(mode):
+    """Two virtual ranks in every rank; what they save for backward is copied to the host."""
+    offload._LEAST_BYTES = 0
+    model, cpu = net(), torch.device("cpu")
+
+    def work(part):
+        host = offload.saved_on_host(cpu, model.parameters(), on_copy=lambda _: None)
+        with torch.autograd.set_multithreading_enabled(False), host:
+            x = part.clone().requires_grad_()
+            y = model(x) if mode is None else checkpoint(model, x, use_reentrant=mode)
+            y.pow(3).sum().backward()
+            return x.grad
+
+    grads = Lockstep(2).run([partial(work, part) for part in mine().tensor_split(2)])
+    return torch.cat(grads), summed_gradients(model), [b.clone() for b in model.buffers()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_of_virtual_ranks_changes_neither_gradients_nor_buffers(
+    run_ranks, ranks, reentrant
+):
+    whole, shares, recomputed = (
+        run_ranks(ranks, step, mode)
+        for step, mode in ((checkpointed_step, None), (shared_step, None), (shared_step, reentrant))
+    )
+    for a, b, c in zip(whole, shares, recomputed, strict=True):
+        close(b, a, atol=1e-10)
+        close(c, b, atol=0)
+        assert c[2][2] == 1  # num_batches_tracked
 
 
 def gradient_penalty(double_backward):
@@ -140,6 +177,19 @@ def test_ranks_with_fewer_batches_go_on_with_empty_ones(run_ranks):
         close(buffers, list(model.buffers()))
 
 
+def updated():
+    model = net()
+    torch.optim.swa_utils.update_bn([mine()], model)
+    return list(model.buffers())
+
+
+def test_torchs_update_of_statistics_takes_the_values_of_all_ranks(run_ranks):
+    model = convert(net(), to="local")
+    torch.optim.swa_utils.update_bn([IMAGES], model)
+    for buffers in run_ranks(3, updated):  # of 1, 0 and 4 images
+        close(buffers, list(model.buffers()))
+
+
 def precise():
     model = net().train()
     model[0].eval()
@@ -192,6 +242,33 @@ def test_the_watch_names_the_layers_at_which_ranks_stand(run_ranks):
         assert "rank 1: forward of 1 (3 channels)" in message
 
 
+def left_out(watch):
+    """Rank 1 leaves the second layer out and goes on to other things."""
+    everyone = torch.distributed.new_group(timeout=timedelta(seconds=2))
+    model = nn.Sequential(
+        SyncBatchNorm2d(3, process_group=everyone), SyncBatchNorm2d(3, process_group=everyone)
+    )
+    x, message = IMAGES[:2].float(), ""
+    began = time.monotonic()
+    with watch_ranks(model) if watch else nullcontext():
+        if dist.rank() == 1:
+            model[0](x)
+        else:
+            with pytest.raises(RuntimeError) as caught:
+                model(x)
+            message = str(caught.value)
+    waited_s = time.monotonic() - began
+    dist.barrier()  # rank 1 is alive all the time
+    return message, waited_s
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_a_rank_that_leaves_a_layer_out_is_an_error_within_the_timeout(run_ranks, watch):
+    (message, waited_s), _ = run_ranks(2, left_out, watch)
+    assert "rank 0 waits in forward of 1 (3 channels): another rank" in message or not watch
+    assert 1.5 < waited_s < 15
+
+
 def watched():
     model = net()
     x = mine()
@@ -234,3 +311,12 @@ def test_folding_into_the_convolution_keeps_the_output():
     model.eval()
     fused = fuse_conv_bn_eval(model[0], model[1])
     close(fused(IMAGES), model[1](model[0](IMAGES)))
+
+
+def test_the_reverted_model_goes_through_torch_export():
+    model = net()
+    model(IMAGES)
+    model = convert(model, to="local").eval()
+    assert type(model[1]) is nn.BatchNorm2d
+    exported = torch.export.export(model, (IMAGES,)).module()
+    close(exported(IMAGES), model(IMAGES))

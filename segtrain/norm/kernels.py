@@ -113,9 +113,11 @@ def backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
     """This rank's [sum(dy), sum(dy xhat)], (2 C,), about the statistics of all ranks."""
     if x.numel() == 0:
         return torch.zeros(2 * x.shape[1], dtype=mean.dtype, device=x.device)
-    # In evaluation mode the gradients of weight and bias are these sums about given statistics.
+    # In evaluation mode the gradients of weight and bias are these sums about given statistics: the
+    # kernels of a CPU take them as running ones, those of CUDA as saved ones.
+    inv_std, mask = (var + eps).rsqrt_(), [False, True, True]
     _, dot, total = torch.ops.aten.native_batch_norm_backward(
-        grad, x, torch.ones_like(mean), mean, var, None, None, False, eps, [False, True, True]
+        grad, x, torch.ones_like(mean), mean, var, mean, inv_std, False, eps, mask
     )
     return torch.cat([total, dot])
 

@@ -1,0 +1,162 @@
+"""The layer under DistributedDataParallel, as loops of other people have it."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from segtrain import dist
+from segtrain.norm import SyncBatchNorm2d
+
+HALVES = (slice(0, 3), slice(3, 6))
+UNEVEN = (slice(0, 5), slice(5, 6))
+
+
+def small_net(norm):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        norm(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, bias=False),
+        norm(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    ).double()
+
+
+def batch(step):
+    return torch.randn(6, 3, 9, 11, generator=torch.Generator().manual_seed(step)).double()
+
+
+def replicated(net, sync_buffers):
+    wrapper = nn.parallel.DistributedDataParallel
+    new_name = "forward_sync_buffers" in inspect.signature(wrapper).parameters
+    return wrapper(
+        net, **{"forward_sync_buffers" if new_name else "broadcast_buffers": sync_buffers}
+    )
+
+
+def objective(model, images):
+    """The mean over the 6 images of all ranks is the mean that DDP takes of this over ranks."""
+    return model(images).square().sum() / 6 * dist.world_size()
+
+
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def state_of(function, rows=None, *args):
+    """The state of a net after `function(net, model, mine)`; mine(step) is this rank's images."""
+    if rows is None:  # one process, torch's layer
+        net = small_net(nn.BatchNorm2d)
+        function(net, net, batch, *args)
+    else:
+        net = small_net(SyncBatchNorm2d)
+        function(net, replicated(net, *args), lambda step: batch(step)[rows[dist.rank()]])
+    return net.state_dict()
+
+
+def assert_equals_one_process(run_ranks, function, rows, sync_buffers, atol=1e-11):
+    results = run_ranks(2, state_of, function, rows, sync_buffers)
+    wanted = state_of(function)
+    for state in results:
+        torch.testing.assert_close(state, wanted, rtol=1e-11, atol=atol)
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value), name
+
+
+def six_steps(net, model, mine):
+    optimizer = sgd(net)
+    for step in range(6):
+        objective(model, mine(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("sync_buffers", [False, True])
+@pytest.mark.parametrize("rows", [HALVES, UNEVEN], ids=["3+3", "5+1"])
+def test_six_steps_equal_one_process(run_ranks, rows, sync_buffers):
+    """Parameters and statistics of the ranks have the same bits, whoever sends them or not."""
+    assert_equals_one_process(run_ranks, six_steps, rows, sync_buffers)
+
+
+def two_forwards(net, model, mine):
+    optimizer = sgd(net)
+    for step in range(3):
+        (objective(model, mine(step)) + 0.5 * objective(model, mine(step + 9))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("sync_buffers", [False, True])
+def test_two_forward_passes_before_one_backward_pass_equal_one_process(run_ranks, sync_buffers):
+    assert_equals_one_process(run_ranks, two_forwards, UNEVEN, sync_buffers)
+
+
+def accumulation(net, model, mine):
+    optimizer = sgd(net)
+    for step in range(3):
+        with dist.local_gradients(model, enabled=True):
+            objective(model, mine(step)).backward()
+        objective(model, mine(step + 9)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("rows", [HALVES, UNEVEN], ids=["3+3", "5+1"])
+def test_gradients_accumulated_under_no_sync_equal_one_process(run_ranks, rows):
+    """The statistics are those of each pass over all ranks, also where the gradients stay."""
+    assert_equals_one_process(run_ranks, accumulation, rows, False)
+
+
+def autocast_step(dtype):
+    net = small_net(SyncBatchNorm2d if dist.is_distributed() else nn.BatchNorm2d).float()
+    model = replicated(net, False) if dist.is_distributed() else net
+    images = batch(0)[UNEVEN[dist.rank()]] if dist.is_distributed() else batch(0)
+    with torch.autocast("cpu", dtype):
+        loss = objective(model, images.float())
+    loss.backward()
+    return [p.grad for p in net.parameters()], list(net.buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_near_one_process(run_ranks, dtype):
+    wanted, statistics = autocast_step(dtype)
+    for gradients, buffers in run_ranks(2, autocast_step, dtype):
+        for got, expected in zip(gradients, wanted, strict=True):
+            assert got.dtype == torch.float32
+            assert (got - expected).norm() <= 0.03 * expected.norm()
+        torch.testing.assert_close(buffers, statistics, rtol=0.01, atol=1e-3)
+
+
+def overflowing():
+    """Three steps, the second of which overflows on rank 1 alone; weights and scale after each."""
+    net = small_net(SyncBatchNorm2d).float()
+    model, optimizer = replicated(net, False), sgd(net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    history = []
+    for step in range(3):
+        huge = 1e38 if (step, dist.rank()) == (1, 1) else 1.0
+        loss = objective(model, batch(step)[UNEVEN[dist.rank()]].float())
+        scaler.scale(loss * huge).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+        history.append((weights, scaler.get_scale(), list(net.buffers())))
+    return history
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(run_ranks):
+    first, second = run_ranks(2, overflowing)
+    for (a, scale, buffers), (b, other_scale, _) in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+        assert scale == other_scale
+        assert all(buffer.isfinite().all() for buffer in buffers)
+    assert [scale for _, scale, _ in first] == [1024.0, 512.0, 512.0]
+    assert torch.equal(first[0][0], first[1][0])
+    assert not torch.equal(first[1][0], first[2][0])
