@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from memory import measure_step, saved_bytes
 from torch import nn
 
 from segtrain import dist
@@ -35,21 +36,6 @@ def test_it_computes_what_the_three_modules_compute(run_ranks, ranks, kind, memo
     torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
 
 
-def saved_bytes(function):
-    """Bytes of the distinct storages that autograd keeps, parameters apart."""
-    storages = {}
-
-    def pack(tensor):
-        if not isinstance(tensor, nn.Parameter):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = function()
-    return sum(storages.values()), output
-
-
 def test_it_keeps_half_of_the_bytes():
     """A chain of four, whose own tensors are large beside the statistics."""
     layers = [(SyncBatchNorm2d(16), nn.Conv2d(16, 16, 3, padding=1, bias=False)) for _ in range(4)]
@@ -64,6 +50,23 @@ def test_it_keeps_half_of_the_bytes():
     plain, _ = saved_bytes(lambda: chain(False))
     fused, _ = saved_bytes(lambda: chain(True))
     assert fused <= 0.55 * plain
+
+
+def test_a_whole_model_needs_less():
+    """Beside the triples stand the layers before each shortcut, twice as large together."""
+    heads = {"head_channels": 16, "aux_channels": 16}
+    plain, fused = (
+        measure_step(
+            ModelConfig(recompute_norm=recompute, **heads), size=97, batch_size=2, num_classes=3
+        )
+        for recompute in (False, True)
+    )
+    for name, before, after in zip(plain._fields, plain, fused, strict=True):
+        print(f"\n{name}: {before / 2**20:.1f} -> {after / 2**20:.1f} MiB", end="")
+    assert fused.layers <= 0.55 * plain.layers
+    saved = plain.layers - fused.layers
+    assert fused.forward <= plain.forward - 0.99 * saved
+    assert fused.peak <= plain.peak - 0.9 * saved
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,150 @@
+"""Memory that a training step takes with and without `model.recompute_norm`.
+
+    python tools/memory.py --size 257 --batch-size 2
+
+Counts the bytes of all living tensors, so it needs no GPU; what kernels use inside is not seen.
+Parameters, their gradients and images come on top, the same with and without.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from segtrain.config import LossConfig, ModelConfig
+from segtrain.losses import SegLoss
+from segtrain.models import build_model, resnet
+from segtrain.norm import SyncBatchNorm2d
+from segtrain.records import DropoutMasks
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all living storages made inside, those of `others` and the host apart.
+
+    peak: the most there have been at once.
+    """
+
+    def __init__(self, others: list[Tensor]) -> None:
+        super().__init__()
+        self._others = {tensor.untyped_storage()._cdata for tensor in others}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._on_host: set[int] = set()
+        self.peak = 0
+
+    def forget(self, tensor: Tensor) -> None:
+        """Leaves `tensor` out from now on: it stands for memory of the host."""
+        self._on_host.add(tensor.untyped_storage()._cdata)
+
+    def live(self) -> int:
+        """The bytes alive now."""
+        self._storages = {k: v for k, v in self._storages.items() if not v[0].expired()}
+        self._on_host &= self._storages.keys()
+        return sum(size for key, (_, size) in self._storages.items() if key not in self._on_host)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs `function` and looks at what it returns."""
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._others:
+                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.live())
+        return result
+
+
+def saved_bytes(function: Callable[[], Tensor]) -> tuple[int, Tensor]:
+    """Bytes of the distinct storages that autograd keeps of `function`, parameters apart, and its
+    result."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function()
+    return sum(storages.values()), result
+
+
+class StepBytes(NamedTuple):
+    """What a training step needs beside parameters, their gradients and images.
+
+    layers: kept for the backward pass by the triples of batch norm, ReLU and convolution alone.
+    forward: alive between the forward and the backward pass.
+    peak: the most at any time.
+    """
+
+    layers: int
+    forward: int
+    peak: int
+
+
+def measure_step(config: ModelConfig, *, size: int, batch_size: int, num_classes: int) -> StepBytes:
+    """The bytes of one forward and backward pass in one process."""
+    torch.manual_seed(0)
+    model = build_model(config, num_classes=num_classes, norm=SyncBatchNorm2d).train()
+    for parameter in model.parameters():  # gradients exist before, as the parameters do
+        parameter.grad = torch.zeros_like(parameter)
+    images = torch.randn(batch_size, 3, size, size).to(memory_format=torch.channels_last)
+    labels = torch.randint(num_classes, (batch_size, size, size))
+    criterion = SegLoss(LossConfig(), images.device)
+    layers = []
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        num_bytes, y = saved_bytes(lambda: triple(*args, **kwargs))
+        layers.append(num_bytes)
+        return y
+
+    triple = resnet._activated_conv
+    others = [p for parameter in model.parameters() for p in (parameter, parameter.grad)]
+    with LiveBytes([*others, *model.buffers(), images, labels]) as mode:
+        with patch.object(resnet, "_activated_conv", counted):
+            logits = model(images, DropoutMasks())
+        out, aux = criterion(logits, labels)
+        del logits
+        forward = mode.live()
+        (out.total / out.weight + aux.total / aux.weight).backward()
+    return StepBytes(sum(layers), forward, mode.peak)
+
+
+def main() -> int:
+    """Prints a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=257, help="height and width of the crops")
+    parser.add_argument("--batch-size", type=int, default=2)
+    args = parser.parse_args()
+
+    rows = {
+        recompute: measure_step(
+            ModelConfig(recompute_norm=recompute),
+            size=args.size,
+            batch_size=args.batch_size,
+            num_classes=19,
+        )
+        for recompute in (False, True)
+    }
+    print(
+        f"PSPNet on ResNet-50, {args.batch_size} crops of {args.size}x{args.size}, float32, MiB\n"
+    )
+    print("| | plain | recompute_norm | ratio |")
+    print("|---|---|---|---|")
+    for field in StepBytes._fields:
+        before, after = (getattr(rows[recompute], field) for recompute in (False, True))
+        print(f"| {field} | {before / 2**20:.0f} | {after / 2**20:.0f} | {after / before:.2f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
