@@ -8,7 +8,7 @@ until the timeout. Nothing else in the package imports torch.distributed but the
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ from torch.distributed import ProcessGroup
 
 from segtrain import lockstep, network
 from segtrain.errors import ConfigError, LostRanksError, UserError
+from segtrain.shared_sum import SharedSum
+from segtrain.shared_sum import is_possible as can_share_memory
 
 T = TypeVar("T")
 
@@ -97,6 +99,8 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
             # Binding the device lets NCCL set itself up at once instead of in the first collective.
             device_id=device if device.type == "cuda" else None,
         )
+        if device.type == "cpu":
+            _share_memory(timeout_s)
         yield
     except RuntimeError as error:
         if not _is_lost_connection(error):
@@ -108,8 +112,45 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         ) from error
     finally:
         _groups.clear()
+        _stop_sharing_memory()
         if is_distributed():
             torch_dist.destroy_process_group()
+
+
+# How the ranks add up small tensors where all of them run on this machine's cores.
+_shared_sum: SharedSum | None = None
+
+
+def _share_memory(timeout_s: float) -> None:
+    """Sets up sums through shared memory, if all ranks can take part (collective)."""
+    global _shared_sum
+    if world_size() == 1 or local_world_size() != world_size() or not can_share_memory():
+        return
+    path = None
+    if is_main():
+        with suppress(OSError):  # no room: gloo does it
+            path = SharedSum.create(world_size())
+    path = broadcast_object(path)
+    if path is None:
+        return
+    try:
+        mine = SharedSum(path, rank(), world_size(), timeout_s=timeout_s)
+    except OSError:  # a machine in name only: another container, say
+        mine = None
+    everyone_can = all(all_gather_object(mine is not None))
+    if is_main():
+        os.unlink(path)
+    if everyone_can:
+        _shared_sum = mine
+    elif mine is not None:
+        mine.close()
+
+
+def _stop_sharing_memory() -> None:
+    global _shared_sum
+    if _shared_sum is not None:
+        _shared_sum.close()
+        _shared_sum = None
 
 
 def _choose_interface() -> None:
@@ -189,6 +230,9 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 def _sum_processes(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     if _num_processes(group) > 1:
+        shared = None if torch.compiler.is_compiling() else _shared_sum
+        if shared is not None and group is None and shared.takes(tensor):
+            return shared.add(tensor)
         torch_dist.all_reduce(tensor, group=group)
     return tensor
 

@@ -1,0 +1,136 @@
+"""Sums through shared memory, beside gloo's and in trouble."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from segtrain import dist
+from segtrain.errors import LostRanksError
+from segtrain.shared_sum import MAX_BYTES, SharedSum, is_possible
+
+pytestmark = pytest.mark.skipif(not is_possible(), reason="needs x86 and /dev/shm")
+
+DTYPES = (torch.float64, torch.float32, torch.int64)
+LENGTHS = (1, 3, 513, MAX_BYTES // 8)
+
+
+def sums(seed):
+    """Of many tensors of all types and lengths, in turn; and through gloo, which is the oracle."""
+    generator = torch.Generator().manual_seed(seed + dist.rank())
+    shared, through_gloo = [], []
+    for round_ in range(60):
+        dtype, length = DTYPES[round_ % 3], LENGTHS[round_ % 4]
+        values = torch.randint(-9, 9, (length,), generator=generator).to(dtype)
+        assert dist._shared_sum.takes(values)
+        if round_ % 7 == dist.rank():
+            time.sleep(0.005)  # each is late now and then
+        wanted = values.clone()
+        torch.distributed.all_reduce(wanted)
+        result = dist.all_sum(values)
+        assert result is values
+        shared.append(result.clone())
+        through_gloo.append(wanted)
+    return shared, through_gloo
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_are_those_of_gloo_on_every_rank(run_ranks, num_ranks):
+    results = run_ranks(num_ranks, sums, 0)
+    for shared, through_gloo in results:
+        assert len(shared) == 60
+        for mine, wanted, first in zip(shared, through_gloo, results[0][0], strict=True):
+            assert torch.equal(mine, wanted)  # small whole numbers: exact in any order
+            assert torch.equal(mine, first)
+
+
+def float_sums():
+    generator = torch.Generator().manual_seed(dist.rank())
+    values = [torch.randn(100, generator=generator, dtype=torch.float64) for _ in range(20)]
+    return [dist.all_sum(value) for value in values]
+
+
+def test_every_rank_ends_with_the_same_bits(run_ranks):
+    first, *others = run_ranks(3, float_sums)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def routes():
+    """What went through shared memory, by what was added up."""
+    taken = []
+    add = dist._shared_sum.add
+    dist._shared_sum.add = lambda tensor: taken.append(tensor.shape) or add(tensor)
+    long = torch.ones(MAX_BYTES // 8 + 1, dtype=torch.float64)
+    tensors = [torch.ones(2), torch.ones(3).half(), long, torch.ones(2, 3)]
+    totals = [dist.all_sum(tensor).sum().item() for tensor in tensors]
+    if dist.rank() < 2:
+        totals.append(dist.all_sum(torch.ones(5), dist.group_of((0, 1))).sum().item())
+    return [tuple(shape) for shape in taken], totals
+
+
+def test_only_small_tensors_of_all_ranks_are_shared(run_ranks):
+    results = run_ranks(3, routes)
+    for rank, (taken, totals) in enumerate(results):
+        assert taken == [(2,), (2, 3)]
+        wanted = [6, 9, 3 * (MAX_BYTES // 8 + 1), 18]
+        assert totals == wanted + [10] * (rank < 2)
+
+
+def different_lengths():
+    with pytest.raises(RuntimeError, match="different numbers of values: 2, 3"):
+        dist.all_sum(torch.ones(2 + dist.rank()))
+    return True
+
+
+def test_ranks_in_different_places_are_told(run_ranks):
+    assert run_ranks(2, different_lengths) == [True, True]
+
+
+@pytest.mark.parametrize(("how", "words"), [("dies", "has ended"), ("stops", "does not come")])
+def test_a_rank_that_is_gone_is_noticed(tmp_path, how, words):
+    """By the lock that ends with its process, or by the timeout if it lives."""
+    size = 2
+    path = SharedSum.create(size)
+    child = os.fork()
+    if child == 0:
+        its = SharedSum(path, 1, size, timeout_s=60)  # noqa: F841  (held until the process ends)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        os.waitpid(child, os.WUNTRACED)
+        mine = SharedSum(path, 0, size, timeout_s=0.3)
+        os.unlink(path)
+        if how == "dies":
+            os.kill(child, signal.SIGKILL)
+        with pytest.raises(LostRanksError, match=f"rank 1.*{words}"):
+            mine.add(torch.ones(1))
+        mine.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def where_memory_fails(place):
+    """All ranks, again, when rank 0 cannot make the memory or rank 1 cannot open it."""
+
+    def fail(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    dist._stop_sharing_memory()
+    if place == "create":
+        SharedSum.create = fail
+    elif dist.rank() == 1:
+        SharedSum.__init__ = fail
+    dist._share_memory(timeout_s=60)
+    assert dist._shared_sum is None
+    return dist.all_sum(torch.ones(2)).tolist()
+
+
+@pytest.mark.parametrize("place", ["create", "open"])
+def test_gloo_does_it_where_memory_cannot_be_shared(run_ranks, place):
+    assert run_ranks(2, where_memory_fails, place) == [[2.0, 2.0]] * 2
+    assert not list(Path("/dev/shm").glob("segtrain-*"))
