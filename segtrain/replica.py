@@ -1,4 +1,4 @@
-"""What the ranks train together: the model with its loss as one module."""
+"""What the ranks train together: the model with its loss as one module, compiled if asked."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from segtrain import dist
 from segtrain.config import TrainConfig
 from segtrain.losses import SegLoss, StepLoss
+from segtrain.norm import make_groups
 from segtrain.records import DropoutMasks
 
 
@@ -51,6 +52,17 @@ def make_replica(
     The parameters stay those of `model`, under their names there: checkpoints, averages and
     evaluation use it and never see what is wrapped around it.
     """
-    module = ModelWithLoss(model, criterion, train)
+    module: nn.Module = ModelWithLoss(model, criterion, train)
+    if train.compile:
+        module = _compiled(module)
     # DistributedDataParallel knows one forward and one backward pass at a time.
     return module if train.virtual_ranks > 1 else dist.replicate(module, device)
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    make_groups(module)
+    # torch would split the graph at the buckets of DistributedDataParallel.
+    torch._dynamo.config.optimize_ddp = False
+    # The sizes of a run never change but between the passes of a step, and a graph with open sizes
+    # is slower.
+    return torch.compile(module, fullgraph=True, dynamic=False)
