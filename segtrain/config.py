@@ -302,6 +302,11 @@ class TrainConfig(Section):
     precision: Literal["float32", "bfloat16", "float16", "float64"] = Field(
         "float32", description="bfloat16 and float16: automatic mixed precision"
     )
+    compile: bool = Field(
+        False,
+        description="torch.compile the model with its loss, into one graph; the first step takes "
+        "minutes, and a C++ compiler is needed",
+    )
     channels_last: bool = Field(True, description="NHWC memory format for images and convolutions")
     init_from: str | None = Field(
         None,
@@ -353,6 +358,11 @@ class TrainConfig(Section):
             self.min_lr > self.lr
             and f"min_lr: {self.min_lr} must not be larger than lr, {self.lr}",
             self.nesterov and self.momentum == 0 and "nesterov: needs a momentum above 0",
+            self.compile
+            and self.virtual_ranks > 1
+            and f"compile: cannot go with virtual_ranks, {self.virtual_ranks}: shares in lockstep "
+            "wait for each other in the midst of the model, and a graph runs through; set "
+            "virtual_ranks to 1 or compile to false",
         )
         return self
 

@@ -5,7 +5,6 @@ The command owns logging, evaluation and checkpoints; what is here only moves th
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -24,6 +23,7 @@ from segtrain.offload import saved_on_host
 from segtrain.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
 from segtrain.preprocess import Normalize
 from segtrain.records import Batch, DropoutMasks
+from segtrain.replica import dtype_of, make_replica
 
 
 class StepResult(NamedTuple):
@@ -74,10 +74,12 @@ class Share(NamedTuple):
 class TrainState:
     """Everything an update changes, and thereby everything a checkpoint holds.
 
-    `replica` is `model` as the ranks train it together; `step` counts the updates done.
+    `replica` is `model` with `criterion` as the ranks train them together; `step` counts the
+    updates done.
     """
 
     model: nn.Module
+    criterion: SegLoss
     replica: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
@@ -96,26 +98,15 @@ def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainS
     model.to(device, dtype_of(train))
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
+    criterion = SegLoss(config.loss, device, passes=train.accumulate_steps)
     return TrainState(
         model=model,
-        # DistributedDataParallel knows one forward and one backward pass at a time.
-        replica=model if train.virtual_ranks > 1 else dist.replicate(model, device),
+        criterion=criterion,
+        replica=make_replica(model, criterion, train, device),
         optimizer=build_optimizer(model, train),
         scaler=torch.amp.GradScaler(device.type, enabled=train.precision == "float16"),
         average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
     )
-
-
-def dtype_of(train: TrainConfig) -> torch.dtype:
-    """The type of weights and images; mixed precision is autocast's, over float32 weights."""
-    return torch.float64 if train.precision == "float64" else torch.float32
-
-
-def autocast(train: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Mixed precision for a forward pass, if the config asks for it."""
-    if train.precision in ("bfloat16", "float16"):
-        return torch.autocast(device.type, getattr(torch, train.precision))
-    return nullcontext()
 
 
 def train_steps(
@@ -140,14 +131,12 @@ def train_steps(
     """
     train = config.train
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
-    criterion = SegLoss(config.loss, device, passes=train.accumulate_steps)
     # Also where it is off: the loader's images are channels-last, and convolutions follow them.
     layout = torch.channels_last if train.channels_last else torch.contiguous_format
     forward_backward = partial(
         _in_shares if train.virtual_ranks > 1 else _forward_backward,
         state,
         config=train,
-        criterion=criterion,
         guard=guard,
     )
     batches = iter(batches)
@@ -160,7 +149,7 @@ def train_steps(
 
         # Widened on the device: asked for both at once, `to` would convert on the host and wait.
         labels = [batch.labels.to(device, non_blocking=True).long() for batch in passes]
-        weights = _pass_shares(labels, criterion)
+        weights = _pass_shares(labels, state.criterion)
         loss = torch.zeros(2, dtype=torch.float64, device=device)  # of both heads
         for i, batch in enumerate(passes):
             images = batch.images.to(device, non_blocking=True)
@@ -186,22 +175,19 @@ def _forward_backward(
     weight: Tensor | float,
     *,
     config: TrainConfig,
-    criterion: SegLoss,
     guard: Guard,
 ) -> Tensor:
     """Adds the gradient of this rank's share of one pass; returns the means (2,) of all ranks.
 
     `weight` is the share of the step's valid pixels that lies in this pass, over all ranks.
     """
-    with autocast(config, share.images.device):
-        logits = state.replica(share.images, share.dropout)
-    sums = criterion(logits, share.labels)
+    sums = state.replica(*share)
     pixels, means = guard.reduce(sums)
     objective = sums.out.total / pixels[0]
     if sums.aux is not None:
-        objective = objective + criterion.aux_weight * sums.aux.total / pixels[1]
+        objective = objective + state.criterion.aux_weight * sums.aux.total / pixels[1]
     # The mean over the ranks that DistributedDataParallel takes has to be a sum.
-    replicas = dist.world_size() if state.replica is not state.model else 1
+    replicas = dist.world_size() if config.virtual_ranks == 1 else 1
     state.scaler.scale(objective * weight * replicas).backward()
     return means
 

@@ -18,9 +18,11 @@ CHECKPOINTS = "checkpoints"
 
 _LIBRARIES = ("torch", "torchvision", "albumentations", "opencv-python-headless", "numpy", "pillow")
 
-# What may change between the parts of a run without changing the model it ends with.
+# What may change between the parts of a run without changing the model it ends with, but for
+# rounding in a compiled step.
 _HARMLESS = (
-    *("data.root", "data.num_workers", "data.prefetch", "train.timeout_s", "log.", "checkpoint."),
+    *("data.root", "data.num_workers", "data.prefetch", "train.compile", "train.timeout_s"),
+    *("log.", "checkpoint."),
 )
 
 

@@ -1,5 +1,7 @@
 """The start of training: what is checked before device time is spent, and what is said."""
 
+import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -19,12 +21,14 @@ def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset
     """Refuses what can be known to fail later (collective: rank 0 looks at the files for all).
 
     Raises:
-        ConfigError: batch and ranks, classes and weights, or augmentations do not fit together.
+        ConfigError: batch and ranks, classes and weights, or augmentations do not fit together; or
+            there is no compiler.
         DataError: images and labels do not fit together.
     """
     findings = [
         *_batch_findings(config, dist.world_size()),
         *_class_findings(config, train_set.classes.num_classes),
+        *_compiler_findings(config.train.compile),
     ]
     if findings:
         raise ConfigError("\n".join(findings))
@@ -62,6 +66,16 @@ def _class_findings(config: Config, num_classes: int) -> list[str]:
     return []
 
 
+def _compiler_findings(needed: bool) -> list[str]:
+    compiler = os.environ.get("CXX", "g++")
+    if needed and shutil.which(compiler) is None:
+        return [
+            f"train.compile: needs a C++ compiler, and {compiler} is not to be found; install it, "
+            "name another one in the environment variable CXX, or set train.compile to false"
+        ]
+    return []
+
+
 def start_lines(
     config: Config,
     directory: Path,
@@ -86,7 +100,8 @@ def start_lines(
         f"segtrain {__version__}  torch {torch.__version__}"
         f"  torchvision {rundir.library_version('torchvision') or 'none'}"
         f"  git {rundir.git_revision() or 'none'}",
-        f"devices    {ranks} x {devices[0]}, {train.precision}",
+        f"devices    {ranks} x {devices[0]}, {train.precision}"
+        + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {_batch_words(config, ranks)}",
         f"norm       {_norm_words(config, ranks)}",
         f"data       {len(train_set.pairs)} training and {len(eval_set.pairs)} evaluation images, "

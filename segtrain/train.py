@@ -21,7 +21,7 @@ from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
 from segtrain.data.transforms import TrainTransform
-from segtrain.engine import TrainState, autocast, dtype_of, make_state, train_steps
+from segtrain.engine import TrainState, make_state, train_steps
 from segtrain.errors import EXIT_OK, CheckpointError
 from segtrain.guard import Guard
 from segtrain.inference import InferenceSettings
@@ -35,6 +35,7 @@ from segtrain.norm import make_norm, precise_statistics
 from segtrain.pictures import confusion_picture, panel
 from segtrain.preprocess import Normalize
 from segtrain.records import Batch
+from segtrain.replica import autocast, dtype_of
 from segtrain.report import score_line, training_picture
 from segtrain.scoring import Prediction, evaluate_dataset
 from segtrain.signals import StopRequest, exit_code

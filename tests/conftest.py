@@ -14,7 +14,7 @@ import pytest
 # Tests run beside each other on few cores; the ranks they start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-_RANKS_TIMEOUT_S = 180
+_RANKS_TIMEOUT_S = 400
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +25,8 @@ def run_ranks() -> Callable[..., list[Any]]:
     and joined in a gloo group on this machine. `function` must be one of a module.
     """
     context = multiprocessing.get_context("forkserver")
-    # The last one is what making an optimizer imports.
-    libraries = ["albumentations", "torch.utils.tensorboard", "torch._inductor"]
+    # The last ones are what making an optimizer and torch.compile import.
+    libraries = ["albumentations", "torch.utils.tensorboard", "torch._inductor", "torch._dynamo"]
     context.set_forkserver_preload(["segtrain.train", *libraries])
     return partial(_run, context, "cpu")
 

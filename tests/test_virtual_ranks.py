@@ -155,7 +155,6 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     the gradients."""
     from segtrain.config import load_config
     from segtrain.guard import Guard
-    from segtrain.losses import SegLoss
     from segtrain.models import build_model
     from segtrain.norm import make_norm
     from segtrain.records import DropoutMasks
@@ -184,8 +183,7 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     engine.saved_on_host = partial(saved_on_host, on_copy=mode.forget)
     try:
         step = engine._in_shares if virtual > 1 else engine._forward_backward
-        context = {"criterion": SegLoss(config.loss, images.device), "guard": Guard(lambda: False)}
-        step(state, share, 1.0, config=config.train, **context)
+        step(state, share, 1.0, config=config.train, guard=Guard(lambda: False))
     finally:
         engine._forward_backward, engine.saved_on_host = plain, original
     return mode.peak, torch.cat([p.grad.flatten() for p in model.parameters()])

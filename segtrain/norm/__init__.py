@@ -27,6 +27,7 @@ from segtrain.norm.sync import (
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
+    make_groups,
     normalize_together,
 )
 from segtrain.norm.uneven import until_all_end
@@ -41,6 +42,7 @@ __all__ = [
     "SyncBatchNorm3d",
     "convert",
     "describe_norm",
+    "make_groups",
     "make_inference_norm",
     "make_norm",
     "norm_relu_conv",

@@ -186,6 +186,16 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
     return outputs
 
 
+def make_groups(module: nn.Module) -> None:
+    """Makes the process groups of all norm layers of `module` (collective).
+
+    Else the first forward pass does, which a compiled one cannot.
+    """
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer._group()
+
+
 def _can_share(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
     layers = [layer for _, layer in pairs]
     return (

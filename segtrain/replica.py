@@ -1,0 +1,68 @@
+"""What the ranks train together: the model with its loss as one module, compiled if asked."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from segtrain import dist
+from segtrain.config import TrainConfig
+from segtrain.losses import SegLoss, StepLoss
+from segtrain.norm import make_groups
+from segtrain.records import DropoutMasks
+
+
+def dtype_of(train: TrainConfig) -> torch.dtype:
+    """The type of weights and images; mixed precision is autocast's, over float32 weights."""
+    return torch.float64 if train.precision == "float64" else torch.float32
+
+
+def autocast(train: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
+    """Mixed precision for a forward pass, if the config asks for it."""
+    if train.precision in ("bfloat16", "float16"):
+        return torch.autocast(device.type, getattr(torch, train.precision))
+    return nullcontext()
+
+
+class ModelWithLoss(nn.Module):
+    """A model and its loss: a rank's share of a batch in, its sums of the loss out.
+
+    One module, so that a compiled graph holds both: the loss melts into the layers before it, and
+    the logits at the size of the image need not be written down.
+    """
+
+    def __init__(self, model: nn.Module, criterion: SegLoss, train: TrainConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.criterion = criterion
+        self.options = train
+
+    def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> StepLoss:
+        """The sums for normalized images (N, 3, H, W) and int64 labels (N, H, W) (collective)."""
+        with autocast(self.options, images.device):
+            logits = self.model(images, dropout)
+        return self.criterion(logits, labels)
+
+
+def make_replica(
+    model: nn.Module, criterion: SegLoss, train: TrainConfig, device: torch.device
+) -> nn.Module:
+    """`model` with `criterion` as `train` wants them trained together (collective).
+
+    The parameters stay those of `model`, under their names there: checkpoints, averages and
+    evaluation use it and never see what is wrapped around it.
+    """
+    module: nn.Module = ModelWithLoss(model, criterion, train)
+    if train.compile:
+        module = _compiled(module)
+    # DistributedDataParallel knows one forward and one backward pass at a time.
+    return module if train.virtual_ranks > 1 else dist.replicate(module, device)
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    make_groups(module)
+    # torch would split the graph at the buckets of DistributedDataParallel.
+    torch._dynamo.config.optimize_ddp = False
+    # The sizes of a run never change but between the passes of a step, and a graph with open sizes
+    # is slower.
+    return torch.compile(module, fullgraph=True, dynamic=False)

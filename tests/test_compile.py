@@ -1,0 +1,337 @@
+"""`train.compile`: one graph for model, loss and backward pass, and nothing else changes.
+
+Tracing is what can go wrong here, so most tests run the traced graphs as they are: generating code
+for them takes minutes. One slow test goes all the way.
+"""
+
+import copy
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from experiments import experiment, losses, train, write_config, write_data
+from processes import REPOSITORY
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from segtrain import dist, engine
+from segtrain.checkpoint import load
+from segtrain.config import load_config
+from segtrain.data.loader import rows_of_rank
+from segtrain.engine import make_state, train_steps
+from segtrain.errors import ConfigError
+from segtrain.guard import Guard
+from segtrain.models import SegModel, build_model
+from segtrain.models.blocks import (
+    AuxHead,
+    FeatureChannels,
+    Features,
+    conv2d,
+    normalize_beside,
+)
+from segtrain.models.pspnet import PSPHead
+from segtrain.norm import make_norm, norm_relu_conv
+from segtrain.records import IGNORE_INDEX, Batch
+from segtrain.start import check_experiment
+
+CPU = torch.device("cpu")
+COMPILE = torch.compile
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+class Graphs:
+    """A backend that runs the forward and backward graphs it gets and counts what is in them."""
+
+    def __init__(self):
+        self.collectives = {"forward": [], "backward": []}
+
+    def __call__(self, graph, inputs):
+        backend = aot_autograd(
+            fw_compiler=self._counted("forward"),
+            bw_compiler=self._counted("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )
+        return backend(graph, inputs)
+
+    def _counted(self, direction):
+        def compiler(graph, inputs):
+            reduces = [node for node in graph.graph.nodes if "all_reduce" in str(node.target)]
+            self.collectives[direction].append(len(reduces))
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+
+def traced(*args, **kwargs):
+    """torch.compile without the generation of code; `traced.graphs` saw the newest graphs."""
+    traced.graphs = Graphs()
+    return COMPILE(*args, **kwargs, backend=traced.graphs)
+
+
+class Stub(nn.Module):
+    """A backbone of four layers, in which what ResNet has occurs once."""
+
+    channels = FeatureChannels(8, 8, 8)
+
+    def __init__(self, norm):
+        super().__init__()
+        self.conv1, self.bn1 = conv2d(3, 8, 3, stride=2), norm(8)
+        self.conv2, self.bn2 = conv2d(8, 8, 3), norm(8)
+
+    def forward(self, images, branches):
+        x = norm_relu_conv(self.conv1(images), self.bn1, self.conv2)
+        aux = F.relu(x)
+        y, beside = normalize_beside(x, self.bn2, aux, branches.aux)
+        return Features(aux, aux, F.relu(y), None, beside)
+
+
+def small_model(config):
+    norm, model = make_norm(config.norm), config.model
+    options = {"num_classes": 4, "norm": norm}
+    head = PSPHead(model, Stub.channels, **options)
+    aux = AuxHead(8, model.aux_channels, dropout=model.dropout, **options)
+    return SegModel(Stub(norm), head, aux, dropout=model.dropout, align_corners=False)
+
+
+def resnet_model(config):
+    return build_model(config.model, num_classes=4, norm=make_norm(config.norm))
+
+
+def batches(config, rows):
+    """Labels with all classes, and more and more of them ignored."""
+    size = config.train.batch_size
+    for step in range(config.train.steps):
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randint(256, (size, 3, 41, 57), generator=generator, dtype=torch.uint8)
+        labels = (images.sum(1) % 4).to(torch.uint8)
+        for i in range(size):
+            labels[i, : 3 * i] = IGNORE_INDEX
+        for mine in map(list, rows):
+            yield Batch(images[mine], labels[mine], [str(i) for i in mine])
+
+
+def trained(config_file, build, *overrides):
+    """The numbers of all steps, the gradients of the first, the state dict at the end; and of a
+    compiled run the graphs after each step, the breaks, and the collectives in every graph."""
+    torch.compile = traced
+    config = load_config(config_file, overrides)
+    torch.manual_seed(0)
+    state = make_state(build(config), config, CPU)
+    rows = rows_of_rank(
+        config.train.batch_size, config.train.accumulate_steps, dist.rank(), dist.world_size()
+    )
+    numbers, gradients, graphs = [], {}, []
+    update = engine._update
+
+    def keep_gradients(state, *args):
+        if state.step == 0:
+            gradients.update({k: p.grad.clone() for k, p in state.model.named_parameters()})
+        return update(state, *args)
+
+    engine._update = keep_gradients
+    counters.clear()
+    guard = Guard(lambda: False)
+    steps = train_steps(state, batches(config, rows), config, device=CPU, rows=rows, guard=guard)
+    for result in steps:
+        numbers.append([float(result.loss), float(result.aux_loss), float(result.grad_norm)])
+        graphs.append(counters["stats"]["unique_graphs"])
+        torch._dynamo.config.error_on_recompile = result.step >= 2
+    seen = None
+    if config.train.compile:
+        seen = graphs, dict(counters["graph_break"]), traced.graphs.collectives
+    return np.array(numbers), gradients, copy.deepcopy(state.model.state_dict()), seen
+
+
+def assert_same_training(found, wanted, *, atol=1e-10):
+    np.testing.assert_allclose(found[0], wanted[0], rtol=atol, atol=0)
+    for part in (1, 2):
+        assert found[part].keys() == wanted[part].keys()
+        for name, value in wanted[part].items():
+            torch.testing.assert_close(found[part][name], value, rtol=0, atol=atol, msg=name)
+
+
+def farthest(found, wanted):
+    """The largest differences of losses and norms, gradients, and weights and statistics."""
+    apart = [np.abs(found[0] / wanted[0] - 1).max()]
+    for part in (1, 2):
+        pairs = [(found[part][name], value) for name, value in wanted[part].items()]
+        apart.append(max(float((a.double() - b.double()).abs().max()) for a, b in pairs))
+    return "loss {:.0e}, gradients {:.0e}, weights and statistics {:.0e}".format(*apart)
+
+
+def test_a_step_of_pspnet_is_one_graph_and_that_of_the_whole_batch(
+    run_ranks, tmp_path, data, capsys
+):
+    """Images 3 + 2, with auxiliary loss and dropout, in float64."""
+    config = write_config(tmp_path / "c.yaml", experiment(data, train={"steps": 4}))
+    (wanted,) = run_ranks(1, trained, config, resnet_model)
+    for found in run_ranks(2, trained, config, resnet_model, "train.compile=true"):
+        assert_same_training(found, wanted)
+        graphs, breaks, collectives = found[3]
+        assert graphs == [1, 1, 1, 1]
+        assert breaks == {}
+        # 26 layers: three shortcuts, three grids of the PPM and the auxiliary head share.
+        assert collectives == {"forward": [19], "backward": [19]}
+        with capsys.disabled():
+            print(f"\ncompiled on 2 ranks against 1: {farthest(found, wanted)}", end="")
+
+
+VARIANTS = {
+    "mining in two passes": {
+        "loss": {"kind": "ohem", "ohem_min_kept": 3000, "class_weights": [1.0, 2.0, 0.5, 0.0]},
+        "train": {"accumulate_steps": 2, "batch_size": 11},
+    },
+    "cumulative average, no dropout, contiguous": {
+        "norm": {"momentum": None},
+        "model": {"dropout": 0.0},
+        "train": {"channels_last": False},
+    },
+    "group norm": {"norm": {"kind": "group"}},
+}
+
+
+def trained_each(config_files, build, *overrides):
+    results = []
+    for file in config_files:
+        results.append(trained(file, build, *overrides))
+        torch._dynamo.reset()
+    return results
+
+
+def test_variants_are_those_of_the_whole_batch(run_ranks, tmp_path, data):
+    """A pass of 5 or 6 images is 3 + 2 or 3 + 3, so one rank has two sizes in the first step."""
+    configs = []
+    for i, sections in enumerate(VARIANTS.values()):
+        sections = {**sections, "train": {**sections.get("train", {}), "steps": 4}}
+        configs.append(write_config(tmp_path / f"{i}.yaml", experiment(data, **sections)))
+    (wanted,) = run_ranks(1, trained_each, configs, small_model)
+    compiled = run_ranks(2, trained_each, configs, small_model, "train.compile=true")
+    for rank, results in enumerate(compiled):
+        for name, found, one in zip(VARIANTS, results, wanted, strict=True):
+            assert_same_training(found, one)
+            sizes = 2 if name == "mining in two passes" and rank == 1 else 1
+            assert found[3][:2] == ([sizes] * 4, {}), name
+
+
+def test_statistics_of_some_ranks_are_those_of_the_uncompiled_step(run_ranks, tmp_path, data):
+    """Each rank its own, and two of three together: merged outside of the graph."""
+    configs = [
+        write_config(
+            tmp_path / f"{norm['running']}.yaml",
+            experiment(data, norm=norm, train={"steps": 4, "batch_size": 7}),
+        )
+        for norm in ({"kind": "local", "running": "pooled"}, {"extent": 2, "running": "mean"})
+    ]
+    wanted = run_ranks(3, trained_each, configs, small_model)
+    compiled = run_ranks(3, trained_each, configs, small_model, "train.compile=true")
+    for ours, theirs in zip(compiled, wanted, strict=True):
+        for found, one in zip(ours, theirs, strict=True):
+            assert_same_training(found, one)
+            assert found[3][:2] == ([1] * 4, {})
+
+
+def test_mixed_precision_is_that_of_the_uncompiled_step(run_ranks, tmp_path, data):
+    config = write_config(
+        tmp_path / "c.yaml", experiment(data, train={"steps": 4, "precision": "bfloat16"})
+    )
+    wanted = run_ranks(2, trained, config, small_model)
+    compiled = run_ranks(2, trained, config, small_model, "train.compile=true")
+    for found, one in zip(compiled, wanted, strict=True):
+        assert_same_training(found, one, atol=1e-2)
+        assert found[3][:2] == ([1] * 4, {})
+
+
+def train_traced(config, directory, resume=False):
+    torch.compile = traced
+    return train(config, directory, resume=resume)
+
+
+def stop_before_the_end(config, directory):
+    from segtrain import train as command
+
+    original = command._keep_cadences
+
+    def stop(this):
+        original(this)
+        if this.state.step == 1:
+            this.stop.signal = 15  # carried by the second step, read with the third
+
+    command._keep_cadences = stop
+    return train_traced(config, directory)
+
+
+def test_a_run_may_be_compiled_in_one_part_and_not_in_the_other(run_ranks, tmp_path, data):
+    """With an average of the weights and evaluations; no key shows what is around the model."""
+    sections = {"train": {"steps": 4, "ema_decay": 0.9}, "eval": {"every_steps": 3}}
+    options = experiment(data, **sections)
+    plain = write_config(tmp_path / "plain.yaml", options)
+    options["train"]["compile"] = True
+    compiled = write_config(tmp_path / "compiled.yaml", options)
+    run_ranks(1, train, plain, tmp_path / "whole")
+    wanted = load(tmp_path / "whole/checkpoints/last.pt")
+    for name, (first, second) in {"a": (compiled, plain), "b": (plain, compiled)}.items():
+        run_ranks(1, stop_before_the_end, first, tmp_path / name)
+        assert load(tmp_path / name / "checkpoints/last.pt").step == 3
+        assert run_ranks(1, train_traced, second, tmp_path / name, resume=True) == [0]
+        assert "compiled" in (tmp_path / name / "train.log").read_text()
+        found = load(tmp_path / name / "checkpoints/last.pt")
+        assert found.step == 4
+        assert found.best["mean_iou"] == pytest.approx(wanted.best["mean_iou"], abs=1e-9)
+        for field in ("model", "average"):
+            ours, theirs = getattr(found, field), getattr(wanted, field)
+            assert list(ours) == list(theirs)
+            for key, value in theirs.items():
+                torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-10, msg=key)
+
+
+def test_virtual_ranks_are_refused(tmp_path):
+    config = write_config(tmp_path / "c.yaml", experiment(tmp_path))
+    with pytest.raises(ConfigError, match=r"train\.compile: .*virtual_ranks, 2"):
+        load_config(config, ["train.compile=true", "train.virtual_ranks=2"])
+
+
+def test_a_missing_compiler_is_told_before_anything_else(tmp_path, data, monkeypatch):
+    from segtrain.data import open_dataset
+
+    config = load_config(
+        write_config(tmp_path / "c.yaml", experiment(data)), ["train.compile=true"]
+    )
+    sets = [open_dataset(config.data, split) for split in ("train", "val")]
+    check_experiment(config, *sets)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"train\.compile: .*no-such-compiler"):
+        check_experiment(config, *sets)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_the_command_trains_with_generated_code_as_without(run_ranks, tmp_path, data):
+    """`segtrain train --nproc 2 --set train.compile=true`, all the way."""
+    config = write_config(tmp_path / "c.yaml", experiment(data, train={"steps": 6}))
+    run_ranks(1, train, config, tmp_path / "plain")
+    command = [sys.executable, "-m", "segtrain", "train", config, "--nproc", "2", "--device", "cpu"]
+    options = ["--set", "train.compile=true", "--output", tmp_path / "compiled"]
+    done = subprocess.run([*map(str, [*command, *options])], cwd=REPOSITORY, timeout=1800)
+    assert done.returncode == 0
+    found, wanted = (np.array(losses(tmp_path / name)) for name in ("compiled", "plain"))
+    print(f"\ngenerated code against none: {np.abs(found / wanted - 1).max():.0e}", end="")
+    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=0)
+    ours, theirs = (
+        load(tmp_path / name / "checkpoints/last.pt").model for name in ("compiled", "plain")
+    )
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-9, msg=key)
