@@ -156,21 +156,20 @@ def trained(config_file, build, *overrides):
     return np.array(numbers), gradients, copy.deepcopy(state.model.state_dict()), seen
 
 
-def assert_same_training(found, wanted, *, atol=1e-10):
-    np.testing.assert_allclose(found[0], wanted[0], rtol=atol, atol=0)
-    for part in (1, 2):
-        assert found[part].keys() == wanted[part].keys()
-        for name, value in wanted[part].items():
-            torch.testing.assert_close(found[part][name], value, rtol=0, atol=atol, msg=name)
-
-
-def farthest(found, wanted):
-    """The largest differences of losses and norms, gradients, and weights and statistics."""
+def differences(found, wanted):
+    """The largest difference of losses and norms, of gradients, and of weights and statistics,
+    each relative to the largest of its kind."""
     apart = [np.abs(found[0] / wanted[0] - 1).max()]
     for part in (1, 2):
-        pairs = [(found[part][name], value) for name, value in wanted[part].items()]
-        apart.append(max(float((a.double() - b.double()).abs().max()) for a, b in pairs))
-    return "loss {:.0e}, gradients {:.0e}, weights and statistics {:.0e}".format(*apart)
+        assert list(found[part]) == list(wanted[part])
+        pairs = [(found[part][name].double(), v.double()) for name, v in wanted[part].items()]
+        largest = max(b.abs().max() for _, b in pairs)
+        apart.append(float(max((a - b).abs().max() for a, b in pairs) / largest))
+    return apart
+
+
+def assert_same_training(found, wanted, *, tolerance=1e-10):
+    assert max(differences(found, wanted)) <= tolerance
 
 
 def test_a_step_of_pspnet_is_one_graph_and_that_of_the_whole_batch(
@@ -187,7 +186,8 @@ def test_a_step_of_pspnet_is_one_graph_and_that_of_the_whole_batch(
         # 26 layers: three shortcuts, three grids of the PPM and the auxiliary head share.
         assert collectives == {"forward": [19], "backward": [19]}
         with capsys.disabled():
-            print(f"\ncompiled on 2 ranks against 1: {farthest(found, wanted)}", end="")
+            words = "loss {:.0e}, gradients {:.0e}, weights and statistics {:.0e}"
+            print(f"\ntraced, 2 ranks: {words.format(*differences(found, wanted))}", end="")
 
 
 VARIANTS = {
@@ -251,7 +251,8 @@ def test_mixed_precision_is_that_of_the_uncompiled_step(run_ranks, tmp_path, dat
     wanted = run_ranks(2, trained, config, small_model)
     compiled = run_ranks(2, trained, config, small_model, "train.compile=true")
     for found, one in zip(compiled, wanted, strict=True):
-        assert_same_training(found, one, atol=1e-2)
+        # float32 would be 4e-3 away.
+        assert_same_training(found, one, tolerance=2e-3)
         assert found[3][:2] == ([1] * 4, {})
 
 

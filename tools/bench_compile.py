@@ -4,7 +4,7 @@
     python tools/bench_compile.py --set train.precision=bfloat16 --set model.output_stride=8
 
 The demonstration's model and batch, random images. The times are those of whole steps, optimizer
-included and loader left out. Other work on the machine disturbs them, hence the blocks in turns, the
+included and loader left out. Other work on the machine disturbs them, hence blocks in turns, the
 medians, and --clock cpu, the time that the threads of this process worked. The first compiled step
 is that of compiling, unless torch's cache (TORCHINDUCTOR_CACHE_DIR) holds the code already.
 """

@@ -32,7 +32,7 @@ from segtrain.data import open_dataset
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
 from segtrain.data.transforms import TrainTransform
-from segtrain.engine import TrainState, autocast, dtype_of, make_state, train_steps
+from segtrain.engine import TrainState, make_state, train_steps
 from segtrain.errors import ConfigError
 from segtrain.guard import Guard
 from segtrain.inference import InferenceSettings
@@ -41,6 +41,7 @@ from segtrain.models import build_model
 from segtrain.norm import NormFactory, make_norm, precise_statistics
 from segtrain.preprocess import Normalize
 from segtrain.records import Batch
+from segtrain.replica import autocast, dtype_of
 from segtrain.scoring import evaluate_dataset
 from segtrain.seed import seed_everything
 
