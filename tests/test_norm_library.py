@@ -266,7 +266,7 @@ def left_out(watch):
 def test_a_rank_that_leaves_a_layer_out_is_an_error_within_the_timeout(run_ranks, watch):
     (message, waited_s), _ = run_ranks(2, left_out, watch)
     assert "rank 0 waits in forward of 1 (3 channels): another rank" in message or not watch
-    assert 1.5 < waited_s < 15
+    assert 1.5 < waited_s < 30  # the process group's own is 60
 
 
 def watched():
