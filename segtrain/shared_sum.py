@@ -20,8 +20,9 @@ import torch
 
 from segtrain.errors import LostRanksError
 
-# What fits is shared, longer tensors are not. The statistics of a layer are 32 bytes a channel.
-MAX_BYTES = 1 << 20
+# What fits is shared, longer tensors are not. Statistics are 16 bytes a channel, of a few layers at
+# most; a container may have no more than 64 MiB of such memory, and the loader wants some too.
+MAX_BYTES = 1 << 18
 
 _FOLDER = Path("/dev/shm")
 _TYPES = (torch.float64, torch.float32, torch.int64)
