@@ -70,10 +70,11 @@ class _SchemeFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, count = ctx.saved_tensors
         grad = dense_like(grad, x)
-        sums = backward_sums(grad, x, mean, var, ctx.eps)
+        inv_std = (var + ctx.eps).rsqrt_()
+        sums = backward_sums(grad, x, mean, inv_std)
         means = ctx.scheme.means(sums, x.numel() // x.shape[1], count).to(mean.dtype)
         total, dot = sums.chunk(2)
-        grad_x = input_gradient(grad, x, weight, mean, var, means, ctx.eps)
+        grad_x = input_gradient(grad, x, weight, mean, inv_std, means)
         return grad_x, dot, total, None, None
 
 

@@ -24,7 +24,13 @@ from torch.autograd.function import once_differentiable
 
 from segtrain import dist
 from segtrain.dist import ProcessGroup
-from segtrain.norm.kernels import backward_sums, input_gradient, local_moments, normalized
+from segtrain.norm.kernels import (
+    backward_sums,
+    input_gradient,
+    local_moments,
+    normalized,
+    wide_dtype,
+)
 from segtrain.offload import bring_back, put_away
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -129,26 +135,29 @@ class _SyncBatchNorms(torch.autograd.Function):
             torch.zeros_like(x) if grad is None else dense_like(grad, x)
             for grad, x in zip(grads[:num], xs, strict=True)
         ]
+        inv_stds = [(var + eps).rsqrt_() for (_, var, _), eps in zip(moments, ctx.eps, strict=True)]
         sums = [
-            backward_sums(grad, x, mean, var, eps)
-            for grad, x, (mean, var, _), eps in zip(dense_grads, xs, moments, ctx.eps, strict=True)
+            backward_sums(grad, x, mean, inv_std)
+            for grad, x, (mean, _, _), inv_std in zip(
+                dense_grads, xs, moments, inv_stds, strict=True
+            )
         ]
         # A virtual rank does not keep its input on the device while it waits for the others.
         parked = [put_away(x) for x in xs]
         del xs
         # All ranks reduce whenever this runs, even if this one needs no gradient of x: a rank that
         # stays away would leave the others waiting.
-        totals = dist.all_sum(torch.cat(sums).double(), ctx.group).split([len(one) for one in sums])
+        totals = _split(dist.all_sum(_joined(sums).to(torch.float64, copy=True), ctx.group), sums)
 
         results: list[Any] = [None, None]
-        for i, (mean, var, count) in enumerate(moments):
+        for i, (mean, _, count) in enumerate(moments):
             needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2 + 3 * i : 5 + 3 * i]
             weight, bias_dtype = weights[i], ctx.bias_dtypes[i]
             grad_x = None
             if needs_x:
                 means = (totals[i] / count.clamp(min=1)).to(mean.dtype)
                 x = bring_back(parked[i])
-                grad_x = input_gradient(dense_grads[i], x, weight, mean, var, means, ctx.eps[i])
+                grad_x = input_gradient(dense_grads[i], x, weight, mean, inv_stds[i], means)
             total, dot = sums[i].chunk(2)
             results += [
                 grad_x,
@@ -168,15 +177,25 @@ def global_moments(
 ) -> list[Moments]:
     """The moments of every layer over all ranks, by one all_reduce; this rank's if not `shared`."""
     payloads = [packed_moments(*local_moments(x), x.numel() // x.shape[1]) for x in xs]
-    whole = torch.cat(payloads) if len(payloads) > 1 else payloads[0]
+    whole = _joined(payloads)
     if shared:
         whole = dist.all_sum(whole, group)
     result = []
-    for x, part in zip(xs, whole.split([payload.numel() for payload in payloads]), strict=True):
+    for x, part in zip(xs, _split(whole, payloads), strict=True):
         mean, var, count = unpacked_moments(part)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = wide_dtype(x)
         result.append(Moments(mean.to(wide), var.to(wide), count.clone()))
     return result
+
+
+def _joined(vectors: Sequence[Tensor]) -> Tensor:
+    """What several layers have to say, in one vector (a copy only if there are several)."""
+    return torch.cat(list(vectors)) if len(vectors) > 1 else vectors[0]
+
+
+def _split(whole: Tensor, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The parts of `whole` that stand where `_joined` put these vectors."""
+    return whole.split([len(one) for one in vectors]) if len(vectors) > 1 else [whole]
 
 
 def packed_moments(mean: Tensor, var: Tensor, num_values: int) -> Tensor:
@@ -189,14 +208,16 @@ def packed_moments(mean: Tensor, var: Tensor, num_values: int) -> Tensor:
 def unpacked_moments(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean (C,), biased variance (C,) and count () in float64, from summed `packed_moments`."""
     count = total[-1]
-    mean, square = (total[:-1] / count.clamp(min=1)).view(2, -1)
+    mean, square = (total[:-1] / count.clamp(min=1)).chunk(2)
     # Rounding can leave a constant channel a hair below zero.
     return mean, torch.addcmul(square, mean, mean, value=-1).clamp_(min=0), count
 
 
-def unbiased(var: Tensor, count: Tensor) -> Tensor:
+def unbiased(var: Tensor, count: Tensor | float) -> Tensor:
     """A biased variance (C,) over `count` () values with Bessel's factor; of one value as it is."""
-    return var * (count / (count - 1).clamp_(min=1)).to(var.dtype)
+    if isinstance(count, Tensor):
+        return var * (count / (count - 1).clamp_(min=1)).to(var.dtype)
+    return var * (count / max(count - 1, 1))
 
 
 def dense(x: Tensor) -> Tensor:

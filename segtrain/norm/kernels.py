@@ -27,7 +27,7 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _lies_far(mean: Tensor, var: Tensor) -> bool:
     """Whether a channel's mean is so many standard deviations from 0 that float32 sums suffer."""
-    return bool((mean * mean > 1e4 * var).any())
+    return torch.addcmul(var, mean, mean, value=-1e-4).min().item() < 0
 
 
 # The longest run of values that one float32 accumulator takes.
@@ -41,8 +41,8 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
         if x.is_contiguous() and length >= 256 * len(x):
             return _moments_by_rows(x)
         if length > _RUN and _is_channels_last(x):
-            return _moments_by_runs(x, length // _RUN + 1)
-    wide = torch.promote_types(x.dtype, torch.float32)
+            return _moments_by_runs(x, _num_runs(length))
+    wide = wide_dtype(x)
     # Running buffers of the wide type make the kernel return it too: for bfloat16 input alone it
     # would round the statistics to bfloat16.
     buffers = [None, None] if x.dtype == wide else list(x.new_zeros(2, x.shape[1], dtype=wide))
@@ -62,7 +62,14 @@ def _moments_by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         x, None, None, num_rows, num_channels, length, num_channels, 0.0
     )
     # A constant row has an infinite inverse, and variance 0 again.
-    return _merged(means.double(), inv_stds.double().pow(-2))
+    return _merged(means, inv_stds.double().pow_(-2))
+
+
+def _num_runs(length: int) -> int:
+    """How many runs `length` pixels make: if it can be, so many that they are equally long."""
+    fewest = -(-length // _RUN)
+    equal = (num for num in range(fewest, 8 * fewest) if length % num == 0)
+    return next(equal, fewest)
 
 
 def _moments_by_runs(x: Tensor, num_runs: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +85,7 @@ def _moments_by_runs(x: Tensor, num_runs: int) -> tuple[Tensor, Tensor]:
     # (1, C', height, 1) with the channels innermost: the layout for which the kernel is vectorized.
     wide = whole.view(1, height, 1, -1).movedim(-1, 1)
     mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
-    mean, var = _merged(mean.double().view(num_runs, -1), var.double().view(num_runs, -1))
+    mean, var = _merged(mean.view(num_runs, -1), var.view(num_runs, -1))
     if not len(rest):
         return mean, var
     share = len(rest) / len(pixels)
@@ -88,8 +95,8 @@ def _moments_by_runs(x: Tensor, num_runs: int) -> tuple[Tensor, Tensor]:
 
 
 def _merged(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (C,) of equally many values each of whose (n, C) is given."""
-    mean = means.mean(0)
+    """Both (C,) float64, of n parts with equally many values whose own (n, C) are given."""
+    mean = means.mean(0, dtype=torch.float64)
     gaps = means - mean
     return mean, torch.addcmul(variances, gaps, gaps).mean(0)
 
@@ -109,15 +116,14 @@ def normalized(
     return torch.addcmul(_along(x, shift), x, _along(x, scale))
 
 
-def backward_sums(grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+def backward_sums(grad: Tensor, x: Tensor, mean: Tensor, inv_std: Tensor) -> Tensor:
     """This rank's [sum(dy), sum(dy xhat)], (2 C,), about the statistics of all ranks."""
     if x.numel() == 0:
         return torch.zeros(2 * x.shape[1], dtype=mean.dtype, device=x.device)
-    # In evaluation mode the gradients of weight and bias are these sums about given statistics: the
-    # kernels of a CPU take them as running ones, those of CUDA as saved ones.
-    inv_std, mask = (var + eps).rsqrt_(), [False, True, True]
+    # They are the gradients of weight and bias: all that is asked for.
+    mask = [False, True, True]
     _, dot, total = torch.ops.aten.native_batch_norm_backward(
-        grad, x, torch.ones_like(mean), mean, var, mean, inv_std, False, eps, mask
+        grad, x, torch.ones_like(mean), None, None, mean, inv_std, True, 0.0, mask
     )
     return torch.cat([total, dot])
 
@@ -127,28 +133,29 @@ def input_gradient(
     x: Tensor,
     weight: Tensor | None,
     mean: Tensor,
-    var: Tensor,
+    inv_std: Tensor,
     means: Tensor,
-    eps: float,
 ) -> Tensor:
     """weight / std * (dy - mean(dy) - xhat * mean(dy xhat)), like `x`.
 
     means: (2 C,) both means over the values of all ranks, in the order of `backward_sums`.
     """
     mean_grad, mean_dot = means.chunk(2)
-    scale = inv_std = (var + eps).rsqrt_()
-    if weight is not None:
-        scale = inv_std * weight.to(inv_std.dtype)
-    # The terms without dy are an affine function of x a channel.
-    slope = (inv_std * mean_dot).mul_(scale).neg_()
-    shift = (mean_grad * scale).neg_()
+    scale = inv_std if weight is None else inv_std * weight.to(inv_std.dtype)
+    # The terms without dy are an affine function of x a channel: shift - slope * x.
+    slope = (inv_std * mean_dot).mul_(scale)
     if _is_pixelwise(x, mean):
-        shift.addcmul_(slope, mean, value=-1)
-        grad_x = torch.addcmul(_along(x, shift), x, _along(x, slope))
+        shift = (slope * mean).addcmul_(mean_grad, scale, value=-1)
+        grad_x = torch.addcmul(_along(x, shift), x, _along(x, slope), value=-1)
     else:
-        ones = torch.ones_like(var)
-        grad_x = F.batch_norm(x, mean, ones, weight=slope, bias=shift, eps=0.0)
+        ones, shift = torch.ones_like(mean), -mean_grad * scale
+        grad_x = F.batch_norm(x, mean, ones, weight=slope.neg_(), bias=shift, eps=0.0)
     return grad_x.addcmul_(grad, _along(x, scale))
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The type of the statistics of `x`: float32, or float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _is_pixelwise(x: Tensor, statistics: Tensor) -> bool:

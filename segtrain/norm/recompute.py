@@ -108,7 +108,8 @@ class _NormReLUConv(torch.autograd.Function):
         )
         grad_z = dense_like(grad_z.to(x.dtype), x).masked_fill_(z <= 0, 0)
         mean, var, count = moments
-        local = backward_sums(grad_z, x, mean, var, ctx.eps)
+        inv_std = (var + ctx.eps).rsqrt_()
+        local = backward_sums(grad_z, x, mean, inv_std)
         totals = local.to(torch.float64, copy=True)
         parked = put_away(x)
         del x, z
@@ -118,7 +119,7 @@ class _NormReLUConv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             x = bring_back(parked)
             means = (totals / count.clamp(min=1)).to(mean.dtype)
-            grad_x = input_gradient(grad_z, x, weight, mean, var, means, ctx.eps)
+            grad_x = input_gradient(grad_z, x, weight, mean, inv_std, means)
         total, dot = local.chunk(2)
         return (
             grad_x,

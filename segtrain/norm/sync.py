@@ -119,21 +119,22 @@ class SyncBatchNorm(_BatchNorm):
         # Virtual ranks share the layer and see the same statistics.
         if not recomputing() and lockstep.slot() == 0:
             mean, var, count = moments
-            # A batch without a value on any rank must leave no trace; no branch, since `count` lies
-            # on the device and reading it would wait for the forward pass.
+            if count.device.type == "cpu" and not torch.compiler.is_compiling():
+                # Python's numbers save ten operations; on a GPU, reading would wait for the device.
+                count = count.item()
+            # A batch without a value on any rank must leave no trace.
             self._update(mean, unbiased(var, count), seen=count > 0)
 
     @torch.no_grad()
-    def _update(self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor) -> None:
-        """Moves the running statistics toward a batch's, if `seen`, a () bool."""
+    def _update(self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor | bool) -> None:
+        """Moves the running statistics toward a batch's, if `seen` ()."""
         if self.running_mean is None or self.running_var is None:
             return
         self.num_batches_tracked.add_(seen)
         if self.momentum is None:
-            factor = seen / self.num_batches_tracked.clamp(min=1).double()
+            factor = (seen / self.num_batches_tracked.clamp(min=1).double()).to(mean.dtype)
         else:
-            factor = seen.double() * self.momentum
-        factor = factor.to(mean.dtype)
+            factor = self.momentum * (seen.to(mean.dtype) if isinstance(seen, Tensor) else seen)
         for running, batch in ((self.running_mean, mean), (self.running_var, unbiased_var)):
             # In the wide type, then rounded once: the buffers may be float16 (module.half()).
             wide = running.to(batch.dtype).lerp_(batch, factor)
