@@ -185,7 +185,16 @@ def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 
 def node_ranks() -> tuple[int, ...]:
-    """The ranks on this machine, by LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them."""
+    """The ranks on this machine, by LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them.
+
+    Raises:
+        RuntimeError: there are several ranks, and the variables are not set.
+    """
+    if world_size() > 1 and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        raise RuntimeError(
+            "which ranks are on this machine cannot be told: set LOCAL_RANK and LOCAL_WORLD_SIZE "
+            "in the environment, as torchrun does"
+        )
     first = rank() - local_rank()
     return tuple(range(first, first + local_world_size()))
 
@@ -200,12 +209,18 @@ def group_of(ranks: tuple[int, ...] | None) -> ProcessGroup | None:
         return None
     if rank() not in ranks:
         raise ValueError(f"rank {rank()} asks for a group it does not belong to: {list(ranks)}")
+    if not torch.compiler.is_compiling() and ranks in _groups and not _exists(_groups[ranks]):
+        del _groups[ranks]  # somebody has ended all groups and begun anew
     if ranks not in _groups:
         if ranks == tuple(range(world_size())):
             return None
         # Only the members make the group: other ranks may be in groups of their own.
         _groups[ranks] = torch_dist.new_group(list(ranks), use_local_synchronization=True)
     return _groups[ranks]
+
+
+def _exists(group: ProcessGroup) -> bool:
+    return group in torch_dist.distributed_c10d._world.pg_map
 
 
 def all_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """The oracle is F.batch_norm in float64 on the whole batch in one process."""
 
 import copy
+import os
 import pickle
 
 import pytest
@@ -574,12 +575,60 @@ def test_conversion_keeps_tensors_modes_hooks_and_sharing_and_comes_back():
     assert vars(net["b"]).keys() == vars(nn.BatchNorm2d(4)).keys()
 
 
-def test_conversion_refuses_a_subclass_by_its_path():
+def test_conversion_finds_both_places_of_a_layer_in_its_parent():
+    layer = nn.BatchNorm2d(4)
+    net = nn.Sequential(layer, nn.ReLU(), layer)
+    convert(net)
+    assert net[2] is net[0]
+    assert type(net[2]) is SyncBatchNorm2d
+    convert(net, to="local")
+    assert net[2] is net[0]
+    assert type(net[2]) is nn.BatchNorm2d
+
+
+def test_conversion_refuses_a_subclass_by_its_path_and_leaves_the_rest_alone():
     class Fused(nn.BatchNorm2d):
         pass
 
-    with pytest.raises(TypeError, match=r"1 is a Fused"):
-        convert(nn.Sequential(nn.ReLU(), Fused(4)))
+    class Special(SyncBatchNorm2d):
+        pass
+
+    for kind, to in ((Fused, "sync"), (Special, "sync"), (Special, "local")):
+        net = nn.Sequential(nn.BatchNorm2d(4), SyncBatchNorm2d(4), kind(4))
+        with pytest.raises(TypeError, match=rf"2 is a {kind.__name__}"):
+            convert(net, to)
+        assert [type(layer) for layer in net] == [nn.BatchNorm2d, SyncBatchNorm2d, kind]
+    convert(nn.Sequential(Fused(4)), "local")
+
+
+def test_what_is_misspelt_is_refused():
+    with pytest.raises(ValueError, match=r'expected "sync" or "local", got \'sycn\''):
+        convert(nn.BatchNorm2d(4), "sycn")
+    with pytest.raises(ValueError, match="on_one_value: expected"):
+        SyncBatchNorm2d(4, on_one_value="rasie")
+    for group in ("world", [], object()):
+        with pytest.raises(ValueError, match="process_group: expected a process group"):
+            SyncBatchNorm2d(4, process_group=group)
+    with pytest.raises(TypeError, match="no process_group"):
+        PartialBatchNorm2d(4, process_group=[0])
+
+
+def test_a_converted_layer_can_be_given_another_group():
+    net = convert(nn.Sequential(nn.BatchNorm2d(4)), process_group=[0, 1])
+    convert(net)
+    assert net[0].process_group == (0, 1)
+    convert(net, process_group=[0])
+    assert net[0].process_group == (0,)
+
+
+def machine_unknown():
+    del os.environ["LOCAL_WORLD_SIZE"]
+    with pytest.raises(RuntimeError, match="set LOCAL_RANK and LOCAL_WORLD_SIZE"):
+        SyncBatchNorm2d(4, process_group="node")(torch.zeros(2, 4, 1, 1))
+
+
+def test_the_ranks_of_a_machine_are_not_guessed(run_ranks):
+    run_ranks(2, machine_unknown)
 
 
 def test_conversion_refuses_a_layer_that_does_not_know_its_width_yet():

@@ -113,6 +113,45 @@ def test_branches_of_a_group_share_a_collective(run_ranks):
     assert run_ranks(4, coalesced) == [True] * 4
 
 
+def empty_groups(running, extent):
+    """Rank 0 (with `extent` 2 also rank 1) never has an image; the others' have mean 5."""
+    layer = PartialBatchNorm2d(3, extent=extent, running=running)
+    generator = torch.Generator().manual_seed(dist.rank())
+    for _ in range(100):
+        images = 4 if dist.rank() >= extent else 0
+        x = (5 + 2 * torch.randn(images, 3, 9, 9, generator=generator)).requires_grad_()
+        layer(x).sum().backward()
+        assert x.grad.shape == x.shape
+        settle_statistics(layer)
+    assert layer.weight.grad.isfinite().all()
+    return layer.running_mean, layer.running_var
+
+
+@pytest.mark.parametrize("extent", [1, 2])
+@pytest.mark.parametrize("running", ["mean", "pooled", "rank0"])
+def test_a_group_without_values_has_no_say(run_ranks, running, extent):
+    for mean, var in run_ranks(3, empty_groups, running, extent):
+        if running == "rank0":  # whose group sees nothing
+            assert (mean == 0).all()
+            assert (var == 1).all()
+        else:
+            torch.testing.assert_close(mean, torch.full((3,), 5.0), rtol=0.05, atol=0)
+            torch.testing.assert_close(var, torch.full((3,), 4.0), rtol=0.1, atol=0)
+
+
+def unsettled():
+    layer = PartialBatchNorm2d(3)
+    layer(torch.randn(2, 3, 4, 4))
+    with pytest.raises(RuntimeError, match="1 batches have not reached the running statistics"):
+        layer.eval()(torch.randn(2, 3, 4, 4))
+    settle_statistics(layer)
+    layer(torch.randn(2, 3, 4, 4))
+
+
+def test_statistics_that_were_not_settled_are_not_used(run_ranks):
+    run_ranks(2, unsettled)
+
+
 def test_one_process_is_plain_batch_norm():
     ours, theirs = PartialBatchNorm2d(C).double(), nn.BatchNorm2d(C).double()
     close(ours(X), theirs(X), atol=0)

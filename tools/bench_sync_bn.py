@@ -423,7 +423,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("--crop", nargs=2, type=int, default=[713, 713], help="pspnet_r50")
     command.add_argument("--images", type=int, default=2, help="pspnet_r50: images a rank")
 
-    command = commands.add_parser("step", parents=[common])
+    command = commands.add_parser("step", parents=[common], help="a training step of PSPNet")
     command.add_argument("--backbone", default="resnet18")
     command.add_argument("--size", nargs=2, type=int, default=[256, 256], help="height and width")
     command.add_argument("--images", type=int, default=2, help="images a rank")

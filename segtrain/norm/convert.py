@@ -11,6 +11,7 @@ from segtrain.norm.sync import (
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
+    as_ranks,
 )
 
 _TO_SYNC: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -22,6 +23,7 @@ _TO_LOCAL: dict[type[nn.Module], type[nn.Module]] = {
     **{sync: local for local, sync in _TO_SYNC.items()},
     PartialBatchNorm2d: nn.BatchNorm2d,
 }
+_KNOWN = (*_TO_SYNC, *_TO_LOCAL)
 # What only the layers of this package have.
 _OWN = ("process_group", "on_one_value", "double_backward", "extent", "running", "_seen")
 
@@ -33,39 +35,53 @@ def convert(
 
     Parameters and buffers are the same tensors afterwards, so an optimizer made before stays valid;
     training mode, hooks and layers that stand in several places are kept too. Converting twice
-    changes nothing.
+    changes nothing, and an error leaves the module as it was.
 
     Args:
         to: "sync" exchanges nn.BatchNorm1d, 2d and 3d for SyncBatchNorm1d, 2d and 3d; "local" back.
-        process_group: as in SyncBatchNorm, for "sync".
+        process_group: as in SyncBatchNorm, for "sync"; given, also of layers that are so already.
 
     Raises:
         TypeError: a layer derives from a batch norm class without being it: the exchange would
             silently drop what the subclass adds.
+        ValueError: `to` is something else.
     """
+    if to not in ("sync", "local"):
+        raise ValueError(f'expected "sync" or "local", got {to!r}')
+    for path, layer in module.named_modules():
+        _check(layer, to, path)
     done: dict[nn.Module, nn.Module] = {}
 
-    def exchange(layer: nn.Module, path: str) -> nn.Module:
+    def exchange(layer: nn.Module) -> nn.Module:
         if layer not in done:
-            done[layer] = _exchanged(layer, to, process_group, path)
-            for name, child in layer.named_children():
-                setattr(layer, name, exchange(child, f"{path}.{name}" if path else name))
+            done[layer] = _exchanged(layer, to, process_group)
+            # Not named_children, which leaves out the second place of a layer in its parent.
+            for name, child in layer._modules.items():
+                if child is not None:
+                    setattr(layer, name, exchange(child))
         return done[layer]
 
-    return exchange(module, "")
+    return exchange(module)
 
 
-def _exchanged(layer: nn.Module, to: str, process_group: Group, path: str) -> nn.Module:
+def _check(layer: nn.Module, to: str, path: str) -> None:
+    """Refuses a batch norm that neither is what it should become nor can become it."""
+    if not isinstance(layer, nn.modules.batchnorm._BatchNorm) or type(layer) in _KNOWN:
+        return
+    # The others are local already.
+    if to == "sync" or isinstance(layer, SyncBatchNorm):
+        raise TypeError(
+            f"{path or 'the module'} is a {type(layer).__name__}: only batch norm layers of 1, 2 "
+            "or 3 dimensions themselves can be converted, not what derives from them"
+        )
+
+
+def _exchanged(layer: nn.Module, to: str, process_group: Group) -> nn.Module:
     table = _TO_SYNC if to == "sync" else _TO_LOCAL
     if type(layer) in table:
         return _rebuilt(layer, table[type(layer)], process_group)
-    known = (*_TO_SYNC, *_TO_LOCAL, SyncBatchNorm)
-    is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
-    if to == "sync" and is_norm and type(layer) not in known:
-        raise TypeError(
-            f"{path or 'the module'} is a {type(layer).__name__}: only nn.BatchNorm1d, 2d and 3d "
-            "themselves can be converted"
-        )
+    if to == "sync" and process_group is not None and type(layer) in _TO_LOCAL:
+        layer.process_group = as_ranks(process_group)
     return layer
 
 

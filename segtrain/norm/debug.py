@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from segtrain import dist
@@ -26,12 +27,15 @@ def watch_ranks(module: nn.Module) -> Iterator[dict[str, float]]:
         the seconds this rank has waited for the others, by layer, forward and backward together.
 
     Raises:
+        ValueError: the module, or a part of it, is compiled, and would not call the watch.
         RuntimeError: the ranks are in different layers, by name, or one does not come at all until
             the timeout of the process group.
     """
     waits: dict[str, float] = defaultdict(float)
     handles = []
     for name, layer in module.named_modules():
+        if isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl:
+            raise ValueError(f"{name or 'the module'} is compiled: watch it before compiling it")
         if isinstance(layer, SyncBatchNorm):
             meet = partial(_meet, waits, name or "the module", layer)
             handles.append(layer.register_forward_pre_hook(partial(_before_forward, meet)))

@@ -30,8 +30,9 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
             and of variances over the groups; "pooled": mean and variance of all values together,
             which is what full synchronization tracks.
 
-    Other arguments, shapes and errors: as SyncBatchNorm; a group of one rank refuses one value per
-    channel, as nn.BatchNorm2d does.
+    Other arguments but `process_group`, shapes and errors: as SyncBatchNorm; a group of one rank
+    refuses one value per channel, as nn.BatchNorm2d does. Evaluation before `settle_statistics` is
+    a RuntimeError.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         **kwargs: Any,
     ) -> None:
         super().__init__(num_features, *args, **kwargs)
+        if self.process_group is not None:
+            raise TypeError("PartialBatchNorm2d has no process_group: its groups follow `extent`")
         self.extent = extent
         self.running = running
         self._seen: list[Moments] = []
@@ -52,6 +55,8 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         if not self.training or dist.world_size() == 1 or self._sharing_size() > 1:
             return super().forward(input)
         self._check_input_dim(input)
+        if input.numel() == 0:
+            return self._forward_nothing(input)
         dtype = torch.promote_types(input.dtype, torch.float32)
         mean, var = torch.zeros(2, self.num_features, dtype=dtype, device=input.device)
         # A momentum of 1 makes the kernel leave the statistics of the batch in the buffers.
@@ -60,6 +65,25 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         biased = var * ((count - 1) / count)
         self._track(input, Moments(mean, biased, mean.new_tensor(count, dtype=torch.float64)), None)
         return y
+
+    def _forward_nothing(self, input: Tensor) -> Tensor:
+        """A batch without values, which torch's kernel refuses: it counts as a batch all the same.
+
+        All ranks must have seen as many when the statistics are settled.
+        """
+        zeros, ones = torch.zeros(self.num_features), torch.ones(self.num_features)
+        like = {"dtype": torch.promote_types(input.dtype, torch.float32), "device": input.device}
+        mean, var = zeros.to(**like), ones.to(**like)
+        self._track(input, Moments(mean, mean, mean.new_tensor(0, dtype=torch.float64)), None)
+        return F.batch_norm(input, mean, var, self.weight, self.bias, eps=self.eps)
+
+    def _evaluate(self, input: Tensor) -> Tensor:
+        if self._seen:
+            raise RuntimeError(
+                f"{len(self._seen)} batches have not reached the running statistics: call "
+                "settle_statistics(model) on all ranks after every backward pass"
+            )
+        return super()._evaluate(input)
 
     def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
         if dist.world_size() == 1:
@@ -98,8 +122,9 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
             if self.running == "pooled":
                 part = packed_moments(mean, var, 1) * count
             else:
-                one = mean.new_ones(1)
-                part = torch.cat([mean, unbiased(var, count), one]).double()
+                # A group that saw no value has no say.
+                part = torch.cat([mean, unbiased(var, count), mean.new_ones(1)]).double()
+                part *= count > 0
             yield part if counts_in else torch.zeros_like(part)
 
     def _merge(self, total: Tensor) -> None:
@@ -109,7 +134,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
             var = unbiased(var, count)
         else:
             count = total[-1]  # of the groups that spoke
-            mean, var = (total[:-1] / count).view(2, -1)
+            mean, var = (total[:-1] / count.clamp(min=1)).view(2, -1)
         self._update(mean, var, seen=count > 0)
 
 

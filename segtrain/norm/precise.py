@@ -31,6 +31,7 @@ def precise_statistics(
     normalizes by the batch as in training, everything else is in evaluation mode, and the moments
     of all batches of all ranks are pooled exactly: each value counts once, however the batches are
     cut. The variance gets Bessel's factor. Modes and `num_batches_tracked` are left as they were.
+    Every layer is set, also one that training had left in evaluation mode.
 
     Args:
         batches: this rank's; layers that share statistics need as many on every rank.
@@ -49,7 +50,10 @@ def precise_statistics(
     sums: dict[nn.Module, Tensor] = {}
     modes = {child: child.training for child in module.modules()}
     counters = [layer.num_batches_tracked.clone() for layer in layers]
-    handles = [layer.register_forward_pre_hook(partial(_accumulate, sums)) for layer in layers]
+    handles = [
+        layer.register_forward_pre_hook(partial(_accumulate, sums), with_kwargs=True)
+        for layer in layers
+    ]
     try:
         module.eval()
         for layer in layers:
@@ -69,8 +73,10 @@ def precise_statistics(
     return len(layers)
 
 
-def _accumulate(sums: dict[nn.Module, Tensor], layer: nn.Module, args: tuple[Tensor]) -> None:
-    (x,) = args
+def _accumulate(
+    sums: dict[nn.Module, Tensor], layer: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]
+) -> None:
+    x = args[0] if args else kwargs["input"]
     payload = packed_moments(*local_moments(x), x.numel() // x.shape[1])
     sums[layer] = sums[layer] + payload if layer in sums else payload
 

@@ -71,7 +71,9 @@ class SyncBatchNorm(_BatchNorm):
         )
         if affine and not bias:
             self.register_parameter("bias", None)
-        self.process_group = _as_ranks(process_group)
+        if on_one_value not in ("normalize", "raise"):
+            raise ValueError(f'on_one_value: expected "normalize" or "raise", got {on_one_value!r}')
+        self.process_group = as_ranks(process_group)
         self.on_one_value = on_one_value
         self.double_backward = double_backward
 
@@ -246,9 +248,19 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
+def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
+    """What a layer keeps of its `process_group`.
+
+    Raises:
+        ValueError: it is no group, or this process is not in it.
+    """
     if group is None or group == "node":
         return group
     if isinstance(group, ProcessGroup):
         return dist.group_ranks(group)
-    return tuple(sorted(int(rank) for rank in group))
+    if isinstance(group, Sequence) and not isinstance(group, str) and group:
+        return tuple(sorted(int(rank) for rank in group))
+    raise ValueError(
+        'process_group: expected a process group that this process is in, ranks, "node" or None, '
+        f"got {group!r}"
+    )
