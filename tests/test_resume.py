@@ -61,6 +61,7 @@ def curve(directory, tag):
     return [(event.step, event.value) for event in read.Scalars(tag)]
 
 
+@pytest.mark.fault(1, 5, 16)
 def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tmp_path, data):
     """Two ranks with loader workers: SIGTERM to the launcher, then SIGKILL to one rank."""
     options = small(
@@ -142,6 +143,7 @@ def refusal(function, *args):
     return None
 
 
+@pytest.mark.fault(44)
 def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data):
     """In float64 the losses of 2, then 3 ranks are those of one alone."""
     options = experiment(data, train={"steps": 5, "ema_decay": 0.9})
@@ -178,6 +180,49 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
     assert (run / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.fault(42)
+def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, data):
+    """The optimizer's state would bring the old values back."""
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
+    run = tmp_path / "run"
+    assert run_ranks(1, train, config, run) == [0]
+    new = {"steps": 4, "lr": 0.01, "momentum": 0.5}
+    config = write_config(tmp_path / "c.yaml", small(data, train=new))
+    ((kind, code, said),) = run_ranks(1, refusal, train, config, run, True)
+    assert (kind, code) == ("ConfigError", 2)
+    assert "\n  train.lr: 0.02 there, 0.01 now\n  train.momentum: 0.9 there, 0.5 now\n" in said
+    assert "if the changes are meant, add --accept-changes" in said
+    assert run_ranks(1, train, config, run, True, accept_changes=True) == [0]
+    (group, *_) = last(run).optimizer["param_groups"]
+    assert group["momentum"] == 0.5
+    assert group["lr"] < 0.01
+    log = (run / "train.log").read_text()
+    assert "changed    train.momentum: 0.9 there, 0.5 now" in log
+    assert len(losses(run)) == 4
+    assert run_ranks(1, train, config, run, True) == [0]  # now it is the run's config
+
+
+@pytest.mark.fault(46)
+def test_a_damaged_last_checkpoint_costs_steps_and_not_the_run(run_ranks, tmp_path, data):
+    options = small(data, train={"steps": 6}, checkpoint={"every_steps": 2})
+    config = write_config(tmp_path / "c.yaml", options)
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    assert run_ranks(1, train, config, alone) == [0]
+    assert run_ranks(1, stopped_after, 4, config, run) == [143]
+    path = run / "checkpoints" / "last.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert run_ranks(1, train, config, run, True) == [0]
+    log = (run / "train.log").read_text()
+    assert "warning: " in log
+    assert f"{path}: damaged" in log
+    assert "going on from" in log
+    assert "previous.pt instead, step 4" in log
+    assert_same_state(last(run), last(alone))
+    assert losses(run) == losses(alone)
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_again(run_ranks, tmp_path, data):
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
     run = tmp_path / "run"
@@ -188,10 +233,12 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(run_ranks, tmp_pa
     once = losses(run)
     assert run_ranks(1, train, config, run, True) == [0]
     assert losses(run) == once
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.pt", "last.pt"]
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["best.pt", "last.pt", "manifest.json", "previous.pt"]
     assert [step for step, _ in curve(run, "train/loss")] == [1, 2]
 
 
+@pytest.mark.fault(45)
 def test_an_evaluation_that_was_cut_short_is_made_up_for(run_ranks, tmp_path, data):
     """What is on the disk when a run is killed while it evaluates step 2."""
     options = small(data, train={"steps": 4}, eval={"every_steps": 2})
@@ -234,6 +281,7 @@ def test_checkpoints_are_kept_at_their_own_cadence_up_to_the_limit(run_ranks, tm
     assert load(kept[0]).optimizer is not None
 
 
+@pytest.mark.fault(31, 39)
 def test_mistakes_at_a_resumption_are_refused_on_every_rank(run_ranks, tmp_path, data):
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
     run = tmp_path / "run"
@@ -262,7 +310,8 @@ def test_mistakes_at_a_resumption_are_refused_on_every_rank(run_ranks, tmp_path,
     assert (kind, code) == ("CheckpointError", 4)
     assert "the class file has changed since; it was ground, plant, water, sand" in said
 
-    (run / "checkpoints" / "last.pt").write_bytes(state[: len(state) // 2])
+    for name in ("last.pt", "previous.pt"):
+        (run / "checkpoints" / name).write_bytes(state[: len(state) // 2])
     kind, code, said = refused()
     assert (kind, code) == ("CheckpointError", 4)
     assert "last.pt: damaged" in said
