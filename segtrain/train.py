@@ -19,7 +19,13 @@ from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
+from segtrain.data.loader import (
+    TrainStream,
+    default_workers,
+    rows_of_rank,
+    train_loader,
+    worker_failures,
+)
 from segtrain.data.transforms import TrainTransform
 from segtrain.engine import TrainState, make_state, train_steps
 from segtrain.errors import EXIT_OK, CheckpointError
@@ -227,7 +233,8 @@ def _train(run: Run) -> None:
     if _is_due(state.step, config.eval.every_steps, config) and run.evaluated < state.step:
         _evaluate(run)  # it was cut short
     if state.step < config.train.steps:
-        _train_steps(run)
+        with worker_failures():
+            _train_steps(run)
     # Before the last evaluation, so that a long one is nothing to lose.
     _save(run)
     if state.step == config.train.steps and not run.guard.stopped:

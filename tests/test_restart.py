@@ -134,3 +134,18 @@ def test_requeue_outside_of_a_job_is_a_mistake(tmp_path, data):
     command = Command(tmp_path, "train", config, "--requeue", "--output", tmp_path / "run")
     assert command.wait() == 2
     assert command.errors == "segtrain: --requeue: this is no SLURM job (SLURM_JOB_ID is not set)\n"
+
+
+@pytest.mark.fault(19)
+def test_a_killed_loader_worker_is_told_in_one_line(tmp_path, data):
+    """Wherever the rank is when its worker dies."""
+    options = small(data, data={"num_workers": 1}, train={"steps": 500})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run)
+    command.wait_for_step(run, 2)
+    (worker,) = descendants(command.ranks()[1])[1:]
+    os.kill(worker, signal.SIGKILL)
+    assert command.wait() == 6
+    (line,) = command.errors.splitlines()
+    assert line.startswith("segtrain: DataLoader worker (pid")
+    assert "out of memory" in line
