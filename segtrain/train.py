@@ -87,7 +87,10 @@ def run(
     if device.type == "cpu":
         keep_freed_memory()
     with dist.process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
-        if restarted:
+        # Of several machines, one that was started anew knows what the others do not.
+        wishes = dist.all_gather_object((resume, restarted))
+        resume = any(one for one, _ in wishes)
+        if any(one for _, one in wishes) and not resume:
             resume = dist.on_main((directory / rundir.CONFIG).exists)
 
         def open_directory() -> list[str]:

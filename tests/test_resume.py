@@ -1,6 +1,7 @@
 """A run that was stopped or killed ends as if nothing had happened."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from experiments import experiment, losses, train, write_config, write_data
 from processes import Command, descendants, is_alive, logged_steps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from segtrain import dist
+from segtrain import checkpoint, dist
 from segtrain.checkpoint import load
 from segtrain.errors import UserError
 
@@ -116,6 +117,86 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tm
         assert [step for step, _ in curve(directory, "eval/mIoU")] == [6, 12, 15]
     assert losses(killed) == losses(alone)
     assert losses(killed, "eval/mIoU") == losses(alone, "eval/mIoU")
+
+
+def killed_at(where, step, config, directory, resume):
+    """Trains in this process, which ends by SIGKILL at a place that can be told exactly."""
+    from segtrain import manifest
+    from segtrain import train as command
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    class DyingFile(manifest.HashingFile):
+        def write(self, data):
+            return die() if self.num_bytes > 100_000 else super().write(data)
+
+    if where == "evaluation":
+        command.evaluate_dataset = die
+    train_steps = command.train_steps
+
+    def steps_until_death(*args, **kwargs):
+        if where == "training" and step == 0:
+            die()
+        for result in train_steps(*args, **kwargs):
+            if where == "training" and result.step == step:
+                die()
+            if where == "checkpoint" and result.step == step:
+                checkpoint.HashingFile = DyingFile
+            yield result
+
+    command.train_steps = steps_until_death
+    train(config, directory, resume)
+
+
+# An epoch has two steps.
+DEATHS = (
+    ("training", 0),
+    ("training", 1),  # in the midst of an epoch
+    ("training", 2),  # its last step, of which nothing is saved
+    ("training", 3),  # the first of the next, twice in a row
+    ("training", 3),
+    ("checkpoint", 3),
+    ("evaluation", 4),
+    ("training", 6),
+    ("checkpoint", 6),
+)
+
+
+@pytest.mark.fault(1, 3)
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, tmp_path, data, precision):
+    """With augmentation, dropout, averaged weights, a loss scale and two loader workers."""
+    options = small(
+        data,
+        data={"num_workers": 2},
+        train={"steps": 8, "batch_size": 4, "precision": precision},
+        eval={"every_steps": 4},
+        checkpoint={"every_steps": 1},
+    )
+    config = write_config(tmp_path / "c.yaml", options)
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    assert run_ranks(1, train, config, alone) == [0]
+
+    context = multiprocessing.get_context("forkserver")
+    steps = []
+    for where, step in DEATHS:
+        resume = (killed / "config.yaml").exists()
+        process = context.Process(target=killed_at, args=(where, step, config, killed, resume))
+        process.start()
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL, (where, step)
+        saved = (killed / "checkpoints" / "last.pt").exists()
+        steps.append(last(killed).step if saved else None)
+    # What was saved before each death: a step less where it came before or in the saving.
+    assert steps == [None, None, 1, 2, 2, 2, 4, 5, 5]
+    assert run_ranks(1, train, config, killed, True) == [0]
+    assert_same_state(last(killed), last(alone))
+    assert last(killed).best == last(alone).best
+    assert last(killed).scaler == last(alone).scaler
+    assert (last(killed).scaler != {}) == (precision == "float16")
+    for tag in ("train/loss", "eval/mIoU"):
+        assert losses(killed, tag) == losses(alone, tag)
 
 
 def stopped_after(step, config, directory, resume=False, number=signal.SIGTERM, rank=0):
