@@ -6,8 +6,11 @@ that a checkpoint from anywhere cannot run code.
 
 import os
 import pickle
+import shutil
 import struct
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +18,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from segtrain import __version__
+from segtrain import __version__, manifest
 from segtrain.config import Config
 from segtrain.data.classes import ClassFile
 from segtrain.engine import TrainState
 from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.manifest import Entry, HashingFile
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
 
@@ -53,36 +57,72 @@ class Record(NamedTuple):
 def save(path: Path, record: Record) -> None:
     """Writes `record` to `path`: at every instant the old file or the new one is there, whole.
 
-    The file is read back before it takes the place of the old one: what weights_only refuses
-    (a NumPy number, say) must not be noticed only when the run is to be resumed.
-
     Raises:
         ExecutionError: the disk is full, or the directory cannot be written.
+        CheckpointError: as `unnamed`.
+    """
+    with unnamed(path, record) as (temporary, _):
+        temporary.replace(path)
+        manifest.sync_directory(path.parent)
+
+
+@contextmanager
+def unnamed(path: Path, record: Record) -> Iterator[tuple[Path, Entry]]:
+    """`record` in a file beside `path` that has yet to take its name, and what is in it.
+
+    The file has reached the disk and has been read back: what weights_only refuses (a NumPy number,
+    say) must not be noticed only when the run is to be resumed.
+
+    Raises:
+        ExecutionError: the disk is full, or the directory cannot be written; also for what the
+            caller does in the directory.
+        CheckpointError: the record holds what cannot be loaded again.
     """
     content = {"format": FORMAT_VERSION, "segtrain": __version__, **record._asdict()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Through a file object: given a path, torch reports a full disk as an internal error.
+        _check_space(path, content)
         with temporary.open("wb") as file:
-            torch.save(content, file)
+            hashing = HashingFile(file)
+            _write(content, hashing)
             file.flush()
             os.fsync(file.fileno())
         load(temporary)
-        temporary.replace(path)
-        _sync_directory(path.parent)
+        if manifest.digest_of(temporary) != hashing.digest():
+            raise OSError("the disk gives back other bytes than were written")
+        yield temporary, Entry(record.step, hashing.num_bytes, hashing.digest())
     except OSError as error:
         raise ExecutionError(f"{path}: cannot write the checkpoint: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+def _write(content: dict[str, Any], file: HashingFile) -> None:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        torch.save(content, file)
+    except RuntimeError as error:
+        # To what the disk says torch adds a complaint of its own: that its archive has not grown.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def num_bytes(content: Any) -> int:
+    """About how much room a record or a part of one takes."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes + 512  # and its place in the archive
+    if isinstance(content, dict):
+        return sum(num_bytes(value) for value in content.values())
+    if isinstance(content, list | tuple):
+        return sum(num_bytes(value) for value in content)
+    return len(content) if isinstance(content, str) else 32
+
+
+def _check_space(path: Path, content: dict[str, Any]) -> None:
+    needed, free = num_bytes(content), shutil.disk_usage(path.parent).free
+    if free < needed:
+        raise OSError(f"it takes {needed / 1e6:.1f} MB and the disk has {free / 1e6:.1f} MB left")
 
 
 # What torch's unpickler runs into, depending on the byte that is wrong.
@@ -101,6 +141,7 @@ def load(path: Path) -> Record:
     if path.suffix in (".yaml", ".yml"):
         raise CheckpointError(f"{path}: this is a config; name a run directory or a checkpoint")
     try:
+        manifest.verify(path)
         with warnings.catch_warnings():
             # Of pickles that torch did not write, and refuses in the next moment.
             warnings.simplefilter("ignore")
@@ -252,10 +293,27 @@ def restore(state: TrainState, record: Record, path: Path) -> None:
         if record.average is None:
             raise CheckpointError(f"{path}: holds no average of the weights (train.ema_decay)")
         load_weights(state.average.model, record.average, path)
-    state.optimizer.load_state_dict(record.optimizer)
+    _restore_optimizer(state.optimizer, record.optimizer, path)
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(record.scaler)
     state.step = record.step
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], path: Path) -> None:
+    # What the config says counts, not what it said: loading would bring the old values back.
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    try:
+        optimizer.load_state_dict(saved)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path}: the optimizer's state belongs to another optimizer or to other groups of "
+            f"weights: {error}"
+        ) from None
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 _CLASS_FILE = TypeAdapter(ClassFile)
@@ -281,36 +339,3 @@ def parse_experiment(record: Record, path: Path) -> tuple[Config, ClassFile]:
         raise CheckpointError(
             f"{path}: its config does not fit this version of segtrain: {where}: {first['msg']}"
         ) from None
-
-
-class CheckpointStore:
-    """The checkpoints of one run: last.pt, best.pt, and now and then one that is kept."""
-
-    def __init__(self, directory: Path, *, keep_limit: int) -> None:
-        self.directory = directory
-        self.keep_limit = keep_limit
-
-    @property
-    def last(self) -> Path:
-        """Where training goes on from."""
-        return self.directory / LAST
-
-    def save_last(self, record: Record) -> None:
-        """Replaces last.pt."""
-        save(self.last, record)
-
-    def save_best(self, record: Record) -> None:
-        """Replaces best.pt, which holds no optimizer: it is for use, not for going on."""
-        save(self.directory / BEST, record._replace(optimizer=None, scaler=None))
-
-    def keep(self, record: Record) -> None:
-        """Writes step_N.pt and removes the oldest of its kind beyond the limit."""
-        save(self.directory / f"step_{record.step:07d}.pt", record)
-        kept = sorted(self.directory.glob("step_*.pt"), key=lambda path: (len(path.name), path))
-        for old in kept[: -self.keep_limit]:
-            old.unlink()
-
-    def remove_unfinished(self) -> None:
-        """Removes what a process that was killed while saving has left behind."""
-        for path in self.directory.glob(".*.tmp"):
-            path.unlink(missing_ok=True)

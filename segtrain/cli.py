@@ -218,6 +218,16 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on at the last checkpoint, on any number of ranks"
     )
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="with --resume: go on although the config has changed since",
+    )
+    parser.add_argument(
+        "--requeue",
+        action="store_true",
+        help="in a SLURM job: at SIGUSR1 save, requeue the job and stop (without: save and go on)",
+    )
     group = parser.add_argument_group("several machines (the same command on each)")
     group.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="machines")
     group.add_argument(

@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from segtrain import lockstep, network
+from segtrain import lockstep, network, progress
 from segtrain.errors import ConfigError, LostRanksError, UserError
 from segtrain.shared_sum import SharedSum
 from segtrain.shared_sum import is_possible as can_share_memory
@@ -88,6 +88,7 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     if "RANK" not in os.environ or is_distributed():
         yield
         return
+    progress.at("setup", 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -107,9 +108,11 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
             raise
         reason = str(error).splitlines()[0]
         raise LostRanksError(
-            f"rank {os.environ['RANK']}: lost the connection to the other ranks; see what one of "
-            f"them says ({reason})"
+            f"rank {os.environ['RANK']}: lost the connection to the other ranks "
+            f"{progress.where()}; see what one of them says ({reason})"
         ) from error
+    except LostRanksError as error:
+        raise LostRanksError(f"{error}, {progress.where()}") from error
     finally:
         _groups.clear()
         _stop_sharing_memory()

@@ -25,7 +25,8 @@ class _Flags:
     """The flags of one step on their way to the host."""
 
     step: int
-    values: "_Readback"  # ranks with a bad loss, this rank's loss bad, stop requests, bad gradient
+    # Ranks with a bad loss, this rank's loss bad, requests to stop and to save, bad gradient.
+    values: "_Readback"
     names: list[str]
 
 
@@ -34,14 +35,20 @@ class Guard:
 
     Args:
         stop_requested: asked in every step; true on one rank, it stops all after the same step.
+        save_requested: asked in every step; true on one rank, once, it has all of them save.
         overflow_allowed: float16 skips steps whose gradient overflows; only a long row is an error.
     """
 
     def __init__(
-        self, stop_requested: Callable[[], bool], *, overflow_allowed: bool = False
+        self,
+        stop_requested: Callable[[], bool],
+        *,
+        save_requested: Callable[[], bool] = lambda: False,
+        overflow_allowed: bool = False,
     ) -> None:
         self.stopped = False
-        self._stop_requested = stop_requested
+        self._save_due = False
+        self._requested = (stop_requested, save_requested)
         self._overflow_allowed = overflow_allowed
         self._overflows = 0
         self._loss_flags: list[Tensor] = []
@@ -59,9 +66,9 @@ class Guard:
         values = [out.total, out.weight, aux.total if aux else zero, aux.weight if aux else zero]
         local = torch.stack([value.detach().to(torch.float64) for value in values])
         bad = (~local.isfinite().all()).to(torch.float64)
-        stop = torch.full_like(bad, float(self._stop_requested()))
-        total = dist.all_sum(torch.cat([local, torch.stack([bad, stop])]))
-        self._loss_flags.append(torch.stack([total[4], bad, total[5]]))
+        requests = local.new_tensor([float(requested()) for requested in self._requested])
+        total = dist.all_sum(torch.cat([local, bad.view(1), requests]))
+        self._loss_flags.append(torch.cat([total[4:5], bad.view(1), total[5:]]))
         weights = torch.where(total[1:4:2] == 0, 1.0, total[1:4:2])
         means = total[0:4:2] / weights
         return weights, means if aux else torch.stack([means[0], torch.full_like(zero, torch.nan)])
@@ -93,8 +100,13 @@ class Guard:
         if newest is not None:
             self._act(newest)
 
+    def takes_save_request(self) -> bool:
+        """Whether a rank has been asked to save since the last call; alike on all ranks."""
+        due, self._save_due = self._save_due, False
+        return due
+
     def _act(self, flags: _Flags) -> None:
-        bad_losses, bad_here, stops, bad_gradient = flags.values.read()
+        bad_losses, bad_here, stops, saves, bad_gradient = flags.values.read()
         if bad_losses:
             raise NonFiniteError(self._report(flags, "the loss", bool(bad_here)))
         self._overflows = self._overflows + 1 if bad_gradient else 0
@@ -104,6 +116,7 @@ class Guard:
             what = f"the gradient overflows float16 since {self._overflows} steps: it"
             raise NonFiniteError(self._report(flags, what, True))
         self.stopped = self.stopped or stops > 0
+        self._save_due = self._save_due or saves > 0
 
     @staticmethod
     def _report(flags: _Flags, what: str, concerned: bool) -> str:

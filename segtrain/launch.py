@@ -8,18 +8,17 @@ import argparse
 import dataclasses
 import logging
 import os
-import re
 import signal
-import subprocess
 import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from segtrain import network, outcome, signals
+from segtrain import network, outcome, progress, signals, slurm
 from segtrain.config import Config
 from segtrain.errors import (
     EXIT_INTERRUPTED,
@@ -29,7 +28,9 @@ from segtrain.errors import (
     ConfigError,
     ExecutionError,
 )
+from segtrain.hung import HungRanks
 from segtrain.outcome import Outcome
+from segtrain.progress import Progress
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -47,22 +48,35 @@ def train(args: argparse.Namespace, config: Config) -> int:
     from segtrain import rundir
 
     directory = Path(args.output or Path("runs") / Path(args.config).stem)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
+    if args.accept_changes and not args.resume:
+        raise ConfigError("--accept-changes: serves only --resume")
+    if args.requeue and "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
+    # With the same command line: by torch elastic after a failure, by SLURM after a requeue.
+    starts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    restarted = any(os.environ.get(name, "0") != "0" for name in starts)
     if not adopt_environment():
         # Once more in `run`; here a refusal takes no time yet.
-        rundir.check_directory(directory, config, resume=args.resume)
+        rundir.check_directory(
+            directory,
+            config,
+            resume=args.resume or (restarted and (directory / rundir.CONFIG).exists()),
+            accept_changes=args.accept_changes,
+        )
         if wants_ranks(args):
             return start_ranks(args)
     from segtrain import dist
     from segtrain.train import run
 
-    # After a failure torch elastic starts the ranks again, with the same command line.
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return run(
         config,
         directory,
         device=dist.device_for(args.device),
         resume=args.resume,
+        accept_changes=args.accept_changes,
         restarted=restarted,
+        requeue=args.requeue,
     )
 
 
@@ -82,9 +96,9 @@ def adopt_environment(environ: Mapping[str, str] = os.environ) -> bool:
         ConfigError: only some of torch's or srun's variables are set, or they make no sense.
     """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        if not _is_srun_task(environ):
+        if not slurm.is_task(environ):
             return False
-        os.environ.update(slurm_variables(environ))
+        os.environ.update(slurm.variables(environ))
         return True
     missing = [name for name in _GROUP_VARIABLES if name not in environ]
     if missing:
@@ -93,79 +107,13 @@ def adopt_environment(environ: Mapping[str, str] = os.environ) -> bool:
             f"environment: {', '.join(present)} set but not {', '.join(missing)}: start the ranks "
             "by --nproc, torchrun or srun, or unset all of them"
         )
-    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    _number(environ, "LOCAL_RANK"), _number(environ, "MASTER_PORT")
+    rank, world_size = slurm.number(environ, "RANK"), slurm.number(environ, "WORLD_SIZE")
+    slurm.number(environ, "LOCAL_RANK"), slurm.number(environ, "MASTER_PORT")
     if rank >= world_size:
         raise ConfigError(
             f"environment: RANK: expected less than WORLD_SIZE={world_size}, got {rank}"
         )
     return True
-
-
-def _is_srun_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started several tasks of which this is one.
-
-    The batch script itself has most of these variables too, but is no step.
-    """
-    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
-    return "SLURM_STEP_ID" in environ and tasks != "1"
-
-
-def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables for a task that srun started.
-
-    The first host of the step is the meeting point; the port comes from the numbers of job and
-    step, so that two of them on one host do not meet.
-
-    Raises:
-        ConfigError: a variable of srun's is missing, or the first host cannot be told.
-    """
-    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
-    needed = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", tasks, "SLURM_LOCALID"]
-    needed += [nodes] if "MASTER_ADDR" not in environ else []
-    missing = [name for name in needed if name not in environ]
-    if missing:
-        raise ConfigError(f"environment: of srun's variables {', '.join(missing)} are missing")
-    job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
-    port = 20_000 + (job * 16 + step) % 20_000
-    return {
-        "RANK": str(_number(environ, "SLURM_PROCID")),
-        "WORLD_SIZE": str(_number(environ, tasks)),
-        "LOCAL_RANK": str(_number(environ, "SLURM_LOCALID")),
-        "LOCAL_WORLD_SIZE": str(_tasks_on_this_node(environ)),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ[nodes]),
-        "MASTER_PORT": environ.get("MASTER_PORT", str(port)),
-    }
-
-
-def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
-    """From srun's list, in which `4(x2),3` stands for nodes with 4, 4 and 3 tasks; else 1."""
-    listed = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
-            listed += [int(match[1])] * int(match[2] or 1)
-    node = int(environ.get("SLURM_NODEID", "0"))
-    return listed[node] if node < len(listed) else 1
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ[name]
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"environment: {name}: expected a number, got {text!r}")
-    return int(text)
-
-
-def _first_host(nodes: str) -> str:
-    try:
-        listed = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ConfigError(
-            f"environment: cannot tell the first host of {nodes!r} ({error}); set MASTER_ADDR"
-        ) from None
-    return listed.stdout.split()[0]
 
 
 def wants_ranks(args: argparse.Namespace) -> bool:
@@ -204,8 +152,11 @@ def start_ranks(args: argparse.Namespace) -> int:
     stopped_by = None
     with tempfile.TemporaryDirectory(prefix="segtrain-", ignore_cleanup_errors=True) as directory:
         os.environ[outcome.VARIABLE] = directory
+        signal.signal(signal.SIGUSR1, lambda *_: _pass_on(signal.SIGUSR1, Path(directory)))
+        hung = HungRanks(Path(directory))
         try:
-            elastic_launch(_launch_config(args, ranks, directory), command[0])(*command[1:])
+            with hung:
+                elastic_launch(_launch_config(args, ranks, directory), command[0])(*command[1:])
         except ChildFailedError as error:
             statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException as error:
@@ -213,7 +164,14 @@ def start_ranks(args: argparse.Namespace) -> int:
         except RendezvousError as error:
             where = args.rdzv_endpoint if args.nnodes > 1 else "this machine"
             raise ExecutionError(f"the launchers did not meet at {where}: {error}") from error
-        return exit_code_of(outcome.read(Path(directory)), statuses, stopped_by)
+        notes = outcome.read(Path(directory))
+        return exit_code_of(notes, statuses, stopped_by, hung=hung.ended)
+
+
+def _pass_on(number: int, directory: Path) -> None:
+    for rank in progress.read(directory):
+        with suppress(ProcessLookupError):
+            os.kill(rank.pid, number)
 
 
 def _num_cores() -> int:
@@ -271,7 +229,10 @@ def _meeting_point(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def exit_code_of(
-    outcomes: Sequence[Outcome], statuses: Mapping[int, int], stopped_by: int | None
+    outcomes: Sequence[Outcome],
+    statuses: Mapping[int, int],
+    stopped_by: int | None,
+    hung: Sequence[Progress] = (),
 ) -> int:
     """The exit code of the run; says what no rank could say itself.
 
@@ -279,6 +240,7 @@ def exit_code_of(
         outcomes: the notes that ranks have left.
         statuses: exit status of each rank that failed, as far as known; negative for a signal.
         stopped_by: the signal that the launcher got and passed on to the ranks.
+        hung: the ranks that the launcher ended because they did not answer the others.
     """
     told = {note.rank for note in outcomes if note.code is not None}
     for note in outcomes:
@@ -293,6 +255,12 @@ def exit_code_of(
             )
             return EXIT_SYSTEM
         return signals.exit_code(stopped_by)
+    for rank in hung:
+        _say(
+            f"rank {rank.rank} did not answer the others: it hung in {rank.phase}, after step "
+            f"{rank.step}, and was ended; training goes on from the last checkpoint by --resume"
+        )
+        return EXIT_SYSTEM
     silent = {rank: status for rank, status in statuses.items() if rank not in told}
     for rank, status in silent.items():
         return _silent_death(rank, status)

@@ -35,11 +35,16 @@ def is_wanted() -> bool:
     return VARIABLE in os.environ and "RANK" in os.environ
 
 
-def _directory() -> Path:
+def directory() -> Path:
+    """Where the ranks of this attempt leave their notes; made if need be.
+
+    Raises:
+        OSError: it cannot be.
+    """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    directory = Path(os.environ[VARIABLE]) / attempt
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+    path = Path(os.environ[VARIABLE]) / attempt
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def tell(code: int | None, *, consequence: bool = False) -> None:
@@ -47,7 +52,7 @@ def tell(code: int | None, *, consequence: bool = False) -> None:
     rank = int(os.environ["RANK"])
     note = Outcome(rank, code, consequence, time.time())
     try:
-        path = _directory() / f"{rank}.json"
+        path = directory() / f"{rank}.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(note))
         temporary.replace(path)
@@ -58,7 +63,7 @@ def tell(code: int | None, *, consequence: bool = False) -> None:
 def is_first_to_say(text: str) -> bool:
     """Whether no other rank of this machine has said `text`: a mistake is shown once."""
     try:
-        (_directory() / f"{zlib.crc32(text.encode()):08x}.said").touch(exist_ok=False)
+        (directory() / f"{zlib.crc32(text.encode()):08x}.said").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
@@ -66,11 +71,13 @@ def is_first_to_say(text: str) -> bool:
     return True
 
 
-def read(directory: Path) -> list[Outcome]:
+def last_attempt(root: Path) -> Path:
+    """Where the ranks of the last attempt leave their notes; it need not be there yet."""
+    attempts = [path for path in root.iterdir() if path.name.isdigit()]
+    return max(attempts, key=lambda path: int(path.name), default=root / "0")
+
+
+def read(root: Path) -> list[Outcome]:
     """The notes of the last attempt, in the order of time."""
-    attempts = [path for path in directory.iterdir() if path.name.isdigit()]
-    if not attempts:
-        return []
-    last = max(attempts, key=lambda path: int(path.name))
-    notes = [Outcome(*json.loads(path.read_text())) for path in last.glob("*.json")]
+    notes = [Outcome(*json.loads(path.read_text())) for path in last_attempt(root).glob("*.json")]
     return sorted(notes, key=lambda note: note.time)

@@ -1,10 +1,15 @@
 """The directory of a run: what it holds, and when it may be used."""
 
+import errno
+import fcntl
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ from segtrain.errors import CheckpointError, ConfigError
 
 CONFIG, ENVIRONMENT, METRICS, LOG = "config.yaml", "environment.json", "metrics.jsonl", "train.log"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
 
 _LIBRARIES = ("torch", "torchvision", "albumentations", "opencv-python-headless", "numpy", "pillow")
 
@@ -26,8 +32,16 @@ _HARMLESS = (
 )
 
 
-def check_directory(directory: Path, config: Config, *, resume: bool) -> None:
+def check_directory(
+    directory: Path, config: Config, *, resume: bool, accept_changes: bool = False
+) -> list[str]:
     """Refuses a directory that this run must not write into.
+
+    Args:
+        accept_changes: with `resume`, go on with a config that differs.
+
+    Returns:
+        what differs, a line for each option.
 
     Raises:
         ConfigError: it holds a run already, or is no directory; with `resume`, its config differs.
@@ -47,16 +61,68 @@ def check_directory(directory: Path, config: Config, *, resume: bool) -> None:
                 f"{directory}: holds a run already{nothing}; go on with it by --resume, {delete}or "
                 "choose another directory by --output"
             )
-        return
+        return []
     if not (directory / CONFIG).is_file():
         raise CheckpointError(f"{directory}: no run to resume; to start one, leave out --resume")
     differences = _differences(load_config(directory / CONFIG), config)
-    if differences:
+    if differences and not accept_changes:
         listed = "\n  ".join(differences)
         raise ConfigError(
             f"{directory}: the run was started with another config\n  {listed}\n"
-            "  give it the config it was started with, or start a new run by --output"
+            "  give it the config it was started with, start a new run by --output, or, if the "
+            "changes are meant, add --accept-changes"
         )
+    return differences
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """Inside, no other run can use `directory`, which is made if need be.
+
+    The kernel lifts the lock when this process ends, however it ends: nobody has to clear up after
+    a crash. On a file system without locks there is none.
+
+    Raises:
+        ConfigError: another run uses it, or it cannot be made or written.
+    """
+    path = directory / LOCK
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = _locked(path)
+    except OSError as error:
+        raise ConfigError(_cannot_write(directory, error)) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+        with suppress(OSError):
+            directory.rmdir()  # if nothing came of the run
+
+
+def _locked(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 200).decode(errors="replace").strip()
+            os.close(handle)
+            raise ConfigError(
+                f"{path.parent}: in use by {holder or 'another run'}; wait for it to end, or "
+                "choose another directory by --output"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        # Another run may have removed this very file while it was being opened.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                break
+        os.close(handle)
+    os.truncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return handle
 
 
 def _differences(old: Config, new: Config) -> list[str]:
@@ -98,10 +164,13 @@ def write_description(directory: Path, config: Config, devices: list[str]) -> No
         # Last: the directory counts as a run once its config stands there.
         _write(directory / CONFIG, config_to_yaml(config))
     except OSError as error:
-        raise ConfigError(
-            f"{directory}: cannot write the run directory: {error.strerror}; choose another by "
-            "--output"
-        ) from None
+        raise ConfigError(_cannot_write(directory, error)) from None
+
+
+def _cannot_write(directory: Path, error: OSError) -> str:
+    return (
+        f"{directory}: cannot write the run directory: {error.strerror}; choose another by --output"
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,15 +13,27 @@ from segtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 
 _PR_SET_PDEATHSIG = 1
 
+# How long a rank may take to stop in good order when nobody is left to wait for it.
+_ORPHAN_S = 8
 
-class StopRequest:
-    """Set by SIGTERM, SIGHUP or SIGINT; after SIGINT, a second signal ends the process at once."""
+_launcher: int | None = None
 
-    def __init__(self) -> None:
-        self.signal: int | None = None
+
+class Requests:
+    """What signals have asked this rank for.
+
+    SIGTERM, SIGHUP and SIGINT ask to stop; after SIGINT, a second signal ends the process at once.
+    SIGUSR1 asks to save and go on or, with `stop_on_usr1`, to stop as well.
+    """
+
+    def __init__(self, *, stop_on_usr1: bool = False) -> None:
+        self.signal: int | None = None  # the one to stop
+        self._stop_on_usr1 = stop_on_usr1
+        self._save = False
 
     def install(self) -> None:
-        """Takes over the three signals; only in the main thread."""
+        """Takes over the signals; only in the main thread."""
+        signal.signal(signal.SIGUSR1, self._handle if self._stop_on_usr1 else self._handle_save)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             if number != signal.SIGHUP or not hangup_is_ignored():
                 signal.signal(number, self._handle)
@@ -31,10 +43,20 @@ class StopRequest:
         if self.signal == signal.SIGINT:
             os._exit(EXIT_INTERRUPTED)
         self.signal = number
+        if _launcher is not None and os.getppid() != _launcher:
+            signal.alarm(_ORPHAN_S)  # unhandled, it ends the process
 
-    def requested(self) -> bool:
-        """Whether one has arrived on this rank."""
+    def _handle_save(self, _: int, __: FrameType | None) -> None:
+        self._save = True
+
+    def stop_requested(self) -> bool:
+        """Whether this rank is to stop."""
         return self.signal is not None
+
+    def takes_save_request(self) -> bool:
+        """Whether this rank has been asked to save since the last call."""
+        due, self._save = self._save, False
+        return due
 
 
 def hangup_is_ignored() -> bool:
@@ -52,7 +74,10 @@ def follow_launcher() -> None:
 
     Without a handler in Python a signal also ends a rank that waits inside a library.
     """
+    global _launcher
+    _launcher = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     die_with_parent()
 
 

@@ -5,21 +5,27 @@ Every rank runs this. Rank 0 alone writes files; all ranks train and evaluate.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
+from signal import SIGUSR1, Signals
 from typing import Any
 
 import torch
 
-from segtrain import checkpoint, dist, outcome, rundir, seed
-from segtrain.checkpoint import CheckpointStore, Record
+from segtrain import checkpoint, dist, outcome, progress, rundir, seed, slurm
+from segtrain.checkpoint import Record
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
+from segtrain.data.loader import (
+    TrainStream,
+    default_workers,
+    rows_of_rank,
+    train_loader,
+    worker_failures,
+)
 from segtrain.data.transforms import TrainTransform
 from segtrain.engine import TrainState, make_state, train_steps
 from segtrain.errors import EXIT_OK, CheckpointError
@@ -38,8 +44,9 @@ from segtrain.records import Batch
 from segtrain.replica import autocast, dtype_of
 from segtrain.report import score_line, training_picture
 from segtrain.scoring import Prediction, evaluate_dataset
-from segtrain.signals import StopRequest, exit_code
+from segtrain.signals import Requests, exit_code
 from segtrain.start import check_experiment, start_lines
+from segtrain.store import CheckpointStore
 
 
 @dataclass
@@ -54,7 +61,7 @@ class Run:
     guard: Guard
     store: CheckpointStore
     log: RunLog
-    stop: StopRequest
+    requests: Requests
     best: dict[str, Any] | None
     evaluated: int  # the step of the newest evaluation, 0: none
 
@@ -65,26 +72,45 @@ def run(
     *,
     device: torch.device,
     resume: bool,
+    accept_changes: bool = False,
     restarted: bool = False,
+    requeue: bool = False,
 ) -> int:
     """Trains `config` into `directory` and returns the exit code (collective).
 
     Args:
         resume: go on with the run in `directory`, which must be there.
+        accept_changes: go on even if it was started with another config.
         restarted: go on with it if it is there.
+        requeue: SIGUSR1 has SLURM start the job once more, instead of a checkpoint only.
     """
     if device.type == "cpu":
         keep_freed_memory()
-    with dist.process_group(device, timeout_s=config.train.timeout_s):
-        if restarted:
+    with dist.process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
+        # Of several machines, one that was started anew knows what the others do not.
+        wishes = dist.all_gather_object((resume, restarted))
+        resume = any(one for one, _ in wishes)
+        if any(one for _, one in wishes) and not resume:
             resume = dist.on_main((directory / rundir.CONFIG).exists)
-        this = _prepare(config, directory, device=device, resume=resume)
+
+        def open_directory() -> list[str]:
+            rundir.check_directory(directory, config, resume=resume, accept_changes=accept_changes)
+            stack.enter_context(rundir.claimed(directory))
+            # Once more: another run may have come and gone in between.
+            return rundir.check_directory(
+                directory, config, resume=resume, accept_changes=accept_changes
+            )
+
+        changes = dist.on_main(open_directory)
+        this = _prepare(
+            config, directory, device=device, resume=resume, changes=changes, requeue=requeue
+        )
         with this.log:
             _train(this)
             if not this.guard.stopped:
                 return EXIT_OK
             # The signal may have reached one rank only; all of them leave the same way.
-            numbers = dist.all_gather_object(this.stop.signal)
+            numbers = dist.all_gather_object(this.requests.signal)
             number = next(number for number in numbers if number is not None)
             this.log.lines(
                 [
@@ -92,12 +118,25 @@ def run(
                     "saved; go on with --resume"
                 ]
             )
+            if number == SIGUSR1:
+                dist.on_main(slurm.requeue)
     return exit_code(number)
 
 
-def _prepare(config: Config, directory: Path, *, device: torch.device, resume: bool) -> Run:
-    """Opens the data, builds the model and brings the state to where training goes on."""
-    dist.on_main(lambda: rundir.check_directory(directory, config, resume=resume))
+def _prepare(
+    config: Config,
+    directory: Path,
+    *,
+    device: torch.device,
+    resume: bool,
+    changes: list[str],
+    requeue: bool,
+) -> Run:
+    """Opens the data, builds the model and brings the state to where training goes on.
+
+    Args:
+        changes: what the run's config said before.
+    """
     seed.seed_everything(config.seed)
     torch.use_deterministic_algorithms(config.train.deterministic)
     train_set = open_dataset(config.data, config.data.train_split)
@@ -108,38 +147,46 @@ def _prepare(config: Config, directory: Path, *, device: torch.device, resume: b
         config.model, num_classes=train_set.classes.num_classes, norm=make_norm(config.norm)
     )
     store = CheckpointStore(directory / rundir.CHECKPOINTS, keep_limit=config.checkpoint.keep_limit)
-    if dist.is_main():
-        store.remove_unfinished()
+    dist.on_main(store.tidy)
     # A run that ended before its first checkpoint goes on at step 0.
-    record = checkpoint.load(store.last) if resume and dist.on_main(store.last.exists) else None
+    path, problems = dist.on_main(store.newest) if resume else (None, [])
+    record = None if path is None else checkpoint.load(path)
     # The record brings all weights along; fetching others first would only cost time.
     loaded = _load_initial(model, config) if record is None else []
     state = make_state(model, config, device)
     evaluated = 0
     if record is not None:
-        _check_classes(record, train_set.classes, store.last)
-        checkpoint.restore(state, record, store.last)
+        _check_classes(record, train_set.classes, path)
+        checkpoint.restore(state, record, path)
         evaluated = record.evaluated
 
     devices = dist.all_gather_object(_device_name(device))
-    if not resume:
+    if changes or not resume:
         dist.on_main(lambda: rundir.write_description(directory, config, devices))
     log = RunLog(directory, enabled=dist.is_main(), start_step=state.step, evaluated_step=evaluated)
     log.lines(start_lines(config, directory, model, train_set, eval_set, devices, state.step))
     log.lines(loaded)
+    log.lines([f"changed    {change}" for change in changes])
+    log.lines([f"warning: {problem}" for problem in problems])
+    if problems:
+        log.lines([f"warning: going on from {path} instead, step {state.step}"])
     if state.step == 0:
         log.text("config", config_to_yaml(config))
-    stop = StopRequest()
+    requests = Requests(stop_on_usr1=requeue)
     return Run(
         config=config,
         device=device,
         train_set=train_set,
         eval_set=eval_set,
         state=state,
-        guard=Guard(stop.requested, overflow_allowed=config.train.precision == "float16"),
+        guard=Guard(
+            requests.stop_requested,
+            save_requested=requests.takes_save_request,
+            overflow_allowed=config.train.precision == "float16",
+        ),
         store=store,
         log=log,
-        stop=stop,
+        requests=requests,
         best=record.best if record is not None else None,
         evaluated=evaluated,
     )
@@ -181,14 +228,16 @@ def _train(run: Run) -> None:
     if run.evaluated == config.train.steps:
         run.log.lines([f"already complete: {state.step} steps, {score_line(run.best)}"])
         return
+    dist.on_main(lambda: run.store.check_space(_record(run)))
     # From here on there is something to save.
-    run.stop.install()
+    run.requests.install()
     if outcome.is_wanted():
         outcome.tell(None)
     if _is_due(state.step, config.eval.every_steps, config) and run.evaluated < state.step:
         _evaluate(run)  # it was cut short
     if state.step < config.train.steps:
-        _train_steps(run)
+        with worker_failures():
+            _train_steps(run)
     # Before the last evaluation, so that a long one is nothing to lose.
     _save(run)
     if state.step == config.train.steps and not run.guard.stopped:
@@ -205,6 +254,7 @@ def _train_steps(run: Run) -> None:
     batches = _batches(run, rows)
     meter = StepMeter(config.train.batch_size, run.device)
 
+    progress.at("training", state.step)
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
         for result in train_steps(
             state, batches, config, device=run.device, rows=rows, guard=run.guard
@@ -220,19 +270,23 @@ def _train_steps(run: Run) -> None:
             bar.update()
             with _apart(meter):
                 _keep_cadences(run)
+            progress.at("training", run.state.step)
 
 
 def _keep_cadences(run: Run) -> None:
     """Evaluates and saves, where the config asks for it after this step."""
     step, config = run.state.step, run.config
+    asked = run.guard.takes_save_request()
     evaluate = _is_due(step, config.eval.every_steps, config)
     keep = _is_due(step, config.checkpoint.keep_every_steps, config)
     if evaluate:
         # First: an evaluation may outlast the patience of whoever wants the run to stop.
         _save(run)
         _evaluate(run)
-    if evaluate or keep or _is_due(step, config.checkpoint.every_steps, config):
+    if asked or evaluate or keep or _is_due(step, config.checkpoint.every_steps, config):
         _save(run)
+    if asked:
+        run.log.lines([f"saved step {step}, as SIGUSR1 asked for"])
     if keep and dist.is_main():
         run.store.keep(_record(run))
 
@@ -288,6 +342,7 @@ def _loader(run: Run, rows: Sequence[Sequence[int]], steps: int) -> Iterable[Bat
 def _evaluate(run: Run) -> Scores:
     """Scores the model on the evaluation split, logs it, and keeps it if it is the best so far."""
     run.guard.settle()
+    progress.at("evaluation", run.state.step)
     step, classes, log = run.state.step, run.eval_set.classes, run.log
 
     def show(prediction: Prediction) -> None:
@@ -350,6 +405,7 @@ def _take_precise_statistics(run: Run) -> None:
 def _save(run: Run) -> None:
     """Replaces last.pt."""
     run.guard.settle()
+    progress.at("checkpoint", run.state.step)
     if dist.is_main():
         run.store.save_last(_record(run))
 

@@ -66,12 +66,13 @@ def write_config(path: Path, options: dict[str, Any]) -> Path:
     return path
 
 
-def train(config: Path, directory: Path, resume: bool = False) -> int:
+def train(config: Path, directory: Path, resume: bool = False, **options: bool) -> int:
     """The whole `segtrain train` of one rank, without the launcher."""
     from segtrain.config import load_config
     from segtrain.train import run
 
-    return run(load_config(config), directory, device=torch.device("cpu"), resume=resume)
+    cpu = torch.device("cpu")
+    return run(load_config(config), directory, device=cpu, resume=resume, **options)
 
 
 def losses(directory: Path, tag: str = "train/loss") -> list[float]:

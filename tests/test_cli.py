@@ -216,6 +216,7 @@ def test_a_broken_pipe_that_is_not_stdout_is_not_hidden(monkeypatch):
         cli.main(["config", "schema"])
 
 
+@pytest.mark.fault(88)
 def test_a_reader_that_leaves_early_is_no_error():
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -36,6 +36,7 @@ def test_a_file_says_only_what_differs_from_the_defaults():
     assert isinstance(config.train.betas[0], float)
 
 
+@pytest.mark.fault(77, 79, 80)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -156,6 +157,7 @@ def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
         override_config(config, ["train.lr=1e-3"], source="runs/x")
 
 
+@pytest.mark.fault(80)
 def test_all_mistakes_are_listed_in_the_order_of_the_file():
     text = "train:\n  steps: 1.5\n  lr: 012\n  lr: 1\nnorm: {kind: syn}\nmodel:\n  x: 1\neval:\n"
     lines = refusal(text, "foo", "log.num_images=0", "train.x.y=1", "seed=no")
@@ -182,6 +184,7 @@ def test_missing_keys_say_what_they_mean():
     ]
 
 
+@pytest.mark.fault(82)
 @pytest.mark.parametrize(
     ("override", "message"),
     [

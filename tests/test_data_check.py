@@ -121,6 +121,7 @@ def test_what_is_wrong_with_many_files_is_said_once_and_all_are_listed(root):
     assert found.places == [str(root / f"labels/train/{name}.png") for name in "abc"]
 
 
+@pytest.mark.fault(52)
 def test_unknown_values_come_with_their_labels_and_pixels(root):
     write_pair(root, "train", "v1", rows(0, 7, 7, 9), seed=9)
     write_pair(root, "train", "v2", rows(9, 0), seed=10)
@@ -131,6 +132,7 @@ def test_unknown_values_come_with_their_labels_and_pixels(root):
     ]
 
 
+@pytest.mark.fault(54)
 def test_zero_and_255_masks_are_an_error_although_255_is_ignored(root):
     shutil.rmtree(root / "images")
     shutil.rmtree(root / "labels")
@@ -165,6 +167,7 @@ def test_labels_that_cannot_be_read_say_nothing_about_classes(root):
     assert kinds(report, "warning") == set()
 
 
+@pytest.mark.fault(69)
 def test_fewer_images_than_a_batch_are_a_warning(root):
     write_pair(root, "train", "more", rows(0, 1), seed=6)
     assert kinds(run(config(root), jobs=1), "warning") == set()
@@ -197,6 +200,7 @@ def test_one_more_class_than_the_class_file_names_gets_that_advice(root):
     assert text.endswith("names 0..2: add the class to it, or add 3 to its ignore_ids")
 
 
+@pytest.mark.fault(65, 68)
 def test_oddities_are_warnings(root):
     write_pair(root, "val", "f", rows(0, 1), seed=1)  # the image of train/a
     write_pair(root, "train", "g", rows(255), seed=11)
@@ -237,6 +241,7 @@ def test_images_are_measured_against_the_crop_as_resized(root, short_side_px, cr
     assert kinds(run(settings, jobs=1), "warning") == expected
 
 
+@pytest.mark.fault(72)
 def test_absent_classes_are_named_per_split(root):
     for name in "de":
         write_pair(root, "val", name, rows(0, 1), seed=ord(name))
@@ -244,6 +249,7 @@ def test_absent_classes_are_named_per_split(root):
     assert (absent.split, absent.places) == ("val", ["car"])
 
 
+@pytest.mark.fault(53)
 def test_train_ids_under_a_class_file_of_raw_ids_are_suspected(root):
     (root / "toy.yaml").write_text(
         "classes: [{name: a, ids: [0]}, {name: b, ids: [2]}, {name: c, ids: [8]}]\n"
@@ -253,6 +259,7 @@ def test_train_ids_under_a_class_file_of_raw_ids_are_suspected(root):
     assert ("train", "train ids") in kinds(report, "warning")
 
 
+@pytest.mark.fault(60)
 def test_exif_orientation_is_a_warning(root):
     exif = Image.Exif()
     exif[0x0112] = 3
@@ -335,6 +342,7 @@ def test_quick_check_passes_good_data(root):
     quick_check(*opened(root))
 
 
+@pytest.mark.fault(51)
 def test_quick_check_shows_every_pair_whose_sizes_differ(root):
     for name in "ac":
         Image.fromarray(np.zeros((6, 8), np.uint8)).save(root / f"labels/train/{name}.png")
@@ -346,6 +354,7 @@ def test_quick_check_shows_every_pair_whose_sizes_differ(root):
     assert "c.png: label 8x6" in lines[2]
 
 
+@pytest.mark.fault(57)
 def test_quick_check_refuses_colour_labels_where_ids_are_expected(root):
     Image.new("RGB", (9, 6)).save(root / "labels/val/e.png")
     with pytest.raises(DataError, match=r"e\.png: the label is RGB, expected one channel"):
@@ -359,6 +368,7 @@ def test_quick_check_says_once_what_is_wrong_with_all_files(root):
         quick_check(*opened(root))
 
 
+@pytest.mark.fault(54)
 def test_quick_check_refuses_masks_whose_foreground_is_ignored(root):
     for name in "abc":
         write_pair(root, "train", name, rows(0, 255), seed=ord(name))
@@ -376,6 +386,7 @@ def test_quick_check_passes_a_set_whose_second_class_is_rare(root):
     quick_check(*opened(root))
 
 
+@pytest.mark.fault(59)
 def test_quick_check_refuses_a_text_file_that_is_named_like_a_picture(root):
     (root / "images/val/e.png").write_text("no picture")
     with pytest.raises(DataError, match=r"e\.png: neither a PNG nor a JPEG"):

@@ -59,6 +59,7 @@ def test_pickle_stays_below_200_bytes_a_pair(tmp_path):
     assert len(pickle.dumps(dataset)) < 3000 + 200 * 40
 
 
+@pytest.mark.fault(51)
 def test_label_of_another_size_is_refused_with_both_sizes(tmp_path):
     write_split(tmp_path, "train", [(5, 8)])
     Image.fromarray(np.zeros((5, 9), np.uint8)).save(tmp_path / "labels/train/0.png")
@@ -76,6 +77,7 @@ def test_turned_label_points_at_the_exif_orientation(tmp_path):
         open_dataset(config(tmp_path), "train")[0]
 
 
+@pytest.mark.fault(67)
 def test_file_that_vanishes_during_training_is_named(tmp_path):
     write_split(tmp_path, "train", [(5, 8), (5, 8)])
     dataset = open_dataset(config(tmp_path), "train")

@@ -70,6 +70,7 @@ def smooth_image(height=40, width=56):
     return np.stack([4 * x, 5 * y, 100 + x + y], axis=2).astype(np.uint8)
 
 
+@pytest.mark.fault(56, 58)
 @pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
 def test_grey_label_gives_the_stored_ids_at_every_depth(saved, depth):
     ids = random_values(depth)
@@ -78,6 +79,7 @@ def test_grey_label_gives_the_stored_ids_at_every_depth(saved, depth):
     np.testing.assert_array_equal(raw, ids)
 
 
+@pytest.mark.fault(55, 58)
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])
 def test_palette_label_gives_indices_not_colors(saved, depth):
     ids = random_values(depth)
@@ -86,6 +88,7 @@ def test_palette_label_gives_indices_not_colors(saved, depth):
     np.testing.assert_array_equal(decode.read_raw_label(path), ids)
 
 
+@pytest.mark.fault(57)
 @pytest.mark.parametrize(
     ("color_type", "depth", "found"),
     [
@@ -121,12 +124,14 @@ def test_raw_ids_become_train_ids(saved, depth):
     assert label.tolist() == [[1, 0, 0], [255, 1, 255]]
 
 
+@pytest.mark.fault(56)
 def test_sixteen_bit_ids_beyond_a_byte_are_mapped(saved):
     path = saved(png(np.array([[1000, 232], [0, 1000]]), GREY, 16))
     label = decode.read_label(path, class_file(0, 1000, ignore=(232,)))
     assert label.tolist() == [[1, 255], [0, 1]]
 
 
+@pytest.mark.fault(52)
 @pytest.mark.parametrize("depth", [8, 16])
 def test_unknown_ids_are_named_with_their_pixels(saved, depth):
     path = saved(png(np.array([[0, 40, 40], [1, 77, 40]]), GREY, depth))
@@ -134,6 +139,7 @@ def test_unknown_ids_are_named_with_their_pixels(saved, depth):
         decode.read_label(path, class_file(0, 1, ignore=(255,)))
 
 
+@pytest.mark.fault(53, 54)
 @pytest.mark.parametrize(
     ("values", "classes", "hint"),
     [
@@ -202,6 +208,7 @@ def test_255_classes_use_every_train_id(saved):
     assert decode.read_label(path, classes).tolist() == [list(range(256))]
 
 
+@pytest.mark.fault(61)
 @pytest.mark.parametrize("depth", [8, 16])
 @pytest.mark.parametrize("color_type", [GREY, RGB, GREY_ALPHA, RGBA])
 def test_png_image_of_any_kind_becomes_8_bit_rgb(saved, color_type, depth):
@@ -225,6 +232,7 @@ def test_jpeg_image_keeps_the_order_of_channels(saved):
     assert np.abs(image.astype(int) - expected).max() <= 6
 
 
+@pytest.mark.fault(60)
 def test_exif_orientation_does_not_turn_the_image(saved):
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -234,6 +242,7 @@ def test_exif_orientation_does_not_turn_the_image(saved):
     assert header == decode.Header((40, 56), "RGB", 6)
 
 
+@pytest.mark.fault(61)
 def test_cmyk_is_refused(saved):
     out = io.BytesIO()
     Image.fromarray(smooth_image()).convert("CMYK").save(out, "JPEG")
@@ -241,6 +250,7 @@ def test_cmyk_is_refused(saved):
         decode.read_image(saved(out.getvalue(), "x.jpg"))
 
 
+@pytest.mark.fault(59)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
 def test_jpeg_that_ends_early_is_refused(saved, share):
     data = jpeg(smooth_image())
@@ -261,6 +271,7 @@ def test_bytes_after_the_end_of_a_jpeg_are_allowed(saved):
     assert decode.read_image(path).shape == (40, 56, 3)
 
 
+@pytest.mark.fault(59)
 @pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label])
 def test_png_cut_anywhere_is_refused(saved, read):
     data = png(random_values(8, (20, 30)), GREY, 8)
@@ -269,6 +280,7 @@ def test_png_cut_anywhere_is_refused(saved, read):
             read(saved(data[:end]))
 
 
+@pytest.mark.fault(59)
 @pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label])
 def test_no_flipped_bit_in_a_png_goes_unnoticed(saved, read):
     data = png(random_values(8, (6, 9)), GREY, 8)
@@ -279,6 +291,7 @@ def test_no_flipped_bit_in_a_png_goes_unnoticed(saved, read):
             read(saved(bytes(damaged)))
 
 
+@pytest.mark.fault(59)
 @pytest.mark.parametrize(
     "data",
     [b"", b"hello, this is text\n", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0", b"GIF89a" * 9],
@@ -297,6 +310,7 @@ def test_missing_files_and_folders_are_refused_by_name(tmp_path, read):
         read(tmp_path)
 
 
+@pytest.mark.fault(62)
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("side", [9_500, 14_000, 1 << 30])
 @pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label, decode.read_header])

@@ -153,6 +153,7 @@ def assert_same_logits(run, loaded):
         torch.testing.assert_close(run(normalized(images)), reference(loaded, images))
 
 
+@pytest.mark.fault(90)
 def test_onnx_gives_the_logits_of_the_model_at_every_size(onnx_file, psp):
     session = onnx_session(onnx_file)
     for shape in ((1, 3, 77, 150), (3, 3, 163, 90)):
@@ -393,6 +394,7 @@ def request(**changes):
     return argparse.Namespace(**(args | changes))
 
 
+@pytest.mark.fault(89)
 def test_a_missing_onnx_package_is_named_with_the_command_that_installs_it(monkeypatch):
     find = formats.importlib.util.find_spec
     monkeypatch.setattr(

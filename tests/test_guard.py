@@ -88,6 +88,7 @@ def test_a_bad_gradient_under_a_finite_loss_is_an_error():
         guard.settle()
 
 
+@pytest.mark.fault(78)
 def test_float16_may_overflow_now_and_then_but_not_without_end():
     guard = watch(overflow_allowed=True)
     for step in range(1, MAX_OVERFLOWS + 1):
@@ -122,6 +123,16 @@ def test_a_stop_request_is_seen_one_step_late_or_when_settled():
     assert settled.stopped
 
 
+def test_a_request_to_save_is_passed_on_once():
+    asked = [False, True, False, False]
+    guard = Guard(lambda: False, save_requested=lambda: asked.pop(0))
+    seen = []
+    for step in range(1, 5):
+        do_step(guard, step)
+        seen.append(guard.takes_save_request())
+    assert seen == [False, False, True, False]  # one step late
+
+
 def guards_of_rank():
     """What every rank of three sees when one of them is asked to stop or has a bad loss."""
     rank = dist.rank()
@@ -147,6 +158,7 @@ def guards_of_rank():
     return results
 
 
+@pytest.mark.fault(76)
 def test_ranks_stop_together_and_name_the_one_whose_loss_is_bad(run_ranks):
     ranks = run_ranks(3, guards_of_rank)
     assert ranks[0] == ranks[1] == ranks[2]

@@ -12,10 +12,11 @@ import pytest
 from experiments import experiment, write_config, write_data
 from processes import Command, logged_steps
 
-from segtrain import launch, outcome
+from segtrain import launch, outcome, slurm
 from segtrain.errors import ConfigError
-from segtrain.launch import adopt_environment, exit_code_of, slurm_variables
+from segtrain.launch import adopt_environment, exit_code_of
 from segtrain.outcome import Outcome
+from segtrain.progress import Progress
 
 TORCHRUN = {
     "RANK": "1",
@@ -55,6 +56,7 @@ def test_a_rank_of_torchrun_is_adopted_as_it_is(environ):
     assert adopt_environment(environ)
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
 def test_half_an_environment_is_refused_with_what_is_missing(environ, missing):
     environ.update({name: value for name, value in TORCHRUN.items() if name != missing})
@@ -77,7 +79,7 @@ def test_an_environment_that_makes_no_sense_is_refused(environ, name, value, sai
 
 
 def test_a_task_of_srun_becomes_a_rank(environ, monkeypatch):
-    monkeypatch.setattr(launch, "_first_host", lambda nodes: {"node[7-8]": "node7"}[nodes])
+    monkeypatch.setattr(slurm, "_first_host", lambda nodes: {"node[7-8]": "node7"}[nodes])
     environ.update(SRUN)
     assert adopt_environment(environ)
     assert {name: environ[name] for name in [*TORCHRUN, "LOCAL_WORLD_SIZE"]} == {
@@ -92,7 +94,7 @@ def test_a_task_of_srun_becomes_a_rank(environ, monkeypatch):
 
 def test_two_steps_of_a_job_do_not_meet():
     alone = SRUN | {"MASTER_ADDR": "localhost"}
-    ports = {slurm_variables(alone | {"SLURM_STEP_ID": str(i)})["MASTER_PORT"] for i in range(4)}
+    ports = {slurm.variables(alone | {"SLURM_STEP_ID": str(i)})["MASTER_PORT"] for i in range(4)}
     assert len(ports) == 4
 
 
@@ -102,7 +104,7 @@ def test_two_steps_of_a_job_do_not_meet():
 def test_the_ranks_of_this_machine_are_counted_from_srun_s_list(listed, node, tasks):
     environ = SRUN | {"MASTER_ADDR": "localhost", "SLURM_NODEID": node}
     environ["SLURM_STEP_TASKS_PER_NODE"] = listed
-    assert slurm_variables(environ)["LOCAL_WORLD_SIZE"] == tasks
+    assert slurm.variables(environ)["LOCAL_WORLD_SIZE"] == tasks
 
 
 @pytest.mark.parametrize(
@@ -170,6 +172,14 @@ def test_the_exit_code_is_that_of_the_cause(codes, statuses, stopped_by, wanted)
     assert exit_code_of(notes(*codes), statuses, stopped_by) == wanted
 
 
+def test_a_rank_that_hung_is_told_with_its_phase_and_step(capsys):
+    hung = [Progress(1, pid=1, phase="evaluation", step=40, since=0.0)]
+    assert exit_code_of(notes("lost", None), {0: 6}, None, hung=hung) == 6
+    said = capsys.readouterr().err
+    assert said.startswith("segtrain: rank 1 did not answer the others: it hung in evaluation, aft")
+    assert said.count("\n") == 1
+
+
 def test_a_death_that_no_rank_could_report_is_told(capsys):
     exit_code_of(notes("lost", None), {1: -signal.SIGKILL}, None)
     said = capsys.readouterr().err
@@ -209,6 +219,7 @@ def small(root, /, **sections):
     return experiment(root, augment={"crop_size": [33, 41]}, **sections)
 
 
+@pytest.mark.fault(15, 20, 67)
 def test_a_damaged_image_is_named_once_with_exit_code_3(tmp_path):
     """Met by the worker of one rank in the midst of training; the other rank only loses touch."""
     root, directory = tmp_path / "data", tmp_path / "run"
@@ -242,6 +253,7 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
+@pytest.mark.fault(43)
 def test_the_same_command_runs_under_torchrun_and_srun(tmp_path, data):
     """torchrun trains; srun's two tasks find the run complete."""
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))

@@ -154,6 +154,7 @@ def test_linked_folders_are_followed_once(tmp_path):
     assert [pair.name for pair in pairs] == ["b", "more/a"]
 
 
+@pytest.mark.fault(49)
 def test_all_missing_labels_are_counted_and_ten_are_shown(tmp_path):
     touch(tmp_path, *(f"images/train/{i:02}.jpg" for i in range(14)), "labels/train/03.png")
     with pytest.raises(DataError) as caught:
@@ -195,6 +196,7 @@ def test_two_images_for_one_label_are_refused(tmp_path):
         list_pairs(config(tmp_path, "folders"), "train")
 
 
+@pytest.mark.fault(66)
 def test_names_that_differ_in_case_only_are_a_warning(tmp_path):
     touch(tmp_path, *(f"{d}/train/{n}.png" for d in ("images", "labels") for n in ("Ab", "aB")))
     listing = scan_layout(config(tmp_path, "folders"), "train")
@@ -243,6 +245,7 @@ def test_missing_root_is_named(tmp_path):
         list_pairs(config(tmp_path / "nowhere", "camvid"), "train")
 
 
+@pytest.mark.fault(50)
 def test_empty_split_is_refused(tmp_path):
     (tmp_path / "images/train").mkdir(parents=True)
     (tmp_path / "labels/train").mkdir(parents=True)
@@ -263,6 +266,7 @@ def test_images_and_labels_in_one_folder_are_refused(tmp_path):
         list_pairs(data, "train")
 
 
+@pytest.mark.fault(63)
 @pytest.mark.parametrize(
     "text",
     [
@@ -279,6 +283,7 @@ def test_list_file_forms(tmp_path, text):
     assert listed(tmp_path, text) == A_AND_B
 
 
+@pytest.mark.fault(63)
 @pytest.mark.parametrize(
     "text",
     ["i/my image.png\tl/my, label.png\n", '"i/my image.png" "l/my, label.png"\n'],
@@ -291,6 +296,7 @@ def test_list_file_keeps_its_order(tmp_path):
     assert listed(tmp_path, "i/b.jpg l/b.png\ni/a.png l/a.png\n") == A_AND_B[::-1]
 
 
+@pytest.mark.fault(63, 64)
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -321,18 +327,21 @@ def test_list_file_refuses_a_line_by_its_number(tmp_path, line, reason):
         list_pairs(data, "train.txt")
 
 
+@pytest.mark.fault(63)
 def test_list_file_that_is_not_utf8_is_refused_by_line(tmp_path):
     data = write_list(tmp_path, b"i/a.png l/a.png\ni/\xe4.png l/a.png\n")
     with pytest.raises(DataError, match=r"train\.txt:2: byte 3 of the line is not UTF-8"):
         list_pairs(data, "train.txt")
 
 
+@pytest.mark.fault(63)
 def test_list_file_in_utf16_is_refused(tmp_path):
     data = write_list(tmp_path, "i/a.png l/a.png\n".encode("utf-16"))
     with pytest.raises(DataError, match="UTF-16"):
         list_pairs(data, "train.txt")
 
 
+@pytest.mark.fault(50)
 def test_list_file_with_comments_only_is_an_empty_split(tmp_path):
     with pytest.raises(DataError, match="no images"):
         list_pairs(write_list(tmp_path, "# nothing\n"), "train.txt")

@@ -78,6 +78,7 @@ def test_starting_at_a_step_gives_the_tail():
     assert contents(loader(start_step=4, steps=9)) == contents(loader(steps=9))[4:]
 
 
+@pytest.mark.fault(44, 70)
 @pytest.mark.parametrize(("world_size", "passes"), [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (1, 3)])
 def test_the_ranks_parts_make_the_batch_of_one_process(world_size, passes):
     """Augmentation included: position in the batch is the key, not position in the part."""
@@ -96,6 +97,7 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, passes):
         assert list(chain.from_iterable(part[1] for part in here)) == values
 
 
+@pytest.mark.fault(70)
 def test_rows_of_rank_partition_every_batch_as_evenly_as_possible():
     for batch_size in range(1, 20):
         for passes in range(1, batch_size + 1):
@@ -202,12 +204,14 @@ def test_the_rank_itself_can_end_its_workers(workers):
     assert workers["terminated"] == 0
 
 
+@pytest.mark.fault(20)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_unreadable_file_is_reported_without_a_traceback(workers, num_workers):
     error = workers["damaged"] if num_workers else first_error(Damaged(), 0)
     assert error == ("DataError", "images/3.png: cut short")
 
 
+@pytest.mark.fault(19)
 def test_a_killed_worker_is_a_failure_of_the_system_with_advice(workers):
     kind, message = workers["killed"]
     assert kind == "ExecutionError"

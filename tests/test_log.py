@@ -155,6 +155,7 @@ def full(text):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.fault(88)
 def test_a_console_that_nobody_reads_does_not_end_a_run():
     code = "from segtrain.log import say\nfor i in range(5): say('x' * 70000)\n"
     code += "import sys; print('went on', file=sys.stderr)"

@@ -41,6 +41,7 @@ def test_sum_divided_by_weight_is_torchs_mean(class_weights):
     torch.testing.assert_close(gradient, wanted.grad, rtol=1e-13, atol=1e-18)
 
 
+@pytest.mark.fault(73)
 @pytest.mark.parametrize("class_weights", [None, CLASS_WEIGHTS], ids=["plain", "weighted"])
 def test_labels_that_are_all_ignored_weigh_nothing_and_pull_nowhere(class_weights):
     logits, labels = scene(2)
@@ -195,6 +196,7 @@ def losses_of_rank(splits):
     return results
 
 
+@pytest.mark.fault(74)
 @pytest.mark.parametrize("splits", [(5, 1), (1, 4, 1)])
 def test_ranks_together_have_the_loss_and_gradient_of_the_joined_batch(run_ranks, splits):
     """Unequal parts, one of them without a valid pixel; mining picks the same pixels."""

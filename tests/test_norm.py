@@ -261,6 +261,7 @@ def assert_the_bias(results):
     assert running_var.isfinite().all()
 
 
+@pytest.mark.fault(75)
 def test_one_value_in_the_group_is_refused_on_request(run_ranks):
     with pytest.raises(pytest.fail.Exception, match="one value per channel over 2 ranks"):
         run_ranks(2, one_value_in_all, "raise")

@@ -1,6 +1,7 @@
 """A run that was stopped or killed ends as if nothing had happened."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from experiments import experiment, losses, train, write_config, write_data
 from processes import Command, descendants, is_alive, logged_steps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from segtrain import dist
+from segtrain import checkpoint, dist
 from segtrain.checkpoint import load
 from segtrain.errors import UserError
 
@@ -61,6 +62,7 @@ def curve(directory, tag):
     return [(event.step, event.value) for event in read.Scalars(tag)]
 
 
+@pytest.mark.fault(1, 5, 16)
 def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tmp_path, data):
     """Two ranks with loader workers: SIGTERM to the launcher, then SIGKILL to one rank."""
     options = small(
@@ -117,6 +119,86 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tm
     assert losses(killed, "eval/mIoU") == losses(alone, "eval/mIoU")
 
 
+def killed_at(where, step, config, directory, resume):
+    """Trains in this process, which ends by SIGKILL at a place that can be told exactly."""
+    from segtrain import manifest
+    from segtrain import train as command
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    class DyingFile(manifest.HashingFile):
+        def write(self, data):
+            return die() if self.num_bytes > 100_000 else super().write(data)
+
+    if where == "evaluation":
+        command.evaluate_dataset = die
+    train_steps = command.train_steps
+
+    def steps_until_death(*args, **kwargs):
+        if where == "training" and step == 0:
+            die()
+        for result in train_steps(*args, **kwargs):
+            if where == "training" and result.step == step:
+                die()
+            if where == "checkpoint" and result.step == step:
+                checkpoint.HashingFile = DyingFile
+            yield result
+
+    command.train_steps = steps_until_death
+    train(config, directory, resume)
+
+
+# An epoch has two steps.
+DEATHS = (
+    ("training", 0),
+    ("training", 1),  # in the midst of an epoch
+    ("training", 2),  # its last step, of which nothing is saved
+    ("training", 3),  # the first of the next, twice in a row
+    ("training", 3),
+    ("checkpoint", 3),
+    ("evaluation", 4),
+    ("training", 6),
+    ("checkpoint", 6),
+)
+
+
+@pytest.mark.fault(1, 3)
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, tmp_path, data, precision):
+    """With augmentation, dropout, averaged weights, a loss scale and two loader workers."""
+    options = small(
+        data,
+        data={"num_workers": 2},
+        train={"steps": 8, "batch_size": 4, "precision": precision},
+        eval={"every_steps": 4},
+        checkpoint={"every_steps": 1},
+    )
+    config = write_config(tmp_path / "c.yaml", options)
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    assert run_ranks(1, train, config, alone) == [0]
+
+    context = multiprocessing.get_context("forkserver")
+    steps = []
+    for where, step in DEATHS:
+        resume = (killed / "config.yaml").exists()
+        process = context.Process(target=killed_at, args=(where, step, config, killed, resume))
+        process.start()
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL, (where, step)
+        saved = (killed / "checkpoints" / "last.pt").exists()
+        steps.append(last(killed).step if saved else None)
+    # What was saved before each death: a step less where it came before or in the saving.
+    assert steps == [None, None, 1, 2, 2, 2, 4, 5, 5]
+    assert run_ranks(1, train, config, killed, True) == [0]
+    assert_same_state(last(killed), last(alone))
+    assert last(killed).best == last(alone).best
+    assert last(killed).scaler == last(alone).scaler
+    assert (last(killed).scaler != {}) == (precision == "float16")
+    for tag in ("train/loss", "eval/mIoU"):
+        assert losses(killed, tag) == losses(alone, tag)
+
+
 def stopped_after(step, config, directory, resume=False, number=signal.SIGTERM, rank=0):
     """Trains; after `step` updates a signal reaches `rank`."""
     from segtrain import train as command
@@ -142,6 +224,7 @@ def refusal(function, *args):
     return None
 
 
+@pytest.mark.fault(44)
 def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data):
     """In float64 the losses of 2, then 3 ranks are those of one alone."""
     options = experiment(data, train={"steps": 5, "ema_decay": 0.9})
@@ -178,6 +261,49 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
     assert (run / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.fault(42)
+def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, data):
+    """The optimizer's state would bring the old values back."""
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
+    run = tmp_path / "run"
+    assert run_ranks(1, train, config, run) == [0]
+    new = {"steps": 4, "lr": 0.01, "momentum": 0.5}
+    config = write_config(tmp_path / "c.yaml", small(data, train=new))
+    ((kind, code, said),) = run_ranks(1, refusal, train, config, run, True)
+    assert (kind, code) == ("ConfigError", 2)
+    assert "\n  train.lr: 0.02 there, 0.01 now\n  train.momentum: 0.9 there, 0.5 now\n" in said
+    assert "if the changes are meant, add --accept-changes" in said
+    assert run_ranks(1, train, config, run, True, accept_changes=True) == [0]
+    (group, *_) = last(run).optimizer["param_groups"]
+    assert group["momentum"] == 0.5
+    assert group["lr"] < 0.01
+    log = (run / "train.log").read_text()
+    assert "changed    train.momentum: 0.9 there, 0.5 now" in log
+    assert len(losses(run)) == 4
+    assert run_ranks(1, train, config, run, True) == [0]  # now it is the run's config
+
+
+@pytest.mark.fault(46)
+def test_a_damaged_last_checkpoint_costs_steps_and_not_the_run(run_ranks, tmp_path, data):
+    options = small(data, train={"steps": 6}, checkpoint={"every_steps": 2})
+    config = write_config(tmp_path / "c.yaml", options)
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    assert run_ranks(1, train, config, alone) == [0]
+    assert run_ranks(1, stopped_after, 4, config, run) == [143]
+    path = run / "checkpoints" / "last.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert run_ranks(1, train, config, run, True) == [0]
+    log = (run / "train.log").read_text()
+    assert "warning: " in log
+    assert f"{path}: damaged" in log
+    assert "going on from" in log
+    assert "previous.pt instead, step 4" in log
+    assert_same_state(last(run), last(alone))
+    assert losses(run) == losses(alone)
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_again(run_ranks, tmp_path, data):
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
     run = tmp_path / "run"
@@ -188,10 +314,12 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(run_ranks, tmp_pa
     once = losses(run)
     assert run_ranks(1, train, config, run, True) == [0]
     assert losses(run) == once
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.pt", "last.pt"]
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["best.pt", "last.pt", "manifest.json", "previous.pt"]
     assert [step for step, _ in curve(run, "train/loss")] == [1, 2]
 
 
+@pytest.mark.fault(45)
 def test_an_evaluation_that_was_cut_short_is_made_up_for(run_ranks, tmp_path, data):
     """What is on the disk when a run is killed while it evaluates step 2."""
     options = small(data, train={"steps": 4}, eval={"every_steps": 2})
@@ -234,6 +362,7 @@ def test_checkpoints_are_kept_at_their_own_cadence_up_to_the_limit(run_ranks, tm
     assert load(kept[0]).optimizer is not None
 
 
+@pytest.mark.fault(31, 39)
 def test_mistakes_at_a_resumption_are_refused_on_every_rank(run_ranks, tmp_path, data):
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
     run = tmp_path / "run"
@@ -262,7 +391,8 @@ def test_mistakes_at_a_resumption_are_refused_on_every_rank(run_ranks, tmp_path,
     assert (kind, code) == ("CheckpointError", 4)
     assert "the class file has changed since; it was ground, plant, water, sand" in said
 
-    (run / "checkpoints" / "last.pt").write_bytes(state[: len(state) // 2])
+    for name in ("last.pt", "previous.pt"):
+        (run / "checkpoints" / name).write_bytes(state[: len(state) // 2])
     kind, code, said = refused()
     assert (kind, code) == ("CheckpointError", 4)
     assert "last.pt: damaged" in said

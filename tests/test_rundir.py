@@ -28,6 +28,7 @@ def test_a_directory_without_a_run_may_be_used(config, tmp_path):
     rundir.check_directory(tmp_path, config, resume=False)
 
 
+@pytest.mark.fault(31)
 def test_an_existing_run_is_refused_without_resume_and_accepted_with_it(config, tmp_path):
     rundir.write_description(tmp_path / "run", config, ["cpu"])
     with pytest.raises(ConfigError, match=r"saved nothing yet; .*--resume, delete it, or .*--out"):
@@ -44,6 +45,7 @@ def test_there_must_be_a_run_to_resume(config, tmp_path):
         rundir.check_directory(tmp_path / "nothing", config, resume=True)
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize("below", [".", "run", "a/b"])
 def test_a_file_in_the_way_is_refused(config, tmp_path, below):
     (tmp_path / "file").touch()
@@ -63,6 +65,7 @@ def test_a_directory_that_cannot_be_made_is_a_mistake_of_the_user(config, tmp_pa
         rundir.write_description(tmp_path / "file" / "run", config, ["cpu"])
 
 
+@pytest.mark.fault(42)
 def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
     rundir.write_description(tmp_path, config, ["cpu"])
     other = changed(changed(config, "train", lr=0.5, steps=99), "augment", crop_size=(33, 65))
@@ -93,6 +96,7 @@ def test_what_does_not_change_the_model_may_change_at_a_resumption(
     rundir.check_directory(tmp_path, changed(config, section, **option), resume=True)
 
 
+@pytest.mark.fault(84)
 def test_the_description_tells_config_versions_devices_and_command(config, tmp_path):
     rundir.write_description(tmp_path, config, ["cpu", "H200"])
     assert load_config(tmp_path / rundir.CONFIG) == config

@@ -59,6 +59,7 @@ def evaluate(dataset, model=None, **options):
     )
 
 
+@pytest.mark.fault(71)
 @pytest.mark.parametrize("num_images", [0, 1, 3, 10, 11])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_image_falls_to_exactly_one_rank(num_images, world_size):

@@ -12,7 +12,7 @@ from experiments import experiment, train, write_config, write_data
 from processes import REPOSITORY, Command, descendants, is_alive
 from test_resume import last, refusal, small, stopped_after
 
-from segtrain.signals import StopRequest, exit_code
+from segtrain.signals import Requests, exit_code
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +36,18 @@ def handlers():
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]
 )
 def test_a_signal_only_asks_to_stop(handlers, number, code):
-    stop = StopRequest()
+    stop = Requests()
     stop.install()
-    assert not stop.requested()
+    assert not stop.stop_requested()
     os.kill(os.getpid(), number)
-    assert stop.requested()
+    assert stop.stop_requested()
     assert exit_code(stop.signal) == code
 
 
+@pytest.mark.fault(8)
 def test_a_second_sigterm_is_ignored(handlers):
     """Schedulers repeat themselves while the checkpoint is being written."""
-    stop = StopRequest()
+    stop = Requests()
     stop.install()
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -57,8 +58,8 @@ def test_a_second_sigterm_is_ignored(handlers):
 def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
     code = (
         "import os, signal\n"
-        "from segtrain.signals import StopRequest\n"
-        "StopRequest().install()\n"
+        "from segtrain.signals import Requests\n"
+        "Requests().install()\n"
         f"for number in (signal.SIGINT, {int(second)}): os.kill(os.getpid(), number)\n"
         "print('still here')\n"
     )
@@ -69,11 +70,11 @@ def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
 def test_nohup_is_obeyed():
     code = (
         "import os, signal\n"
-        "from segtrain.signals import StopRequest\n"
+        "from segtrain.signals import Requests\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "stop = StopRequest(); stop.install()\n"
+        "stop = Requests(); stop.install()\n"
         "os.kill(os.getpid(), signal.SIGHUP)\n"
-        "print(stop.requested())\n"
+        "print(stop.stop_requested())\n"
     )
     assert python(code).stdout == "False\n"
 
@@ -108,6 +109,7 @@ def gone(pids, within_s):
     return not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.fault(6, 9, 12)
 @pytest.mark.parametrize(
     ("number", "rank", "code"),
     [(signal.SIGTERM, 1, 143), (signal.SIGHUP, 0, 143), (signal.SIGINT, 1, 130)],
@@ -123,6 +125,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert wanted in (run / "train.log").read_text()
 
 
+@pytest.mark.fault(4)
 def test_ranks_end_when_their_launcher_is_killed_and_save_what_they_have(tmp_path, data):
     options = small(data, data={"num_workers": 1}, train={"steps": 500})
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
@@ -132,11 +135,12 @@ def test_ranks_end_when_their_launcher_is_killed_and_save_what_they_have(tmp_pat
     assert len(everyone) == 5  # the launcher, two ranks and a worker each
     command.process.kill()
     assert command.wait() == -signal.SIGKILL
-    assert gone(everyone, within_s=60)
+    assert gone(everyone, within_s=10)
     assert last(run).step >= 2
     assert command.errors == ""
 
 
+@pytest.mark.fault(76)
 def test_a_loss_that_is_not_finite_names_step_rank_and_images(run_ranks, tmp_path, data):
     options = experiment(data, train={"steps": 9, "lr": 1e200}, eval={"every_steps": 1})
     options["model"] |= {"backbone": "mobilenet_v2"}

@@ -19,6 +19,7 @@ def refusal(text):
     return str(caught.value)
 
 
+@pytest.mark.fault(81)
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -75,6 +76,7 @@ def test_more_numbers_that_are_none(text):
     assert refusal(f"key: {text}").startswith("f.yaml:1: key: ")
 
 
+@pytest.mark.fault(81)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -126,6 +128,7 @@ def test_every_key_and_item_has_its_line():
     }
 
 
+@pytest.mark.fault(81)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -150,6 +153,7 @@ def test_a_missing_file_and_a_directory_are_named(tmp_path):
         read_yaml(tmp_path)
 
 
+@pytest.mark.fault(83)
 @pytest.mark.parametrize(
     "text",
     [
@@ -173,6 +177,7 @@ def test_a_plain_command_line_value_may_hold_signs_of_yaml():
     assert parse_value("/data/a #1: *b", source="s") == "/data/a #1: *b"
 
 
+@pytest.mark.fault(82)
 @pytest.mark.parametrize("text", ["", "  ", "[1", "[1] x", "'a': 1", "{a: 1, a: 2}", "\udc80"])
 def test_a_broken_command_line_value_is_refused(text):
     with pytest.raises(ConfigError, match=r"^--set a\.b: "):

@@ -7,6 +7,7 @@ finds the others by name or by 127.0.0.1 fails here as it fails between machines
 import os
 import shutil
 import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -40,6 +41,11 @@ def start(tmp_path):
         wrapper = ["ip", "netns", "exec", names[node]]
         commands.append(Command(tmp_path, *args, wrapper=wrapper, **environ))
         return commands[-1]
+
+    def cable(state):
+        ip("-n", names[0], "link", "set", "eth0", state)
+
+    run.cable = cable
 
     try:
         try:
@@ -117,3 +123,69 @@ def test_statistics_within_a_machine_are_local_where_it_has_one_rank(
     local = write_config(tmp_path / "local.yaml", small(data, kind="local"))
     assert run_ranks(2, train, local, tmp_path / "one") == [0, 0]
     assert_same_training(tmp_path / "two", tmp_path / "one")
+
+
+def long(data):
+    return experiment(
+        data,
+        augment={"crop_size": [33, 41]},
+        train={"steps": 24, "timeout_s": 8},
+        checkpoint={"every_steps": 2},
+    )
+
+
+@pytest.fixture
+def machines(start, tmp_path, data):
+    """`machines(node, *more)`: the command of one of two machines."""
+    config = write_config(tmp_path / "c.yaml", long(data))
+    options = ["--nnodes", 2, "--rdzv-endpoint", f"{ADDRESS.format(1)}:{PORT}", "--max-restarts", 5]
+    arguments = ["train", config, "--output", tmp_path / "two", "--nproc", 1, *options]
+    return lambda node, *more: start(node, *arguments, "--node-rank", node, *more)
+
+
+def assert_as_if_nothing_had_happened(run_ranks, tmp_path, data):
+    config = write_config(tmp_path / "one.yaml", long(data))
+    assert run_ranks(1, train, config, tmp_path / "one") == [0]
+    got, wanted = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert len(got) == len(wanted) == 24
+    np.testing.assert_allclose(got, wanted, rtol=1e-8, atol=0)
+
+
+@pytest.mark.slow
+def test_a_machine_that_dies_comes_back(run_ranks, machines, tmp_path, data):
+    first, second = machines(0), machines(1)
+    first.wait_for_step(tmp_path / "two", 6)
+    second.kill()
+    again = machines(1, "--resume")
+    finished([first, again])
+    assert_as_if_nothing_had_happened(run_ranks, tmp_path, data)
+
+
+@pytest.mark.slow
+def test_a_short_cut_of_the_cable_goes_unnoticed(run_ranks, start, machines, tmp_path, data):
+    commands = [machines(0), machines(1)]
+    commands[0].wait_for_step(tmp_path / "two", 6)
+    start.cable("down")
+    time.sleep(2)
+    start.cable("up")
+    finished(commands)
+    assert_as_if_nothing_had_happened(run_ranks, tmp_path, data)
+
+
+@pytest.mark.slow
+def test_machines_that_were_cut_off_join_again(run_ranks, start, machines, tmp_path, data):
+    """Longer than the timeout: both give up; started again, they go on."""
+    commands = [machines(0), machines(1)]
+    commands[0].wait_for_step(tmp_path / "two", 6)
+    start.cable("down")
+    time.sleep(30)
+    start.cable("up")
+    deadline = time.monotonic() + 200
+    while any(command.process.poll() != 0 for command in commands):
+        assert time.monotonic() < deadline, [command.errors for command in commands]
+        for node, command in enumerate(commands):
+            if command.process.poll() not in (None, 0):
+                assert command.process.poll() == 6, command.errors
+                commands[node] = machines(node, "--resume")
+        time.sleep(0.2)
+    assert_as_if_nothing_had_happened(run_ranks, tmp_path, data)

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import cv2
@@ -173,11 +174,25 @@ def train_loader(
         worker_init_fn=_start_worker,
         timeout=WORKER_TIMEOUT_S if num_workers else 0,
     )
-    try:
+    with worker_failures():
         for batch in loader:
             if isinstance(batch, UserError):
                 raise batch
             yield batch
+
+
+@contextmanager
+def worker_failures() -> Iterator[None]:
+    """Says what torch says of dead or stuck loader workers in the words of a user's error.
+
+    Around all that runs while there are workers: torch raises it wherever the main thread is when a
+    worker dies.
+
+    Raises:
+        ExecutionError: a worker was killed or is stuck.
+    """
+    try:
+        yield
     except RuntimeError as error:
         if not str(error).startswith("DataLoader "):
             raise

@@ -1,0 +1,128 @@
+"""The manifest beside the checkpoints of a run: which bytes each of them may hold.
+
+torch.load takes a flipped bit in a tensor for a weight. So a file's SHA-256 is written down before
+the file takes its name. While one replaces another the name has two entries; at every instant the
+file is one of them, and nothing has to happen to two files at once.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from segtrain.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+
+
+class Entry(NamedTuple):
+    """One state of a file.
+
+    step: the updates of training in it.
+    num_bytes, sha256: its size, and its hash in hexadecimal digits.
+    """
+
+    step: int
+    num_bytes: int
+    sha256: str
+
+
+Entries = Mapping[str, Sequence[Entry]]
+
+
+def read(directory: Path) -> dict[str, list[Entry]]:
+    """The entries of every file name; none where there is no manifest.
+
+    Raises:
+        CheckpointError: the manifest cannot be read.
+    """
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+        return {name: [_entry(one) for one in listed] for name, listed in content.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: damaged ({type(error).__name__}): it cannot tell whether the checkpoints "
+            "beside it are; remove it to use them unchecked"
+        ) from None
+
+
+def _entry(fields: dict[str, object]) -> Entry:
+    entry = Entry(**fields)
+    if not (isinstance(entry.step, int) and isinstance(entry.sha256, str)):
+        raise ValueError("a field of another type")
+    return entry
+
+
+def write(directory: Path, entries: Entries) -> None:
+    """Replaces the manifest, whole or not at all."""
+    content = {name: [one._asdict() for one in listed] for name, listed in entries.items()}
+    temporary = directory / f".{MANIFEST}.{os.getpid()}.tmp"
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(directory / MANIFEST)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(directory)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names in `directory` outlive a loss of power, as fsync does the bytes of a file."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(path: Path) -> None:
+    """Refuses a file that is not what was saved under its name.
+
+    A file that the manifest does not name, or that has none beside it, passes: it was brought here.
+
+    Raises:
+        CheckpointError: it holds something else, or the manifest is damaged.
+        OSError: it cannot be read.
+    """
+    entries = read(path.parent).get(path.name)
+    if entries and digest_of(path) not in {entry.sha256 for entry in entries}:
+        raise CheckpointError(
+            f"{path}: damaged: these are not the bytes that were saved (by {MANIFEST})"
+        )
+
+
+class HashingFile:
+    """Writes to `file` and takes the hash of what it is given, not of what the disk made of it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        """As a file's."""
+        self._hash.update(data)
+        self.num_bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """As a file's."""
+        self._file.flush()
+
+    def digest(self) -> str:
+        """The SHA-256 so far, in hexadecimal digits."""
+        return self._hash.hexdigest()

@@ -1,0 +1,70 @@
+"""What this rank is doing, for whoever has to say where it was lost.
+
+A rank that hangs or was killed cannot say so itself. So each writes its phase and step into a file
+of the launcher's directory, in place: a system call, a few times a step.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from segtrain import outcome
+
+Phase = Literal["setup", "training", "evaluation", "checkpoint"]
+
+_NUM_BYTES = 80
+
+
+class Progress(NamedTuple):
+    """The last word of one rank.
+
+    step: updates done.
+    since: when it came there, by time.monotonic(), which all processes of a machine share.
+    """
+
+    rank: int
+    pid: int
+    phase: str
+    step: int
+    since: float
+
+
+_here: tuple[str, int] = ("setup", 0)
+_file: int | None = None
+
+
+def at(phase: Phase, step: int) -> None:
+    """Says that this rank is in `phase` after `step` updates."""
+    global _here
+    _here = phase, step
+    if outcome.is_wanted():
+        _write(f"{os.getpid()} {phase} {step} {time.monotonic():.3f}")
+
+
+def _write(words: str) -> None:
+    global _file
+    try:
+        if _file is None:
+            path = outcome.directory() / f"{os.environ['RANK']}.now"
+            _file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+        os.pwrite(_file, words.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
+    except OSError:
+        pass  # the launcher is gone, or its disk full
+
+
+def where() -> str:
+    """The same in words."""
+    phase, step = _here
+    return f"in {phase}, after step {step}"
+
+
+def read(directory: Path) -> list[Progress]:
+    """The last words of the ranks of the last attempt, in the order of ranks."""
+    found = []
+    for path in outcome.last_attempt(directory).glob("*.now"):
+        words = path.read_text().split()
+        if len(words) == 4:  # else it is being written for the first time
+            pid, phase, step, since = words
+            found.append(Progress(int(path.stem), int(pid), phase, int(step), float(since)))
+    return sorted(found)

@@ -1,0 +1,151 @@
+"""Runs that lose a rank, hang, or are to be started once more."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from experiments import write_config, write_data
+from processes import Command, descendants, is_alive
+from test_resume import assert_same_state, last, small
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+def left_after(pids, seconds):
+    """Those of `pids` that are still alive when `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [pid for pid in pids if is_alive(pid)]
+
+
+@pytest.mark.fault(14)
+def test_a_rank_that_hangs_is_named_with_its_phase_and_step(tmp_path, data):
+    options = small(data, data={"num_workers": 1}, train={"steps": 500, "timeout_s": 6})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run)
+    command.wait_for_step(run, 2)
+    everyone = descendants(command.process.pid)
+    os.kill(command.ranks()[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert command.wait() == 6
+    took_s = time.monotonic() - stopped
+    (line,) = command.errors.splitlines()
+    assert line.startswith("segtrain: rank 1 did not answer the others: it hung in training, after")
+    assert "--resume" in line
+    assert left_after(everyone, 10) == []
+    # The timeout, the launcher's patience, and room for a loaded machine.
+    assert took_s < 6 + 10 + 30
+
+
+def killed_and_restarted(tmp_path, data, alone, trial):
+    """One run whose rank is killed somewhere; torch elastic starts the ranks again."""
+    options = small(data, data={"num_workers": 1}, train={"steps": 12}, checkpoint=CADENCE)
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / f"run{trial}"
+    rng = random.SystemRandom()
+    step, victim = rng.randint(1, 9), rng.randint(0, 1)
+    print(f"trial {trial}: SIGKILL to rank {victim} after step {step}")
+    command = Command(tmp_path, "train", config, "--nproc", 2, "--max-restarts", 1, "--output", run)
+    command.wait_for_step(run, step)
+    os.kill(command.ranks()[victim], signal.SIGKILL)
+    assert command.wait() == 0, command.errors
+    assert_same_state(last(run), last(alone))
+
+
+CADENCE = {"every_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, data):
+    """The same run, left alone."""
+    where = tmp_path_factory.mktemp("alone")
+    options = small(data, data={"num_workers": 1}, train={"steps": 12}, checkpoint=CADENCE)
+    config = write_config(where / "c.yaml", options)
+    command = Command(where, "train", config, "--nproc", 2, "--output", where / "run")
+    assert command.wait() == 0, command.errors
+    return where / "run"
+
+
+@pytest.mark.fault(2)
+@pytest.mark.parametrize("trial", range(2))
+def test_the_second_attempt_comes_up_and_ends_with_the_same_weights(tmp_path, data, alone, trial):
+    killed_and_restarted(tmp_path, data, alone, trial)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(2)
+def test_the_second_attempt_comes_up_twenty_times_of_twenty(tmp_path, data, alone):
+    for trial in range(20):
+        killed_and_restarted(tmp_path, data, alone, trial)
+
+
+@pytest.mark.fault(13)
+def test_usr1_to_the_launcher_saves_and_goes_on(tmp_path, data):
+    options = small(data, train={"steps": 500}, checkpoint={"every_steps": 400})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run)
+    command.wait_for_step(run, 2)
+    assert not (run / "checkpoints" / "last.pt").exists()
+    command.process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 60
+    while "as SIGUSR1 asked for" not in (run / "train.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    saved = last(run).step
+    command.wait_for_step(run, saved + 2)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 143
+    assert last(run).step >= saved + 2
+    assert command.errors == ""
+
+
+@pytest.mark.fault(13)
+def test_usr1_requeues_a_slurm_job_that_then_goes_on_by_itself(tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 40}))
+    run, called = tmp_path / "run", tmp_path / "called"
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {called}\n')
+    scontrol.chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    arguments = ["train", config, "--requeue", "--output", run]
+    command = Command(tmp_path, *arguments, **job)
+    command.wait_for_step(run, 2)
+    command.process.send_signal(signal.SIGUSR1)
+    assert command.wait() == 143, command.errors
+    assert called.read_text() == "requeue 7\n"
+    saved = last(run).step
+    assert 2 <= saved < 40
+    assert f"stopped by SIGUSR1 after step {saved}" in command.output
+
+    again = Command(tmp_path, *arguments, **job, SLURM_RESTART_COUNT="1")
+    assert again.wait() == 0, again.errors
+    assert last(run).step == 40
+
+
+def test_requeue_outside_of_a_job_is_a_mistake(tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", small(data))
+    command = Command(tmp_path, "train", config, "--requeue", "--output", tmp_path / "run")
+    assert command.wait() == 2
+    assert command.errors == "segtrain: --requeue: this is no SLURM job (SLURM_JOB_ID is not set)\n"
+
+
+@pytest.mark.fault(19)
+def test_a_killed_loader_worker_is_told_in_one_line(tmp_path, data):
+    """Wherever the rank is when its worker dies."""
+    options = small(data, data={"num_workers": 1}, train={"steps": 500})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run)
+    command.wait_for_step(run, 2)
+    (worker,) = descendants(command.ranks()[1])[1:]
+    os.kill(worker, signal.SIGKILL)
+    assert command.wait() == 6
+    (line,) = command.errors.splitlines()
+    assert line.startswith("segtrain: DataLoader worker (pid")
+    assert "out of memory" in line

@@ -1,0 +1,288 @@
+import fcntl
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoint import names, record
+
+from segtrain import manifest
+from segtrain.checkpoint import load, save, unnamed
+from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.store import CheckpointStore
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 4 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk takes root")
+    where = tmp_path / "disk"
+    where.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "segtrain-test", where], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
+    yield where
+    subprocess.run(["umount", where], check=True)
+
+
+def store_in(directory):
+    """As a run opens it."""
+    store = CheckpointStore(directory, keep_limit=2)
+    store.tidy()
+    return store
+
+
+def weights(num_bytes):
+    return {"weight": torch.zeros(num_bytes // 4)}
+
+
+def flip_a_bit(path, where):
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.fault(25)
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(small_disk):
+    store = store_in(small_disk / "run")
+    store.save_last(record(step=1, model=weights(1 << 20)))
+    # Enough for the estimate, which takes a letter for a byte, and not for the file.
+    room = 500_000
+    fill = shutil.disk_usage(small_disk).free - room
+    (small_disk / "other").write_bytes(bytes(fill))
+    before = names(small_disk / "run")
+    with pytest.raises(ExecutionError, match=r"last\.pt: cannot write .*No space left"):
+        store.save_last(record(step=2, config="\u8a9e" * 400_000))
+    assert names(small_disk / "run") == before
+    assert load(store.last).step == 1
+    (small_disk / "other").unlink()
+    store.save_last(record(step=3))
+    assert load(store.newest()[0]).step == 3
+
+
+@pytest.mark.fault(25)
+def test_a_disk_that_fills_up_with_the_manifest_leaves_nothing_either(small_disk):
+    store = store_in(small_disk / "run")
+    store.save_last(record(step=1, model=weights(1 << 20)))
+    new = record(step=2, model=weights(1 << 20))
+    with unnamed(small_disk / "size.pt", new) as (temporary, _):
+        room = -(-temporary.stat().st_size // 4096) * 4096
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
+    before = names(small_disk / "run")
+    with pytest.raises(ExecutionError, match=r"last\.pt: cannot write .*No space left"):
+        store.save_last(new)
+    assert names(small_disk / "run") == before
+    assert load(store.last).step == 1
+
+
+@pytest.mark.fault(25)
+def test_room_is_looked_for_before_anything_is_written(small_disk):
+    store = store_in(small_disk / "run")
+    with pytest.raises(ExecutionError, match=r"it takes 5\.\d MB and the disk has 4\.\d MB left"):
+        store.save_last(record(model=weights(5 << 20)))
+    store.check_space(record(model=weights(1 << 20)))
+    with pytest.raises(ExecutionError, match=r"two checkpoints take 6\.\d MB .* by --output"):
+        store.check_space(record(model=weights(3 << 20)))
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("where", [0.001, 0.3, 0.6, 0.9, 0.999])
+def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, where):
+    """By itself torch.load takes it for a weight."""
+    store = store_in(tmp_path)
+    store.save_last(record(step=1, model=weights(100_000)))
+    flip_a_bit(store.last, where)
+    with pytest.raises(CheckpointError, match=r"last\.pt: damaged: these are not the bytes"):
+        load(store.last)
+
+
+@pytest.mark.fault(46)
+def test_a_damaged_last_checkpoint_is_passed_over_for_the_one_before(tmp_path):
+    store = store_in(tmp_path)
+    for step in (1, 2, 3):
+        store.save_last(record(step=step))
+    flip_a_bit(store.last, 0.5)
+    path, problems = store_in(tmp_path).newest()
+    assert (path.name, load(path).step) == ("previous.pt", 2)
+    assert len(problems) == 1
+    assert "last.pt: damaged" in problems[0]
+
+
+@pytest.mark.fault(46)
+def test_the_good_one_is_not_replaced_by_the_damaged_one(tmp_path):
+    store = store_in(tmp_path)
+    for step in (1, 2):
+        store.save_last(record(step=step))
+    flip_a_bit(store.last, 0.5)
+    store = store_in(tmp_path)
+    store.save_last(record(step=2))
+    assert load(tmp_path / "previous.pt").step == 1
+    assert load(store.last).step == 2
+
+
+@pytest.mark.fault(46)
+def test_a_kept_checkpoint_serves_where_it_is_the_newest_good_one(tmp_path):
+    store = store_in(tmp_path)
+    for step in (10, 20):
+        store.save_last(record(step=step))
+        store.keep(record(step=step + 1))
+    for name in ("last.pt", "step_0000021.pt"):
+        flip_a_bit(tmp_path / name, 0.5)
+    path, problems = store_in(tmp_path).newest()
+    assert path.name == "step_0000011.pt"
+    assert ["step_0000021.pt" in problem for problem in problems] == [True, False]
+
+
+@pytest.mark.fault(46)
+def test_nothing_but_damage_is_refused_with_every_file_named(tmp_path):
+    store = store_in(tmp_path)
+    for step in (1, 2):
+        store.save_last(record(step=step))
+    for name in ("last.pt", "previous.pt"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"last\.pt: damaged.*\n.*previous\.pt: damaged"):
+        store_in(tmp_path).newest()
+
+
+@pytest.mark.fault(32)
+def test_the_newest_is_told_by_its_step_and_not_by_the_clock(tmp_path):
+    store = store_in(tmp_path)
+    store.keep(record(step=5))
+    store.keep(record(step=7))
+    os.utime(tmp_path / "step_0000005.pt", (4e9, 4e9))
+    os.utime(tmp_path / "step_0000007.pt", (0, 0))
+    assert store_in(tmp_path).newest()[0].name == "step_0000007.pt"
+
+
+def test_a_file_brought_from_elsewhere_is_loaded_unchecked(tmp_path):
+    store_in(tmp_path).save_last(record(step=1))
+    save(tmp_path / "other.pt", record(step=9))
+    assert load(tmp_path / "other.pt").step == 9
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"last.pt": [{}]}', b'{"last.pt": 3}'])
+def test_a_damaged_manifest_is_refused_by_name(tmp_path, content):
+    store_in(tmp_path).save_last(record(step=1))
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged .*; remove it"):
+        load(tmp_path / "last.pt")
+    (tmp_path / "manifest.json").unlink()
+    assert load(tmp_path / "last.pt").step == 1
+
+
+def test_only_the_newest_kept_checkpoints_stay(tmp_path):
+    store = store_in(tmp_path)
+    for step in (9_999_998, 9_999_999, 10_000_000):
+        store.keep(record(step=step))
+    assert names(tmp_path) == ["manifest.json", "step_10000000.pt", "step_9999999.pt"]
+
+
+def test_where_files_have_one_name_only_there_are_two_checkpoints_all_the_same(
+    tmp_path, monkeypatch
+):
+    def no_links(self, target):
+        raise OSError("Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", no_links)
+    store = store_in(tmp_path)
+    for step in (1, 2, 3):
+        store.save_last(record(step=step))
+    assert load(store.last).step == 3
+    assert load(tmp_path / "previous.pt").step == 2
+    assert names(tmp_path) == ["last.pt", "manifest.json", "previous.pt"]
+
+
+def save_forever(directory, start):
+    store = store_in(directory)
+    for step in range(start, 1_000_000):
+        content = {"weight": torch.full((200_000,), float(step))}
+        store.save_last(record(step=step, model=content))
+        if step % 3 == 0:
+            store.keep(record(step=step, model=content))
+
+
+@pytest.mark.fault(3, 7)
+def test_killed_at_any_instant_of_saving_a_checkpoint_can_be_loaded(tmp_path):
+    rng = random.Random(0)
+    context = multiprocessing.get_context("forkserver")
+    step = 1
+    for _ in range(12):
+        process = context.Process(target=save_forever, args=(tmp_path, step))
+        process.start()
+        deadline = time.monotonic() + 60
+        newest = None
+        while newest is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            newest, _ = CheckpointStore(tmp_path, keep_limit=2).newest()
+        time.sleep(0.02 + 0.1 * rng.random())
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        store = store_in(tmp_path)
+        path, problems = store.newest()
+        loaded = load(path)
+        assert problems == []
+        assert (loaded.model["weight"] == loaded.step).all()
+        assert not any(name.endswith(".tmp") for name in names(tmp_path))
+        # What is there is what the manifest says, one state of each file.
+        manifest.write(tmp_path, {name: [entry] for name, entry in store._entries.items()})
+        for name in names(tmp_path):
+            if name.endswith(".pt"):
+                load(tmp_path / name)
+        assert loaded.step >= step - 1
+        step = loaded.step + 1
+
+
+def test_a_lock_is_not_inherited(tmp_path):
+    """A child that outlives its run must not keep the directory closed."""
+    from segtrain import rundir
+
+    with rundir.claimed(tmp_path / "run"):
+        child = subprocess.Popen(["sleep", "60"], close_fds=False)
+    try:
+        with rundir.claimed(tmp_path / "run"):
+            assert not (tmp_path / "run" / "checkpoints").exists()
+    finally:
+        child.kill()
+        child.wait()
+
+
+def hold(directory, pipe):
+    from segtrain import rundir
+
+    with rundir.claimed(directory):
+        pipe.send("held")
+        time.sleep(60)
+
+
+@pytest.mark.fault(29, 30)
+def test_a_run_in_use_is_refused_and_a_dead_one_s_lock_is_taken_over(tmp_path):
+    from segtrain import rundir
+    from segtrain.errors import ConfigError
+
+    context = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(tmp_path / "run", theirs))
+    process.start()
+    assert mine.recv() == "held"
+    with (
+        pytest.raises(ConfigError, match=rf"run: in use by process {process.pid} on .*--output"),
+        rundir.claimed(tmp_path / "run"),
+    ):
+        pytest.fail("two runs in one directory")
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert (tmp_path / "run" / ".lock").exists()
+    with rundir.claimed(tmp_path / "run"), (tmp_path / "run" / ".lock").open() as again:
+        assert str(os.getpid()) in again.read()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not (tmp_path / "run").exists()
