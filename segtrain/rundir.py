@@ -94,7 +94,10 @@ def claimed(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        # Where the directory was deleted meanwhile, the file of its name may be another run's.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                path.unlink()
         os.close(handle)
         with suppress(OSError):
             directory.rmdir()  # if nothing came of the run
@@ -178,6 +181,22 @@ def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def other_versions(directory: Path) -> list[str]:
+    """How the libraries differ from those that environment.json tells of, a line for each."""
+    try:
+        recorded = json.loads((directory / ENVIRONMENT).read_text(encoding="utf-8"))
+        before = {name: recorded[name] for name in ("segtrain", "python")} | recorded["libraries"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # it is for people to read; nothing hangs on it
+    current = environment([])
+    now = {name: current[name] for name in ("segtrain", "python")} | current["libraries"]
+    return [
+        f"{name} {before[name] or 'none'} there, {now[name] or 'none'} now"
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
 
 
 def environment(devices: list[str]) -> dict[str, Any]:

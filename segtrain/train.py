@@ -19,7 +19,7 @@ from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
+from segtrain.data.loader import TrainStream, num_loader_workers, rows_of_rank, train_loader
 from segtrain.data.transforms import TrainTransform
 from segtrain.engine import TrainState, make_state, train_steps
 from segtrain.errors import EXIT_OK, CheckpointError
@@ -80,6 +80,7 @@ def run(
     """
     if device.type == "cpu":
         keep_freed_memory()
+    progress.at("setup", 0)
     with dist.process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
         if restarted:
             resume = dist.on_main((directory / rundir.CONFIG).exists)
@@ -152,12 +153,14 @@ def _prepare(
         evaluated = record.evaluated
 
     devices = dist.all_gather_object(_device_name(device))
-    if changes or not resume:
+    others = dist.on_main(lambda: rundir.other_versions(directory)) if resume else []
+    if changes or others or not resume:
         dist.on_main(lambda: rundir.write_description(directory, config, devices))
     log = RunLog(directory, enabled=dist.is_main(), start_step=state.step, evaluated_step=evaluated)
     log.lines(start_lines(config, directory, model, train_set, eval_set, devices, state.step))
     log.lines(loaded)
     log.lines([f"changed    {change}" for change in changes])
+    log.lines([f"warning: the run had {other}: numbers may differ" for other in others])
     log.lines([f"warning: {problem}" for problem in problems])
     if problems:
         log.lines([f"warning: going on from {path} instead, step {state.step}"])
@@ -307,9 +310,6 @@ def _batches(run: Run, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
 def _loader(run: Run, rows: Sequence[Sequence[int]], steps: int) -> Iterable[Batch]:
     """This rank's batches from the current step to `steps`."""
     config = run.config
-    workers = config.data.num_workers
-    if workers is None:
-        workers = default_workers(dist.local_world_size())
     stream = TrainStream(
         run.train_set,
         TrainTransform(
@@ -323,9 +323,12 @@ def _loader(run: Run, rows: Sequence[Sequence[int]], steps: int) -> Iterable[Bat
         rows=rows,
         start_step=run.state.step,
         steps=steps,
-        num_workers=workers,
+        num_workers=num_loader_workers(config.data),
         prefetch=config.data.prefetch,
         pin_memory=run.device.type == "cuda",
+        # The other ranks begin to wait at the same time. Who gives up first says why, and that is
+        # to be the one that knows it.
+        timeout_s=0.8 * config.train.timeout_s,
     )
 
 

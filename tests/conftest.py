@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -41,6 +42,22 @@ def spawn_ranks() -> Callable[..., list[Any]]:
 def spawn_nccl_ranks() -> Callable[..., list[Any]]:
     """As `spawn_ranks`, with a device for each rank and an NCCL group."""
     return partial(_run, multiprocessing.get_context("spawn"), "cuda")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 4 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk takes root")
+    where = tmp_path / "disk"
+    where.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "segtrain-test", where], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
+    yield where
+    subprocess.run(["umount", where], check=True)
 
 
 def _run(

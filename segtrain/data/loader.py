@@ -7,6 +7,7 @@ starts at step s yields what one that started at 0 yields from there on, for any
 workers.
 """
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from segtrain import dist, seed
+from segtrain.config import DataConfig
 from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
@@ -29,9 +31,6 @@ Sample = tuple[torch.Tensor, torch.Tensor, str]
 
 Place = tuple[int, int]
 """(step, position in the batch of that step)"""
-
-# A worker that gives no sign of life for this long is stuck, on a dead network drive for instance.
-WORKER_TIMEOUT_S = 600
 
 
 @lru_cache(maxsize=2)
@@ -147,6 +146,25 @@ def default_workers(ranks_here: int) -> int:
     return min(8, (cores or 1) // ranks_here)
 
 
+def num_loader_workers(config: DataConfig) -> int:
+    """The loader processes of this rank."""
+    if config.num_workers is not None:
+        return config.num_workers
+    return default_workers(dist.local_world_size())
+
+
+def bytes_in_flight(
+    crop_size: tuple[int, int], images: int, *, num_workers: int, prefetch: int
+) -> int:
+    """The shared memory that one rank's batches take while they wait for it.
+
+    Args:
+        images: images of a pass on this rank.
+    """
+    # Three bytes of image and one of label a pixel.
+    return num_workers * prefetch * images * 4 * crop_size[0] * crop_size[1]
+
+
 def train_loader(
     stream: TrainStream,
     *,
@@ -156,8 +174,12 @@ def train_loader(
     num_workers: int,
     prefetch: int,
     pin_memory: bool,
+    timeout_s: float,
 ) -> Iterator[Batch]:
     """Yields this rank's Batch for every pass of the steps start_step .. steps - 1, in order.
+
+    Args:
+        timeout_s: how long to wait for a batch of the workers.
 
     Raises:
         UserError: of the data set, such as a DataError for a file that cannot be read.
@@ -171,7 +193,7 @@ def train_loader(
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
-        timeout=WORKER_TIMEOUT_S if num_workers else 0,
+        timeout=timeout_s if num_workers else 0,
     )
     try:
         for batch in loader:
@@ -181,6 +203,16 @@ def train_loader(
     except RuntimeError as error:
         if not str(error).startswith("DataLoader "):
             raise
+        if "timed out" in str(error):
+            # A stopped worker, or one that waits for a dead disk, is deaf to SIGTERM, by which
+            # multiprocessing would end it and then wait.
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise ExecutionError(
+                f"rank {dist.rank()}: no loader worker has given a batch for {timeout_s:.0f} s "
+                "(train.timeout_s): one hangs, on a dead network drive for instance, or reading is "
+                "very slow; training goes on from the last checkpoint by --resume"
+            ) from error
         raise ExecutionError(
             f"{error}; a killed worker is often out of memory: use fewer data.num_workers, or give "
             "the container more shared memory (/dev/shm)"
