@@ -7,11 +7,14 @@ starts at step s yields what one that started at 0 yields from there on, for any
 workers.
 """
 
+import math
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import cv2
@@ -193,27 +196,71 @@ def train_loader(
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
-        timeout=timeout_s if num_workers else 0,
     )
-    try:
-        for batch in loader:
-            if isinstance(batch, UserError):
-                raise batch
-            yield batch
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader "):
-            raise
-        if "timed out" in str(error):
-            # A stopped worker, or one that waits for a dead disk, is deaf to SIGTERM, by which
-            # multiprocessing would end it and then wait.
-            for worker in multiprocessing.active_children():
-                worker.kill()
+    with _Watch(timeout_s if num_workers else math.inf) as watch:
+        try:
+            yield from _batches(loader, watch)
+        except (RuntimeError, EOFError, ConnectionError) as error:
+            if watch.expired:
+                raise ExecutionError(
+                    f"rank {dist.rank()}: no loader worker has given a batch for {timeout_s:.0f} s "
+                    "(train.timeout_s): one hangs, on a dead network drive for instance, or "
+                    "reading is very slow; training goes on from the last checkpoint by --resume"
+                ) from error
+            if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader "):
+                raise
+            # The connection to a worker may end before its death is known.
+            what = str(error) if isinstance(error, RuntimeError) else "a loader worker was killed"
             raise ExecutionError(
-                f"rank {dist.rank()}: no loader worker has given a batch for {timeout_s:.0f} s "
-                "(train.timeout_s): one hangs, on a dead network drive for instance, or reading is "
-                "very slow; training goes on from the last checkpoint by --resume"
+                f"{what}; a killed worker is often out of memory: use fewer data.num_workers, or "
+                "give the container more shared memory (/dev/shm)"
             ) from error
-        raise ExecutionError(
-            f"{error}; a killed worker is often out of memory: use fewer data.num_workers, or give "
-            "the container more shared memory (/dev/shm)"
-        ) from error
+
+
+def _batches(loader: DataLoader, watch: "_Watch") -> Iterator[Batch]:
+    batches = iter(loader)
+    while True:
+        with watch.over_one_batch():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+class _Watch:
+    """Kills the loader workers of this process if one batch takes them too long.
+
+    The DataLoader's own timeout is no help against a worker that is stopped as a whole: a thread of
+    the worker hands over the memory of the batches that it has finished, and is waited for forever.
+    Only SIGKILL ends such a worker, too.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.expired = False
+        self._timeout_s = timeout_s
+        self._deadline = math.inf
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "_Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    @contextmanager
+    def over_one_batch(self) -> Iterator[None]:
+        self._deadline = time.monotonic() + self._timeout_s
+        yield
+        self._deadline = math.inf
+
+    def _run(self) -> None:
+        while not self._over.wait(min(1.0, self._timeout_s / 10)):
+            if time.monotonic() > self._deadline:
+                self.expired = True
+                for worker in multiprocessing.active_children():
+                    worker.kill()
+                return
