@@ -131,6 +131,12 @@ def _export(args: argparse.Namespace) -> int:
     return export.main(args)
 
 
+def _doctor(_: argparse.Namespace) -> int:
+    from segtrain import doctor
+
+    return doctor.main()
+
+
 def _data_synth(args: argparse.Namespace) -> int:
     from segtrain.data import synthetic
 
@@ -186,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_data(commands)
     _add_config(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -406,6 +413,16 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
     )
     schema.add_argument("--output", type=Path, metavar="FILE", help="default: the terminal")
     schema.set_defaults(handler=_config_schema)
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look at this machine and installation",
+        description="Print versions, devices and memory, and what is wrong with them. Exit code 2 "
+        "if nothing can be trained, else 0.",
+    )
+    parser.set_defaults(handler=_doctor)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

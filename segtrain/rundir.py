@@ -10,19 +10,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from segtrain import __version__
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.errors import CheckpointError, ConfigError
+from segtrain.versions import LIBRARIES, library_version
 
 CONFIG, ENVIRONMENT, METRICS, LOG = "config.yaml", "environment.json", "metrics.jsonl", "train.log"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
-
-_LIBRARIES = ("torch", "torchvision", "albumentations", "opencv-python-headless", "numpy", "pillow")
 
 # What may change between the parts of a run without changing the model it ends with, but for
 # rounding in a compiled step.
@@ -205,19 +203,11 @@ def environment(devices: list[str]) -> dict[str, Any]:
         "segtrain": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "libraries": {name: library_version(name) for name in _LIBRARIES},
+        "libraries": {name: library_version(name) for name in LIBRARIES},
         "devices": devices,
         "git": git_revision(),
         "command": sys.argv,
     }
-
-
-def library_version(package: str) -> str | None:
-    """The version of an installed package, without importing it; None if there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def git_revision() -> str | None:

@@ -17,6 +17,7 @@ from segtrain.data.photometric import check_extra
 from segtrain.errors import ConfigError
 from segtrain.norm import describe_norm
 from segtrain.optim import base_lr, learning_rate
+from segtrain.versions import library_version
 
 
 def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset) -> None:
@@ -132,7 +133,7 @@ def start_lines(
     return [
         # torchvision's version from its metadata: importing it takes two seconds more.
         f"segtrain {__version__}  torch {torch.__version__}"
-        f"  torchvision {rundir.library_version('torchvision') or 'none'}"
+        f"  torchvision {library_version('torchvision') or 'none'}"
         f"  git {rundir.git_revision() or 'none'}",
         f"devices    {ranks} x {devices[0]}, {train.precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),

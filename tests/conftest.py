@@ -5,6 +5,7 @@ import os
 import pickle
 import socket
 import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -59,6 +60,29 @@ def small_disk(tmp_path):
     yield where
     # Lazily: a test that fails may hold a file open.
     subprocess.run(["umount", "--lazy", where], check=True)
+
+
+@pytest.fixture(scope="session")
+def little_shared_memory() -> list[str]:
+    """What comes before a command that is to find 1 MB in /dev/shm."""
+    mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
+    return _checked(["unshare", "--mount", "sh", "-c", mount, "sh"], "mounting")
+
+
+@pytest.fixture(scope="session")
+def no_network() -> list[str]:
+    """What comes before a command that is to find no network but its own machine."""
+    up = 'ip link set lo up && exec "$@"'
+    return _checked(["unshare", "--net", "sh", "-c", up, "sh"], "leaving the network")
+
+
+def _checked(wrapper: list[str], what: str) -> list[str]:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip(f"{what} takes root on Linux")
+    done = subprocess.run([*wrapper, "true"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{what} is not allowed here: {done.stderr.strip()}")
+    return wrapper
 
 
 def _run(
