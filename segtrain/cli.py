@@ -4,6 +4,7 @@ Nothing heavy is imported before it is needed: help and refused configs take a f
 """
 
 import argparse
+import io
 import json
 import os
 import select
@@ -45,6 +46,9 @@ _SOURCE_HELP = "run directory (its best checkpoint) or checkpoint file"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: that of the process) and returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of classes and files may hold letters that the terminal's language lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     args.argv = argv  # the launcher starts the same command once more for each rank
     return _run_as_rank(args) if outcome.is_wanted() else _run(args)

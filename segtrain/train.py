@@ -48,7 +48,9 @@ class Run:
     """One experiment on this rank, at its first step or where it was left."""
 
     config: Config
+    directory: Path
     device: torch.device
+    devices: list[str]  # of every rank, by name
     train_set: SegDataset
     eval_set: SegDataset
     state: TrainState
@@ -169,7 +171,9 @@ def _prepare(
     requests = Requests(stop_on_usr1=requeue)
     return Run(
         config=config,
+        directory=directory,
         device=device,
+        devices=devices,
         train_set=train_set,
         eval_set=eval_set,
         state=state,
@@ -401,6 +405,8 @@ def _save(run: Run) -> None:
     progress.at("checkpoint", run.state.step)
     if dist.is_main():
         run.store.save_last(_record(run))
+        if not (run.directory / rundir.CONFIG).exists():  # deleted; without it there is no --resume
+            rundir.write_description(run.directory, run.config, run.devices)
 
 
 def _record(run: Run) -> Record:
