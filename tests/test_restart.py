@@ -105,14 +105,10 @@ def test_sigterm_twice_to_the_launcher_does_not_cut_the_checkpoint_off(tmp_path,
     assert left_after(everyone, 0) == []
 
 
+@pytest.mark.fault(10, 11)
 @pytest.mark.parametrize(
     ("times", "pause_s", "hangs"),
-    [
-        pytest.param(2, 0.0, False, marks=pytest.mark.fault(10)),
-        pytest.param(2, 0.1, True, marks=pytest.mark.fault(10)),
-        pytest.param(3, 0.0, False, marks=pytest.mark.fault(11)),
-        pytest.param(3, 0.03, True, marks=pytest.mark.fault(11)),
-    ],
+    [(2, 0.0, False), (2, 0.1, True), (3, 0.0, False), (3, 0.03, True)],
 )
 def test_sigint_more_than_once_to_the_launcher_ends_everything_at_once(
     tmp_path, busy, times, pause_s, hangs

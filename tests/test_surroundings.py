@@ -30,9 +30,7 @@ def test_too_little_shared_memory_is_refused_at_the_start(tmp_path, data, little
     assert command.wait() == 2
     (line,) = command.errors.splitlines()
     assert line.startswith("segtrain: /dev/shm: the loader's batches take up to 1.3 MB (2 ranks x ")
-    assert (
-        "4 workers x 10 batches of 3 images) and 1.0 MB are free; use fewer data.num_work" in line
-    )
+    assert "4 workers x 10 batches of 3 images) and 1.0 MB are free; use fewer data.num_" in line
     assert "a smaller data.prefetch" in line
     assert "docker run --shm-size" in line
     assert not (tmp_path / "run").exists()
