@@ -294,7 +294,8 @@ def restore(state: TrainState, record: Record, path: Path) -> None:
             raise CheckpointError(f"{path}: holds no average of the weights (train.ema_decay)")
         load_weights(state.average.model, record.average, path)
     _restore_optimizer(state.optimizer, record.optimizer, path)
-    if state.scaler.is_enabled():
+    # Without float16 there was none to record; a new one finds its scale within some steps.
+    if state.scaler.is_enabled() and record.scaler:
         state.scaler.load_state_dict(record.scaler)
     state.step = record.step
 

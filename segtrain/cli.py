@@ -4,6 +4,7 @@ Nothing heavy is imported before it is needed: help and refused configs take a f
 """
 
 import argparse
+import io
 import json
 import os
 import select
@@ -45,6 +46,9 @@ _SOURCE_HELP = "run directory (its best checkpoint) or checkpoint file"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: that of the process) and returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of classes and files may hold letters that the terminal's language lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     args.argv = argv  # the launcher starts the same command once more for each rank
     return _run_as_rank(args) if outcome.is_wanted() else _run(args)
@@ -131,6 +135,12 @@ def _export(args: argparse.Namespace) -> int:
     return export.main(args)
 
 
+def _doctor(_: argparse.Namespace) -> int:
+    from segtrain import doctor
+
+    return doctor.main()
+
+
 def _data_synth(args: argparse.Namespace) -> int:
     from segtrain.data import synthetic
 
@@ -186,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_data(commands)
     _add_config(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -406,6 +417,16 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
     )
     schema.add_argument("--output", type=Path, metavar="FILE", help="default: the terminal")
     schema.set_defaults(handler=_config_schema)
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look at this machine and installation",
+        description="Print versions, devices and memory, and what is wrong with them. Exit code 2 "
+        "if nothing can be trained, else 0.",
+    )
+    parser.set_defaults(handler=_doctor)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

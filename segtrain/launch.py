@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -151,12 +152,18 @@ def start_ranks(args: argparse.Namespace) -> int:
     statuses: dict[int, int] = {}
     stopped_by = None
     with tempfile.TemporaryDirectory(prefix="segtrain-", ignore_cleanup_errors=True) as directory:
-        os.environ[outcome.VARIABLE] = directory
+        os.environ |= {outcome.VARIABLE: directory, signals.LAUNCHER: str(os.getpid())}
         signal.signal(signal.SIGUSR1, lambda *_: _pass_on(signal.SIGUSR1, Path(directory)))
         hung = HungRanks(Path(directory))
+        requests = signals.LauncherSignals(
+            lambda number: SignalException("asked to stop", sigval=signal.Signals(number)),
+            kill=lambda: _kill(Path(directory)),
+        )
+        requests.install()
         try:
             with hung:
                 elastic_launch(_launch_config(args, ranks, directory), command[0])(*command[1:])
+                requests.ignore()
         except ChildFailedError as error:
             statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException as error:
@@ -164,6 +171,7 @@ def start_ranks(args: argparse.Namespace) -> int:
         except RendezvousError as error:
             where = args.rdzv_endpoint if args.nnodes > 1 else "this machine"
             raise ExecutionError(f"the launchers did not meet at {where}: {error}") from error
+        requests.ignore()
         notes = outcome.read(Path(directory))
         return exit_code_of(notes, statuses, stopped_by, hung=hung.ended)
 
@@ -172,6 +180,12 @@ def _pass_on(number: int, directory: Path) -> None:
     for rank in progress.read(directory):
         with suppress(ProcessLookupError):
             os.kill(rank.pid, number)
+
+
+def _kill(directory: Path) -> None:
+    """Ends the ranks at once; those that have not said where they are end with this process."""
+    _pass_on(signal.SIGKILL, directory)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _num_cores() -> int:
@@ -204,7 +218,8 @@ def _launch_config(args: argparse.Namespace, ranks: int, log_directory: str) -> 
         "start_method": "spawn",
         # Otherwise it leaves an empty directory behind with every run.
         "logs_specs": DefaultLogsSpecs(log_dir=log_directory),
-        "signals_to_handle": "SIGTERM,SIGINT" + ("" if signals.hangup_is_ignored() else ",SIGHUP"),
+        # None: torch's handler raises an error at every signal, wherever it finds the launcher.
+        "signals_to_handle": "",
         # Without it torch looks this machine's name up, which fails on many laptops.
         "local_addr": "127.0.0.1",
         "shutdown_timeout": SHUTDOWN_TIMEOUT_S,

@@ -4,13 +4,16 @@ A disk that is full or a log directory that is gone must not end days of trainin
 fails says so once and stays silent from then on.
 """
 
+import errno
 import json
 import logging
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,6 +46,8 @@ class RunLog:
         if not enabled:
             return
         directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         self._metrics = directory / METRICS
         _drop_after(self._metrics, start_step, evaluated_step)
         self._handler = _LogFile(directory / LOG)
@@ -50,6 +55,8 @@ class RunLog:
         # Slow to import, and of use to rank 0 only.
         from torch.utils.tensorboard import SummaryWriter
 
+        # It writes in a thread, whose end Python would show with a traceback.
+        self._excepthook, threading.excepthook = threading.excepthook, self._of_thread
         self._board = SummaryWriter(str(directory), purge_step=start_step + 1 if start_step else 0)
 
     def __enter__(self) -> Self:
@@ -63,10 +70,14 @@ class RunLog:
     ) -> None:
         if self.enabled:
             self._try("TensorBoard", self._board.close)
+            threading.excepthook = self._excepthook
             if error is not None:
                 _record(f"ended by {type(error).__name__}: {error}")
             logger.removeHandler(self._handler)
-            self._handler.close()
+            # What a full disk did not take it does not take now; it was said when it was tried.
+            with suppress(OSError):
+                self._handler.close()
+            os.close(self._handle)
 
     def lines(self, lines: Sequence[str]) -> None:
         """Shows `lines` on the console and in train.log."""
@@ -80,19 +91,18 @@ class RunLog:
             return
         clean = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         self._try(METRICS, self._append, json.dumps({"step": step, **clean}) + "\n")
-        for tag, value in values.items():
-            self._try("TensorBoard", self._board.add_scalar, tag, value, step)
+        self._to_board(lambda: [self._board.add_scalar(tag, values[tag], step) for tag in values])
 
     def picture(self, step: int, tag: str, picture: np.ndarray) -> None:
         """An (H, W, 3) uint8 RGB picture."""
         if self.enabled:
-            self._try("TensorBoard", self._board.add_image, tag, picture, step, dataformats="HWC")
+            self._to_board(lambda: self._board.add_image(tag, picture, step, dataformats="HWC"))
 
     def text(self, tag: str, text: str) -> None:
         """Preformatted text."""
         if self.enabled:
             indented = "\n".join("    " + line for line in text.splitlines())
-            self._try("TensorBoard", self._board.add_text, tag, indented)
+            self._to_board(lambda: self._board.add_text(tag, indented))
 
     def hparams(self, options: Mapping[str, Any], scores: Mapping[str, float], step: int) -> None:
         """A row in TensorBoard's table of hyperparameters, for comparing runs."""
@@ -104,37 +114,69 @@ class RunLog:
             # Names of their own: the scores' curves have a point at this step already.
             named = {f"hparam/{name}": score for name, score in scores.items()}
             # It opens a file of its own, after which TensorBoard reads no more of this one.
-            self._try("TensorBoard", self._board.flush)
+            self._to_board(self._board.flush)
             # As its own run it would stand beside this one instead of in it.
-            self._try(
-                "TensorBoard",
-                self._board.add_hparams,
-                plain,
-                named,
-                run_name=".",
-                global_step=step,
+            self._to_board(
+                lambda: self._board.add_hparams(plain, named, run_name=".", global_step=step)
             )
 
     def _append(self, line: str) -> None:
+        _check_is_there(self._directory, self._handle)
         with self._metrics.open("a") as file:
             file.write(line)
 
-    def _try(self, what: str, call: Any, *args: Any, **kwargs: Any) -> None:
+    def _to_board(self, call: Callable[[], object]) -> None:
+        def write() -> None:
+            _check_is_there(self._directory, self._handle)
+            call()
+
+        self._try("TensorBoard", write)
+
+    def _try(self, what: str, call: Callable[..., object], *args: object) -> None:
         if what in self._failed:
             return
         try:
-            call(*args, **kwargs)
+            call(*args)
         except OSError as error:
             self._failed.add(what)
             say(f"warning: {what} cannot be written any more, training goes on: {error}")
 
+    def _of_thread(self, failure: threading.ExceptHookArgs) -> None:
+        # TensorBoard raises it again at the next call.
+        if not (
+            isinstance(failure.exc_value, OSError)
+            and type(failure.thread).__module__.startswith("tensorboard.")
+        ):
+            self._excepthook(failure)
+
+
+def _check_is_there(path: Path, handle: int) -> None:
+    """Refuses to write into a file or directory that was deleted after it had been opened.
+
+    What is at `path` by then is another one: files that begin in the middle would mislead.
+
+    Raises:
+        OSError: it was deleted or renamed.
+    """
+    if os.fstat(handle).st_nlink == 0 or not path.exists():
+        raise FileNotFoundError(errno.ENOENT, "deleted during the run", str(path))
+
 
 class _LogFile(logging.FileHandler):
-    """train.log; a disk that is full is mentioned once."""
+    """train.log; a disk that is full, or a file that is gone, is mentioned once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by logging with every line."""
+        try:
+            _check_is_there(Path(self.baseFilename), self.stream.fileno())
+        except OSError:
+            self.handleError(record)
+        else:
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Called by logging in place of raising."""

@@ -10,19 +10,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from segtrain import __version__
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.errors import CheckpointError, ConfigError
+from segtrain.versions import LIBRARIES, library_version
 
 CONFIG, ENVIRONMENT, METRICS, LOG = "config.yaml", "environment.json", "metrics.jsonl", "train.log"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
-
-_LIBRARIES = ("torch", "torchvision", "albumentations", "opencv-python-headless", "numpy", "pillow")
 
 # What may change between the parts of a run without changing the model it ends with, but for
 # rounding in a compiled step.
@@ -94,7 +92,10 @@ def claimed(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        # Where the directory was deleted meanwhile, the file of its name may be another run's.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                path.unlink()
         os.close(handle)
         with suppress(OSError):
             directory.rmdir()  # if nothing came of the run
@@ -180,25 +181,33 @@ def _write(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def other_versions(directory: Path) -> list[str]:
+    """How the libraries differ from those that environment.json tells of, a line for each."""
+    try:
+        recorded = json.loads((directory / ENVIRONMENT).read_text(encoding="utf-8"))
+        before = {name: recorded[name] for name in ("segtrain", "python")} | recorded["libraries"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # it is for people to read; nothing hangs on it
+    current = environment([])
+    now = {name: current[name] for name in ("segtrain", "python")} | current["libraries"]
+    return [
+        f"{name} {before[name] or 'none'} there, {now[name] or 'none'} now"
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
+
+
 def environment(devices: list[str]) -> dict[str, Any]:
     """Versions, devices, command and git revision, as plain data."""
     return {
         "segtrain": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "libraries": {name: library_version(name) for name in _LIBRARIES},
+        "libraries": {name: library_version(name) for name in LIBRARIES},
         "devices": devices,
         "git": git_revision(),
         "command": sys.argv,
     }
-
-
-def library_version(package: str) -> str | None:
-    """The version of an installed package, without importing it; None if there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def git_revision() -> str | None:

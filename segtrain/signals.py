@@ -7,9 +7,13 @@ place of the program.
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 from segtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+
+# Names the launcher's process, in the environment of the ranks that it starts.
+LAUNCHER = "SEGTRAIN_LAUNCHER"
 
 _PR_SET_PDEATHSIG = 1
 
@@ -59,6 +63,44 @@ class Requests:
         return due
 
 
+class LauncherSignals:
+    """The signals of the launcher: the first one has it stop the ranks in good order.
+
+    Later ones are ignored, since schedulers repeat themselves while the checkpoint is being
+    written; but after SIGINT, as in the ranks, a second signal ends everything at once.
+
+    Args:
+        error: what the first signal raises, given its number.
+        kill: ends the ranks that would not end with this process by themselves.
+    """
+
+    def __init__(self, error: Callable[[int], Exception], kill: Callable[[], None]) -> None:
+        self._error = error
+        self._kill = kill
+        self._first: int | None = None
+        self._over = False
+
+    def install(self) -> None:
+        """Takes over the signals; only in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if number != signal.SIGHUP or not hangup_is_ignored():
+                signal.signal(number, self._handle)
+
+    def ignore(self) -> None:
+        """For when the ranks have ended: what is left to do takes no time."""
+        self._over = True
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._over:
+            return
+        if self._first is None:
+            self._first = number
+            raise self._error(number)
+        if self._first == signal.SIGINT:
+            self._kill()
+            os._exit(EXIT_INTERRUPTED)
+
+
 def hangup_is_ignored() -> bool:
     """Whether the command was started by nohup, which is to outlive its terminal."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -75,10 +117,12 @@ def follow_launcher() -> None:
     Without a handler in Python a signal also ends a rank that waits inside a library.
     """
     global _launcher
-    _launcher = os.getppid()
+    _launcher = int(os.environ.get(LAUNCHER, os.getppid()))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     die_with_parent()
+    if os.getppid() != _launcher:  # it was gone before the kernel was asked
+        os._exit(EXIT_TERMINATED)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:

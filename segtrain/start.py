@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -11,10 +12,12 @@ from segtrain import __version__, dist, rundir
 from segtrain.config import Config
 from segtrain.data.check import quick_check
 from segtrain.data.dataset import SegDataset
+from segtrain.data.loader import bytes_in_flight, num_loader_workers
 from segtrain.data.photometric import check_extra
 from segtrain.errors import ConfigError
 from segtrain.norm import describe_norm
 from segtrain.optim import base_lr, learning_rate
+from segtrain.versions import library_version
 
 
 def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset) -> None:
@@ -22,7 +25,7 @@ def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset
 
     Raises:
         ConfigError: batch and ranks, classes and weights, or augmentations do not fit together; or
-            there is no compiler.
+            there is no compiler, or too little shared memory.
         DataError: images and labels do not fit together.
     """
     findings = [
@@ -32,6 +35,10 @@ def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset
     ]
     if findings:
         raise ConfigError("\n".join(findings))
+    # Each machine has its own.
+    for finding in dist.all_gather_object(_shared_memory_finding(config)):
+        if finding is not None:
+            raise ConfigError(finding)
     check_extra(config.augment)
     dist.on_main(lambda: quick_check(train_set, eval_set))
 
@@ -76,6 +83,34 @@ def _compiler_findings(needed: bool) -> list[str]:
     return []
 
 
+# Where the loader's workers lay down their batches.
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def _shared_memory_finding(config: Config) -> str | None:
+    """What is wrong with the shared memory of this machine; None: nothing.
+
+    A worker that finds it full is ended by SIGBUS, hours later perhaps.
+    """
+    workers, train = num_loader_workers(config.data), config.train
+    if workers == 0 or sys.platform != "linux" or not _SHARED_MEMORY.is_dir():
+        return None
+    smallest_pass = train.batch_size // train.accumulate_steps
+    images = -(-smallest_pass // dist.world_size())
+    needed = dist.local_world_size() * bytes_in_flight(
+        config.augment.crop_size, images, num_workers=workers, prefetch=config.data.prefetch
+    )
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if needed <= free:
+        return None
+    return (
+        f"{_SHARED_MEMORY}: the loader's batches take up to {needed / 1e6:.1f} MB "
+        f"({dist.local_world_size()} ranks x {workers} workers x {config.data.prefetch} batches of "
+        f"{images} images) and {free / 1e6:.1f} MB are free; use fewer data.num_workers, a smaller "
+        "data.prefetch, or give the container more shared memory (docker run --shm-size)"
+    )
+
+
 def start_lines(
     config: Config,
     directory: Path,
@@ -98,7 +133,7 @@ def start_lines(
     return [
         # torchvision's version from its metadata: importing it takes two seconds more.
         f"segtrain {__version__}  torch {torch.__version__}"
-        f"  torchvision {rundir.library_version('torchvision') or 'none'}"
+        f"  torchvision {library_version('torchvision') or 'none'}"
         f"  git {rundir.git_revision() or 'none'}",
         f"devices    {ranks} x {devices[0]}, {train.precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),

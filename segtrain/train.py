@@ -21,7 +21,7 @@ from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import (
     TrainStream,
-    default_workers,
+    num_loader_workers,
     rows_of_rank,
     train_loader,
     worker_failures,
@@ -54,7 +54,9 @@ class Run:
     """One experiment on this rank, at its first step or where it was left."""
 
     config: Config
+    directory: Path
     device: torch.device
+    devices: list[str]  # of every rank, by name
     train_set: SegDataset
     eval_set: SegDataset
     state: TrainState
@@ -86,6 +88,7 @@ def run(
     """
     if device.type == "cpu":
         keep_freed_memory()
+    progress.at("setup", 0)
     with dist.process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
         # Of several machines, one that was started anew knows what the others do not.
         wishes = dist.all_gather_object((resume, restarted))
@@ -161,12 +164,14 @@ def _prepare(
         evaluated = record.evaluated
 
     devices = dist.all_gather_object(_device_name(device))
-    if changes or not resume:
+    others = dist.on_main(lambda: rundir.other_versions(directory)) if resume else []
+    if changes or others or not resume:
         dist.on_main(lambda: rundir.write_description(directory, config, devices))
     log = RunLog(directory, enabled=dist.is_main(), start_step=state.step, evaluated_step=evaluated)
     log.lines(start_lines(config, directory, model, train_set, eval_set, devices, state.step))
     log.lines(loaded)
     log.lines([f"changed    {change}" for change in changes])
+    log.lines([f"warning: the run had {other}: numbers may differ" for other in others])
     log.lines([f"warning: {problem}" for problem in problems])
     if problems:
         log.lines([f"warning: going on from {path} instead, step {state.step}"])
@@ -175,7 +180,9 @@ def _prepare(
     requests = Requests(stop_on_usr1=requeue)
     return Run(
         config=config,
+        directory=directory,
         device=device,
+        devices=devices,
         train_set=train_set,
         eval_set=eval_set,
         state=state,
@@ -317,9 +324,6 @@ def _batches(run: Run, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
 def _loader(run: Run, rows: Sequence[Sequence[int]], steps: int) -> Iterable[Batch]:
     """This rank's batches from the current step to `steps`."""
     config = run.config
-    workers = config.data.num_workers
-    if workers is None:
-        workers = default_workers(dist.local_world_size())
     stream = TrainStream(
         run.train_set,
         TrainTransform(
@@ -333,9 +337,12 @@ def _loader(run: Run, rows: Sequence[Sequence[int]], steps: int) -> Iterable[Bat
         rows=rows,
         start_step=run.state.step,
         steps=steps,
-        num_workers=workers,
+        num_workers=num_loader_workers(config.data),
         prefetch=config.data.prefetch,
         pin_memory=run.device.type == "cuda",
+        # The other ranks begin to wait at the same time. Who gives up first says why, and that is
+        # to be the one that knows it.
+        timeout_s=0.8 * config.train.timeout_s,
     )
 
 
@@ -408,6 +415,8 @@ def _save(run: Run) -> None:
     progress.at("checkpoint", run.state.step)
     if dist.is_main():
         run.store.save_last(_record(run))
+        if not (run.directory / rundir.CONFIG).exists():  # deleted; without it there is no --resume
+            rundir.write_description(run.directory, run.config, run.devices)
 
 
 def _record(run: Run) -> Record:

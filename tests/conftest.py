@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -41,6 +43,46 @@ def spawn_ranks() -> Callable[..., list[Any]]:
 def spawn_nccl_ranks() -> Callable[..., list[Any]]:
     """As `spawn_ranks`, with a device for each rank and an NCCL group."""
     return partial(_run, multiprocessing.get_context("spawn"), "cuda")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 4 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk takes root")
+    where = tmp_path / "disk"
+    where.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "segtrain-test", where], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
+    yield where
+    # Lazily: a test that fails may hold a file open.
+    subprocess.run(["umount", "--lazy", where], check=True)
+
+
+@pytest.fixture(scope="session")
+def little_shared_memory() -> list[str]:
+    """What comes before a command that is to find 1 MB in /dev/shm."""
+    mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
+    return _checked(["unshare", "--mount", "sh", "-c", mount, "sh"], "mounting")
+
+
+@pytest.fixture(scope="session")
+def no_network() -> list[str]:
+    """What comes before a command that is to find no network but its own machine."""
+    up = 'ip link set lo up && exec "$@"'
+    return _checked(["unshare", "--net", "sh", "-c", up, "sh"], "leaving the network")
+
+
+def _checked(wrapper: list[str], what: str) -> list[str]:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip(f"{what} takes root on Linux")
+    done = subprocess.run([*wrapper, "true"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{what} is not allowed here: {done.stderr.strip()}")
+    return wrapper
 
 
 def _run(

@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from segtrain import outcome, progress
+from segtrain.progress import Progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 240
@@ -54,6 +57,26 @@ class Command:
         """The ids of the processes that the launcher has started, in the order of ranks."""
         return [pid for pid in children(self.process.pid) if b"segtrain" in _command_line(pid)]
 
+    def progress(self) -> list[Progress]:
+        """The last words of the ranks."""
+        for pid in self.ranks():
+            root = _environ(pid).get(outcome.VARIABLE)
+            if root is not None and Path(root).is_dir():
+                return progress.read(Path(root))
+        return []
+
+    def wait_for_phase(self, phase: str) -> None:
+        """Returns as soon as rank 0 is in `phase`."""
+        self.wait_until(lambda: any(one[:1] + one[2:3] == (0, phase) for one in self.progress()))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"it did not come to that:\n{self.output}\n{self.errors}")
+            time.sleep(0.005)
+
     def wait(self) -> int:
         """The exit code."""
         try:
@@ -64,12 +87,7 @@ class Command:
 
     def wait_for_step(self, directory: Path, step: int) -> None:
         """Returns when metrics.jsonl has a line for `step`."""
-        deadline = time.monotonic() + _TIMEOUT_S
-        while step not in logged_steps(directory):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"no step {step}:\n{self.output}\n{self.errors}")
-            time.sleep(0.02)
+        self.wait_until(lambda: step in logged_steps(directory))
 
     def kill(self) -> None:
         for pid in descendants(self.process.pid):
@@ -109,6 +127,14 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def _environ(pid: int) -> dict[str, str]:
+    try:
+        listed = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in listed if "=" in pair)
 
 
 def _command_line(pid: int) -> bytes:

@@ -167,7 +167,6 @@ def test_labels_that_cannot_be_read_say_nothing_about_classes(root):
     assert kinds(report, "warning") == set()
 
 
-@pytest.mark.fault(69)
 def test_fewer_images_than_a_batch_are_a_warning(root):
     write_pair(root, "train", "more", rows(0, 1), seed=6)
     assert kinds(run(config(root), jobs=1), "warning") == set()

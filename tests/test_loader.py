@@ -2,9 +2,11 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 from itertools import chain
 from types import SimpleNamespace
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,7 @@ def loader(dataset=None, *, rows=(range(5),), start_step=0, steps=6, num_workers
         num_workers=num_workers,
         prefetch=2,
         pin_memory=False,
+        timeout_s=60,
     )
 
 
@@ -202,6 +205,43 @@ def test_signals_to_the_whole_process_group_leave_workers_at_work(workers):
 def test_the_rank_itself_can_end_its_workers(workers):
     """Else a process that ends by an error would wait for them forever."""
     assert workers["terminated"] == 0
+
+
+class Threads(Numbers):
+    """Images of as many pixels as there are threads, OpenCV's and the system's, after its work."""
+
+    def __getitem__(self, index):
+        before = os.listdir("/proc/self/task")
+        cv2.GaussianBlur(np.zeros((2000, 2000), np.float32), (0, 0), 9)
+        started = len(os.listdir("/proc/self/task")) - len(before)
+        image, label = super().__getitem__(index)
+        image[:] = [cv2.getNumThreads(), started, 0]
+        return image, label
+
+
+@pytest.mark.fault(24)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_opencv_starts_no_threads_in_a_worker():
+    """There are as many workers as cores already."""
+    before = cv2.getNumThreads()
+    cv2.setNumThreads(4)  # also where the machine has one core
+    try:
+        dataset = TrainStream(
+            Threads(), lambda image, label, rng: (image, label), stream_seed=11, batch_size=5
+        )
+        (batch,) = train_loader(
+            dataset,
+            rows=[range(5)],
+            start_step=0,
+            steps=1,
+            num_workers=1,
+            prefetch=2,
+            pin_memory=False,
+            timeout_s=60,
+        )
+    finally:
+        cv2.setNumThreads(before)
+    assert batch.images[:, :, 0, 0].tolist() == [[1, 0, 0]] * 5
 
 
 @pytest.mark.fault(20)

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -149,6 +150,31 @@ def test_a_writer_that_fails_says_so_once_and_the_run_goes_on(tmp_path, capsys, 
     assert said.err == ""
     assert "step 3\n" in said.out
     assert len(points(board(tmp_path), "train/loss")) == 3
+
+
+@pytest.mark.fault(26)
+def test_a_full_disk_silences_each_writer_once_and_the_run_goes_on(small_disk, capfd):
+    directory = small_disk / "run"
+    with RunLog(directory, enabled=True) as run:
+        run.scalars(1, {"train/loss": 1.0})
+        # What fits into the last block of each file still does.
+        with (small_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
+            while other.write(bytes(4096)):
+                pass
+        for step in range(2, 40):
+            run.scalars(step, {f"train/{name}": 1.0 for name in range(20)})
+            run.lines(["x" * 200])
+            run.picture(step, "train/batch", np.zeros((99, 99, 3), dtype=np.uint8))
+    said = capfd.readouterr()
+    warnings = [line for line in said.out.splitlines() if line.startswith("warning")]
+    assert sorted(line.split()[1] for line in warnings) == [
+        "TensorBoard",
+        "metrics.jsonl",
+        "train.log",
+    ]
+    assert all("No space left on device" in line for line in warnings)
+    assert said.err == ""
+    assert said.out.count("x" * 200) == 38
 
 
 def full(text):

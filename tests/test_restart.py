@@ -45,6 +45,113 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_step(tmp_path, data):
     assert took_s < 6 + 10 + 30
 
 
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory, data):
+    """A config that is in every phase again and again."""
+    options = small(
+        data,
+        data={"num_workers": 1},
+        train={"steps": 500},
+        eval={"every_steps": 2},
+        checkpoint={"every_steps": 1},
+    )
+    return write_config(tmp_path_factory.mktemp("busy") / "c.yaml", options)
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("phase", ["setup", "training", "evaluation", "checkpoint"])
+def test_sigterm_to_the_launcher_in_any_phase_stops_the_run_in_good_order(tmp_path, busy, phase):
+    """The phase of training is met before the first batch."""
+    run = tmp_path / "run"
+    command = Command(tmp_path, "train", busy, "--nproc", 2, "--output", run)
+    command.wait_for_phase(phase)
+    everyone = descendants(command.process.pid)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 143, command.errors
+    assert command.errors == ""
+    assert left_after(everyone, 10) == []
+    if phase != "setup":
+        said = f"stopped by SIGTERM after step {last(run).step}, which is saved; go on with"
+        assert said in command.output
+
+
+@pytest.mark.fault(7, 9)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_reaches_ranks_that_have_just_been_started(
+    tmp_path, busy, number, code
+):
+    command = Command(tmp_path, "train", busy, "--nproc", 2, "--output", tmp_path / "run")
+    command.wait_until(lambda: len(command.ranks()) == 2)
+    everyone = descendants(command.process.pid)
+    command.process.send_signal(number)
+    assert command.wait() == code, command.errors
+    assert command.errors == ""
+    assert left_after(everyone, 10) == []
+
+
+@pytest.mark.fault(8)
+def test_sigterm_twice_to_the_launcher_does_not_cut_the_checkpoint_off(tmp_path, busy):
+    run = tmp_path / "run"
+    command = Command(tmp_path, "train", busy, "--nproc", 2, "--output", run)
+    command.wait_for_step(run, 2)
+    command.wait_for_phase("checkpoint")
+    everyone = descendants(command.process.pid)
+    for _ in range(3):
+        command.process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    assert command.wait() == 143, command.errors
+    assert command.errors == ""
+    assert f"stopped by SIGTERM after step {last(run).step}, which is saved" in command.output
+    assert left_after(everyone, 0) == []
+
+
+@pytest.mark.fault(10, 11)
+@pytest.mark.parametrize(
+    ("times", "pause_s", "hangs"),
+    [(2, 0.0, False), (2, 0.1, True), (3, 0.0, False), (3, 0.03, True)],
+)
+def test_sigint_more_than_once_to_the_launcher_ends_everything_at_once(
+    tmp_path, busy, times, pause_s, hangs
+):
+    """Without a pause they may count as one, by which a run ends that does not hang."""
+    run = tmp_path / "run"
+    command = Command(tmp_path, "train", busy, "--nproc", 2, "--output", run)
+    command.wait_for_step(run, 2)
+    everyone = descendants(command.process.pid)
+    if hangs:
+        os.kill(command.ranks()[1], signal.SIGSTOP)
+    asked = time.monotonic()
+    for _ in range(times):
+        command.process.send_signal(signal.SIGINT)
+        time.sleep(pause_s)
+    assert command.wait() == 130, command.errors
+    assert command.errors == ""
+    assert left_after(everyone, 10) == []
+    assert time.monotonic() - asked < 20
+    assert last(run).step >= 1
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loader_worker_that_hangs_ends_the_run_and_is_named(tmp_path, data, ranks):
+    """Not the rank that waits for the one that waits for it."""
+    options = small(data, data={"num_workers": 1}, train={"steps": 500, "timeout_s": 6})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--nproc", ranks, "--output", run)
+    command.wait_for_step(run, 2)
+    everyone = descendants(command.process.pid)
+    os.kill(everyone[-1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert command.wait() == 6
+    took_s = time.monotonic() - stopped
+    (line,) = command.errors.splitlines()
+    said = "no loader worker has given a batch for 5 s (train.timeout_s): one hangs, on a dead"
+    assert line.startswith(f"segtrain: rank {ranks - 1}: {said}")
+    assert "--resume" in line
+    assert left_after(everyone, 10) == []
+    assert took_s < 0.8 * 6 + 10 + 20
+
+
 def killed_and_restarted(tmp_path, data, alone, trial):
     """One run whose rank is killed somewhere; torch elastic starts the ranks again."""
     options = small(data, data={"num_workers": 1}, train={"steps": 12}, checkpoint=CADENCE)

@@ -240,6 +240,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data):
         torch.testing.assert_close(last(run).average[key], value, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.fault(43)
 def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
     run_ranks, tmp_path, data
 ):

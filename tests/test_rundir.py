@@ -96,7 +96,6 @@ def test_what_does_not_change_the_model_may_change_at_a_resumption(
     rundir.check_directory(tmp_path, changed(config, section, **option), resume=True)
 
 
-@pytest.mark.fault(84)
 def test_the_description_tells_config_versions_devices_and_command(config, tmp_path):
     rundir.write_description(tmp_path, config, ["cpu", "H200"])
     assert load_config(tmp_path / rundir.CONFIG) == config

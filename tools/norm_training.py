@@ -276,6 +276,7 @@ def batches(config: Config, train_set: SegDataset, start: int, stop: int) -> Ite
         num_workers=default_workers(1) if workers is None else workers,
         prefetch=config.data.prefetch,
         pin_memory=False,
+        timeout_s=config.train.timeout_s,
     )
 
 

@@ -7,9 +7,12 @@ starts at step s yields what one that started at 0 yields from there on, for any
 workers.
 """
 
+import math
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from segtrain import dist, seed
+from segtrain.config import DataConfig
 from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
@@ -30,9 +34,6 @@ Sample = tuple[torch.Tensor, torch.Tensor, str]
 
 Place = tuple[int, int]
 """(step, position in the batch of that step)"""
-
-# A worker that gives no sign of life for this long is stuck, on a dead network drive for instance.
-WORKER_TIMEOUT_S = 600
 
 
 @lru_cache(maxsize=2)
@@ -148,6 +149,25 @@ def default_workers(ranks_here: int) -> int:
     return min(8, (cores or 1) // ranks_here)
 
 
+def num_loader_workers(config: DataConfig) -> int:
+    """The loader processes of this rank."""
+    if config.num_workers is not None:
+        return config.num_workers
+    return default_workers(dist.local_world_size())
+
+
+def bytes_in_flight(
+    crop_size: tuple[int, int], images: int, *, num_workers: int, prefetch: int
+) -> int:
+    """The shared memory that one rank's batches take while they wait for it.
+
+    Args:
+        images: images of a pass on this rank.
+    """
+    # Three bytes of image and one of label a pixel.
+    return num_workers * prefetch * images * 4 * crop_size[0] * crop_size[1]
+
+
 def train_loader(
     stream: TrainStream,
     *,
@@ -157,8 +177,12 @@ def train_loader(
     num_workers: int,
     prefetch: int,
     pin_memory: bool,
+    timeout_s: float,
 ) -> Iterator[Batch]:
     """Yields this rank's Batch for every pass of the steps start_step .. steps - 1, in order.
+
+    Args:
+        timeout_s: how long to wait for a batch of the workers.
 
     Raises:
         UserError: of the data set, such as a DataError for a file that cannot be read.
@@ -172,31 +196,93 @@ def train_loader(
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
-        timeout=WORKER_TIMEOUT_S if num_workers else 0,
     )
-    with worker_failures():
-        for batch in loader:
-            if isinstance(batch, UserError):
-                raise batch
-            yield batch
+    with _Watch(timeout_s if num_workers else math.inf) as watch:
+        try:
+            with worker_failures():
+                yield from _batches(loader, watch)
+        except (ExecutionError, EOFError, ConnectionError) as error:
+            if watch.expired:
+                raise ExecutionError(
+                    f"rank {dist.rank()}: no loader worker has given a batch for {timeout_s:.0f} s "
+                    "(train.timeout_s): one hangs, on a dead network drive for instance, or "
+                    "reading is very slow; training goes on from the last checkpoint by --resume"
+                ) from error
+            if isinstance(error, ExecutionError):
+                raise
+            # The connection to a worker may end before its death is known.
+            raise _worker_died("a loader worker was killed") from error
 
 
 @contextmanager
 def worker_failures() -> Iterator[None]:
-    """Says what torch says of dead or stuck loader workers in the words of a user's error.
+    """Says what torch says of dead loader workers in the words of a user's error.
 
     Around all that runs while there are workers: torch raises it wherever the main thread is when a
     worker dies.
 
     Raises:
-        ExecutionError: a worker was killed or is stuck.
+        ExecutionError: a worker was killed.
     """
     try:
         yield
     except RuntimeError as error:
         if not str(error).startswith("DataLoader "):
             raise
-        raise ExecutionError(
-            f"{error}; a killed worker is often out of memory: use fewer data.num_workers, or give "
-            "the container more shared memory (/dev/shm)"
-        ) from error
+        raise _worker_died(str(error)) from error
+
+
+def _worker_died(what: str) -> ExecutionError:
+    return ExecutionError(
+        f"{what}; a killed worker is often out of memory: use fewer data.num_workers, or give the "
+        "container more shared memory (/dev/shm)"
+    )
+
+
+def _batches(loader: DataLoader, watch: "_Watch") -> Iterator[Batch]:
+    batches = iter(loader)
+    while True:
+        with watch.over_one_batch():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+class _Watch:
+    """Kills the loader workers of this process if one batch takes them too long.
+
+    The DataLoader's own timeout is no help against a worker that is stopped as a whole: a thread of
+    the worker hands over the memory of the batches that it has finished, and is waited for forever.
+    Only SIGKILL ends such a worker, too.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.expired = False
+        self._timeout_s = timeout_s
+        self._deadline = math.inf
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "_Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    @contextmanager
+    def over_one_batch(self) -> Iterator[None]:
+        self._deadline = time.monotonic() + self._timeout_s
+        yield
+        self._deadline = math.inf
+
+    def _run(self) -> None:
+        while not self._over.wait(min(1.0, self._timeout_s / 10)):
+            if time.monotonic() > self._deadline:
+                self.expired = True
+                for worker in multiprocessing.active_children():
+                    worker.kill()
+                return

@@ -1,0 +1,91 @@
+"""`segtrain doctor` in real processes, in installations with something wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import REPOSITORY
+
+from segtrain import versions
+
+REPAIR = "pip install --force-reinstall --no-deps opencv-python-headless"
+
+
+def doctor(*, python=sys.executable, paths=(), wrapper=(), **environ):
+    """Exit code and output."""
+    search = os.pathsep.join(map(str, (REPOSITORY, *paths)))
+    done = subprocess.run(
+        [*wrapper, python, "-m", "segtrain", "doctor"],
+        env=os.environ | {"PYTHONPATH": search} | environ,
+        text=True,
+        capture_output=True,
+    )
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def install(root, name, version):
+    """As pip leaves it, for all that asks for versions."""
+    folder = root / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_versions_devices_and_memory_are_told():
+    code, said = doctor()
+    assert code == 0
+    told = {line.split()[0] for line in said.splitlines()}
+    assert {"segtrain", "Python", "torch", "onnx", "cores", "CUDA", "ranks"} <= told
+    assert f"torch                   {versions.library_version('torch')}\n" in said
+    assert "gloo" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.fault(86)
+def test_two_packages_of_opencv_are_pointed_out_with_the_repair(tmp_path):
+    _, said = doctor()
+    assert REPAIR not in said
+    install(tmp_path, "opencv-python", "4.10.0.84")
+    code, said = doctor(paths=[tmp_path])
+    assert code == 0
+    (line,) = [line for line in said.splitlines() if REPAIR in line]
+    assert line.startswith("warning: opencv-python beside opencv-python-headless: each overwrites")
+    assert "pip uninstall -y opencv-python; " in line
+
+
+def test_a_library_that_is_too_old_is_a_warning(tmp_path):
+    install(tmp_path, "segtrain", "0.1.0")
+    metadata = tmp_path / "segtrain-0.1.0.dist-info" / "METADATA"
+    needs = "Requires-Dist: tqdm>=999.1\nRequires-Dist: nosuch>=3; extra == 'onnx'\n"
+    metadata.write_text(metadata.read_text() + needs)
+    code, said = doctor(paths=[tmp_path])
+    assert code == 0
+    assert f"warning: tqdm: {versions.library_version('tqdm')} is older than 999.1; pip in" in said
+    assert "nosuch" not in said
+
+
+def test_a_library_that_is_missing_is_an_error(tmp_path):
+    """Said without that library: by an interpreter that has none of them."""
+    bare = Path(sys.base_prefix) / "bin" / "python3"
+    command = [bare, "-S", "-c", "import torch"]
+    if subprocess.run(command, capture_output=True).returncode == 0:
+        pytest.skip(f"{bare} has torch")
+    search = {"PYTHONPATH": str(REPOSITORY), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [bare, "-S", "-m", "segtrain", "doctor"], env=search, text=True, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "error: torch: not installed; pip install 'torch>=" in done.stdout
+
+
+def test_a_compiler_that_is_missing_is_a_warning():
+    _, said = doctor(CXX="no-such-compiler")
+    assert "warning: no-such-compiler: not to be found; train.compile needs a C++ compiler" in said
+
+
+def test_little_shared_memory_is_a_warning(little_shared_memory):
+    code, said = doctor(wrapper=little_shared_memory)
+    assert code == 0
+    assert "warning: /dev/shm: 1.0 MB are little for loader workers; give the container" in said

@@ -1,0 +1,179 @@
+"""Whole runs where something around them is missing: disk, network, memory, terminal."""
+
+import json
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from experiments import experiment, losses, train, write_config, write_data
+from processes import Command
+from test_resume import last, small, stopped_after
+
+from segtrain.checkpoint import load
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+@pytest.mark.fault(22)
+def test_too_little_shared_memory_is_refused_at_the_start(tmp_path, data, little_shared_memory):
+    """Both ranks together: alone each would find enough."""
+    sizes = {"data": {"num_workers": 4, "prefetch": 10}, "train": {"steps": 2}}
+    config = write_config(tmp_path / "c.yaml", small(data, **sizes))
+    arguments = ["train", config, "--nproc", 2, "--output", tmp_path / "run"]
+    command = Command(tmp_path, *arguments, wrapper=little_shared_memory)
+    assert command.wait() == 2
+    (line,) = command.errors.splitlines()
+    assert line.startswith("segtrain: /dev/shm: the loader's batches take up to 1.3 MB (2 ranks x ")
+    assert "4 workers x 10 batches of 3 images) and 1.0 MB are free; use fewer data.num_" in line
+    assert "a smaller data.prefetch" in line
+    assert "docker run --shm-size" in line
+    assert not (tmp_path / "run").exists()
+
+    arguments += ["--set", "data.prefetch=2"]
+    command = Command(tmp_path, *arguments, wrapper=little_shared_memory)
+    assert command.wait() == 0, command.errors
+
+
+@pytest.mark.fault(27)
+def test_a_read_only_file_system_is_refused_at_the_start(tmp_path, data, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
+    command = Command(tmp_path, "train", config, "--output", small_disk / "run")
+    assert command.wait() == 2
+    said = f"segtrain: {small_disk}: may not be written; choose another directory by --output\n"
+    assert command.errors == said
+
+
+@pytest.mark.fault(28, 85)
+def test_a_run_outlives_its_directory(tmp_path, data):
+    """Deleted with its lock, its curves and its checkpoints; the last ones are there in the end."""
+    options = small(data, train={"steps": 60}, checkpoint={"every_steps": 20})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run)
+    command.wait_for_step(run, 25)
+    shutil.rmtree(run)
+    assert command.wait() == 0, command.errors
+    assert command.errors == ""
+    warnings = [line for line in command.output.splitlines() if line.startswith("warning")]
+    assert sorted(line.split()[1] for line in warnings) == [
+        "TensorBoard",
+        "metrics.jsonl",
+        "train.log",
+    ]
+    assert all("deleted during the run" in line for line in warnings)
+    assert last(run).step == 60
+    assert load(run / "checkpoints" / "best.pt").step == 60
+
+    # And it is a run that can be gone on with.
+    again = Command(tmp_path, "train", config, "--resume", "--output", run)
+    assert again.wait() == 0, again.errors
+    assert "already complete: 60 steps" in again.output
+
+
+@pytest.mark.fault(47)
+def test_the_precision_may_change_on_the_way(run_ranks, tmp_path, data):
+    """Only float16 scales its loss; the device cannot change here, where there is one kind."""
+    run = tmp_path / "run"
+    scales = []
+    for steps, precision in [(3, "float32"), (6, "float16"), (9, "float16"), (12, "float32")]:
+        options = small(data, train={"steps": steps, "precision": precision})
+        config = write_config(tmp_path / "c.yaml", options)
+        resumed = steps > 3
+        assert run_ranks(1, train, config, run, resumed, accept_changes=resumed) == [0]
+        assert last(run).step == steps
+        scales.append(last(run).scaler.get("scale"))
+    assert scales[0] is scales[3] is None
+    assert scales[2] <= scales[1] < 65536  # overflows have halved it, and it was not begun anew
+    assert len(losses(run)) == 12
+    assert np.isfinite(losses(run)).all()
+    log = (run / "train.log").read_text()
+    assert "changed    train.precision: float32 there, float16 now" in log
+
+
+@pytest.mark.fault(69)
+def test_fewer_images_in_a_batch_than_ranks_are_refused(tmp_path, data):
+    options = small(data, train={"steps": 2, "batch_size": 2})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--nproc", 3, "--output", run)
+    assert command.wait() == 2
+    said = "2 images leave some of 3 ranks without one; use at least 3"
+    assert command.errors == f"segtrain: train.batch_size: {said}\n"
+    assert not run.exists()
+
+
+@pytest.mark.fault(69)
+def test_a_data_set_of_fewer_images_than_ranks_is_trained_on_all_the_same(run_ranks, tmp_path):
+    """The stream of samples does not end with an epoch: no rank is left without a step."""
+    (tmp_path / "data").mkdir()
+    write_data(tmp_path / "data", num_images=1)
+    config = write_config(tmp_path / "c.yaml", experiment(tmp_path / "data", train={"steps": 2}))
+    assert run_ranks(2, train, config, tmp_path / "run") == [0, 0]
+    assert len(losses(tmp_path / "run")) == 2
+    assert last(tmp_path / "run").step == 2
+
+
+@pytest.mark.fault(84)
+def test_other_versions_of_libraries_are_told_once_at_a_resumption(run_ranks, tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 9}))
+    run = tmp_path / "run"
+    assert run_ranks(2, stopped_after, 1, config, run) == [143] * 2
+    path = run / "environment.json"
+    recorded = json.loads(path.read_text())
+    now = recorded["libraries"]["torch"]
+    recorded["libraries"] |= {"torch": "2.1.7", "pillow": None}
+    recorded["python"] = "3.9.1"
+    path.write_text(json.dumps(recorded))
+    assert run_ranks(2, stopped_after, 5, config, run, True) == [143] * 2
+    assert run_ranks(2, train, config, run, True) == [0] * 2
+    log = (run / "train.log").read_text()
+    said = [line.split("warning: ")[1] for line in log.splitlines() if "warning: " in line]
+    numbers = ": numbers may differ"
+    assert len(said) == 3
+    assert said[0].startswith("the run had python 3.9.1 there, 3.")
+    assert said[1] == f"the run had torch 2.1.7 there, {now} now{numbers}"
+    assert said[2].startswith("the run had pillow none there, ")
+    assert json.loads(path.read_text())["libraries"]["torch"] == now
+
+
+@pytest.mark.fault(87)
+def test_everything_works_without_a_network(tmp_path, data, no_network):
+    """torch remarks that it cannot look up names."""
+    options = small(data, data={"num_workers": 1}, train={"steps": 2})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    for arguments in (
+        ["train", config, "--nproc", 2, "--output", run],
+        ["eval", run, "--nproc", 2],
+        ["predict", run, data / "images" / "val", "--output", tmp_path / "predictions"],
+    ):
+        command = Command(tmp_path, *arguments, wrapper=no_network)
+        assert command.wait() == 0, command.errors
+        said = command.errors.splitlines()
+        assert [line for line in said if "hostname of the client socket" not in line] == []
+    assert last(run).step == 2
+
+
+@pytest.mark.fault(88)
+def test_without_a_terminal_or_a_language_plain_letters_are_printed(tmp_path):
+    """The names of the classes are not written in them."""
+    root = tmp_path / "data"
+    root.mkdir()
+    write_data(root)
+    names = "classes: [Straße, plant, water, 砂]\nignore_ids: [255]\n"
+    (root / "classes.yaml").write_text(names, encoding="utf-8")
+    config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 3}))
+    run, poor = tmp_path / "run", {"LC_ALL": "C", "PYTHONUTF8": "0", "TERM": "dumb"}
+    command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run, **poor)
+    assert command.wait() == 0, command.errors
+    scored = Command(tmp_path, "eval", run, **poor)
+    assert scored.wait() == 0, scored.errors
+    assert "Stra" in scored.output
+    for one in (command, scored):
+        assert one.errors == ""
+        assert one.output.isascii()
+        assert all(letter.isprintable() or letter == "\n" for letter in one.output)
