@@ -270,15 +270,16 @@ def exit_code_of(
             )
             return EXIT_SYSTEM
         return signals.exit_code(stopped_by)
+    ended_here = {rank.rank for rank in hung}
+    for rank, status in statuses.items():
+        if rank not in told | ended_here:
+            return _silent_death(rank, status)
     for rank in hung:
         _say(
             f"rank {rank.rank} did not answer the others: it hung in {rank.phase}, after step "
             f"{rank.step}, and was ended; training goes on from the last checkpoint by --resume"
         )
         return EXIT_SYSTEM
-    silent = {rank: status for rank, status in statuses.items() if rank not in told}
-    for rank, status in silent.items():
-        return _silent_death(rank, status)
     for note in outcomes:
         if note.code in _STOPPED:
             return note.code

@@ -180,6 +180,13 @@ def test_a_rank_that_hung_is_told_with_its_phase_and_step(capsys):
     assert said.count("\n") == 1
 
 
+def test_a_rank_that_was_slow_to_leave_is_not_blamed_for_the_death_of_another(capsys):
+    slow = [Progress(2, pid=1, phase="evaluation", step=40, since=0.0)]
+    statuses = {1: -signal.SIGKILL, 2: -signal.SIGKILL}
+    assert exit_code_of(notes("lost", None, None), statuses, None, hung=slow) == 6
+    assert capsys.readouterr().err.startswith("segtrain: rank 1 was ended by SIGKILL")
+
+
 def test_a_death_that_no_rank_could_report_is_told(capsys):
     exit_code_of(notes("lost", None), {1: -signal.SIGKILL}, None)
     said = capsys.readouterr().err
