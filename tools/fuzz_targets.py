@@ -1,11 +1,12 @@
 """What reads files from elsewhere, each with whole files of its kind to start from."""
 
+import hashlib
 import io
 import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -281,6 +282,11 @@ def _checkpoints() -> list[bytes]:
     return [_saved_tree(content)] * 8 + [legacy.getvalue(), *hostile_archives()]
 
 
+@cache
+def _saved_checkpoint() -> bytes:
+    return _saved_tree(checkpoint_content())
+
+
 class _Backbone(nn.Module):
     """The least that `load_backbone` takes for one."""
 
@@ -308,6 +314,9 @@ def _weight_files() -> list[bytes]:
 
 
 def _manifest(path: Path) -> None:
+    last = path.with_name("last.pt")
+    if not last.exists():
+        last.write_bytes(_saved_checkpoint())
     manifest.read(path.parent)
     store = CheckpointStore(path.parent, keep_limit=2)
     store.tidy()
@@ -316,7 +325,8 @@ def _manifest(path: Path) -> None:
 
 def _manifests() -> list[bytes]:
     entry = manifest.Entry(3, 100, "0" * 64)._asdict()
-    content = {"last.pt": [entry], "best.pt": [entry, entry], "step_0000003.pt": [entry]}
+    whole = manifest.Entry(3, 1, hashlib.sha256(_saved_checkpoint()).hexdigest())._asdict()
+    content = {"last.pt": [whole, entry], "best.pt": [entry, entry], "step_0000003.pt": [entry]}
     return [json.dumps(content, indent=2).encode(), json.dumps({"last.pt": []}).encode()]
 
 
