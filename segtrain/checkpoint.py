@@ -343,11 +343,14 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], 
 
 def _misfits(optimizer: torch.optim.Optimizer) -> str:
     """What the next step would fail at; empty if nothing."""
+    sgd = isinstance(optimizer, torch.optim.SGD)
+    names = {"momentum_buffer"} if sgd else {"step", "exp_avg", "exp_avg_sq"}
     for parameter, values in optimizer.state.items():
+        if values.keys() not in (names, set()):
+            return f"has {', '.join(map(str, values))}, not {', '.join(sorted(names))}"
         for name, value in values.items():
-            if value is None or isinstance(value, int | float):
-                continue
-            if not is_plain(value) or value.shape not in (parameter.shape, ()):
+            shape = () if name == "step" else parameter.shape
+            if not (sgd and value is None) and not (is_plain(value) and value.shape == shape):
                 return f"{name} does not fit weights of shape {tuple(parameter.shape)}"
     return ""
 
@@ -357,7 +360,11 @@ _CLASS_FILE = TypeAdapter(ClassFile)
 
 def experiment_record(config: Config, classes: ClassFile) -> dict[str, str]:
     """The fields `config` and `classes` of a record."""
-    return {"config": config.model_dump_json(), "classes": _CLASS_FILE.dump_json(classes).decode()}
+    # Indented, because `torch_file` takes no long text without a blank.
+    return {
+        "config": config.model_dump_json(indent=1),
+        "classes": _CLASS_FILE.dump_json(classes, indent=1).decode(),
+    }
 
 
 def parse_experiment(record: Record, path: Path) -> tuple[Config, ClassFile]:

@@ -15,7 +15,7 @@ class DamagedError(Exception):
     """A file that is not what torch.save writes; says what is wrong with it."""
 
 
-_MAX_NAME = 1000
+_MAX_WORD = 20_000
 # What torch's unpickler runs into, depending on the byte that is wrong.
 _DAMAGED = (
     *(RuntimeError, EOFError, OSError, ValueError, TypeError, AttributeError, ImportError),
@@ -49,7 +49,7 @@ def _refuse_bombs(file: IO[bytes], size: int) -> None:
     """What torch would take all memory or hours to refuse."""
     if file.read(4) != b"PK\3\4":
         file.seek(0)
-        _refuse_long_names(file)
+        _refuse_long_words(file)
         return
     try:
         with zipfile.ZipFile(file) as archive:
@@ -58,35 +58,37 @@ def _refuse_bombs(file: IO[bytes], size: int) -> None:
                 raise DamagedError("its members are compressed, which torch.save does not do")
             for name in archive.namelist():
                 if name.endswith("data.pkl"):
-                    _refuse_long_names(archive.open(name))
+                    _refuse_long_words(archive.open(name))
     except (zipfile.BadZipFile, NotImplementedError) as error:
         raise DamagedError(f"not a whole archive: {error}") from error
 
 
-def _refuse_long_names(file: IO[bytes]) -> None:
-    """torch looks for words in its complaint about a name in quadratic time: 100 kB take minutes.
+def _refuse_long_words(file: IO[bytes]) -> None:
+    """torch's complaint about a name or text is searched in quadratic time: 100 kB take minutes.
 
     A file in torch's old format begins with five pickles.
     """
     try:
         for _ in range(5):
-            for opcode, argument, _ in pickletools.genops(file):
-                if opcode.name == "GLOBAL" and len(str(argument)) > _MAX_NAME:
-                    raise DamagedError(f"a name of {len(str(argument))} characters")
+            for _, argument, _ in pickletools.genops(file):
+                if isinstance(argument, str) and len(argument) > _MAX_WORD:
+                    longest = max(map(len, argument.split()), default=0)
+                    if longest > _MAX_WORD:
+                        raise DamagedError(f"a word of {longest} characters")
     except UnicodeDecodeError as error:
-        raise DamagedError("a name that is not ASCII") from error
+        raise DamagedError("a name or text that is damaged") from error
     except ValueError:  # where torch will stop too
         return
 
 
 def is_plain(value: object) -> bool:
-    """Whether `value` is a tensor in memory with a real number at each place.
+    """Whether `value` is a tensor with a real number at each place.
 
     Sparse and quantized tensors and those without a storage load, and fail where they are used.
     """
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
-        and value.device.type == "cpu"
+        and value.device.type != "meta"
         and not (value.is_quantized or value.is_complex() or value.is_nested)
     )

@@ -62,7 +62,7 @@ def judge(target: Target, data: bytes, folder: Path, name: str | None = None) ->
     sentinel = folder / SENTINEL
     with chdir(folder), _limits(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        before = _peak()
+        before = peak_bytes()
         try:
             target.run(path)
             verdict = Verdict()
@@ -76,7 +76,7 @@ def judge(target: Target, data: bytes, folder: Path, name: str | None = None) ->
         sentinel.unlink()
         return Verdict("the input ran code")
     # The peak never falls: only an input that raises it can be blamed.
-    if _peak() > max(before, LIMIT_BYTES) and not verdict.finding:
+    if peak_bytes() > max(before, LIMIT_BYTES) and not verdict.finding:
         return Verdict(f"more than {LIMIT_BYTES >> 30} GiB")
     return verdict
 
@@ -102,7 +102,7 @@ def _limits() -> Iterator[None]:
         signal.signal(signal.SIGALRM, old)
 
 
-def _peak() -> int:
+def peak_bytes() -> int:
     """The most memory, in bytes, that this process has ever held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
