@@ -166,6 +166,10 @@ def campaign(name: str, seconds: float, rng: Random, folder: Path, output: Path)
                 6 * LIMIT_S, exit=True
             )  # where no signal gets through
         verdict = judge(target, data, folder, file_name)
+        if verdict.finding and not judge(target, data, folder, file_name).finding:
+            # A machine with other work on it may have stopped for ten seconds.
+            counts[f"once only: {verdict.finding}"] += 1
+            verdict = Verdict()
         counts[f"FINDING {verdict.finding}" if verdict.finding else _outcome(verdict)] += 1
         # A new message is a new way through the program; of a message only its words count.
         shape = "".join(c for c in verdict.refusal[:60] if c.isalpha())

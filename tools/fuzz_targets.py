@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -196,6 +197,7 @@ def _train_state(model: nn.Module) -> TrainState:
     )
 
 
+@cache
 def checkpoint_content() -> dict[str, Any]:
     """What a checkpoint of the model in `_checkpoint` holds."""
     state = _train_state(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -217,6 +219,13 @@ def checkpoint_content() -> dict[str, Any]:
     return {"format": checkpoint.FORMAT_VERSION, "segtrain": "0", **record._asdict()}
 
 
+def _quantized(values: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch advises against them
+        return torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
+
+
+@cache
 def odd_values() -> list[Any]:
     """Values of kinds that a checkpoint may not hold where they are put."""
     one = torch.ones(2, 3)
@@ -225,7 +234,7 @@ def odd_values() -> list[Any]:
         *([one], {"a": one}, {1: one}, OrderedDict(a=one), torch.float32, torch.Size([2])),
         *(one, one[0], one[0, 0], one.double(), one.half(), one.int(), one.bool(), one.cfloat()),
         *(one.to_sparse(), one.to("meta"), one.expand(4, 2, 3), torch.empty(0), nn.Parameter(one)),
-        torch.quantize_per_tensor(one, 0.1, 0, torch.qint8),
+        _quantized(one),
         one.to(torch.float8_e5m2),
         torch.ones(1, 1).expand(1 << 20, 1 << 20),
     ]
@@ -302,6 +311,7 @@ def _pretrained(path: Path) -> None:
     load_backbone(_Backbone(), str(path))
 
 
+@cache
 def _weights() -> dict[str, Any]:
     return {**_Backbone().state_dict(), "fc.weight": torch.ones(2, 2)}
 
