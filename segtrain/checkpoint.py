@@ -7,8 +7,7 @@ that a checkpoint from anywhere cannot run code.
 import os
 import pickle
 import shutil
-import struct
-import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +17,15 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from segtrain import __version__, manifest
+from segtrain import __version__, manifest, torch_file
 from segtrain.config import Config
-from segtrain.data.classes import ClassFile
+from segtrain.data.classes import ClassFile, class_file_from_json
 from segtrain.engine import TrainState
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.manifest import Entry, HashingFile
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
+from segtrain.torch_file import is_plain
 
 FORMAT_VERSION = 1
 
@@ -125,13 +125,6 @@ def _check_space(path: Path, content: dict[str, Any]) -> None:
         raise OSError(f"it takes {needed / 1e6:.1f} MB and the disk has {free / 1e6:.1f} MB left")
 
 
-# What torch's unpickler runs into, depending on the byte that is wrong.
-_DAMAGED = (
-    *(RuntimeError, EOFError, OSError, ValueError, TypeError, AttributeError),
-    *(LookupError, AssertionError, ArithmeticError, MemoryError, struct.error),
-)
-
-
 def load(path: Path) -> Record:
     """The record in `path`, its tensors on the CPU.
 
@@ -142,10 +135,7 @@ def load(path: Path) -> Record:
         raise CheckpointError(f"{path}: this is a config; name a run directory or a checkpoint")
     try:
         manifest.verify(path)
-        with warnings.catch_warnings():
-            # Of pickles that torch did not write, and refuses in the next moment.
-            warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch_file.read(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint") from None
     except pickle.UnpicklingError:
@@ -154,7 +144,7 @@ def load(path: Path) -> Record:
             f"{path}: refused: it holds more than tensors and plain data, which could run code; or "
             f"it is damaged, or no checkpoint at all{_others(path)}"
         ) from None
-    except _DAMAGED:
+    except (torch_file.DamagedError, OSError):
         raise CheckpointError(
             f"{path}: damaged, cut short or not a checkpoint{_others(path)}"
         ) from None
@@ -167,11 +157,23 @@ def _others(path: Path) -> str:
     return f"; beside it there is {', '.join(names[:5])}" if names else ""
 
 
+_STATE = (dict, OrderedDict)
+_OPTIONAL = (*_STATE, type(None))
+_KINDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "evaluated": (int,),
+    "config": (str,),
+    "classes": (str,),
+    "model": _STATE,
+    **dict.fromkeys(("average", "optimizer", "scaler", "best"), _OPTIONAL),
+}
+
+
 def _as_record(content: Any, path: Path) -> Record:
     if not isinstance(content, dict) or "format" not in content:
         kind = "a bare state dict" if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path}: expected a checkpoint of segtrain, found {kind}")
-    if content["format"] != FORMAT_VERSION:
+    if content["format"] is not FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: format {content['format']}, written by segtrain {content.get('segtrain')}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
@@ -179,6 +181,13 @@ def _as_record(content: Any, path: Path) -> Record:
     missing = [field for field in Record._fields if field not in content]
     if missing:
         raise CheckpointError(f"{path}: incomplete: {', '.join(missing)} missing")
+    for field, kinds in _KINDS.items():
+        if type(content[field]) not in kinds:
+            kind = type(content[field]).__name__
+            raise CheckpointError(f"{path}: damaged: {field} is a {kind}")
+    best = content["best"]
+    if best is not None and [type(best.get(key)) for key in ("step", "mean_iou")] != [int, float]:
+        raise CheckpointError(f"{path}: damaged: best has no step and mean_iou")
     return Record(**{field: content[field] for field in Record._fields})
 
 
@@ -245,6 +254,7 @@ def load_initial(model: nn.Module, spec: str | Path) -> list[str]:
     file = resolve(spec)
     record = load(file)
     weights = dict(record.model if record.average is None else record.average)
+    _check_plain(weights, file)
     own = model.state_dict()
     lines = [f"init       {file}, step {record.step}"]
     for key in sorted(weights.keys() & own.keys()):
@@ -264,6 +274,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
     Raises:
         CheckpointError: keys are missing, unexpected or of another shape; the first ten are named.
     """
+    _check_plain(weights, path)
     own = model.state_dict()
     findings = [f"{key}: missing in the checkpoint" for key in own.keys() - weights.keys()]
     findings += [f"{key}: not in the model" for key in weights.keys() - own.keys()]
@@ -278,6 +289,12 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
         listed = "\n  ".join(sorted(findings)[:10])
         raise CheckpointError(f"{path}: the weights do not fit the model\n  {listed}{more}")
     model.load_state_dict(weights)
+
+
+def _check_plain(weights: dict[str, Any], path: Path) -> None:
+    odd = [key for key, value in weights.items() if type(key) is not str or not is_plain(value)]
+    if odd:
+        raise CheckpointError(f"{path}: damaged: no weights under {', '.join(map(str, odd[:10]))}")
 
 
 def restore(state: TrainState, record: Record, path: Path) -> None:
@@ -296,6 +313,10 @@ def restore(state: TrainState, record: Record, path: Path) -> None:
     _restore_optimizer(state.optimizer, record.optimizer, path)
     # Without float16 there was none to record; a new one finds its scale within some steps.
     if state.scaler.is_enabled() and record.scaler:
+        own = state.scaler.state_dict()
+        kinds = {key: type(value) for key, value in own.items()}
+        if {key: type(value) for key, value in record.scaler.items()} != kinds:
+            raise CheckpointError(f"{path}: the state of the loss scale is damaged")
         state.scaler.load_state_dict(record.scaler)
     state.step = record.step
 
@@ -308,13 +329,31 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], 
     ]
     try:
         optimizer.load_state_dict(saved)
-    except (ValueError, KeyError) as error:
+        misfits = _misfits(optimizer)
+    # Whatever lies where it looks for a dict, a list or a tensor.
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        misfits = str(error) or type(error).__name__
+    if misfits:
         raise CheckpointError(
             f"{path}: the optimizer's state belongs to another optimizer or to other groups of "
-            f"weights: {error}"
-        ) from None
+            f"weights: {misfits}"
+        )
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+
+
+def _misfits(optimizer: torch.optim.Optimizer) -> str:
+    """What the next step would fail at; empty if nothing."""
+    sgd = isinstance(optimizer, torch.optim.SGD)
+    names = {"momentum_buffer"} if sgd else {"step", "exp_avg", "exp_avg_sq"}
+    for parameter, values in optimizer.state.items():
+        if values.keys() not in (names, set()):
+            return f"has {', '.join(map(str, values))}, not {', '.join(sorted(names))}"
+        for name, value in values.items():
+            shape = () if name == "step" else parameter.shape
+            if not (sgd and value is None) and not (is_plain(value) and value.shape == shape):
+                return f"{name} does not fit weights of shape {tuple(parameter.shape)}"
+    return ""
 
 
 _CLASS_FILE = TypeAdapter(ClassFile)
@@ -322,7 +361,11 @@ _CLASS_FILE = TypeAdapter(ClassFile)
 
 def experiment_record(config: Config, classes: ClassFile) -> dict[str, str]:
     """The fields `config` and `classes` of a record."""
-    return {"config": config.model_dump_json(), "classes": _CLASS_FILE.dump_json(classes).decode()}
+    # Indented, because `torch_file` takes no long text without a blank.
+    return {
+        "config": config.model_dump_json(indent=1),
+        "classes": _CLASS_FILE.dump_json(classes, indent=1).decode(),
+    }
 
 
 def parse_experiment(record: Record, path: Path) -> tuple[Config, ClassFile]:
@@ -333,7 +376,7 @@ def parse_experiment(record: Record, path: Path) -> tuple[Config, ClassFile]:
     """
     try:
         config = Config.model_validate_json(record.config)
-        return config, _CLASS_FILE.validate_json(record.classes)
+        return config, class_file_from_json(record.classes)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

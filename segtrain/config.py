@@ -13,13 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from segtrain.config_file import override_settings, parse_settings, to_yaml
 from segtrain.strict_yaml import read_text
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+# torch counts in 64 bits.
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-Size = tuple[Positive, Positive]
+# Beyond these the arithmetic of sizes overflows, long after the memory of any machine.
+Pixels = Annotated[int, Field(gt=0, le=100_000)]
+Scale = Annotated[float, Field(gt=0, le=100)]
+Size = tuple[Pixels, Pixels]
 
 
 class Section(BaseModel):
@@ -54,7 +58,7 @@ class DataConfig(Section):
         "ids",
         description="labels hold raw class ids (grey or palette PNG) or the class colours (RGB)",
     )
-    short_side_px: Positive | None = Field(
+    short_side_px: Pixels | None = Field(
         None,
         description="image size that scale_range refers to, by its short side; null: as stored",
     )
@@ -81,7 +85,7 @@ class AugmentConfig(Section):
     """Random changes of the training images, in the order they happen: geometry, then the crop."""
 
     crop_size: Size = Field((512, 512), description="height and width of a training crop")
-    scale_range: tuple[PositiveFloat, PositiveFloat] = Field(
+    scale_range: tuple[Scale, Scale] = Field(
         (0.5, 2.0), description="uniform random scale of the image; [1, 1]: none"
     )
     rotate_deg: Annotated[float, Field(ge=0, le=180)] = Field(
@@ -380,9 +384,7 @@ class EvalConfig(Section):
     overlap: FractionBelow1 = Field(
         1 / 3, description="share of a window that its neighbour repeats"
     )
-    scales: tuple[PositiveFloat, ...] = Field(
-        (1.0,), min_length=1, description="image scales to average"
-    )
+    scales: tuple[Scale, ...] = Field((1.0,), min_length=1, description="image scales to average")
     flip: bool = Field(False, description="average with the mirrored image")
 
 

@@ -8,6 +8,7 @@ file is one of them, and nothing has to happen to two files at once.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -15,6 +16,8 @@ from typing import IO, NamedTuple
 from segtrain.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}\.pt\Z")
 
 
 class Entry(NamedTuple):
@@ -41,7 +44,7 @@ def read(directory: Path) -> dict[str, list[Entry]]:
     path = directory / MANIFEST
     try:
         content = json.loads(path.read_bytes())
-        return {name: [_entry(one) for one in listed] for name, listed in content.items()}
+        return {_name(name): [_entry(one) for one in listed] for name, listed in content.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
@@ -53,9 +56,16 @@ def read(directory: Path) -> dict[str, list[Entry]]:
 
 def _entry(fields: dict[str, object]) -> Entry:
     entry = Entry(**fields)
-    if not (isinstance(entry.step, int) and isinstance(entry.sha256, str)):
+    if [type(field) for field in entry] != [int, int, str]:
         raise ValueError("a field of another type")
     return entry
+
+
+def _name(name: str) -> str:
+    # What is named is opened: it must lie beside the manifest, and be no device.
+    if not _NAME.match(name):
+        raise ValueError("not a name of a checkpoint")
+    return name
 
 
 def write(directory: Path, entries: Entries) -> None:

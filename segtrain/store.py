@@ -57,7 +57,7 @@ class CheckpointStore:
             digest = None
             with suppress(FileNotFoundError):
                 digest = manifest.digest_of(self.directory / name)
-            if digest is None:
+            if digest is None or not listed:
                 continue
             found = [entry for entry in listed if entry.sha256 == digest]
             # A damaged file keeps an entry: it is to be found damaged, not unknown.

@@ -29,15 +29,18 @@ MAX_BYTES = 100_000
 MAX_NODES = 10_000
 MAX_DEPTH = 20
 _MAX_DIGITS = 40
+# Halves of UTF-16 pairs, which quoted text can spell ("\ud83d") and no file can hold.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)\Z")
 _FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?\Z")
 # What PyYAML or another YAML reader would take for something else than it looks like, and why.
+# No two repeats side by side may match the same characters: a long value would take minutes.
 _AMBIGUOUS = (
     (re.compile(r"[-+]?0[0-9_]+\Z"), "some readers take the leading 0 for octal"),
-    (re.compile(r"[-+]?0[0-9]+\.?[0-9]*(?:[eE][-+]?[0-9]+)?\Z"), "a number has no leading 0"),
+    (re.compile(r"[-+]?0[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?\Z"), "a number has no leading 0"),
     (re.compile(r"[-+]?0[xob][0-9a-fA-F_]+\Z"), "write numbers in decimal"),
-    (re.compile(r"[-+]?[0-9][0-9_]*_[0-9_]*(?:\.[0-9_]*)?\Z"), "write numbers without _"),
+    (re.compile(r"[-+]?[0-9]+_[0-9_]*(?:\.[0-9_]*)?\Z"), "write numbers without _"),
     (re.compile(r"[-+]?[0-9]+(?::[0-9]{1,2})+(?:\.[0-9]*)?\Z"), "some readers count it in base 60"),
     (re.compile(r"[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"), "numbers must be finite"),
     (re.compile(r"None\Z|Null\Z|NULL\Z"), "write null for nothing"),
@@ -235,8 +238,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def _compose(text: str) -> yaml.Node | None:
+    loader = None
     try:
-        return _Loader(text).get_single_node()
+        loader = _Loader(text)
+        return loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         character = text[error.position]
@@ -244,6 +249,10 @@ def _compose(text: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise _StructureError(mark.line + 1, _explain(error, text, mark)) from None
+    except (ValueError, OverflowError):  # of int() and chr(), which PyYAML leaves to its callers
+        line = loader.line + 1 if loader else 1
+        problem = "no such character (\\U in quotes goes up to 0010FFFF), or no such %YAML version"
+        raise _StructureError(line, problem) from None
 
 
 def _explain(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark) -> str:
@@ -283,6 +292,9 @@ class _Builder:
         if isinstance(node, yaml.SequenceNode):
             return [self._item(child, (*path, i)) for i, child in enumerate(node.value)]
         if node.style is not None:  # quoted or a block of text
+            if bad := _SURROGATE.search(node.value):
+                self._refuse(node, path, _no_character(bad.group()))
+                return None
             return node.value
         try:
             return plain_value(node.value)
@@ -318,6 +330,9 @@ class _Builder:
             self._refuse(node, path, "a key must be text, got a list or mapping")
             return None
         if node.style is not None:
+            if bad := _SURROGATE.search(node.value):
+                self._refuse(node, path, _no_character(bad.group()))
+                return None
             return node.value
         if node.value == "<<":
             self._refuse(node, path, "merge keys (<<) are not allowed; repeat the values")
@@ -333,6 +348,10 @@ class _Builder:
 
     def _refuse(self, node: yaml.Node, path: KeyPath, message: str) -> None:
         self.problems.append(Problem(path, _line(node), message))
+
+
+def _no_character(half: str) -> str:
+    return f"{half!a} is half a character; write the character itself, or \\U and eight digits"
 
 
 def _line(node: yaml.Node) -> int:

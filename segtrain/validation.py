@@ -7,6 +7,7 @@ pydantic's kinds of error and stays true when a field changes.
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -44,7 +45,7 @@ def validate(
     try:
         return model.model_validate(_tuples(data))
     except ValidationError as error:
-        schema = model.model_json_schema()
+        schema = _schema_of(model)
         errors = error.errors()
         # A list whose items are all wrong counts as empty too, which is no second mistake.
         errors = [e for e in errors if e["type"] != "too_short" or not _has_inner(e, errors)]
@@ -60,9 +61,14 @@ def _has_inner(error: Any, errors: Sequence[Any]) -> bool:
 
 def is_section(model: type[BaseModel], path: KeyPath) -> bool:
     """Whether `path` names a group of keys rather than a value."""
-    schema = model.model_json_schema()
+    schema = _schema_of(model)
     found, node = _walk(path, schema)
     return found == path and "properties" in node
+
+
+@cache
+def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema()
 
 
 def _tuples(value: Any) -> Any:

@@ -268,6 +268,18 @@ def test_a_loaded_model_is_the_average_in_evaluation_mode_with_plain_batch_norm(
     assert any(not torch.equal(saved.average[key], saved.model[key]) for key in saved.model)
 
 
+def test_a_record_of_as_many_classes_as_there_can_be_is_loaded(small, tmp_path):
+    names = "\n".join(f"- a class with a name of some length, number {i}" for i in range(255))
+    (tmp_path / "many.yaml").write_text(f"classes:\n{names}\n")
+    classes = load_class_file(str(tmp_path / "many.yaml"))
+    config, *_ = small
+    written = experiment_record(config, classes)
+    save(tmp_path / "a.pt", record(**written))
+    loaded = load(tmp_path / "a.pt")
+    assert len(loaded.classes) > 20_000
+    assert parse_experiment(loaded, tmp_path / "a.pt")[1].num_classes == 255
+
+
 def test_a_config_of_another_version_is_refused_by_name(small):
     _, _, saved = small
     foreign = saved._replace(config=saved.config.replace('"lr":', '"learning":'))

@@ -80,20 +80,23 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ),
         (
             "augment: {crop_size: 512}",
-            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0, got 512 (integer);"
-            " did you mean [512, 512]?",
+            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0 and to 100000, "
+            "got 512 (integer); did you mean [512, 512]?",
         ),
         (
             "augment: {crop_size: [512]}",
-            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0, got [512]",
+            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0 and to 100000, "
+            "got [512]",
         ),
         (
             "augment: {crop_size: [1, 2, 3]}",
-            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0, got [1, 2, 3]",
+            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0 and to 100000, "
+            "got [1, 2, 3]",
         ),
         (
             "eval: {scales: []}",
-            "f.yaml:2: eval.scales: expected a list, not empty, of numbers above 0, got []",
+            "f.yaml:2: eval.scales: expected a list, not empty, of numbers above 0 and to 100, "
+            "got []",
         ),
         (
             "loss: {kind: cross-entropy}",

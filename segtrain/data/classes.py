@@ -14,6 +14,7 @@ is then the place in the list, `color` the next free one of the Pascal VOC palet
 """
 
 import difflib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,6 +106,13 @@ class _ClassFileEntry(_Section):
     ignore_color: _Color | None = None
 
 
+class _StoredClassFile(_ClassFileEntry):
+    """Everything filled in, as `ClassFile` is written to checkpoints."""
+
+    name: str
+    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1, max_length=MAX_CLASSES)]
+
+
 def load_class_file(name_or_path: str) -> ClassFile:
     """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
 
@@ -113,7 +121,11 @@ def load_class_file(name_or_path: str) -> ClassFile:
     Raises:
         ConfigError: no such file, or one line for every mistake in it.
     """
-    path = _find(name_or_path)
+    try:
+        path = _find(name_or_path)
+    except OSError as error:  # a name that is too long, a folder without permission
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"data.classes: {name_or_path}: cannot be read: {reason}") from None
     document = scan_yaml(read_text(path), source=str(path))
     if isinstance(document.data.get("classes"), dict):
         raise ConfigError(
@@ -125,12 +137,30 @@ def load_class_file(name_or_path: str) -> ClassFile:
     if isinstance(entry, list):
         refused = {problem.path for problem in document.problems}
         findings += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
+    elif len(entry.classes) > MAX_CLASSES:
+        many = f"{len(entry.classes)} classes; at most {MAX_CLASSES} fit in a label"
+        findings.append(Finding(("classes",), many))
     elif not findings:
         class_file = _resolve(entry, name=path.stem)
         findings += _conflicts(class_file, explicit_color=entry.ignore_color is not None)
         if not findings:
             return class_file
     raise ConfigError("\n".join(report(findings, lambda finding: _place(document, finding))))
+
+
+def class_file_from_json(text: str) -> ClassFile:
+    """The class file in a checkpoint, by the rules for files.
+
+    Raises:
+        pydantic.ValidationError: it is none.
+        ConfigError: it says something twice.
+    """
+    stored = _StoredClassFile.model_validate_json(text)
+    class_file = _resolve(stored, name=stored.name)
+    problems = [finding.message for finding in _conflicts(class_file, explicit_color=True)]
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return class_file
 
 
 def check_class_weights(classes: ClassFile, class_weights: Sequence[float] | None) -> None:
@@ -163,7 +193,7 @@ def known_names() -> list[str]:
 
 
 def _find(name_or_path: str) -> Path:
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))  # Path.expanduser raises at unknown users
     if path.name != name_or_path or path.suffix:
         if not path.exists():
             beside = [str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern)]
@@ -219,8 +249,6 @@ def _resolve(entry: _ClassFileEntry, *, name: str) -> ClassFile:
 def _conflicts(class_file: ClassFile, *, explicit_color: bool) -> Iterator[Finding]:
     """What is given twice: names, ids, colours."""
     classes = class_file.classes
-    if len(classes) > MAX_CLASSES:
-        yield Finding(("classes",), f"{len(classes)} classes; at most {MAX_CLASSES} fit in a label")
     names: dict[str, str] = {}
     colors: dict[Color, str] = {}
     ids: dict[int, str] = {}

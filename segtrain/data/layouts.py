@@ -64,11 +64,12 @@ def scan_layout(data: DataConfig, split: str) -> Listing:
     Raises:
         DataError: the split itself is missing or holds no image.
     """
-    root = _root(data)
     try:
+        root = _root(data)
         listing = LAYOUTS[data.layout](data, split)
     except OSError as error:
-        raise DataError(f"{error.filename or root}: {error.strerror or error}") from error
+        place = printable(error.filename or data.root)
+        raise DataError(f"{place}: {error.strerror or error}") from error
     if not listing.pairs and not listing.problems:
         raise DataError(f"{root}, split {split!r}: no images in it")
     return listing
@@ -178,7 +179,7 @@ def _list(data: DataConfig, split: str) -> Listing:
             bad = [
                 f"{printable(file.path)}: no such file below {root}"
                 for file in (image, label)
-                if not (root / file.path).is_file()
+                if not os.path.isfile(root / file.path)  # Path.is_file raises at long names
             ]
         if not bad and image.path in first_line:
             bad = [f"{printable(image.path)}: already on line {first_line[image.path]}"]
@@ -293,7 +294,7 @@ def _walk(folder: Path) -> list[str]:
 
 
 def _root(data: DataConfig) -> Path:
-    root = Path(data.root).expanduser()
+    root = Path(os.path.expanduser(data.root))  # Path.expanduser raises at unknown users
     if root.is_dir():
         return root
     if root.exists():
@@ -328,7 +329,8 @@ def _folder(folder: Path, root: Path) -> Path:
     if folder.is_dir():
         return folder
     relative = os.path.relpath(folder, root)
-    deeper = sorted(path for depth in ("*", "*/*") for path in root.glob(f"{depth}/{relative}"))
+    above = [place for depth in ("*", "*/*") for place in root.glob(depth)]
+    deeper = sorted(place / relative for place in above if (place / relative).exists())
     # data.root is one or two folders too high, or one too deep.
     depth = len(Path(relative).parts)
     candidates = [path.parents[depth - 1] for path in deeper]

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from segtrain import torch_file
 from segtrain.errors import CheckpointError, ConfigError
 
 _SUFFIXES = (".pth", ".pt", ".safetensors")
@@ -137,13 +138,14 @@ def _read(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch_file.read(path)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"model.pretrained: {path}: holds more than weights, or is no torch file: "
             f"{_first_line(error)}; save its state dict alone, or as safetensors"
         ) from error
-    except (safetensors.SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+    # safetensors knows kinds of number that torch does not (KeyError).
+    except (torch_file.DamagedError, safetensors.SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(
             f"model.pretrained: {path}: cannot be read: {_first_line(error)}"
         ) from error
@@ -160,10 +162,14 @@ def _unwrapped(content: Any, source: str) -> dict[str, Tensor]:
         raise CheckpointError(
             f"model.pretrained: {source}: expected a state dict, got {type(content).__name__}"
         )
-    foreign = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    foreign = [
+        str(key)
+        for key, value in content.items()
+        if not isinstance(key, str) or not torch_file.is_plain(value)
+    ]
     if foreign:
         raise CheckpointError(
-            f"model.pretrained: {source}: expected tensors only, found other values under "
+            f"model.pretrained: {source}: expected plain tensors only, found other values under "
             f"{_listed(foreign)}; save the state dict alone"
         )
     return dict(content)

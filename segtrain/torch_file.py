@@ -1,0 +1,94 @@
+"""Files that torch.save wrote, from anywhere: nothing in them runs, and they grow no larger."""
+
+import pickletools
+import struct
+import warnings
+import zipfile
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+
+class DamagedError(Exception):
+    """A file that is not what torch.save writes; says what is wrong with it."""
+
+
+_MAX_WORD = 20_000
+# What torch's unpickler runs into, depending on the byte that is wrong.
+_DAMAGED = (
+    *(RuntimeError, EOFError, OSError, ValueError, TypeError, AttributeError, ImportError),
+    *(LookupError, AssertionError, ArithmeticError, MemoryError, struct.error),
+)
+
+
+def read(path: Path) -> Any:
+    """The content of the file `path`: tensors, all on the CPU, and plain data.
+
+    Raises:
+        pickle.UnpicklingError: it holds more than that, which could run code; or is no pickle.
+        DamagedError: it is damaged in any other way.
+        FileNotFoundError: there is none.
+    """
+    try:
+        with path.open("rb") as file:
+            _refuse_bombs(file, path.stat().st_size)
+        with warnings.catch_warnings():
+            # Of pickles that torch did not write, and refuses in the next moment.
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except _DAMAGED as error:
+        text = str(error) or type(error).__name__
+        raise DamagedError(text.splitlines()[0]) from error
+
+
+def _refuse_bombs(file: IO[bytes], size: int) -> None:
+    """What torch would take all memory or hours to refuse."""
+    if file.read(4) != b"PK\3\4":
+        file.seek(0)
+        _refuse_long_words(file)
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            # torch inflates members though it never writes such: 400 kB become 400 MB.
+            if sum(member.file_size for member in archive.infolist()) > size:
+                raise DamagedError("its members are compressed, which torch.save does not do")
+            for name in archive.namelist():
+                if name.endswith("data.pkl"):
+                    _refuse_long_words(archive.open(name))
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise DamagedError(f"not a whole archive: {error}") from error
+
+
+def _refuse_long_words(file: IO[bytes]) -> None:
+    """torch's complaint about a name or text is searched in quadratic time: 100 kB take minutes.
+
+    A file in torch's old format begins with five pickles.
+    """
+    try:
+        for _ in range(5):
+            for _, argument, _ in pickletools.genops(file):
+                if isinstance(argument, str) and len(argument) > _MAX_WORD:
+                    longest = max(map(len, argument.split()), default=0)
+                    if longest > _MAX_WORD:
+                        raise DamagedError(f"a word of {longest} characters")
+    except UnicodeDecodeError as error:
+        raise DamagedError("a name or text that is damaged") from error
+    except ValueError:  # where torch will stop too
+        return
+
+
+def is_plain(value: object) -> bool:
+    """Whether `value` is a tensor with a real number at each place.
+
+    Sparse and quantized tensors and those without a storage load, and fail where they are used.
+    """
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+        and not (value.is_quantized or value.is_complex() or value.is_nested)
+    )

@@ -1,0 +1,523 @@
+"""Whatever a file says, it is loaded or refused: properties, and hostile files.
+
+FUZZ_EXAMPLES=2000 tries so many examples of each property, other ones every time. What
+tools/fuzz.py has found lies in corpus/.
+"""
+
+import json
+import math
+import os
+import pickle
+import re
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from contextlib import chdir, suppress
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import fuzz
+import numpy as np
+import pytest
+from fuzz_inputs import malicious_pickles, zipped
+from fuzz_targets import TARGETS, Target, hostile_archives
+from hypothesis import HealthCheck, assume, configuration, given, settings
+from hypothesis import strategies as st
+
+from segtrain.checkpoint import load
+from segtrain.config import AugmentConfig, Config, DataConfig, config_to_yaml, load_config
+from segtrain.config import parse_config as parse
+from segtrain.data.classes import ClassFile, SegClass
+from segtrain.data.geometry import resample_image, resample_label
+from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
+from segtrain.data.layouts import list_pairs, scan_layout
+from segtrain.data.transforms import draw_placement
+from segtrain.errors import CheckpointError, ConfigError, DataError, UserError
+from segtrain.inference import view_size, window_starts
+from segtrain.strict_yaml import MAX_BYTES, checked, parse_value, scan_yaml
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
+# Tables of characters would be kept below the current directory.
+configuration.set_hypothesis_home_dir(tempfile.gettempdir() + "/segtrain-hypothesis")
+
+
+def examples(number):
+    return settings(
+        max_examples=EXAMPLES or number,
+        deadline=None,
+        derandomize=not EXAMPLES,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+SECTIONS = {
+    name: list(field.annotation.model_fields)
+    for name, field in Config.model_fields.items()
+    if hasattr(field.annotation, "model_fields")
+}
+PRINTABLE = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")))
+PLAIN = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | PRINTABLE
+PLAIN |= st.floats(allow_nan=False, allow_infinity=False)
+TREES = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(PRINTABLE, inner, max_size=4)
+)
+KEYS = st.sampled_from([(section, key) for section, keys in SECTIONS.items() for key in keys])
+NEARLY = (
+    "0",
+    "-1",
+    "1",
+    "2.5",
+    "1e-3",
+    "[1, 2]",
+    "[0.5, 1.5]",
+    "null",
+    "true",
+    "group",
+    "sgd",
+    "x",
+)
+
+
+def smallest():
+    return {"data": {"layout": "list", "root": "x", "classes": "voc"}}
+
+
+# Configs and YAML
+
+
+@examples(150)
+@given(st.text() | st.text("abc01:-[]{}#&*!|>'\"%@`\\U \n\t"))
+def test_any_text_is_yaml_that_is_understood_or_refused(text):
+    try:
+        document = checked(scan_yaml(text, source="f"))
+    except ConfigError:
+        return
+    json.dumps(document.data, allow_nan=False)
+
+
+@examples(60)
+@given(TREES)
+def test_json_means_the_same_in_yaml(tree):
+    text = json.dumps({"key": tree}, ensure_ascii=False)
+    data = checked(scan_yaml(text, source="f")).data
+    assert data == {"key": tree}
+    assert parse_value(json.dumps([tree], ensure_ascii=False), source="f") == [tree]
+
+
+@pytest.mark.fault(83)
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("1" + "_" * 90_000 + "x", "0" * 90_000 + "x", "0." * 45_000, "1:" * 45_000, "9" * 90_000),
+        *("[" * 90_000, "a: " * 30_000, "- " * 45_000, "'" * 90_000, "{? " * 30_000, "\n" * 90_000),
+        *("? " * 45_000, "!" * 90_000, "%YAML 1." + "1" * 5000 + "\n---\na: 1", "&a " * 30_000),
+    ],
+    ids=lambda text: text[:9],
+)
+def test_no_text_of_the_largest_size_takes_long(text):
+    assert len(text) < MAX_BYTES
+    started = time.process_time()
+    with pytest.raises(ConfigError):
+        parse("data: " + text, source="f")
+    with pytest.raises(ConfigError):
+        parse(text, source="f")
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("text", [r'"\UFFFFFFFF"', r'"\U00110000"', r'"\ud800"', r'["\udfff"]'])
+def test_escapes_of_no_character_are_refused_with_their_line(text):
+    with pytest.raises(ConfigError, match=r"f:2: .*character"):
+        parse(f"data:\n  root: {text}", source="f")
+    with pytest.raises(ConfigError, match=r"--set data.root: .*character"):
+        parse("data: {}", source="f", overrides=[f"data.root={text}"])
+
+
+@examples(100)
+@given(st.text(), st.text())
+def test_any_text_is_a_config_or_refused(before, after):
+    valid = config_to_yaml(parse(json.dumps(smallest()), source="x"))
+    for text in (before, before + valid + after, valid.replace("root: x", f"root: {before}")):
+        with suppress(ConfigError):
+            parse(text, source="f", overrides=[after, f"data.root={before}"])
+
+
+@examples(150)
+@given(
+    st.dictionaries(KEYS, PLAIN | st.lists(PLAIN, max_size=3), max_size=4),
+    st.lists(st.tuples(KEYS, st.sampled_from(NEARLY) | st.text()), max_size=3),
+    st.dictionaries(st.sampled_from(list(SECTIONS)) | PRINTABLE, TREES, max_size=1),
+)
+def test_settings_close_to_real_ones_are_loaded_or_refused(changes, overrides, others):
+    options = smallest() | others
+    for (section, key), value in changes.items():
+        if isinstance(options.setdefault(section, {}), dict):
+            options[section][key] = value
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write(json.dumps(options, ensure_ascii=False))
+        file.flush()
+        try:
+            config = load_config(file.name, [f"{a}.{b}={value}" for (a, b), value in overrides])
+        except ConfigError:
+            pass
+        else:
+            assert parse(config_to_yaml(config), source="printed") == config
+
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
+NUMBER = st.floats(1e-300, 1e300)
+ARGS = st.dictionaries(
+    TEXT,
+    st.recursive(PLAIN | TEXT, lambda inner: st.lists(inner, max_size=3).map(tuple)),
+    max_size=3,
+)
+
+
+@examples(80)
+@given(TEXT, TEXT, st.tuples(*[st.floats(-1e300, 1e300)] * 3), NUMBER, ARGS, st.booleans())
+def test_a_config_that_loads_prints_and_loads_back_equal(root, split, mean, lr, args, flag):
+    options = smallest()
+    options["data"] |= {"root": root, "train_split": split, "mean": mean}
+    options["augment"] = {"extra": ({"name": "A", "args": args},)}
+    options |= {"train": {"lr": lr, "nesterov": flag}, "eval": {"flip": flag, "every_steps": None}}
+    config = Config.model_validate(options)
+    assert parse(config_to_yaml(config), source="printed") == config
+
+
+# Where data lies
+
+
+@pytest.fixture(scope="module")
+def data_root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("fuzz") / "data"
+    for name in ("a.png", "b c.png", "d/e.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    (root.parent / "outside.png").touch()
+    (root / "link.png").symlink_to(root.parent / "outside.png")
+    return root
+
+
+NAMES = (
+    "a.png",
+    "b c.png",
+    "d/e.png",
+    "link.png",
+    "../outside.png",
+    "d/../a.png",
+    "//a.png",
+    "C:\\a",
+)
+PIECES = (
+    *NAMES,
+    '"b c.png"',
+    '"',
+    ",",
+    "\t",
+    " ",
+    "\r\n",
+    "\n",
+    "\0",
+    "\u2028",
+    "\x85",
+    "#",
+    "x" * 300,
+)
+
+
+def as_list(data_root, content):
+    (data_root / "list.txt").write_bytes(content)
+    return DataConfig(layout="list", root=str(data_root), classes="voc", train_split="list.txt")
+
+
+@pytest.mark.fault(63, 64)
+@examples(150)
+@given(st.binary() | st.lists(st.sampled_from(PIECES)).map(lambda words: "".join(words).encode()))
+def test_any_list_is_read_or_refused_and_stays_below_the_root(data_root, content):
+    try:
+        pairs = list_pairs(as_list(data_root, content), "list.txt")
+    except DataError:
+        return
+    assert pairs
+    for pair in pairs:
+        for file in pair[:2]:
+            assert file.resolve().is_relative_to(data_root.resolve())
+            assert file.is_file()
+
+
+GOOD = ("", "   ", "# a comment", '#"')
+BAD = (
+    "a.png",
+    "a.png a.png a.png",
+    "../x.png a.png",
+    "no.png a.png",
+    "a.png no.png",
+    '"a.png a.png',
+)
+BAD += (
+    "link.png a.png",
+    "/a.png a.png",
+    "a.gif a.png",
+    "a.png\0 a.png",
+    "a.png a.jpg",
+    "\xff a.png",
+)
+BAD += ("x" * 300 + ".png a.png", "d/" * 3000 + "a.png a.png", "a.png/b.png a.png")
+
+
+@pytest.mark.fault(63)
+@examples(80)
+@given(
+    st.lists(st.sampled_from([(line, False) for line in GOOD] + [(line, True) for line in BAD])),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+    st.sampled_from([b"", b"\xef\xbb\xbf"]),
+)
+def test_the_line_numbers_of_a_lists_problems_are_right(data_root, lines, end, start):
+    text = end.join([*(line for line, _ in lines), "b c.png\td/e.png"]) + end
+    listing = scan_layout(as_list(data_root, start + text.encode("latin-1")), "list.txt")
+    found = Counter(int(re.match(r".*?list\.txt:(\d+): ", one)[1]) for one in listing.problems)
+    assert set(found) == {i for i, (_, bad) in enumerate(lines, start=1) if bad}
+    assert [pair.name for pair in listing.pairs] == ["b c"]
+
+
+@examples(60)
+@given(
+    st.sampled_from(["cityscapes", "camvid", "voc", "ade20k", "folders", "list"]),
+    *[st.text(max_size=8) | st.sampled_from(["~nobody", "x" * 300, "a**", "**", ".", "", "\0"])]
+    * 4,
+)
+def test_any_place_of_data_is_found_or_refused(layout, root, split, images, labels):
+    assume(not any(name.startswith("/") or ".." in name for name in (root, split, images, labels)))
+    try:
+        data = DataConfig.model_validate(
+            {"layout": layout, "root": f"x{root}"[bool(root) :] or "x", "classes": "voc"}
+            | {"images_dir": images, "labels_dir": labels}
+        )
+    except ValueError:  # half a character
+        return
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        for name in ("x", "x/images", "x/d", "d/e"):
+            Path(name).mkdir(parents=True)
+        with pytest.raises(UserError):
+            list_pairs(data, split)
+
+
+@pytest.mark.parametrize(
+    "name", ["~nobody/x.yaml", "x" * 300, "x" * 300 + ".yaml", "\0", "\0.yaml"]
+)
+def test_a_class_file_of_an_impossible_name_is_refused(name):
+    with pytest.raises(ConfigError, match=r"data.classes: "):
+        fuzz.TARGETS["classes"].run(Path(name))
+
+
+# Labels
+
+
+@st.composite
+def class_files(draw):
+    ids = draw(st.lists(st.integers(0, 300) | st.integers(0, 65535), min_size=2, unique=True))
+    colors = draw(st.lists(st.tuples(*[st.integers(0, 255)] * 3), min_size=len(ids), unique=True))
+    ignored = draw(st.integers(0, len(ids) - 1))
+    groups = [tuple(ids[i : i + 2]) for i in range(ignored, len(ids), 2)]
+    classes = tuple(
+        SegClass(f"c{i}", color, group)
+        for i, (group, color) in enumerate(zip(groups, colors, strict=False))
+    )
+    return ClassFile("drawn", classes, tuple(ids[:ignored]), colors[len(classes)])
+
+
+def unknown_pixels(message):
+    """{value: pixels} that a message shows, and how many values more it counts."""
+    shown = re.findall(r"(\d+|\[[\d, ]+\]) \((\d+) pixels\)", message)
+    more = re.search(r" and (\d+) more", message)
+    return {value: int(count) for value, count in shown}, int(more[1]) if more else 0
+
+
+def check_mapping(mapped, values, train_id_of):
+    """`mapped()` gives the train ids of `values`, or counts those that have none."""
+    wrong = Counter(str(value) for value in values if value not in train_id_of)
+    if not wrong:
+        assert mapped().tolist() == [[train_id_of[value] for value in values]]
+        return
+    with pytest.raises(DataError) as caught:
+        mapped()
+    shown, more = unknown_pixels(str(caught.value))
+    assert shown.items() <= wrong.items()
+    assert len(shown) == min(10, len(wrong))
+    assert len(shown) + more == len(wrong)
+
+
+@examples(150)
+@given(class_files(), st.data())
+def test_ids_become_train_ids_or_are_counted(classes, data):
+    known = sorted(classes.train_id_of)
+    large = data.draw(st.booleans())
+    kind, highest = (np.uint16, 65535) if large else (np.uint8, 255)
+    any_id = st.integers(0, highest)
+    known = st.sampled_from([i for i in known if i <= highest] or [0])
+    values = data.draw(st.lists(known, min_size=1) | st.lists(known | any_id, min_size=1))
+    raw = np.array([values], kind)
+    check_mapping(lambda: ids_to_train_ids(raw, "x", classes), values, classes.train_id_of)
+
+
+@examples(15)
+@given(class_files(), st.data())
+def test_colors_become_train_ids_or_are_counted(classes, data):
+    train_id_of = {color: i for i, color in enumerate(classes.palette)}
+    train_id_of |= {classes.ignore_color: 255}
+    known = st.sampled_from(sorted(train_id_of))
+    any_color = st.tuples(*[st.integers(0, 255)] * 3)
+    values = data.draw(st.lists(known, min_size=1) | st.lists(known | any_color, min_size=1))
+    listed = {str(list(color)): train_id for color, train_id in train_id_of.items()}
+    check_mapping(
+        lambda: colors_to_train_ids(np.array([values], np.uint8), "x", classes),
+        [str(list(color)) for color in values],
+        listed,
+    )
+
+
+# Crops and windows
+
+SIDES = st.integers(1, 40) | st.integers(1, 3000)
+
+
+@examples(120)
+@given(
+    st.tuples(SIDES, SIDES),
+    st.tuples(*[st.integers(1, 40) | st.integers(1, 400)] * 2),
+    st.floats(0.01, 4) | st.floats(1e-6, 100),
+    st.sampled_from([0.0, 0.0, 10.0, 180.0]),
+    st.none() | st.integers(1, 2000),
+    st.integers(0, 2**32),
+)
+def test_a_crop_has_its_size_and_invents_no_label(size, crop_size, scale, rotate, short_side, seed):
+    (height, width), rng = size, np.random.default_rng(seed)
+    width = min(width, max(1, 1_000_000 // height))
+    augment = AugmentConfig(
+        crop_size=crop_size, scale_range=(scale, scale), rotate_deg=rotate, max_class_share=0.75
+    )
+    label = rng.choice(np.array([0, 3, 200], np.uint8), (height, width))
+    image = np.full((height, width, 3), 9, np.uint8)
+    placement = draw_placement(augment, label, rng, short_side_px=short_side)
+    crop = resample_image(image, placement, fill=(1, 2, 3))
+    cropped = resample_label(label, placement)
+    assert crop.shape == (*crop_size, 3)
+    assert cropped.shape == crop_size
+    assert set(np.unique(cropped)) <= {0, 3, 200, 255}
+    if placement.angle_deg == 0:
+        inside = np.zeros(crop_size, bool)
+        inside[placement.rows.inside, placement.columns.inside] = True
+        inside = inside[:, ::-1] if placement.flip else inside
+        np.testing.assert_array_equal(cropped != 255, inside)
+        assert (crop[inside] == 9).all()
+        assert (crop[~inside] == (1, 2, 3)).all()
+
+
+@examples(200)
+@given(st.integers(1, 5000), st.integers(1, 2000), st.floats(0, 1, exclude_max=True))
+def test_windows_cover_every_pixel_and_overlap_enough(length, window, overlap):
+    starts = window_starts(length, window, overlap)
+    assert starts[0] == 0
+    assert starts[-1] == max(0, length - window)
+    shared = min(math.floor(window * overlap + 1e-6), window - 1)
+    for before, after in pairwise(starts):
+        assert before < after <= before + window - shared
+
+
+@examples(200)
+@given(
+    st.tuples(SIDES, SIDES),
+    st.none() | st.integers(1, 3000),
+    st.floats(0.01, 8) | st.floats(1e-300, 100),
+)
+def test_the_sides_of_a_view_are_rounded_and_at_least_one(size, short_side, scale):
+    view = view_size(size, short_side, scale)
+    base = 1 if short_side is None else short_side / min(size)
+    for side, found in zip(size, view, strict=True):
+        assert found == 1 or abs(found - side * base * scale) <= 0.5 + 1e-6
+    if short_side is not None:
+        assert min(view_size(size, short_side, 1.0)) == short_side
+
+
+@pytest.mark.parametrize("option", ["eval.scales=[1e300]", "augment.scale_range=[1, 1e300]"])
+def test_sizes_that_no_image_has_are_refused(option):
+    with pytest.raises(ConfigError, match="to 100"):
+        parse(json.dumps(smallest()), source="f", overrides=[option])
+
+
+# Bytes
+
+CORPUS = [(name, path.name) for name in TARGETS for path in fuzz.corpus(name)]
+
+
+@pytest.mark.fault(34, 36, 37, 59, 62)
+@pytest.mark.parametrize("name", TARGETS)
+def test_hostile_files_are_loaded_or_refused(name, tmp_path):
+    target, until = TARGETS[name], time.monotonic() + 0.5
+    for i, (file_name, data) in enumerate(fuzz.inputs(target, name, Random(20))):
+        verdict = fuzz.judge(target, data, tmp_path, file_name)
+        assert not verdict.finding, verdict.trace
+        if i > 200 or time.monotonic() > until:
+            break
+
+
+@pytest.mark.parametrize(("name", "file"), CORPUS)
+def test_what_was_a_finding_is_loaded_or_refused_now(name, file, tmp_path):
+    (path,) = (path for path in fuzz.corpus(name) if path.name == file)
+    for file_name in TARGETS[name].names:
+        verdict = fuzz.judge(TARGETS[name], path.read_bytes(), tmp_path, file_name)
+        assert not verdict.finding, verdict.trace
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("name", ["checkpoint", "pretrained"])
+def test_no_malicious_pickle_runs(name, tmp_path):
+    for data in hostile_archives():
+        verdict = fuzz.judge(TARGETS[name], data, tmp_path)
+        assert verdict.refusal
+
+
+@pytest.mark.parametrize("pickled", [b"cx%s\n%s\n)R.", b"X%s)R."], ids=["name", "text"])
+@pytest.mark.parametrize("name", ["checkpoint", "pretrained"])
+def test_a_long_word_in_a_pickle_does_not_take_minutes_to_refuse(name, pickled, tmp_path):
+    """torch searches its own complaint in quadratic time."""
+    word = b"x" * 100_000
+    parts = (word, word) if pickled.startswith(b"c") else ((100_000).to_bytes(4, "little") + word,)
+    verdict = fuzz.judge(TARGETS[name], b"\x80\x02" + pickled % parts, tmp_path)
+    assert not verdict.finding
+    assert verdict.refusal
+
+
+def test_an_archive_that_inflates_is_refused_before_it_does(tmp_path):
+    size = 300 << 20
+    bomb = zipped({"a/data.pkl": bytes(size)}, zipfile.ZIP_DEFLATED)
+    (tmp_path / "last.pt").write_bytes(bomb)
+    del bomb
+    before = fuzz.peak_bytes()
+    with pytest.raises(CheckpointError):
+        load(tmp_path / "last.pt")
+    assert fuzz.peak_bytes() < before + size
+
+
+def careless(path):
+    pickle.loads(path.read_bytes())
+
+
+def test_the_malicious_pickles_run_where_nothing_forbids_it(tmp_path):
+    target = Target(careless, list, ("x.pkl",))
+    verdicts = [fuzz.judge(target, data, tmp_path).finding for data in malicious_pickles()]
+    assert verdicts.count("the input ran code") > len(verdicts) / 2
+
+
+def test_the_judge_notices_a_hang_an_exception_and_a_large_appetite(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "LIMIT_S", 0.1)
+    sleeper = Target(lambda path: time.sleep(9), list, ("x",))
+    assert fuzz.judge(sleeper, b"", tmp_path).finding.startswith("more than 0.1 s")
+    monkeypatch.setattr(fuzz, "LIMIT_S", 10)
+    failing = Target(lambda path: path.read_bytes()[7], list, ("x",))
+    assert fuzz.judge(failing, b"", tmp_path).finding.startswith("IndexError")
+    monkeypatch.setattr(fuzz, "LIMIT_BYTES", fuzz.peak_bytes())
+    eater = Target(lambda path: b"x" * (200 << 20), list, ("x",))
+    assert "GiB" in fuzz.judge(eater, b"", tmp_path).finding
