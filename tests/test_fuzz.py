@@ -26,7 +26,6 @@ from fuzz_targets import TARGETS, Target, hostile_archives
 from hypothesis import HealthCheck, assume, configuration, given, settings
 from hypothesis import strategies as st
 
-from segtrain.checkpoint import load
 from segtrain.config import AugmentConfig, Config, DataConfig, config_to_yaml, load_config
 from segtrain.config import parse_config as parse
 from segtrain.data.classes import ClassFile, SegClass
@@ -34,9 +33,10 @@ from segtrain.data.geometry import resample_image, resample_label
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.data.layouts import list_pairs, scan_layout
 from segtrain.data.transforms import draw_placement
-from segtrain.errors import CheckpointError, ConfigError, DataError, UserError
+from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.inference import view_size, window_starts
 from segtrain.strict_yaml import MAX_BYTES, checked, parse_value, scan_yaml
+from segtrain.torch_file import DamagedError, read
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 # Tables of characters would be kept below the current directory.
@@ -285,7 +285,10 @@ def test_the_line_numbers_of_a_lists_problems_are_right(data_root, lines, end, s
 @examples(60)
 @given(
     st.sampled_from(["cityscapes", "camvid", "voc", "ade20k", "folders", "list"]),
-    *[st.text(max_size=8) | st.sampled_from(["~nobody", "x" * 300, "a**", "**", ".", "", "\0"])]
+    *[
+        st.text(max_size=8)
+        | st.sampled_from(["~no-such-user", "x" * 300, "a**", "**", ".", "", "\0"])
+    ]
     * 4,
 )
 def test_any_place_of_data_is_found_or_refused(layout, root, split, images, labels):
@@ -305,7 +308,7 @@ def test_any_place_of_data_is_found_or_refused(layout, root, split, images, labe
 
 
 @pytest.mark.parametrize(
-    "name", ["~nobody/x.yaml", "x" * 300, "x" * 300 + ".yaml", "\0", "\0.yaml"]
+    "name", ["~no-such-user/x.yaml", "x" * 300, "x" * 300 + ".yaml", "\0", "\0.yaml"]
 )
 def test_a_class_file_of_an_impossible_name_is_refused(name):
     with pytest.raises(ConfigError, match=r"data.classes: "):
@@ -491,14 +494,10 @@ def test_a_long_word_in_a_pickle_does_not_take_minutes_to_refuse(name, pickled, 
 
 
 def test_an_archive_that_inflates_is_refused_before_it_does(tmp_path):
-    size = 300 << 20
-    bomb = zipped({"a/data.pkl": bytes(size)}, zipfile.ZIP_DEFLATED)
+    bomb = zipped({"a/data.pkl": bytes(3 << 20)}, zipfile.ZIP_DEFLATED)
     (tmp_path / "last.pt").write_bytes(bomb)
-    del bomb
-    before = fuzz.peak_bytes()
-    with pytest.raises(CheckpointError):
-        load(tmp_path / "last.pt")
-    assert fuzz.peak_bytes() < before + size
+    with pytest.raises(DamagedError, match="compressed"):
+        read(tmp_path / "last.pt")
 
 
 def careless(path):
