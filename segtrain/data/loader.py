@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 import cv2
@@ -241,14 +241,25 @@ def _worker_died(what: str) -> ExecutionError:
 
 def _batches(loader: DataLoader, watch: "_Watch") -> Iterator[Batch]:
     batches = iter(loader)
-    while True:
-        with watch.over_one_batch():
-            batch = next(batches, None)
-        if batch is None:
-            return
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
+    try:
+        while True:
+            with watch.over_one_batch():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
+    except (EOFError, ConnectionError):
+        # A worker has died. The signal that says so raises an error too, which is to come here:
+        # from within the end of the loader Python could only print it.
+        with suppress(RuntimeError):
+            time.sleep(1)
+        raise
+    finally:
+        # An error would keep it alive in its traceback. The workers are to end now and in good
+        # order, or their directories would stay behind.
+        del batches
 
 
 class _Watch:
