@@ -59,7 +59,15 @@ def busy(tmp_path_factory, data):
 
 
 @pytest.mark.fault(7)
-@pytest.mark.parametrize("phase", ["setup", "training", "evaluation", "checkpoint"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "evaluation",
+        "checkpoint",
+        pytest.param("setup", marks=pytest.mark.slow),
+        pytest.param("training", marks=pytest.mark.slow),
+    ],
+)
 def test_sigterm_to_the_launcher_in_any_phase_stops_the_run_in_good_order(tmp_path, busy, phase):
     """The phase of training is met before the first batch."""
     run = tmp_path / "run"
@@ -132,7 +140,7 @@ def test_sigint_more_than_once_to_the_launcher_ends_everything_at_once(
 
 
 @pytest.mark.fault(21)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loader_worker_that_hangs_ends_the_run_and_is_named(tmp_path, data, ranks):
     """Not the rank that waits for the one that waits for it."""
     options = small(data, data={"num_workers": 1}, train={"steps": 500, "timeout_s": 6})
@@ -181,9 +189,8 @@ def alone(tmp_path_factory, data):
 
 
 @pytest.mark.fault(2)
-@pytest.mark.parametrize("trial", range(2))
-def test_the_second_attempt_comes_up_and_ends_with_the_same_weights(tmp_path, data, alone, trial):
-    killed_and_restarted(tmp_path, data, alone, trial)
+def test_the_second_attempt_comes_up_and_ends_with_the_same_weights(tmp_path, data, alone):
+    killed_and_restarted(tmp_path, data, alone, 0)
 
 
 @pytest.mark.slow

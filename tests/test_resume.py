@@ -164,7 +164,7 @@ DEATHS = (
 
 
 @pytest.mark.fault(1, 3)
-@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.slow), "float16"])
 def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, tmp_path, data, precision):
     """With augmentation, dropout, averaged weights, a loss scale and two loader workers."""
     options = small(

@@ -199,7 +199,7 @@ def test_killed_at_any_instant_of_saving_a_checkpoint_can_be_loaded(tmp_path):
     rng = random.Random(0)
     context = multiprocessing.get_context("forkserver")
     step = 1
-    for _ in range(12):
+    for _ in range(8):
         process = context.Process(target=save_forever, args=(tmp_path, step))
         process.start()
         deadline = time.monotonic() + 60

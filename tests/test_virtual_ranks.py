@@ -144,7 +144,7 @@ def stop_after_two_steps(config, directory):
     def stop(this):
         original(this)
         if this.state.step == 1:
-            this.stop.signal = 15  # read with the second step
+            this.requests.signal = 15  # read with the second step
 
     command._keep_cadences = stop
     return train(config, directory)
