@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from segtrain import outcome, progress
+from segtrain.processes import is_alive
 from segtrain.progress import Progress
 
 # From the first rank that gives up waiting to SIGKILL for those that have not.
@@ -49,14 +50,7 @@ class HungRanks:
             left = {note.rank for note in notes if note.code is not None}
             known = {one.rank for one in self.ended}
             for rank in progress.read(self._directory):
-                if rank.rank not in left | known and _is_alive(rank.pid):
+                if rank.rank not in left | known and is_alive(rank.pid):
                     self.ended.append(rank)
                     with suppress(ProcessLookupError):
                         os.kill(rank.pid, signal.SIGKILL)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

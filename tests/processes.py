@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from segtrain import outcome, progress
+from segtrain.processes import children, descendants, is_alive
 from segtrain.progress import Progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -108,25 +109,12 @@ def logged_steps(directory: Path) -> list[int]:
     return [line["step"] for line in values if "train/loss" in line]
 
 
-def children(pid: int) -> list[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        listed = [task.joinpath("children").read_text().split() for task in tasks]
-    except OSError:
-        return []
-    return sorted(int(child) for found in listed for child in found)
-
-
-def descendants(pid: int) -> list[int]:
-    """`pid` and all that it has started, directly or not."""
-    return [pid, *(found for child in children(pid) for found in descendants(child))]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def left_after(pids: Sequence[int], seconds: float) -> list[int]:
+    """Those of `pids` that are still alive when `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [pid for pid in pids if is_alive(pid)]
 
 
 def _environ(pid: int) -> dict[str, str]:

@@ -45,7 +45,10 @@ def test_every_fault_is_provoked_or_excused():
 
 
 def test_faults_are_real():
-    """None of these tests but the ones named here replaces a part of the program."""
+    """None of these tests but the ones named here takes pytest's monkeypatch.
+
+    What some do is to wrap a function of the process that they kill or stop, to choose the moment.
+    """
     _, patched = marked()
     assert patched == {
         # The packages are there; taking them away from one process takes a hook of its imports.

@@ -7,8 +7,10 @@ import time
 
 import pytest
 from experiments import write_config, write_data
-from processes import Command, descendants, is_alive
+from processes import Command, left_after
 from test_resume import assert_same_state, last, small
+
+from segtrain.processes import descendants
 
 
 @pytest.fixture(scope="module")
@@ -16,14 +18,6 @@ def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     write_data(root)
     return root
-
-
-def left_after(pids, seconds):
-    """Those of `pids` that are still alive when `seconds` have passed."""
-    deadline = time.monotonic() + seconds
-    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return [pid for pid in pids if is_alive(pid)]
 
 
 @pytest.mark.fault(14)
@@ -153,15 +147,15 @@ def test_a_loader_worker_that_hangs_ends_the_run_and_is_named(tmp_path, data, ra
     assert command.wait() == 6
     took_s = time.monotonic() - stopped
     (line,) = command.errors.splitlines()
-    said = "no loader worker has given a batch for 5 s (train.timeout_s): one hangs, on a dead"
+    said = "no loader worker has given a batch for 5 s (0.8 of train.timeout_s): one hangs, on a"
     assert line.startswith(f"segtrain: rank {ranks - 1}: {said}")
     assert "--resume" in line
     assert left_after(everyone, 10) == []
     assert took_s < 0.8 * 6 + 10 + 20
 
 
-def killed_and_restarted(tmp_path, data, alone, trial):
-    """One run whose rank is killed somewhere; torch elastic starts the ranks again."""
+def killed_and_restarted(tmp_path, data, trial):
+    """The end of one run whose rank is killed somewhere; torch elastic starts the ranks again."""
     options = small(data, data={"num_workers": 1}, train={"steps": 12}, checkpoint=CADENCE)
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / f"run{trial}"
     rng = random.SystemRandom()
@@ -171,7 +165,7 @@ def killed_and_restarted(tmp_path, data, alone, trial):
     command.wait_for_step(run, step)
     os.kill(command.ranks()[victim], signal.SIGKILL)
     assert command.wait() == 0, command.errors
-    assert_same_state(last(run), last(alone))
+    return last(run)
 
 
 CADENCE = {"every_steps": 3}
@@ -190,14 +184,14 @@ def alone(tmp_path_factory, data):
 
 @pytest.mark.fault(2)
 def test_the_second_attempt_comes_up_and_ends_with_the_same_weights(tmp_path, data, alone):
-    killed_and_restarted(tmp_path, data, alone, 0)
+    assert_same_state(killed_and_restarted(tmp_path, data, 0), last(alone))
 
 
 @pytest.mark.slow
 @pytest.mark.fault(2)
 def test_the_second_attempt_comes_up_twenty_times_of_twenty(tmp_path, data, alone):
     for trial in range(20):
-        killed_and_restarted(tmp_path, data, alone, trial)
+        assert_same_state(killed_and_restarted(tmp_path, data, trial), last(alone))
 
 
 @pytest.mark.fault(13)

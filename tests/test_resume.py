@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from experiments import experiment, losses, train, write_config, write_data
-from processes import Command, descendants, is_alive, logged_steps
+from processes import Command, logged_steps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from segtrain import checkpoint, dist
 from segtrain.checkpoint import load
 from segtrain.errors import UserError
+from segtrain.processes import descendants, is_alive
 
 
 @pytest.fixture(scope="module")

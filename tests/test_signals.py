@@ -5,13 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from experiments import experiment, train, write_config, write_data
-from processes import REPOSITORY, Command, descendants, is_alive
+from processes import REPOSITORY, Command, left_after
 from test_resume import last, refusal, small, stopped_after
 
+from segtrain.processes import descendants
 from segtrain.signals import Requests, exit_code
 
 
@@ -99,14 +99,7 @@ def test_a_process_that_follows_its_parent_ends_with_it():
         "os._exit(0)\n"
     )
     child = int(python(code).stdout)
-    assert gone([child], within_s=10)
-
-
-def gone(pids, within_s):
-    deadline = time.monotonic() + within_s
-    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(is_alive(pid) for pid in pids)
+    assert left_after([child], 10) == []
 
 
 @pytest.mark.fault(6, 9, 12)
@@ -135,7 +128,7 @@ def test_ranks_end_when_their_launcher_is_killed_and_save_what_they_have(tmp_pat
     assert len(everyone) == 5  # the launcher, two ranks and a worker each
     command.process.kill()
     assert command.wait() == -signal.SIGKILL
-    assert gone(everyone, within_s=10)
+    assert left_after(everyone, 10) == []
     assert last(run).step >= 2
     assert command.errors == ""
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from experiments import write_config, write_data
-from processes import Command, descendants
+from processes import Command
 from test_resume import curve, last, small
+
+from segtrain.processes import descendants
 
 # A clock that is set back by an hour when the file beside it appears, in every process of the run.
 CLOCK = """

@@ -29,6 +29,7 @@ import torch
 
 from segtrain import progress
 from segtrain.checkpoint import load
+from segtrain.processes import children, descendants, is_alive
 from segtrain.progress import Progress
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
@@ -287,28 +288,6 @@ def _is_worker(pid: int) -> bool:
     except OSError:
         return False
     return b"resource_tracker" not in command
-
-
-def descendants(pid: int) -> list[int]:
-    """`pid` and all that it has started, directly or not."""
-    return [pid, *(found for child in children(pid) for found in descendants(child))]
-
-
-def children(pid: int) -> list[int]:
-    """The processes that `pid` has started and that still are its own."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(c) for task in tasks for c in (task / "children").read_text().split()]
-    except OSError:
-        return []
-
-
-def is_alive(pid: int) -> bool:
-    """Whether it is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

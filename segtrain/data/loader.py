@@ -205,7 +205,7 @@ def train_loader(
             if watch.expired:
                 raise ExecutionError(
                     f"rank {dist.rank()}: no loader worker has given a batch for {timeout_s:.0f} s "
-                    "(train.timeout_s): one hangs, on a dead network drive for instance, or "
+                    "(0.8 of train.timeout_s): one hangs, on a dead network drive for instance, or "
                     "reading is very slow; training goes on from the last checkpoint by --resume"
                 ) from error
             if isinstance(error, ExecutionError):
