@@ -4,8 +4,9 @@ import pickletools
 import struct
 import warnings
 import zipfile
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +46,11 @@ def read(path: Path) -> Any:
         raise DamagedError(text.splitlines()[0]) from error
 
 
-def _refuse_bombs(file: IO[bytes], size: int) -> None:
+def _refuse_bombs(file: BufferedReader, size: int) -> None:
     """What torch would take all memory or hours to refuse."""
     if file.read(4) != b"PK\3\4":
         file.seek(0)
-        _refuse_long_words(file)
+        _refuse_long_words(file, 5)
         return
     try:
         with zipfile.ZipFile(file) as archive:
@@ -58,18 +59,20 @@ def _refuse_bombs(file: IO[bytes], size: int) -> None:
                 raise DamagedError("its members are compressed, which torch.save does not do")
             for name in archive.namelist():
                 if name.endswith("data.pkl"):
-                    _refuse_long_words(archive.open(name))
+                    _refuse_long_words(archive.open(name), 1)
     except (zipfile.BadZipFile, NotImplementedError) as error:
         raise DamagedError(f"not a whole archive: {error}") from error
 
 
-def _refuse_long_words(file: IO[bytes]) -> None:
+def _refuse_long_words(file: BufferedReader | zipfile.ZipExtFile, num_pickles: int) -> None:
     """torch's complaint about a name or text is searched in quadratic time: 100 kB take minutes.
 
     A file in torch's old format begins with five pickles.
     """
     try:
-        for _ in range(5):
+        for number in range(num_pickles):
+            if number > 0 and not file.peek(1):
+                return  # one pickle alone, which torch refuses for what it holds
             for _, argument, _ in pickletools.genops(file):
                 if isinstance(argument, str) and len(argument) > _MAX_WORD:
                     longest = max(map(len, argument.split()), default=0)
@@ -77,8 +80,9 @@ def _refuse_long_words(file: IO[bytes]) -> None:
                         raise DamagedError(f"a word of {longest} characters")
     except UnicodeDecodeError as error:
         raise DamagedError("a name or text that is damaged") from error
-    except ValueError:  # where torch will stop too
-        return
+    except ValueError as error:
+        # torch may read on, such as a name that no line end follows.
+        raise DamagedError(f"no whole pickle: {error}") from error
 
 
 def is_plain(value: object) -> bool:

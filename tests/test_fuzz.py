@@ -22,7 +22,7 @@ import fuzz
 import numpy as np
 import pytest
 from fuzz_inputs import malicious_pickles, zipped
-from fuzz_targets import TARGETS, Target, hostile_archives
+from fuzz_targets import TARGETS, Target, archive_of, hostile_archives
 from hypothesis import HealthCheck, assume, configuration, given, settings
 from hypothesis import strategies as st
 
@@ -482,13 +482,22 @@ def test_no_malicious_pickle_runs(name, tmp_path):
         assert verdict.refusal
 
 
-@pytest.mark.parametrize("pickled", [b"cx%s\n%s\n)R.", b"X%s)R."], ids=["name", "text"])
+WORD = b"x" * 100_000
+LONG_WORDS = {
+    "name": b"c" + WORD + b"\n" + WORD + b"\n)R.",
+    "name that does not end": b"cx\n" + WORD,
+    "text": b"X" + len(WORD).to_bytes(4, "little") + WORD + b")R.",
+}
+
+
+@pytest.mark.parametrize("archived", [False, True], ids=["alone", "in an archive"])
+@pytest.mark.parametrize("pickled", LONG_WORDS.values(), ids=LONG_WORDS)
 @pytest.mark.parametrize("name", ["checkpoint", "pretrained"])
-def test_a_long_word_in_a_pickle_does_not_take_minutes_to_refuse(name, pickled, tmp_path):
+def test_a_long_word_in_a_pickle_does_not_take_minutes_to_refuse(name, pickled, archived, tmp_path):
     """torch searches its own complaint in quadratic time."""
-    word = b"x" * 100_000
-    parts = (word, word) if pickled.startswith(b"c") else ((100_000).to_bytes(4, "little") + word,)
-    verdict = fuzz.judge(TARGETS[name], b"\x80\x02" + pickled % parts, tmp_path)
+    data = b"\x80\x02" + pickled
+    data = archive_of(data) if archived else data
+    verdict = fuzz.judge(TARGETS[name], data, tmp_path)
     assert not verdict.finding
     assert verdict.refusal
 

@@ -34,6 +34,7 @@ LIMIT_S = 10
 LIMIT_BYTES = 2 << 30
 _MINIMIZE_S = 20
 _KEPT = 400  # inputs that are changed further
+_WIDTH = 300  # of a line of a trace, which may quote the input
 _LARGE = 5000  # bytes of inputs that take too long for that
 
 
@@ -85,7 +86,8 @@ def _finding(error: BaseException, what: str) -> Verdict:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/segtrain/" in frame.filename] or frames
     where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
-    return Verdict(f"{what} at {where}", trace="".join(traceback.format_exception(error)))
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return Verdict(f"{what} at {where}", trace="\n".join(line[:_WIDTH] for line in lines))
 
 
 @contextmanager

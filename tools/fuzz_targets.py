@@ -277,11 +277,14 @@ def _mutate_checkpoint(
 
 def hostile_archives() -> list[bytes]:
     """Malicious pickles alone, and where torch keeps the pickle of an archive."""
-    kinds = []
-    for data in fuzz_inputs.malicious_pickles():
-        members = {"a/data.pkl": data, "a/byteorder": b"little", "a/version": b"3\n"}
-        kinds += [data, fuzz_inputs.zipped(members)]
-    return kinds
+    pickles = fuzz_inputs.malicious_pickles()
+    return [kind for data in pickles for kind in (data, archive_of(data))]
+
+
+def archive_of(pickled: bytes) -> bytes:
+    """What torch.save writes around a pickle."""
+    members = {"a/data.pkl": pickled, "a/byteorder": b"little", "a/version": b"3\n"}
+    return fuzz_inputs.zipped(members)
 
 
 def _checkpoints() -> list[bytes]:
