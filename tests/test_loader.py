@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from processes import left_after
 
 from segtrain.data.loader import TrainStream, image_at, rows_of_rank, train_loader
 from segtrain.errors import DataError, UserError
@@ -207,6 +208,37 @@ def test_the_rank_itself_can_end_its_workers(workers):
     assert workers["terminated"] == 0
 
 
+def rank_with_a_fork_server():
+    """Run as a program: its workers are not its children, as with Python 3.14 and later."""
+    multiprocessing.set_start_method("forkserver")
+    batches = loader(num_workers=2, steps=50)
+    next(batches)
+    print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+    if sys.stdin.readline() == "terminate\n":
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+    sys.stdin.readline()
+
+
+@pytest.mark.parametrize("how", ["terminated", "killed"])
+def test_workers_of_a_fork_server_end_as_the_rank_wants_and_with_it(how):
+    # From a file, as a fork server imports the main module again.
+    rank = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    workers = list(map(int, rank.stdout.readline().split()))
+    assert len(workers) == 2
+    assert left_after(workers, 0) == workers
+    if how == "terminated":
+        rank.stdin.write("terminate\n")
+        rank.stdin.flush()
+    else:
+        rank.kill()
+    assert left_after(workers, 10) == []
+    rank.kill()
+    rank.communicate()
+
+
 class Threads(Numbers):
     """Images of as many pixels as there are threads, OpenCV's and the system's, after its work."""
 
@@ -257,3 +289,7 @@ def test_a_killed_worker_is_a_failure_of_the_system_with_advice(workers):
     assert kind == "ExecutionError"
     assert "killed by signal" in message or "exited unexpectedly" in message
     assert "data.num_workers" in message
+
+
+if __name__ == "__main__":
+    rank_with_a_fork_server()

@@ -130,16 +130,23 @@ def _start_worker(_: int) -> None:
     # stop: it needs its workers to finish the step, and ends them itself.
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+    if hasattr(signal, "sigtimedwait"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with_rank, daemon=True).start()
     die_with_parent(signal.SIGKILL)
 
 
-def _end_with_parent(parent: int) -> None:
-    """Ends this process when `parent` terminates it, and by nobody else's SIGTERM."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
+def _end_with_rank() -> None:
+    """Ends this process when its rank terminates it or is gone, and by nobody else's SIGTERM.
+
+    The rank is the parent of a worker that it forked. What a fork server forked has another parent,
+    which lives as long as its workers do.
+    """
+    rank = multiprocessing.parent_process()
+    while rank.is_alive():
+        received = signal.sigtimedwait({signal.SIGTERM}, 1)
+        if received is not None and received.si_pid == rank.pid:
+            break
     os._exit(EXIT_OK)
 
 
