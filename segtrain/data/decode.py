@@ -118,7 +118,10 @@ def decode_image(data: bytes, path: str | Path) -> np.ndarray:
     header = decode_header(data, path)
     if header.mode in ("CMYK", "YCCK"):
         raise DataError(f"{printable(path)}: the image is CMYK; convert it to RGB")
-    if not data.startswith(_PNG) and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
+    if data.startswith(_PNG):
+        # OpenCV takes as much memory as a chunk claims: 4 GB for 160 bytes.
+        _check_png(data, path)
+    elif data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
         raise DataError(f"{printable(path)}: the JPEG is cut off: its end marker is missing")
     try:
         # imread returns half an image for a damaged JPEG; imdecode returns None.
@@ -217,17 +220,18 @@ def _open_label(data: bytes, path: str | Path) -> tuple[int, Image.Image]:
         raise DataError(
             f"{printable(path)}: the label is not a PNG file; other formats may change its ids"
         )
-    problem = _png_damage(data)
-    if problem:
-        raise DataError(f"{printable(path)}: damaged PNG: {problem}")
+    _check_png(data, path)
     decode_header(data, path)
     return data[24], Image.open(io.BytesIO(data), formats=("PNG",))  # IHDR: 16 width, 20 height
 
 
-def _png_damage(data: bytes) -> str:
-    """What is wrong with the chunks of a PNG; empty if all are whole.
+def _check_png(data: bytes, path: str | Path) -> None:
+    """Refuses a PNG of which a chunk is not whole.
 
     Pillow does not look at the checksums of pixel data: a flipped bit would become another label.
+
+    Raises:
+        DataError: what is wrong with it.
     """
     start = len(_PNG)
     while start + 12 <= len(data):
@@ -236,11 +240,12 @@ def _png_damage(data: bytes) -> str:
         if end + 4 > len(data):
             break
         if zlib.crc32(memoryview(data)[start + 4 : end]) != struct.unpack_from(">I", data, end)[0]:
-            return f"checksum of a chunk {kind.decode('latin-1')!r} is wrong"
+            name = repr(kind.decode("latin-1"))
+            raise DataError(f"{printable(path)}: damaged PNG: checksum of a chunk {name} is wrong")
         if kind == b"IEND":
-            return ""
+            return
         start = end + 4
-    return f"the file ends early, after {len(data)} bytes"
+    raise DataError(f"{printable(path)}: damaged PNG: the file ends early, after {len(data)} bytes")
 
 
 def _pixels(image: Image.Image, path: str | Path, mode: str = "") -> np.ndarray:
