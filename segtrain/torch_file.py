@@ -1,12 +1,13 @@
 """Files that torch.save wrote, from anywhere: nothing in them runs, and they grow no larger."""
 
+import os
 import pickletools
 import struct
 import warnings
 import zipfile
-from io import BufferedReader
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def read(path: Path) -> Any:
         raise DamagedError(text.splitlines()[0]) from error
 
 
-def _refuse_bombs(file: BufferedReader, size: int) -> None:
+def _refuse_bombs(file: IO[bytes], size: int) -> None:
     """What torch would take all memory or hours to refuse."""
     if file.read(4) != b"PK\3\4":
         file.seek(0)
@@ -59,20 +60,25 @@ def _refuse_bombs(file: BufferedReader, size: int) -> None:
                 raise DamagedError("its members are compressed, which torch.save does not do")
             for name in archive.namelist():
                 if name.endswith("data.pkl"):
-                    _refuse_long_words(archive.open(name), 1)
+                    pickled = archive.read(name)
+                    # No text has more characters than bytes; most files end here.
+                    if max(map(len, pickled.split()), default=0) > _MAX_WORD:
+                        _refuse_long_words(BytesIO(pickled), 1)
     except (zipfile.BadZipFile, NotImplementedError) as error:
         raise DamagedError(f"not a whole archive: {error}") from error
 
 
-def _refuse_long_words(file: BufferedReader | zipfile.ZipExtFile, num_pickles: int) -> None:
+def _refuse_long_words(file: IO[bytes], num_pickles: int) -> None:
     """torch's complaint about a name or text is searched in quadratic time: 100 kB take minutes.
 
     A file in torch's old format begins with five pickles.
     """
     try:
         for number in range(num_pickles):
-            if number > 0 and not file.peek(1):
-                return  # one pickle alone, which torch refuses for what it holds
+            if number > 0:
+                if not file.read(1):
+                    return  # fewer, of which torch refuses what it finds
+                file.seek(-1, os.SEEK_CUR)
             for _, argument, _ in pickletools.genops(file):
                 if isinstance(argument, str) and len(argument) > _MAX_WORD:
                     longest = max(map(len, argument.split()), default=0)
