@@ -20,17 +20,22 @@ _RANKS_TIMEOUT_S = 400
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Callable[..., list[Any]]:
-    """`run_ranks(world_size, function, *args, **kwargs)`: what `function` returns on every rank.
-
-    The ranks are forked from a server that has imported torch once, which takes 0.1 s instead of 4,
-    and joined in a gloo group on this machine. `function` must be one of a module.
-    """
+def forkserver() -> Any:
+    """Starts processes from one that has imported torch, which takes 0.1 s instead of 4."""
     context = multiprocessing.get_context("forkserver")
     # The last ones are what making an optimizer and torch.compile import.
     libraries = ["albumentations", "torch.utils.tensorboard", "torch._inductor", "torch._dynamo"]
     context.set_forkserver_preload(["segtrain.train", *libraries])
-    return partial(_run, context, "cpu")
+    return context
+
+
+@pytest.fixture(scope="session")
+def run_ranks(forkserver) -> Callable[..., list[Any]]:
+    """`run_ranks(world_size, function, *args, **kwargs)`: what `function` returns on every rank.
+
+    The ranks are joined in a gloo group on this machine. `function` must be one of a module.
+    """
+    return partial(_run, forkserver, "cpu")
 
 
 @pytest.fixture(scope="session")

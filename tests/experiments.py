@@ -1,6 +1,7 @@
 """A small data set and a small experiment on it, for tests that train."""
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def train(config: Path, directory: Path, resume: bool = False, **options: bool) 
     from segtrain.config import load_config
     from segtrain.train import run
 
+    # A process of a fork server would have one of its own for the loader's workers.
+    multiprocessing.set_start_method(None, force=True)
     cpu = torch.device("cpu")
     return run(load_config(config), directory, device=cpu, resume=resume, **options)
 

@@ -212,19 +212,20 @@ def trained_each(config_files, build, *overrides):
     return results
 
 
-def test_variants_are_those_of_the_whole_batch(run_ranks, tmp_path, data):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if "group" in name else ()) for name in VARIANTS],
+)
+def test_variants_are_those_of_the_whole_batch(run_ranks, tmp_path, data, name):
     """A pass of 5 or 6 images is 3 + 2 or 3 + 3, so one rank has two sizes in the first step."""
-    configs = []
-    for i, sections in enumerate(VARIANTS.values()):
-        sections = {**sections, "train": {**sections.get("train", {}), "steps": 4}}
-        configs.append(write_config(tmp_path / f"{i}.yaml", experiment(data, **sections)))
-    (wanted,) = run_ranks(1, trained_each, configs, small_model)
-    compiled = run_ranks(2, trained_each, configs, small_model, "train.compile=true")
-    for rank, results in enumerate(compiled):
-        for name, found, one in zip(VARIANTS, results, wanted, strict=True):
-            assert_same_training(found, one)
-            sizes = 2 if name == "mining in two passes" and rank == 1 else 1
-            assert found[3][:2] == ([sizes] * 4, {}), name
+    sections = VARIANTS[name] | {"train": {"steps": 4} | VARIANTS[name].get("train", {})}
+    config = write_config(tmp_path / "c.yaml", experiment(data, **sections))
+    (wanted,) = run_ranks(1, trained, config, small_model)
+    compiled = run_ranks(2, trained, config, small_model, "train.compile=true")
+    for rank, found in enumerate(compiled):
+        assert_same_training(found, wanted)
+        sizes = 2 if name == "mining in two passes" and rank == 1 else 1
+        assert found[3][:2] == ([sizes] * 4, {})
 
 
 def test_statistics_of_some_ranks_are_those_of_the_uncompiled_step(run_ranks, tmp_path, data):
@@ -275,7 +276,10 @@ def stop_before_the_end(config, directory):
     return train_traced(config, directory)
 
 
-def test_a_run_may_be_compiled_in_one_part_and_not_in_the_other(run_ranks, tmp_path, data):
+@pytest.mark.parametrize("compiled_first", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_run_may_be_compiled_in_one_part_and_not_in_the_other(
+    run_ranks, tmp_path, data, compiled_first
+):
     """With an average of the weights and evaluations; no key shows what is around the model."""
     sections = {"train": {"steps": 4, "ema_decay": 0.9}, "eval": {"every_steps": 3}}
     options = experiment(data, **sections)
@@ -284,19 +288,20 @@ def test_a_run_may_be_compiled_in_one_part_and_not_in_the_other(run_ranks, tmp_p
     compiled = write_config(tmp_path / "compiled.yaml", options)
     run_ranks(1, train, plain, tmp_path / "whole")
     wanted = load(tmp_path / "whole/checkpoints/last.pt")
-    for name, (first, second) in {"a": (compiled, plain), "b": (plain, compiled)}.items():
-        run_ranks(1, stop_before_the_end, first, tmp_path / name)
-        assert load(tmp_path / name / "checkpoints/last.pt").step == 3
-        assert run_ranks(1, train_traced, second, tmp_path / name, resume=True) == [0]
-        assert "compiled" in (tmp_path / name / "train.log").read_text()
-        found = load(tmp_path / name / "checkpoints/last.pt")
-        assert found.step == 4
-        assert found.best["mean_iou"] == pytest.approx(wanted.best["mean_iou"], abs=1e-9)
-        for field in ("model", "average"):
-            ours, theirs = getattr(found, field), getattr(wanted, field)
-            assert list(ours) == list(theirs)
-            for key, value in theirs.items():
-                torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-10, msg=key)
+    first, second = (compiled, plain) if compiled_first else (plain, compiled)
+    run = tmp_path / "run"
+    run_ranks(1, stop_before_the_end, first, run)
+    assert load(run / "checkpoints/last.pt").step == 3
+    assert run_ranks(1, train_traced, second, run, resume=True) == [0]
+    assert "compiled" in (run / "train.log").read_text()
+    found = load(run / "checkpoints/last.pt")
+    assert found.step == 4
+    assert found.best["mean_iou"] == pytest.approx(wanted.best["mean_iou"], abs=1e-9)
+    for field in ("model", "average"):
+        ours, theirs = getattr(found, field), getattr(wanted, field)
+        assert list(ours) == list(theirs)
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-10, msg=key)
 
 
 def test_virtual_ranks_are_refused(tmp_path):

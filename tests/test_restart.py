@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from experiments import write_config, write_data
+from experiments import train, write_config, write_data
 from processes import Command, left_after
 from test_resume import assert_same_state, last, small
 
@@ -56,10 +56,10 @@ def busy(tmp_path_factory, data):
 @pytest.mark.parametrize(
     "phase",
     [
-        "evaluation",
         "checkpoint",
         pytest.param("setup", marks=pytest.mark.slow),
         pytest.param("training", marks=pytest.mark.slow),
+        pytest.param("evaluation", marks=pytest.mark.slow),
     ],
 )
 def test_sigterm_to_the_launcher_in_any_phase_stops_the_run_in_good_order(tmp_path, busy, phase):
@@ -91,26 +91,15 @@ def test_a_signal_to_the_launcher_reaches_ranks_that_have_just_been_started(
     assert left_after(everyone, 10) == []
 
 
-@pytest.mark.fault(8)
-def test_sigterm_twice_to_the_launcher_does_not_cut_the_checkpoint_off(tmp_path, busy):
-    run = tmp_path / "run"
-    command = Command(tmp_path, "train", busy, "--nproc", 2, "--output", run)
-    command.wait_for_step(run, 2)
-    command.wait_for_phase("checkpoint")
-    everyone = descendants(command.process.pid)
-    for _ in range(3):
-        command.process.send_signal(signal.SIGTERM)
-        time.sleep(0.02)
-    assert command.wait() == 143, command.errors
-    assert command.errors == ""
-    assert f"stopped by SIGTERM after step {last(run).step}, which is saved" in command.output
-    assert left_after(everyone, 0) == []
-
-
 @pytest.mark.fault(10, 11)
 @pytest.mark.parametrize(
     ("times", "pause_s", "hangs"),
-    [(2, 0.0, False), (2, 0.1, True), (3, 0.0, False), (3, 0.03, True)],
+    [
+        pytest.param(2, 0.0, False, marks=pytest.mark.slow),
+        (2, 0.1, True),
+        (3, 0.0, False),
+        pytest.param(3, 0.03, True, marks=pytest.mark.slow),
+    ],
 )
 def test_sigint_more_than_once_to_the_launcher_ends_everything_at_once(
     tmp_path, busy, times, pause_s, hangs
@@ -172,13 +161,12 @@ CADENCE = {"every_steps": 3}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, data):
+def alone(run_ranks, tmp_path_factory, data):
     """The same run, left alone."""
     where = tmp_path_factory.mktemp("alone")
     options = small(data, data={"num_workers": 1}, train={"steps": 12}, checkpoint=CADENCE)
     config = write_config(where / "c.yaml", options)
-    command = Command(where, "train", config, "--nproc", 2, "--output", where / "run")
-    assert command.wait() == 0, command.errors
+    assert run_ranks(2, train, config, where / "run") == [0, 0]
     return where / "run"
 
 
@@ -194,24 +182,29 @@ def test_the_second_attempt_comes_up_twenty_times_of_twenty(tmp_path, data, alon
         assert_same_state(killed_and_restarted(tmp_path, data, trial), last(alone))
 
 
-@pytest.mark.fault(13)
-def test_usr1_to_the_launcher_saves_and_goes_on(tmp_path, data):
+@pytest.mark.fault(8, 13)
+def test_usr1_saves_and_goes_on_and_sigterm_again_and_again_saves_once(tmp_path, data):
     options = small(data, train={"steps": 500}, checkpoint={"every_steps": 400})
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
     command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run)
     command.wait_for_step(run, 2)
     assert not (run / "checkpoints" / "last.pt").exists()
     command.process.send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + 60
-    while "as SIGUSR1 asked for" not in (run / "train.log").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    command.wait_until(lambda: "as SIGUSR1 asked for" in (run / "train.log").read_text())
     saved = last(run).step
     command.wait_for_step(run, saved + 2)
+
+    everyone = descendants(command.process.pid)
     command.process.send_signal(signal.SIGTERM)
-    assert command.wait() == 143
-    assert last(run).step >= saved + 2
+    command.wait_for_phase("checkpoint")
+    for _ in range(3):  # none of them cuts the checkpoint off
+        command.process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    assert command.wait() == 143, command.errors
     assert command.errors == ""
+    assert last(run).step >= saved + 2
+    assert f"stopped by SIGTERM after step {last(run).step}, which is saved" in command.output
+    assert left_after(everyone, 0) == []
 
 
 @pytest.mark.fault(13)

@@ -1,7 +1,6 @@
 """A run that was stopped or killed ends as if nothing had happened."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -69,14 +68,14 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tm
     options = small(
         data,
         data={"num_workers": 1},
-        train={"steps": 15},
+        train={"steps": 12},
         eval={"every_steps": 6},
         checkpoint={"every_steps": 4},
     )
     config = write_config(tmp_path / "c.yaml", options)
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     rng = random.SystemRandom()
-    stop_step, kill_step, victim = rng.randint(1, 5), rng.randint(8, 12), rng.randint(0, 1)
+    stop_step, kill_step, victim = rng.randint(1, 4), rng.randint(7, 10), rng.randint(0, 1)
     print(f"SIGTERM after step {stop_step}, SIGKILL to rank {victim} after step {kill_step}")
 
     def start(directory, *arguments):
@@ -103,7 +102,7 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tm
     assert line.startswith(f"segtrain: rank {victim} was ended by SIGKILL (out of memory?)")
     assert [pid for pid in everyone if is_alive(pid)] == []
     # The kill may come between a step's line in the log and its checkpoint.
-    assert saved.step <= last(killed).step < 15
+    assert saved.step <= last(killed).step < 12
 
     command = start(killed, "--resume")
     assert command.wait() == 0, command.errors
@@ -113,9 +112,9 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tm
     assert_same_state(last(killed), last(alone))
     assert last(killed).best == last(alone).best
     for directory in (alone, killed):
-        assert logged_steps(directory) == list(range(1, 16))
-        assert [step for step, _ in curve(directory, "train/loss")] == list(range(1, 16))
-        assert [step for step, _ in curve(directory, "eval/mIoU")] == [6, 12, 15]
+        assert logged_steps(directory) == list(range(1, 13))
+        assert [step for step, _ in curve(directory, "train/loss")] == list(range(1, 13))
+        assert [step for step, _ in curve(directory, "eval/mIoU")] == [6, 12]
     assert losses(killed) == losses(alone)
     assert losses(killed, "eval/mIoU") == losses(alone, "eval/mIoU")
 
@@ -166,7 +165,9 @@ DEATHS = (
 
 @pytest.mark.fault(1, 3)
 @pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.slow), "float16"])
-def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, tmp_path, data, precision):
+def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(
+    run_ranks, forkserver, tmp_path, data, precision
+):
     """With augmentation, dropout, averaged weights, a loss scale and two loader workers."""
     options = small(
         data,
@@ -179,11 +180,10 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, tmp_path
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     assert run_ranks(1, train, config, alone) == [0]
 
-    context = multiprocessing.get_context("forkserver")
     steps = []
     for where, step in DEATHS:
         resume = (killed / "config.yaml").exists()
-        process = context.Process(target=killed_at, args=(where, step, config, killed, resume))
+        process = forkserver.Process(target=killed_at, args=(where, step, config, killed, resume))
         process.start()
         process.join(120)
         assert process.exitcode == -signal.SIGKILL, (where, step)
@@ -228,7 +228,7 @@ def refusal(function, *args):
 @pytest.mark.fault(44)
 def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data):
     """In float64 the losses of 2, then 3 ranks are those of one alone."""
-    options = experiment(data, train={"steps": 5, "ema_decay": 0.9})
+    options = small(data, train={"steps": 5, "precision": "float64"})
     config = write_config(tmp_path / "c.yaml", options)
     assert run_ranks(1, train, config, tmp_path / "alone") == [0]
     run = tmp_path / "run"
@@ -238,7 +238,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data):
     assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-9, abs=0)
     assert len(losses(run)) == 5
     for key, value in last(tmp_path / "alone").average.items():
-        torch.testing.assert_close(last(run).average[key], value, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(last(run).average[key], value, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.fault(43)

@@ -132,8 +132,8 @@ def test_memory_does_not_grow_with_the_number_of_images():
         gc.collect()
         most.append(len(alive))
 
-    evaluate(Tracked(60), num_threads=2, receivers=[count])
-    assert len(most) == 60
+    evaluate(Tracked(20), num_threads=2, receivers=[count])
+    assert len(most) == 20
     assert max(most) <= 5
 
 

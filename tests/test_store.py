@@ -1,5 +1,4 @@
 import fcntl
-import multiprocessing
 import os
 import random
 import shutil
@@ -195,12 +194,11 @@ def save_forever(directory, start):
 
 
 @pytest.mark.fault(3)
-def test_killed_at_any_instant_of_saving_a_checkpoint_can_be_loaded(tmp_path):
+def test_killed_at_any_instant_of_saving_a_checkpoint_can_be_loaded(tmp_path, forkserver):
     rng = random.Random(0)
-    context = multiprocessing.get_context("forkserver")
     step = 1
     for _ in range(8):
-        process = context.Process(target=save_forever, args=(tmp_path, step))
+        process = forkserver.Process(target=save_forever, args=(tmp_path, step))
         process.start()
         deadline = time.monotonic() + 60
         newest = None
@@ -248,13 +246,12 @@ def hold(directory, pipe):
 
 
 @pytest.mark.fault(29, 30)
-def test_a_run_in_use_is_refused_and_a_dead_one_s_lock_is_taken_over(tmp_path):
+def test_a_run_in_use_is_refused_and_a_dead_one_s_lock_is_taken_over(tmp_path, forkserver):
     from segtrain import rundir
     from segtrain.errors import ConfigError
 
-    context = multiprocessing.get_context("forkserver")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=hold, args=(tmp_path / "run", theirs))
+    mine, theirs = forkserver.Pipe()
+    process = forkserver.Process(target=hold, args=(tmp_path / "run", theirs))
     process.start()
     assert mine.recv() == "held"
     with (

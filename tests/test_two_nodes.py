@@ -105,6 +105,7 @@ def test_one_rank_on_each_of_two_machines_trains_as_one_process(run_ranks, start
     assert_same_training(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_statistics_within_a_machine_are_local_where_it_has_one_rank(
     run_ranks, start, tmp_path, data
 ):

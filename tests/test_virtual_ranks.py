@@ -87,12 +87,17 @@ def run(run_ranks, tmp_path, data, ranks, virtual, sections):
     return np.array(losses(tmp_path / name)), load(tmp_path / name / "checkpoints/last.pt")
 
 
-def test_eight_shares_on_one_two_and_four_ranks_equal_the_whole_batch(run_ranks, tmp_path, data):
+@pytest.mark.parametrize(
+    "splits", [((1, 8), (2, 4)), pytest.param(((4, 2),), marks=pytest.mark.slow)]
+)
+def test_eight_shares_on_any_number_of_ranks_equal_the_whole_batch(
+    run_ranks, tmp_path, data, splits
+):
     """Augmentation, dropout and the auxiliary loss are on."""
-    sections = {"train": {"batch_size": 8, "steps": 20}}
+    sections = {"train": {"batch_size": 8, "steps": 20}, "augment": {"crop_size": [33, 41]}}
     whole, record = run(run_ranks, tmp_path, data, 1, 1, sections)
     assert whole[-5:].mean() < 0.9 * whole[:5].mean()
-    for ranks, virtual in ((1, 8), (2, 4), (4, 2)):
+    for ranks, virtual in splits:
         shares, other = run(run_ranks, tmp_path, data, ranks, virtual, sections)
         np.testing.assert_allclose(shares, whole, rtol=1e-9, atol=0)
         for key, value in record.model.items():
