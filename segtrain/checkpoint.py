@@ -21,7 +21,7 @@ from segtrain import __version__, manifest, torch_file
 from segtrain.config import Config
 from segtrain.data.classes import ClassFile, class_file_from_json
 from segtrain.engine import TrainState
-from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.manifest import Entry, HashingFile
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
@@ -377,6 +377,8 @@ def parse_experiment(record: Record, path: Path) -> tuple[Config, ClassFile]:
     try:
         config = Config.model_validate_json(record.config)
         return config, class_file_from_json(record.classes)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: its classes contradict themselves: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -1,3 +1,4 @@
+import json
 import os
 import pickle
 import random
@@ -285,6 +286,14 @@ def test_a_config_of_another_version_is_refused_by_name(small):
     foreign = saved._replace(config=saved.config.replace('"lr":', '"learning":'))
     with pytest.raises(CheckpointError, match=r"does not fit this version .*: train\.learning"):
         parse_experiment(foreign, Path("a.pt"))
+
+
+def test_classes_that_contradict_themselves_are_refused_by_name(small):
+    _, _, saved = small
+    content = json.loads(saved.classes)
+    content["classes"][1]["name"] = content["classes"][0]["name"]
+    with pytest.raises(CheckpointError, match=r"a\.pt: its classes contradict themselves: .*name"):
+        parse_experiment(saved._replace(classes=json.dumps(content)), Path("a.pt"))
 
 
 def test_saving_reads_back_before_the_old_file_goes(tmp_path, monkeypatch):

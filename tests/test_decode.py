@@ -1,6 +1,7 @@
 """Pixels from files. PNG files are written bit by bit here: no library vouches for itself."""
 
 import io
+import os
 import struct
 import zlib
 
@@ -308,6 +309,13 @@ def test_missing_files_and_folders_are_refused_by_name(tmp_path, read):
         read(tmp_path / "nothing.png")
     with pytest.raises(DataError, match="is a directory"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label, decode.read_header])
+def test_a_pipe_named_like_a_picture_is_not_waited_for(tmp_path, read):
+    os.mkfifo(tmp_path / "x.png")
+    with pytest.raises(DataError, match=r"x\.png: not a regular file"):
+        read(tmp_path / "x.png")
 
 
 @pytest.mark.fault(62)
