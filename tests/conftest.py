@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,16 @@ def spawn_ranks() -> Callable[..., list[Any]]:
 def spawn_nccl_ranks() -> Callable[..., list[Any]]:
     """As `spawn_ranks`, with a device for each rank and an NCCL group."""
     return partial(_run, multiprocessing.get_context("spawn"), "cuda")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """The root of a small data set."""
+    from experiments import write_data
+
+    root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
 
 
 @pytest.fixture

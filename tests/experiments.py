@@ -1,7 +1,10 @@
-"""A small data set and a small experiment on it, for tests that train."""
+"""A small data set, a small experiment on it and what it leaves, for tests that train."""
 
 import json
 import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +85,82 @@ def losses(directory: Path, tag: str = "train/loss") -> list[float]:
     """The losses of every step that a run logged."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line[tag] for line in lines if tag in line]
+
+
+def small(root: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Few weights; augmentation, dropout and an average of the weights."""
+    train = {"ema_decay": 0.9, "precision": "float32"} | sections.pop("train", {})
+    sizes = {"augment": {"crop_size": [33, 41]}, "model": {"backbone": "mobilenet_v2"}}
+    return experiment(root, train=train, **sizes, **sections)
+
+
+def stopped_after(
+    step: int,
+    config: Path,
+    directory: Path,
+    resume: bool = False,
+    number: int = signal.SIGTERM,
+    rank: int = 0,
+) -> int:
+    """As `train`; after `step` updates a signal reaches `rank`."""
+    from segtrain import dist
+    from segtrain import train as command
+
+    whole = command.train_steps
+
+    def train_steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for result in whole(*args, **kwargs):
+            if result.step == step and dist.rank() == rank:
+                os.kill(os.getpid(), number)
+            yield result
+
+    command.train_steps = train_steps
+    return train(config, directory, resume)
+
+
+def refusal(function: Callable[..., Any], *args: Any) -> tuple[str, int, str] | None:
+    """The error of `function` in words: its kind, its exit code and what it says."""
+    from segtrain.errors import UserError
+
+    try:
+        function(*args)
+    except UserError as error:
+        return type(error).__name__, error.exit_code, str(error)
+    return None
+
+
+def last(directory: Path) -> Any:
+    """The record that a run would go on from."""
+    from segtrain.checkpoint import load
+
+    return load(directory / "checkpoints" / "last.pt")
+
+
+def assert_same_state(one: Any, other: Any) -> None:
+    """That two records hold the same step and the same bits."""
+    assert one.step == other.step
+    for field in ("model", "average", "optimizer"):
+        a, b = _tensors(getattr(one, field)), _tensors(getattr(other, field))
+        assert len(a) > 100
+        assert a.keys() == b.keys()
+        assert [key for key in a if not torch.equal(a[key], b[key])] == []
+
+
+def _tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """All tensors in nested containers by their place."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    if not isinstance(value, (dict, list, tuple)):
+        return {}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    parts = [_tensors(part, f"{name}/{key}") for key, part in items]
+    return {key: tensor for part in parts for key, tensor in part.items()}
+
+
+def curve(directory: Path, tag: str) -> list[tuple[int, float]]:
+    """The steps and values of a curve in TensorBoard's files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    read.Reload()
+    return [(event.step, event.value) for event in read.Scalars(tag)]

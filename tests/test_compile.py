@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from experiments import experiment, losses, train, write_config, write_data
+from experiments import experiment, losses, train, write_config
 from processes import REPOSITORY
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -43,13 +43,6 @@ from segtrain.start import check_experiment
 
 CPU = torch.device("cpu")
 COMPILE = torch.compile
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 class Graphs:

@@ -3,17 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from experiments import experiment, losses, train, write_config, write_data
+from experiments import experiment, losses, train, write_config
 
 from segtrain import dist
 from segtrain.checkpoint import load
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 def everything(data, precision):

@@ -211,13 +211,6 @@ def test_the_same_words_are_said_by_one_rank_only(tmp_path, environ):
     assert outcome.is_first_to_say("another")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
-
-
 def small(root, /, **sections):
     """An experiment of few weights and steps, with loader workers."""
     sections.setdefault("train", {}).update(precision="float32")

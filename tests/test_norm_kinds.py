@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from experiments import experiment, losses, train, write_config, write_data
+from experiments import experiment, losses, train, write_config
 from torch import nn
 
 from segtrain import dist
@@ -220,13 +220,6 @@ def test_the_config_chooses_the_layer_and_says_so(options, layer, words):
 def test_options_without_effect_are_refused(options, key):
     with pytest.raises(ValueError, match=f"{key}: has no effect"):
         NormConfig(**options)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 @pytest.mark.parametrize(

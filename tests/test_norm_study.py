@@ -8,7 +8,7 @@ import norm_study
 import norm_training
 import pytest
 import torch
-from experiments import experiment, train, write_config, write_data
+from experiments import experiment, train, write_config
 from ghost_norm import RUNNING, GhostBatchNorm2d, take_running
 from norm_reports import training_summary, training_table
 from norm_simulation import (
@@ -99,13 +99,6 @@ def test_a_pooled_branch_of_one_image_a_rank_needs_the_others():
     torch.testing.assert_close(whole(pooled), plain(pooled), rtol=0, atol=1e-14)
     for tracker in whole.trackers.values():
         torch.testing.assert_close(tracker.running_var, plain.running_var, rtol=0, atol=1e-14)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 def named(name):

@@ -6,18 +6,10 @@ import signal
 import time
 
 import pytest
-from experiments import train, write_config, write_data
+from experiments import assert_same_state, last, small, train, write_config
 from processes import Command, left_after
-from test_resume import assert_same_state, last, small
 
 from segtrain.processes import descendants
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 @pytest.mark.fault(14)

@@ -8,58 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments import experiment, losses, train, write_config, write_data
+from experiments import (
+    assert_same_state,
+    curve,
+    last,
+    losses,
+    refusal,
+    small,
+    stopped_after,
+    train,
+    write_config,
+)
 from processes import Command, logged_steps
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from segtrain import checkpoint, dist
+from segtrain import checkpoint
 from segtrain.checkpoint import load
-from segtrain.errors import UserError
 from segtrain.processes import descendants, is_alive
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
-
-
-def small(root, /, **sections):
-    """Few weights; augmentation, dropout and an average of the weights."""
-    train = {"ema_decay": 0.9, "precision": "float32"} | sections.pop("train", {})
-    sizes = {"augment": {"crop_size": [33, 41]}, "model": {"backbone": "mobilenet_v2"}}
-    return experiment(root, train=train, **sizes, **sections)
-
-
-def last(directory):
-    return load(directory / "checkpoints" / "last.pt")
-
-
-def tensors(value, name=""):
-    """All tensors in nested containers by their place."""
-    if isinstance(value, torch.Tensor):
-        return {name: value}
-    if not isinstance(value, (dict, list, tuple)):
-        return {}
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    parts = [tensors(part, f"{name}/{key}") for key, part in items]
-    return {key: tensor for part in parts for key, tensor in part.items()}
-
-
-def assert_same_state(one, other):
-    assert one.step == other.step
-    for field in ("model", "average", "optimizer"):
-        a, b = tensors(getattr(one, field)), tensors(getattr(other, field))
-        assert len(a) > 100
-        assert a.keys() == b.keys()
-        assert [key for key in a if not torch.equal(a[key], b[key])] == []
-
-
-def curve(directory, tag):
-    read = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    read.Reload()
-    return [(event.step, event.value) for event in read.Scalars(tag)]
 
 
 @pytest.mark.fault(1, 5, 16)
@@ -198,31 +162,6 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(
     assert (last(killed).scaler != {}) == (precision == "float16")
     for tag in ("train/loss", "eval/mIoU"):
         assert losses(killed, tag) == losses(alone, tag)
-
-
-def stopped_after(step, config, directory, resume=False, number=signal.SIGTERM, rank=0):
-    """Trains; after `step` updates a signal reaches `rank`."""
-    from segtrain import train as command
-
-    whole = command.train_steps
-
-    def train_steps(*args, **kwargs):
-        for result in whole(*args, **kwargs):
-            if result.step == step and dist.rank() == rank:
-                os.kill(os.getpid(), number)
-            yield result
-
-    command.train_steps = train_steps
-    return train(config, directory, resume)
-
-
-def refusal(function, *args):
-    """The error of `function` in words: its kind, its exit code and what it says."""
-    try:
-        function(*args)
-    except UserError as error:
-        return type(error).__name__, error.exit_code, str(error)
-    return None
 
 
 @pytest.mark.fault(44)

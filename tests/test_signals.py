@@ -7,19 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from experiments import experiment, train, write_config, write_data
+from experiments import experiment, last, refusal, small, stopped_after, train, write_config
 from processes import REPOSITORY, Command, left_after
-from test_resume import last, refusal, small, stopped_after
 
 from segtrain.processes import descendants
 from segtrain.signals import Requests, exit_code
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 @pytest.fixture

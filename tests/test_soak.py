@@ -4,9 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from experiments import write_config, write_data
+from experiments import curve, last, small, write_config, write_data
 from processes import Command
-from test_resume import curve, last, small
 
 from segtrain.processes import descendants
 

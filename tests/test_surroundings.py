@@ -6,18 +6,19 @@ import subprocess
 
 import numpy as np
 import pytest
-from experiments import experiment, losses, train, write_config, write_data
+from experiments import (
+    experiment,
+    last,
+    losses,
+    small,
+    stopped_after,
+    train,
+    write_config,
+    write_data,
+)
 from processes import Command
-from test_resume import last, small, stopped_after
 
 from segtrain.checkpoint import load
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 @pytest.mark.fault(22)

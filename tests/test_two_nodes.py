@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from experiments import experiment, losses, train, write_config, write_data
+from experiments import experiment, losses, train, write_config
 from processes import Command
 
 from segtrain.checkpoint import load
@@ -70,13 +70,6 @@ def _join(names):
         ip("-n", name, "addr", "add", f"{ADDRESS.format(i)}/30", "dev", "eth0")
         for device in ("lo", "eth0"):
             ip("-n", name, "link", "set", device, "up")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 def small(data, **norm):

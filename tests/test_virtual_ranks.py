@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import experiment, losses, train, write_config, write_data
+from experiments import experiment, losses, train, write_config
 from memory import LiveBytes
 
 from segtrain import dist, engine, lockstep
@@ -68,13 +68,6 @@ def test_a_slot_that_meets_less_often_is_an_error_not_a_hang(short):
 
     with pytest.raises(RuntimeError, match="ended"):
         Lockstep(3).run([work] * 3)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_data(root)
-    return root
 
 
 def run(run_ranks, tmp_path, data, ranks, virtual, sections):
