@@ -369,11 +369,3 @@ def local_gradients(module: nn.Module, *, enabled: bool) -> AbstractContextManag
     if enabled and isinstance(module, nn.parallel.DistributedDataParallel):
         return module.no_sync()
     return nullcontext()
-
-
-def share(total: int, parts: int, index: int) -> range:
-    """The positions of `range(total)` that part `index` of `parts` takes: contiguous, and the first
-    `total % parts` parts hold one more."""
-    small, extra = divmod(total, parts)
-    start = index * small + min(index, extra)
-    return range(start, start + small + (index < extra))

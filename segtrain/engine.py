@@ -24,6 +24,7 @@ from segtrain.optim import WeightAverage, build_optimizer, learning_rate, set_le
 from segtrain.preprocess import Normalize
 from segtrain.records import Batch, DropoutMasks
 from segtrain.replica import dtype_of, make_replica
+from segtrain.shares import share
 
 
 class StepResult(NamedTuple):
@@ -57,7 +58,7 @@ class Share(NamedTuple):
 
     def split(self, parts: int) -> list["Share"]:
         """Its rows in contiguous parts, the first ones larger by one where they are not equal."""
-        rows = [dist.share(len(self.images), parts, i) for i in range(parts)]
+        rows = [share(len(self.images), parts, i) for i in range(parts)]
         return [
             Share(
                 self.images[part.start : part.stop],

@@ -32,6 +32,7 @@ from segtrain.errors import (
 from segtrain.hung import HungRanks
 from segtrain.outcome import Outcome
 from segtrain.progress import Progress
+from segtrain.shares import batch_findings
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -66,6 +67,10 @@ def train(args: argparse.Namespace, config: Config) -> int:
             accept_changes=args.accept_changes,
         )
         if wants_ranks(args):
+            ranks_here = num_ranks_here(args.nproc)
+            findings = batch_findings(config, args.nnodes * ranks_here, ranks_here)
+            if findings:
+                raise ConfigError("\n".join(findings))
             return start_ranks(args)
     from segtrain import dist
     from segtrain.train import run

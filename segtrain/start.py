@@ -17,6 +17,7 @@ from segtrain.data.photometric import check_extra
 from segtrain.errors import ConfigError
 from segtrain.norm import describe_norm
 from segtrain.optim import base_lr, learning_rate
+from segtrain.shares import batch_findings, share, smallest_batch
 from segtrain.versions import library_version
 
 
@@ -29,7 +30,7 @@ def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset
         DataError: images and labels do not fit together.
     """
     findings = [
-        *_batch_findings(config, dist.world_size()),
+        *batch_findings(config, dist.world_size(), dist.local_world_size()),
         *_class_findings(config, train_set.classes.num_classes),
         *_compiler_findings(config.train.compile),
     ]
@@ -41,26 +42,6 @@ def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset
             raise ConfigError(finding)
     check_extra(config.augment)
     dist.on_main(lambda: quick_check(train_set, eval_set))
-
-
-def _batch_findings(config: Config, ranks: int) -> list[str]:
-    train = config.train
-    smallest_pass = train.batch_size // train.accumulate_steps
-    shares = ranks * train.virtual_ranks
-    if smallest_pass < shares:
-        per_pass = "" if train.accumulate_steps == 1 else f" in {train.accumulate_steps} passes"
-        virtual = "" if train.virtual_ranks == 1 else f" x {train.virtual_ranks} virtual"
-        return [
-            f"train.batch_size: {train.batch_size} images{per_pass} leave some of {ranks}{virtual} "
-            f"ranks without one; use at least {shares * train.accumulate_steps}"
-        ]
-    if config.norm.kind in ("sync", "local") and _smallest_batch(config, ranks) == 1:
-        return [
-            "train.batch_size: the globally pooled branch has one value a channel for an image, "
-            "and batch norm needs two; let at least 2 images share statistics (norm.kind: "
-            f"{config.norm.kind}, {ranks} ranks)"
-        ]
-    return []
 
 
 def _class_findings(config: Config, num_classes: int) -> list[str]:
@@ -154,7 +135,7 @@ def start_lines(
 
 def _batch_words(config: Config, ranks: int) -> str:
     train = config.train
-    shares = [len(dist.share(train.batch_size, ranks, rank)) for rank in range(ranks)]
+    shares = [len(share(train.batch_size, ranks, rank)) for rank in range(ranks)]
     split = f"{ranks} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
     words = f"{split} = {train.batch_size} images of {config.augment.crop_size[0]}x"
     words += str(config.augment.crop_size[1])
@@ -169,17 +150,9 @@ def _norm_words(config: Config, ranks: int) -> str:
     words = describe_norm(config.norm)
     if config.norm.kind not in ("sync", "local"):
         return words
-    return f"{words}; statistics over {_smallest_batch(config, ranks)} images"
-
-
-def _smallest_batch(config: Config, ranks: int) -> int:
-    """The fewest images whose pixels make the statistics of one pass."""
-    train, norm = config.train, config.norm
-    images = train.batch_size // train.accumulate_steps
-    extents = {"world": ranks, "node": dist.local_world_size()}
-    extent = 1 if norm.kind == "local" else extents.get(norm.extent, norm.extent)
-    shares = [len(dist.share(images, ranks, rank)) for rank in range(ranks)]
-    return min(sum(shares[first : first + extent]) for first in range(0, ranks, extent))
+    return (
+        f"{words}; statistics over {smallest_batch(config, ranks, dist.local_world_size())} images"
+    )
 
 
 def _weights_words(config: Config, step: int) -> str:

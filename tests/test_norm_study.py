@@ -29,6 +29,7 @@ from segtrain.checkpoint import load
 from segtrain.config import load_config
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.norm import PartialBatchNorm2d, settle_statistics
+from segtrain.shares import share
 
 C = 4
 X = torch.randn(5, C, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -60,7 +61,7 @@ def two_steps(layer, x, settle):
 
 def on_a_rank(running, momentum):
     layer = weighted(PartialBatchNorm2d(C, running=running, momentum=momentum))
-    rows = dist.share(len(X), dist.world_size(), dist.rank())
+    rows = share(len(X), dist.world_size(), dist.rank())
     results = two_steps(layer, X[rows.start : rows.stop], settle_statistics)
     return *results, list(layer.buffers())
 

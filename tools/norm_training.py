@@ -25,7 +25,7 @@ import torch
 from ghost_norm import RUNNING, GhostBatchNorm2d, compare_running, take_running
 from torch import nn
 
-from segtrain import checkpoint, dist
+from segtrain import checkpoint
 from segtrain.checkpoint import Record
 from segtrain.config import Config, override_config
 from segtrain.data import open_dataset
@@ -44,6 +44,7 @@ from segtrain.records import Batch
 from segtrain.replica import autocast, dtype_of
 from segtrain.scoring import evaluate_dataset
 from segtrain.seed import seed_everything
+from segtrain.shares import share
 
 # Training goes on from trained weights: a smaller step than from random ones.
 CONTINUED_LR_FACTOR = 0.3
@@ -184,7 +185,7 @@ class Study:
             how: score(state.model, config, how, self.precise_batches)
             for how in treatment.evaluations
         }
-        parts = [dist.share(len(losses), _LOSS_MEANS, part) for part in range(_LOSS_MEANS)]
+        parts = [share(len(losses), _LOSS_MEANS, part) for part in range(_LOSS_MEANS)]
         parts = [part for part in parts if part]  # there are fewer steps in a trial
         return Result(
             treatment=treatment.name,

@@ -27,6 +27,7 @@ from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
 from segtrain.records import Batch
+from segtrain.shares import share
 from segtrain.signals import die_with_parent
 
 Sample = tuple[torch.Tensor, torch.Tensor, str]
@@ -91,8 +92,8 @@ def rows_of_rank(batch_size: int, passes: int, rank: int, world_size: int) -> li
     """
     rows = []
     for index in range(passes):
-        part = dist.share(batch_size, passes, index)
-        mine = dist.share(len(part), world_size, rank)
+        part = share(batch_size, passes, index)
+        mine = share(len(part), world_size, rank)
         rows.append(part[mine.start : mine.stop])
     return rows
 
