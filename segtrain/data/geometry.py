@@ -14,6 +14,8 @@ from segtrain.records import IGNORE_INDEX
 
 # Points along the short side of a crop on which class shares are judged.
 _JUDGED_POINTS = 64
+# Scaled pixels per source pixel up to which a crop is cut from whole source pixels.
+_LARGEST_FACTOR = 64
 
 
 class Span(NamedTuple):
@@ -104,15 +106,28 @@ def resample_image(
     if placement.angle_deg:
         return _warp(image, placement, cv2.INTER_LINEAR, fill)
     rows, columns = placement.rows, placement.columns
-    # The scale is given as a factor: a ratio of rounded sizes would drift across the crop.
-    content = cv2.resize(
-        image[rows.source, columns.source],
-        None,
-        fx=columns.factor,
-        fy=rows.factor,
-        interpolation=cv2.INTER_LINEAR,
-    )[: rows.content, : columns.content]
+    source = image[rows.source, columns.source]
+    if max(rows.factor, columns.factor) > _LARGEST_FACTOR:
+        content = _far_enlarged(source, rows, columns)
+    else:
+        # The scale is given as a factor: a ratio of rounded sizes would drift across the crop.
+        content = cv2.resize(
+            source, None, fx=columns.factor, fy=rows.factor, interpolation=cv2.INTER_LINEAR
+        )[: rows.content, : columns.content]
     return _laid_out(content, placement, fill)
+
+
+def _far_enlarged(source: np.ndarray, rows: Span, columns: Span) -> np.ndarray:
+    """As cv2.resize with a factor, for the content only.
+
+    Of whole source pixels, each larger than the crop perhaps, that would make gigabytes.
+    """
+    y, x = (
+        ((np.arange(span.content) + 0.5) / span.factor - 0.5).astype(np.float32)
+        for span in (rows, columns)
+    )
+    maps = np.meshgrid(x, y)
+    return cv2.remap(source, *maps, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
 
 
 def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) -> np.ndarray:
