@@ -17,6 +17,8 @@ from segtrain.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_PIPE,
+    EXIT_SYSTEM,
     EXIT_TERMINATED,
     ConfigError,
     LostRanksError,
@@ -68,7 +70,14 @@ def _run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
-        return EXIT_OK
+        # Not success: what was to be printed may have been that something failed.
+        return EXIT_PIPE
+    except OSError:
+        problem = _stdout_problem()
+        if problem is None:
+            raise
+        _show(f"standard output: {problem}")
+        return EXIT_SYSTEM
 
 
 def _run_as_rank(args: argparse.Namespace) -> int:
@@ -104,6 +113,17 @@ def _stdout_is_closed() -> bool:
     if closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return closed
+
+
+def _stdout_problem() -> str | None:
+    """Why stdout takes nothing any more, if so; it is pointed at nothing then, as above."""
+    try:
+        # Flushing would not tell: what could not be written may have been given up.
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return (error.strerror or str(error)).lower()
+    return None
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -340,6 +360,9 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         help="pt2: torch.export; safetensors: weights only",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a file that is already there"
+    )
     parser.add_argument(
         "--normalize",
         nargs="?",

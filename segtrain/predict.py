@@ -118,7 +118,12 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> list[Source]:
             found += [
                 Source(path, path.relative_to(given).with_suffix("").as_posix()) for path in inside
             ]
-            if not inside:
+            if given.resolve().is_relative_to(output.resolve()):
+                problems.append(
+                    f"{printable(given)}: lies in --output, where predictions are no input; choose "
+                    "another directory for them"
+                )
+            elif not inside:
                 problems.append(f"{printable(given)}: no images ({' '.join(SUFFIXES)}) in it")
         elif not given.exists():
             problems.append(f"{printable(given)}: no such file or folder")

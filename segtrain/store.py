@@ -8,7 +8,7 @@ from pathlib import Path
 from segtrain import manifest
 from segtrain.checkpoint import BEST, LAST, Record, load, num_bytes, unnamed
 from segtrain.errors import CheckpointError, ExecutionError
-from segtrain.manifest import Entry
+from segtrain.manifest import MANIFEST, Entry
 
 PREVIOUS = "previous.pt"
 
@@ -71,7 +71,7 @@ class CheckpointStore:
         By the steps in the manifest, never by the clock.
 
         Raises:
-            CheckpointError: there are checkpoints, and none can be loaded.
+            CheckpointError: there are checkpoints, and none can be loaded; or there were.
         """
         problems = []
         for path in self._candidates():
@@ -83,6 +83,14 @@ class CheckpointStore:
                 return path, problems
         if problems:
             raise CheckpointError("\n  ".join(problems))
+        # A process that was killed in its first saving has announced last.pt; others come later.
+        lost = manifest.read(self.directory).keys() - {LAST}
+        if lost:
+            raise CheckpointError(
+                f"{self.directory}: no {LAST}, though {MANIFEST} tells of {', '.join(sorted(lost))}"
+                ": checkpoints have been removed; put one back, or begin a new run by --output, "
+                f"from {BEST} by train.init_from if that is still there"
+            )
         return None, []
 
     def check_space(self, record: Record) -> None:

@@ -93,7 +93,9 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"{str(path)!r}: cannot be read: {error}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes; this is no file of settings")
-    if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ConfigError(f"{path}:1: this is UTF-16; save it as UTF-8 without BOM")
+    if content.startswith(b"\xef\xbb\xbf"):
         raise ConfigError(f"{path}:1: starts with a byte order mark; save it as UTF-8 without BOM")
     try:
         return content.decode("utf-8")

@@ -175,6 +175,8 @@ def _prepare(
     log.lines([f"warning: {problem}" for problem in problems])
     if problems:
         log.lines([f"warning: going on from {path} instead, step {state.step}"])
+    if resume and path is None:
+        log.lines([f"warning: no checkpoint in {store.directory}: training begins anew"])
     if state.step == 0:
         log.text("config", config_to_yaml(config))
     requests = Requests(stop_on_usr1=requeue)

@@ -17,6 +17,7 @@ from segtrain.strict_yaml import KeyPath, dotted, plain_value
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_SHOWN = 60
+_PLAUSIBLE = 1e6  # no larger number is meant for each of several sides
 
 
 class Finding(NamedTuple):
@@ -244,6 +245,8 @@ def _value_hint(value: Any, node: dict[str, Any], schema: dict[str, Any]) -> str
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         return f"; write {value:.0f}"
     if kind == "array" and isinstance(value, int | float) and not isinstance(value, bool):
+        if not 0 <= value <= _PLAUSIBLE:
+            return ""
         count = node.get("minItems", 1)
         return f"; did you mean [{', '.join([str(value)] * count)}]?"
     return ""

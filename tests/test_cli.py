@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import yaml
@@ -217,10 +218,19 @@ def test_a_broken_pipe_that_is_not_stdout_is_not_hidden(monkeypatch):
 
 
 @pytest.mark.fault(88)
-def test_a_reader_that_leaves_early_is_no_error():
+def test_a_reader_that_leaves_early_is_told_by_the_exit_code_alone():
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "segtrain", "config", "schema"]
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_behind_stdout_is_told_in_one_line():
+    command = [sys.executable, "-m", "segtrain", "config", "schema"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "segtrain: standard output: no space left on device\n"
+    assert (done.returncode, done.stderr) == (6, said)

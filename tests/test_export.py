@@ -391,6 +391,7 @@ def request(**changes):
         "normalize": None,
         "argmax": False,
         "size": None,
+        "overwrite": False,
     }
     return argparse.Namespace(**(args | changes))
 
@@ -432,3 +433,16 @@ def test_the_command_writes_the_file_and_tells_what_it_compared(tmp_path, monkey
     assert "100.0000%" in out
     assert f"wrote {output}" in out
     assert output.is_file()
+
+
+def test_a_file_that_is_there_is_kept_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "load_model", lambda source: loaded_model(Tiny()))
+    output = tmp_path / "best.pt"
+    output.write_text("precious")
+    with pytest.raises(ConfigError, match=r"best\.pt: exists; .*--overwrite"):
+        export.main(request(format="safetensors", output=str(output)))
+    assert output.read_text() == "precious"
+    assert export.main(request(format="safetensors", output=str(output), overwrite=True)) == 0
+    assert output.read_bytes() != b"precious"
+    with pytest.raises(ConfigError, match="is a directory"):
+        export.main(request(format="safetensors", output=str(tmp_path), overwrite=True))

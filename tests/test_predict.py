@@ -162,6 +162,12 @@ def test_existing_predictions_are_kept_unless_told_otherwise(run, tmp_path):
         run(path)
 
 
+def test_predictions_into_the_folder_of_the_images_are_refused(run, tmp_path):
+    save(tmp_path / "out" / "a.png", photo(8, 9))
+    with pytest.raises(DataError, match=r"out: lies in --output, .* choose another directory"):
+        run(tmp_path / "out")
+
+
 def test_inputs_without_images_are_refused_together(run, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").touch()

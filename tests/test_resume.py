@@ -255,9 +255,25 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(run_ranks, tmp_pa
     once = losses(run)
     assert run_ranks(1, train, config, run, True) == [0]
     assert losses(run) == once
+    said = "warning: no checkpoint in"
+    assert (run / "train.log").read_text().count(said) == 1
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["best.pt", "last.pt", "manifest.json", "previous.pt"]
     assert [step for step, _ in curve(run, "train/loss")] == [1, 2]
+
+
+@pytest.mark.fault(46)
+def test_a_run_whose_checkpoints_have_been_removed_is_not_begun_anew(run_ranks, tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
+    run = tmp_path / "run"
+    assert run_ranks(1, train, config, run) == [0]
+    before = (run / "metrics.jsonl").read_text()
+    for name in ("last.pt", "previous.pt"):
+        (run / "checkpoints" / name).unlink()
+    ((kind, code, said),) = run_ranks(1, refusal, train, config, run, True)
+    assert (kind, code) == ("CheckpointError", 4)
+    assert "no last.pt, though manifest.json tells of best.pt, previous.pt: checkpoints" in said
+    assert (run / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.fault(45)

@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code.
 
     args: source (run directory or checkpoint), format, output, normalize (None, "uint8" or
-        "float32"), argmax, size (None or [height, width]).
+        "float32"), argmax, size (None or [height, width]), overwrite.
     """
     output = Path(args.output)
     _check_request(args, output)
@@ -140,6 +140,10 @@ def _refusal(output: Path, format: str, compared: list[Comparison]) -> str:
 
 def _check_request(args: argparse.Namespace, output: Path) -> None:
     problems = []
+    if output.is_dir():
+        problems.append(f"--output {output}: is a directory; expected a file")
+    elif output.exists() and not args.overwrite:
+        problems.append(f"--output {output}: exists; choose another name or pass --overwrite")
     if args.format == "safetensors":
         options = {"--normalize": args.normalize, "--argmax": args.argmax, "--size": args.size}
         problems += [

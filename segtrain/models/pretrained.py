@@ -124,9 +124,11 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
             f"set model.pretrained to its path, or put it at {cache}"
         ) from error
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        refused = isinstance(error, pickle.UnpicklingError)
+        problem = "it holds more than weights" if refused else _first_line(error)
         raise CheckpointError(
-            f"model.pretrained: {spec}: {weights.url} or its copy {cache} is damaged: "
-            f"{_first_line(error)}; delete the copy and try again"
+            f"model.pretrained: {spec}: {weights.url} or its copy {cache} is damaged: {problem}; "
+            "delete the copy and try again"
         ) from error
     return weights.url, state
 
@@ -139,11 +141,12 @@ def _read(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         return torch_file.read(path)
-    except pickle.UnpicklingError as error:
+    except pickle.UnpicklingError:
+        # torch's own words advise to load the file with all that it may run.
         raise CheckpointError(
-            f"model.pretrained: {path}: holds more than weights, or is no torch file: "
-            f"{_first_line(error)}; save its state dict alone, or as safetensors"
-        ) from error
+            f"model.pretrained: {path}: refused: it holds more than weights, which could run code; "
+            "or it is damaged, or no torch file; save the state dict alone, or as safetensors"
+        ) from None
     # safetensors knows kinds of number that torch does not (KeyError).
     except (torch_file.DamagedError, safetensors.SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(
