@@ -197,17 +197,9 @@ VARIANTS = {
 }
 
 
-def trained_each(config_files, build, *overrides):
-    results = []
-    for file in config_files:
-        results.append(trained(file, build, *overrides))
-        torch._dynamo.reset()
-    return results
-
-
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if "group" in name else ()) for name in VARIANTS],
+    [pytest.param(name, marks=() if "mining" in name else pytest.mark.slow) for name in VARIANTS],
 )
 def test_variants_are_those_of_the_whole_batch(run_ranks, tmp_path, data, name):
     """A pass of 5 or 6 images is 3 + 2 or 3 + 3, so one rank has two sizes in the first step."""
@@ -221,23 +213,26 @@ def test_variants_are_those_of_the_whole_batch(run_ranks, tmp_path, data, name):
         assert found[3][:2] == ([sizes] * 4, {})
 
 
-def test_statistics_of_some_ranks_are_those_of_the_uncompiled_step(run_ranks, tmp_path, data):
-    """Each rank its own, and two of three together: merged outside of the graph."""
-    configs = [
-        write_config(
-            tmp_path / f"{norm['running']}.yaml",
-            experiment(data, norm=norm, train={"steps": 4, "batch_size": 7}),
-        )
-        for norm in ({"kind": "local", "running": "pooled"}, {"extent": 2, "running": "mean"})
-    ]
-    wanted = run_ranks(3, trained_each, configs, small_model)
-    compiled = run_ranks(3, trained_each, configs, small_model, "train.compile=true")
-    for ours, theirs in zip(compiled, wanted, strict=True):
-        for found, one in zip(ours, theirs, strict=True):
-            assert_same_training(found, one)
-            assert found[3][:2] == ([1] * 4, {})
+@pytest.mark.parametrize(
+    "norm",
+    [
+        {"kind": "local", "running": "pooled"},
+        pytest.param({"extent": 2, "running": "mean"}, marks=pytest.mark.slow),
+    ],
+    ids=["local", "two of three"],
+)
+def test_statistics_of_some_ranks_are_those_of_the_uncompiled_step(run_ranks, tmp_path, data, norm):
+    """Each rank its own, or two of three together: merged outside of the graph."""
+    options = experiment(data, norm=norm, train={"steps": 4, "batch_size": 7})
+    config = write_config(tmp_path / "c.yaml", options)
+    wanted = run_ranks(3, trained, config, small_model)
+    compiled = run_ranks(3, trained, config, small_model, "train.compile=true")
+    for found, one in zip(compiled, wanted, strict=True):
+        assert_same_training(found, one)
+        assert found[3][:2] == ([1] * 4, {})
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_that_of_the_uncompiled_step(run_ranks, tmp_path, data):
     config = write_config(
         tmp_path / "c.yaml", experiment(data, train={"steps": 4, "precision": "bfloat16"})
@@ -269,7 +264,8 @@ def stop_before_the_end(config, directory):
     return train_traced(config, directory)
 
 
-@pytest.mark.parametrize("compiled_first", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled_first", [True, False])
 def test_a_run_may_be_compiled_in_one_part_and_not_in_the_other(
     run_ranks, tmp_path, data, compiled_first
 ):

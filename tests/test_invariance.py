@@ -121,7 +121,7 @@ def train_in_order(order, config, directory):
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+    "ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_float32_runs_differ_by_rounding_only(run_ranks, tmp_path, data, capsys, ranks):
     """Rounding is amplified by training; so the yardstick is one process with the images of each

@@ -44,16 +44,9 @@ def busy(tmp_path_factory, data):
     return write_config(tmp_path_factory.mktemp("busy") / "c.yaml", options)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(7)
-@pytest.mark.parametrize(
-    "phase",
-    [
-        "checkpoint",
-        pytest.param("setup", marks=pytest.mark.slow),
-        pytest.param("training", marks=pytest.mark.slow),
-        pytest.param("evaluation", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("phase", ["setup", "training", "evaluation", "checkpoint"])
 def test_sigterm_to_the_launcher_in_any_phase_stops_the_run_in_good_order(tmp_path, busy, phase):
     """The phase of training is met before the first batch."""
     run = tmp_path / "run"
@@ -89,7 +82,7 @@ def test_a_signal_to_the_launcher_reaches_ranks_that_have_just_been_started(
     [
         pytest.param(2, 0.0, False, marks=pytest.mark.slow),
         (2, 0.1, True),
-        (3, 0.0, False),
+        pytest.param(3, 0.0, False, marks=pytest.mark.slow),
         pytest.param(3, 0.03, True, marks=pytest.mark.slow),
     ],
 )

@@ -165,15 +165,16 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(
 
 
 @pytest.mark.fault(44)
-def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data):
-    """In float64 the losses of 2, then 3 ranks are those of one alone."""
+@pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data, first, then):
+    """In float64 the losses are those of one rank alone."""
     options = small(data, train={"steps": 5, "precision": "float64"})
     config = write_config(tmp_path / "c.yaml", options)
     assert run_ranks(1, train, config, tmp_path / "alone") == [0]
     run = tmp_path / "run"
-    assert run_ranks(2, stopped_after, 1, config, run) == [143] * 2
+    assert run_ranks(first, stopped_after, 1, config, run) == [143] * first
     assert 1 <= last(run).step <= 3
-    assert run_ranks(3, train, config, run, True) == [0] * 3
+    assert run_ranks(then, train, config, run, True) == [0] * then
     assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-9, abs=0)
     assert len(losses(run)) == 5
     for key, value in last(tmp_path / "alone").average.items():

@@ -51,6 +51,7 @@ def test_a_read_only_file_system_is_refused_at_the_start(tmp_path, data, small_d
     assert command.errors == said
 
 
+@pytest.mark.slow
 @pytest.mark.fault(28, 85)
 def test_a_run_outlives_its_directory(tmp_path, data):
     """Deleted with its lock, its curves and its checkpoints; the last ones are there in the end."""
