@@ -4,6 +4,7 @@ Nothing heavy is imported before it is needed: help and refused configs take a f
 """
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -72,8 +73,10 @@ def _run(args: argparse.Namespace) -> int:
             raise
         # Not success: what was to be printed may have been that something failed.
         return EXIT_PIPE
-    except OSError:
-        problem = _stdout_problem()
+    except OSError as error:
+        # What concerns a file or a connection has its name, or another number.
+        written = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        problem = _stdout_problem() if written else None
         if problem is None:
             raise
         _show(f"standard output: {problem}")

@@ -5,6 +5,7 @@ is ignored, and said so.
 """
 
 import argparse
+import io
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from segtrain import pictures
 from segtrain.checkpoint import LoadedModel, load_model
 from segtrain.config import Config, override_config
 from segtrain.data.classes import ClassFile
-from segtrain.data.decode import MAX_PIXELS, read_header, read_image
+from segtrain.data.decode import MAX_PIXELS, read_bytes, read_header, read_image
 from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines, printable
 from segtrain.dist import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
@@ -235,7 +236,7 @@ def _decode(path: Path) -> Decoded:
 def _read_other(path: Path) -> np.ndarray:
     """A BMP, TIFF or WebP image, (H, W, 3) uint8 RGB; of several pages the first."""
     try:
-        with Image.open(path, formats=_MORE_FORMATS) as image:
+        with Image.open(io.BytesIO(read_bytes(path)), formats=_MORE_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise DataError(f"{printable(path)}: more than {MAX_PIXELS:,} pixels; cut it up")
             if image.mode not in _MORE_MODES:

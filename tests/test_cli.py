@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -206,6 +207,16 @@ def test_a_mistake_in_the_program_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(cli, "_config_schema", fail)
     with pytest.raises(KeyError):
         cli.main(["config", "schema"])
+
+
+def test_a_full_disk_that_is_not_behind_stdout_is_not_hidden(monkeypatch, capfd):
+    def fail(args):
+        raise OSError(errno.ENOSPC, "No space left on device", "elsewhere")
+
+    monkeypatch.setattr(cli, "_config_schema", fail)
+    with pytest.raises(OSError, match="elsewhere"):
+        cli.main(["config", "schema"])
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_broken_pipe_that_is_not_stdout_is_not_hidden(monkeypatch):

@@ -1,4 +1,5 @@
 import argparse
+import os
 
 import cv2
 import numpy as np
@@ -160,6 +161,13 @@ def test_existing_predictions_are_kept_unless_told_otherwise(run, tmp_path):
     run(path)
     with pytest.raises(ConfigError, match=r"1 of these 1 images, such as labels/a\.png; .*--overw"):
         run(path)
+
+
+@pytest.mark.parametrize("name", ["pipe.png", "pipe.bmp"])
+def test_a_pipe_named_like_an_image_is_not_waited_for(run, tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name}: not a regular file"):
+        run(tmp_path / name)
 
 
 def test_predictions_into_the_folder_of_the_images_are_refused(run, tmp_path):
