@@ -6,23 +6,22 @@ until the timeout. Nothing else in the package imports torch.distributed but the
 """
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from segtrain import lockstep, network, progress
+from segtrain import errors, lockstep, network, outcome, progress
 from segtrain.errors import ConfigError, LostRanksError, UserError
 from segtrain.shared_sum import SharedSum
 from segtrain.shared_sum import is_possible as can_share_memory
-
-T = TypeVar("T")
 
 
 def is_distributed() -> bool:
@@ -91,10 +90,10 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     progress.at("setup", 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        _choose_interface()
+    _choose_interface()
     try:
         torch_dist.init_process_group(
+            **_meeting(),
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_s),
             # Binding the device lets NCCL set itself up at once instead of in the first collective.
@@ -156,13 +155,34 @@ def _stop_sharing_memory() -> None:
         _shared_sum = None
 
 
+def _meeting() -> dict[str, Any]:
+    """How the ranks find each other, for init_process_group; empty: by MASTER_ADDR."""
+    path = outcome.meeting_file()
+    if path is None:
+        return {}
+    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A TCPStore would listen on every interface and let whoever connects rewrite it.
+    return {"store": torch_dist.FileStore(str(path), size), "rank": number, "world_size": size}
+
+
 def _choose_interface() -> None:
-    """Lets gloo listen where rank 0 is reached, instead of where this machine's name leads."""
+    """Lets gloo listen where rank 0 is reached, instead of where this machine's name leads.
+
+    Where all ranks are on this machine nobody else has to reach them, nor NCCL's.
+    """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if host and port.isdigit() and "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = network.interface_toward(host, int(port))
+    if outcome.meeting_file() is not None:
+        interface, names = (
+            network.loopback_interface(),
+            ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        )
+    elif host and port.isdigit():
+        interface, names = network.interface_toward(host, int(port)), ("GLOO_SOCKET_IFNAME",)
+    else:
+        return
+    for name in names:
         if interface is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ.setdefault(name, interface)
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:
@@ -174,6 +194,13 @@ def group_size(group: ProcessGroup | None = None) -> int:
     """The number of ranks in `group`, by default all, each counted with its virtual ranks."""
     together = lockstep.current()
     return _num_processes(group) * (1 if together is None else together.num_slots)
+
+
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    """Where tensors must lie that the ranks of `group` send each other."""
+    if torch_dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _num_processes(group: ProcessGroup | None) -> int:
@@ -302,41 +329,61 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:
-    """Every rank's picklable `value`, in the order of ranks (collective; pickles, so seldom)."""
+def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value`, in the order of ranks (collective).
+
+    It is plain data and travels as JSON, so tuples arrive as lists; torch's own function would
+    unpickle, and so run, whatever the connections bring.
+
+    Raises:
+        TypeError: `value` is not plain data.
+    """
+    data = json.dumps(value).encode()
     size = _num_processes(group)
     if size == 1:
-        return [value]
-    values: list[Any] = [None] * size
-    torch_dist.all_gather_object(values, value, group=group)
-    return values
+        return [json.loads(data)]
+    device = _device_of(group)
+    lengths = torch.empty(size, dtype=torch.int64, device=device)
+    length = torch.tensor([len(data)], device=device)
+    torch_dist.all_gather_into_tensor(lengths, length, group=group)
+    longest = int(lengths.max())
+    mine = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8).to(device)
+    everyone = torch.empty(size * longest, dtype=torch.uint8, device=device)
+    torch_dist.all_gather_into_tensor(everyone, mine, group=group)
+    rows = everyone.view(size, longest).cpu().numpy()
+    return [json.loads(row.tobytes()) for row in rows]
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's picklable `value`, on every rank (collective)."""
-    if world_size() == 1:
-        return value
-    values = [value]
-    torch_dist.broadcast_object_list(values, src=0)
-    return values[0]
+    """Rank 0's `value`, plain data as for `all_gather_object`, on every rank (collective)."""
+    return all_gather_object(value if is_main() else None)[0]
 
 
-def on_main(function: Callable[[], T]) -> T:
-    """What `function` returns or refuses on rank 0, on every rank (collective).
+_USER_ERRORS = {
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, UserError)
+}
+
+
+def on_main(function: Callable[[], Any]) -> Any:
+    """What `function` returns on rank 0, plain data as for `all_gather_object`, on every rank.
+
+    Collective.
 
     Raises:
         UserError: rank 0's, everywhere: no rank is left waiting for one that has given up.
     """
-    result: T | UserError | None = None
+    reply: dict[str, Any] = {}
     if is_main():
         try:
-            result = function()
+            reply = {"value": function()}
         except UserError as error:
-            result = error
-    result = broadcast_object(result)
-    if isinstance(result, UserError):
-        raise result
-    return result
+            reply = {"error": type(error).__name__, "message": str(error)}
+    reply = broadcast_object(reply)
+    if "error" in reply:
+        raise _USER_ERRORS[reply["error"]](reply["message"])
+    return reply["value"]
 
 
 def barrier() -> None:

@@ -31,6 +31,7 @@ from segtrain.errors import (
 )
 from segtrain.hung import HungRanks
 from segtrain.outcome import Outcome
+from segtrain.processes import children
 from segtrain.progress import Progress
 from segtrain.shares import batch_findings
 
@@ -49,7 +50,7 @@ def train(args: argparse.Namespace, config: Config) -> int:
     """`segtrain train`: as a rank, alone, or as the launcher of ranks; returns the exit code."""
     from segtrain import rundir
 
-    directory = Path(args.output or Path("runs") / Path(args.config).stem)
+    directory = run_directory(args)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
     if args.accept_changes and not args.resume:
         raise ConfigError("--accept-changes: serves only --resume")
@@ -84,6 +85,11 @@ def train(args: argparse.Namespace, config: Config) -> int:
         restarted=restarted,
         requeue=args.requeue,
     )
+
+
+def run_directory(args: argparse.Namespace) -> Path:
+    """Where `segtrain train` writes its run."""
+    return Path(args.output or Path("runs") / Path(args.config).stem)
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -151,13 +157,15 @@ def start_ranks(args: argparse.Namespace) -> int:
     # The agent reports failures as tracebacks; segtrain's ranks have said what is wrong already.
     # Its loggers have levels of their own, and this process logs nothing else.
     logging.disable()
-    if getattr(args, "max_restarts", 0):
-        # Restarted ranks would else dial the dead ones' addresses, which a shared store remembers.
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # Set, it would have rank 0 serve a store of its own, on every interface.
+    os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
+    several = getattr(args, "nnodes", 1) > 1
     statuses: dict[int, int] = {}
     stopped_by = None
     with tempfile.TemporaryDirectory(prefix="segtrain-", ignore_cleanup_errors=True) as directory:
         os.environ |= {outcome.VARIABLE: directory, signals.LAUNCHER: str(os.getpid())}
+        if not several:
+            os.environ[outcome.ONE_MACHINE] = "1"
         signal.signal(signal.SIGUSR1, lambda *_: _pass_on(signal.SIGUSR1, Path(directory)))
         hung = HungRanks(Path(directory))
         requests = signals.LauncherSignals(
@@ -174,8 +182,11 @@ def start_ranks(args: argparse.Namespace) -> int:
         except SignalException as error:
             stopped_by = error.sigval
         except RendezvousError as error:
-            where = args.rdzv_endpoint if args.nnodes > 1 else "this machine"
-            raise ExecutionError(f"the launchers did not meet at {where}: {error}") from error
+            where = args.rdzv_endpoint if several else "this machine"
+            raise ExecutionError(
+                f"the launchers lost each other at {where}, or did not meet there: {error}; what "
+                "was trained up to the last checkpoint goes on by --resume, on all machines"
+            ) from error
         requests.ignore()
         notes = outcome.read(Path(directory))
         return exit_code_of(notes, statuses, stopped_by, hung=hung.ended)
@@ -183,8 +194,9 @@ def start_ranks(args: argparse.Namespace) -> int:
 
 def _pass_on(number: int, directory: Path) -> None:
     for rank in progress.read(directory):
-        with suppress(ProcessLookupError):
-            os.kill(rank.pid, number)
+        if rank.pid in children(os.getpid()):  # else it is an old note
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
 
 
 def _kill(directory: Path) -> None:
@@ -207,17 +219,17 @@ def _launch_config(args: argparse.Namespace, ranks: int, log_directory: str) -> 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    from segtrain import rendezvous
+
+    rendezvous.register()
     nodes = getattr(args, "nnodes", 1)
-    alone = nodes == 1
-    meeting = {} if alone else _meeting_point(args)
+    meeting = {} if nodes == 1 else _meeting_point(args)
     options = {
         "min_nodes": nodes,
         "max_nodes": nodes,
         "nproc_per_node": ranks,
         "run_id": uuid.uuid4().hex,
-        "rdzv_backend": "c10d",
-        # Port 0 is a free one, so that any number of runs fit on a machine.
-        "rdzv_endpoint": "127.0.0.1:0",
+        "rdzv_backend": rendezvous.ONE_MACHINE,
         "max_restarts": getattr(args, "max_restarts", 0),
         "monitor_interval": 0.1,
         "start_method": "spawn",
@@ -237,15 +249,24 @@ def _launch_config(args: argparse.Namespace, ranks: int, log_directory: str) -> 
 
 def _meeting_point(args: argparse.Namespace) -> dict[str, Any]:
     """How the launchers of several machines find each other."""
+    from segtrain import rendezvous
+
     host, _, port = args.rdzv_endpoint.rpartition(":")
+    host = host.strip("[]")
     # Who serves the meeting point; unsaid, torch compares names, which seldom are the right ones.
     serves = {} if args.node_rank is None else {"is_host": str(args.node_rank == 0)}
+    inside = rendezvous.is_this_machine(host)  # several launchers on one machine
     return {
+        "rdzv_backend": rendezvous.MACHINES,
         "run_id": args.rdzv_id or "segtrain",
         "rdzv_endpoint": args.rdzv_endpoint,
-        "rdzv_configs": serves,
-        "local_addr": network.address_toward(host.strip("[]"), int(port)),
+        "rdzv_configs": {**serves, "secret_file": str(_secret_file(args))},
+        "local_addr": host if inside else network.address_toward(host, int(port)),
     }
+
+
+def _secret_file(args: argparse.Namespace) -> Path:
+    return run_directory(args) / ".secret"
 
 
 def exit_code_of(

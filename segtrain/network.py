@@ -1,4 +1,4 @@
-"""Which of this machine's addresses and interfaces lead to the other machines."""
+"""Which of this machine's addresses and interfaces lead to the other ranks."""
 
 import fcntl
 import ipaddress
@@ -27,8 +27,15 @@ def address_toward(host: str, port: int) -> str | None:
 def interface_toward(host: str, port: int) -> str | None:
     """The name of this machine's interface on the way to `host`; None where it cannot be told."""
     address = address_toward(host, port)
-    if address is None or ":" in address:
-        return None
+    return None if address is None or ":" in address else _interface_with(address)
+
+
+def loopback_interface() -> str | None:
+    """The name of the interface that leads to this machine only; None where it cannot be told."""
+    return _interface_with("127.0.0.1")
+
+
+def _interface_with(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())

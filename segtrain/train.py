@@ -152,7 +152,8 @@ def _prepare(
     store = CheckpointStore(directory / rundir.CHECKPOINTS, keep_limit=config.checkpoint.keep_limit)
     dist.on_main(store.tidy)
     # A run that ended before its first checkpoint goes on at step 0.
-    path, problems = dist.on_main(store.newest) if resume else (None, [])
+    name, problems = dist.on_main(lambda: _newest(store)) if resume else (None, [])
+    path = None if name is None else store.directory / name
     record = None if path is None else checkpoint.load(path)
     # The record brings all weights along; fetching others first would only cost time.
     loaded = _load_initial(model, config) if record is None else []
@@ -199,6 +200,12 @@ def _prepare(
         best=record.best if record is not None else None,
         evaluated=evaluated,
     )
+
+
+def _newest(store: CheckpointStore) -> tuple[str | None, list[str]]:
+    """As `store.newest`, by the name of the file."""
+    path, problems = store.newest()
+    return None if path is None else path.name, problems
 
 
 def _check_classes(record: Record, classes: ClassFile, path: Path) -> None:

@@ -6,16 +6,19 @@ finds the others by name or by 127.0.0.1 fails here as it fails between machines
 
 import os
 import shutil
+import stat
 import subprocess
 import time
 
 import numpy as np
 import pytest
 import torch
-from experiments import experiment, losses, train, write_config
+from attacker import NOBODY, attack, listening
+from experiments import experiment, last, losses, train, write_config
 from processes import Command
 
 from segtrain.checkpoint import load
+from segtrain.processes import children
 
 pytestmark = pytest.mark.netns
 
@@ -46,6 +49,7 @@ def start(tmp_path):
         ip("-n", names[0], "link", "set", "eth0", state)
 
     run.cable = cable
+    run.names = names
 
     try:
         try:
@@ -96,6 +100,42 @@ def test_one_rank_on_each_of_two_machines_trains_as_one_process(run_ranks, start
 
     assert run_ranks(1, train, config, tmp_path / "one") == [0]
     assert_same_training(tmp_path / "two", tmp_path / "one")
+
+
+def test_a_stranger_can_stop_a_run_of_two_machines_but_not_run_code(start, tmp_path, data):
+    """Who can connect to the meeting point replaces the pickle that the launchers keep there."""
+    options = small(data)
+    options["train"] |= {"steps": 400}
+    options["checkpoint"] = {"every_steps": 5}
+    config, run, sentinel = (
+        write_config(tmp_path / "c.yaml", options),
+        tmp_path / "two",
+        tmp_path / "x",
+    )
+    meet = ["--nnodes", 2, "--rdzv-endpoint", f"{ADDRESS.format(1)}:{PORT}", "--nproc", 1]
+
+    def both(*more):
+        arguments = ["train", config, "--output", run, *meet, *more]
+        return [start(node, *arguments, "--node-rank", node) for node in range(2)]
+
+    commands = both()
+    commands[0].wait_for_step(run, 8)
+    served = listening(children(commands[0].process.pid)[0])
+    stranger = ["ip", "netns", "exec", start.names[1], "setpriv", f"--reuid={NOBODY}"]
+    found = attack(sentinel, ADDRESS.format(1), [PORT], wrapper=stranger)
+    codes = [command.wait() for command in commands]
+
+    assert {address for address, _ in served} == {ADDRESS.format(1)}
+    assert "torch.rendezvous.segtrain" in found[int(PORT)]
+    assert not sentinel.exists()
+    assert set(codes) == {6}, [command.errors for command in commands]
+    said = [command.errors for command in commands]
+    assert any("was not written with the key of this run" in text for text in said), said
+    assert not any("Traceback" in text for text in said), said
+    assert stat.S_IMODE((run / ".secret").stat().st_mode) == 0o600
+
+    finished(both("--resume", "--set", "train.steps=40", "--accept-changes"))
+    assert last(run).step == 40
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+"""What the ranks tell each other besides tensors."""
+
+import pickle
+
+import pytest
+
+from segtrain import dist
+from segtrain.errors import DataError
+
+
+def gathered(values):
+    return dist.all_gather_object(values[dist.rank()])
+
+
+def refused_by_main(message):
+    def function():
+        raise DataError(message)
+
+    try:
+        dist.on_main(function)
+    except DataError as error:
+        return str(error)
+
+
+def of_main():
+    return dist.on_main(lambda: [dist.rank(), None, "ß"]), dist.broadcast_object(dist.rank())
+
+
+class Payload:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def hostile_peer():
+    """Rank 1 sends a pickle, as an attacker in its place would; rank 0 must not run it."""
+    import torch
+
+    data = pickle.dumps(Payload())
+    if dist.rank() == 0:
+        try:
+            return dist.all_gather_object("fine")
+        except ValueError as error:
+            return type(error).__name__
+    length = torch.tensor([len(data)])
+    torch.distributed.all_gather_into_tensor(torch.empty(2, dtype=torch.int64), length)
+    longest = max(len(data), len('"fine"'))
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    torch.distributed.all_gather_into_tensor(torch.empty(2 * longest, dtype=torch.uint8), mine)
+    return None
+
+
+def everything():
+    values = [{"a": [1, 2.5, None]}, "a longer text than that of rank 0: ß", []]
+    return gathered(values), refused_by_main("a.png: no"), of_main()
+
+
+def test_ranks_exchange_plain_data_and_the_refusals_of_rank_0(run_ranks):
+    values = [{"a": [1, 2.5, None]}, "a longer text than that of rank 0: ß", []]
+    assert run_ranks(3, everything) == [(values, "a.png: no", ([0, None, "ß"], 0))] * 3
+
+
+def test_what_is_no_plain_data_is_refused_even_alone():
+    with pytest.raises(TypeError):
+        dist.all_gather_object(object())
+    assert dist.all_gather_object((1, 2)) == [[1, 2]]
+    assert refused_by_main("a.png: no") == "a.png: no"
+
+
+def test_a_pickle_from_another_rank_is_not_run(run_ranks, capfd):
+    assert run_ranks(2, hostile_peer) == ["UnicodeDecodeError", None]
+    assert "executed" not in capfd.readouterr().out

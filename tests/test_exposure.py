@@ -1,0 +1,85 @@
+"""What other users of the machine and of the network can reach of a run.
+
+The attack is the real one: torch elastic keeps the state of a rendezvous as a pickle in a TCPStore,
+lets everybody who connects replace it, and unpickles what it finds.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from attacker import NOBODY, attack, listening
+from experiments import small, write_config
+from processes import Command
+
+from segtrain.processes import descendants
+
+
+def is_loopback(address):
+    return address.removeprefix("::ffff:").startswith("127.") or address == "::1"
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """What comes before a command on a machine whose name leads to its outer address."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and the command ip, to make a network")
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n10.77.1.1 {socket.gethostname()}\n")
+    script = (
+        "ip link set lo up && ip link add eth0 type veth peer name eth1 && "
+        "ip addr add 10.77.1.1/24 dev eth0 && ip link set eth0 up && ip link set eth1 up && "
+        f'mount --bind {hosts} /etc/hosts && exec "$@"'
+    )
+    wrapper = ["unshare", "--net", "--mount", "sh", "-c", script, "sh"]
+    done = subprocess.run([*wrapper, "true"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"making a network is not allowed here: {done.stderr.strip()}")
+    return wrapper
+
+
+def test_on_one_machine_nothing_listens_where_others_could_write(tmp_path, data, elsewhere):
+    """Neither from the network nor from another user's shell; the run goes on undisturbed."""
+    options = small(data, data={"num_workers": 1}, train={"steps": 100_000})
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run, wrapper=elsewhere)
+    command.wait_for_step(run, 2)
+    launcher = command.process.pid
+    everyone = {pid: listening(pid) for pid in descendants(launcher)}
+    sockets = set().union(*everyone.values())
+    inside = ["nsenter", "--net", "--target", str(launcher)]
+    sentinel = tmp_path / "executed"
+    ports = [port for _, port in sockets]
+    found = attack(sentinel, "127.0.0.1", ports, wrapper=[*inside, "setpriv", f"--reuid={NOBODY}"])
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in temporary_files(launcher)}
+    before = command.process.poll()
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 143, command.errors
+
+    assert before is None
+    assert [pair for pair in sockets if not is_loopback(pair[0])] == []
+    assert everyone[launcher] == set()
+    assert set(found.values()) == {None}
+    assert not sentinel.exists()
+    assert modes
+    assert {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
+
+
+def temporary_files(launcher):
+    """What the processes of a run have in the temporary folder and in shared memory."""
+    for pid in descendants(launcher):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                path = Path(os.readlink(entry))
+            except OSError:
+                continue
+            if path.is_relative_to("/dev/shm") and path.exists():
+                yield path
+    environ = Path(f"/proc/{descendants(launcher)[1]}/environ").read_bytes().split(b"\0")
+    (root,) = [Path(os.fsdecode(x.split(b"=")[1])) for x in environ if b"SEGTRAIN_OUTCOMES=" in x]
+    yield root

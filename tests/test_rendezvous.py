@@ -1,0 +1,153 @@
+"""How launchers meet: the key that machines share, and what is refused before it is unpickled."""
+
+import os
+import pickle
+import socket
+import stat
+
+import pytest
+from attacker import listening
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from segtrain.errors import ConfigError, ExecutionError
+from segtrain.rendezvous import (
+    SECRET_VARIABLE,
+    SignedBackend,
+    is_this_machine,
+    listening_store,
+    shared_secret,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+
+
+def backends(*secrets, run_ids=("run", "run")):
+    store = HashStore()
+    plain = C10dRendezvousBackend(store, "run")
+    pairs = zip(secrets, run_ids, strict=False)
+    return plain, *(SignedBackend(plain, secret, run_id) for secret, run_id in pairs)
+
+
+def test_a_signed_state_is_read_by_whoever_has_the_key():
+    _, one, other = backends(b"k" * 32, b"k" * 32)
+    assert one.get_state() is None
+    state, token, has_set = one.set_state(b"first")
+    assert (state, has_set) == (b"first", True)
+    assert other.get_state() == (b"first", token)
+    assert other.set_state(b"second", token)[0::2] == (b"second", True)
+    assert one.set_state(b"too late", token)[0::2] == (b"second", False)
+
+
+@pytest.mark.parametrize("forged", [pickle.dumps(print), b"", b"\0" * 31, b"\0" * 200])
+def test_a_state_without_the_digest_is_refused(forged):
+    plain, signed = backends(b"k" * 32)
+    plain.set_state(forged)
+    with pytest.raises(RendezvousStateError, match="not written with the key of this run"):
+        signed.get_state()
+    with pytest.raises(RendezvousStateError, match="not written with the key of this run"):
+        signed.set_state(b"mine")
+
+
+@pytest.mark.parametrize(
+    ("secrets", "run_ids"),
+    [((b"a" * 32, b"b" * 32), ("run", "run")), ((b"a" * 32, b"a" * 32), ("run", "another"))],
+)
+def test_another_key_or_another_run_does_not_fit(secrets, run_ids):
+    _, one, other = backends(*secrets, run_ids=run_ids)
+    one.set_state(b"state")
+    with pytest.raises(RendezvousStateError):
+        other.get_state()
+
+
+def test_the_first_machine_writes_a_key_for_its_user_alone(tmp_path):
+    old = os.umask(0)
+    try:
+        secret = shared_secret(tmp_path / "run" / ".secret")
+    finally:
+        os.umask(old)
+    assert len(secret) == 32
+    assert shared_secret(tmp_path / "run" / ".secret") == secret
+    assert stat.S_IMODE((tmp_path / "run" / ".secret").stat().st_mode) == 0o600
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".secret"]
+    assert shared_secret(tmp_path / "another" / ".secret") != secret
+
+
+def test_a_key_that_others_could_read_or_have_written_is_refused(tmp_path):
+    path = tmp_path / ".secret"
+    shared_secret(path)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"mode 600.*found user \d+, mode 640; remove it"):
+        shared_secret(path)
+    path.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+        with pytest.raises(ConfigError, match="found user 65534, mode 600"):
+            shared_secret(path)
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "short"])
+def test_what_is_no_key_is_refused_without_waiting(tmp_path, kind):
+    path = tmp_path / ".secret"
+    match kind:
+        case "link":
+            shared_secret(tmp_path / "other")
+            path.symlink_to(tmp_path / "other")
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path, 0o600)
+        case "short":
+            path.write_bytes(b"short")
+    with pytest.raises((ConfigError, ExecutionError), match="secret"):
+        shared_secret(path)
+
+
+def test_the_key_may_come_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv(SECRET_VARIABLE, "a long random text of our own")
+    secret = shared_secret(tmp_path / ".secret")
+    assert not (tmp_path / ".secret").exists()
+    monkeypatch.setenv(SECRET_VARIABLE, "another long random text of ours")
+    assert shared_secret(tmp_path / ".secret") != secret
+    monkeypatch.setenv(SECRET_VARIABLE, "short")
+    with pytest.raises(ConfigError, match="expected at least 16 characters"):
+        shared_secret(tmp_path / ".secret")
+
+
+def test_a_store_listens_at_the_address_asked_for_only():
+    before = listening(os.getpid())
+    store, exposed = listening_store("127.0.0.1", 0)
+    assert not exposed
+    assert listening(os.getpid()) - before == {("127.0.0.1", store.port)}
+    TCPStore("127.0.0.1", store.port, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_name_that_leads_back_listens_where_others_can_come(monkeypatch):
+    """As the name of a Debian machine, which its own /etc/hosts maps to 127.0.1.1."""
+    known = socket.getaddrinfo
+
+    def getaddrinfo(host, *args, **kwargs):
+        return known("127.0.0.1" if host == "node0" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("segtrain.rendezvous.TCPStore", lambda *args, **options: options)
+    options, exposed = listening_store("node0", 0)
+    with socket.socket(fileno=options["master_listen_fd"]) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+    assert exposed
+    assert not is_this_machine("node0")
+    assert is_this_machine("127.0.0.2")
+    assert is_this_machine("localhost")
+
+
+def test_a_taken_port_is_told():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(OSError, match="in use"):
+            listening_store("127.0.0.1", other.getsockname()[1])
