@@ -48,6 +48,7 @@ _SOURCE_HELP = "run directory (its best checkpoint) or checkpoint file"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: that of the process) and returns the exit code."""
+    _replace_closed_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names of classes and files may hold letters that the terminal's language lacks.
@@ -55,6 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     args.argv = argv  # the launcher starts the same command once more for each rank
     return _run_as_rank(args) if outcome.is_wanted() else _run(args)
+
+
+def _replace_closed_streams() -> None:
+    """Opens /dev/null as every standard stream that is closed, as by `>&-`.
+
+    Otherwise the next file to be opened, a checkpoint say, gets the number of stdout, and whatever
+    is printed is written into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number, which is this one; the ranks inherit it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # Python found it closed at its start
+            number = ("stdin", "stdout", "stderr").index(name)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -245,3 +245,16 @@ def test_a_full_disk_behind_stdout_is_told_in_one_line():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     said = "segtrain: standard output: no space left on device\n"
     assert (done.returncode, done.stderr) == (6, said)
+
+
+@pytest.mark.fault(88)
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("words", ["--version", "config show own.yaml", "config show missing.yaml"])
+def test_closed_standard_streams_end_no_command(config, closed, words):
+    shell = f'exec "$0" -m segtrain {words} {closed}'
+    done = subprocess.run(
+        ["sh", "-c", shell, sys.executable], cwd=config.parent, capture_output=True, text=True
+    )
+    assert done.returncode == (2 if "missing" in words else 0)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr

@@ -13,6 +13,7 @@ from experiments import experiment, write_config, write_data
 from processes import Command, logged_steps
 
 from segtrain import launch, outcome, slurm
+from segtrain.checkpoint import load
 from segtrain.errors import ConfigError
 from segtrain.launch import adopt_environment, exit_code_of
 from segtrain.outcome import Outcome
@@ -245,6 +246,19 @@ def test_a_damaged_image_is_named_once_with_exit_code_3(tmp_path):
     left = [found.name for found in temporary.iterdir() if "torchinductor" not in found.name]
     shutil.rmtree(temporary)
     assert left == []
+
+
+@pytest.mark.fault(88)
+def test_training_needs_no_standard_streams(tmp_path, data):
+    """Their numbers must not go to a file of the run, where prints would be written into it."""
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 3}))
+    directory = tmp_path / "run"
+    arguments = ["train", config, "--nproc", 2, "--output", directory]
+    command = Command(tmp_path, *arguments, wrapper=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"])
+    assert command.wait() == 0
+    assert logged_steps(directory) == [1, 2, 3]
+    assert (command.output, command.errors) == ("", "")
+    assert load(directory / "checkpoints" / "last.pt").step == 3
 
 
 def free_port():
