@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import sys
 from pathlib import Path
 
@@ -61,7 +62,24 @@ def _compiler_findings(needed: bool) -> list[str]:
             f"train.compile: needs a C++ compiler, and {compiler} is not to be found; install it, "
             "name another one in the environment variable CXX, or set train.compile to false"
         ]
-    return []
+    return _cache_findings() if needed else []
+
+
+def _cache_findings() -> list[str]:
+    """What is wrong with torch's cache of compiled code, which it runs without asking whose it is.
+
+    It lies in the temporary folder, under a name that others can tell and take first.
+    """
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    path = cache_dir()  # made by this call, if by nobody before
+    found = os.lstat(path)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        return []
+    return [
+        f"train.compile: {path}, torch's cache of compiled code, can be written by other users; "
+        "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+    ]
 
 
 # Where the loader's workers lay down their batches.

@@ -312,6 +312,22 @@ def test_a_missing_compiler_is_told_before_anything_else(tmp_path, data, monkeyp
         check_experiment(config, *sets)
 
 
+def test_a_cache_of_code_that_others_can_write_is_refused(tmp_path, data, monkeypatch):
+    """torch runs what it finds there, and its name in the temporary folder can be told."""
+    from segtrain.data import open_dataset
+
+    config = load_config(
+        write_config(tmp_path / "c.yaml", experiment(data)), ["train.compile=true"]
+    )
+    sets = [open_dataset(config.data, split) for split in ("train", "val")]
+    cache = tmp_path / "torchinductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    check_experiment(config, *sets)
+    cache.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"train\.compile: .*torchinductor, .*by other users"):
+        check_experiment(config, *sets)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_command_trains_with_generated_code_as_without(run_ranks, tmp_path, data):
