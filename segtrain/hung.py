@@ -39,6 +39,8 @@ class HungRanks:
     def _watch(self) -> None:
         noticed = attempt = None
         while not self._over.wait(0.2):
+            if not outcome.keep_root(self._directory):
+                continue  # somebody else's: what stands there is not to be believed
             current = outcome.last_attempt(self._directory)
             if current != attempt:
                 attempt, noticed, self.ended = current, None, []

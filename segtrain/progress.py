@@ -45,9 +45,12 @@ def at(phase: Phase, step: int) -> None:
 def _write(words: str) -> None:
     global _file
     try:
+        if _file is not None and os.fstat(_file).st_nlink == 0:  # removed: begin a new one
+            os.close(_file)
+            _file = None
         if _file is None:
             path = outcome.directory() / f"{os.environ['RANK']}.now"
-            _file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+            _file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.pwrite(_file, words.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
     except OSError:
         pass  # the launcher is gone, or its disk full
@@ -63,7 +66,10 @@ def read(directory: Path) -> list[Progress]:
     """The last words of the ranks of the last attempt, in the order of ranks."""
     found = []
     for path in outcome.last_attempt(directory).glob("*.now"):
-        words = path.read_text().split()
+        try:
+            words = path.read_text().split()
+        except FileNotFoundError:  # removed in this moment
+            continue
         if len(words) == 4:  # else it is being written for the first time
             pid, phase, step, since = words
             found.append(Progress(int(path.stem), int(pid), phase, int(step), float(since)))

@@ -17,6 +17,9 @@ from segtrain.progress import Progress
 REPOSITORY = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 240
 
+# What the README promises after a death, on a busy machine too: an orphan has 8 s to save.
+GONE_WITHIN_S = 15
+
 
 class Command:
     """`python -m segtrain ARGS`, or another program before it, running in a session of its own.

@@ -2,12 +2,16 @@
 
 import os
 import random
+import shutil
 import signal
+import stat
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from experiments import assert_same_state, last, small, train, write_config
-from processes import Command, left_after
+from processes import GONE_WITHIN_S, Command, left_after
 
 from segtrain.processes import descendants
 
@@ -26,9 +30,33 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_step(tmp_path, data):
     (line,) = command.errors.splitlines()
     assert line.startswith("segtrain: rank 1 did not answer the others: it hung in training, after")
     assert "--resume" in line
-    assert left_after(everyone, 10) == []
+    assert left_after(everyone, GONE_WITHIN_S) == []
     # The timeout, the launcher's patience, and room for a loaded machine.
     assert took_s < 6 + 10 + 30
+
+
+def test_the_launcher_outlives_its_temporary_folder(tmp_path, data):
+    """As a cleaner of /tmp may remove it: signals get through, and a rank that hangs is noticed."""
+    options = small(data, train={"steps": 100_000, "timeout_s": 6})
+    options["checkpoint"] = {"every_steps": 50_000}
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    with tempfile.TemporaryDirectory(prefix="t") as temporary:  # short, for the names of sockets
+        command = Command(
+            tmp_path, "train", config, "--nproc", 2, "--output", run, TMPDIR=temporary
+        )
+        command.wait_for_step(run, 2)
+        (root,) = Path(temporary).glob("segtrain-*")
+        shutil.rmtree(root)
+        command.wait_until(lambda: len(command.progress()) == 2)
+        assert stat.S_IMODE(root.stat().st_mode) == 0o700
+        command.process.send_signal(signal.SIGUSR1)
+        command.wait_until(lambda: "as SIGUSR1 asked for" in (run / "train.log").read_text())
+        everyone = descendants(command.process.pid)
+        os.kill(command.ranks()[1], signal.SIGSTOP)
+        assert command.wait() == 6
+    (line,) = command.errors.splitlines()
+    assert line.startswith("segtrain: rank 1 did not answer the others: it hung in training, after")
+    assert left_after(everyone, GONE_WITHIN_S) == []
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +84,7 @@ def test_sigterm_to_the_launcher_in_any_phase_stops_the_run_in_good_order(tmp_pa
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == 143, command.errors
     assert command.errors == ""
-    assert left_after(everyone, 10) == []
+    assert left_after(everyone, GONE_WITHIN_S) == []
     if phase != "setup":
         said = f"stopped by SIGTERM after step {last(run).step}, which is saved; go on with"
         assert said in command.output
@@ -73,7 +101,7 @@ def test_a_signal_to_the_launcher_reaches_ranks_that_have_just_been_started(
     command.process.send_signal(number)
     assert command.wait() == code, command.errors
     assert command.errors == ""
-    assert left_after(everyone, 10) == []
+    assert left_after(everyone, GONE_WITHIN_S) == []
 
 
 @pytest.mark.fault(10, 11)
@@ -102,7 +130,7 @@ def test_sigint_more_than_once_to_the_launcher_ends_everything_at_once(
         time.sleep(pause_s)
     assert command.wait() == 130, command.errors
     assert command.errors == ""
-    assert left_after(everyone, 10) == []
+    assert left_after(everyone, GONE_WITHIN_S) == []
     assert time.monotonic() - asked < 20
     assert last(run).step >= 1
 
@@ -124,7 +152,7 @@ def test_a_loader_worker_that_hangs_ends_the_run_and_is_named(tmp_path, data, ra
     said = "no loader worker has given a batch for 5 s (0.8 of train.timeout_s): one hangs, on a"
     assert line.startswith(f"segtrain: rank {ranks - 1}: {said}")
     assert "--resume" in line
-    assert left_after(everyone, 10) == []
+    assert left_after(everyone, GONE_WITHIN_S) == []
     assert took_s < 0.8 * 6 + 10 + 20
 
 

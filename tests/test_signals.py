@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from experiments import experiment, last, refusal, small, stopped_after, train, write_config
-from processes import REPOSITORY, Command, left_after
+from processes import GONE_WITHIN_S, REPOSITORY, Command, left_after
 
 from segtrain.processes import descendants
 from segtrain.signals import Requests, exit_code
@@ -91,7 +91,7 @@ def test_a_process_that_follows_its_parent_ends_with_it():
         "os._exit(0)\n"
     )
     child = int(python(code).stdout)
-    assert left_after([child], 10) == []
+    assert left_after([child], GONE_WITHIN_S) == []
 
 
 @pytest.mark.fault(6, 9, 12)
@@ -120,7 +120,7 @@ def test_ranks_end_when_their_launcher_is_killed_and_save_what_they_have(tmp_pat
     assert len(everyone) == 5  # the launcher, two ranks and a worker each
     command.process.kill()
     assert command.wait() == -signal.SIGKILL
-    assert left_after(everyone, 10) == []
+    assert left_after(everyone, GONE_WITHIN_S) == []
     assert last(run).step >= 2
     assert command.errors == ""
 

@@ -54,7 +54,7 @@ SETTINGS = (
     "checkpoint.every_steps=3",
 )
 # What a machine may need after a death until nothing of the run is left.
-GONE_WITHIN_S = 10
+GONE_WITHIN_S = 15
 _PATIENCE_S = 300
 
 
