@@ -5,17 +5,16 @@ Those marked *collective* must be called by all ranks in the same order, or they
 until the timeout. Nothing else in the package imports torch.distributed but the launcher.
 """
 
-import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from segtrain import errors, lockstep, network, outcome, progress
@@ -303,30 +302,23 @@ def _gather_processes(rows: Tensor) -> Tensor:
     return gathered.view(world_size() * len(rows), *rows.shape[1:])
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Adds up the gradients of all ranks in place, a few megabytes at a time (collective)."""
+def start_sum(tensor: Tensor) -> Callable[[], object]:
+    """Starts to overwrite `tensor` with the sum over all processes; the result waits for it.
+
+    Collective. Every rank ends with the same bits, which do not depend on when ranks come. On CUDA
+    the sum is ordered after the current stream, and waiting holds up that stream, not the host.
+    """
+    return torch_dist.all_reduce(tensor, async_op=True).wait
+
+
+def copy_from_main(tensors: Iterable[Tensor]) -> None:
+    """Overwrites `tensors` with those of rank 0 (collective)."""
     if world_size() == 1:
         return
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    for bucket in _buckets(gradients):
-        flat = torch.cat([grad.flatten() for grad in bucket])
-        torch_dist.all_reduce(flat)
-        for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            grad.copy_(part.view_as(grad))
-
-
-_BUCKET_BYTES = 25 << 20
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
     for tensor in tensors:
-        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > _BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
+        values = tensor.detach().contiguous()  # ranks may differ in strides
+        torch_dist.broadcast(values, src=0)
+        tensor.detach().copy_(values)
 
 
 def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any]:
@@ -390,29 +382,3 @@ def barrier() -> None:
     """Returns when every rank has come here (collective)."""
     if world_size() > 1:
         torch_dist.barrier()
-
-
-def replicate(module: nn.Module, device: torch.device) -> nn.Module:
-    """`module` in DistributedDataParallel, which averages the gradients; itself when alone.
-
-    Parameters are equal already: every rank built or loaded the same ones. Buffers are never sent
-    either: synchronized statistics come out bitwise equal on all ranks.
-    """
-    if world_size() == 1:
-        return module
-    wrapper = nn.parallel.DistributedDataParallel
-    # The new name of the option where torch has it, the old one elsewhere.
-    new_name = "forward_sync_buffers" in inspect.signature(wrapper).parameters
-    return wrapper(
-        module,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **{"forward_sync_buffers" if new_name else "broadcast_buffers": False},
-    )
-
-
-def local_gradients(module: nn.Module, *, enabled: bool) -> AbstractContextManager[None]:
-    """Inside, gradients of a replicated module stay on this rank, if `enabled` (accumulation)."""
-    if enabled and isinstance(module, nn.parallel.DistributedDataParallel):
-        return module.no_sync()
-    return nullcontext()

@@ -5,16 +5,18 @@ The command owns logging, evaluation and checkpoints; what is here only moves th
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from segtrain import dist, seed
-from segtrain.config import Config, TrainConfig
+from segtrain.config import Config
+from segtrain.gradients import GradientSum
 from segtrain.guard import Guard
 from segtrain.lockstep import Lockstep
 from segtrain.losses import SegLoss
@@ -23,7 +25,7 @@ from segtrain.offload import saved_on_host
 from segtrain.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
 from segtrain.preprocess import Normalize
 from segtrain.records import Batch, DropoutMasks
-from segtrain.replica import dtype_of, make_replica
+from segtrain.replica import dtype_of, make_replica, share_weights
 from segtrain.shares import share
 
 
@@ -75,13 +77,14 @@ class Share(NamedTuple):
 class TrainState:
     """Everything an update changes, and thereby everything a checkpoint holds.
 
-    `replica` is `model` with `criterion` as the ranks train them together; `step` counts the
-    updates done.
+    `replica` is `model` with `criterion` as one module; `gradients` sums the gradients of `model`
+    over the ranks; `step` counts the updates done.
     """
 
     model: nn.Module
     criterion: SegLoss
     replica: nn.Module
+    gradients: GradientSum
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     average: WeightAverage | None
@@ -99,11 +102,13 @@ def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainS
     model.to(device, dtype_of(train))
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
+    share_weights(model)
     criterion = SegLoss(config.loss, device, passes=train.accumulate_steps)
     return TrainState(
         model=model,
         criterion=criterion,
-        replica=make_replica(model, criterion, train, device),
+        replica=make_replica(model, criterion, train),
+        gradients=GradientSum(model.named_parameters()),
         optimizer=build_optimizer(model, train),
         scaler=torch.amp.GradScaler(device.type, enabled=train.precision == "float16"),
         average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
@@ -134,12 +139,9 @@ def train_steps(
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
     # Also where it is off: the loader's images are channels-last, and convolutions follow them.
     layout = torch.channels_last if train.channels_last else torch.contiguous_format
-    forward_backward = partial(
-        _in_shares if train.virtual_ranks > 1 else _forward_backward,
-        state,
-        config=train,
-        guard=guard,
-    )
+    forward_backward = partial(_forward_backward, state, guard=guard)
+    if train.virtual_ranks > 1:
+        forward_backward = partial(_in_shares, state, parts=train.virtual_ranks, guard=guard)
     batches = iter(batches)
     state.model.train()
 
@@ -156,13 +158,14 @@ def train_steps(
             images = batch.images.to(device, non_blocking=True)
             images = normalize(images.contiguous(memory_format=layout))
             share = Share(images, labels[i], _dropout_masks(state, config, rows[i], device))
-            # Gradients travel once a step, with the last pass.
-            with dist.local_gradients(state.replica, enabled=i + 1 < len(passes)):
+            # Gradients are sent once a step, with the last pass. Each virtual rank has a backward
+            # pass of its own, so theirs wait for the end.
+            last = i + 1 == len(passes)
+            overlap = train.virtual_ranks == 1
+            with state.gradients.summed(overlap=overlap) if last else nullcontext():
                 means = forward_backward(share, weights[i])
             loss += means * weights[i]
             settle_statistics(state.model)
-        if train.virtual_ranks > 1:
-            dist.sum_gradients(list(state.model.parameters()))
 
         lr = learning_rate(train, state.step)
         grad_norm = _update(state, lr, train.clip_grad_norm)
@@ -171,12 +174,7 @@ def train_steps(
 
 
 def _forward_backward(
-    state: TrainState,
-    share: Share,
-    weight: Tensor | float,
-    *,
-    config: TrainConfig,
-    guard: Guard,
+    state: TrainState, share: Share, weight: Tensor | float, *, guard: Guard
 ) -> Tensor:
     """Adds the gradient of this rank's share of one pass; returns the means (2,) of all ranks.
 
@@ -187,14 +185,12 @@ def _forward_backward(
     objective = sums.out.total / pixels[0]
     if sums.aux is not None:
         objective = objective + state.criterion.aux_weight * sums.aux.total / pixels[1]
-    # The mean over the ranks that DistributedDataParallel takes has to be a sum.
-    replicas = dist.world_size() if config.virtual_ranks == 1 else 1
-    state.scaler.scale(objective * weight * replicas).backward()
+    state.scaler.scale(objective * weight).backward()
     return means
 
 
 def _in_shares(
-    state: TrainState, share: Share, weight: Tensor | float, *, config: TrainConfig, **context: Any
+    state: TrainState, share: Share, weight: Tensor | float, *, parts: int, guard: Guard
 ) -> Tensor:
     """`_forward_backward` by virtual ranks: in parts, one at work at a time, one result."""
 
@@ -206,10 +202,9 @@ def _in_shares(
         # Its backward pass must run in this very thread, which waits for the others in its midst.
         host = saved_on_host(device, state.model.parameters())
         with torch.autograd.set_multithreading_enabled(False), host:
-            return _forward_backward(state, part, weight, config=config, **context)
+            return _forward_backward(state, part, weight, guard=guard)
 
-    parts = share.split(config.virtual_ranks)
-    return Lockstep(len(parts)).run([partial(work, part) for part in parts])[0]
+    return Lockstep(parts).run([partial(work, part) for part in share.split(parts)])[0]
 
 
 def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor:

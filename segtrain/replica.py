@@ -1,12 +1,14 @@
-"""What the ranks train together: the model with its loss as one module, compiled if asked."""
+"""The model with its loss as one module, compiled if asked, and equal on all ranks at the start."""
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
 from segtrain import dist
 from segtrain.config import TrainConfig
+from segtrain.errors import ConfigError
 from segtrain.losses import SegLoss, StepLoss
 from segtrain.norm import make_groups
 from segtrain.records import DropoutMasks
@@ -44,25 +46,40 @@ class ModelWithLoss(nn.Module):
         return self.criterion(logits, labels)
 
 
-def make_replica(
-    model: nn.Module, criterion: SegLoss, train: TrainConfig, device: torch.device
-) -> nn.Module:
-    """`model` with `criterion` as `train` wants them trained together (collective).
+def make_replica(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
+    """`model` with `criterion` as `train` wants them trained together.
 
     The parameters stay those of `model`, under their names there: checkpoints, averages and
     evaluation use it and never see what is wrapped around it.
     """
-    module: nn.Module = ModelWithLoss(model, criterion, train)
-    if train.compile:
-        module = _compiled(module)
-    # DistributedDataParallel knows one forward and one backward pass at a time.
-    return module if train.virtual_ranks > 1 else dist.replicate(module, device)
+    module = ModelWithLoss(model, criterion, train)
+    return _compiled(module) if train.compile else module
+
+
+def share_weights(model: nn.Module) -> None:
+    """Gives all ranks the weights and statistics of rank 0 (collective).
+
+    All ranks have drawn or loaded them in the same way, but a machine with another file or another
+    version of torch may have got other values.
+
+    Raises:
+        ConfigError: the ranks have different models.
+    """
+    state = model.state_dict()
+    layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in state.items()]
+    first, *others = dist.all_gather_object(layout)
+    for rank, other in enumerate(others, start=1):
+        for expected, found in zip_longest(first, other, fillvalue="nothing"):
+            if found != expected:
+                raise ConfigError(
+                    f"the ranks have different models: {expected} on rank 0, {found} on rank "
+                    f"{rank}; start all ranks with the same config and version of segtrain"
+                )
+    dist.copy_from_main(state.values())
 
 
 def _compiled(module: nn.Module) -> nn.Module:
     make_groups(module)
-    # torch would split the graph at the buckets of DistributedDataParallel.
-    torch._dynamo.config.optimize_ddp = False
     # The sizes of a run never change but between the passes of a step, and a graph with open sizes
     # is slower.
     return torch.compile(module, fullgraph=True, dynamic=False)

@@ -95,7 +95,7 @@ def train_without(place, config, directory):
 
         pixel_losses.dist = type("Alone", (), {"all_gather": staticmethod(lambda t: t)})
     elif place == "gradient":
-        dist.replicate = lambda module, device: module
+        dist.start_sum = lambda tensor: lambda: None
     return train(config, directory)
 
 

@@ -159,7 +159,7 @@ def test_exported_pyramid_pooling_is_right_at_sizes_it_was_not_traced_with():
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("backbone", ["resnet18", "mobilenet_v2", "mobilenet_v3_large"])
 def test_every_parameter_learns_and_logits_have_the_size_of_the_image(arch, backbone):
-    """A parameter without a gradient would stop DistributedDataParallel."""
+    """A parameter without a gradient is never trained, and its bucket is sent late."""
     model = built(small(arch, backbone)).train()
     logits = model(normal(2, 3, 33, 50))
     assert logits.out.shape == logits.aux.shape == (2, 5, 33, 50)

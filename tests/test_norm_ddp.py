@@ -1,6 +1,7 @@
 """The layer under DistributedDataParallel, as loops of other people have it."""
 
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_two_forward_passes_before_one_backward_pass_equal_one_process(run_ranks
 def accumulation(net, model, mine):
     optimizer = sgd(net)
     for step in range(3):
-        with dist.local_gradients(model, enabled=True):
+        with model.no_sync() if dist.is_distributed() else nullcontext():
             objective(model, mine(step)).backward()
         objective(model, mine(step + 9)).backward()
         optimizer.step()

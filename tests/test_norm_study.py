@@ -79,7 +79,7 @@ def test_ghost_batch_norm_is_local_batch_norm_of_real_ranks(run_ranks, running, 
 
     close(outputs, [torch.cat(parts) for parts in zip(*(rank[0] for rank in ranks), strict=True)])
     close(grad, torch.cat([rank[1] for rank in ranks]))
-    # DistributedDataParallel adds these up over the ranks.
+    # `segtrain.gradients` adds these up over the ranks.
     close(parameter_grads, [ranks[0][i] + ranks[1][i] for i in (2, 3)])
     for rank in ranks:
         close(list(ghost.trackers[running].buffers()), rank[4])

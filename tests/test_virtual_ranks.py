@@ -180,8 +180,10 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     engine._forward_backward = in_this_thread
     engine.saved_on_host = partial(saved_on_host, on_copy=mode.forget)
     try:
-        step = engine._in_shares if virtual > 1 else engine._forward_backward
-        step(state, share, 1.0, config=config.train, guard=Guard(lambda: False))
+        step = engine._forward_backward
+        if virtual > 1:
+            step = partial(engine._in_shares, parts=virtual)
+        step(state, share, 1.0, guard=Guard(lambda: False))
     finally:
         engine._forward_backward, engine.saved_on_host = plain, original
     return mode.peak, torch.cat([p.grad.flatten() for p in model.parameters()])

@@ -28,6 +28,7 @@ from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.data.layouts import list_pairs
 from segtrain.engine import TrainState
+from segtrain.gradients import GradientSum
 from segtrain.losses import SegLoss
 from segtrain.models.pretrained import load_backbone
 from segtrain.store import CheckpointStore
@@ -191,6 +192,7 @@ def _train_state(model: nn.Module) -> TrainState:
         model=model,
         criterion=SegLoss(LossConfig(), cpu),
         replica=model,
+        gradients=GradientSum(model.named_parameters()),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         scaler=torch.amp.GradScaler("cpu", enabled=True),
         average=None,

@@ -12,7 +12,8 @@ Backward. With xhat = (x - mean) / std, S1 = sum(dy) and S2 = sum(dy xhat) over 
     dx = weight / std * (dy - S1 / n - xhat * S2 / n)
 
 (Ioffe and Szegedy, arXiv:1502.03167, section 3), so one all_reduce of [S1, S2] is enough. The
-gradients of weight and bias stay local sums, as every parameter's do under DistributedDataParallel.
+gradients of weight and bias stay local sums, like those of all parameters: `segtrain.gradients` or
+DistributedDataParallel adds them up.
 """
 
 from collections.abc import Sequence

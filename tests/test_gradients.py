@@ -1,0 +1,301 @@
+"""The sum of gradients over ranks: right, in fixed order, while the backward pass runs."""
+
+import pytest
+import torch
+from torch import nn
+
+from segtrain import dist, gradients
+from segtrain.errors import ConfigError
+from segtrain.gradients import GradientSum
+from segtrain.replica import share_weights
+
+SAME, OTHER = 0, 1  # steps with other images
+
+
+class Net(nn.Module):
+    """Two dtypes, channels-last weights, a layer used twice, a frozen one and an unused one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 10, 3, padding=1)
+        self.twice = nn.Conv2d(10, 10, 3, padding=1)
+        self.point = nn.Conv2d(10, 7, 1)
+        self.unused = nn.Linear(5, 3)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.last = nn.Linear(7, 300)
+        self.wide = nn.Parameter(torch.randn(11, dtype=torch.float64))
+        self.to(memory_format=torch.channels_last)
+        self.events = []
+        self.use_unused = False
+
+    def forward(self, images):
+        y = torch.tanh(self.first(images))
+        if y.requires_grad:
+            y.register_hook(lambda _: self.event("backward in first"))
+        y = torch.tanh(self.twice(torch.tanh(self.twice(y))))
+        y = self.last(self.frozen(self.point(y).mean((2, 3))))
+        loss = y.square().sum() * self.wide.square().sum()
+        return loss + self.unused.weight.square().sum() if self.use_unused else loss
+
+    def event(self, name):
+        self.events.append(name)
+
+
+def images_of(rank, step):
+    """More images on later ranks."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(1 + rank, 3, 6, 5, generator=generator)
+
+
+def small_buckets():
+    """Six of them for 30 KB."""
+    gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES = 400, 4000
+
+
+def local_gradients(net, step):
+    return torch.autograd.grad(net(images_of(dist.rank(), step)), used(net))
+
+
+def used(net):
+    return [p for name, p in net.named_parameters() if not name.startswith(("unused", "frozen"))]
+
+
+def summed(net, sums, *steps, overlap=True):
+    """The gradients summed over the ranks and the steps, all but the last step outside of it."""
+    net.zero_grad(set_to_none=True)
+    for step in steps[:-1]:
+        net(images_of(dist.rank(), step)).backward()
+    with sums.summed(overlap=overlap):
+        net(images_of(dist.rank(), steps[-1])).backward()
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def rank_sums():
+    small_buckets()
+    net = Net()
+    parts = {step: local_gradients(net, step) for step in (SAME, OTHER)}
+    sums = GradientSum(net.named_parameters())
+    found = {
+        "first": summed(net, sums, SAME),
+        "second": summed(net, sums, SAME),
+        "other": summed(net, sums, OTHER),
+        "accumulated": summed(net, sums, OTHER, SAME),
+        "at the end": summed(net, sums, SAME, overlap=False),
+        "new process": summed(net, GradientSum(net.named_parameters()), SAME),
+    }
+    strides = [(p.grad.stride(), p.stride()) for p in used(net)]
+    hooks = [name for name, p in net.named_parameters() if p._post_accumulate_grad_hooks]
+    with sums.summed():
+        pass  # gradients that exist already, in their buckets
+    zeroed = [p.grad.clone() for p in used(net)]
+    return parts, found, strides, hooks, zeroed
+
+
+def bits(tensors):
+    return [None if t is None else t.numpy().tobytes() for t in tensors]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_have_the_same_bits_in_every_step_and_are_right(run_ranks, world_size):
+    """The oracle adds the gradients of the ranks in float64."""
+    ranks = run_ranks(world_size, rank_sums)
+    found = ranks[0][1]
+    for _, other, strides, hooks, zeroed in ranks:
+        assert {k: bits(v) for k, v in other.items()} == {k: bits(v) for k, v in found.items()}
+        assert all(a == b for a, b in strides)
+        assert hooks == []
+        assert all(value.isfinite().all() for value in zeroed)
+    assert bits(found["first"]) == bits(found["second"])
+    assert bits(found["first"]) == bits(found["at the end"])
+    assert bits(found["first"]) == bits(found["new process"])
+    wanted = {
+        step: [sum(g.double() for g in of_rank) for of_rank in zip(*parts, strict=True)]
+        for step in (SAME, OTHER)
+        for parts in [[rank[0][step] for rank in ranks]]
+    }
+    both = [a + b for a, b in zip(wanted[SAME], wanted[OTHER], strict=True)]
+    for name, values in (
+        ("first", wanted[SAME]),
+        ("other", wanted[OTHER]),
+        ("accumulated", both),
+    ):
+        got = [value for value in found[name] if value is not None]
+        assert len(got) == 9
+        assert len(found[name]) == 13
+        for value, expected in zip(got, values, strict=True):
+            assert (value - expected).norm() <= 1e-6 * expected.norm()
+
+
+def rank_events():
+    """The sums of three steps in the order in which they begin, between marks of the model."""
+    small_buckets()
+    net = Net()
+    start_sum = dist.start_sum
+
+    def record(tensor):
+        net.event((str(tensor.dtype), tensor.numel()))
+        return start_sum(tensor)
+
+    dist.start_sum = record
+    sums = GradientSum(net.named_parameters())
+    steps = []
+    for overlap in (True, True, False):
+        net.zero_grad()
+        with sums.summed(overlap=overlap):
+            net(images_of(dist.rank(), SAME)).backward()
+            net.event("backward pass over")
+        steps.append(list(net.events))
+        net.events.clear()
+    return steps
+
+
+def test_buckets_are_sent_during_the_backward_pass_in_one_order(run_ranks):
+    """Not in the first step of a process, in which the ranks compare their parameters; the last
+    bucket waits for a check in every step. Sizes are multiples of 16, at most 4000 bytes if a
+    bucket holds several parameters, and in the order of `named_parameters` from the end."""
+    early = [("torch.float32", size) for size in (304, 2112, 16 + 16 + 16 + 80 + 16)]
+    late = [("torch.float32", size) for size in (912 + 16, 272)]
+    wide = [("torch.float64", 16)]
+    begins, ends = ["backward in first"], ["backward pass over"]
+    at_the_end = [*begins, *ends, *early, *late, *wide]
+    wanted = [at_the_end, [*early, *begins, *late, *ends, *wide], at_the_end]
+    assert run_ranks(3, rank_events) == [wanted] * 3
+
+
+def rank_deviations():
+    """What happens where rank 1 alone has a gradient for the unused layer or none at all."""
+    small_buckets()
+    said = {}
+
+    def step(name, net, sums, *, scale=1.0):
+        net.zero_grad()
+        try:
+            with sums.summed():
+                (net(images_of(dist.rank(), SAME)) * scale).backward()
+        except RuntimeError as error:
+            said[name] = str(error)
+        else:
+            said[name] = [p.grad.clone() for p in used(net)]
+
+    net = Net()
+    net.use_unused = dist.rank() == 1
+    step("at first", net, GradientSum(net.named_parameters()))
+
+    for name, start, later in (("one more", False, True), ("one less", True, False)):
+        net = Net()
+        net.use_unused = start
+        sums = GradientSum(net.named_parameters())
+        step("before", net, sums)
+        net.use_unused = later if dist.rank() == 1 else start
+        step(name, net, sums)
+
+    net = Net()
+    sums = GradientSum(net.named_parameters())
+    step("right", net, sums)
+    net.zero_grad()
+    try:
+        with sums.summed():
+            for _ in range(2):
+                net(images_of(dist.rank(), SAME)).backward()
+    except RuntimeError as error:
+        said["twice"] = str(error)
+    step("after twice", net, sums)
+    return said
+
+
+def test_ranks_with_other_parameters_are_told(run_ranks):
+    """Nobody waits for ever, and nobody goes on with a wrong sum."""
+    ranks = run_ranks(3, rank_deviations)
+    for said in ranks:
+        assert said["at first"] == (
+            "parameter unused.weight: no gradient on ranks 0, 2, but on others; every parameter "
+            "must get a gradient on all ranks or on none"
+        )
+        assert "got a second gradient" in said["twice"]
+        assert bits(said["after twice"]) == bits(said["right"])
+    for name, what in (("one more", "got one in this step"), ("one less", "got none in this")):
+        assert ranks[1][name].startswith("rank 1: parameter unused.weight: every step must give")
+        assert what in ranks[1][name]
+        for rank in (0, 2):
+            assert any(value.isnan().any() for value in ranks[rank][name])
+
+
+def rank_errors():
+    """An error in the backward pass of all ranks, after some buckets have been sent."""
+    small_buckets()
+    net = Net()
+    sums = GradientSum(net.named_parameters())
+    wanted = summed(net, sums, SAME)
+    sent = []
+    start_sum = dist.start_sum
+
+    def record(tensor):
+        sent.append(tensor.numel())
+        return start_sum(tensor)
+
+    def fail(name):
+        raise ZeroDivisionError(name)
+
+    dist.start_sum = record
+    net.event = fail
+    for kind in ("in the backward pass", "before it"):
+        try:
+            if kind == "before it":
+                with sums.summed():
+                    fail(kind)
+            summed(net, sums, OTHER)
+        except ZeroDivisionError:
+            pass
+        else:
+            raise AssertionError("it went well")
+    num_sent = len(sent)
+    net.event = lambda name: None
+    hooks = [name for name, p in net.named_parameters() if p._post_accumulate_grad_hooks]
+    return num_sent, hooks, wanted, summed(net, sums, SAME)
+
+
+def test_an_error_in_a_backward_pass_does_not_disturb_the_next(run_ranks):
+    for num_sent, hooks, wanted, found in run_ranks(2, rank_errors):
+        assert num_sent >= 2
+        assert hooks == []
+        assert bits(found) == bits(wanted)
+
+
+def test_a_single_process_keeps_its_gradients():
+    net = Net()
+    wanted = local_gradients(net, SAME)
+    with GradientSum(net.named_parameters()).summed():
+        net(images_of(0, SAME)).backward()
+        mine = [p.grad for p in used(net)]
+    assert all(p.grad is grad for p, grad in zip(used(net), mine, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
+
+
+def rank_weights():
+    torch.manual_seed(dist.rank())
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(
+        memory_format=torch.channels_last if dist.rank() else torch.contiguous_format
+    )
+    net[1].running_mean.fill_(dist.rank())
+    share_weights(net)
+    said = None
+    try:
+        share_weights(nn.Conv2d(3, 4, 1 + dist.rank() // 2))
+    except ConfigError as error:
+        said = str(error)
+    return net.state_dict(), said
+
+
+def test_all_ranks_begin_with_the_weights_of_rank_0(run_ranks):
+    states, said = zip(*run_ranks(3, rank_weights), strict=True)
+    torch.manual_seed(0)
+    drawn = nn.Conv2d(3, 4, 3)
+    for state in states:
+        assert torch.equal(state["0.weight"], drawn.weight)
+        assert torch.equal(state["1.running_mean"], torch.zeros(4))
+    assert set(said) == {
+        "the ranks have different models: weight (4, 3, 1, 1) torch.float32 on rank 0, "
+        "weight (4, 3, 2, 2) torch.float32 on rank 2; start all ranks with the same config and "
+        "version of segtrain"
+    }
