@@ -132,6 +132,18 @@ def test_the_semseg_recipe_is_semsegs():
     assert (config.eval.mode, config.eval.flip, config.eval.overlap) == ("slide", True, 1 / 3)
 
 
+def test_the_semseg_recipe_has_semsegs_learning_rate_at_every_step():
+    """tool/train.py sets the rate of the next step, by its number, after the optimizer's step."""
+    train = load("cityscapes_pspnet_r50_semseg").train
+    rate, rates = 0.01, []
+    for i in range(train.steps):
+        rates.append(rate)
+        rate = 0.01 * (1 - float(i + 1) / train.steps) ** 0.9
+    assert [learning_rate(train, step) for step in range(train.steps)] == pytest.approx(rates)
+    shown = [f"{rates[step]:.8f}" for step in (0, 12_400, 24_800)]
+    assert shown == ["0.01000000", "0.00694253", "0.00372041"]
+
+
 def test_own_data_marks_what_a_newcomer_must_change():
     text = next(path for path in CONFIGS if path.stem == "own_data").read_text()
     body = text.partition("\ndata:")[2]
