@@ -44,13 +44,18 @@ def overlay(
 ) -> np.ndarray:
     """`image` under the colours of `label`, whose opacity is `alpha`; ignored pixels stay clear.
 
+    So do the pixels of a class whose colour is black: as a rule it is the background, and a tint of
+    black would only darken most of the picture. If black stands for something to look at, give that
+    class another colour in the class file; colour maps and legends show black as black.
+
     Raises:
         ValueError: image and label have different sizes.
     """
     if image.shape[:2] != label.shape:
         raise ValueError(f"image {image.shape[:2]} and label {label.shape} differ in size")
     mixed = cv2.addWeighted(image, 1 - alpha, colorize(label, palette), alpha, 0)
-    mixed[label == IGNORE_INDEX] = image[label == IGNORE_INDEX]
+    clear = (color_table(palette) == BLACK).all(axis=1)[label]  # no class: black too
+    mixed[clear] = image[clear]
     return mixed
 
 

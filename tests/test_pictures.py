@@ -51,6 +51,23 @@ def test_overlay_at_the_ends_is_the_image_or_the_colours(alpha):
     assert np.array_equal(overlay(image, label, PALETTE, alpha), expected)
 
 
+def test_overlay_leaves_a_black_class_clear():
+    """Under a tint of black the background, most of the picture, would be half as bright."""
+    image, label = noise(4, 6), labels(4, 6)
+    palette = [(0, 0, 0), (0, 200, 0), (0, 0, 1)]
+    picture = overlay(image, label, palette)
+    assert np.array_equal(picture[label == 0], image[label == 0])
+    for i in (1, 2):  # nearly black is a colour
+        expected = image[label == i] / 2 + np.array(palette[i]) / 2
+        assert np.abs(picture[label == i] - expected).max() <= 1
+
+
+def test_a_black_class_is_black_in_colour_maps_and_legends():
+    palette = [(0, 0, 0), (0, 200, 0), (0, 0, 200)]
+    assert colorize(LABEL, palette, ignore_color=(9, 9, 9))[0, 0].tolist() == [0, 0, 0]
+    assert (legend(NAMES, palette) == (0, 0, 0)).all(axis=2).sum() > 100
+
+
 def test_overlay_of_another_size_is_refused():
     with pytest.raises(ValueError, match="differ in size"):
         overlay(noise(4, 6), labels(6, 4), PALETTE)
