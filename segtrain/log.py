@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -104,8 +104,21 @@ class RunLog:
             indented = "\n".join("    " + line for line in text.splitlines())
             self._to_board(lambda: self._board.add_text(tag, indented))
 
-    def hparams(self, options: Mapping[str, Any], scores: Mapping[str, float], step: int) -> None:
-        """A row in TensorBoard's table of hyperparameters, for comparing runs."""
+    def hparams(
+        self,
+        options: Mapping[str, Any],
+        scores: Mapping[str, float],
+        step: int,
+        *,
+        first: Collection[str],
+    ) -> None:
+        """A row in TensorBoard's table of hyperparameters, for comparing runs.
+
+        Args:
+            options: all of them, also those left at their defaults: of several runs TensorBoard
+                asks one for the columns, and an option that this one lacks would not be shown.
+            first: the options whose columns come before the others.
+        """
         if self.enabled:
             plain = {
                 key: value if isinstance(value, (int, float, str, bool)) else str(value)
@@ -113,12 +126,7 @@ class RunLog:
             }
             # Names of their own: the scores' curves have a point at this step already.
             named = {f"hparam/{name}": score for name, score in scores.items()}
-            # It opens a file of its own, after which TensorBoard reads no more of this one.
-            self._to_board(self._board.flush)
-            # As its own run it would stand beside this one instead of in it.
-            self._to_board(
-                lambda: self._board.add_hparams(plain, named, run_name=".", global_step=step)
-            )
+            self._to_board(lambda: _write_hparams(self._board, plain, named, step, first))
 
     def _append(self, line: str) -> None:
         _check_is_there(self._directory, self._handle)
@@ -148,6 +156,30 @@ class RunLog:
             and type(failure.thread).__module__.startswith("tensorboard.")
         ):
             self._excepthook(failure)
+
+
+def _write_hparams(
+    board: Any,
+    options: dict[str, Any],
+    scores: dict[str, float],
+    step: int,
+    first: Collection[str],
+) -> None:
+    """As SummaryWriter.add_hparams, into the file of `board`, with the columns in order."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from torch.utils.tensorboard.summary import hparams
+
+    experiment, *session = hparams(options, scores)
+    plugin = experiment.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(plugin.content)
+    # TensorBoard sorts by name, except that options said to differ between runs come first.
+    for column in data.experiment.hparam_infos:
+        column.differs = column.name in first
+    plugin.content = data.SerializeToString()
+    for summary in (experiment, *session):
+        board.file_writer.add_summary(summary, step)
+    for name, score in scores.items():
+        board.add_scalar(name, score, step)
 
 
 def _check_is_there(path: Path, handle: int) -> None:

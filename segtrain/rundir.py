@@ -135,6 +135,17 @@ def _differences(old: Config, new: Config) -> list[str]:
     ]
 
 
+# What people compare runs by.
+MAIN_OPTIONS = (
+    "model.arch",
+    "model.backbone",
+    "seed",
+    "train.batch_size",
+    "train.lr",
+    "train.steps",
+)
+
+
 def flat(config: Config) -> dict[str, Any]:
     """Every option by its whole name, `train.lr`."""
     return _flat(config.model_dump(mode="json"), "")

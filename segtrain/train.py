@@ -259,7 +259,8 @@ def _train(run: Run) -> None:
     if state.step == config.train.steps and not run.guard.stopped:
         scores = _evaluate(run)
         _save(run)
-        run.log.hparams(rundir.flat(config), {"mIoU": scores.mean_iou}, state.step)
+        options, first = rundir.flat(config), rundir.MAIN_OPTIONS
+        run.log.hparams(options, {"mIoU": scores.mean_iou}, state.step, first=first)
 
 
 def _train_steps(run: Run) -> None:

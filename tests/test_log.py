@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 from processes import REPOSITORY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from segtrain import log
+from segtrain.config import Config
 from segtrain.log import ProgressBar, RunLog, say
+from segtrain.rundir import MAIN_OPTIONS, flat
 
 
 def lines(directory):
@@ -54,7 +57,7 @@ def test_tensorboard_reads_curves_pictures_config_and_hyperparameters_back(tmp_p
         run.picture(3, "eval/0", np.full((7, 5, 3), 200, dtype=np.uint8))
         run.scalars(3, {"eval/mIoU": 0.25})
         options = {"train.lr": 0.1, "augment.crop_size": [3, 4], "model.pretrained": None}
-        run.hparams(options, {"mIoU": 0.25}, 3)
+        run.hparams(options, {"mIoU": 0.25}, 3, first=["train.lr"])
     read = board(tmp_path)
     (picture,) = read.Images("eval/0")
     assert (picture.step, picture.height, picture.width) == (3, 7, 5)
@@ -65,6 +68,49 @@ def test_tensorboard_reads_curves_pictures_config_and_hyperparameters_back(tmp_p
     tags = read.summary_metadata
     assert "_hparams_/session_start_info" in tags
     assert b"train.lr" in tags["_hparams_/session_start_info"].plugin_data.content
+
+
+def hparams_table(directory):
+    """The columns of TensorBoard's table of hyperparameters, from its own backend."""
+    from tensorboard.backend.event_processing import data_provider, plugin_event_multiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment
+
+    runs = plugin_event_multiplexer.EventMultiplexer().AddRunsFromDirectory(str(directory))
+    runs.Reload()
+    provider = data_provider.MultiplexerDataProvider(runs, str(directory))
+    backend = backend_context.Context(TBContext(data_provider=provider))
+    request = api_pb2.GetExperimentRequest()
+    table = get_experiment.Handler(RequestContext(), backend, "", request).run()
+    return [column.name for column in table.hparam_infos], [m.name.tag for m in table.metric_infos]
+
+
+def test_the_table_of_hyperparameters_begins_with_what_runs_are_told_apart_by(tmp_path):
+    """It sorts by name, lists the columns of one run only, and shows the first five at first."""
+    for name, changes in (("a", {}), ("b", {"train": {"ema_decay": 0.9}, "seed": 3})):
+        options = {"data": {"layout": "camvid", "root": "x", "classes": "camvid"}} | changes
+        with RunLog(tmp_path / name, enabled=True) as run:
+            all_options = flat(Config.model_validate(options))
+            run.hparams(all_options, {"mIoU": 0.5}, 3, first=MAIN_OPTIONS)
+    columns, metrics = hparams_table(tmp_path)
+    assert metrics == ["hparam/mIoU"]
+    assert columns[:6] == [
+        "model.arch",
+        "model.backbone",
+        "seed",
+        "train.batch_size",
+        "train.lr",
+        "train.steps",
+    ]
+    # Whichever of the runs is listed, nothing that another one changed may be missing.
+    assert sorted(columns) == sorted(all_options)
+    accumulator = EventAccumulator(str(tmp_path / "b"))
+    accumulator.Reload()
+    content = accumulator.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    values = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert values["train.ema_decay"].number_value == 0.9
+    assert values["seed"].number_value == 3
 
 
 def test_what_lies_beyond_the_point_of_resumption_is_dropped(tmp_path):
@@ -130,7 +176,7 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
         run.scalars(1, {"a": 1.0})
         run.picture(1, "a", np.zeros((2, 2, 3), dtype=np.uint8))
         run.text("a", "b")
-        run.hparams({}, {}, 1)
+        run.hparams({}, {}, 1, first=[])
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
 
