@@ -4,15 +4,15 @@ Every picture is an (H, W, 3) uint8 RGB array. Labels are (H, W) uint8 train ids
 """
 
 import math
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from segtrain.errors import ExecutionError
+from segtrain.lettering import class_labels, text_mask, title_text
 from segtrain.records import IGNORE_INDEX
 
 Rgb = tuple[int, int, int]
@@ -72,6 +72,7 @@ def legend(names: Sequence[str], palette: Sequence[Rgb], width: int = 640) -> np
 
     The picture is `width` wide whatever the names; a name that is longer than that is cut.
     """
+    names = class_labels(names)
     longest = max(_text_width(name) for name in names)
     column_px = min(width, longest + _LINE_PX + 3 * _GAP_PX)
     columns = max(1, width // column_px)
@@ -117,7 +118,7 @@ def panel(
     width = row.shape[1]
     headers = [_header(list(parts), width, step_px=size[1] + _GAP_PX)]
     if title:
-        headers.insert(0, _header([title], width, step_px=width))
+        headers.insert(0, _header([title_text(title)], width, step_px=width))
     return np.vstack([*headers, row, legend(names, palette, width)])
 
 
@@ -127,6 +128,7 @@ def confusion_picture(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
     counts: (K, K) integers, rows label, columns prediction. Cells of at least half a percent show
     their percentage while there are at most 40 classes; a class without pixels is a blank row.
     """
+    names = class_labels(names)
     counts = np.asarray(counts, dtype=np.float64)
     totals = counts.sum(axis=1, keepdims=True)
     shares = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)  # (K, K)
@@ -194,20 +196,8 @@ def _grid(draw: ImageDraw.ImageDraw, left: int, top: int, cell: int, num: int) -
         draw.line((left, top + at, left + end, top + at), fill=_FAINT)
 
 
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    # Pillow carries this font itself, so pictures look the same on every machine.
-    return ImageFont.load_default(size)
-
-
-def _plain(text: str) -> str:
-    """`text` in the letters the font has: accents are dropped, other scripts become `?`."""
-    letters = unicodedata.normalize("NFKD", text)
-    letters = "".join(c for c in letters if not unicodedata.combining(c))
-    return letters.encode("ascii", "replace").decode()
-
-
 def _text_width(text: str) -> int:
-    return math.ceil(_font(_FONT_PX).getlength(_plain(text)))
+    return text_mask(text, _FONT_PX).shape[1]
 
 
 def _text(
@@ -219,7 +209,15 @@ def _text(
     fill: Rgb = _INK,
     size: int = _FONT_PX,
 ) -> None:
-    draw.text(place, _plain(text), fill=fill, font=_font(size), anchor=anchor)
+    """Writes a line that is drawable; `anchor` says which point of it is at `place`.
+
+    Its first letter is l, m or r (left, middle, right) and its second t or m (top, middle).
+    """
+    mask = text_mask(text, size)
+    height, width = mask.shape
+    x = place[0] - {"l": 0, "m": width // 2, "r": width}[anchor[0]]
+    y = place[1] - {"t": 0, "m": height // 2}[anchor[1]]
+    draw.bitmap((x, y), Image.fromarray(mask), fill=fill)
 
 
 def _vertical_text(

@@ -3,7 +3,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from segtrain import lettering
 from segtrain.errors import ExecutionError
+from segtrain.lettering import class_labels, text_mask, title_text
 from segtrain.pictures import (
     colorize,
     confusion_picture,
@@ -100,9 +102,68 @@ def test_legend_of_one_row_is_lower_than_one_of_three():
     assert legend(NAMES, PALETTE, 700).shape[0] < legend(NAMES, PALETTE, 60).shape[0]
 
 
-def test_names_outside_ascii_do_not_stop_a_picture():
-    ascii_legend = legend(["facade", "???"], PALETTE[:2], 200)
-    assert np.array_equal(legend(["façade", "建築物"], PALETTE[:2], 200), ascii_legend)
+@pytest.fixture(params=["newest", "old"])
+def opencv(request, monkeypatch):
+    """With the font of OpenCV 5, or without, as in version 4."""
+    if request.param == "old":
+        monkeypatch.delattr(cv2, "FontFace", raising=False)
+    elif not hasattr(cv2, "FontFace"):
+        pytest.skip("needs OpenCV 5")
+    lettering._has_letter.cache_clear()
+    yield request.param
+    lettering._has_letter.cache_clear()
+
+
+FOREIGN = ["Straße", "Ørsted", "Дорога", "Δρόμος"]
+FOREIGN += ["建築物", "道路橋", "서울", "हिन्दी", "ไทย", "مدينة"]
+
+
+def test_classes_of_any_script_never_look_alike(opencv):
+    drawn = {legend([name], PALETTE[:1]).tobytes() for name in FOREIGN}
+    pictures = [legend(["a"] * i + [name], [(9, 9, 9)] * (i + 1)) for i, name in enumerate(FOREIGN)]
+    assert len({picture.tobytes() for picture in pictures}) == len(FOREIGN)
+    marks = legend(["?" * 5], PALETTE[:1]).tobytes()
+    assert marks not in drawn
+    labels = class_labels([*FOREIGN, "Café", "Cafe", "Cafe\u0301", "class 7"])
+    assert len(set(labels)) == len(labels)
+    assert not any("?" in label for label in labels)
+
+
+def test_a_name_is_drawn_in_its_own_letters_if_the_font_has_them(opencv):
+    names = ["road", "naïve", "50 %", "Straße", "Дорога", "建築物", "हिन्दी", "שלום"]
+    missing = {"newest": 2, "old": 5}[opencv]
+    wanted = names[:-missing] + [f"class {i}" for i in range(len(names))[-missing:]]
+    if opencv == "old":
+        wanted[1] = "naive"
+    assert class_labels(names) == wanted
+
+
+def test_letters_a_font_draws_are_no_question_marks(opencv):
+    for letter in "äß漢" if opencv == "newest" else "a%~":
+        drawn = text_mask(letter, 14)
+        assert drawn.any()
+        assert not np.array_equal(drawn, text_mask("?", 14))
+
+
+def test_accents_typed_apart_are_drawn_as_one_letter(opencv):
+    assert class_labels(["cafe\u0301"]) == class_labels(["café"])
+
+
+def test_a_title_keeps_file_names_apart(opencv):
+    assert title_text("road 01/a_b.c") == "road 01/a_b.c"
+    assert title_text("ह 1") == r"\u0939 1"
+    titles = {title_text(name) for name in [*FOREIGN, "a\nb", "a\u200bb"]}
+    assert len(titles) == len(FOREIGN) + 2
+    arguments = (noise(40, 60), labels(40, 60), labels(40, 60))
+    one, other = (panel(*arguments, palette=PALETTE, names=NAMES, title=t) for t in ("ह", "ि"))
+    assert not np.array_equal(one, other)
+
+
+def test_all_letters_of_a_line_are_on_it(opencv):
+    mask = text_mask("Ågjpqy|", 14)
+    assert mask.any(axis=0).sum() > 30
+    assert not mask[0].any()
+    assert not mask[-1].any()
 
 
 @pytest.mark.parametrize("size", [(40, 60), (700, 90), (300, 1200)])
