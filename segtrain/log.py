@@ -28,6 +28,17 @@ logger = logging.getLogger("segtrain")
 # How often a run without a terminal says where it is.
 _PLAIN_EVERY_S = 10
 
+# Of a terminal that does not say how wide it is.
+_DEFAULT_COLUMNS = 80
+_SHORTEST_BAR = 8
+# In the head of a bar, from the longest to the shortest, in the fields of tqdm.
+_TIMES = (
+    "{elapsed}<{remaining}, {rate_fmt}",
+    "{elapsed}<{remaining}",
+    "{remaining} left",
+    "{remaining}",
+)
+
 
 class RunLog:
     """The files of one run; without `enabled`, as on all ranks but 0, every call does nothing.
@@ -253,14 +264,44 @@ def _record(line: str) -> None:
         handler.handle(logging.LogRecord("segtrain", logging.INFO, "", 0, line, None, None))
 
 
+class _Bar(tqdm):
+    """A bar that leaves out what does not fit into the terminal, the least important first.
+
+    A bar of tqdm's own is cut at the right edge instead, which hides the words behind it.
+    """
+
+    words: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        """Called by tqdm to draw it."""
+        values = self.format_dict
+        width = values["ncols"] or _DEFAULT_COLUMNS
+        heads = [self._head(values, times) for times in _TIMES]
+        texts = [
+            "".join(f"  {word}" for word in self.words[:n]) for n in range(len(self.words), -1, -1)
+        ]
+        lines = [(head, texts[0]) for head in heads] + [(heads[-1], text) for text in texts[1:]]
+        fitting = (line for line in lines if len(line[0]) + len(line[1]) <= width)
+        head, text = next(fitting, (heads[-1][:width], ""))
+        room = width - len(head) - len(text) - len(" ||")
+        if room >= _SHORTEST_BAR:
+            times = _TIMES[heads.index(head)]
+            head = self._head(values, times, bar=f"|{{bar:{room}}}| ")
+        return head + text
+
+    def _head(self, values: dict[str, Any], times: str, bar: str = "") -> str:
+        layout = f"{{desc}} {bar}{{n_fmt}}/{{total_fmt}} [{times}]"
+        return self.format_meter(**values | {"bar_format": layout, "ncols": None})
+
+
 class ProgressBar:
-    """A tqdm bar on a terminal; where there is none, now and then a plain line."""
+    """A bar on a terminal; where there is none, now and then a plain line."""
 
     def __init__(
         self, total: int, done: int, what: str, *, enabled: bool, unit: str = "step"
     ) -> None:
         self._plain = enabled and not sys.stderr.isatty()
-        self._bar = tqdm(
+        self._bar = _Bar(
             total=total,
             initial=done,
             desc=what,
@@ -270,7 +311,8 @@ class ProgressBar:
             leave=False,
         )
         self._enabled = enabled
-        self._what, self._total, self._done, self._text = what, total, done, ""
+        self._what, self._total, self._done = what, total, done
+        self._words: tuple[str, ...] = ()
         self._said = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -284,10 +326,12 @@ class ProgressBar:
     ) -> None:
         self._bar.close()
 
-    def describe(self, text: str) -> None:
-        """What stands behind the bar."""
-        self._text = text
-        self._bar.set_postfix_str(text, refresh=False)
+    def describe(self, *words: str) -> None:
+        """What stands behind the bar, the most important first: a narrow terminal lacks the rest.
+
+        It is shown with the next update.
+        """
+        self._words = self._bar.words = words
 
     def update(self) -> None:
         """One more is done."""
@@ -296,6 +340,6 @@ class ProgressBar:
         late = time.monotonic() - self._said > _PLAIN_EVERY_S
         if self._enabled and (late or self._done == self._total):
             self._said = time.monotonic()
-            line = f"{self._what} {self._done}/{self._total}  {self._text}".rstrip()
+            line = "  ".join([f"{self._what} {self._done}/{self._total}", *self._words])
             # Beside a bar the line is for the log file only.
             (say if self._plain else _record)(line)

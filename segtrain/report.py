@@ -1,5 +1,6 @@
 """Lines and pictures about a run, for its log."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,20 @@ def score_line(best: dict[str, Any] | None) -> str:
     if best is None:
         return "not evaluated yet"
     return f"best mIoU {best['mean_iou']:.4f} at step {best['step']}"
+
+
+def progress_words(values: Mapping[str, float], best: dict[str, Any] | None) -> list[str]:
+    """What stands behind the progress bar of a training, the most important first.
+
+    values: by tag, as StepMeter reads them.
+    """
+    digits, exponent = f"{values['train/lr']:.1e}".split("e")
+    return [
+        f"loss {values['train/loss']:.4f}",
+        *([] if best is None else [f"best mIoU {best['mean_iou']:.3f}"]),
+        f"lr {digits}e{int(exponent)}",
+        f"{values['images_per_s']:.1f} img/s",
+    ]
 
 
 def training_picture(batch: Batch, classes: ClassFile, num_images: int) -> np.ndarray:

@@ -42,7 +42,7 @@ from segtrain.pictures import confusion_picture, panel
 from segtrain.preprocess import Normalize
 from segtrain.records import Batch
 from segtrain.replica import autocast, dtype_of
-from segtrain.report import score_line, training_picture
+from segtrain.report import progress_words, score_line, training_picture
 from segtrain.scoring import Prediction, evaluate_dataset
 from segtrain.signals import Requests, exit_code
 from segtrain.start import check_experiment, start_lines
@@ -280,10 +280,7 @@ def _train_steps(run: Run) -> None:
             if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
                 values = meter.read()
                 run.log.scalars(result.step, values)
-                bar.describe(
-                    f"loss {values['train/loss']:.4f}  lr {values['train/lr']:.2e}  "
-                    f"{values['images_per_s']:.1f} images/s"
-                )
+                bar.describe(*progress_words(values, run.best))
             bar.update()
             with _apart(meter):
                 _keep_cadences(run)
