@@ -19,7 +19,7 @@ mean colour, half on either side, which is cut off the result.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -103,26 +103,41 @@ class InferenceSettings:
         return "; ".join(parts)
 
 
+def _ignore(count: int) -> None:
+    """What `on_windows` is where nobody asks."""
+
+
+@torch.no_grad()  # not inference_mode: a tensor that a model caches here must still train later
 def predict_label(
-    model: nn.Module, image: Tensor, settings: InferenceSettings, out_size: Size
+    model: nn.Module,
+    image: Tensor,
+    settings: InferenceSettings,
+    out_size: Size,
+    *,
+    on_windows: Callable[[int], object] = _ignore,
 ) -> Tensor:
     """The most probable class of every pixel, (h, w) uint8 on the image's device.
 
     model: in evaluation mode; returns SegLogits at the size of its input.
     image: (1, 3, H, W) uint8 RGB, on the model's device.
     out_size: (h, w) of the result, as a rule the size of the label.
+    on_windows: called with the number of sliding windows that were computed since the last call;
+        all calls together count `num_windows`.
 
     The scores at `out_size` are made and dropped some rows at a time, so for one whole view only
-    the logits of the view itself are held, and for sliding windows one map of the view's size.
+    the logits of the view itself are held. Sliding windows over an image of `out_size` hold a
+    window's height of rows; with several scales, or another size, they hold a map of the view.
     """
-    scores, _ = _scores(model, image, settings, out_size)
-    rows = [
-        tile.max(0).indices.to(torch.uint8)
-        for _, tile in _resized_tiles(scores, out_size, settings.align_corners)
-    ]
-    return torch.cat(rows)
+    if settings.mode == "slide" and view_sizes(image.shape[-2:], settings) == [out_size]:
+        scale = settings.scales[0]
+        tiles = _slide_rows(model, _checked(image), settings, scale, on_windows)
+    else:
+        scores, _ = _scores(model, image, settings, out_size, on_windows)
+        tiles = _resized_tiles(scores, out_size, settings.align_corners)
+    return torch.cat([tile.max(0).indices.to(torch.uint8) for _, tile in tiles])
 
 
+@torch.no_grad()
 def predict_probabilities(
     model: nn.Module, image: Tensor, settings: InferenceSettings, out_size: Size
 ) -> Tensor:
@@ -130,7 +145,7 @@ def predict_probabilities(
 
     Arguments as in `predict_label`, which is the argmax of this.
     """
-    scores, are_logits = _scores(model, image, settings, out_size)
+    scores, are_logits = _scores(model, image, settings, out_size, _ignore)
     result = scores.new_empty((scores.shape[0], *out_size))
     for rows, tile in _resized_tiles(scores, out_size, settings.align_corners):
         result[:, rows] = tile.softmax(0) if are_logits else tile
@@ -158,18 +173,48 @@ def view_size(size: Size, short_side_px: int | None, scale: float) -> Size:
     return height, width
 
 
-@torch.no_grad()  # not inference_mode: a tensor that a model caches here must still train later
+def view_sizes(size: Sequence[int], settings: InferenceSettings) -> list[Size]:
+    """The size of the view at each of the scales, for an image of `size`, a (height, width)."""
+    height, width = size
+    return [view_size((height, width), settings.short_side_px, s) for s in settings.scales]
+
+
+def num_windows(size: Sequence[int], settings: InferenceSettings) -> int:
+    """How many sliding windows an image of `size`, a (height, width), takes over all scales."""
+    counts = [
+        [
+            len(window_starts(length, window, settings.overlap))
+            for length, window in zip(view, settings.crop_size, strict=True)
+        ]
+        for view in view_sizes(size, settings)
+    ]
+    return sum(rows * columns for rows, columns in counts)
+
+
+def _checked(image: Tensor) -> Tensor:
+    if image.ndim != 4 or image.shape[:2] != (1, 3):
+        raise ValueError(f"image: expected (1, 3, H, W), got {tuple(image.shape)}")
+    return image
+
+
 def _scores(
-    model: nn.Module, image: Tensor, settings: InferenceSettings, out_size: Size
+    model: nn.Module,
+    image: Tensor,
+    settings: InferenceSettings,
+    out_size: Size,
+    on_windows: Callable[[int], object],
 ) -> tuple[Tensor, bool]:
     """One map of scores (K, height, width), and whether these are logits or else probabilities.
 
     A single view keeps its own size; several are averaged at `out_size`.
     """
-    if image.ndim != 4 or image.shape[:2] != (1, 3):
-        raise ValueError(f"image: expected (1, 3, H, W), got {tuple(image.shape)}")
+    _checked(image)
     are_logits = settings.mode == "whole"
-    views = (_whole_views if are_logits else _slide_views)(model, image, settings)
+    views = (
+        _whole_views(model, image, settings)
+        if are_logits
+        else _slide_views(model, image, settings, on_windows)
+    )
     if settings.num_views == 1:
         return next(views), are_logits
     total = None
@@ -192,45 +237,101 @@ def _whole_views(model: nn.Module, image: Tensor, settings: InferenceSettings) -
             yield _logits(model, view.flip(-1), settings)[0].flip(-1)
 
 
-def _slide_views(model: nn.Module, image: Tensor, settings: InferenceSettings) -> Iterator[Tensor]:
+def _slide_views(
+    model: nn.Module,
+    image: Tensor,
+    settings: InferenceSettings,
+    on_windows: Callable[[int], object],
+) -> Iterator[Tensor]:
     """The probabilities (K, height, width) of each scale, averaged over its windows."""
-    for scale in settings.scales:
-        view = _view(model, image, settings, scale)
-        height, width = view.shape[-2:]
-        padded, top, left = _pad(view, settings.crop_size)
-        yield _slide(model, padded, settings)[:, top : top + height, left : left + width]
+    sizes = view_sizes(image.shape[-2:], settings)
+    for scale, size in zip(settings.scales, sizes, strict=True):
+        total = None
+        for rows, tile in _slide_rows(model, image, settings, scale, on_windows):
+            if total is None:
+                total = tile.new_empty((tile.shape[0], *size))
+            total[:, rows] = tile
+        assert total is not None, "there is at least one window"
+        yield total
 
 
-def _slide(model: nn.Module, view: Tensor, settings: InferenceSettings) -> Tensor:
-    """The mean probabilities over the windows of `view`, which is no smaller than a window."""
+def _slide_rows(
+    model: nn.Module,
+    image: Tensor,
+    settings: InferenceSettings,
+    scale: float,
+    on_windows: Callable[[int], object],
+) -> Iterator[tuple[slice, Tensor]]:
+    """The probabilities of one scale as (rows, (K, number of rows, width)) from top to bottom."""
+    view = _view(model, image, settings, scale)
+    height, width = view.shape[-2:]
+    padded, top, left = _pad(view, settings.crop_size)
+    del view  # where it was padded, only the larger one is needed
+    for rows, tile in _slide(model, padded, settings, on_windows):
+        first, end = max(rows.start, top), min(rows.stop, top + height)
+        if first < end:
+            inside = slice(first - rows.start, end - rows.start)
+            yield slice(first - top, end - top), tile[:, inside, left : left + width]
+
+
+def _slide(
+    model: nn.Module,
+    view: Tensor,
+    settings: InferenceSettings,
+    on_windows: Callable[[int], object],
+) -> Iterator[tuple[slice, Tensor]]:
+    """The mean probabilities over the windows of `view`, which is no smaller than a window.
+
+    They come as (rows, (K, number of rows, width)) from top to bottom, each as soon as no later
+    window reaches it: the map of an image of 12 million pixels and 19 classes would take 900 MB.
+    """
     (height, width), (crop_h, crop_w) = view.shape[-2:], settings.crop_size
     tops = window_starts(height, crop_h, settings.overlap)
     lefts = window_starts(width, crop_w, settings.overlap)
+    over_rows = _times_covered(height, tops, crop_h).view(1, -1, 1)
+    over_columns = _times_covered(width, lefts, crop_w).view(1, 1, -1)
     places = [(slice(t, t + crop_h), slice(x, x + crop_w)) for t in tops for x in lefts]
-    total = None
+    strip, start = None, 0  # sums over the windows that begin at row `start` or reach below it
+
+    def mean(sums: Tensor) -> Tensor:
+        times = over_rows[:, start : start + sums.shape[1]].to(sums)
+        return (sums / times).div_(over_columns.to(sums))
+
     for i in range(0, len(places), settings.window_batch):
         some = places[i : i + settings.window_batch]
-        windows = torch.cat([view[:, :, rows, columns] for rows, columns in some])
-        probs = _logits(model, windows, settings).softmax(1)  # (windows, K, crop_h, crop_w)
-        if settings.flip:
-            probs += _logits(model, windows.flip(-1), settings).softmax(1).flip(-1)
-            probs /= 2
-        if total is None:
-            total = probs.new_zeros((probs.shape[1], height, width))
+        probs = _window_probs(model, view, some, settings)
+        if strip is None:
+            strip = probs.new_zeros((probs.shape[1], crop_h, width))
         for (rows, columns), window in zip(some, probs, strict=True):
-            total[:, rows, columns] += window
-    assert total is not None, "there is at least one window"
-    return total.div_(_times_covered(total, tops, crop_h, 1)).div_(
-        _times_covered(total, lefts, crop_w, 2)
-    )
+            if rows.start > start:
+                done = rows.start - start
+                yield slice(start, rows.start), mean(strip[:, :done])
+                strip = functional.pad(strip[:, done:], (0, 0, 0, done))
+                start = rows.start
+            strip[:, :, columns] += window
+        on_windows(len(some))
+    assert strip is not None, "there is at least one window"
+    yield slice(start, height), mean(strip)
 
 
-def _times_covered(scores: Tensor, starts: list[int], window: int, dim: int) -> Tensor:
-    """How many windows lie over each row (dim 1) or column (dim 2); broadcasts with (K, H, W)."""
-    times = torch.zeros(scores.shape[dim], dtype=scores.dtype)
+def _window_probs(
+    model: nn.Module, view: Tensor, places: list[tuple[slice, slice]], settings: InferenceSettings
+) -> Tensor:
+    """The probabilities (windows, K, crop_h, crop_w) of the windows at `places`: rows, columns."""
+    windows = torch.cat([view[:, :, rows, columns] for rows, columns in places])
+    probs = _logits(model, windows, settings).softmax(1)
+    if settings.flip:
+        probs += _logits(model, windows.flip(-1), settings).softmax(1).flip(-1)
+        probs /= 2
+    return probs
+
+
+def _times_covered(length: int, starts: list[int], window: int) -> Tensor:
+    """How many windows lie over each row or column, (length,)."""
+    times = torch.zeros(length)
     for start in starts:
         times[start : start + window] += 1
-    return times.view([-1 if i == dim else 1 for i in range(3)]).to(scores.device)
+    return times
 
 
 def _pad(view: Tensor, crop_size: Size) -> tuple[Tensor, int, int]:

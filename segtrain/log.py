@@ -295,10 +295,21 @@ class _Bar(tqdm):
 
 
 class ProgressBar:
-    """A bar on a terminal; where there is none, now and then a plain line."""
+    """A bar on a terminal; where there is none, now and then a plain line.
+
+    Args:
+        last_line: write a plain line at the end, too, whenever the last one was.
+    """
 
     def __init__(
-        self, total: int, done: int, what: str, *, enabled: bool, unit: str = "step"
+        self,
+        total: int,
+        done: int,
+        what: str,
+        *,
+        enabled: bool,
+        unit: str = "step",
+        last_line: bool = True,
     ) -> None:
         self._plain = enabled and not sys.stderr.isatty()
         self._bar = _Bar(
@@ -311,6 +322,7 @@ class ProgressBar:
             leave=False,
         )
         self._enabled = enabled
+        self._last_line = last_line
         self._what, self._total, self._done = what, total, done
         self._words: tuple[str, ...] = ()
         self._said = time.monotonic()
@@ -333,12 +345,13 @@ class ProgressBar:
         """
         self._words = self._bar.words = words
 
-    def update(self) -> None:
-        """One more is done."""
-        self._done += 1
-        self._bar.update()
+    def update(self, count: int = 1) -> None:
+        """So many more are done."""
+        self._done += count
+        self._bar.update(count)
         late = time.monotonic() - self._said > _PLAIN_EVERY_S
-        if self._enabled and (late or self._done == self._total):
+        last = self._last_line and self._done == self._total
+        if self._enabled and (late or last):
             self._said = time.monotonic()
             line = "  ".join([f"{self._what} {self._done}/{self._total}", *self._words])
             # Beside a bar the line is for the log file only.

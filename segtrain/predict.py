@@ -5,6 +5,7 @@ is ignored, and said so.
 """
 
 import argparse
+import dataclasses
 import io
 import os
 from collections import deque
@@ -18,7 +19,6 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import nn
-from tqdm import tqdm
 
 from segtrain import pictures
 from segtrain.checkpoint import LoadedModel, load_model
@@ -28,7 +28,8 @@ from segtrain.data.decode import MAX_PIXELS, read_bytes, read_header, read_image
 from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines, printable
 from segtrain.dist import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.inference import InferenceSettings, predict_label
+from segtrain.inference import InferenceSettings, num_windows, predict_label, view_size
+from segtrain.log import ProgressBar
 
 # Training reads PNG and JPEG only; predictions are wanted for whatever a camera or scanner made.
 MORE_SUFFIXES = (".bmp", ".tif", ".tiff", ".webp")
@@ -44,6 +45,10 @@ LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
 # Decoding and PNG compression happen outside the interpreter lock; two threads of each keep up with
 # a device that takes 20 ms for an image of two million pixels.
 _THREADS = 2
+
+# An image of more pixels is predicted by windows, unless the command line asks for whole images:
+# twice the pixels of Cityscapes' images, for which a ResNet-50 of stride 8 takes 2 GB.
+MAX_WHOLE_PIXELS = 2**22
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -84,9 +89,16 @@ def main(args: argparse.Namespace) -> int:
     if config.train.channels_last and device.type == "cuda":
         loaded.model.to(memory_format=torch.channels_last)
     settings = InferenceSettings.from_config(config)
-    print(f"step {loaded.step}; {settings.describe()}; {device}")
+    large = _settings_of_large_images(settings, args.set)
+    print(f"step {loaded.step}; {_describe(settings, large)}; {device}")
     problems, turned = predict_images(
-        loaded.model, sources, output, settings=settings, classes=loaded.classes, device=device
+        loaded.model,
+        sources,
+        output,
+        settings=settings,
+        large=large,
+        classes=loaded.classes,
+        device=device,
     )
     done = f"{len(sources) - len(problems)} of {len(sources)} images"
     print(f"{done}: {output}/{{{LABELS},{COLORS},{OVERLAYS}}}")
@@ -143,13 +155,15 @@ def predict_images(
     output: Path,
     *,
     settings: InferenceSettings,
+    large: InferenceSettings,
     classes: ClassFile,
     device: torch.device,
 ) -> tuple[list[str], int]:
     """Writes `output`/{labels,colors,overlays}/<name>.png for every image that can be read.
 
-    Label maps hold the raw ids of the class file (grey; 16 bits if an id exceeds 255). Returns the
-    problems, a line for each image that was left out, and the number with a rotation in EXIF.
+    Label maps hold the raw ids of the class file (grey; 16 bits if an id exceeds 255). Images of
+    more than MAX_WHOLE_PIXELS are predicted with the settings `large`. Returns the problems, a line
+    for each image that was left out, and the number with a rotation in EXIF.
 
     Raises:
         ExecutionError: the disk is full or not writable, or the device's memory does not suffice.
@@ -165,17 +179,18 @@ def predict_images(
             pictures.write_png(output / folder / f"{name}.png", picture)
 
     decoded = _ahead(_decode, [source.path for source in sources])
-    # disable=None: no bar where there is no terminal.
-    bar = tqdm(sources, desc="predict", unit="image", dynamic_ncols=True, disable=None)
+    bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
     try:
         pictures.write_png(output / "legend.png", pictures.legend(classes.names, classes.palette))
-        with _Writer(write) as writer:
-            for source, (image, problem, is_turned) in zip(bar, decoded, strict=True):
+        with _Writer(write) as writer, bar:
+            for source, (image, problem, is_turned) in zip(sources, decoded, strict=True):
                 turned += is_turned
                 if image is None:
                     problems.append(problem)
                 else:
-                    writer.put(source.name, image, _predict(model, image, settings, device, source))
+                    how = settings if _is_whole(image.shape[:2], settings) else large
+                    writer.put(source.name, image, _predict(model, image, how, device, source))
+                bar.update()
     except OSError as error:
         raise ExecutionError(f"{error.filename or output}: {error.strerror or error}") from error
     return problems, turned
@@ -189,14 +204,42 @@ def _predict(
     source: Source,
 ) -> np.ndarray:
     pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0).to(device)
+    size = image.shape[:2]
+    total = num_windows(size, settings) if settings.mode == "slide" else 0
+    bar = ProgressBar(total, 0, "windows", enabled=total > 1, unit="window", last_line=False)
+    bar.describe(printable(source.name))
     try:
-        return predict_label(model, pixels, settings, image.shape[:2]).cpu().numpy()
+        with bar:
+            label = predict_label(model, pixels, settings, size, on_windows=bar.update)
+            return label.cpu().numpy()
     except torch.OutOfMemoryError as error:
-        height, width = image.shape[:2]
+        height, width = size
         raise ExecutionError(
             f"{printable(source.path)}: {height}x{width} px do not fit into the memory of "
             f"{device}; predict by windows: --set eval.mode=slide"
         ) from error
+
+
+def _settings_of_large_images(
+    settings: InferenceSettings, overrides: Sequence[str]
+) -> InferenceSettings:
+    """`settings` with sliding windows, unless `overrides` say how images are taken."""
+    if any(text.partition("=")[0].strip() == "eval.mode" for text in overrides):
+        return settings
+    return dataclasses.replace(settings, mode="slide")
+
+
+def _describe(settings: InferenceSettings, large: InferenceSettings) -> str:
+    if settings == large:
+        return settings.describe()
+    windows = large.describe().partition(";")[0]
+    return f"{settings.describe()}; above {MAX_WHOLE_PIXELS / 1e6:.1f} megapixels {windows}"
+
+
+def _is_whole(size: tuple[int, int], settings: InferenceSettings) -> bool:
+    """Whether an image of `size`, (height, width), is small enough to be taken as a whole."""
+    height, width = view_size(size, settings.short_side_px, 1.0)
+    return height * width <= MAX_WHOLE_PIXELS
 
 
 def _walk(folder: Path) -> Iterator[Path]:

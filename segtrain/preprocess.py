@@ -16,7 +16,8 @@ def normalize(
     # Built from a list on the CPU and moved: three floats, and no wait for the device.
     mean_t = torch.tensor(mean, dtype=dtype).to(images.device, non_blocking=True).view(3, 1, 1)
     std_t = torch.tensor(std, dtype=dtype).to(images.device, non_blocking=True).view(3, 1, 1)
-    return (images.to(dtype) - mean_t) / std_t
+    # In place where it is safe: an image of 12 million pixels takes 144 MB.
+    return (images.to(dtype) - mean_t).div_(std_t)
 
 
 class Normalize(nn.Module):

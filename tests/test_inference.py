@@ -8,6 +8,7 @@ from segtrain import inference
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
 from segtrain.inference import (
     InferenceSettings,
+    num_windows,
     predict_label,
     predict_probabilities,
     view_size,
@@ -131,6 +132,51 @@ def test_windows_are_averaged_where_they_overlap(local, flip, window_batch):
         (21, 34),
     )
     close(actual[0], torch.from_numpy(total / times))
+
+
+def sums_in_one_map(model, view, how):
+    """The plain way: all windows added into a map of the whole view, in float32."""
+    (height, width), (crop_h, crop_w) = view.shape[-2:], how.crop_size
+    tops, lefts = (window_starts(n, c, how.overlap) for n, c in ((height, crop_h), (width, crop_w)))
+    places = [(t, x) for t in tops for x in lefts]
+    total = torch.zeros(CLASSES, height, width)
+    rows, columns = torch.zeros(height), torch.zeros(width)
+    for i in range(0, len(places), how.window_batch):
+        some = places[i : i + how.window_batch]
+        windows = torch.cat([view[:, :, t : t + crop_h, x : x + crop_w] for t, x in some])
+        for (t, x), probs in zip(some, model(windows).out.softmax(1), strict=True):
+            total[:, t : t + crop_h, x : x + crop_w] += probs
+    for times, starts, crop in ((rows, tops, crop_h), (columns, lefts, crop_w)):
+        for start in starts:
+            times[start : start + crop] += 1
+    return total / rows.view(-1, 1) / columns
+
+
+@pytest.mark.parametrize("overlap", [0.0, 1 / 3, 0.8])
+@pytest.mark.parametrize("size", [(21, 34), (45, 13), (8, 40)])
+def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overlap):
+    """Bit for bit: the windows are added in the same order."""
+    local.float()
+    how = settings(mode="slide", overlap=overlap, window_batch=3)
+    view = normalize(image(*size), MEAN, STD)
+    with torch.no_grad():
+        expected = sums_in_one_map(local, view, how)
+        strips = list(inference._slide(local, view, how, lambda count: None))
+    assert torch.equal(torch.cat([tile for _, tile in strips], 1), expected)
+    assert [rows.start for rows, _ in strips] == window_starts(size[0], 8, overlap)
+    assert all(tile.shape[1] == rows.stop - rows.start <= 8 for rows, tile in strips)
+    label = predict_label(local, image(*size), how, size)
+    assert torch.equal(label, expected.argmax(0).to(torch.uint8))
+
+
+@pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.0, 1.75)])
+@pytest.mark.parametrize("size", [(21, 34), (5, 7)])
+def test_windows_are_counted_as_they_are_done(local, size, scales):
+    how = settings(mode="slide", flip=True, window_batch=3, scales=scales)
+    counts = []
+    predict_label(local, image(*size), how, size, on_windows=counts.append)
+    assert sum(counts) == num_windows(size, how) == sum(len(x) for x in local.inputs) / 2
+    assert max(counts) <= 3
 
 
 def test_windows_are_equal_and_come_in_small_batches(local):

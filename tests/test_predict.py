@@ -8,11 +8,12 @@ import torch
 from PIL import Image
 from torch import nn
 
-from segtrain import predict
+from segtrain import log, predict
 from segtrain.checkpoint import LoadedModel
 from segtrain.config import Config, DataConfig
 from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import ConfigError, DataError, ExecutionError
+from segtrain.inference import window_starts
 from segtrain.records import SegLogits
 
 CLASSES = ClassFile(
@@ -35,6 +36,18 @@ class StrongestChannel(nn.Module):
         return SegLogits(images)
 
 
+class Brightness(nn.Module):
+    """Its class depends on the mean of what it is given, so whole images and windows differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def forward(self, images):
+        self.sizes.add(tuple(images.shape[2:]))
+        return SegLogits(images - images.mean((2, 3), keepdim=True))
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the command on inputs, writing to tmp_path/out."""
@@ -44,8 +57,9 @@ def run(tmp_path, monkeypatch):
         )
     )
 
-    def command(*inputs, classes=CLASSES, **changes):
-        loaded = LoadedModel(StrongestChannel().eval(), config, classes, step=3)
+    def command(*inputs, classes=CLASSES, model=None, **changes):
+        model = StrongestChannel() if model is None else model
+        loaded = LoadedModel(model.eval(), config, classes, step=3)
         monkeypatch.setattr(predict, "load_model", lambda source, device: loaded)
         args = {
             "source": "run",
@@ -197,6 +211,62 @@ def test_what_does_not_change_predictions_cannot_be_set(run, tmp_path, capsys):
         run(path, set=["eval.mode=none"], overwrite=True)
 
 
+WINDOWS = ["eval.crop_size=[16, 24]"]
+
+
+def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 30 * 40)
+    folder = tmp_path / "in"
+    save(folder / "large.png", photo(31, 40))
+    save(folder / "small.png", photo(30, 40))
+    runs = {}
+    for name, more in (
+        ("auto", []),
+        ("slide", ["eval.mode=slide"]),
+        ("whole", ["eval.mode=whole"]),
+    ):
+        model, output = Brightness(), tmp_path / name
+        assert run(folder, model=model, set=WINDOWS + more, output=str(output)) == 0
+        labels = [read(output / "labels" / f"{size}.png") for size in ("large", "small")]
+        runs[name] = (*labels, model.sizes, capsys.readouterr().out)
+    auto, slide, whole = runs["auto"], runs["slide"], runs["whole"]
+    assert np.array_equal(auto[0], slide[0])
+    assert np.array_equal(auto[1], whole[1])
+    assert not np.array_equal(slide[0], whole[0])
+    assert not np.array_equal(slide[1], whole[1])
+    assert (auto[2], slide[2]) == ({(16, 24), (30, 40)}, {(16, 24)})
+    assert whole[2] == {(31, 40), (30, 40)}
+    how = "above 0.0 megapixels sliding window 16x24, overlap 0.33"
+    assert auto[3].startswith(f"step 3; whole image; scale 1; no flip; {how}; cpu\n")
+    assert "megapixels" not in slide[3] + whole[3]
+
+
+def test_the_short_side_that_a_model_was_trained_with_decides_what_is_large(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 30 * 40)
+    model = Brightness()
+    run(save(tmp_path / "a.png", photo(60, 80)), model=model, set=["data.short_side_px=30"])
+    assert model.sizes == {(30, 40)}
+
+
+def test_a_large_image_shows_life_without_a_terminal(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 100)
+    path = save(tmp_path / "my photo.png", photo(70, 100))
+    run(path, set=WINDOWS)
+    assert "windows" not in capsys.readouterr().out  # it took no time
+    monkeypatch.setattr(log, "_PLAIN_EVERY_S", -1)
+    run(path, set=WINDOWS, overwrite=True)
+    said = capsys.readouterr()
+    count = len(window_starts(70, 16, 1 / 3)) * len(window_starts(100, 24, 1 / 3))
+    steps = [*range(4, count, 4), count]
+    assert [line for line in said.out.splitlines() if line.startswith("windows")] == [
+        f"windows {step}/{count}  my photo" for step in steps
+    ]
+    assert "predict 1/1\n" in said.out
+    assert said.err == ""
+
+
 def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys):
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -214,7 +284,7 @@ def test_a_place_that_cannot_be_written_ends_the_command(run, tmp_path):
 
 
 def test_an_image_too_large_for_the_device_is_named_with_a_way_out(run, tmp_path, monkeypatch):
-    def full(*args):
+    def full(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(predict, "predict_label", full)
