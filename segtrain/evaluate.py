@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from segtrain import dist
+from segtrain.capacity import check_windows
 from segtrain.checkpoint import LoadedModel, load_model
 from segtrain.config import Config, override_config
 from segtrain.data import open_dataset
@@ -46,6 +47,9 @@ def run_eval(args: argparse.Namespace) -> int:
     split = args.split or config.data.eval_split
     dataset = open_dataset(config.data, split)
     _check_classes(loaded.classes, dataset.classes)
+    check_windows(
+        config, loaded.classes.num_classes, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
     receivers = _receivers(args, dataset, config.data.layout)
     if args.json:
         _make_folder("--json", Path(args.json).parent)

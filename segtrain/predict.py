@@ -21,6 +21,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import nn
 
 from segtrain import pictures
+from segtrain.capacity import check_windows, is_out_of_memory
 from segtrain.checkpoint import LoadedModel, load_model
 from segtrain.config import Config, override_config
 from segtrain.data.classes import ClassFile
@@ -88,6 +89,7 @@ def main(args: argparse.Namespace) -> int:
         loaded.model.double()
     if config.train.channels_last and device.type == "cuda":
         loaded.model.to(memory_format=torch.channels_last)
+    check_windows(config, loaded.classes.num_classes, device)
     settings = InferenceSettings.from_config(config)
     large = _settings_of_large_images(settings, args.set)
     print(f"step {loaded.step}; {_describe(settings, large)}; {device}")
@@ -212,11 +214,16 @@ def _predict(
         with bar:
             label = predict_label(model, pixels, settings, size, on_windows=bar.update)
             return label.cpu().numpy()
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         height, width = size
+        how = "predict by windows: --set eval.mode=slide"
+        if settings.mode == "slide":
+            how = "use smaller windows: --set eval.crop_size=[HEIGHT,WIDTH]"
         raise ExecutionError(
             f"{printable(source.path)}: {height}x{width} px do not fit into the memory of "
-            f"{device}; predict by windows: --set eval.mode=slide"
+            f"{device}; {how}"
         ) from error
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from segtrain import __version__, dist, rundir
+from segtrain.capacity import training_finding, window_finding
 from segtrain.config import Config
 from segtrain.data.check import quick_check
 from segtrain.data.dataset import SegDataset
@@ -22,12 +23,14 @@ from segtrain.shares import batch_findings, share, smallest_batch
 from segtrain.versions import library_version
 
 
-def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset) -> None:
+def check_experiment(
+    config: Config, train_set: SegDataset, eval_set: SegDataset, *, device: torch.device
+) -> None:
     """Refuses what can be known to fail later (collective: rank 0 looks at the files for all).
 
     Raises:
         ConfigError: batch and ranks, classes and weights, or augmentations do not fit together; or
-            there is no compiler, or too little shared memory.
+            there is no compiler, or too little memory, of the device or shared.
         DataError: images and labels do not fit together.
     """
     findings = [
@@ -38,7 +41,9 @@ def check_experiment(config: Config, train_set: SegDataset, eval_set: SegDataset
     if findings:
         raise ConfigError("\n".join(findings))
     # Each machine has its own.
-    for finding in dist.all_gather_object(_shared_memory_finding(config)):
+    num_classes = train_set.classes.num_classes
+    here = _memory_findings(config, num_classes, device) or [_shared_memory_finding(config)]
+    for finding in dist.all_gather_object(next((one for one in here if one), None)):
         if finding is not None:
             raise ConfigError(finding)
     check_extra(config.augment)
@@ -80,6 +85,18 @@ def _cache_findings() -> list[str]:
         f"train.compile: {path}, torch's cache of compiled code, can be written by other users; "
         "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
     ]
+
+
+def _memory_findings(config: Config, num_classes: int, device: torch.device) -> list[str]:
+    train = config.train
+    images = train.batch_size // train.accumulate_steps
+    at_a_time = -(-images // (dist.world_size() * train.virtual_ranks))
+    ranks = dist.local_world_size() if device.type == "cpu" else 1
+    findings = [
+        training_finding(config, num_classes, at_a_time, device, ranks),
+        window_finding(config, num_classes, device, ranks),
+    ]
+    return [finding for finding in findings if finding is not None]
 
 
 # Where the loader's workers lay down their batches.

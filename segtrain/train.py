@@ -144,7 +144,7 @@ def _prepare(
     torch.use_deterministic_algorithms(config.train.deterministic)
     train_set = open_dataset(config.data, config.data.train_split)
     eval_set = open_dataset(config.data, config.data.eval_split)
-    check_experiment(config, train_set, eval_set)
+    check_experiment(config, train_set, eval_set, device=device)
 
     model = build_model(
         config.model, num_classes=train_set.classes.num_classes, norm=make_norm(config.norm)

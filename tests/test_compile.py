@@ -306,10 +306,10 @@ def test_a_missing_compiler_is_told_before_anything_else(tmp_path, data, monkeyp
         write_config(tmp_path / "c.yaml", experiment(data)), ["train.compile=true"]
     )
     sets = [open_dataset(config.data, split) for split in ("train", "val")]
-    check_experiment(config, *sets)
+    check_experiment(config, *sets, device=torch.device("cpu"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"train\.compile: .*no-such-compiler"):
-        check_experiment(config, *sets)
+        check_experiment(config, *sets, device=torch.device("cpu"))
 
 
 def test_a_cache_of_code_that_others_can_write_is_refused(tmp_path, data, monkeypatch):

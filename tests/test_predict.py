@@ -283,10 +283,30 @@ def test_a_place_that_cannot_be_written_ends_the_command(run, tmp_path):
         run(save(tmp_path / "a.png", photo(8, 9)))
 
 
-def test_an_image_too_large_for_the_device_is_named_with_a_way_out(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_an_image_too_large_for_the_device_is_named_with_a_way_out(
+    run, tmp_path, monkeypatch, error
+):
     def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("out of memory")
+        raise error
 
     monkeypatch.setattr(predict, "predict_label", full)
+    path = save(tmp_path / "a.png", photo(8, 9))
     with pytest.raises(ExecutionError, match=r"a\.png: 8x9 px do not fit .*eval\.mode=slide"):
-        run(save(tmp_path / "a.png", photo(8, 9)))
+        run(path)
+    with pytest.raises(ExecutionError, match=r"a\.png: 8x9 px do not fit .*eval\.crop_size="):
+        run(path, set=["eval.mode=slide"])
+
+
+def test_windows_that_no_memory_holds_are_refused(run, tmp_path):
+    path = save(tmp_path / "a.png", photo(8, 9))
+    with pytest.raises(
+        ConfigError, match=r"eval\.crop_size: sliding windows of 100000x100000 take"
+    ):
+        run(path, set=["eval.mode=slide", "eval.crop_size=[100000, 100000]"])

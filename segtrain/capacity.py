@@ -1,0 +1,90 @@
+"""Whether an experiment can fit into memory at all, told before anything is allocated.
+
+The bounds are what certainly has to be held: the images and the scores of every class at their
+size. A training takes several times as much, so what passes may still be too large.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from segtrain.config import Config
+from segtrain.errors import ConfigError
+
+# Bytes a pixel: three of image and one of label; and the normalized image in float32.
+_STORED, _NORMALIZED = 4, 12
+# The limit of a container, which the size of the machine does not tell.
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory of `device`; of a CPU that of the machine, or what a container may use of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError, ValueError):  # no container, or one without a limit
+        limits.append(int(_CGROUP_LIMIT.read_text()))
+    return min(limits)
+
+
+def training_finding(
+    config: Config, num_classes: int, images: int, device: torch.device, ranks: int
+) -> str | None:
+    """Why training crops cannot fit into the memory of `device`; None: they may.
+
+    Args:
+        images: the most images that a rank holds at a time.
+        ranks: how many of them share the device's memory.
+    """
+    height, width = config.augment.crop_size
+    # A compiled loss need not write the scores down.
+    scores = 0 if config.train.compile else 4 * num_classes
+    needed = ranks * images * height * width * (_STORED + _NORMALIZED + scores)
+    what = f"augment.crop_size: {images} crops of {height}x{width}{_on_each(ranks)} take"
+    return _finding(what, needed, device, "use smaller crops or a smaller train.batch_size")
+
+
+def window_finding(
+    config: Config, num_classes: int, device: torch.device, ranks: int
+) -> str | None:
+    """Why an evaluation's sliding window cannot fit into memory; None: it may, or is not used.
+
+    ranks: how many share the device's memory.
+    """
+    if config.eval.mode != "slide":
+        return None
+    height, width = config.eval.crop_size or config.augment.crop_size
+    needed = ranks * height * width * (_NORMALIZED + 4 * num_classes)
+    what = f"eval.crop_size: sliding windows of {height}x{width}{_on_each(ranks)} take"
+    return _finding(what, needed, device, "use smaller windows")
+
+
+def check_windows(config: Config, num_classes: int, device: torch.device, ranks: int = 1) -> None:
+    """Raises ConfigError if `window_finding` finds something; arguments as there."""
+    ranks = ranks if device.type == "cpu" else 1
+    finding = window_finding(config, num_classes, device, ranks)
+    if finding is not None:
+        raise ConfigError(finding)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that an allocation failed; torch has no class for that on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def _on_each(ranks: int) -> str:
+    return f" on each of {ranks} ranks" if ranks > 1 else ""
+
+
+def _finding(what: str, needed: int, device: torch.device, repair: str) -> str | None:
+    there = memory_bytes(device)
+    if needed <= there:
+        return None
+    return (
+        f"{what} at least {needed / 1e9:,.1f} GB of memory, and {device} has "
+        f"{there / 1e9:,.1f} GB; {repair}"
+    )
