@@ -7,7 +7,6 @@ is ignored, and said so.
 import argparse
 import dataclasses
 import io
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +28,7 @@ from segtrain.data.decode import MAX_PIXELS, read_bytes, read_header, read_image
 from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines, printable
 from segtrain.dist import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
+from segtrain.files import walk
 from segtrain.inference import InferenceSettings, num_windows, predict_label, view_size
 from segtrain.log import ProgressBar
 
@@ -250,11 +250,12 @@ def _is_whole(size: tuple[int, int], settings: InferenceSettings) -> bool:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for here, folders, files in os.walk(folder):
-        folders.sort()
-        for file in sorted(files):
-            if Path(file).suffix.lower() in SUFFIXES:
-                yield Path(here, file)
+    try:
+        for place, files in walk(folder, hidden=True):
+            yield from (place / name for name in files if Path(name).suffix.lower() in SUFFIXES)
+    except OSError as error:
+        where = printable(error.filename or folder)
+        raise DataError(f"{where}: cannot be read: {error.strerror}") from error
 
 
 def _unique(found: Iterable[Source]) -> list[Source]:

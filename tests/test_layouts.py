@@ -154,6 +154,47 @@ def test_linked_folders_are_followed_once(tmp_path):
     assert [pair.name for pair in pairs] == ["b", "more/a"]
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_names_do_not_depend_on_the_order_in_which_the_disk_lists_links(
+    tmp_path, monkeypatch, reverse
+):
+    """A real folder goes before links to it, and of two links the first by name."""
+    touch(tmp_path, "images/train/z/a.png", "labels/train/z/a.png")
+    touch(tmp_path, "elsewhere/b.png", "labels/train/k/b.png")
+    os.symlink("z", tmp_path / "images/train/a")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "images/train/m")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "images/train/k")
+    listed_by_the_disk(monkeypatch, reverse=reverse)
+    pairs = list_pairs(config(tmp_path, "folders"), "train")
+    assert [pair.name for pair in pairs] == ["k/b", "z/a"]
+
+
+def listed_by_the_disk(monkeypatch, *, reverse):
+    """From here on folders are listed in this order."""
+    scandir = os.scandir
+
+    class Listed:
+        def __init__(self, path="."):
+            with scandir(path) as found:
+                self.left = sorted(found, key=lambda entry: entry.name, reverse=not reverse)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise StopIteration
+            return self.left.pop()
+
+    monkeypatch.setattr(os, "scandir", Listed)
+
+
 @pytest.mark.fault(49)
 def test_all_missing_labels_are_counted_and_ten_are_shown(tmp_path):
     touch(tmp_path, *(f"images/train/{i:02}.jpg" for i in range(14)), "labels/train/03.png")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_layouts import listed_by_the_disk
 from torch import nn
 
 from segtrain import log, predict
@@ -168,6 +169,18 @@ def test_predictions_are_not_predicted_again(run, tmp_path):
     assert run(tmp_path) == 0
     assert run(tmp_path, overwrite=True) == 0
     assert names(tmp_path / "out/labels") == ["a.png"]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linked_folders_are_searched_in_one_order(tmp_path, monkeypatch, reverse):
+    """A loop too; what two links lead to is predicted once, under the first of their names."""
+    save(tmp_path / "in/z/a.png", photo(8, 9))
+    save(tmp_path / "elsewhere/b.png", photo(8, 9))
+    for name, target in (("a", "z"), ("m", "../elsewhere"), ("k", "../elsewhere"), ("z/up", "..")):
+        (tmp_path / "in" / name).symlink_to(target)
+    listed_by_the_disk(monkeypatch, reverse=reverse)
+    found = predict.find_images([tmp_path / "in"], tmp_path / "out")
+    assert [source.name for source in found] == ["z/a", "k/b"]
 
 
 def test_existing_predictions_are_kept_unless_told_otherwise(run, tmp_path):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from segtrain.config import DataConfig
 from segtrain.data.listfile import clean_relative_path, list_file_rows, list_file_words
 from segtrain.errors import DataError
+from segtrain.files import walk
 
 # Other formats are refused: two decoders are enough to keep safe, and both keep what they store.
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -275,22 +276,12 @@ def _index(folder: Path, suffixes: tuple[str, ...], end: str = "") -> dict[str, 
 
 def _walk(folder: Path) -> list[str]:
     """All visible files below `folder`, relative to it, sorted; links to folders are followed."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    found, seen = [], set()
-    for place, folders, files in os.walk(folder, followlinks=True, onerror=fail):
-        real = os.path.realpath(place)
-        if real in seen:  # a link to a folder above
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        prefix = "" if place == str(folder) else os.path.relpath(place, folder) + "/"
-        # macOS leaves "._name.png" beside "name.png" on foreign disks: no picture.
-        found += [prefix + name for name in files if not name.startswith(".")]
-    return sorted(found)
+    # macOS leaves "._name.png" beside "name.png" on foreign disks: no picture.
+    return sorted(
+        name if place == folder else f"{place.relative_to(folder)}/{name}"
+        for place, files in walk(folder, hidden=False)
+        for name in files
+    )
 
 
 def _root(data: DataConfig) -> Path:

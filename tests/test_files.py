@@ -1,0 +1,125 @@
+"""Writing files whole, and listing folders."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from processes import REPOSITORY
+from test_layouts import listed_by_the_disk
+
+from segtrain import files
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def fill(disk, *, room):
+    with (disk / "other").open("wb", buffering=0) as other:
+        stat = os.statvfs(disk)
+        other.write(bytes(stat.f_bavail * stat.f_frsize - room))
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(small_disk):
+    path = small_disk / "config.yaml"
+    files.write_whole(path, "old")
+    fill(small_disk, room=8192)
+    with pytest.raises(OSError, match="No space left on device"):
+        files.write_whole(path, "new" * 9000)
+    assert path.read_text() == "old"
+    assert names(small_disk) == ["config.yaml", "other"]
+    files.write_whole(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_a_write_reaches_the_disk_before_its_name(tmp_path):
+    """The system calls of another process, in order: the bytes, the name, then its directory."""
+    code = "import sys; from pathlib import Path; from segtrain import files\n"
+    code += "files.write_whole(Path(sys.argv[1]), 'text')"
+    trace = tmp_path / "trace"
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not there")
+    watched = "trace=openat,write,fsync,rename,close"
+    command = ["strace", "-f", "-o", trace, "-e", watched, sys.executable, "-c", code]
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([*command, tmp_path / "name"], env=environ, check=True)
+    calls = [line for line in trace.read_text().splitlines() if "ENOENT" not in line]
+    first = next(i for i, line in enumerate(calls) if "/.name." in line)
+    kinds = [line.split(maxsplit=1)[1].split("(")[0] for line in calls[first:]]
+    assert [kind for kind in kinds if kind != "close"][:6] == [
+        *("openat", "write", "fsync", "rename", "openat", "fsync")
+    ]
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "name").symlink_to("mine")
+    files.write_whole(tmp_path / "name", "new")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (tmp_path / "name").read_text() == "new"
+    assert not (tmp_path / "name").is_symlink()
+
+
+def test_what_an_earlier_process_of_the_same_id_left_is_no_obstacle(tmp_path):
+    (tmp_path / f".name.{os.getpid()}.tmp").write_text("half")
+    files.write_whole(tmp_path / "name", "new")
+    assert names(tmp_path) == ["name"]
+
+
+def test_an_output_that_is_no_plain_file_is_written_in_place(tmp_path):
+    os.mknod(tmp_path / "null", 0o20666, os.makedev(1, 3)) if os.geteuid() == 0 else None
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "target").write_text("old and longer")
+    (tmp_path / "link").symlink_to("target")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    kinds = {path: path.lstat().st_ino for path in tmp_path.iterdir()}
+    for path in kinds:
+        files.write_output(path, "new")
+    assert os.read(reader, 100) == b"new"
+    os.close(reader)
+    changed = [path.name for path in kinds if path.lstat().st_ino != kinds[path]]
+    assert changed == ["target"]  # a plain file is replaced
+    assert (tmp_path / "target").read_text() == "new"
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_nothing_waits_for_a_pipe(tmp_path, make):
+    make(tmp_path / "name")
+    with pytest.raises(OSError, match=r"not a plain file|Is a directory"):
+        files.read_bytes(tmp_path / "name")
+    with pytest.raises(OSError, match=r"No such device|Is a directory"):
+        files.open_regular(tmp_path / "name", "a")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_order_and_the_names_do_not_depend_on_the_disk(tmp_path, monkeypatch, reverse):
+    """Two links to one folder, a link beside what it leads to, and a loop."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for name in (
+        "root/b/1",
+        "root/c/2",
+        "root/z",
+        "outside/deep/3",
+        "outside/4",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (root / "a").symlink_to("c")
+    (root / "itself").symlink_to("itself")
+    (root / "b" / "up").symlink_to(root)
+    (root / "y").symlink_to(outside)
+    (root / "x").symlink_to(outside)
+    (root / ".hidden").mkdir()
+    (root / ".hidden" / "5").touch()
+    listed_by_the_disk(monkeypatch, reverse=reverse)
+    found = files.walk(root, hidden=False)
+    listed = [str((place / name).relative_to(root)) for place, names in found for name in names]
+    assert listed == ["itself", "z", "b/1", "c/2", "x/4", "x/deep/3"]
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory"):
+        list(files.walk(tmp_path / "file", hidden=True))
