@@ -17,7 +17,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from segtrain import __version__, manifest, torch_file
+from segtrain import __version__, files, manifest, torch_file
 from segtrain.config import Config
 from segtrain.data.classes import ClassFile, class_file_from_json
 from segtrain.engine import TrainState
@@ -63,7 +63,7 @@ def save(path: Path, record: Record) -> None:
     """
     with unnamed(path, record) as (temporary, _):
         temporary.replace(path)
-        manifest.sync_directory(path.parent)
+        files.sync_directory(path.parent)
 
 
 @contextmanager
@@ -79,23 +79,21 @@ def unnamed(path: Path, record: Record) -> Iterator[tuple[Path, Entry]]:
         CheckpointError: the record holds what cannot be loaded again.
     """
     content = {"format": FORMAT_VERSION, "segtrain": __version__, **record._asdict()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_space(path, content)
-        with temporary.open("wb") as file:
-            hashing = HashingFile(file)
-            _write(content, hashing)
-            file.flush()
-            os.fsync(file.fileno())
-        load(temporary)
-        if manifest.digest_of(temporary) != hashing.digest():
-            raise OSError("the disk gives back other bytes than were written")
-        yield temporary, Entry(record.step, hashing.num_bytes, hashing.digest())
+        with files.temporary(path) as temporary:
+            with temporary.open("xb") as file:
+                hashing = HashingFile(file)
+                _write(content, hashing)
+                file.flush()
+                os.fsync(file.fileno())
+            load(temporary)
+            if manifest.digest_of(temporary) != hashing.digest():
+                raise OSError("the disk gives back other bytes than were written")
+            yield temporary, Entry(record.step, hashing.num_bytes, hashing.digest())
     except OSError as error:
         raise ExecutionError(f"{path}: cannot write the checkpoint: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _write(content: dict[str, Any], file: HashingFile) -> None:
@@ -134,8 +132,7 @@ def load(path: Path) -> Record:
     if path.suffix in (".yaml", ".yml"):
         raise CheckpointError(f"{path}: this is a config; name a run directory or a checkpoint")
     try:
-        manifest.verify(path)
-        content = torch_file.read(path)
+        content = _read(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint") from None
     except pickle.UnpicklingError:
@@ -144,11 +141,30 @@ def load(path: Path) -> Record:
             f"{path}: refused: it holds more than tensors and plain data, which could run code; or "
             f"it is damaged, or no checkpoint at all{_others(path)}"
         ) from None
-    except (torch_file.DamagedError, OSError):
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise CheckpointError(f"{path}: cannot be read: {reason}{_others(path)}") from None
+    except torch_file.DamagedError:
         raise CheckpointError(
             f"{path}: damaged, cut short or not a checkpoint{_others(path)}"
         ) from None
     return _as_record(content, path)
+
+
+def _read(path: Path) -> Any:
+    """The content of `path`, checked by the manifest, though a run may replace it meanwhile."""
+    while True:
+        # Checked and loaded through one opening: by its name it could be another file each time.
+        with files.open_regular(path) as file:
+            try:
+                manifest.verify(path, file)
+            except CheckpointError:
+                # The run that replaced the file has gone on with the manifest as well.
+                if files.is_at(file.fileno(), path):
+                    raise
+                continue
+            file.seek(0)
+            return torch_file.load(file)
 
 
 def _others(path: Path) -> str:
@@ -202,9 +218,13 @@ def resolve(run_or_file: str | Path) -> Path:
         return path
     if not path.exists():
         raise CheckpointError(f"{path}: no such run or checkpoint")
-    for name in (BEST, LAST):
-        if (path / "checkpoints" / name).is_file():
-            return path / "checkpoints" / name
+    for file in (path / "checkpoints" / name for name in (BEST, LAST)):
+        if file.is_file():
+            return file
+        if os.path.lexists(file):
+            raise CheckpointError(
+                f"{file}: expected a checkpoint, found {files.kind_of(file)}; move it away"
+            )
     raise CheckpointError(f"{path}: no checkpoints/{BEST} or checkpoints/{LAST} in this directory")
 
 

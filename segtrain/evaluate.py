@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from segtrain import dist
+from segtrain import dist, files
 from segtrain.capacity import check_windows
 from segtrain.checkpoint import LoadedModel, load_model
 from segtrain.config import Config, override_config
@@ -23,7 +23,7 @@ from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import default_workers
-from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
+from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.inference import InferenceSettings
 from segtrain.log import say
 from segtrain.metrics import ConfusionMatrix, score_table
@@ -56,6 +56,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
     settings = InferenceSettings.from_config(config)
     with dist.process_group(device, timeout_s=config.train.timeout_s):
+        _check_same_step(args.checkpoint, loaded.step)
         matrix = evaluate_dataset(
             _prepare(loaded, config, device),
             dataset,
@@ -79,6 +80,17 @@ def run_eval(args: argparse.Namespace) -> int:
                     Path(args.json), _record(matrix, about, config, settings, loaded.classes.names)
                 )
     return EXIT_OK
+
+
+def _check_same_step(checkpoint: str | Path, step: int) -> None:
+    """Refuses ranks with different models: each has opened the file by itself (collective)."""
+    steps = sorted(set(dist.all_gather_object(step)))
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"{checkpoint}: replaced while the ranks were loading it (steps "
+            f"{', '.join(map(str, steps))}); start the evaluation again, or name a checkpoint that "
+            "stays as it is"
+        )
 
 
 def _config(trained: Config, args: argparse.Namespace) -> Config:
@@ -230,11 +242,7 @@ def _record(
 
 def _write_json(path: Path, record: dict[str, Any]) -> None:
     """Writes the file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-        temporary.replace(path)
+        files.write_output(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise ExecutionError(f"{path}: cannot write the scores: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -7,12 +7,12 @@ file is one of them, and nothing has to happen to two files at once.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from segtrain import files
 from segtrain.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -43,14 +43,31 @@ def read(directory: Path) -> dict[str, list[Entry]]:
     """
     path = directory / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        text = read_text(directory)
+        content = {} if text is None else json.loads(text)
         return {_name(name): [_entry(one) for one in listed] for name, listed in content.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: damaged ({type(error).__name__}): it cannot tell whether the checkpoints "
             "beside it are; remove it to use them unchecked"
+        ) from None
+
+
+def read_text(directory: Path) -> bytes | None:
+    """The manifest as it stands on the disk; None if there is none.
+
+    Raises:
+        CheckpointError: it is there and cannot be read.
+    """
+    path = directory / MANIFEST
+    try:
+        return files.read_bytes(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}), so it cannot tell whether the checkpoints "
+            "beside it are damaged; remove it to use them unchecked"
         ) from None
 
 
@@ -68,39 +85,30 @@ def _name(name: str) -> str:
     return name
 
 
-def write(directory: Path, entries: Entries) -> None:
-    """Replaces the manifest, whole or not at all."""
+def write(directory: Path, entries: Entries) -> bytes:
+    """Replaces the manifest, whole or not at all; returns what it says now.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     content = {name: [one._asdict() for one in listed] for name, listed in entries.items()}
-    temporary = directory / f".{MANIFEST}.{os.getpid()}.tmp"
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, sort_keys=True)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / MANIFEST)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_directory(directory)
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes the names in `directory` outlive a loss of power, as fsync does the bytes of a file."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    text = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+    files.write_whole(directory / MANIFEST, text)
+    return text
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
+    """The SHA-256 of a file, in hexadecimal digits.
+
+    Raises:
+        OSError: it cannot be read, or is no plain file.
+    """
+    with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(path: Path) -> None:
-    """Refuses a file that is not what was saved under its name.
+def verify(path: Path, file: IO[bytes]) -> None:
+    """Refuses an open file that is not what was saved under its name, `path`.
 
     A file that the manifest does not name, or that has none beside it, passes: it was brought here.
 
@@ -109,7 +117,10 @@ def verify(path: Path) -> None:
         OSError: it cannot be read.
     """
     entries = read(path.parent).get(path.name)
-    if entries and digest_of(path) not in {entry.sha256 for entry in entries}:
+    if not entries:
+        return
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest not in {entry.sha256 for entry in entries}:
         raise CheckpointError(
             f"{path}: damaged: these are not the bytes that were saved (by {MANIFEST})"
         )

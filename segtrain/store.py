@@ -5,7 +5,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from segtrain import manifest
+from segtrain import files, manifest
 from segtrain.checkpoint import BEST, LAST, Record, load, num_bytes, unnamed
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.manifest import MANIFEST, Entry
@@ -124,7 +124,7 @@ class CheckpointStore:
             temporary.replace(path)
             self._entries[name] = entry
             self._damaged.discard(name)
-            manifest.sync_directory(self.directory)
+            files.sync_directory(self.directory)
 
     @staticmethod
     def _copy_name(path: Path, other: Path) -> None:

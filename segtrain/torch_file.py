@@ -1,5 +1,6 @@
 """Files that torch.save wrote, from anywhere: nothing in them runs, and they grow no larger."""
 
+import errno
 import os
 import pickletools
 import struct
@@ -11,6 +12,8 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+
+from segtrain import files
 
 
 class DamagedError(Exception):
@@ -26,23 +29,34 @@ _DAMAGED = (
 
 
 def read(path: Path) -> Any:
-    """The content of the file `path`: tensors, all on the CPU, and plain data.
+    """The content of the file `path`, as `load`.
+
+    Raises:
+        as `load`.
+        OSError: there is none, or it is a folder, a pipe or a device.
+    """
+    with files.open_regular(path) as file:
+        return load(file)
+
+
+def load(file: IO[bytes]) -> Any:
+    """The content of an open file: tensors, all on the CPU, and plain data.
 
     Raises:
         pickle.UnpicklingError: it holds more than that, which could run code; or is no pickle.
         DamagedError: it is damaged in any other way.
-        FileNotFoundError: there is none.
+        OSError: the disk does not give it back.
     """
     try:
-        with path.open("rb") as file:
-            _refuse_bombs(file, path.stat().st_size)
+        _refuse_bombs(file, os.fstat(file.fileno()).st_size)
+        file.seek(0)
         with warnings.catch_warnings():
             # Of pickles that torch did not write, and refuses in the next moment.
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
+            return torch.load(file, map_location="cpu", weights_only=True)
     except _DAMAGED as error:
+        if isinstance(error, OSError) and error.errno == errno.EIO:
+            raise
         text = str(error) or type(error).__name__
         raise DamagedError(text.splitlines()[0]) from error
 

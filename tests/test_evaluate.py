@@ -1,14 +1,17 @@
 import argparse
 import json
 import math
+import os
+import stat
 
 import numpy as np
 import pytest
 import torch
+from experiments import refusal
 from PIL import Image
 from torch import nn
 
-from segtrain import evaluate
+from segtrain import dist, evaluate
 from segtrain.checkpoint import LoadedModel, Record, experiment_record, save
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
 from segtrain.data.classes import ClassFile, load_class_file
@@ -65,14 +68,11 @@ def cityscapes(tmp_path):
     return root
 
 
-@pytest.fixture
-def command(cityscapes, monkeypatch, tmp_path):
-    """Runs `segtrain eval` with a model that knows the colours; returns what --json wrote."""
-    classes = load_class_file("cityscapes")
-    config = Config(
+def config_of(root):
+    return Config(
         data=DataConfig(
             layout="cityscapes",
-            root=str(cityscapes),
+            root=str(root),
             classes="cityscapes",
             mean=(0.0, 0.0, 0.0),
             std=(255.0, 255.0, 255.0),
@@ -80,6 +80,13 @@ def command(cityscapes, monkeypatch, tmp_path):
         augment=AugmentConfig(crop_size=(16, 24)),
         eval=EvalConfig(mode="slide"),
     )
+
+
+@pytest.fixture
+def command(cityscapes, monkeypatch, tmp_path):
+    """Runs `segtrain eval` with a model that knows the colours; returns what --json wrote."""
+    classes = load_class_file("cityscapes")
+    config = config_of(cityscapes)
     loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1200)
     monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
 
@@ -237,6 +244,32 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     monkeypatch.setattr(evaluate, "evaluate_dataset", lambda *_, **__: pytest.fail("too late"))
     with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):
         run_eval(arguments("run", **{option: str(tmp_path / "file" / "x")}))
+
+
+def evaluated_at(steps, cityscapes):
+    """What `segtrain eval` of this rank says to a checkpoint of the rank's own step."""
+    loaded = LoadedModel(nn.Identity(), config_of(cityscapes), load_class_file("cityscapes"), 0)
+    evaluate.load_model = lambda path, *, device: loaded._replace(step=steps[dist.rank()])
+    return refusal(run_eval, arguments("runs/x"))
+
+
+def test_ranks_that_have_loaded_different_checkpoints_do_not_evaluate(run_ranks, cityscapes):
+    """As when a run replaces best.pt meanwhile."""
+    found = run_ranks(2, evaluated_at, (500, 1000), cityscapes)
+    (kind, code, said), second = found
+    assert second == (kind, code, said)
+    assert (kind, code) == ("CheckpointError", 4)
+    assert said.startswith("runs/x: replaced while the ranks were loading it (steps 500, 1000); ")
+
+
+def test_scores_are_written_whole_and_a_device_stays_one(command, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    scores = command()
+    assert run_eval(arguments("run", json=str(tmp_path / "pipe"))) == 0
+    assert json.loads(os.read(reader, 1 << 20))["mIoU"] == scores["mIoU"]
+    os.close(reader)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
 def test_a_real_checkpoint_is_evaluated(cityscapes, tmp_path):

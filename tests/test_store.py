@@ -267,3 +267,23 @@ def test_a_run_in_use_is_refused_and_a_dead_one_s_lock_is_taken_over(tmp_path, f
         with pytest.raises(BlockingIOError):
             fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_whole(tmp_path, monkeypatch, moment):
+    """Two savings come before the reader has the manifest, or before it reads the file."""
+    store = store_in(tmp_path)
+    store.save_last(record(step=1))
+    reading = manifest.read
+    busy = []
+
+    def read(directory):
+        found = reading(directory) if moment == "after" else None
+        if not busy:
+            busy.append(True)
+            for step in (2, 3):
+                store.save_last(record(step=step))
+        return found or reading(directory)
+
+    monkeypatch.setattr(manifest, "read", read)
+    assert load(store.last).step == (1 if moment == "after" else 3)
