@@ -173,7 +173,7 @@ def _prepare(
     log.lines(loaded)
     log.lines([f"changed    {change}" for change in changes])
     log.lines([f"warning: the run had {other}: numbers may differ" for other in others])
-    log.lines([f"warning: {problem}" for problem in problems])
+    log.lines([f"warning: {problem}" for problem in problems] + store.warnings)
     if problems:
         log.lines([f"warning: going on from {path} instead, step {state.step}"])
     if resume and path is None:

@@ -14,6 +14,7 @@ from test_checkpoint import names, record
 from segtrain import manifest
 from segtrain.checkpoint import load, save, unnamed
 from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.rundir import claimed as Claim
 from segtrain.store import CheckpointStore
 
 
@@ -225,12 +226,10 @@ def test_killed_at_any_instant_of_saving_a_checkpoint_can_be_loaded(tmp_path, fo
 
 def test_a_lock_is_not_inherited(tmp_path):
     """A child that outlives its run must not keep the directory closed."""
-    from segtrain import rundir
-
-    with rundir.claimed(tmp_path / "run"):
+    with Claim(tmp_path / "run"):
         child = subprocess.Popen(["sleep", "60"], close_fds=False)
     try:
-        with rundir.claimed(tmp_path / "run"):
+        with Claim(tmp_path / "run"):
             assert not (tmp_path / "run" / "checkpoints").exists()
     finally:
         child.kill()
@@ -238,16 +237,13 @@ def test_a_lock_is_not_inherited(tmp_path):
 
 
 def hold(directory, pipe):
-    from segtrain import rundir
-
-    with rundir.claimed(directory):
+    with Claim(directory):
         pipe.send("held")
         time.sleep(60)
 
 
 @pytest.mark.fault(29, 30)
 def test_a_run_in_use_is_refused_and_a_dead_one_s_lock_is_taken_over(tmp_path, forkserver):
-    from segtrain import rundir
     from segtrain.errors import ConfigError
 
     mine, theirs = forkserver.Pipe()
@@ -256,17 +252,131 @@ def test_a_run_in_use_is_refused_and_a_dead_one_s_lock_is_taken_over(tmp_path, f
     assert mine.recv() == "held"
     with (
         pytest.raises(ConfigError, match=rf"run: in use by process {process.pid} on .*--output"),
-        rundir.claimed(tmp_path / "run"),
+        Claim(tmp_path / "run"),
     ):
         pytest.fail("two runs in one directory")
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert (tmp_path / "run" / ".lock").exists()
-    with rundir.claimed(tmp_path / "run"), (tmp_path / "run" / ".lock").open() as again:
+    with Claim(tmp_path / "run"), (tmp_path / "run" / ".lock").open() as again:
         assert str(os.getpid()) in again.read()
         with pytest.raises(BlockingIOError):
             fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_user_s_own_copies_are_neither_counted_nor_removed(tmp_path):
+    """Whatever they are called, and though they took the name of one of the run's."""
+    store = store_in(tmp_path)
+    store.keep(record(step=10))
+    own = {}
+    for name in ("step_mine.pt", "step_0000005.pt", "step_best of all.pt", "step_0000010.pt"):
+        own[name] = f"the content of {name}".encode()
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).write_bytes(own[name])
+    for step in (20, 30, 40):
+        store.keep(record(step=step))
+    store = store_in(tmp_path)
+    store.keep(record(step=50))
+    kept = {path.name: path for path in tmp_path.glob("step_*.pt")}
+    assert {name: kept.pop(name).read_bytes() for name in own} == own
+    assert sorted(kept) == ["step_0000040.pt", "step_0000050.pt"]
+    assert [load(path).step for path in (kept["step_0000040.pt"], kept["step_0000050.pt"])] == [
+        40,
+        50,
+    ]
+
+
+def test_what_the_run_did_not_write_is_put_aside_and_said(tmp_path, capsys):
+    """Before a run, between two parts of it, and in the midst of one."""
+    names_of = ("last.pt", "previous.pt", "best.pt", "step_0000003.pt")
+    for name in names_of:
+        (tmp_path / name).write_bytes(b"before " + name.encode())
+    store = store_in(tmp_path)
+
+    def save_all(step):
+        store.save_last(record(step=step))
+        store.save_last(record(step=step))
+        store.save_best(record(step=step))
+        store.keep(record(step=3))
+
+    save_all(1)
+    store = store_in(tmp_path)
+    for when in (b"between ", b"during "):
+        for name in names_of:
+            (tmp_path / name).unlink()
+            (tmp_path / name).write_bytes(when + name.encode())
+        if when == b"between ":
+            store = store_in(tmp_path)
+        save_all(2)
+    said = capsys.readouterr().out
+    for name in names_of:
+        assert load(tmp_path / name).step in (2, 3)
+        for number, when in enumerate((b"before ", b"between ", b"during "), 1):
+            aside = tmp_path / f"{name}.old-{number}"
+            assert aside.read_bytes() == when + name.encode()
+            line = f"warning: {tmp_path / name} was not as this run wrote it; it is kept as "
+            assert said.count(f"{line}{aside.name}\n") == 1
+    assert len(names(tmp_path)) == 1 + 4 * len(names_of)
+
+
+def test_a_folder_in_the_place_of_a_checkpoint_is_put_aside(tmp_path):
+    store = store_in(tmp_path)
+    store.save_last(record(step=1))
+    (tmp_path / "best.pt").mkdir()
+    (tmp_path / "best.pt" / "mine.txt").touch()
+    store = store_in(tmp_path)
+    store.save_best(record(step=1))
+    assert load(tmp_path / "best.pt").step == 1
+    assert names(tmp_path / "best.pt.old-1") == ["mine.txt"]
+
+
+def test_only_what_saving_leaves_behind_is_tidied_up(tmp_path):
+    mine = [".notes.tmp", ".last.pt.tmp", ".last.pt.aB3x.tmp", ".other.pt.12.tmp", "last.pt.12.tmp"]
+    left = [".last.pt.12.tmp", ".best.pt.7.tmp", ".step_0000012.pt.7.tmp", ".manifest.json.7.tmp"]
+    for name in mine + left:
+        (tmp_path / name).touch()
+    store_in(tmp_path)
+    assert names(tmp_path) == sorted(mine)
+
+
+def test_a_user_s_own_copy_is_not_gone_on_from(tmp_path):
+    """It may be of another run; the message names it."""
+    store = store_in(tmp_path)
+    store.save_last(record(step=1))
+    save(tmp_path / "step_0000900.pt", record(step=900))
+    assert store_in(tmp_path).newest()[0] == store.last
+    store.last.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"last\.pt: damaged.*"):
+        store_in(tmp_path).newest()
+
+
+@pytest.mark.fault(46)
+def test_a_disk_that_cannot_read_the_last_checkpoint_costs_steps_only(tmp_path):
+    """The file opens, and its first byte is an I/O error."""
+    store = store_in(tmp_path)
+    for step in (1, 2):
+        store.save_last(record(step=step))
+    store.last.unlink()
+    store.last.symlink_to("/proc/self/mem")
+    store = store_in(tmp_path)
+    path, (problem,) = store.newest()
+    assert (path.name, load(path).step) == ("previous.pt", 1)
+    assert f"{store.last}: cannot be read: input/output error; beside it there is prev" in problem
+    store.save_last(record(step=2))
+    assert load(store.last).step == 2
+    assert load(tmp_path / "previous.pt").step == 1
+
+
+def test_a_disk_that_becomes_read_only_is_told(small_disk):
+    store = store_in(small_disk / "run")
+    store.save_last(record(step=1))
+    (small_disk / "run" / ".last.pt.1.tmp").touch()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(ExecutionError, match=r"last\.pt: cannot write .*Read-only file system"):
+        store.save_last(record(step=2))
+    with pytest.raises(ExecutionError, match=r"last\.pt\.1\.tmp: cannot be tidied up: Read-only"):
+        store_in(small_disk / "run")
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
