@@ -1,26 +1,21 @@
 """The directory of a run: what it holds, and when it may be used."""
 
-import errno
-import fcntl
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from segtrain import __version__
+from segtrain.claim import cannot_write
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.versions import LIBRARIES, library_version
 
 CONFIG, ENVIRONMENT, METRICS, LOG = "config.yaml", "environment.json", "metrics.jsonl", "train.log"
 CHECKPOINTS = "checkpoints"
-LOCK = ".lock"
 
 # What may change between the parts of a run without changing the model it ends with, but for
 # rounding in a compiled step.
@@ -73,59 +68,6 @@ def check_directory(
     return differences
 
 
-@contextmanager
-def claimed(directory: Path) -> Iterator[None]:
-    """Inside, no other run can use `directory`, which is made if need be.
-
-    The kernel lifts the lock when this process ends, however it ends: nobody has to clear up after
-    a crash. On a file system without locks there is none.
-
-    Raises:
-        ConfigError: another run uses it, or it cannot be made or written.
-    """
-    path = directory / LOCK
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        handle = _locked(path)
-    except OSError as error:
-        raise ConfigError(_cannot_write(directory, error)) from None
-    try:
-        yield
-    finally:
-        # Where the directory was deleted meanwhile, the file of its name may be another run's.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), path.stat()):
-                path.unlink()
-        os.close(handle)
-        with suppress(OSError):
-            directory.rmdir()  # if nothing came of the run
-
-
-def _locked(path: Path) -> int:
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(handle, 200).decode(errors="replace").strip()
-            os.close(handle)
-            raise ConfigError(
-                f"{path.parent}: in use by {holder or 'another run'}; wait for it to end, or "
-                "choose another directory by --output"
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-        # Another run may have removed this very file while it was being opened.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), path.stat()):
-                break
-        os.close(handle)
-    os.truncate(handle, 0)
-    os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    return handle
-
-
 def _differences(old: Config, new: Config) -> list[str]:
     before, after = flat(old), flat(new)
     return [
@@ -176,13 +118,7 @@ def write_description(directory: Path, config: Config, devices: list[str]) -> No
         # Last: the directory counts as a run once its config stands there.
         _write(directory / CONFIG, config_to_yaml(config))
     except OSError as error:
-        raise ConfigError(_cannot_write(directory, error)) from None
-
-
-def _cannot_write(directory: Path, error: OSError) -> str:
-    return (
-        f"{directory}: cannot write the run directory: {error.strerror}; choose another by --output"
-    )
+        raise ConfigError(cannot_write(directory, error)) from None
 
 
 def _write(path: Path, text: str) -> None:

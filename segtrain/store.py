@@ -7,6 +7,7 @@ manifest tells of under its name; no other file is ever counted, removed or writ
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,13 +30,18 @@ class CheckpointStore:
 
     Args:
         keep_limit: how many step_N.pt are kept.
+        before_write: called before anything is written; raises if this process must not.
     """
 
-    def __init__(self, directory: Path, *, keep_limit: int) -> None:
+    def __init__(
+        self, directory: Path, *, keep_limit: int, before_write: Callable[[], None] = lambda: None
+    ) -> None:
         self.directory = directory
         self.keep_limit = keep_limit
+        self._before_write = before_write
         self._entries: dict[str, Entry] = {}  # of every file, as it is or should be
         self._checked: dict[str, tuple[int, ...]] = {}  # how the files looked that are as entered
+        self._manifest: bytes | None = None  # as this process knows it
         self.warnings: list[str] = []  # what `tidy` has found
 
     @property
@@ -80,6 +86,7 @@ class CheckpointStore:
             raise ExecutionError(
                 f"{error.filename or self.directory}: cannot be tidied up: {error.strerror}"
             ) from None
+        self._manifest = manifest.read_text(self.directory)
         for name, listed in manifest.read(self.directory).items():
             path = self.directory / name
             if not listed or not os.path.lexists(path):
@@ -145,7 +152,10 @@ class CheckpointStore:
 
     def _put(self, name: str, record: Record, *, keep_as: str | None = None) -> None:
         path = self.directory / name
+        self._check_alone()
         with unnamed(path, record) as (temporary, entry):
+            # Once more: writing a large checkpoint takes a while.
+            self._check_alone()
             before = self._entries[name] if self._is_own(name) else None
             if before is None:
                 keep_as = None
@@ -156,13 +166,23 @@ class CheckpointStore:
             pending[name] = [entry] if before is None else [before, entry]
             if keep_as is not None:
                 pending[keep_as] = [*pending.get(keep_as, []), before]
-            manifest.write(self.directory, pending)
+            self._manifest = manifest.write(self.directory, pending)
             if keep_as is not None:
                 self._copy_name(path, self.directory / keep_as)
                 self._enter(keep_as, before)
             temporary.replace(path)
             self._enter(name, entry)
             files.sync_directory(self.directory)
+
+    def _check_alone(self) -> None:
+        """Refuses to write where another run has written since this one looked."""
+        self._before_write()
+        now = manifest.read_text(self.directory)
+        if now is not None and now != self._manifest:
+            raise ExecutionError(
+                f"{self.directory / MANIFEST}: another run has written checkpoints into this "
+                "directory meanwhile; this run stops before it replaces them"
+            )
 
     def _enter(self, name: str, entry: Entry) -> None:
         self._entries[name] = entry

@@ -4,7 +4,7 @@ Every rank runs this. Rank 0 alone writes files; all ranks train and evaluate.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from segtrain import checkpoint, dist, outcome, progress, rundir, seed, slurm
 from segtrain.checkpoint import Record
+from segtrain.claim import Claim
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile
@@ -96,9 +97,11 @@ def run(
         if any(one for _, one in wishes) and not resume:
             resume = dist.on_main((directory / rundir.CONFIG).exists)
 
+        claim = Claim(directory)
+
         def open_directory() -> list[str]:
             rundir.check_directory(directory, config, resume=resume, accept_changes=accept_changes)
-            stack.enter_context(rundir.claimed(directory))
+            stack.enter_context(claim)
             # Once more: another run may have come and gone in between.
             return rundir.check_directory(
                 directory, config, resume=resume, accept_changes=accept_changes
@@ -106,7 +109,13 @@ def run(
 
         changes = dist.on_main(open_directory)
         this = _prepare(
-            config, directory, device=device, resume=resume, changes=changes, requeue=requeue
+            config,
+            directory,
+            device=device,
+            resume=resume,
+            changes=changes,
+            requeue=requeue,
+            before_write=claim.renew,
         )
         with this.log:
             _train(this)
@@ -134,11 +143,13 @@ def _prepare(
     resume: bool,
     changes: list[str],
     requeue: bool,
+    before_write: Callable[[], None],
 ) -> Run:
     """Opens the data, builds the model and brings the state to where training goes on.
 
     Args:
         changes: what the run's config said before.
+        before_write: see CheckpointStore.
     """
     seed.seed_everything(config.seed)
     torch.use_deterministic_algorithms(config.train.deterministic)
@@ -149,7 +160,11 @@ def _prepare(
     model = build_model(
         config.model, num_classes=train_set.classes.num_classes, norm=make_norm(config.norm)
     )
-    store = CheckpointStore(directory / rundir.CHECKPOINTS, keep_limit=config.checkpoint.keep_limit)
+    store = CheckpointStore(
+        directory / rundir.CHECKPOINTS,
+        keep_limit=config.checkpoint.keep_limit,
+        before_write=before_write,
+    )
     dist.on_main(store.tidy)
     # A run that ended before its first checkpoint goes on at step 0.
     name, problems = dist.on_main(lambda: _newest(store)) if resume else (None, [])

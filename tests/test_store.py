@@ -13,8 +13,8 @@ from test_checkpoint import names, record
 
 from segtrain import manifest
 from segtrain.checkpoint import load, save, unnamed
+from segtrain.claim import Claim
 from segtrain.errors import CheckpointError, ExecutionError
-from segtrain.rundir import claimed as Claim
 from segtrain.store import CheckpointStore
 
 
@@ -397,3 +397,19 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_whole(tmp_path, mon
 
     monkeypatch.setattr(manifest, "read", read)
     assert load(store.last).step == (1 if moment == "after" else 3)
+
+
+def test_a_run_stops_before_it_writes_where_another_one_has_written(tmp_path):
+    """Also where there are no locks."""
+    first = store_in(tmp_path)
+    first.save_last(record(step=1))
+    second = store_in(tmp_path)
+    second.save_last(record(step=2))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for write in (first.save_last, first.save_best, first.keep):
+        with pytest.raises(ExecutionError, match=r"manifest\.json: another run has written"):
+            write(record(step=3))
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    shutil.rmtree(tmp_path)  # with what the other one wrote
+    first.save_last(record(step=3))
+    assert load(first.last).step == 3
