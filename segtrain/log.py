@@ -16,11 +16,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 from tqdm import tqdm
 
+from segtrain.files import open_regular, read_bytes, write_whole
 from segtrain.rundir import LOG, METRICS
 
 logger = logging.getLogger("segtrain")
@@ -60,15 +61,16 @@ class RunLog:
         self._directory = directory
         self._handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         self._metrics = directory / METRICS
-        _drop_after(self._metrics, start_step, evaluated_step)
-        self._handler = _LogFile(directory / LOG)
-        logger.addHandler(self._handler)
+        self._handler: logging.Handler = logging.NullHandler()
+        self._try(LOG, self._open_log)
+        self._try(METRICS, _drop_after, self._metrics, start_step, evaluated_step)
         # Slow to import, and of use to rank 0 only.
         from torch.utils.tensorboard import SummaryWriter
 
         # It writes in a thread, whose end Python would show with a traceback.
         self._excepthook, threading.excepthook = threading.excepthook, self._of_thread
-        self._board = SummaryWriter(str(directory), purge_step=start_step + 1 if start_step else 0)
+        purge_step = start_step + 1 if start_step else 0
+        self._try("TensorBoard", self._open_board, SummaryWriter, purge_step)
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +82,7 @@ class RunLog:
         trace: TracebackType | None,
     ) -> None:
         if self.enabled:
-            self._try("TensorBoard", self._board.close)
+            self._try("TensorBoard", lambda: self._board.close())
             threading.excepthook = self._excepthook
             if error is not None:
                 _record(f"ended by {type(error).__name__}: {error}")
@@ -139,9 +141,16 @@ class RunLog:
             named = {f"hparam/{name}": score for name, score in scores.items()}
             self._to_board(lambda: _write_hparams(self._board, plain, named, step, first))
 
+    def _open_log(self) -> None:
+        self._handler = _LogFile(self._directory / LOG)
+        logger.addHandler(self._handler)
+
+    def _open_board(self, writer: type, purge_step: int) -> None:
+        self._board = writer(str(self._directory), purge_step=purge_step)
+
     def _append(self, line: str) -> None:
         _check_is_there(self._directory, self._handle)
-        with self._metrics.open("a") as file:
+        with open_regular(self._metrics, "a") as file:
             file.write(line)
 
     def _to_board(self, call: Callable[[], object]) -> None:
@@ -212,6 +221,10 @@ class _LogFile(logging.FileHandler):
         super().__init__(path, encoding="utf-8")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
+    def _open(self) -> IO[str]:
+        """Called by logging in place of open(), which would wait for the reader of a pipe."""
+        return open_regular(Path(self.baseFilename), self.mode, encoding=self.encoding)
+
     def emit(self, record: logging.LogRecord) -> None:
         """Called by logging with every line."""
         try:
@@ -234,8 +247,8 @@ def _drop_after(metrics: Path, step: int, evaluated_step: int) -> None:
     """
     if not metrics.exists():
         return
-    kept = []
-    for line in metrics.read_text(errors="replace").splitlines(keepends=True):
+    kept, whole = [], read_bytes(metrics)
+    for line in whole.decode(errors="replace").splitlines(keepends=True):
         try:
             values = json.loads(line)
             newest = evaluated_step if "eval/mIoU" in values else step
@@ -243,9 +256,9 @@ def _drop_after(metrics: Path, step: int, evaluated_step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    temporary = metrics.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(metrics)
+    text = "".join(kept).encode()
+    if text != whole:
+        write_whole(metrics, text)
 
 
 def say(line: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from segtrain import __version__
+from segtrain import __version__, files
 from segtrain.claim import cannot_write
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.errors import CheckpointError, ConfigError
@@ -45,6 +45,7 @@ def check_directory(
         raise ConfigError(f"{above}: a file stands where the run directory should be")
     if not os.access(above, os.W_OK):
         raise ConfigError(f"{above}: may not be written; choose another directory by --output")
+    _check_kinds(directory)
     if not resume:
         if (directory / CONFIG).exists():
             saved = any((directory / CHECKPOINTS).glob("*.pt"))
@@ -54,10 +55,25 @@ def check_directory(
                 f"{directory}: holds a run already{nothing}; go on with it by --resume, {delete}or "
                 "choose another directory by --output"
             )
+        saved_here = _checkpoints(directory)
+        if saved_here:
+            raise ConfigError(
+                f"{saved_here[0]}: stands where this run would write, and no {CONFIG} tells whose "
+                "it is; go on from it by --resume, move it away, or choose another directory by "
+                "--output"
+            )
         return []
-    if not (directory / CONFIG).is_file():
+    if has_lost_config(directory):
+        return []  # `recovery.restore_config` looks what it was
+    path = directory / CONFIG
+    if not path.exists():
         raise CheckpointError(f"{directory}: no run to resume; to start one, leave out --resume")
-    differences = _differences(load_config(directory / CONFIG), config)
+    if _is_blank(path):
+        raise CheckpointError(
+            f"{path}: empty, and there is no checkpoint to tell what it said; nothing is lost: "
+            "delete the directory and start the run again, without --resume"
+        )
+    differences = _differences(_own_config(path), config)
     if differences and not accept_changes:
         listed = "\n  ".join(differences)
         raise ConfigError(
@@ -66,6 +82,52 @@ def check_directory(
             "changes are meant, add --accept-changes"
         )
     return differences
+
+
+def _check_kinds(directory: Path) -> None:
+    """Refuses what can be neither read nor replaced; links to nothing are replaced."""
+    for name, is_right, expected in (
+        (CONFIG, Path.is_file, "a file"),
+        (ENVIRONMENT, Path.is_file, "a file"),
+        (CHECKPOINTS, Path.is_dir, "a folder"),
+    ):
+        path = directory / name
+        there = os.path.lexists(path) if name == CHECKPOINTS else path.exists()
+        if there and not is_right(path):
+            found = files.kind_of(path)
+            raise ConfigError(f"{path}: expected {expected}, found {found}; move it away")
+
+
+def has_lost_config(directory: Path) -> bool:
+    """Whether config.yaml is missing or empty beside checkpoints, which know what it said.
+
+    After a loss of power a file may be there without its content.
+    """
+    path = directory / CONFIG
+    return bool(_checkpoints(directory)) and (not path.exists() or _is_blank(path))
+
+
+def _is_blank(config: Path) -> bool:
+    try:
+        return not files.read_bytes(config).strip(b"\0 \t\r\n")
+    except OSError as error:
+        raise ConfigError(f"{config}: cannot be read: {error.strerror}") from None
+
+
+def _checkpoints(directory: Path) -> list[Path]:
+    """Those that every run writes, as far as they are there."""
+    paths = [directory / CHECKPOINTS / name for name in ("last.pt", "previous.pt", "best.pt")]
+    return [path for path in paths if os.path.lexists(path)]
+
+
+def _own_config(path: Path) -> Config:
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\n  if this file of the run is damaged, move it away: --resume writes it anew "
+            "from the checkpoint"
+        ) from None
 
 
 def _differences(old: Config, new: Config) -> list[str]:
@@ -114,24 +176,27 @@ def write_description(directory: Path, config: Config, devices: list[str]) -> No
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _write(directory / ENVIRONMENT, json.dumps(environment(devices), indent=2) + "\n")
+        text = json.dumps(environment(devices), indent=2) + "\n"
+        files.write_whole(directory / ENVIRONMENT, text)
         # Last: the directory counts as a run once its config stands there.
-        _write(directory / CONFIG, config_to_yaml(config))
+        write_config(directory, config)
     except OSError as error:
         raise ConfigError(cannot_write(directory, error)) from None
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: half a config would be another one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def write_config(directory: Path, config: Config) -> None:
+    """Writes config.yaml, complete, into `directory`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    files.write_whole(directory / CONFIG, config_to_yaml(config))
 
 
 def other_versions(directory: Path) -> list[str]:
     """How the libraries differ from those that environment.json tells of, a line for each."""
     try:
-        recorded = json.loads((directory / ENVIRONMENT).read_text(encoding="utf-8"))
+        recorded = json.loads(files.read_bytes(directory / ENVIRONMENT))
         before = {name: recorded[name] for name in ("segtrain", "python")} | recorded["libraries"]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # it is for people to read; nothing hangs on it

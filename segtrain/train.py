@@ -42,6 +42,7 @@ from segtrain.norm import make_norm, precise_statistics
 from segtrain.pictures import confusion_picture, panel
 from segtrain.preprocess import Normalize
 from segtrain.records import Batch
+from segtrain.recovery import restore_config
 from segtrain.replica import autocast, dtype_of
 from segtrain.report import progress_words, score_line, training_picture
 from segtrain.scoring import Prediction, evaluate_dataset
@@ -99,15 +100,16 @@ def run(
 
         claim = Claim(directory)
 
-        def open_directory() -> list[str]:
+        def open_directory() -> tuple[list[str], list[str]]:
             rundir.check_directory(directory, config, resume=resume, accept_changes=accept_changes)
             stack.enter_context(claim)
+            restored = restore_config(directory) if resume else []
             # Once more: another run may have come and gone in between.
-            return rundir.check_directory(
+            return restored, rundir.check_directory(
                 directory, config, resume=resume, accept_changes=accept_changes
             )
 
-        changes = dist.on_main(open_directory)
+        restored, changes = dist.on_main(open_directory)
         this = _prepare(
             config,
             directory,
@@ -118,6 +120,7 @@ def run(
             before_write=claim.renew,
         )
         with this.log:
+            this.log.lines(restored)
             _train(this)
             if not this.guard.stopped:
                 return EXIT_OK

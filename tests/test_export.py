@@ -1,5 +1,6 @@
 import argparse
 import json
+import os
 
 import numpy as np
 import pytest
@@ -444,5 +445,8 @@ def test_a_file_that_is_there_is_kept_unless_told_otherwise(tmp_path, monkeypatc
     assert output.read_text() == "precious"
     assert export.main(request(format="safetensors", output=str(output), overwrite=True)) == 0
     assert output.read_bytes() != b"precious"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe: is a pipe; name a file"):
+        export.main(request(format="safetensors", output=str(tmp_path / "pipe"), overwrite=True))
     with pytest.raises(ConfigError, match="is a directory"):
         export.main(request(format="safetensors", output=str(tmp_path), overwrite=True))

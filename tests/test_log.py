@@ -339,3 +339,43 @@ def test_on_a_terminal_progress_is_a_bar_and_the_log_file_has_plain_lines(tmp_pa
     assert "train 3/3" not in shown  # the plain form
     kept = [line.split(" INFO ")[1] for line in (tmp_path / "train.log").read_text().splitlines()]
     assert kept == [f"train {i + 1}/3  loss 0.{i}" for i in range(3)] + ["a line"]
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_files_that_cannot_be_written_cost_themselves_and_not_the_run(tmp_path, capsys, make):
+    for name in ("metrics.jsonl", "train.log"):
+        make(tmp_path / name)
+    with RunLog(tmp_path, enabled=True, start_step=2) as run:
+        for step in (3, 4):
+            run.scalars(step, {"train/loss": 1.0})
+            run.lines([f"step {step}"])
+    said = capsys.readouterr()
+    warnings = [line for line in said.out.splitlines() if line.startswith("warning")]
+    assert sorted(line.split()[1] for line in warnings) == ["metrics.jsonl", "train.log"]
+    assert said.err == ""
+    assert [point[0] for point in points(board(tmp_path), "train/loss")] == [3, 4]
+
+
+@pytest.mark.fault(26)
+def test_a_disk_that_is_full_at_a_resumption_leaves_nothing_behind(small_disk, capfd):
+    lines = "".join(f'{{"step": {step}, "train/loss": 1.0}}\n' for step in range(1, 2001))
+    (small_disk / "metrics.jsonl").write_text(lines)
+    with (small_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
+        while other.write(bytes(4096)):
+            pass
+    with RunLog(small_disk, enabled=True, start_step=1500) as run:
+        run.scalars(1501, {"train/loss": 1.0})
+    said = capfd.readouterr()
+    assert "warning: metrics.jsonl cannot be written any more" in said.out
+    assert "Traceback" not in said.err
+    # Not even the new line: behind the old ones it would run back.
+    assert (small_disk / "metrics.jsonl").read_text() == lines
+    assert list(small_disk.glob("*.tmp")) + list(small_disk.glob(".*")) == []
+
+
+def test_nothing_is_written_where_nothing_is_dropped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    before = (tmp_path / "metrics.jsonl").stat()
+    with RunLog(tmp_path, enabled=True, start_step=1):
+        pass
+    assert os.path.samestat(before, (tmp_path / "metrics.jsonl").stat())

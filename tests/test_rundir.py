@@ -111,3 +111,49 @@ def test_a_config_flattens_to_options_by_their_whole_names(config):
     assert flat["train.lr"] == 0.02
     assert flat["augment.crop_size"] == [41, 57]
     assert flat["seed"] == 0
+
+
+def checkpoint_in(directory, name="last.pt"):
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "checkpoints" / name).write_bytes(b"content")
+
+
+def test_checkpoints_without_a_config_are_not_written_over(config, tmp_path):
+    checkpoint_in(tmp_path, "best.pt")
+    with pytest.raises(ConfigError, match=r"checkpoints/best\.pt: stands where this run would"):
+        rundir.check_directory(tmp_path, config, resume=False)
+    assert rundir.check_directory(tmp_path, config, resume=True) == []  # it tells what it was
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", bytes(4096)])
+def test_an_empty_config_is_left_to_the_checkpoint_if_there_is_one(config, tmp_path, content):
+    (tmp_path / rundir.CONFIG).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.yaml: empty, .*no checkpoint.*again, with"):
+        rundir.check_directory(tmp_path, config, resume=True)
+    checkpoint_in(tmp_path)
+    assert rundir.check_directory(tmp_path, config, resume=True) == []
+
+
+def test_a_config_that_is_damaged_otherwise_is_refused_with_the_way_out(config, tmp_path):
+    checkpoint_in(tmp_path)
+    (tmp_path / rundir.CONFIG).write_text("train: {lr: [}\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml:1: (.|\n)*move it away: --resume writes"):
+        rundir.check_directory(tmp_path, config, resume=True)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize(
+    ("name", "make", "said"),
+    [
+        ("config.yaml", os.mkdir, "expected a file, found a folder"),
+        ("config.yaml", os.mkfifo, "expected a file, found a pipe"),
+        ("environment.json", os.mkfifo, "expected a file, found a pipe"),
+        ("checkpoints", os.mkfifo, "expected a folder, found a pipe"),
+        ("checkpoints", lambda path: path.touch(), "expected a folder, found a file"),
+        ("checkpoints", lambda path: path.symlink_to("x"), "expected a folder, found a link to no"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_by_name(config, tmp_path, name, make, said, resume):
+    make(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name}: {said}.*; move it away"):
+        rundir.check_directory(tmp_path, config, resume=resume)

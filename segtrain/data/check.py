@@ -23,6 +23,7 @@ from segtrain.data.report import CheckReport, Finding
 from segtrain.data.scan import Problem, SplitScan, by_reason, process_pool, scan_split
 from segtrain.data.suggest import looks_like_train_ids
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError
+from segtrain.files import write_output
 
 # Waiting for the disk, not the processor, is what headers cost.
 _HEADER_THREADS = 16
@@ -36,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     found = run(load_config(args.config, args.set), jobs=args.jobs)
     if args.json is not None:
         try:
-            args.json.write_text(report.as_json(found) + "\n", encoding="utf-8")
+            write_output(args.json, report.as_json(found) + "\n")
         except OSError as error:
             raise ConfigError(f"--json {args.json}: {(error.strerror or '').lower()}") from error
     print(report.as_text(found))

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,7 @@ from segtrain.export.formats import FORMATS, ONNX_OPSET, quiet, require_onnx
 from segtrain.export.graph import ExportModel
 from segtrain.export.verify import TOLERANCE, Comparison, cases, compare
 from segtrain.export.weights import check_weights, write_weights
+from segtrain.files import kind_of
 
 __all__ = ["Comparison", "ExportModel", "export_graph", "export_weights", "main"]
 
@@ -155,6 +156,8 @@ def _check_request(args: argparse.Namespace, output: Path) -> None:
         problems.append(f"--size: expected two positive numbers, got {args.size}")
     if output.is_dir():
         problems.append(f"--output {output}: is a directory; name the file")
+    elif output.exists() and not output.is_file():  # replacing it would take it from everyone
+        problems.append(f"--output {output}: is {kind_of(output)}; name a file")
     if problems:
         raise ConfigError("\n".join(problems))
     if args.format == "onnx":
@@ -190,6 +193,7 @@ def _replaced(output: Path) -> Iterator[Path]:
             yield draft
             os.replace(draft, output)
         finally:
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):  # on a disk that has become read-only; the first error counts
+                draft.unlink(missing_ok=True)
     except OSError as error:
         raise ExecutionError(f"{output}: cannot be written: {error.strerror or error}") from error

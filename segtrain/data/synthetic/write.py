@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from segtrain.data.synthetic.scene import draw_scene
 from segtrain.errors import ConfigError, DataError
+from segtrain.files import write_whole
 
 SETTINGS_FILE = "synthetic.json"
 # Raise it when the same (seed, split, index) gives another picture than before, so that folders
@@ -199,6 +200,4 @@ def _png(picture: np.ndarray) -> bytes:
 
 def _replace(path: Path, data: bytes) -> None:
     """Writes the file under another name first: under its own it is always complete."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(data)
-    os.replace(draft, path)
+    write_whole(path, data, durable=False)
