@@ -453,6 +453,8 @@ _HINTS = {
     "ignore_label": "ignored ids are in the class file, data.classes",
     "class_names": "names are in the class file, data.classes",
     "epochs": "the length is train.steps; an epoch is images / train.batch_size steps",
+    "num_epochs": "the length is train.steps; an epoch is images / train.batch_size steps",
+    "max_epochs": "the length is train.steps; an epoch is images / train.batch_size steps",
     "max_iters": "did you mean train.steps?",
     "iters": "did you mean train.steps?",
     "learning_rate": "did you mean train.lr?",

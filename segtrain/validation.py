@@ -6,7 +6,7 @@ pydantic's kinds of error and stays true when a field changes.
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -227,7 +227,7 @@ def _value_hint(value: Any, node: dict[str, Any], schema: dict[str, Any]) -> str
     """The likely repair, or nothing."""
     kind = node.get("type")
     if "enum" in node and kind == "string":
-        near = _nearest(str(value), node["enum"])
+        near = nearest(str(value), node["enum"])
         return f"; did you mean {near}?" if near else ""
     if kind == "boolean" and isinstance(value, str | int) and not isinstance(value, bool):
         meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}
@@ -259,13 +259,13 @@ def _unknown_key(loc: KeyPath, schema: dict[str, Any], hints: Mapping[str, str])
     siblings = list(node.get("properties", {}))
     elsewhere = [path for path in _all_keys(schema) if path[:-1] != loc[:-1]]
     exact = [path for path in elsewhere if path[-1] == key]
-    if near := _nearest(key, siblings):
+    if near := nearest(key, siblings):
         return f"unknown key; did you mean '{near}'?"
     if exact:
         return f"unknown key; did you mean {' or '.join(dotted(path) for path in exact)}?"
     if key in hints:
         return f"unknown key; {hints[key]}"
-    if near := _nearest(key, [str(path[-1]) for path in elsewhere]):
+    if near := nearest(key, [str(path[-1]) for path in elsewhere]):
         return f"unknown key; did you mean {dotted(next(p for p in elsewhere if p[-1] == near))}?"
     return f"unknown key; expected one of {', '.join(siblings)}" if siblings else "unknown key"
 
@@ -277,9 +277,21 @@ def _all_keys(schema: dict[str, Any]) -> Iterator[KeyPath]:
             yield (name, inner)
 
 
-def _nearest(word: str, candidates: Collection[str]) -> str | None:
-    """The candidate most like `word`, or None if none is."""
-    return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)), None)
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `word` may be a misspelling or a part of, or None if none is like it.
+
+    At difflib's usual cutoff of 0.6 "unet" is like "pspnet".
+    """
+    candidates = list(candidates)
+    near = difflib.get_close_matches(word, candidates, n=1, cutoff=0.75)
+    parts = [one for one in candidates if _is_part(word, one) or _is_part(one, word)]
+    return next(iter([*near, *difflib.get_close_matches(word, parts, n=1, cutoff=0)]), None)
+
+
+def _is_part(short: str, long: str) -> bool:
+    """Whether all words of `short` are words of `long`: "crop" and "crop_size"."""
+    words = re.findall(r"[a-z]{3,}", short.lower())
+    return bool(words) and set(words) <= set(re.findall(r"[a-z]{3,}", long.lower()))
 
 
 def report(

@@ -197,6 +197,13 @@ def test_a_missing_file_is_compared_with_those_beside_it(tmp_path):
         load_class_file(str(tmp_path / "clases.yaml"))
 
 
+def test_a_file_of_another_name_is_not_suggested(tmp_path):
+    """The folders they share do not make two paths alike."""
+    (tmp_path / "classes.yaml").write_text("classes: [a]\n")
+    with pytest.raises(ConfigError, match=r"zebra\.yaml: cannot be read: no such file$"):
+        load_class_file(str(tmp_path / "zebra.yaml"))
+
+
 def test_a_file_of_any_ending_is_a_path(tmp_path, monkeypatch):
     (tmp_path / "names.txt").write_text("classes: [a, b]\n")
     monkeypatch.chdir(tmp_path)

@@ -150,6 +150,24 @@ def test_a_mistake_names_line_key_expectation_and_repair(text, message):
     assert refusal(text) == [message]
 
 
+@pytest.mark.parametrize(
+    ("text", "ending"),
+    [
+        ("model: {arch: unet}", "pspnet, deeplabv3, deeplabv3plus, got 'unet' (text)"),
+        ("train: {optimizer: lamb}", "expected one of sgd, adamw, got 'lamb' (text)"),
+        ("train: {num_epochs: 3}", "an epoch is images / train.batch_size steps"),
+        ("model: {arch: deeplab}", "did you mean deeplabv3?"),
+        ("model: {backbone: resnet_50}", "did you mean resnet50?"),
+        ("norm: {kind: group_norm}", "did you mean group?"),
+        ("augment: {crop: [3, 5]}", "unknown key; did you mean 'crop_size'?"),
+        ("eval: {steps: 5}", "unknown key; did you mean 'every_steps'?"),
+    ],
+)
+def test_only_what_is_alike_is_suggested(text, ending):
+    (line,) = refusal(text)
+    assert line.endswith(ending)
+
+
 def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
     """min_lr is a default here; only lr is in the file."""
     text = "train:\n  momentum: 0.5\n  lr: 1e-9\n"

@@ -13,7 +13,6 @@ is then the place in the list, `color` the next free one of the Pascal VOC palet
     classes: [background, crack, spalling]
 """
 
-import difflib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from segtrain.errors import ConfigError
 from segtrain.strict_yaml import Document, read_text, scan_yaml
-from segtrain.validation import Finding, report, validate
+from segtrain.validation import Finding, nearest, report, validate
 
 # Equal to records.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
 _IGNORE_INDEX = 255
@@ -196,9 +195,9 @@ def _find(name_or_path: str) -> Path:
     path = Path(os.path.expanduser(name_or_path))  # Path.expanduser raises at unknown users
     if path.name != name_or_path or path.suffix:
         if not path.exists():
-            beside = [str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern)]
-            near = difflib.get_close_matches(str(path), beside, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            beside = {p.stem: p for end in ("*.yaml", "*.yml") for p in path.parent.glob(end)}
+            near = nearest(path.stem, beside)
+            hint = f"; did you mean {beside[near]}?" if near else ""
             if not path.is_absolute():
                 hint += f" (looked for from {Path.cwd()}; --set data.classes=PATH names another)"
             raise ConfigError(f"data.classes: {path}: cannot be read: no such file{hint}")
@@ -207,10 +206,10 @@ def _find(name_or_path: str) -> Path:
         if (folder / f"{name_or_path}.yaml").is_file():
             return folder / f"{name_or_path}.yaml"
     known = known_names()
-    near = difflib.get_close_matches(name_or_path, known, n=1)
+    near = nearest(name_or_path, known)
     problem = f"data.classes: no class file named '{name_or_path}'"
     if near:
-        raise ConfigError(f"{problem}; did you mean {near[0]}?")
+        raise ConfigError(f"{problem}; did you mean {near}?")
     raise ConfigError(f"{problem}; expected one of {', '.join(known)}, or a path ending in .yaml")
 
 

@@ -4,7 +4,6 @@ A layout is one function from (data config, split) to a `Listing`; `LAYOUTS` nam
 here opens an image: a listing costs one walk of the folders.
 """
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from segtrain.config import DataConfig
 from segtrain.data.listfile import clean_relative_path, list_file_rows, list_file_words
 from segtrain.errors import DataError
 from segtrain.files import walk
+from segtrain.validation import nearest
 
 # Other formats are refused: two decoders are enough to keep safe, and both keep what they store.
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -292,8 +292,8 @@ def _root(data: DataConfig) -> Path:
         raise DataError(f"data.root: {root} is not a folder")
     above = root.parent
     beside = [entry.name for entry in above.iterdir()] if above.is_dir() else []
-    near = difflib.get_close_matches(root.name, beside, n=1)
-    hint = f"; did you mean {printable(above / near[0])}?" if near else ""
+    near = nearest(root.name, beside)
+    hint = f"; did you mean {printable(above / near)}?" if near else ""
     # A relative path is the usual mistake: it counts from where the command is run.
     where = "" if root.is_absolute() else f" in {printable(Path.cwd())}"
     raise DataError(f"data.root: there is no folder {printable(root)}{where}{hint}")
