@@ -12,6 +12,7 @@ import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from segtrain import __version__, outcome, signals
 from segtrain.errors import (
@@ -26,11 +27,15 @@ from segtrain.errors import (
     UserError,
 )
 
+if TYPE_CHECKING:
+    from segtrain.config import Config
+
 _DESCRIPTION = """\
 Semantic segmentation training whose result does not depend on the number of devices.
 
-  segtrain data check configs/own.yaml       is the data what the config says?
-  segtrain train configs/own.yaml            train, evaluate, save checkpoints to runs/own
+  segtrain config copy own_data own.yaml     a config to begin with; `config list` names more
+  segtrain data check own.yaml               is the data what the config says?
+  segtrain train own.yaml                    train, evaluate, save checkpoints to runs/own
   segtrain eval runs/own                     IoU of every class
   segtrain predict runs/own photos/ --output predictions
   segtrain export runs/own --format onnx --output model.onnx
@@ -43,6 +48,7 @@ _SET_HELP = (
     "change one option, checked like the file; may be repeated, the last one counts "
     "(train.lr=1e-3, augment.crop_size='[512, 1024]', model.pretrained=null)"
 )
+_CONFIG_HELP = "experiment file (YAML), or a name from 'segtrain config list'"
 _SOURCE_HELP = "run directory (its best checkpoint) or checkpoint file"
 
 
@@ -148,10 +154,20 @@ def _stdout_problem() -> str | None:
     return None
 
 
-def _train(args: argparse.Namespace) -> int:
+def _load_config(args: argparse.Namespace) -> "Config":
+    """The config that the command line names; `args.config` becomes the path of its file."""
+    from segtrain import recipes
     from segtrain.config import load_config
 
-    config = load_config(args.config, args.set)
+    found = recipes.find(args.config)
+    if found.note and "RANK" not in os.environ:  # once, not for every rank
+        _show(found.note)
+    args.config = str(found.path)
+    return load_config(args.config, args.set)
+
+
+def _train(args: argparse.Namespace) -> int:
+    config = _load_config(args)
     if "RANK" not in os.environ:  # once, not for every rank
         _print_warnings(config)
     from segtrain import launch
@@ -190,20 +206,35 @@ def _data_synth(args: argparse.Namespace) -> int:
 
 
 def _data_check(args: argparse.Namespace) -> int:
-    from segtrain.config import load_config
-
-    load_config(args.config, args.set)  # refused before anything heavy is imported
+    _load_config(args)  # refused before anything heavy is imported
     from segtrain.data import check
 
     return check.main(args)
 
 
 def _config_show(args: argparse.Namespace) -> int:
-    from segtrain.config import config_to_yaml, load_config
+    from segtrain.config import config_to_yaml
 
-    config = load_config(args.config, args.set)
+    config = _load_config(args)
     print(config_to_yaml(config), end="")
     _print_warnings(config)
+    return EXIT_OK
+
+
+def _config_list(_: argparse.Namespace) -> int:
+    from segtrain import recipes
+
+    names = recipes.names()
+    for name in names:
+        print(f"{name:{max(map(len, names))}}  {recipes.describe(name)}")
+    return EXIT_OK
+
+
+def _config_copy(args: argparse.Namespace) -> int:
+    from segtrain import recipes
+
+    for line in recipes.copy(args.name, args.file):
+        print(line)
     return EXIT_OK
 
 
@@ -256,12 +287,13 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         help="train a model from a config",
         description="Train the experiment in CONFIG; evaluate and save checkpoints on the way.",
         epilog="examples:\n"
-        "  segtrain train configs/own_data.yaml --nproc 4 --set train.lr=0.02\n"
-        "  segtrain train configs/own_data.yaml --resume\n"
+        "  segtrain train own.yaml --nproc 4 --set train.lr=0.02\n"
+        "  segtrain train own.yaml --resume\n"
+        "  segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
         "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
         "  torchrun --nproc-per-node 4 -m segtrain train CONFIG",
     )
-    parser.add_argument("config", metavar="CONFIG", help="experiment file (YAML)")
+    parser.add_argument("config", metavar="CONFIG", help=_CONFIG_HELP)
     _add_set(parser)
     _add_nproc(parser)
     _add_device(parser)
@@ -433,9 +465,9 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
         help="check every image and label of a config",
         description="Read both splits completely and report all that is wrong: missing or damaged "
         "files, sizes that differ, label values outside the class file; and class frequencies.",
-        epilog="example:\n  segtrain data check configs/own_data.yaml",
+        epilog="example:\n  segtrain data check own.yaml",
     )
-    check.add_argument("config", metavar="CONFIG", help="experiment file (YAML)")
+    check.add_argument("config", metavar="CONFIG", help=_CONFIG_HELP)
     _add_set(check)
     _add_jobs(check)
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -443,14 +475,26 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_config(commands: argparse._SubParsersAction) -> None:
-    group = commands.add_parser("config", help="show a config or its schema")
+    group = commands.add_parser("config", help="list, copy or show configs")
     actions = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    listing = actions.add_parser("list", help="list the configs that come with segtrain")
+    listing.set_defaults(handler=_config_list)
+    copy = actions.add_parser(
+        "copy",
+        help="copy a config that comes with segtrain",
+        description="Copy the config NAME to FILE, and say which lines to change.",
+        epilog="example:\n  segtrain config copy own_data my.yaml",
+    )
+    copy.add_argument("name", metavar="NAME", help="a name from 'segtrain config list'")
+    copy.add_argument("file", type=Path, metavar="FILE", help="a new file, such as my.yaml")
+    copy.set_defaults(handler=_config_copy)
     show = actions.add_parser(
         "show",
         help="check a config and print it with all defaults",
-        epilog="example:\n  segtrain config show configs/own_data.yaml --set train.lr=0.02",
+        epilog="examples:\n  segtrain config show own.yaml --set train.lr=0.02\n"
+        "  segtrain config show camvid_small",
     )
-    show.add_argument("config", metavar="FILE", help="experiment file (YAML)")
+    show.add_argument("config", metavar="CONFIG", help=_CONFIG_HELP)
     _add_set(show)
     show.set_defaults(handler=_config_show)
     schema = actions.add_parser(

@@ -1,0 +1,163 @@
+"""The configs that come with segtrain, found by name from any folder."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from segtrain import cli, recipes
+from segtrain.config import load_config
+from segtrain.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIGS = REPOSITORY / "configs"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """An empty current folder; what `train` does to signals is undone."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def refusal(*args):
+    with pytest.raises(ConfigError) as caught:
+        recipes.find(*args)
+    return str(caught.value)
+
+
+def test_a_name_is_a_config_everywhere_a_config_is_expected(capsys):
+    assert cli.main(["config", "show", "camvid_small"]) == 0
+    shown, said = capsys.readouterr()
+    Path("shown.yaml").write_text(shown)
+    assert load_config("shown.yaml") == load_config(CONFIGS / "camvid_small.yaml")
+    used = f"segtrain: using segtrain's config camvid_small: {CONFIGS / 'camvid_small.yaml'}\n"
+    assert said == used
+
+    assert cli.main(["data", "check", "camvid_small", "--set", "data.root=nowhere"]) == 3
+    out, said = capsys.readouterr()
+    assert "data.root: there is no folder nowhere" in out
+    assert said.startswith(used)
+
+
+def test_the_run_directory_has_the_name_of_the_config(capsys):
+    run = Path("runs/camvid_small")
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "last.pt").touch()
+    shutil.copy(CONFIGS / "camvid_small.yaml", run / "config.yaml")
+    assert cli.main(["train", "camvid_small", "--nproc", "1"]) == 2
+    assert "segtrain: runs/camvid_small: holds a run already" in capsys.readouterr().err
+
+
+def test_a_file_of_that_name_goes_first_and_it_is_said():
+    Path("demo").write_text("seed: 1\n")
+    assert recipes.find("demo") == (
+        Path("demo"),
+        "using the file demo in this folder, not segtrain's config of this name",
+    )
+
+
+def test_a_folder_of_that_name_does_not_count():
+    Path("demo").mkdir()
+    assert recipes.find("demo").path == CONFIGS / "demo.yaml"
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".yml"])
+def test_a_name_is_refused_where_a_file_beside_may_be_meant(suffix):
+    """Who has copied demo to demo.yaml and changed it would else train the wrong one."""
+    Path(f"demo{suffix}").write_text("seed: 1\n")
+    said = refusal("demo")
+    assert f"demo{suffix} lies in this folder; write demo{suffix} to use it" in said
+    assert recipes.find(f"demo{suffix}") == (Path(f"demo{suffix}"), "")
+
+
+@pytest.mark.parametrize(
+    ("text", "ending"),
+    [
+        ("camvid_smal", "comes with segtrain; did you mean camvid_small?"),
+        ("my", "comes with segtrain; did you mean my.yaml?"),
+        ("zebra", "comes with segtrain; see 'segtrain config list'"),
+        ("configs/demo.yaml", "the config that comes with segtrain is called demo"),
+        ("demo.yaml", "the config that comes with segtrain is called demo"),
+        ("myy.yaml", "no such file or directory; did you mean my.yaml?"),
+        ("deep/folder/zebra.yaml", "cannot be read: no such file or directory"),
+        (".", "expected a config file, such as my.yaml, or a name from 'segtrain config list'"),
+    ],
+)
+def test_an_unknown_name_gets_what_is_like_it(text, ending):
+    Path("my.yaml").touch()
+    assert refusal(text).startswith(f"{text}: ")
+    assert refusal(text).endswith(ending)
+
+
+def test_names_that_no_file_can_have_are_refused_by_reading_them():
+    for text in ("x" * 300, "a\0b"):
+        with pytest.raises(ConfigError, match="cannot be read: "):
+            load_config(recipes.find(text).path)
+
+
+def test_the_list_has_a_line_for_every_config(capsys):
+    assert cli.main(["config", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(p.stem for p in CONFIGS.glob("*.yaml"))
+    assert all(20 < len(line) < 130 for line in lines)
+    voc = "DeepLabV3+ on ResNet-101 on Pascal VOC 2012 with the augmented training set, crops of"
+    assert " ".join(lines[-1].split()).startswith(f"voc_deeplabv3plus_r101 {voc}")
+    assert lines[-2].split(maxsplit=1)[1] == "Your own images and labels"
+
+
+def test_a_copy_is_the_config_and_says_which_lines_to_change(capsys):
+    assert cli.main(["config", "copy", "own_data", "my.yaml"]) == 0
+    text = Path("my.yaml").read_text()
+    assert text == (CONFIGS / "own_data.yaml").read_text()
+    said = capsys.readouterr().out.splitlines()
+    marked = [i for i, line in enumerate(text.splitlines(), 1) if "# <--" in line]
+    assert [int(line.split()[1].rstrip(":")) for line in said[1:-2]] == marked
+    assert said[-2:] == ["then:  segtrain data check my.yaml", "       segtrain train my.yaml"]
+
+    assert cli.main(["config", "copy", "demo", "my demo.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "root: runs/demo_data\n" in said
+    assert said.endswith("segtrain train 'my demo.yaml'\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "said"),
+    [
+        ("demo", "there.yaml", "there.yaml: exists already; choose another name"),
+        ("demo", "folder", "folder: is a directory; name the file: folder/demo.yaml"),
+        ("demo", "copy", "copy: expected a name that ends in .yaml: copy.yaml"),
+        ("demo", "no/copy.yaml", "no/copy.yaml: cannot be written: no such file or directory"),
+        ("dmo", "copy.yaml", "dmo: no config of this name comes with segtrain; did you mean demo?"),
+        ("x", "copy.yaml", "x: no config of this name comes with segtrain; expected one of ade20k"),
+    ],
+)
+def test_a_copy_replaces_nothing(capsys, name, target, said):
+    Path("there.yaml").write_text("precious")
+    Path("folder").mkdir()
+    assert cli.main(["config", "copy", name, target]) == 2
+    assert capsys.readouterr().err.startswith(f"segtrain: {said}")
+    assert Path("there.yaml").read_text() == "precious"
+    assert sorted(path.name for path in Path().iterdir()) == ["folder", "there.yaml"]
+
+
+def test_an_installed_package_finds_its_own_configs_only(tmp_path):
+    """As in a wheel, where they lie in the package; `configs` beside it is another project's."""
+    site = tmp_path / "site"
+    shutil.copytree(REPOSITORY / "segtrain", site / "segtrain")
+    shutil.copytree(CONFIGS, site / "segtrain" / "_data" / "configs")
+    (site / "configs").mkdir()
+    (site / "configs" / "foreign.yaml").write_text("# Foreign.\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "segtrain", "config", "list"],
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert [line.split()[0] for line in done.stdout.splitlines()] == recipes.names()
