@@ -84,6 +84,25 @@ class Claim:
         self._handle = handle
 
 
+def use_by_others(directory: Path) -> str | None:
+    """Which other process uses `directory`, and what to do; None if there is none."""
+    holder = ""
+    try:
+        with files.open_regular(directory / LOCK, "r", errors="replace") as file:
+            holder = file.read(200).strip()
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        remedy = "wait for it to end"
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            return None
+        # Nothing tells whether the process is still there.
+        remedy = f"if it has ended, delete {directory / LOCK}"
+    else:
+        return None
+    return None if holder == _this_process() else f"in use by {holder or 'another run'}; {remedy}"
+
+
 class _HeldError(Exception):
     """Another process holds a lock; says which."""
 

@@ -160,14 +160,21 @@ def _load_config(args: argparse.Namespace) -> "Config":
     from segtrain.config import load_config
 
     found = recipes.find(args.config)
-    if found.note and "RANK" not in os.environ:  # once, not for every rank
+    if found.note:
         _show(found.note)
     args.config = str(found.path)
     return load_config(args.config, args.set)
 
 
 def _train(args: argparse.Namespace) -> int:
-    config = _load_config(args)
+    from segtrain.config import load_config
+    from segtrain.target import train_target
+
+    target = train_target(args.config, resume=args.resume, output=args.output)
+    args.output = target.directory
+    if target.note and "RANK" not in os.environ:  # once, not for every rank
+        _show(target.note)
+    config = load_config(target.config, args.set)
     if "RANK" not in os.environ:  # once, not for every rank
         _print_warnings(config)
     from segtrain import launch
@@ -288,12 +295,14 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         description="Train the experiment in CONFIG; evaluate and save checkpoints on the way.",
         epilog="examples:\n"
         "  segtrain train own.yaml --nproc 4 --set train.lr=0.02\n"
-        "  segtrain train own.yaml --resume\n"
+        "  segtrain train own.yaml --resume                        or: train runs/own --resume\n"
         "  segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
         "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
         "  torchrun --nproc-per-node 4 -m segtrain train CONFIG",
     )
-    parser.add_argument("config", metavar="CONFIG", help=_CONFIG_HELP)
+    parser.add_argument(
+        "config", metavar="CONFIG", help=f"{_CONFIG_HELP}; with --resume also the run's directory"
+    )
     _add_set(parser)
     _add_nproc(parser)
     _add_device(parser)

@@ -132,14 +132,15 @@ def to_yaml(settings: BaseModel) -> str:
     blocks = []
     for key, value in settings.model_dump(mode="json").items():
         if isinstance(value, dict) and value:
-            lines = [f"  {name}: {_flow(item)}" for name, item in value.items()]
+            lines = [f"  {name}: {yaml_value(item)}" for name, item in value.items()]
             blocks.append("\n".join([f"{key}:", *lines]))
         else:
-            blocks.append(f"{key}: {_flow(value)}")
+            blocks.append(f"{key}: {yaml_value(value)}")
     return "\n".join(blocks) + "\n"
 
 
-def _flow(value: Any) -> str:
+def yaml_value(value: Any) -> str:
+    """`value` on one line, as `--set` and the files of settings read it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -147,10 +148,11 @@ def _flow(value: Any) -> str:
     if isinstance(value, float):
         mantissa, e, exponent = repr(value).partition("e")
         return f"{mantissa}{'' if '.' in mantissa else '.0'}{e}{exponent}"
-    if isinstance(value, list):
-        return f"[{', '.join(_flow(item) for item in value)}]"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(yaml_value(item) for item in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_text(key)}: {_flow(item)}' for key, item in value.items())}}}"
+        items = (f"{_text(key)}: {yaml_value(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
     return _text(value) if isinstance(value, str) else str(value)
 
 

@@ -3,6 +3,7 @@
 from pydantic import BaseModel
 
 from segtrain.config import Config
+from segtrain.config_file import yaml_value
 
 
 def config_warnings(config: Config) -> list[str]:
@@ -15,7 +16,7 @@ def config_warnings(config: Config) -> list[str]:
         section, *keys = names.split()
         part = getattr(config, section)
         lines += [
-            f"{section}.{key}: {_show(getattr(part, key))} has no effect: {reason}"
+            f"{section}.{key}: {yaml_value(getattr(part, key))} has no effect: {reason}"
             for key in keys
             if not effective and getattr(part, key) != _default(part, key)
         ]
@@ -74,9 +75,3 @@ def _reached(every_steps: int | None, steps: int) -> bool:
 
 def _default(part: BaseModel, key: str) -> object:
     return type(part).model_fields[key].default
-
-
-def _show(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -38,6 +38,9 @@ from segtrain.shares import batch_findings
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
+# Of several machines: the key with which their launchers sign, in the directory of the run.
+SECRET_FILE = ".secret"
+
 _GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
@@ -47,10 +50,13 @@ SHUTDOWN_TIMEOUT_S = 120
 
 
 def train(args: argparse.Namespace, config: Config) -> int:
-    """`segtrain train`: as a rank, alone, or as the launcher of ranks; returns the exit code."""
+    """`segtrain train`: as a rank, alone, or as the launcher of ranks; returns the exit code.
+
+    args: the command line, with the directory of the run in `output`.
+    """
     from segtrain import rundir
 
-    directory = run_directory(args)
+    directory = Path(args.output)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
     if args.accept_changes and not args.resume:
         raise ConfigError("--accept-changes: serves only --resume")
@@ -85,11 +91,6 @@ def train(args: argparse.Namespace, config: Config) -> int:
         restarted=restarted,
         requeue=args.requeue,
     )
-
-
-def run_directory(args: argparse.Namespace) -> Path:
-    """Where `segtrain train` writes its run."""
-    return Path(args.output or Path("runs") / Path(args.config).stem)
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -260,13 +261,9 @@ def _meeting_point(args: argparse.Namespace) -> dict[str, Any]:
         "rdzv_backend": rendezvous.MACHINES,
         "run_id": args.rdzv_id or "segtrain",
         "rdzv_endpoint": args.rdzv_endpoint,
-        "rdzv_configs": {**serves, "secret_file": str(_secret_file(args))},
+        "rdzv_configs": {**serves, "secret_file": str(Path(args.output, SECRET_FILE))},
         "local_addr": host if inside else network.address_toward(host, int(port)),
     }
-
-
-def _secret_file(args: argparse.Namespace) -> Path:
-    return run_directory(args) / ".secret"
 
 
 def exit_code_of(

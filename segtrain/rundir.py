@@ -3,15 +3,19 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from segtrain import __version__, files
-from segtrain.claim import cannot_write
+from segtrain.claim import cannot_write, use_by_others
 from segtrain.config import Config, config_to_yaml, load_config
+from segtrain.config_file import yaml_value
 from segtrain.errors import CheckpointError, ConfigError
+from segtrain.manifest import MANIFEST
 from segtrain.versions import LIBRARIES, library_version
 
 CONFIG, ENVIRONMENT, METRICS, LOG = "config.yaml", "environment.json", "metrics.jsonl", "train.log"
@@ -30,6 +34,8 @@ def check_directory(
 ) -> list[str]:
     """Refuses a directory that this run must not write into.
 
+    A run there that has saved no checkpoint is nothing to lose: a new one may take its place.
+
     Args:
         accept_changes: with `resume`, go on with a config that differs.
 
@@ -37,7 +43,8 @@ def check_directory(
         what differs, a line for each option.
 
     Raises:
-        ConfigError: it holds a run already, or is no directory; with `resume`, its config differs.
+        ConfigError: it holds a run with checkpoints or one at work, or is no directory; with
+            `resume`, its config differs.
         CheckpointError: with `resume`, there is nothing to go on from.
     """
     above = next(path for path in (directory, *directory.absolute().parents) if path.exists())
@@ -48,13 +55,7 @@ def check_directory(
     _check_kinds(directory)
     if not resume:
         if (directory / CONFIG).exists():
-            saved = any((directory / CHECKPOINTS).glob("*.pt"))
-            nothing = "" if saved else ", which has saved nothing yet"
-            delete = "" if saved else "delete it, "
-            raise ConfigError(
-                f"{directory}: holds a run already{nothing}; go on with it by --resume, {delete}or "
-                "choose another directory by --output"
-            )
+            _check_unsaved(directory)
         saved_here = _checkpoints(directory)
         if saved_here:
             raise ConfigError(
@@ -73,15 +74,59 @@ def check_directory(
             f"{path}: empty, and there is no checkpoint to tell what it said; nothing is lost: "
             "delete the directory and start the run again, without --resume"
         )
-    differences = _differences(_own_config(path), config)
+    before = _own_config(path)
+    differences = _differences(before, config)
     if differences and not accept_changes:
-        listed = "\n  ".join(differences)
+        raise ConfigError(_refused_changes(directory, differences, before))
+    return list(differences.values())
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a run has been started in `directory`; a config.yaml alone may be anybody's."""
+    marks = (directory / ENVIRONMENT, directory / CHECKPOINTS / MANIFEST)
+    return (directory / CONFIG).is_file() and any(mark.exists() for mark in marks)
+
+
+def has_saved(directory: Path) -> bool:
+    """Whether the run in `directory` has saved a checkpoint, even one that is gone now."""
+    checkpoints = directory / CHECKPOINTS
+    return (checkpoints / MANIFEST).exists() or any(checkpoints.glob("*.pt"))
+
+
+def _check_unsaved(directory: Path) -> None:
+    """Refuses a run that has saved something; a run that has not may be begun anew."""
+    if has_saved(directory):
+        gone, delete = "", ""
+        if not any((directory / CHECKPOINTS).glob("*.pt")):
+            gone, delete = ", whose checkpoints are not there", "delete it, "
         raise ConfigError(
-            f"{directory}: the run was started with another config\n  {listed}\n"
-            "  give it the config it was started with, start a new run by --output, or, if the "
-            "changes are meant, add --accept-changes"
+            f"{directory}: holds a run already{gone}; go on with it by --resume, {delete}or choose "
+            "another directory by --output"
         )
-    return differences
+    if not is_run(directory):
+        raise ConfigError(
+            f"{directory}: holds a {CONFIG} that no run has written and that would be replaced; "
+            "choose another directory by --output"
+        )
+    if problem := use_by_others(directory):
+        raise ConfigError(f"{directory}: {problem}, or choose another directory by --output")
+
+
+def _refused_changes(directory: Path, differences: Mapping[str, str], before: Config) -> str:
+    """What differs, and the commands that work."""
+    values = flat(before)
+    old = [f"--set {shlex.quote(f'{key}={yaml_value(values[key])}')}" for key in differences]
+    lines = [
+        f"{directory}: the run was started with another config",
+        *(f"  {line}" for line in differences.values()),
+        f"to go on as it was started: segtrain train {shlex.quote(str(directory))} --resume",
+        f"or with this config, but those options as they were: add {' '.join(old)}",
+        "if the changes are meant: add --accept-changes",
+        "to start a new run: --output DIR instead of --resume",
+    ]
+    if not has_saved(directory):
+        lines[-1:] = ["it has saved no checkpoint: without --resume it is begun anew as you ask"]
+    return "\n".join(lines)
 
 
 def _check_kinds(directory: Path) -> None:
@@ -125,18 +170,20 @@ def _own_config(path: Path) -> Config:
         return load_config(path)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\n  if this file of the run is damaged, move it away: --resume writes it anew "
+            f"{error}
+  if this file of the run is damaged, move it away: --resume writes it anew "
             "from the checkpoint"
         ) from None
 
 
-def _differences(old: Config, new: Config) -> list[str]:
+def _differences(old: Config, new: Config) -> dict[str, str]:
+    """The options that differ, each with a line that tells how."""
     before, after = flat(old), flat(new)
-    return [
-        f"{key}: {before.get(key)} there, {after.get(key)} now"
+    return {
+        key: f"{key}: {yaml_value(before.get(key))} there, {yaml_value(after.get(key))} now"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not key.startswith(_HARMLESS)
-    ]
+    }
 
 
 # What people compare runs by.

@@ -184,11 +184,15 @@ def _prepare(
 
     devices = dist.all_gather_object(_device_name(device))
     others = dist.on_main(lambda: rundir.other_versions(directory)) if resume else []
+    anew = not resume and dist.on_main((directory / rundir.CONFIG).exists)
     if changes or others or not resume:
         dist.on_main(lambda: rundir.write_description(directory, config, devices))
     log = RunLog(directory, enabled=dist.is_main(), start_step=state.step, evaluated_step=evaluated)
     log.lines(start_lines(config, directory, model, train_set, eval_set, devices, state.step))
     log.lines(loaded)
+    if anew:
+        said = "the run before in this directory had saved no checkpoint"
+        log.lines([f"warning: {said}: {rundir.METRICS} begins anew, {rundir.LOG} goes on"])
     log.lines([f"changed    {change}" for change in changes])
     log.lines([f"warning: the run had {other}: numbers may differ" for other in others])
     log.lines([f"warning: {problem}" for problem in problems] + store.warnings)

@@ -230,7 +230,7 @@ def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, d
     ((kind, code, said),) = run_ranks(1, refusal, train, config, run, True)
     assert (kind, code) == ("ConfigError", 2)
     assert "\n  train.lr: 0.02 there, 0.01 now\n  train.momentum: 0.9 there, 0.5 now\n" in said
-    assert "if the changes are meant, add --accept-changes" in said
+    assert "\nif the changes are meant: add --accept-changes" in said
     assert run_ranks(1, train, config, run, True, accept_changes=True) == [0]
     (group, *_) = last(run).optimizer["param_groups"]
     assert group["momentum"] == 0.5
@@ -277,6 +277,28 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(run_ranks, tmp_pa
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["best.pt", "last.pt", "manifest.json", "previous.pt"]
     assert [step for step, _ in curve(run, "train/loss")] == [1, 2]
+
+
+def test_a_run_that_exploded_before_its_first_checkpoint_is_begun_anew(run_ranks, tmp_path, data):
+    """By the same command with another learning rate."""
+    explosive = small(data, train={"steps": 4, "lr": 1e30})
+    config, run = write_config(tmp_path / "c.yaml", explosive), tmp_path / "run"
+    ((kind, code, _),) = run_ranks(1, refusal, train, config, run)
+    assert (kind, code) == ("NonFiniteError", 5)
+    assert not (run / "checkpoints" / "last.pt").exists()
+    before = (run / "train.log").read_text()
+
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 4}))
+    assert run_ranks(1, train, config, run) == [0]
+    assert run_ranks(1, train, config, tmp_path / "fresh") == [0]
+    assert losses(run) == losses(tmp_path / "fresh")
+    assert [step for step, _ in curve(run, "train/loss")] == [1, 2, 3, 4]
+    log = (run / "train.log").read_text()
+    assert log.startswith(before)
+    said = "the run before in this directory had saved no checkpoint: metrics.jsonl begins anew, "
+    assert log.count(said + "train.log goes on") == 1
+    assert said not in (tmp_path / "fresh" / "train.log").read_text()
+    assert "lr: 0.02\n" in (run / "config.yaml").read_text()
 
 
 @pytest.mark.fault(46)

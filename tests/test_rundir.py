@@ -1,11 +1,14 @@
+import errno
+import fcntl
 import json
 import os
+import shlex
 
 import pytest
 from experiments import experiment, write_config
 
 from segtrain import rundir
-from segtrain.config import load_config
+from segtrain.config import load_config, override_config
 from segtrain.errors import CheckpointError, ConfigError
 
 
@@ -30,14 +33,49 @@ def test_a_directory_without_a_run_may_be_used(config, tmp_path):
 
 @pytest.mark.fault(31)
 def test_an_existing_run_is_refused_without_resume_and_accepted_with_it(config, tmp_path):
-    rundir.write_description(tmp_path / "run", config, ["cpu"])
-    with pytest.raises(ConfigError, match=r"saved nothing yet; .*--resume, delete it, or .*--out"):
-        rundir.check_directory(tmp_path / "run", config, resume=False)
-    (tmp_path / "run/checkpoints").mkdir()
-    (tmp_path / "run/checkpoints/last.pt").touch()
+    run = tmp_path / "run"
+    rundir.write_description(run, config, ["cpu"])
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints/last.pt").touch()
     with pytest.raises(ConfigError, match=r"run: holds a run already; .*--resume, or .*--output"):
-        rundir.check_directory(tmp_path / "run", config, resume=False)
-    rundir.check_directory(tmp_path / "run", config, resume=True)
+        rundir.check_directory(run, config, resume=False)
+    (run / "checkpoints/last.pt").rename(run / "checkpoints/manifest.json")
+    with pytest.raises(ConfigError, match=r"not there; .* --resume, delete it, or .*--output"):
+        rundir.check_directory(run, config, resume=False)
+    rundir.check_directory(run, config, resume=True)
+
+
+def test_a_run_that_has_saved_nothing_may_be_begun_anew_with_another_config(config, tmp_path):
+    rundir.write_description(tmp_path, config, ["cpu"])
+    (tmp_path / "checkpoints").mkdir()
+    assert rundir.check_directory(tmp_path, changed(config, "train", lr=1.0), resume=False) == []
+
+
+def test_a_config_that_no_run_has_written_is_not_replaced(config, tmp_path):
+    (tmp_path / "config.yaml").write_text("# mine\n")
+    with pytest.raises(ConfigError, match=r"holds a config\.yaml that no run has written"):
+        rundir.check_directory(tmp_path, config, resume=False)
+
+
+@pytest.mark.fault(29)
+def test_a_run_at_work_is_not_begun_anew(config, tmp_path, monkeypatch):
+    """On a file system without locks the file that a killed run left is taken for one at work."""
+    run = tmp_path / "run"
+    rundir.write_description(run, config, ["cpu"])
+    with rundir.claimed(run):
+        assert rundir.check_directory(run, config, resume=False) == []  # its own
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(ConfigError, match=r"run: in use by process \d+ on .*; wait for it to"):
+            rundir.check_directory(run, config, resume=False)
+    (run / rundir.LOCK).write_text("process 2 on host7\n")
+    assert rundir.check_directory(run, config, resume=False) == []  # left by one that was killed
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigError, match=r"process 2 on host7; if it has ended, delete .*\.lock"):
+        rundir.check_directory(run, config, resume=False)
 
 
 def test_there_must_be_a_run_to_resume(config, tmp_path):
@@ -68,16 +106,34 @@ def test_a_directory_that_cannot_be_made_is_a_mistake_of_the_user(config, tmp_pa
 @pytest.mark.fault(42)
 def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
     rundir.write_description(tmp_path, config, ["cpu"])
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/last.pt").touch()
     other = changed(changed(config, "train", lr=0.5, steps=99), "augment", crop_size=(33, 65))
+    other = changed(other, "model", pretrained="no: file")
     with pytest.raises(ConfigError) as refusal:
         rundir.check_directory(tmp_path, other, resume=True)
-    lines = str(refusal.value).splitlines()
-    assert lines[1:4] == [
+    assert str(refusal.value).splitlines()[1:] == [
         "  augment.crop_size: [41, 57] there, [33, 65] now",
+        '  model.pretrained: null there, "no: file" now',
         "  train.lr: 0.02 there, 0.5 now",
         "  train.steps: 20 there, 99 now",
+        f"to go on as it was started: segtrain train {tmp_path} --resume",
+        "or with this config, but those options as they were: add "
+        "--set 'augment.crop_size=[41, 57]' --set model.pretrained=null "
+        "--set train.lr=0.02 --set train.steps=20",
+        "if the changes are meant: add --accept-changes",
+        "to start a new run: --output DIR instead of --resume",
     ]
-    assert "--output" in lines[4]
+    line = str(refusal.value).splitlines()[6]
+    options = shlex.split(line.partition(": add ")[2])[1::2]
+    restored = override_config(other, options, source="s")
+    assert rundir.check_directory(tmp_path, restored, resume=True) == []
+
+
+def test_a_run_without_a_checkpoint_that_differs_is_told_how_to_begin_anew(config, tmp_path):
+    rundir.write_description(tmp_path, config, ["cpu"])
+    with pytest.raises(ConfigError, match="no checkpoint: without --resume it is begun anew"):
+        rundir.check_directory(tmp_path, changed(config, "train", lr=1.0), resume=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""Runs instead of configs on the command line of `segtrain train`."""
+
+from pathlib import Path
+
+import pytest
+from experiments import experiment, write_config
+
+from segtrain import rundir
+from segtrain.config import load_config
+from segtrain.errors import ConfigError
+from segtrain.target import train_target
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path, monkeypatch):
+    """A run in runs/my of the current folder, which also holds my.yaml."""
+    monkeypatch.chdir(tmp_path)
+    config = write_config(Path("my.yaml"), experiment(tmp_path))
+    rundir.write_description(Path("runs/my"), load_config(config), ["cpu"])
+    return Path("runs/my")
+
+
+def target(text, *, resume=False, output=None):
+    config, directory, _ = train_target(text, resume=resume, output=output and Path(output))
+    return str(config), str(directory)
+
+
+def refusal(*args, **kwargs):
+    with pytest.raises(ConfigError) as caught:
+        target(*args, **kwargs)
+    return str(caught.value).splitlines()
+
+
+def test_a_config_trains_into_the_run_directory_of_its_name():
+    assert target("my.yaml") == ("my.yaml", "runs/my")
+    assert target("my.yaml", output="runs/other") == ("my.yaml", "runs/other")
+
+
+@pytest.mark.parametrize("text", ["runs/my", "runs/my/", "runs/my/config.yaml"])
+@pytest.mark.parametrize("output", [None, "runs/my", "runs/../runs/my/"])
+def test_a_run_is_resumed_by_its_directory_or_the_config_in_it(text, output):
+    assert target(text, resume=True, output=output) == ("runs/my/config.yaml", "runs/my")
+
+
+def test_inside_of_a_run_its_directory_is_a_point(run, monkeypatch):
+    monkeypatch.chdir(run)
+    assert target(".", resume=True) == ("config.yaml", ".")
+    assert refusal("config.yaml")[1] == "to go on with the run: segtrain train . --resume"
+
+
+@pytest.mark.parametrize("text", ["runs/my", "runs/my/config.yaml"])
+def test_without_resume_a_run_is_refused_with_the_commands_that_work(text):
+    assert refusal(text) == [
+        f"{text}: expected a config, found a run",
+        "to go on with the run: segtrain train runs/my --resume",
+        "to start a new run with its config: segtrain train runs/my/config.yaml --output runs/my_2",
+    ]
+    assert target("runs/my/config.yaml", output="runs/my_2")[1] == "runs/my_2"
+
+
+def test_a_run_is_not_resumed_elsewhere():
+    said = refusal("runs/my", resume=True, output="runs/my 2")
+    assert said[2].endswith("segtrain train runs/my/config.yaml --output 'runs/my 2'")
+
+
+def test_its_config_may_be_that_of_another_run_to_resume():
+    config = "runs/my/config.yaml"
+    assert target(config, resume=True, output="runs/other") == (config, "runs/other")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_checkpoint_is_refused_because_only_the_newest_is_gone_on_from(run, resume):
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "best.pt").touch()
+    said = refusal("runs/my/checkpoints/best.pt", resume=resume)
+    assert said[0].endswith("best.pt: expected a config, found a checkpoint")
+    assert said[1] == "to go on with the run: segtrain train runs/my --resume"
+
+
+def test_a_config_of_that_name_outside_of_a_run_is_a_config():
+    """A project may have one, and checkpoints of other programs."""
+    Path("config.yaml").write_text("seed: 1\n")
+    Path("checkpoints").mkdir()
+    assert target("config.yaml") == ("config.yaml", "runs/config")
+    assert target("config.yaml", resume=True) == ("config.yaml", "runs/config")
+
+
+def test_a_run_goes_before_a_shipped_config_of_its_name(run, monkeypatch):
+    run.rename("runs/demo")
+    monkeypatch.chdir("runs")
+    assert target("demo", resume=True) == ("demo/config.yaml", "demo")
+    assert refusal("demo")[0] == "demo: expected a config, found a run"
+
+
+def test_a_folder_without_a_run_is_refused():
+    Path("runs/none").mkdir()
+    (line,) = refusal("runs/none", resume=True)
+    assert line.startswith("runs/none: is a directory; expected a config file")
