@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -196,7 +197,19 @@ def test_files_that_count_from_1_get_that_advice(root):
 def test_one_more_class_than_the_class_file_names_gets_that_advice(root):
     write_pair(root, "train", "v", rows(0, 1, 2, 3), seed=9)
     text = finding(run(config(root), jobs=1), "values").text
-    assert text.endswith("names 0..2: add the class to it, or add 3 to its ignore_ids")
+    assert text.endswith(
+        "names 0..2: add the class to it, or, if those pixels are to be ignored, write "
+        "`ignore_ids: [255, 3]` there"
+    )
+
+
+def test_the_advice_on_an_unknown_id_is_right_to_the_letter(root):
+    """With a list of its own a class file ignores 255 no more."""
+    write_pair(root, "train", "v", rows(0, 1, 254, 255), seed=9)
+    text = finding(run(config(root), jobs=1), "values").text
+    line = re.search("write `(.*)` there", text).group(1)
+    (root / "toy.yaml").write_text(f"{CLASSES}{line}\n")
+    assert ("train", "values") not in kinds(run(config(root), jobs=1))
 
 
 @pytest.mark.fault(65, 68)

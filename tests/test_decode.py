@@ -146,7 +146,11 @@ def test_unknown_ids_are_named_with_their_pixels(saved, depth):
     [
         ([0, 255], class_file(0, 1), "0/255 mask"),
         ([0, 1, 255], class_file(7, 8, ignore=(0, 1)), "look like train ids"),
-        ([0, 1, 255], class_file(0, 1), "add it to ignore_ids"),
+        ([0, 1, 255], class_file(0, 1), r"to ignore, write `ignore_ids: \[255\]` there"),
+        ([0, 1, 255], class_file(0, 1, ignore=(9,)), r"write `ignore_ids: \[9, 255\]` there"),
+        ([0, 2], class_file(0, 1, ignore=(255,)), r"write `ignore_ids: \[255, 2\]` there"),
+        ([0, 254], class_file(0, 1, ignore=(255,)), r"write `ignore_ids: \[255, 254\]` there"),
+        (range(20, 50), class_file(0, 1), "list them under ignore_ids, beside those that stand"),
         ([7, 26, 33], class_file(*range(19), ignore=(255,)), "Cityscapes labelIds"),
         ([1, 2, 3], class_file(0, 1, 2), "count from 1"),
         (range(256), class_file(0, 1), "resizing with interpolation"),

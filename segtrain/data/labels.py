@@ -8,7 +8,7 @@ import numpy as np
 
 from segtrain.data.classes import ClassFile, Color
 from segtrain.data.layouts import printable
-from segtrain.data.suggest import repair_for_ids
+from segtrain.data.suggest import ignoring, repair_for_ids
 from segtrain.errors import DataError
 
 # Equal to records.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
@@ -46,7 +46,10 @@ def unknown_ids(counts: dict[int, int], class_file: ClassFile) -> str:
     shown = ", ".join(f"{i} ({n} pixels)" for i, n in sorted(unknown.items())[:10])
     more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
     repair = repair_for_ids(counts, class_file)
-    repair = repair or "; give them a class there, or list them under ignore_ids"
+    ignored = "list them under ignore_ids, beside those that stand there"
+    if len(unknown) <= 10:
+        ignored = f"if they are to be ignored, write {ignoring(class_file, unknown)} there"
+    repair = repair or f"; give them a class there, or {ignored}"
     return f"label ids outside class file {class_file.name}: {shown}{more}{repair}"
 
 

@@ -1,5 +1,7 @@
 """Likely reasons why label ids do not fit a class file, from the mistakes people report most."""
 
+from collections.abc import Iterable
+
 from segtrain.data.classes import ClassFile
 
 _CITYSCAPES_CLASSES, _CITYSCAPES_LAST_ID = 19, 33
@@ -23,7 +25,7 @@ def repair_for_ids(counts: dict[int, int], class_file: ClassFile) -> str:
             "the raw ids: use the files with raw ids (Cityscapes: labelIds, not labelTrainIds)"
         )
     if unknown == {255}:
-        return "; if 255 marks pixels to ignore, add it to ignore_ids in the class file"
+        return f"; if 255 marks pixels to ignore, write {ignoring(class_file, [255])} there"
     if len(unknown) > _MANY_VALUES:
         return "; so many values come from a photograph, JPEG, or resizing with interpolation"
     if not _counts_from_zero(class_file):
@@ -37,10 +39,18 @@ def repair_for_ids(counts: dict[int, int], class_file: ClassFile) -> str:
                 f"`ids: [1]` to `ids: [{num_classes}]` there"
             )
         return (
-            f"; the class file names 0..{num_classes - 1}: add the class to it, or add "
-            f"{num_classes} to its ignore_ids"
+            f"; the class file names 0..{num_classes - 1}: add the class to it, or, if those "
+            f"pixels are to be ignored, write {ignoring(class_file, unknown)} there"
         )
     return ""
+
+
+def ignoring(class_file: ClassFile, ids: Iterable[int]) -> str:
+    """The line of a class file that ignores `ids` too.
+
+    Whole, with what is ignored now: a list in the file replaces the default, [255].
+    """
+    return f"`ignore_ids: {[*class_file.ignore_ids, *sorted(ids)]}`"
 
 
 def looks_like_train_ids(counts: dict[int, int], class_file: ClassFile) -> bool:
