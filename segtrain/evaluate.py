@@ -23,6 +23,7 @@ from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import default_workers
+from segtrain.data.protect import check_pictures
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.inference import InferenceSettings
 from segtrain.log import say
@@ -50,6 +51,10 @@ def run_eval(args: argparse.Namespace) -> int:
     check_windows(
         config, loaded.classes.num_classes, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     )
+    names = [dataset.name(i) for i in range(len(dataset))]
+    for option in ("--save-predictions", "--overlays"):
+        if folder := getattr(args, option[2:].replace("-", "_")):
+            check_pictures(option, Path(folder), names, config.data, splits=[split])
     receivers = _receivers(args, dataset, config.data.layout)
     if args.json:
         _make_folder("--json", Path(args.json).parent)

@@ -26,6 +26,7 @@ from segtrain.config import Config, override_config
 from segtrain.data.classes import ClassFile
 from segtrain.data.decode import MAX_PIXELS, read_bytes, read_header, read_image
 from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines, printable
+from segtrain.data.protect import check_pictures
 from segtrain.dist import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.files import walk
@@ -85,6 +86,8 @@ def main(args: argparse.Namespace) -> int:
     device = device_for(args.device)
     loaded = load_model(args.source, device=device)
     config = _config(loaded, args)
+    names = [f"{kind}/{one.name}" for one in sources for kind in (LABELS, COLORS, OVERLAYS)]
+    check_pictures("--output", output, names, config.data)
     if config.train.precision == "float64":
         loaded.model.double()
     if config.train.channels_last and device.type == "cuda":

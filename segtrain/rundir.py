@@ -14,6 +14,7 @@ from segtrain import __version__, files
 from segtrain.claim import cannot_write, use_by_others
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.config_file import yaml_value
+from segtrain.data.protect import check_run_directory
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.manifest import MANIFEST
 from segtrain.versions import LIBRARIES, library_version
@@ -43,8 +44,8 @@ def check_directory(
         what differs, a line for each option.
 
     Raises:
-        ConfigError: it holds a run with checkpoints or one at work, or is no directory; with
-            `resume`, its config differs.
+        ConfigError: it holds a run with checkpoints or one at work, is no directory, or lies where
+            data is read; with `resume`, its config differs.
         CheckpointError: with `resume`, there is nothing to go on from.
     """
     above = next(path for path in (directory, *directory.absolute().parents) if path.exists())
@@ -54,6 +55,7 @@ def check_directory(
         raise ConfigError(f"{above}: may not be written; choose another directory by --output")
     _check_kinds(directory)
     if not resume:
+        check_run_directory(directory, config.data)
         if (directory / CONFIG).exists():
             _check_unsaved(directory)
         saved_here = _checkpoints(directory)
@@ -170,8 +172,7 @@ def _own_config(path: Path) -> Config:
         return load_config(path)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}
-  if this file of the run is damaged, move it away: --resume writes it anew "
+            f"{error}\n  if this file of the run is damaged, move it away: --resume writes it anew "
             "from the checkpoint"
         ) from None
 

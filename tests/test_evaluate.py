@@ -272,6 +272,14 @@ def test_scores_are_written_whole_and_a_device_stays_one(command, tmp_path):
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
+@pytest.mark.parametrize("option", ["save_predictions", "overlays"])
+def test_nothing_is_written_where_the_data_is_read(option, command, cityscapes):
+    before = sorted(cityscapes.rglob("*"))
+    with pytest.raises(ConfigError, match=r"gtFine/val: would write into .*/gtFine, where"):
+        command(**{option: str(cityscapes / "gtFine" / "val")})
+    assert sorted(cityscapes.rglob("*")) == before
+
+
 def test_a_real_checkpoint_is_evaluated(cityscapes, tmp_path):
     classes = load_class_file("cityscapes")
     config = Config(

@@ -203,6 +203,19 @@ def test_predictions_into_the_folder_of_the_images_are_refused(run, tmp_path):
         run(tmp_path / "out")
 
 
+def test_predictions_never_replace_the_labels_of_the_training(run, tmp_path, monkeypatch):
+    """The data set lies in x; the prediction for a copy of an image would be a label of it."""
+    monkeypatch.chdir(tmp_path)
+    for kind in ("images", "labels"):
+        save(tmp_path / "x" / kind / "train" / "0.png", photo(9, 9))
+    save(tmp_path / "photos" / "train" / "0.png", photo(9, 9))
+    before = (tmp_path / "x/labels/train/0.png").read_bytes()
+    with pytest.raises(ConfigError, match=r"--output x: would write into x/labels, where images"):
+        run("photos", output="x", overwrite=True)
+    assert (tmp_path / "x/labels/train/0.png").read_bytes() == before
+    assert run("x/images", output="x/predictions") == 0
+
+
 def test_inputs_without_images_are_refused_together(run, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").touch()

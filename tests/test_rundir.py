@@ -103,6 +103,14 @@ def test_a_directory_that_cannot_be_made_is_a_mistake_of_the_user(config, tmp_pa
         rundir.write_description(tmp_path / "file" / "run", config, ["cpu"])
 
 
+def test_a_run_in_the_folder_of_the_images_is_refused_unless_it_is_there(config, tmp_path):
+    run = tmp_path / "images" / "run"  # the data set lies in tmp_path
+    with pytest.raises(ConfigError, match=r"would write into .*/images, where .*--output runs/my"):
+        rundir.check_directory(run, config, resume=False)
+    rundir.write_description(run, config, ["cpu"])
+    rundir.check_directory(run, config, resume=True)
+
+
 @pytest.mark.fault(42)
 def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
     rundir.write_description(tmp_path, config, ["cpu"])
