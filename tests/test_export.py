@@ -410,13 +410,30 @@ def test_a_missing_onnx_package_is_named_with_the_command_that_installs_it(monke
 
 
 def test_options_without_effect_on_weights_are_refused_together():
+    options = {"normalize": "uint8", "argmax": True, "size": [64, 96]}
     with pytest.raises(ConfigError) as refusal:
-        export.main(request(format="safetensors", normalize="uint8", argmax=True, size=[64, 96]))
+        export.main(request(format="safetensors", output="model", **options))
     assert [line.split(":")[0] for line in str(refusal.value).splitlines()] == [
         "--normalize",
         "--argmax",
         "--size",
     ]
+
+
+@pytest.mark.parametrize(
+    ("format", "output", "meant", "instead"),
+    [
+        ("onnx", "a.pt2", "pt2", "a.onnx"),
+        ("pt2", "b/a.PT", "torchscript", "b/a.pt2"),
+        ("torchscript", "a.onnx", "onnx", "a.pt"),
+        ("safetensors", "a.v2.pth", "torchscript", "a.v2.safetensors"),
+    ],
+)
+def test_the_ending_of_another_format_is_refused(format, output, meant, instead):
+    with pytest.raises(ConfigError) as refusal:
+        export.main(request(format=format, output=output))
+    said = f"is for --format {meant}; for --format {format} write --output {instead}"
+    assert str(refusal.value).endswith(said)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -438,9 +455,9 @@ def test_the_command_writes_the_file_and_tells_what_it_compared(tmp_path, monkey
 
 def test_a_file_that_is_there_is_kept_unless_told_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "load_model", lambda source: loaded_model(Tiny()))
-    output = tmp_path / "best.pt"
+    output = tmp_path / "best.safetensors"
     output.write_text("precious")
-    with pytest.raises(ConfigError, match=r"best\.pt: exists; .*--overwrite"):
+    with pytest.raises(ConfigError, match=r"best\.safetensors: exists; .*--overwrite"):
         export.main(request(format="safetensors", output=str(output)))
     assert output.read_text() == "precious"
     assert export.main(request(format="safetensors", output=str(output), overwrite=True)) == 0

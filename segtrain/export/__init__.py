@@ -27,6 +27,14 @@ from segtrain.files import kind_of
 
 __all__ = ["Comparison", "ExportModel", "export_graph", "export_weights", "main"]
 
+# Of the names that each format usually has; the first is suggested.
+_ENDINGS = {
+    "onnx": (".onnx",),
+    "pt2": (".pt2",),
+    "torchscript": (".pt", ".pth", ".ts", ".torchscript"),
+    "safetensors": (".safetensors",),
+}
+
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code.
@@ -145,6 +153,12 @@ def _check_request(args: argparse.Namespace, output: Path) -> None:
         problems.append(f"--output {output}: is a directory; expected a file")
     elif output.exists() and not args.overwrite:
         problems.append(f"--output {output}: exists; choose another name or pass --overwrite")
+    meant = [name for name, ends in _ENDINGS.items() if output.suffix.lower() in ends]
+    if meant and args.format not in meant:
+        problems.append(
+            f"--output {output}: a name in {output.suffix} is for --format {meant[0]}; for "
+            f"--format {args.format} write --output {output.with_suffix(_ENDINGS[args.format][0])}"
+        )
     if args.format == "safetensors":
         options = {"--normalize": args.normalize, "--argmax": args.argmax, "--size": args.size}
         problems += [
