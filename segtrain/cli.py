@@ -287,6 +287,15 @@ class _Parser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**kwargs, allow_abbrev=False)
 
+    def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:
+        """As argparse's, but an unknown option is refused with an example of what to write."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            from segtrain.command_hints import instead_of
+
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown, args)}")
+        return found
+
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(

@@ -447,7 +447,7 @@ class Config(Section):
 
 
 # What people bring from semseg, mmsegmentation, torchvision and others, and how it is said here.
-_HINTS = {
+FOREIGN_KEYS = {
     "num_classes": "the class file in data.classes decides it",
     "ignore_index": "ignored ids are in the class file, data.classes",
     "ignore_label": "ignored ids are in the class file, data.classes",
@@ -487,7 +487,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse_config(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
     """The experiment in YAML `text`, which `source` names in messages; see `load_config`."""
-    return parse_settings(Config, text, source=source, overrides=overrides, hints=_HINTS)
+    return parse_settings(Config, text, source=source, overrides=overrides, hints=FOREIGN_KEYS)
 
 
 def override_config(config: Config, overrides: Sequence[str], *, source: str) -> Config:
@@ -496,7 +496,7 @@ def override_config(config: Config, overrides: Sequence[str], *, source: str) ->
     Args:
         source: where the config came from, such as the checkpoint, for messages.
     """
-    return override_settings(config, overrides, source=source, hints=_HINTS)
+    return override_settings(config, overrides, source=source, hints=FOREIGN_KEYS)
 
 
 def config_to_yaml(config: Config) -> str:

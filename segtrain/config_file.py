@@ -14,6 +14,8 @@ from segtrain.validation import Finding, is_section, report, validate
 Model = TypeVar("Model", bound=BaseModel)
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*\Z")
+# What may be meant as KEY=VALUE: "train.lr 0.1", "train.lr: 0.1".
+_SPELLED = re.compile(r"([A-Za-z_]+(?:\.[A-Za-z_]+)+)(?::?[ ]+|:)([^ =]+)\Z")
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*\Z")
 
 
@@ -109,7 +111,9 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
     key, separator, value = text.partition("=")
     key = key.strip()
     if not separator or not _KEY.match(key):
-        raise ConfigError(f"--set {text}: expected section.key=value, such as train.lr=0.01")
+        spelled = _SPELLED.match(text.strip())
+        example = "=".join(spelled.groups()) if spelled else "train.lr=0.01"
+        raise ConfigError(f"--set {text}: expected section.key=value, such as {example}")
     return tuple(key.split(".")), parse_value(value, source=f"--set {key}")
 
 

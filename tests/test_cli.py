@@ -184,6 +184,46 @@ def test_a_wrong_command_line_exits_with_2(argv, capsys):
 
 
 @pytest.mark.parametrize(
+    ("argv", "ending"),
+    [
+        ("train c.yaml --lr 0.1", "arguments: --lr 0.1; write --set train.lr=0.1"),
+        ("train --lr 0.1 c.yaml", "arguments: --lr c.yaml; write --set train.lr=0.1"),
+        ("train c.yaml --learning-rate=1e-3", "; write --set train.lr=1e-3"),
+        ("train c.yaml --batch-size 4 --resume", "; write --set train.batch_size=4"),
+        ("train c.yaml --batchsize 4", "; write --set train.batch_size=4"),
+        ("train c.yaml --train.crop_size", "; write --set 'augment.crop_size=[512, 512]'"),
+        ("train c.yaml --flip-prob --resume", "; write --set augment.flip_prob=0.5"),
+        ("train c.yaml --nesterov", "; write --set train.nesterov=true"),
+        ("train c.yaml --root /d", "; write --set data.root=/d"),
+        ("train c.yaml --workers 2", "; write --set data.num_workers=2"),
+        ("train c.yaml --gpus 2", "is an option of the command: --nproc"),
+        (
+            "train c.yaml --epochs 9",
+            "; the length is train.steps; an epoch is images / train.batch_size steps, such as "
+            "--set train.steps=10000",
+        ),
+        ("train c.yaml --resum", "; resuming is an option of the command: --resume"),
+        ("train c.yaml train.batch_size=4", "; write --set train.batch_size=4"),
+        ("train c.yaml train.batch_size 4", "; write --set train.batch_size=4"),
+        ("train c.yaml batch_size 4", "; write --set train.batch_size=4"),
+        ("train c.yaml --set train.batch_size 4", "; write --set train.batch_size=4"),
+        ("train c.yaml --set batch_size 4", "; write --set train.batch_size=4"),
+        ("data check c.yaml --seed 4", "; write --set seed=4"),
+        ("eval runs/x --flip", "; write --set eval.flip=true"),
+        ("eval runs/x --lr 0.1", "arguments: --lr 0.1"),
+        ("export runs/x --format onnx --output x --lr 0.1", "arguments: --lr 0.1"),
+        ("train c.yaml --zebra 1", "arguments: --zebra 1"),
+        ("train c.yaml d.yaml", "arguments: d.yaml"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_what_to_write_instead(argv, ending, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv.split())
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(ending)
+
+
+@pytest.mark.parametrize(
     ("error", "code", "shown"),
     [
         (DataError("a.png: bad\nb.png: bad"), 3, "segtrain: a.png: bad\nsegtrain: b.png: bad\n"),

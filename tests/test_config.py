@@ -211,6 +211,11 @@ def test_missing_keys_say_what_they_mean():
     [
         ("train.lrr=1", "--set train.lrr: unknown key; did you mean 'lr'?"),
         ("train.lr", "--set train.lr: expected section.key=value, such as train.lr=0.01"),
+        (
+            "train.batch_size 4",
+            "--set train.batch_size 4: expected section.key=value, such as train.batch_size=4",
+        ),
+        ("train.lr: 1", "--set train.lr: 1: expected section.key=value, such as train.lr=1"),
         ("=1", "--set =1: expected section.key=value, such as train.lr=0.01"),
         ("train.lr=", "--set train.lr: has no value; write null for nothing, '' for no text"),
         ("train.lr=x", "--set train.lr: expected a number above 0, got 'x' (text)"),
