@@ -105,8 +105,11 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"{path}:{line}: {byte} is not UTF-8; save it as UTF-8") from None
 
 
-def scan_yaml(text: str, *, source: str) -> Document:
+def scan_yaml(text: str, *, source: str, example: str = "") -> Document:
     """The mapping in `text`, with refused values in `problems` for the caller to report.
+
+    Args:
+        example: a line of such a file, for the message where there is no mapping.
 
     Raises:
         ConfigError: the text has no readable structure at all; with `source:line`.
@@ -115,11 +118,12 @@ def scan_yaml(text: str, *, source: str) -> Document:
         root = _compose(text)
     except _StructureError as error:
         raise ConfigError(f"{source}:{error.line}: {error.message}") from None
+    expected = "expected keys and values" + (f", such as '{example}'" if example else "")
     if root is None:
-        raise ConfigError(f"{source}: is empty; expected keys and values")
+        raise ConfigError(f"{source}: is empty; {expected}")
     if not isinstance(root, yaml.MappingNode):
         found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-        raise ConfigError(f"{source}:{_line(root)}: {found} at the top; expected keys and values")
+        raise ConfigError(f"{source}:{_line(root)}: {found} at the top; {expected}")
     builder = _Builder()
     data = builder.mapping(root, ())
     return Document(source, data, builder.lines, tuple(builder.problems))

@@ -116,7 +116,26 @@ def test_255_is_not_ignored_where_it_is_a_class(tmp_path):
                 "'- {name: crack, ids: [1]}' for each class"
             ],
         ),
-        ("- a\n", ["own.yaml:1: a list at the top; expected keys and values"]),
+        *(
+            (
+                text,
+                [
+                    f"own.yaml:1: {found} at the top; expected keys and values, such as "
+                    "'classes: [background, crack]'"
+                ],
+            )
+            for text, found in (("- a\n- b\n", "a list"), ("a\nb\n", "a single value"))
+        ),
+        *(
+            (
+                f"nc: 2\n{names}",
+                [
+                    "own.yaml:2: names: expected the key 'classes' with a list in the order of "
+                    "the ids, such as 'classes: [background, crack]'"
+                ],
+            )
+            for names in ("names: {0: a, 1: b}", "names:\n  0: a\n  1: b\n", "names: [a, b]")
+        ),
     ],
 )
 def test_every_mistake_is_listed_with_its_line(tmp_path, text, lines):

@@ -219,8 +219,41 @@ def test_every_missing_label_shown_comes_with_a_file_that_resembles_it(tmp_path)
     touch(tmp_path, "images/train/a b.jpg", "images/train/c.jpg")
     touch(tmp_path, "labels/train/a b_mask.png", "labels/train/c_mask.png")
     problems = scan_layout(config(tmp_path, "folders"), "train").problems
-    assert problems[0].endswith("(found a b_mask.png)")
-    assert problems[1].endswith("(found c_mask.png)")
+    assert problems[0].endswith("(found a b_mask.png; rename it to a b.png)")
+    assert problems[1].endswith("(found c_mask.png; rename it to c.png)")
+
+
+@pytest.mark.parametrize(
+    ("label", "advice"),
+    [
+        ("1_gt.png", "; rename it to 1.png"),
+        ("1_label.PNG", "; rename it to 1.png"),
+        ("1-Mask.png", "; rename it to 1.png"),
+        ("10.png", ""),  # of another image
+        ("1_mask.tif", ""),
+    ],
+)
+def test_a_label_with_a_word_behind_its_name_is_to_be_renamed(tmp_path, label, advice):
+    touch(tmp_path, "images/train/1.jpg", "images/train/2.jpg", "labels/train/2.png")
+    touch(tmp_path, f"labels/train/{label}")
+    (problem,) = scan_layout(config(tmp_path, "folders"), "train").problems
+    assert problem.endswith(f"(found {label}{advice})")
+
+
+def test_images_without_a_folder_for_the_split_get_an_example(tmp_path):
+    touch(tmp_path, "images/a.png", "labels/a.png")
+    with pytest.raises(DataError) as caught:
+        list_pairs(config(tmp_path, "folders"), "train")
+    assert str(caught.value) == (
+        f"{tmp_path}/images/train: no split 'train': the files lie in {tmp_path}/images itself; "
+        f"move them into a folder for each split, such as {tmp_path}/images/train/photo.png"
+    )
+
+
+def test_splits_above_the_images_are_to_be_turned_round(tmp_path):
+    touch(tmp_path, "train/images/a.png", "train/labels/a.png")
+    with pytest.raises(DataError, match=r"/train/images is there: move it to .*/images/train$"):
+        list_pairs(config(tmp_path, "folders"), "train")
 
 
 def test_label_without_image_is_no_problem_but_reported(tmp_path):

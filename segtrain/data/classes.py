@@ -36,6 +36,7 @@ Color = tuple[int, int, int]
 _PACKAGE = Path(__file__).resolve().parent.parent
 # In a wheel the files lie in the package, in a checkout at the top.
 _DIRECTORIES = (_PACKAGE / "_data" / "classes", _PACKAGE.parent / "data" / "classes")
+_EXAMPLE = "classes: [background, crack]"
 _IGNORE_COLORS = ((0, 0, 0), (224, 224, 192), (255, 255, 255))
 
 
@@ -125,7 +126,12 @@ def load_class_file(name_or_path: str) -> ClassFile:
     except OSError as error:  # a name that is too long, a folder without permission
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"data.classes: {name_or_path}: cannot be read: {reason}") from None
-    document = scan_yaml(read_text(path), source=str(path))
+    document = scan_yaml(read_text(path), source=str(path), example=_EXAMPLE)
+    if ("names",) in document.lines and ("classes",) not in document.lines:
+        raise ConfigError(
+            f"{path}:{document.lines['names',]}: names: expected the key 'classes' with a list in "
+            f"the order of the ids, such as '{_EXAMPLE}'"
+        )
     if isinstance(document.data.get("classes"), dict):
         raise ConfigError(
             f"{path}:{document.lines['classes',]}: classes: expected a list, such as "

@@ -5,6 +5,7 @@ here opens an image: a listing costs one walk of the folders.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,10 @@ from segtrain.validation import nearest
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
 LABEL_SUFFIX = ".png"
 MAX_SHOWN = 10
+# What other programs put behind the name of an image to name its label.
+_LABEL_WORD = re.compile(
+    r"[-_. ]?(masks?|gt|labels?|seg|segmentation|annotations?|groundtruth)\Z", re.IGNORECASE
+)
 
 _ADE20K_ALIASES = {"train": "training", "val": "validation"}
 
@@ -236,7 +241,14 @@ def _near_miss(tree: _Tree, name: str) -> str:
         return ""
     stem = Path(name).name.lower()
     near = sorted(f.name for f in folder.iterdir() if f.name.lower().startswith(stem))
-    return f" (found {printable(near[0])})" if near else ""
+    if not near:
+        return ""
+    # "photo_mask.png" for "photo.jpg": nothing but the name is wrong.
+    rest, suffix = os.path.splitext(near[0][len(stem) :])
+    right = Path(name).name + LABEL_SUFFIX
+    rename = suffix.lower() == LABEL_SUFFIX and not tree.label_end and _LABEL_WORD.match(rest)
+    advice = f"; rename it to {printable(right)}" if rename else ""
+    return f" (found {printable(near[0])}{advice})"
 
 
 def _no_images(tree: _Tree) -> str:
@@ -304,8 +316,16 @@ def _split_folder(root: Path, kind: str, split: str) -> Path:
     place = root / kind / split
     if place.exists():
         return place
-    parent = _folder(root / kind, root)
     as_file = split.endswith(".txt")
+    turned = root / split / kind
+    if turned.is_dir() and not (root / kind).exists():
+        raise DataError(f"{place}: no such folder; {turned} is there: move it to {place}")
+    parent = _folder(root / kind, root)
+    if not as_file and _index(parent, IMAGE_SUFFIXES) and not any(parent.glob("*/")):
+        raise DataError(
+            f"{place}: no split {split!r}: the files lie in {parent} itself; move them into a "
+            f"folder for each split, such as {place}/photo.png"
+        )
     found = sorted(
         entry.stem if as_file else entry.name
         for entry in parent.iterdir()
