@@ -154,6 +154,15 @@ def trainings_of_rank(names):
     stop = Guard(lambda: dist.rank() == 1)
     results["stopped"] = [result.step for result in run(settings, new_state(settings), stop)]
 
+    half = config(precision="float16")
+    state = new_state(half)
+    factors = iter([1.0, 1.0, torch.inf, 1.0, 1.0, 1.0])
+    if dist.rank() == 1:
+        state.model.head.weight.register_hook(lambda gradient: gradient * next(factors))
+    guard = Guard(lambda: False, overflow_allowed=True)
+    finite = [bool(result.grad_norm.isfinite()) for result in run(half, state, guard)]
+    results["float16"] = finite, state.scaler.get_scale(), weights(state)
+
     state, done = new_state(settings), []
     try:
         for result in run(settings, state):
@@ -169,13 +178,17 @@ def trainings_of_rank(names):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_with_unequal_rows_train_like_the_plain_loop(run_ranks, world_size):
     """5 images are 3 + 2 or 2 + 2 + 1, and a pass of 2 is too small for 3 ranks; in the end the
-    ranks stop together and fail together."""
+    ranks stop together and fail together. In float16 an overflow on rank 1 skips a step on all."""
     names = [name for name in SETTINGS if world_size == 2 or "passes" not in name]
     ranks = run_ranks(world_size, trainings_of_rank, names)
     for results in ranks:
         for name in names:
             assert_same_training(results[name], plain_loop(SETTINGS[name]))
         assert results["stopped"] == [1, 2]
+        finite, scale, final = results["float16"]
+        assert finite == [True, True, False, True, True, True]
+        assert scale == 2.0**15
+        assert all(torch.equal(v, ranks[0]["float16"][2][name]) for name, v in final.items())
         done, message = results["error"]
         assert done == [1, 2, 3]
         assert message == ranks[0]["error"][1]

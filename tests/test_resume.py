@@ -164,7 +164,7 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(
         assert losses(killed, tag) == losses(alone, tag)
 
 
-@pytest.mark.fault(1)
+@pytest.mark.fault(6)
 def test_three_ranks_that_were_stopped_end_with_the_same_bits(run_ranks, tmp_path, data):
     """Three summands have an order, so every process must group the gradients in the same way.
 
