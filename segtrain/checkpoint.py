@@ -22,9 +22,11 @@ from segtrain.config import Config
 from segtrain.data.classes import ClassFile, class_file_from_json
 from segtrain.engine import TrainState
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
+from segtrain.files import NotRegularError
 from segtrain.manifest import Entry, HashingFile
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
+from segtrain.text import MAX_NAME, printable
 from segtrain.torch_file import is_plain
 
 FORMAT_VERSION = 1
@@ -135,6 +137,8 @@ def load(path: Path) -> Record:
         content = _read(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint") from None
+    except NotRegularError:
+        raise CheckpointError(f"{path}: not a regular file") from None
     except pickle.UnpicklingError:
         # torch's own words advise to load the file with all that it may run.
         raise CheckpointError(
@@ -191,7 +195,8 @@ def _as_record(content: Any, path: Path) -> Record:
         raise CheckpointError(f"{path}: expected a checkpoint of segtrain, found {kind}")
     if content["format"] is not FORMAT_VERSION:
         raise CheckpointError(
-            f"{path}: format {content['format']}, written by segtrain {content.get('segtrain')}; "
+            f"{path}: format {printable(content['format'], MAX_NAME)}, written by segtrain "
+            f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
     missing = [field for field in Record._fields if field not in content]
@@ -218,6 +223,8 @@ def resolve(run_or_file: str | Path) -> Path:
         return path
     if not path.exists():
         raise CheckpointError(f"{path}: no such run or checkpoint")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: not a regular file")
     for file in (path / "checkpoints" / name for name in (BEST, LAST)):
         if file.is_file():
             return file
@@ -297,7 +304,8 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
     _check_plain(weights, path)
     own = model.state_dict()
     findings = [f"{key}: missing in the checkpoint" for key in own.keys() - weights.keys()]
-    findings += [f"{key}: not in the model" for key in weights.keys() - own.keys()]
+    foreign = weights.keys() - own.keys()
+    findings += [f"{printable(key, MAX_NAME)}: not in the model" for key in foreign]
     findings += [
         f"{key}: {tuple(weights[key].shape)} in the checkpoint, "
         f"{tuple(own[key].shape)} in the model"
@@ -314,7 +322,8 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
 def _check_plain(weights: dict[str, Any], path: Path) -> None:
     odd = [key for key, value in weights.items() if type(key) is not str or not is_plain(value)]
     if odd:
-        raise CheckpointError(f"{path}: damaged: no weights under {', '.join(map(str, odd[:10]))}")
+        names = ", ".join(printable(key, MAX_NAME) for key in odd[:10])
+        raise CheckpointError(f"{path}: damaged: no weights under {names}")
 
 
 def restore(state: TrainState, record: Record, path: Path) -> None:
@@ -368,7 +377,8 @@ def _misfits(optimizer: torch.optim.Optimizer) -> str:
     names = {"momentum_buffer"} if sgd else {"step", "exp_avg", "exp_avg_sq"}
     for parameter, values in optimizer.state.items():
         if values.keys() not in (names, set()):
-            return f"has {', '.join(map(str, values))}, not {', '.join(sorted(names))}"
+            found = ", ".join(printable(name, MAX_NAME) for name in list(values)[:10])
+            return f"has {found}, not {', '.join(sorted(names))}"
         for name, value in values.items():
             shape = () if name == "step" else parameter.shape
             if not (sgd and value is None) and not (is_plain(value) and value.shape == shape):
@@ -401,7 +411,8 @@ def parse_experiment(record: Record, path: Path) -> tuple[Config, ClassFile]:
         raise CheckpointError(f"{path}: its classes contradict themselves: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = printable(".".join(map(str, first["loc"])), MAX_NAME)
+        problem = printable(first["msg"], 2 * MAX_NAME)
         raise CheckpointError(
-            f"{path}: its config does not fit this version of segtrain: {where}: {first['msg']}"
+            f"{path}: its config does not fit this version of segtrain: {where}: {problem}"
         ) from None

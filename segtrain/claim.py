@@ -11,6 +11,7 @@ from typing import Self
 
 from segtrain import files
 from segtrain.errors import ConfigError, ExecutionError
+from segtrain.text import printable
 
 LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
@@ -89,7 +90,7 @@ def use_by_others(directory: Path) -> str | None:
     holder = ""
     try:
         with files.open_regular(directory / LOCK, "r", errors="replace") as file:
-            holder = file.read(200).strip()
+            holder = printable(file.read(200).strip())
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         remedy = "wait for it to end"
@@ -131,7 +132,7 @@ def _lock(handle: int, path: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(handle, 200).decode(errors="replace").strip()
+        holder = printable(os.read(handle, 200).decode(errors="replace").strip())
         raise _HeldError(holder or "another run") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

@@ -12,7 +12,7 @@ import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from segtrain import __version__, outcome, signals
 from segtrain.errors import (
@@ -26,6 +26,7 @@ from segtrain.errors import (
     LostRanksError,
     UserError,
 )
+from segtrain.text import printable, printable_lines
 
 if TYPE_CHECKING:
     from segtrain.config import Config
@@ -126,7 +127,7 @@ def _run_as_rank(args: argparse.Namespace) -> int:
 
 
 def _show(message: str) -> None:
-    for line in message.splitlines():
+    for line in printable_lines(message):
         print(f"segtrain: {line}", file=sys.stderr)
 
 
@@ -263,7 +264,7 @@ def _print_warnings(config: object) -> None:
     from segtrain.config_warnings import config_warnings
 
     for line in config_warnings(config):
-        print(f"segtrain: warning: {line}", file=sys.stderr)
+        print(f"segtrain: warning: {printable(line)}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -295,6 +296,10 @@ class _Parser(argparse.ArgumentParser):
 
             self.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown, args)}")
         return found
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2; the message may quote what was typed or pasted."""
+        super().error(printable(message))
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from segtrain.errors import ConfigError
 from segtrain.strict_yaml import KeyPath, dotted, parse_value, plain_value, scan_yaml
+from segtrain.text import printable
 from segtrain.validation import Finding, is_section, report, validate
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -113,7 +114,9 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
     if not separator or not _KEY.match(key):
         spelled = _SPELLED.match(text.strip())
         example = "=".join(spelled.groups()) if spelled else "train.lr=0.01"
-        raise ConfigError(f"--set {text}: expected section.key=value, such as {example}")
+        raise ConfigError(
+            f"--set {printable(text, 200)}: expected section.key=value, such as {example}"
+        )
     return tuple(key.split(".")), parse_value(value, source=f"--set {key}")
 
 
@@ -168,4 +171,6 @@ def _text(text: str) -> str:
     # yes, no, on and off are text here and booleans elsewhere.
     if plain and text.lower() not in ("yes", "no", "on", "off", "y", "n", "true", "false", "null"):
         return text
-    return yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True).strip()
+    quoted = yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True).strip()
+    # Format characters too: YAML and Python escape in the same way.
+    return printable(quoted, limit=2 * len(quoted) * len("\\U00000000"))

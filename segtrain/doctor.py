@@ -14,6 +14,7 @@ from pathlib import Path
 
 from segtrain import __version__
 from segtrain.errors import EXIT_CONFIG, EXIT_OK
+from segtrain.text import printable
 from segtrain.versions import LIBRARIES, library_version
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -27,10 +28,10 @@ _OPTIONAL = ("onnx", "onnxscript", "onnxruntime")
 def main() -> int:
     """Prints what there is, then what is wrong; returns the exit code, 2 if nothing can train."""
     for name, value in _facts():
-        print(f"{name:<24}{value}")
+        print(f"{name:<24}{printable(value)}")
     fatal, warnings = list(_missing()), list(_warnings())
     for line in [f"error: {line}" for line in fatal] + [f"warning: {line}" for line in warnings]:
-        print(line)
+        print(printable(line))
     if not fatal and not warnings:
         print("nothing is wrong")
     return EXIT_CONFIG if fatal else EXIT_OK

@@ -46,7 +46,7 @@ def run_eval(args: argparse.Namespace) -> int:
     loaded = load_model(args.checkpoint, device=device)
     config = _config(loaded.config, args)
     split = args.split or config.data.eval_split
-    dataset = open_dataset(config.data, split)
+    dataset = open_dataset(config.data, split, hidden=_named_by_checkpoint(args))
     _check_classes(loaded.classes, dataset.classes)
     check_windows(
         config, loaded.classes.num_classes, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -110,6 +110,13 @@ def _config(trained: Config, args: argparse.Namespace) -> Config:
             )
         )
     return config
+
+
+def _named_by_checkpoint(args: argparse.Namespace) -> set[str]:
+    """The files whose lines no message may show: a checkpoint from elsewhere can name any file."""
+    by_user = {text.partition("=")[0].strip() for text in args.set}
+    by_user |= {"data.eval_split"} if args.split else set()
+    return {"data.classes", "data.eval_split"} - by_user
 
 
 def _prepare(loaded: LoadedModel, config: Config, device: torch.device) -> torch.nn.Module:

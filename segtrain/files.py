@@ -1,4 +1,9 @@
-"""Files that are written whole, opened without waiting, and listed in one order on every disk."""
+"""Files that are written whole, opened without waiting, and listed in one order on every disk.
+
+This is the door for every file that a command line, a config or a checkpoint names: plain files
+only, of bounded size. A pipe that nobody writes to would be waited for without end; a device never
+ends, or is changed by being read.
+"""
 
 import errno
 import os
@@ -18,6 +23,10 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISSOCK, "a socket"),
     (stat.S_ISREG, "a file"),
 )
+
+
+class NotRegularError(OSError):
+    """What a name leads to is no plain file."""
 
 
 @contextmanager
@@ -96,31 +105,35 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def open_regular(path: Path, mode: str = "rb", **options: Any) -> IO[Any]:
-    """As `open`, for plain files only: a pipe might never be written to, a device never end.
+def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
+    """As `open`, for plain files only.
 
     Raises:
-        OSError: it cannot be opened, or is a folder, a pipe or a device.
+        OSError: it cannot be opened; NotRegularError: it is a folder, a pipe, a device or a socket.
     """
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | _AT_ONCE)
 
     file = open(path, mode, opener=opener, **options)  # noqa: SIM115 - the caller closes it
+    # Asked after opening: what a name leads to can change in between.
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
+        raise NotRegularError(errno.EINVAL, "not a regular file", str(path))
     return file
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
     """The content of a plain file.
 
     Raises:
-        OSError: as `open_regular`.
+        OSError: as `open_regular`; or it holds more than `max_bytes`.
     """
     with open_regular(path) as file:
-        return file.read()
+        content = file.read(-1 if max_bytes is None else max_bytes + 1)
+    if max_bytes is not None and len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
+    return content
 
 
 def is_at(handle: int, path: Path) -> bool:

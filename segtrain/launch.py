@@ -34,6 +34,7 @@ from segtrain.outcome import Outcome
 from segtrain.processes import children
 from segtrain.progress import Progress
 from segtrain.shares import batch_findings
+from segtrain.text import printable
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -326,4 +327,4 @@ def _silent_death(rank: int, status: int) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"segtrain: {line}", file=sys.stderr)
+    print(f"segtrain: {printable(line)}", file=sys.stderr)

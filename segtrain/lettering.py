@@ -15,6 +15,8 @@ import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from segtrain.text import MAX_NAME, printable
+
 # A little above regular (400), whose lines are thin at these sizes.
 _WEIGHT = 500
 # In every font a noncharacter looks like any other letter that it lacks.
@@ -58,13 +60,14 @@ def class_labels(names: Sequence[str]) -> list[str]:
     The number is the place in the class file, from 0. No two labels are alike if no two names are:
     names that differ by accents only, which had to be dropped, get their number behind them.
     """
-    labels = [drawable(name) or f"class {i}" for i, name in enumerate(names)]
+    labels = [drawable(printable(name, MAX_NAME)) or f"class {i}" for i, name in enumerate(names)]
     times = Counter(labels)
     return [f"{label} (class {i})" if times[label] > 1 else label for i, label in enumerate(labels)]
 
 
 def title_text(text: str) -> str:
     r"""`text` with every letter that cannot be drawn as its number, such as `\u0939`."""
+    text = printable(text, 2 * MAX_NAME)
     return drawable(text) or "".join(
         c if _has_letter(c) else c.encode("unicode_escape").decode()
         for c in unicodedata.normalize("NFC", text)

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from segtrain.files import open_regular, read_bytes, write_whole
 from segtrain.rundir import LOG, METRICS
+from segtrain.text import printable, printable_lines
 
 logger = logging.getLogger("segtrain")
 
@@ -85,7 +86,7 @@ class RunLog:
             self._try("TensorBoard", lambda: self._board.close())
             threading.excepthook = self._excepthook
             if error is not None:
-                _record(f"ended by {type(error).__name__}: {error}")
+                _record("\n".join(printable_lines(f"ended by {type(error).__name__}: {error}")))
             logger.removeHandler(self._handler)
             # What a full disk did not take it does not take now; it was said when it was tried.
             with suppress(OSError):
@@ -104,17 +105,19 @@ class RunLog:
             return
         clean = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         self._try(METRICS, self._append, json.dumps({"step": step, **clean}) + "\n")
-        self._to_board(lambda: [self._board.add_scalar(tag, values[tag], step) for tag in values])
+        curves = {printable(tag): value for tag, value in values.items()}
+        self._to_board(lambda: [self._board.add_scalar(tag, curves[tag], step) for tag in curves])
 
     def picture(self, step: int, tag: str, picture: np.ndarray) -> None:
         """An (H, W, 3) uint8 RGB picture."""
         if self.enabled:
-            self._to_board(lambda: self._board.add_image(tag, picture, step, dataformats="HWC"))
+            name = printable(tag)
+            self._to_board(lambda: self._board.add_image(name, picture, step, dataformats="HWC"))
 
     def text(self, tag: str, text: str) -> None:
         """Preformatted text."""
         if self.enabled:
-            indented = "\n".join("    " + line for line in text.splitlines())
+            indented = "\n".join("    " + line for line in printable_lines(text, len(text) + 1))
             self._to_board(lambda: self._board.add_text(tag, indented))
 
     def hparams(
@@ -134,7 +137,7 @@ class RunLog:
         """
         if self.enabled:
             plain = {
-                key: value if isinstance(value, (int, float, str, bool)) else str(value)
+                printable(key): value if isinstance(value, (int, float, bool)) else printable(value)
                 for key, value in options.items()
             }
             # Names of their own: the scores' curves have a point at this step already.
@@ -262,7 +265,11 @@ def _drop_after(metrics: Path, step: int, evaluated_step: int) -> None:
 
 
 def say(line: str) -> None:
-    """Shows one line above any progress bar, and writes it to the log files."""
+    """Shows one line above any progress bar, and writes it to the log files.
+
+    A message of an error may bring several lines; what no terminal should get is escaped.
+    """
+    line = "\n".join(printable_lines(line))
     try:
         with tqdm.external_write_mode(file=sys.stderr):
             print(line, flush=True)

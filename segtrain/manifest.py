@@ -17,6 +17,8 @@ from segtrain.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 
+# An entry takes some 130 bytes.
+_MAX_BYTES = 16 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}\.pt\Z")
 
 
@@ -61,7 +63,7 @@ def read_text(directory: Path) -> bytes | None:
     """
     path = directory / MANIFEST
     try:
-        return files.read_bytes(path)
+        return files.read_bytes(path, _MAX_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from segtrain import dist
 from segtrain.records import IGNORE_INDEX
+from segtrain.text import MAX_NAME, printable
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ def scores_of(counts: Tensor) -> Scores:
 
 def score_table(scores: Scores, names: Sequence[str]) -> list[str]:
     """The scores in percent as lines of text: the classes in their order, then the means."""
+    names = [printable(name, MAX_NAME) for name in names]
     width = max(len("class"), *(len(name) for name in names))
     lines = [f"{'class':<{width}}  {'IoU':>6}  {'acc':>6}  {'share':>6}"]
     for name, *values in zip(names, scores.iou, scores.acc, scores.share, strict=True):

@@ -25,13 +25,14 @@ from segtrain.checkpoint import LoadedModel, load_model
 from segtrain.config import Config, override_config
 from segtrain.data.classes import ClassFile
 from segtrain.data.decode import MAX_PIXELS, read_bytes, read_header, read_image
-from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines, printable
+from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines
 from segtrain.data.protect import check_pictures
 from segtrain.dist import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.files import walk
 from segtrain.inference import InferenceSettings, num_windows, predict_label, view_size
 from segtrain.log import ProgressBar
+from segtrain.text import printable
 
 # Training reads PNG and JPEG only; predictions are wanted for whatever a camera or scanner made.
 MORE_SUFFIXES = (".bmp", ".tif", ".tiff", ".webp")
@@ -106,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
         device=device,
     )
     done = f"{len(sources) - len(problems)} of {len(sources)} images"
-    print(f"{done}: {output}/{{{LABELS},{COLORS},{OVERLAYS}}}")
+    print(f"{done}: {printable(output)}/{{{LABELS},{COLORS},{OVERLAYS}}}")
     if turned:
         print(f"{turned} of them ask for a rotation in their EXIF; it was ignored, as in training")
     if problems:

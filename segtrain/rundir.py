@@ -17,10 +17,14 @@ from segtrain.config_file import yaml_value
 from segtrain.data.protect import check_run_directory
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.manifest import MANIFEST
+from segtrain.text import MAX_NAME, printable
 from segtrain.versions import LIBRARIES, library_version
 
 CONFIG, ENVIRONMENT, METRICS, LOG = "config.yaml", "environment.json", "metrics.jsonl", "train.log"
 CHECKPOINTS = "checkpoints"
+
+# Far more than environment.json ever holds.
+_MAX_BYTES = 1 << 20
 
 # What may change between the parts of a run without changing the model it ends with, but for
 # rounding in a compiled step.
@@ -180,8 +184,12 @@ def _own_config(path: Path) -> Config:
 def _differences(old: Config, new: Config) -> dict[str, str]:
     """The options that differ, each with a line that tells how."""
     before, after = flat(old), flat(new)
+
+    def shown(value: Any) -> str:
+        return printable(yaml_value(value), 2 * MAX_NAME)
+
     return {
-        key: f"{key}: {yaml_value(before.get(key))} there, {yaml_value(after.get(key))} now"
+        key: f"{key}: {shown(before.get(key))} there, {shown(after.get(key))} now"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not key.startswith(_HARMLESS)
     }
@@ -244,14 +252,14 @@ def write_config(directory: Path, config: Config) -> None:
 def other_versions(directory: Path) -> list[str]:
     """How the libraries differ from those that environment.json tells of, a line for each."""
     try:
-        recorded = json.loads(files.read_bytes(directory / ENVIRONMENT))
+        recorded = json.loads(files.read_bytes(directory / ENVIRONMENT, _MAX_BYTES))
         before = {name: recorded[name] for name in ("segtrain", "python")} | recorded["libraries"]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # it is for people to read; nothing hangs on it
     current = environment([])
     now = {name: current[name] for name in ("segtrain", "python")} | current["libraries"]
     return [
-        f"{name} {before[name] or 'none'} there, {now[name] or 'none'} now"
+        f"{name} {printable(before[name] or 'none', MAX_NAME)} there, {now[name] or 'none'} now"
         for name in now
         if name in before and before[name] != now[name]
     ]

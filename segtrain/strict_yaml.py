@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from segtrain.errors import ConfigError
+from segtrain.files import open_regular
+from segtrain.text import printable
 
 KeyPath = tuple[str | int, ...]
 
@@ -29,6 +31,8 @@ MAX_BYTES = 100_000
 MAX_NODES = 10_000
 MAX_DEPTH = 20
 _MAX_DIGITS = 40
+# What a message quotes of a file: enough to find the place, and no more of what it may hold.
+_MAX_SHOWN = 60
 # Halves of UTF-16 pairs, which quoted text can spell ("\ud83d") and no file can hold.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -84,7 +88,7 @@ def read_yaml(path: str | Path) -> Document:
 def read_text(path: str | Path) -> str:
     """The text of a settings file: UTF-8 without a byte order mark, at most MAX_BYTES."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -146,7 +150,11 @@ def dotted(path: KeyPath) -> str:
     """`path` as people write it: `augment.extra[0].name`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            name = printable(part, _MAX_SHOWN)
+            text += f".{name}" if text else name
     return text
 
 
@@ -173,7 +181,7 @@ def parse_value(text: str, *, source: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
     if root is None or (isinstance(root, yaml.MappingNode) and not root.flow_style):
-        raise ConfigError(f"{source}: expected one value, got {text}")
+        raise ConfigError(f"{source}: expected one value, got {printable(text, _MAX_SHOWN)}")
     builder = _Builder()
     value = builder.value(root, ())
     for problem in builder.problems:
@@ -196,7 +204,8 @@ def plain_value(text: str) -> str | int | float | bool | None:
         return text == "true"
     for pattern, reason in _AMBIGUOUS:
         if pattern.match(text):
-            raise ValueError(f"{text} is refused: {reason}; for text, put it in quotes")
+            shown = printable(text, _MAX_SHOWN)
+            raise ValueError(f"{shown} is refused: {reason}; for text, put it in quotes")
     is_int = _INT.match(text) is not None
     if not is_int and not _FLOAT.match(text):
         return text
@@ -227,7 +236,7 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             self._refuse(event, "anchors and aliases (& and *) are not allowed; repeat the value")
         if (tag := getattr(event, "tag", None)) is not None:
-            tag = tag.replace("tag:yaml.org,2002:", "!!")[:40]
+            tag = printable(tag.replace("tag:yaml.org,2002:", "!!"), 40)
             self._refuse(event, f"tags such as {tag} are not allowed; put text in quotes")
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES:
@@ -282,7 +291,7 @@ def _explain(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark) -> str:
         return "more text after the end of the first value; check brackets and indentation"
     if "<block end>" in problem or "<block mapping start>" in problem:
         return "the indentation does not fit the lines above"
-    return problem.replace("the node content", "a value")
+    return printable(problem.replace("the node content", "a value"), _MAX_SHOWN)
 
 
 class _Builder:
@@ -348,7 +357,8 @@ class _Builder:
         except ValueError:
             key = None
         if not isinstance(key, str):
-            self._refuse(node, path, f"a key must be text, got {node.value or 'nothing'}")
+            got = printable(node.value, _MAX_SHOWN) or "nothing"
+            self._refuse(node, path, f"a key must be text, got {got}")
             return None
         return key
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from segtrain.strict_yaml import KeyPath, dotted, plain_value
+from segtrain.text import printable
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -220,7 +221,7 @@ def _show(value: Any, *, with_kind: bool) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return printable(text, _MAX_SHOWN)
 
 
 def _value_hint(value: Any, node: dict[str, Any], schema: dict[str, Any]) -> str:

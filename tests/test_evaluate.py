@@ -15,7 +15,7 @@ from segtrain import dist, evaluate
 from segtrain.checkpoint import LoadedModel, Record, experiment_record, save
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
 from segtrain.data.classes import ClassFile, load_class_file
-from segtrain.errors import ConfigError, DataError
+from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.evaluate import run_eval
 from segtrain.models import build_model
 from segtrain.records import SegLogits
@@ -278,6 +278,23 @@ def test_nothing_is_written_where_the_data_is_read(option, command, cityscapes):
     with pytest.raises(ConfigError, match=r"gtFine/val: would write into .*/gtFine, where"):
         command(**{option: str(cityscapes / "gtFine" / "val")})
     assert sorted(cityscapes.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["data.classes", "data.eval_split"])
+def test_no_line_is_shown_of_a_file_that_only_the_checkpoint_names(monkeypatch, tmp_path, name):
+    """A checkpoint from elsewhere can name any file of this machine."""
+    (tmp_path / "shadow").write_text("root:$6$secret: x\n")
+    data = {"layout": "list", "root": str(tmp_path), "classes": "voc", "eval_split": "shadow"}
+    data |= {"data.classes": {"classes": str(tmp_path / "shadow")}}.get(name, {})
+    config, classes = Config(data=DataConfig(**data)), load_class_file("voc")
+    loaded = LoadedModel(ColorModel(classes), config, classes, 1)
+    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+    with pytest.raises(UserError, match="not shown; --s") as caught:
+        run_eval(arguments("run"))
+    assert "secret" not in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        run_eval(arguments("run", set=[f"{name}={tmp_path / 'shadow'}"]))
+    assert f"{tmp_path / 'shadow'}:1: " in str(caught.value)
 
 
 def test_a_real_checkpoint_is_evaluated(cityscapes, tmp_path):

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from segtrain.config import DataConfig
-from segtrain.data.layouts import first_lines, list_pairs, printable, scan_layout
+from segtrain.data.layouts import first_lines, list_pairs, scan_layout
 from segtrain.errors import DataError
 
 
@@ -435,7 +435,3 @@ def test_a_link_to_the_data_set_itself_is_fine(tmp_path):
 
 def test_one_finding_is_one_line():
     assert first_lines("place", ["what"]) == "place: what"
-
-
-def test_unprintable_names_are_escaped():
-    assert printable("a\nb\udce4\x1b") == "a\\nb\\udce4\\x1b"

@@ -18,12 +18,13 @@ from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.decode import label_mode_problem, read_header, read_label, read_raw_label
 from segtrain.data.labels import IGNORE_INDEX, unknown_colors, unknown_ids
-from segtrain.data.layouts import Listing, Pair, first_lines, printable, scan_layout
+from segtrain.data.layouts import Listing, Pair, first_lines, scan_layout
 from segtrain.data.report import CheckReport, Finding
 from segtrain.data.scan import Problem, SplitScan, by_reason, process_pool, scan_split
 from segtrain.data.suggest import looks_like_train_ids
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError
 from segtrain.files import write_output
+from segtrain.text import MAX_NAME, printable, printable_lines
 
 # Waiting for the disk, not the processor, is what headers cost.
 _HEADER_THREADS = 16
@@ -40,7 +41,8 @@ def main(args: argparse.Namespace) -> int:
             write_output(args.json, report.as_json(found) + "\n")
         except OSError as error:
             raise ConfigError(f"--json {args.json}: {(error.strerror or '').lower()}") from error
-    print(report.as_text(found))
+    text = report.as_text(found)
+    print("\n".join(printable_lines(text, len(text) + 1)))
     return EXIT_OK if found.ok else EXIT_DATA
 
 
@@ -150,7 +152,11 @@ def _holds_masks(dataset: SegDataset) -> bool:
 
 
 def _one_class(present: Sequence[str], *, is_mask: bool) -> str:
-    text = f"only {present[0]!r} ever occurs" if present else "no class ever occurs"
+    text = (
+        f"only '{printable(present[0], MAX_NAME)}' ever occurs"
+        if present
+        else "no class ever occurs"
+    )
     text += "; every other pixel is ignored: check ids and ignore_ids in the class file"
     if is_mask:
         text += ". For a 0/255 mask give the foreground `ids: [255]` and set `ignore_ids: []`"

@@ -20,10 +20,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from segtrain.errors import ConfigError
 from segtrain.strict_yaml import Document, read_text, scan_yaml
+from segtrain.text import MAX_NAME, name_problem, printable
 from segtrain.validation import Finding, nearest, report, validate
 
 # Equal to records.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
@@ -94,8 +95,14 @@ _RawId = Annotated[int, Field(ge=0, le=MAX_RAW_ID)]
 _Color = tuple[_Byte, _Byte, _Byte]
 
 
+def _fit(name: str) -> str:
+    if problem := name_problem(name):
+        raise ValueError(problem)
+    return name
+
+
 class _ClassEntry(_Section):
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1), AfterValidator(_fit)]
     color: _Color | None = None
     ids: Annotated[tuple[_RawId, ...], Field(min_length=1)] | None = None
 
@@ -113,10 +120,14 @@ class _StoredClassFile(_ClassFileEntry):
     classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1, max_length=MAX_CLASSES)]
 
 
-def load_class_file(name_or_path: str) -> ClassFile:
+def load_class_file(name_or_path: str, *, quoted: bool = True) -> ClassFile:
     """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
 
     A name has neither a directory nor an ending such as `.yaml`.
+
+    Args:
+        quoted: whether messages may show what stands in the file. False where the user did not
+            name it: a checkpoint from elsewhere can name any file of this machine.
 
     Raises:
         ConfigError: no such file, or one line for every mistake in it.
@@ -126,7 +137,20 @@ def load_class_file(name_or_path: str) -> ClassFile:
     except OSError as error:  # a name that is too long, a folder without permission
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"data.classes: {name_or_path}: cannot be read: {reason}") from None
-    document = scan_yaml(read_text(path), source=str(path), example=_EXAMPLE)
+    text = read_text(path)
+    try:
+        return _parse(text, path)
+    except ConfigError:
+        if quoted:
+            raise
+        raise ConfigError(
+            f"data.classes: {path}: not a class file, or one with mistakes; the checkpoint names "
+            "it, so its lines are not shown; --set data.classes=PATH shows them, or names another"
+        ) from None
+
+
+def _parse(text: str, path: Path) -> ClassFile:
+    document = scan_yaml(text, source=str(path), example=_EXAMPLE)
     if ("names",) in document.lines and ("classes",) not in document.lines:
         raise ConfigError(
             f"{path}:{document.lines['names',]}: names: expected the key 'classes' with a list in "
@@ -248,7 +272,7 @@ def _resolve(entry: _ClassFileEntry, *, name: str) -> ClassFile:
     candidates = (entry.ignore_color, *_IGNORE_COLORS, *default_palette(256))
     explicit = entry.ignore_color
     color = explicit or next(c for c in candidates if c is not None and c not in used_colors)
-    return ClassFile(name, classes, ignore_ids, color)
+    return ClassFile(printable(name, MAX_NAME), classes, ignore_ids, color)
 
 
 def _conflicts(class_file: ClassFile, *, explicit_color: bool) -> Iterator[Finding]:

@@ -1,14 +1,15 @@
 """A split of a data set as a sequence of images with their labels."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from segtrain.config import DataConfig
 from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.decode import read_image, read_label
-from segtrain.data.layouts import Pair, list_pairs, printable
+from segtrain.data.layouts import Pair, list_pairs
 from segtrain.errors import DataError
+from segtrain.text import printable
 
 
 class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
@@ -46,15 +47,19 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         return self.pairs[index].name
 
 
-def open_dataset(data: DataConfig, split: str) -> SegDataset:
+def open_dataset(data: DataConfig, split: str, *, hidden: Collection[str] = ()) -> SegDataset:
     """The images and labels of `split`, listed and complete, not yet opened.
+
+    Args:
+        hidden: "data.classes" for a class file, "data.eval_split" for a list file of which messages
+            must show nothing, because a checkpoint names it and not the user.
 
     Raises:
         ConfigError: no such class file, or it is wrong.
         DataError: no such split, no images, or files missing, all of them counted.
     """
-    classes = load_class_file(data.classes)
-    pairs = list_pairs(data, split)
+    classes = load_class_file(data.classes, quoted="data.classes" not in hidden)
+    pairs = list_pairs(data, split, quoted="data.eval_split" not in hidden)
     return SegDataset(pairs, classes, split=split, label_format=data.label_format)
 
 

@@ -14,12 +14,8 @@ The rules, the same for training, evaluation, checking and prediction:
 """
 
 import io
-import os
-import stat
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +25,9 @@ from PIL import Image, UnidentifiedImageError
 
 from segtrain.data.classes import ClassFile
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
-from segtrain.data.layouts import printable
 from segtrain.errors import DataError
+from segtrain.files import open_regular
+from segtrain.text import printable
 
 # Pillow's own limit; one image of this size takes 270 MB.
 MAX_PIXELS = 89_478_485
@@ -39,7 +36,6 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _EXIF_ORIENTATION = 0x0112
 # Pillow spreads grey levels of 2 and 4 bits over 0..255; the ids are the levels.
 _GREY_STEP = {2: 85, 4: 17}
-_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 _ID_MODES = ("1", "L", "P", "I;16", "I;16B", "I")
 _COLOR_MODES = ("L", "P", "RGB", "RGBA", "LA")
 
@@ -92,7 +88,7 @@ def read_header(path: str | Path) -> Header:
         DataError: missing, neither PNG nor JPEG, or more than `MAX_PIXELS`.
     """
     try:
-        with _opened(path) as file:
+        with open_regular(path) as file:
             return _header(file, path)
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -105,7 +101,7 @@ def read_bytes(path: str | Path) -> bytes:
         DataError: missing, a folder, not permitted, or empty.
     """
     try:
-        with _opened(path) as file:
+        with open_regular(path) as file:
             data = file.read()
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -195,15 +191,6 @@ def label_mode_problem(mode: str, label_format: str, *, grey: bool = False) -> s
         f"the label is {mode}, expected one channel of class ids; for labels in colours give each "
         "class its `color` in the class file and set data.label_format: colors"
     )
-
-
-@contextmanager
-def _opened(path: str | Path) -> Iterator[io.BufferedReader]:
-    """A regular file: of a pipe named like a picture nobody may ever write the other end."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AT_ONCE)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("not a regular file")
-        yield file
 
 
 def _header(file: io.BufferedIOBase, path: str | Path) -> Header:

@@ -7,9 +7,9 @@ import cv2
 import numpy as np
 
 from segtrain.data.classes import ClassFile, Color
-from segtrain.data.layouts import printable
 from segtrain.data.suggest import ignoring, repair_for_ids
 from segtrain.errors import DataError
+from segtrain.text import printable
 
 # Equal to records.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
 IGNORE_INDEX = 255

@@ -14,6 +14,7 @@ from segtrain.config import DataConfig
 from segtrain.data.listfile import clean_relative_path, list_file_rows, list_file_words
 from segtrain.errors import DataError
 from segtrain.files import walk
+from segtrain.text import printable
 from segtrain.validation import nearest
 
 # Other formats are refused: two decoders are enough to keep safe, and both keep what they store.
@@ -24,6 +25,8 @@ MAX_SHOWN = 10
 _LABEL_WORD = re.compile(
     r"[-_. ]?(masks?|gt|labels?|seg|segmentation|annotations?|groundtruth)\Z", re.IGNORECASE
 )
+
+_LISTED_IN_A_FILE = ("list", "voc")
 
 _ADE20K_ALIASES = {"train": "training", "val": "validation"}
 
@@ -51,16 +54,24 @@ class Listing(NamedTuple):
     extra_labels: list[Path]
 
 
-def list_pairs(data: DataConfig, split: str) -> list[Pair]:
+def list_pairs(data: DataConfig, split: str, *, quoted: bool = True) -> list[Pair]:
     """The pairs of `split`, sorted by name (a list file keeps its own order).
+
+    quoted: whether messages may show lines of a text file that lists the split.
 
     Raises:
         DataError: no such split, no images in it, or files missing; all of them are counted and
             the first ten shown.
     """
     listing = scan_layout(data, split)
+    title = f"{data.root}, split {split!r}"
+    if listing.problems and not quoted and data.layout in _LISTED_IN_A_FILE:
+        raise DataError(
+            f"{title}: {len(listing.problems)} problems with a list file and what it names; the "
+            "checkpoint names that file, so they are not shown; --split shows them"
+        )
     if listing.problems:
-        raise DataError(first_lines(f"{data.root}, split {split!r}", listing.problems))
+        raise DataError(first_lines(title, listing.problems))
     return listing.pairs
 
 
@@ -89,12 +100,6 @@ def first_lines(title: str, findings: Sequence[str], limit: int = MAX_SHOWN) -> 
     if len(findings) > limit:
         shown.append(f"  and {len(findings) - limit} more")
     return "\n".join([f"{title}: {len(findings)} problems", *shown])
-
-
-def printable(path: str | Path) -> str:
-    """`path` with control characters and undecodable bytes escaped, fit for any terminal."""
-    text = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class _Tree(NamedTuple):

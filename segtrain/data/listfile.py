@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.errors import DataError
+from segtrain.files import read_bytes
+from segtrain.text import MAX_NAME, printable
 
+# Some two million lines.
+_MAX_BYTES = 256 << 20
 _QUOTED = re.compile(r'"[^"]*"')
 
 
@@ -64,10 +68,11 @@ def list_file_words(path: Path) -> tuple[list[str], list[str]]:
         if unsafe or len(name.split()) != 1:
             problems.append(
                 f"{path}:{number}: expected one image name without folder and suffix, "
-                f"found {name!r}; layout 'list' reads lines of an image and a label"
+                f"found {_quoted(name)}; layout 'list' reads lines of an image and a label"
             )
         elif name in first_line:
-            problems.append(f"{path}:{number}: {name!r} is already on line {first_line[name]}")
+            first = first_line[name]
+            problems.append(f"{path}:{number}: {_quoted(name)} is already on line {first}")
         else:
             first_line[name] = number
             names.append(name)
@@ -76,25 +81,26 @@ def list_file_words(path: Path) -> tuple[list[str], list[str]]:
 
 def clean_relative_path(name: str, real_root: str) -> CleanPath:
     """`name` from a list file, normalized; no way out of `real_root`, not even by a link."""
-    if any(not c.isprintable() for c in name):
-        return CleanPath(name, f"{name!r}: control characters are not allowed in names")
+    shown = printable(name, MAX_NAME)
+    if not name.isprintable():
+        return CleanPath(name, f"'{shown}': control characters are not allowed in names")
     if posixpath.isabs(name) or re.match(r"[A-Za-z]:[\\/]", name):
-        return CleanPath(name, f"{name}: expected a path relative to data.root")
+        return CleanPath(name, f"{shown}: expected a path relative to data.root")
     if ".." in re.split(r"[\\/]", name):
-        return CleanPath(name, f"{name}: '..' is not allowed")
+        return CleanPath(name, f"{shown}: '..' is not allowed")
     path = posixpath.normpath(name)
     real = os.path.realpath(os.path.join(real_root, path))
     if os.path.commonpath([real, real_root]) != real_root:
-        return CleanPath(path, f"{name}: leads outside data.root, to {real}")
+        return CleanPath(path, f"{shown}: leads outside data.root, to {printable(real)}")
     return CleanPath(path, "")
 
 
 def _read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     """(number, stripped text) of the lines that hold something, and the lines that are not text."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, _MAX_BYTES)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
+        raise DataError(f"{printable(path)}: cannot be read: {error.strerror}") from error
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path}: the file is UTF-16; save it as UTF-8")
     lines, problems = [], []
@@ -109,6 +115,10 @@ def _read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
         elif text and not text.startswith("#"):
             lines.append((number, text))
     return lines, problems
+
+
+def _quoted(name: str) -> str:
+    return f"'{printable(name, MAX_NAME)}'"
 
 
 def _columns(text: str) -> list[str]:

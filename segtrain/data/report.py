@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from segtrain.data.layouts import MAX_SHOWN, printable
+from segtrain.data.layouts import MAX_SHOWN
 from segtrain.data.scan import SplitScan
+from segtrain.text import MAX_NAME, printable
 
 # ENet's weights are 1 / ln(c + share); c = 1.02 keeps them within [1, 50] (arXiv:1606.02147).
 _ENET_CONSTANT = 1.02
@@ -130,7 +131,7 @@ def _split_line(scan: SplitScan) -> str:
 def _class_table(report: CheckReport) -> list[str]:
     """One row a class: share of the valid pixels and number of images, for each split."""
     header = ["class"]
-    columns: list[Sequence[str]] = [[printable(name) for name in report.class_names]]
+    columns: list[Sequence[str]] = [[printable(name, MAX_NAME) for name in report.class_names]]
     for scan in report.scans:
         total = max(1, int(scan.pixels.sum()))
         header += [f"{scan.split} pixels", "images"]

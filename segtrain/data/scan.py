@@ -20,8 +20,9 @@ from tqdm import tqdm
 from segtrain.data import decode, labels
 from segtrain.data.classes import ClassFile, Color
 from segtrain.data.dataset import SegDataset, size_problem
-from segtrain.data.layouts import Pair, printable
+from segtrain.data.layouts import Pair
 from segtrain.errors import DataError, ExecutionError
+from segtrain.text import printable
 
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
@@ -232,12 +233,12 @@ def _add(total: SplitScan, scan: PairScan) -> None:
 def _progress(scans: Iterable[PairScan], num_pairs: int, split: str) -> Iterator[PairScan]:
     """`scans` under a progress bar, or with a line now and then where there is no terminal."""
     if sys.stderr.isatty():
-        yield from tqdm(scans, desc=split, total=num_pairs, unit="pair", leave=False)
+        yield from tqdm(scans, desc=printable(split), total=num_pairs, unit="pair", leave=False)
         return
     last = time.monotonic()
     for done, scan in enumerate(scans, start=1):
         if time.monotonic() - last > _PLAIN_PROGRESS_S:
-            sys.stderr.write(f"{split}: {done} of {num_pairs} pairs\n")
+            sys.stderr.write(f"{printable(split)}: {done} of {num_pairs} pairs\n")
             last = time.monotonic()
         yield scan
 

@@ -24,6 +24,7 @@ from segtrain.export.graph import ExportModel
 from segtrain.export.verify import TOLERANCE, Comparison, cases, compare
 from segtrain.export.weights import check_weights, write_weights
 from segtrain.files import kind_of
+from segtrain.text import printable
 
 __all__ = ["Comparison", "ExportModel", "export_graph", "export_weights", "main"]
 
@@ -59,7 +60,9 @@ def main(args: argparse.Namespace) -> int:
         )
         print(table(compared))
     opset = f", opset {ONNX_OPSET}" if args.format == "onnx" else ""
-    print(f"wrote {output} ({args.format}{opset}, {output.stat().st_size / 2**20:.1f} MiB)")
+    print(
+        f"wrote {printable(output)} ({args.format}{opset}, {output.stat().st_size / 2**20:.1f} MiB)"
+    )
     return EXIT_OK
 
 

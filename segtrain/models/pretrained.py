@@ -18,6 +18,7 @@ from torch import Tensor
 
 from segtrain import torch_file
 from segtrain.errors import CheckpointError, ConfigError
+from segtrain.text import MAX_NAME, printable
 
 _SUFFIXES = (".pth", ".pt", ".safetensors")
 # Where training programs put the weights beside other state (torchvision's and semseg's trainers).
@@ -136,7 +137,8 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
 def _read(path: Path) -> Any:
     """The content of the weights file `path`, on the CPU."""
     if not path.is_file():
-        raise CheckpointError(f"model.pretrained: {path}: no such file")
+        problem = "not a regular file" if path.exists() else "no such file"
+        raise CheckpointError(f"model.pretrained: {path}: {problem}")
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
@@ -250,8 +252,8 @@ def _listed(keys: Iterable[str]) -> str:
     """The first few, and how many more."""
     keys = list(keys)
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + more
+    return ", ".join(printable(key, MAX_NAME) for key in keys[:_SHOWN]) + more
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return printable((str(error) or type(error).__name__).splitlines()[0], 3 * MAX_NAME)

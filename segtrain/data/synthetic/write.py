@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from segtrain.data.synthetic.scene import draw_scene
 from segtrain.errors import ConfigError, DataError
-from segtrain.files import write_whole
+from segtrain.files import read_bytes, write_whole
+from segtrain.text import MAX_NAME, printable
 
 SETTINGS_FILE = "synthetic.json"
 # Raise it when the same (seed, split, index) gives another picture than before, so that folders
@@ -26,6 +27,7 @@ _CITIES = {"train": ("ashdown", "brookfield", "carlow"), "val": ("dunmore",)}
 _SPLIT_KEY = {"train": 1, "val": 2}
 _CHUNK = 8
 _LEAST_SIDE_PX = 32
+_MAX_BYTES = 100_000
 # Noise hardly compresses: a higher level takes five times as long for a twentieth of the bytes.
 _PNG = (cv2.IMWRITE_PNG_COMPRESSION, 1)
 
@@ -92,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     )
     total = args.num_train + args.num_val
     print(
-        f"{args.root}: {args.num_train} train and {args.num_val} val scenes of "
+        f"{printable(args.root)}: {args.num_train} train and {args.num_val} val scenes of "
         f"{size[0]}x{size[1]}, {drawn} drawn, {total - drawn} there already"
     )
     return 0
@@ -122,8 +124,8 @@ def _claim(root: Path, settings: dict[str, object]) -> None:
 
 def _read(record: Path) -> dict[str, object]:
     try:
-        found = json.loads(record.read_text(encoding="utf-8"))
-    except ValueError:
+        found = json.loads(read_bytes(record, _MAX_BYTES))
+    except (ValueError, OSError):
         found = None
     if not isinstance(found, dict):
         raise DataError(
@@ -135,7 +137,11 @@ def _read(record: Path) -> dict[str, object]:
 def _differences(found: dict[str, object], settings: dict[str, object]) -> str:
     """Every setting that differs, the one on disk first."""
     keys = [key for key in {**settings, **found} if found.get(key) != settings.get(key)]
-    return ", ".join(f"{key} {found.get(key)}, asked for {settings.get(key)}" for key in keys)
+    return ", ".join(
+        f"{printable(key, MAX_NAME)} {printable(found.get(key), MAX_NAME)}, "
+        f"asked for {settings.get(key)}"
+        for key in keys[:10]
+    )
 
 
 def _jobs(root: Path, counts: dict[str, int], size: tuple[int, int], seed: int) -> Iterator[_Job]:

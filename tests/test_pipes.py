@@ -1,0 +1,187 @@
+"""Pipes and devices in the place of files: refused at once, never waited for."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from experiments import small, write_config
+
+from segtrain import manifest, rundir
+from segtrain.checkpoint import load, load_initial, resolve
+from segtrain.cli import main as segtrain
+from segtrain.config import DataConfig, load_config
+from segtrain.data import open_dataset
+from segtrain.data.classes import load_class_file
+from segtrain.data.layouts import list_pairs
+from segtrain.data.synthetic import write_dataset
+from segtrain.errors import CheckpointError, ConfigError, DataError, UserError
+from segtrain.files import NotRegularError, open_regular, read_bytes
+from segtrain.log import RunLog
+from segtrain.models.pretrained import load_backbone
+from segtrain.models.resnet import ResNet
+from segtrain.store import CheckpointStore
+
+
+@pytest.fixture(autouse=True)
+def at_once():
+    """Whatever waits is told to stop: no test of this file takes a second."""
+
+    def late(number, frame):
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    def make(name):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        return path
+
+    return make
+
+
+def voc(root):
+    for name in ("JPEGImages/a.jpg", "SegmentationClass/a.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return DataConfig(layout="voc", root=str(root), classes="voc")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_only_plain_files_are_opened(tmp_path, make):
+    make(tmp_path / "x")
+    with pytest.raises(OSError, match=r"regular|directory"), open_regular(tmp_path / "x"):
+        pass
+
+
+def test_a_file_is_read_up_to_its_bound(tmp_path):
+    (tmp_path / "x").write_bytes(b"12345")
+    assert read_bytes(tmp_path / "x", 5) == b"12345"
+    with pytest.raises(OSError, match="larger than 4 bytes"):
+        read_bytes(tmp_path / "x", 4)
+    with pytest.raises(NotRegularError):
+        read_bytes("/dev/null", 4)
+
+
+@pytest.mark.parametrize("place", ["pipe", "/dev/zero"])
+def test_a_config_or_class_file_is_a_plain_file(pipe, place):
+    path = pipe("c.yaml") if place == "pipe" else place
+    with pytest.raises(ConfigError, match=f"{path}: cannot be read: not a regular file"):
+        load_config(path)
+    if place == "pipe":
+        with pytest.raises(ConfigError, match=f"{path}: cannot be read: not a regular file"):
+            load_class_file(str(path))
+
+
+def test_a_split_file_is_a_plain_file(pipe, tmp_path):
+    path = pipe("ImageSets/Segmentation/val.txt")
+    with pytest.raises(DataError, match=f"{path}: cannot be read: not a regular file"):
+        list_pairs(voc(tmp_path), "val")
+    pipe("list.txt")
+    data = DataConfig(layout="list", root=str(tmp_path), classes="voc")
+    with pytest.raises(DataError, match="no such list file"):
+        list_pairs(data, "list.txt")
+
+
+def test_a_checkpoint_is_a_plain_file(pipe, tmp_path):
+    path = pipe("a.pt")
+    for function in (load, resolve, lambda path: load_initial(None, path)):
+        with pytest.raises(CheckpointError, match=rf"^{path}: not a regular file$"):
+            function(path)
+    for suffix in ("pth", "safetensors"):
+        path = pipe(f"w.{suffix}")
+        with pytest.raises(CheckpointError, match=f"{path}: not a regular file"):
+            load_backbone(ResNet("resnet18", output_stride=32), str(path))
+
+
+def test_a_manifest_is_a_plain_file_and_so_is_what_it_names(pipe, tmp_path):
+    entry = manifest.Entry(1, 2, "x")
+    manifest.write(tmp_path, {"last.pt": [entry]})
+    pipe("last.pt")
+    store = CheckpointStore(tmp_path, keep_limit=1)
+    store.tidy()
+    with pytest.raises(CheckpointError, match=r"last\.pt: not a regular file"):
+        store.newest()
+    pipe("manifest.json")
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
+        store.tidy()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.jsonl", "train.log"])
+def test_a_run_directory_holds_plain_files(pipe, tmp_path, data, name):
+    config = load_config(write_config(tmp_path / "c.yaml", small(data)))
+    rundir.write_description(tmp_path / "run", config, ["cpu"])
+    pipe(f"run/{name}")
+    with pytest.raises(UserError, match=r"not a regular file|no run to resume"):
+        rundir.check_directory(tmp_path / "run", config, resume=True)
+    assert rundir.other_versions(tmp_path / "run") == []
+
+
+def test_metrics_are_read_from_a_plain_file(pipe, tmp_path):
+    pipe("metrics.jsonl")
+    with pytest.raises(NotRegularError):
+        RunLog(tmp_path, enabled=True)
+
+
+def test_drawn_scenes_are_described_by_a_plain_file(pipe, tmp_path):
+    pipe("synthetic.json")
+    with pytest.raises(DataError):
+        write_dataset(tmp_path, num_train=1, num_val=1)
+
+
+# What a checkpoint names is not shown: it may come from elsewhere and name any file.
+
+
+SECRET = "root:$6$secret: x\nadmin:$6$secret: y\n"
+
+
+@pytest.mark.parametrize("content", [SECRET, "classes:\n- {name: secret, ids: secret}\n", "secret"])
+def test_a_class_file_that_a_checkpoint_names_is_not_shown(tmp_path, content):
+    path = tmp_path / "shadow"
+    path.write_text(content)
+    data = DataConfig(layout="folders", root=str(tmp_path), classes=str(path))
+    with pytest.raises(ConfigError, match=f"data.classes: {path}: .*--set data.classes=") as caught:
+        open_dataset(data, "val", hidden={"data.classes"})
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match=f"{path}:"):
+        open_dataset(data, "val")
+
+
+@pytest.mark.parametrize("layout", ["list", "voc"])
+def test_a_list_file_that_a_checkpoint_names_is_not_shown(tmp_path, layout):
+    data = voc(tmp_path).model_copy(update={"layout": layout})
+    folder = tmp_path if layout == "list" else tmp_path / "ImageSets/Segmentation"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "own.txt").write_text("secret line\nof secret\n../secret\n")
+    split = "own.txt" if layout == "list" else "own"
+    with pytest.raises(DataError, match=r"problems with a list file .*--split") as caught:
+        open_dataset(data, split, hidden={"data.eval_split"})
+    assert "secret" not in str(caught.value)
+    with pytest.raises(DataError, match="secret"):
+        open_dataset(data, split)
+
+
+def test_a_missing_class_file_is_named_as_ever(tmp_path):
+    data = DataConfig(layout="folders", root=str(tmp_path), classes=str(tmp_path / "no.yaml"))
+    with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read: no such file"):
+        open_dataset(data, "val", hidden={"data.classes"})
+
+
+def test_a_class_file_on_the_command_line_is_not_waited_for(pipe, tmp_path, capsys):
+    path = pipe("classes.yaml")
+    config = tmp_path / "c.yaml"
+    config.write_text(f"data: {{layout: folders, root: {tmp_path}, classes: {path}}}\n")
+    assert segtrain(["data", "check", str(config)]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"segtrain: {path}: cannot be read: not a regular file\n", said)
+    assert Path(path).is_fifo()

@@ -1,0 +1,158 @@
+"""Names from elsewhere: nothing that leaves the program can command a terminal."""
+
+import json
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from segtrain import cli
+from segtrain.checkpoint import Record, experiment_record, load, parse_experiment, save
+from segtrain.config import Config, DataConfig, config_to_yaml, parse_config
+from segtrain.data.classes import ClassFile, SegClass, load_class_file
+from segtrain.errors import CheckpointError, ConfigError, DataError
+from segtrain.log import RunLog, say
+from segtrain.metrics import ConfusionMatrix, score_table
+from segtrain.pictures import confusion_picture, legend, panel
+from segtrain.text import MAX_NAME, name_problem, printable, printable_lines
+
+# Clears the screen, turns the direction of the line, ends it, and is 300 kB long.
+HOSTILE = ["\x1b[2J\x1b]0;title\x07", "gpj.\u202eexe", "a\u2028b\u2029c\x85d", "x" * 300_000]
+
+
+def is_fit(text):
+    """By Unicode's own categories: no control, no format character, no separator of lines."""
+    return not any(unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp", "Cs") for c in text)
+
+
+def test_unprintable_names_are_escaped():
+    assert printable("a\nb\udce4\x1b") == "a\\nb\\udce4\\x1b"
+    assert printable(Path("\u202egnp.exe")) == "\\u202egnp.exe"
+    assert printable("façade 建築 naïve") == "façade 建築 naïve"
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_any_text_is_one_short_line_once_it_is_printable(text):
+    shown = printable(text, 50)
+    assert is_fit(shown)
+    assert len(shown) <= 53
+    assert printable(shown, 53) == shown
+
+
+def test_lines_stay_lines_and_too_many_are_counted():
+    assert printable_lines("a\n  b\x1b\n") == ["a", "  b\\x1b"]
+    assert printable_lines("x\n" * 1000, limit=3) == ["x", "x", "x", "and 997 more lines"]
+
+
+@pytest.mark.parametrize(
+    "name", ["road", "Straße", "砂", "traffic light/sign", "می‌خواهم", "a" * 100]
+)
+def test_names_of_any_language_can_name_a_class(name):
+    assert name_problem(name) == ""
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "a\u200bb", "tab\t", " "])
+def test_names_that_are_unfit_for_a_line_are_refused(tmp_path, name):
+    assert name_problem(name)
+    path = tmp_path / "own.yaml"
+    path.write_text("classes:\n- road\n- " + json.dumps(name[:90_000]) + "\n")
+    with pytest.raises(ConfigError, match=r"own\.yaml:3: classes\[1\]\.name: ") as caught:
+        load_class_file(str(path))
+    assert is_fit(str(caught.value))
+    assert len(str(caught.value)) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_checkpoint_with_such_names_is_refused(tmp_path, name):
+    names = (name.replace("xx", "x "), "sky")  # no long word, which is refused before it is read
+    classes = ClassFile(
+        "own", tuple(SegClass(one, (i, 1, 2), (i,)) for i, one in enumerate(names)), (), (9, 9, 9)
+    )
+    config = Config(data=DataConfig(layout="folders", root="x", classes="own.yaml"))
+    rest = dict.fromkeys(("average", "optimizer", "scaler", "best"))
+    save(
+        tmp_path / "a.pt",
+        Record(step=1, **experiment_record(config, classes), model={}, **rest),
+    )
+    with pytest.raises(CheckpointError, match=r"a\.pt: .*classes\.0\.name") as caught:
+        parse_experiment(load(tmp_path / "a.pt"), tmp_path / "a.pt")
+    assert is_fit(str(caught.value))
+    assert len(str(caught.value)) < 600 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_errors_reach_the_terminal_escaped_and_cut(monkeypatch, capsys, text):
+    def fail(args):
+        raise DataError(f"{text}: bad\nsecond")
+
+    monkeypatch.setattr(cli, "_config_schema", fail)
+    assert cli.main(["config", "schema"]) == 3
+    first, second = capsys.readouterr().err.splitlines()
+    assert is_fit(first)
+    assert len(first) < 6000
+    assert second == "segtrain: second"
+
+
+def test_a_wrong_command_line_is_shown_escaped(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "c.yaml", "--\x1b[2J"])
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_the_log_and_the_score_table_escape_what_they_are_given(tmp_path, capsys):
+    matrix = ConfusionMatrix(4)
+    with RunLog(tmp_path, enabled=True) as log:
+        log.lines([f"warning: {text}" for text in HOSTILE])
+        log.lines(score_table(matrix.scores(), HOSTILE))
+        log.text("config", HOSTILE[0])
+        log.scalars(1, {f"eval/IoU/{HOSTILE[1]}": 0.5})
+        say(HOSTILE[2])
+    shown = capsys.readouterr().out
+    written = (tmp_path / "train.log").read_text()
+    for text in (shown, written):
+        assert all(is_fit(line) for line in text.split("\n"))
+        assert max(map(len, text.split("\n"))) < 6000
+    board = EventAccumulator(str(tmp_path))
+    board.Reload()
+    assert board.Tags()["scalars"] == ["eval/IoU/gpj.\\u202eexe"]
+    assert b"\x1b" not in board.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_pictures_are_drawn_with_any_names():
+    """A line end in a name stops Pillow, and a long one takes all memory."""
+    palette = [(i, 0, 0) for i in range(4)]
+    image, label = np.zeros((8, 9, 3), np.uint8), np.zeros((8, 9), np.uint8)
+    assert legend(["a\nb", *HOSTILE[1:]], palette).shape[1] == 640
+    assert max(confusion_picture(np.eye(4), HOSTILE).shape) < 30 * MAX_NAME
+    for title in ("a\nb", HOSTILE[3]):
+        panel(image, label, label, palette=palette, names=HOSTILE, title=title)
+
+
+def test_a_config_is_printed_without_format_characters_and_reads_back():
+    config = parse_config(
+        'data: {layout: folders, root: "a\\u202eb\\xa0", classes: "\\e[2J"}', source="f"
+    )
+    shown = config_to_yaml(config)
+    assert all(is_fit(line) for line in shown.split("\n"))
+    assert parse_config(shown, source="printed") == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {root: 0" + "1" * 5000 + "}",
+        "data: {" + "k" * 5000 + ": 1}",
+        "data: {root: !<" + "t" * 5000 + "> x}",
+        "1" * 5000 + ": x",
+        'data: {layout: "' + "v" * 5000 + '"}',
+        'data: {"\\e[2J\\n": 1}',
+    ],
+)
+def test_messages_about_a_config_quote_little_of_it(text):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, source="f")
+    for line in str(caught.value).split("\n"):
+        assert is_fit(line)
+        assert len(line) < 600
