@@ -214,7 +214,11 @@ def _data_synth(args: argparse.Namespace) -> int:
 
 
 def _data_check(args: argparse.Namespace) -> int:
-    _load_config(args)  # refused before anything heavy is imported
+    from segtrain.config_warnings import wrong_units
+
+    config = _load_config(args)  # refused before anything heavy is imported
+    if found := wrong_units(config):
+        raise ConfigError("\n".join(found))
     from segtrain.data import check
 
     return check.main(args)
@@ -222,10 +226,13 @@ def _data_check(args: argparse.Namespace) -> int:
 
 def _config_show(args: argparse.Namespace) -> int:
     from segtrain.config import config_to_yaml
+    from segtrain.config_warnings import wrong_units
 
     config = _load_config(args)
     print(config_to_yaml(config), end="")
     _print_warnings(config)
+    for line in wrong_units(config):
+        print(f"segtrain: warning: {line}", file=sys.stderr)
     return EXIT_OK
 
 

@@ -23,6 +23,24 @@ def config_warnings(config: Config) -> list[str]:
     return lines + _surprises(config)
 
 
+def wrong_units(config: Config) -> list[str]:
+    """One line if `data.mean`, one if `data.std` is in torchvision's units of 0..1, not 0..255.
+
+    No check of `Config` itself: a run that was started with such numbers needs them to the end.
+    """
+    mean, std = config.data.mean, config.data.std
+    wrong = {
+        "mean": any(mean) and max(map(abs, mean)) <= 1,
+        "std": max(std) < 1,
+    }
+    return [
+        f"data.{key}: {list(values)} is in units of 0..1, and pixels are 0..255 here; "
+        f"write [{', '.join(f'{255 * value:.6g}' for value in values)}]"
+        for key, values in (("mean", mean), ("std", std))
+        if wrong[key]
+    ]
+
+
 def _conditions(config: Config) -> list[tuple[str, bool, str]]:
     """(section and its keys, whether they take effect, why not)."""
     data, augment, train, loss = config.data, config.augment, config.train, config.loss

@@ -73,6 +73,8 @@ def run_eval(args: argparse.Namespace) -> int:
             receivers=receivers,
         )
         if dist.is_main():
+            for warning in dataset.warnings:
+                say(f"warning: {warning}")
             about = {
                 "checkpoint": str(args.checkpoint),
                 "step": loaded.step,

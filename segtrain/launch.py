@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from segtrain import network, outcome, progress, signals, slurm
 from segtrain.config import Config
+from segtrain.config_warnings import wrong_units
 from segtrain.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -66,7 +67,12 @@ def train(args: argparse.Namespace, config: Config) -> int:
     # With the same command line: by torch elastic after a failure, by SLURM after a requeue.
     starts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     restarted = any(os.environ.get(name, "0") != "0" for name in starts)
+    wrong = wrong_units(config)
+    if wrong and not (args.resume or restarted):
+        raise ConfigError("\n".join(wrong))
     if not adopt_environment():
+        for line in wrong:
+            _say(f"warning: {line}")
         # Once more in `run`; here a refusal takes no time yet.
         rundir.check_directory(
             directory,

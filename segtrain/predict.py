@@ -7,7 +7,7 @@ is ignored, and said so.
 import argparse
 import dataclasses
 import io
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -23,6 +23,7 @@ from segtrain import pictures
 from segtrain.capacity import check_windows, is_out_of_memory
 from segtrain.checkpoint import LoadedModel, load_model
 from segtrain.config import Config, override_config
+from segtrain.data.brightness import Brightness, brightness, lost_bits
 from segtrain.data.classes import ClassFile
 from segtrain.data.decode import MAX_PIXELS, read_bytes, read_header, read_image
 from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines
@@ -39,6 +40,9 @@ MORE_SUFFIXES = (".bmp", ".tif", ".tiff", ".webp")
 SUFFIXES = (*IMAGE_SUFFIXES, *MORE_SUFFIXES)
 _MORE_FORMATS = ("BMP", "TIFF", "WEBP")
 _MORE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX")
+
+_BITS_PER_SAMPLE = 258
+_SHOWN = 10
 
 # Everything else was decided when the model was trained.
 _SETTABLE = ("eval.", "data.short_side_px", "train.precision")
@@ -65,11 +69,16 @@ class Source(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """An image (H, W, 3) uint8 RGB, or why there is none; `turned`: EXIF asks for a rotation."""
+    """An image (H, W, 3) uint8 RGB, or why there is none.
+
+    turned: EXIF asks for a rotation.
+    light: how bright it is, None without an image.
+    """
 
     image: np.ndarray | None
     problem: str = ""
     turned: bool = False
+    light: Brightness | None = None
 
 
 def main(args: argparse.Namespace) -> int:
@@ -97,7 +106,9 @@ def main(args: argparse.Namespace) -> int:
     settings = InferenceSettings.from_config(config)
     large = _settings_of_large_images(settings, args.set)
     print(f"step {loaded.step}; {_describe(settings, large)}; {device}")
-    problems, turned = predict_images(
+    if skipped := skipped_files(args.inputs, output):
+        print(skipped)
+    problems, turned, lost = predict_images(
         loaded.model,
         sources,
         output,
@@ -110,6 +121,8 @@ def main(args: argparse.Namespace) -> int:
     print(f"{done}: {printable(output)}/{{{LABELS},{COLORS},{OVERLAYS}}}")
     if turned:
         print(f"{turned} of them ask for a rotation in their EXIF; it was ignored, as in training")
+    if lost:
+        print(f"warning: {len(lost)} {lost_bits(lost)}, if these are not just dark: {lost[0].name}")
     if problems:
         raise DataError(
             first_lines(f"{len(problems)} of {len(sources)} images cannot be read", problems)
@@ -155,6 +168,24 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> list[Source]:
     return _unique(found)
 
 
+def skipped_files(inputs: Sequence[str | Path], output: Path) -> str:
+    """How many visible files of the folders among `inputs` are no images; empty if none."""
+    counts: Counter[str] = Counter()
+    for folder in {given.resolve() for given in map(Path, inputs) if given.is_dir()}:
+        for here, files in walk(folder, hidden=True):
+            if not Path(here).is_relative_to(output.resolve()):
+                suffixes = (Path(name).suffix.lower() for name in files if name[0] != ".")
+                counts.update(suffix for suffix in suffixes if suffix not in SUFFIXES)
+    if not counts:
+        return ""
+    named = [
+        f"{count} {printable(suffix, _SHOWN) or 'without suffix'}"
+        for suffix, count in counts.most_common(_SHOWN)
+    ]
+    more = ", others" if len(counts) > _SHOWN else ""
+    return f"skipped {counts.total()} files that are no images: {', '.join(named)}{more}"
+
+
 def predict_images(
     model: nn.Module,
     sources: Sequence[Source],
@@ -164,19 +195,20 @@ def predict_images(
     large: InferenceSettings,
     classes: ClassFile,
     device: torch.device,
-) -> tuple[list[str], int]:
+) -> tuple[list[str], int, list[Brightness]]:
     """Writes `output`/{labels,colors,overlays}/<name>.png for every image that can be read.
 
     Label maps hold the raw ids of the class file (grey; 16 bits if an id exceeds 255). Images of
     more than MAX_WHOLE_PIXELS are predicted with the settings `large`. Returns the problems, a line
-    for each image that was left out, and the number with a rotation in EXIF.
+    for each image that was left out, the number with a rotation in EXIF, and the 16-bit images of
+    which reading leaves next to nothing.
 
     Raises:
         ExecutionError: the disk is full or not writable, or the device's memory does not suffice.
     """
     ids = np.array(classes.write_ids)
     ids = ids.astype(np.uint8 if ids.max() <= 255 else np.uint16)  # a class file allows no more
-    problems, turned = [], 0
+    problems, turned, lost = [], 0, []
 
     def write(name: str, image: np.ndarray, pred: np.ndarray) -> None:
         colors = pictures.colorize(pred, classes.palette)
@@ -189,8 +221,9 @@ def predict_images(
     try:
         pictures.write_png(output / "legend.png", pictures.legend(classes.names, classes.palette))
         with _Writer(write) as writer, bar:
-            for source, (image, problem, is_turned) in zip(sources, decoded, strict=True):
+            for source, (image, problem, is_turned, light) in zip(sources, decoded, strict=True):
                 turned += is_turned
+                lost += [light] if light is not None and light.lost else []
                 if image is None:
                     problems.append(problem)
                 else:
@@ -199,7 +232,7 @@ def predict_images(
                 bar.update()
     except OSError as error:
         raise ExecutionError(f"{error.filename or output}: {error.strerror or error}") from error
-    return problems, turned
+    return problems, turned, lost
 
 
 def _predict(
@@ -281,22 +314,28 @@ def _unique(found: Iterable[Source]) -> list[Source]:
 def _decode(path: Path) -> Decoded:
     try:
         if path.suffix.lower() in MORE_SUFFIXES:
-            return Decoded(_read_other(path))
-        turned = read_header(path).orientation != 1
-        return Decoded(read_image(path), turned=turned)
+            image, depth = _read_other(path)
+            return Decoded(image, light=brightness(image, depth, printable(path)))
+        header, image = read_header(path), read_image(path)
+        light = brightness(image, header.depth, printable(path))
+        return Decoded(image, turned=header.orientation != 1, light=light)
     except DataError as error:
         return Decoded(None, str(error))
 
 
-def _read_other(path: Path) -> np.ndarray:
-    """A BMP, TIFF or WebP image, (H, W, 3) uint8 RGB; of several pages the first."""
+def _read_other(path: Path) -> tuple[np.ndarray, int]:
+    """A BMP, TIFF or WebP image, (H, W, 3) uint8 RGB; of several pages the first; and its depth."""
     try:
         with Image.open(io.BytesIO(read_bytes(path)), formats=_MORE_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise DataError(f"{printable(path)}: more than {MAX_PIXELS:,} pixels; cut it up")
             if image.mode not in _MORE_MODES:
-                raise DataError(f"{printable(path)}: the image is {image.mode}; convert it to RGB")
-            return np.array(image.convert("RGB"))
+                raise DataError(
+                    f"{printable(path)}: the image is {image.mode}; convert it to 8-bit RGB"
+                )
+            is_tiff = image.format == "TIFF"
+            depth = int(np.max(image.tag_v2.get(_BITS_PER_SAMPLE, 8))) if is_tiff else 8
+            return np.array(image.convert("RGB")), depth
     except DataError:
         raise
     except UnidentifiedImageError as error:  # whose text names an object of Python

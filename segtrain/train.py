@@ -189,6 +189,8 @@ def _prepare(
         dist.on_main(lambda: rundir.write_description(directory, config, devices))
     log = RunLog(directory, enabled=dist.is_main(), start_step=state.step, evaluated_step=evaluated)
     log.lines(start_lines(config, directory, model, train_set, eval_set, devices, state.step))
+    oddities = dict.fromkeys((*train_set.warnings, *eval_set.warnings))
+    log.lines([f"warning: {oddity}" for oddity in oddities])
     log.lines(loaded)
     if anew:
         said = "the run before in this directory had saved no checkpoint"

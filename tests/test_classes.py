@@ -241,3 +241,24 @@ def test_a_class_file_travels_to_loader_workers():
     camvid = load_class_file("camvid")
     assert camvid.train_id_of[11] == IGNORE_INDEX
     assert pickle.loads(pickle.dumps(camvid)) == camvid
+
+
+def test_labels_in_colours_need_the_colour_of_each_class(tmp_path):
+    """By default colours, which are those of VOC's palette, classes would be swapped in silence."""
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "classes:\n- {name: road, color: [0, 0, 0]}\n- crack\n- {name: sky, ids: [9]}\n"
+    )
+    assert load_class_file(str(path)).num_classes == 3
+    with pytest.raises(ConfigError) as caught:
+        load_class_file(str(path), label_format="colors")
+    assert str(caught.value) == (
+        f"{path}:3: classes[1]: data.label_format is colors, and 2 of 3 classes have no `color`: "
+        "crack, sky; give each class its colour in the labels, such as "
+        "{name: crack, color: [255, 0, 0]}"
+    )
+
+
+@pytest.mark.parametrize("name", known_names())
+def test_shipped_class_files_serve_labels_in_colours(name):
+    assert load_class_file(name, label_format="colors") == load_class_file(name)

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from segtrain import cli
+from segtrain.config import load_config
 from segtrain.errors import CheckpointError, DataError
+from segtrain.rundir import write_description
 
 GOOD = "data: {layout: folders, root: /d, classes: voc}\n"
 HEAVY = ("torch", "cv2", "albumentations", "numpy", "torchvision")
@@ -298,3 +300,31 @@ def test_closed_standard_streams_end_no_command(config, closed, words):
     assert done.returncode == (2 if "missing" in words else 0)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+WRONG_UNIT = "data.mean=[0.485, 0.456, 0.406]"
+
+
+@pytest.mark.parametrize("command", [("train",), ("data", "check")])
+def test_a_mean_in_units_of_0_to_1_is_refused_with_the_repair(config, capsys, command):
+    assert cli.main([*command, str(config), "--set", WRONG_UNIT]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "segtrain: data.mean: [0.485, 0.456, 0.406] is in units of 0..1, and pixels are 0..255 "
+        "here; write [123.675, 116.28, 103.53]\n"
+    )
+
+
+def test_a_run_that_was_begun_with_such_a_mean_is_gone_on_with_under_a_warning(
+    config, capsys, tmp_path, monkeypatch
+):
+    options = ["--set", WRONG_UNIT, "--output", str(tmp_path / "run"), "--nproc", "1"]
+    write_description(tmp_path / "run", load_config(config, [WRONG_UNIT]), ["cpu"])
+    monkeypatch.setattr("segtrain.train.run", lambda *_, **__: 7)
+    assert cli.main(["train", str(config), *options, "--resume"]) == 7
+    assert capsys.readouterr().err.startswith("segtrain: warning: data.mean: [0.485, ")
+
+
+def test_config_show_points_out_a_mean_in_units_of_0_to_1(config, capsys):
+    assert cli.main(["config", "show", str(config), "--set", WRONG_UNIT]) == 0
+    assert "warning: data.mean: [0.485, 0.456, 0.406] is in units" in capsys.readouterr().err

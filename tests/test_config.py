@@ -14,7 +14,7 @@ from segtrain.config import (
     override_config,
     parse_config,
 )
-from segtrain.config_warnings import config_warnings
+from segtrain.config_warnings import config_warnings, wrong_units
 from segtrain.errors import ConfigError
 
 DATA = "data: {layout: folders, root: /d, classes: voc}\n"
@@ -330,3 +330,26 @@ def test_a_config_without_such_options_gives_no_warning(text):
 )
 def test_the_shipped_configs_load_without_warnings(path):
     assert config_warnings(load_config(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "repair"),
+    [
+        ("mean", [0.485, 0.456, 0.406], "[123.675, 116.28, 103.53]"),  # torchvision's
+        ("std", [0.229, 0.224, 0.225], "[58.395, 57.12, 57.375]"),
+        ("mean", [0.5, 0.5, 0.5], "[127.5, 127.5, 127.5]"),
+        ("mean", [0, 0, 1], "[0, 0, 255]"),
+    ],
+)
+def test_a_mean_or_std_of_0_to_1_is_in_the_wrong_unit(key, values, repair):
+    (line,) = wrong_units(parse("", f"data.{key}={values}"))
+    assert line.startswith(f"data.{key}: [")
+    assert line.endswith(f"write {repair}")
+
+
+@pytest.mark.parametrize(
+    "text", ["mean=[0, 0, 0]", "std=[1, 1, 1]", "std=[255, 255, 255]", "mean=[1, 1, 2]"]
+)
+def test_no_normalization_and_numbers_of_0_to_255_pass(text):
+    assert wrong_units(parse("", f"data.{text}")) == []
+    assert wrong_units(parse("")) == []

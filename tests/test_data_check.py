@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 
+import cv2
 import numpy as np
 import pytest
 from PIL import Image
@@ -14,7 +15,7 @@ from segtrain.config import AugmentConfig, Config, DataConfig, TrainConfig
 from segtrain.data import open_dataset
 from segtrain.data.check import quick_check, run
 from segtrain.data.report import as_text, enet_weights, median_frequency_weights
-from segtrain.errors import DataError
+from segtrain.errors import ConfigError, DataError
 
 SIZE = (6, 9)
 CLASSES = "classes: [sky, road, car]\n"
@@ -410,3 +411,101 @@ def test_quick_check_finds_a_class_file_that_does_not_fit(root):
         write_pair(root, "train", name, rows(0, 3), seed=ord(name))
     with pytest.raises(DataError, match=r"label ids outside class file toy: 3"):
         quick_check(*opened(root))
+
+
+# Images of which reading leaves next to nothing
+
+
+def write_images(root, split, top, *, dtype=np.uint16, lowest=0):
+    """Images of all values up to `top`, with OpenCV, which takes the high byte when it reads."""
+    for i, path in enumerate(sorted((root / "images" / split).glob("*.png"))):
+        values = np.random.default_rng(i).integers(lowest, top, (*SIZE, 3), endpoint=True)
+        assert cv2.imwrite(str(path), values.astype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("top", "bits", "left"), [(1023, 10, 3), (4095, 12, 15), (16383, 14, 63), (255, 8, 0)]
+)
+def test_few_bits_of_16_are_an_error_with_the_repair(root, top, bits, left):
+    write_images(root, "train", top, lowest=top)
+    found = finding(run(config(root), jobs=1), "faint")
+    assert (found.severity, found.split, found.places) == ("error", "train", ["a", "b", "c"])
+    assert f"at most {bits} of their 16 bits" in found.text
+    assert f"brighter than {left} of 255" in found.text
+    assert "rescale the values to 0..255" in found.text
+    with pytest.raises(DataError, match=rf"split 'train', .*\.png: .*at most {bits} of their 16"):
+        quick_check(*opened(root))
+
+
+def test_images_of_all_16_bits_are_fine(root):
+    write_images(root, "train", 65535)
+    assert run(config(root), jobs=1).findings == []
+    quick_check(*opened(root))
+
+
+def test_a_dark_image_of_16_bits_among_bright_ones_is_a_warning(root):
+    write_images(root, "train", 65535)
+    dark = np.random.default_rng(9).integers(0, 4096, (*SIZE, 3)).astype(np.uint16)
+    cv2.imwrite(str(root / "images/train/b.png"), dark)
+    report = run(config(root), jobs=1)
+    assert report.ok
+    assert finding(report, "faint").places == ["b"]
+    quick_check(*opened(root))
+
+
+def test_a_camera_of_12_bits_among_images_of_8_is_an_error(root):
+    for i in range(40):
+        write_pair(root, "train", f"m{i:02d}", rows(0, 1), seed=20 + i)
+    values = np.random.default_rng(0).integers(0, 4096, (*SIZE, 3)).astype(np.uint16)
+    cv2.imwrite(str(root / "images/train/m07.png"), values)
+    assert not run(config(root), jobs=1).ok
+    with pytest.raises(DataError, match=r"m07\.png: the 16-bit images use at most 12"):
+        quick_check(*opened(root))
+
+
+def test_values_of_0_and_1_saved_as_bytes_are_an_error(root):
+    write_images(root, "val", 1, dtype=np.uint8)
+    assert kinds(run(config(root), jobs=1)) == {("val", "faint")}
+    with pytest.raises(DataError, match=r"split 'val', .*brighter than 1 of 255"):
+        quick_check(*opened(root))
+
+
+def test_a_split_of_black_images_is_an_error_and_a_single_one_a_warning(root):
+    cv2.imwrite(str(root / "images/train/b.png"), np.zeros((*SIZE, 3), np.uint8))
+    report = run(config(root), jobs=1)
+    assert kinds(report, "warning") == {("train", "single colour")}
+    assert finding(report, "single colour").places == ["b"]
+    quick_check(*opened(root))
+    for name in "ac":
+        cv2.imwrite(str(root / f"images/train/{name}.png"), np.full((*SIZE, 3), 200, np.uint8))
+    assert kinds(run(config(root), jobs=1)) == {("train", "faint")}
+    with pytest.raises(DataError, match="every image is of a single colour"):
+        quick_check(*opened(root))
+
+
+def test_one_bright_image_far_from_the_sample_is_enough(root):
+    for i in range(31):
+        write_pair(root, "train", f"m{i:02d}", rows(0, 1), seed=20 + i)
+    write_images(root, "train", 9, dtype=np.uint8)
+    bright = np.random.default_rng(1).integers(0, 256, (*SIZE, 3)).astype(np.uint8)
+    cv2.imwrite(str(root / "images/train/m05.png"), bright)
+    quick_check(*opened(root))
+
+
+def test_images_of_formats_that_are_not_read_are_a_warning(root):
+    for name in ("x.bmp", "y.tif"):
+        (root / "images/train" / name).touch()
+    report = run(config(root), jobs=1)
+    assert report.ok
+    found = finding(report, "formats")
+    assert found.text.startswith("2 images are left out: .bmp .tif is not read, only JPEG and PNG")
+    assert found.places == [str(root / "images/train" / name) for name in ("x.bmp", "y.tif")]
+    train, val = opened(root)
+    assert [len(train.warnings), len(val.warnings)] == [1, 0]
+
+
+def test_names_alone_are_refused_for_labels_in_colours(root):
+    with pytest.raises(ConfigError, match=r"toy\.yaml:1: .*sky, road, car; give each class"):
+        run(config(root, label_format="colors"), jobs=1)
+    with pytest.raises(ConfigError, match=r"toy\.yaml:1: .*sky, road, car; give each class"):
+        opened(root, label_format="colors")

@@ -297,6 +297,12 @@ def test_no_line_is_shown_of_a_file_that_only_the_checkpoint_names(monkeypatch, 
     assert f"{tmp_path / 'shadow'}:1: " in str(caught.value)
 
 
+def test_images_that_are_left_out_are_told(command, cityscapes, capsys):
+    (cityscapes / "leftImg8bit/val/ulm/ulm_000001_000019_leftImg8bit.tif").touch()
+    command()
+    assert "warning: 1 image is left out: .tif is not read" in capsys.readouterr().out
+
+
 def test_a_real_checkpoint_is_evaluated(cityscapes, tmp_path):
     classes = load_class_file("cityscapes")
     config = Config(

@@ -435,3 +435,28 @@ def test_a_link_to_the_data_set_itself_is_fine(tmp_path):
 
 def test_one_finding_is_one_line():
     assert first_lines("place", ["what"]) == "place: what"
+
+
+def test_images_of_formats_that_are_not_read_are_counted_and_named(tmp_path):
+    """Not those that lie there a second time as PNG or JPEG, and no other files."""
+    names = ["a.png", "b.BMP", "c/d.tif", "e.webp", "f.jp2", "a.bmp", "notes.txt"]
+    touch(tmp_path, *(f"images/train/{name}" for name in names), "labels/train/a.png")
+    listing = scan_layout(config(tmp_path, "folders"), "train")
+    folder = tmp_path / "images/train"
+    assert sorted(listing.left_out) == [folder / n for n in ("b.BMP", "c/d.tif", "e.webp", "f.jp2")]
+    (line,) = listing.warnings_of_start()
+    assert line == (
+        "4 images are left out: .bmp .jp2 .tif .webp is not read, only JPEG and PNG; convert to "
+        f"PNG: {folder}/b.BMP, {folder}/c/d.tif, {folder}/e.webp and 1 more"
+    )
+
+
+def test_nothing_is_said_of_formats_where_all_images_are_read(tmp_path):
+    touch(tmp_path, "images/train/a.png", "labels/train/a.png", "images/train/Thumbs.db")
+    assert scan_layout(config(tmp_path, "folders"), "train").warnings_of_start() == []
+
+
+def test_a_folder_of_other_formats_only_says_which_are_read(tmp_path):
+    touch(tmp_path, "images/train/a.bmp", "labels/train/a.png")
+    with pytest.raises(DataError, match=r"none of its 1 files is an image .*only JPEG and PNG"):
+        list_pairs(config(tmp_path, "folders"), "train")

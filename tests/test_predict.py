@@ -336,3 +336,34 @@ def test_windows_that_no_memory_holds_are_refused(run, tmp_path):
         ConfigError, match=r"eval\.crop_size: sliding windows of 100000x100000 take"
     ):
         run(path, set=["eval.mode=slide", "eval.crop_size=[100000, 100000]"])
+
+
+def test_what_is_skipped_in_folders_is_counted_by_suffix(run, tmp_path, capsys):
+    folder = tmp_path / "photos"
+    save(folder / "a.png", photo(8, 9))
+    for name in ("b.JP2", "sub/c.jp2", "notes.txt", "LICENCE", ".DS_Store"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    assert run(folder) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("skipped")]
+    assert line.startswith("skipped 4 files that are no images: 2 .jp2, ")
+    assert set(line.split(": ")[1].split(", ")) == {"2 .jp2", "1 .txt", "1 without suffix"}
+
+
+def test_nothing_is_said_where_nothing_was_skipped(run, tmp_path, capsys):
+    save(tmp_path / "photos" / "a.png", photo(8, 9))
+    assert run(tmp_path / "photos") == 0
+    assert "skipped" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_12_bits_in_a_file_of_16_are_warned_about(run, tmp_path, capsys, suffix):
+    values = np.random.default_rng(0).integers(0, 4096, (8, 9, 3)).astype(np.uint16)
+    for name, factor in (("dark", 1), ("full", 16)):
+        assert cv2.imwrite(str(tmp_path / f"{name}.{suffix}"), values * np.uint16(factor))
+    assert run(tmp_path / f"full.{suffix}") == 0
+    assert "warning" not in capsys.readouterr().out
+    assert run(tmp_path / f"full.{suffix}", tmp_path / f"dark.{suffix}", overwrite=True) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "warning" in one]
+    assert line.startswith("warning: 1 16-bit images use at most 12 of their 16 bits")
+    assert line.endswith(f"dark.{suffix}")

@@ -120,6 +120,17 @@ def test_a_data_set_of_fewer_images_than_ranks_is_trained_on_all_the_same(run_ra
     assert last(tmp_path / "run").step == 2
 
 
+def test_images_that_are_left_out_are_told_at_the_start(run_ranks, tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    write_data(root, num_images=4)
+    (root / "images/train/0.png").rename(root / "images/train/0.bmp")
+    config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 1, "batch_size": 2}))
+    assert run_ranks(1, train, config, tmp_path / "run") == [0]
+    said = "warning: 1 image is left out: .bmp is not read, only JPEG and PNG; convert to PNG: "
+    assert f"{said}{root / 'images/train/0.bmp'}\n" in (tmp_path / "run" / "train.log").read_text()
+
+
 @pytest.mark.fault(84)
 def test_other_versions_of_libraries_are_told_once_at_a_resumption(run_ranks, tmp_path, data):
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 9}))

@@ -14,11 +14,18 @@ import numpy as np
 
 from segtrain.config import Config, load_config
 from segtrain.data import report
+from segtrain.data.brightness import Brightness, brightness, lost_bits, whole_split_problem
 from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.dataset import SegDataset, size_problem
-from segtrain.data.decode import label_mode_problem, read_header, read_label, read_raw_label
+from segtrain.data.decode import (
+    label_mode_problem,
+    read_header,
+    read_image,
+    read_label,
+    read_raw_label,
+)
 from segtrain.data.labels import IGNORE_INDEX, unknown_colors, unknown_ids
-from segtrain.data.layouts import Listing, Pair, first_lines, scan_layout
+from segtrain.data.layouts import Listing, Pair, first_lines, left_out_text, scan_layout
 from segtrain.data.report import CheckReport, Finding
 from segtrain.data.scan import Problem, SplitScan, by_reason, process_pool, scan_split
 from segtrain.data.suggest import looks_like_train_ids
@@ -29,6 +36,8 @@ from segtrain.text import MAX_NAME, printable, printable_lines
 # Waiting for the disk, not the processor, is what headers cost.
 _HEADER_THREADS = 16
 _PAIRS_A_PROCESS = 128
+# Of these, evenly spread, none may be more than faint before a whole split is called so.
+_MORE_SAMPLES = 32
 # Mistakes in a class file or a converter are in all labels alike: a few show them.
 _SAMPLES = 4
 
@@ -56,7 +65,7 @@ def run(config: Config, jobs: int | None = None) -> CheckReport:
         ExecutionError: a process was killed.
     """
     data = config.data
-    classes = load_class_file(data.classes)
+    classes = load_class_file(data.classes, label_format=data.label_format)
     findings = []
     datasets = []
     for split in dict.fromkeys((data.train_split, data.eval_split)):
@@ -73,6 +82,7 @@ def run(config: Config, jobs: int | None = None) -> CheckReport:
         scans = [scan_split(dataset, pool) for dataset in datasets]
     for scan in scans:
         findings += _pixel_findings(scan, classes)
+        findings += _brightness_findings(scan)
         findings += _class_findings(scan, classes)
         if scan.split == data.train_split:
             findings += _crop_findings(scan, config)
@@ -90,19 +100,55 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> None:
     Raises:
         DataError: files that are no PNG or JPEG, sizes that differ, labels of a kind that cannot be
             read, of which all are counted and the first ten shown; a pair out of a small sample
-            that cannot be read or holds unknown label values; or labels of a single class.
+            that cannot be read or holds unknown label values; labels of a single class; or images
+            of which reading leaves next to nothing.
     """
     for dataset in (train, evaluation):
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
             jobs = ((pair, dataset.label_format) for pair in dataset.pairs)
-            problems = [found for found in pool.map(_header_problem, jobs, chunksize=64) if found]
+            found = list(pool.map(_look_at_headers, jobs, chunksize=64))
+        problems = [one for one in found if isinstance(one, Problem)]
         if problems:
             raise DataError(first_lines(f"split {dataset.split!r}", _reason_lines(problems)))
+        depths = [one for one in found if isinstance(one, int)]
         sample = range(0, len(dataset), max(1, len(dataset) // _SAMPLES))
-        _refuse_one_class(dataset, [dataset[i][1] for i in sample])
+        labels, seen = [], []
+        for i in sample:
+            image, label = dataset[i]
+            labels.append(label)
+            seen.append(_brightness(dataset, depths, i, image))
+        _refuse_one_class(dataset, labels)
+        _refuse_faint(dataset, depths, seen)
 
 
-def _header_problem(job: tuple[Pair, str]) -> Problem | None:
+def _brightness(
+    dataset: SegDataset, depths: Sequence[int], i: int, image: np.ndarray
+) -> Brightness:
+    return brightness(image, depths[i], printable(dataset.pairs[i].image))
+
+
+def _refuse_faint(dataset: SegDataset, depths: Sequence[int], seen: list[Brightness]) -> None:
+    """Refuses images of which reading leaves next to nothing, by `seen`, a small sample.
+
+    16-bit images are looked at in any case; where the sample is suspicious, more images decide.
+    """
+    deep = [i for i, depth in enumerate(depths) if depth > 8]
+    order = deep or range(len(dataset))
+    rest = iter(order[:: max(1, len(order) // _MORE_SAMPLES)])
+
+    def look(i: int) -> Brightness:
+        return _brightness(dataset, depths, i, read_image(dataset.pairs[i].image))
+
+    seen += [look(next(rest))] if deep else []
+    while text := whole_split_problem(seen):
+        i = next(rest, None)
+        if i is None:
+            raise DataError(f"split {dataset.split!r}, such as {seen[-1].name}: {text}")
+        seen.append(look(i))
+
+
+def _look_at_headers(job: tuple[Pair, str]) -> Problem | int:
+    """What is wrong with a pair, as far as its headers tell; else the bit depth of its image."""
     pair, label_format = job
     headers = []
     for path in (pair.image, pair.label):
@@ -115,7 +161,7 @@ def _header_problem(job: tuple[Pair, str]) -> Problem | None:
     if mode:
         return Problem(printable(pair.label), mode)
     sizes = size_problem(pair, image.size, label.size)
-    return Problem.of(pair.label, DataError(sizes)) if sizes else None
+    return Problem.of(pair.label, DataError(sizes)) if sizes else image.depth
 
 
 def _reason_lines(problems: Iterable[Problem]) -> list[str]:
@@ -177,6 +223,11 @@ def _listing_findings(split: str, listing: Listing) -> list[Finding]:
     if listing.warnings:
         text = f"{len(listing.warnings)} names clash on some file systems"
         findings.append(Finding("warning", split, "names", text, listing.warnings))
+    if listing.left_out:
+        files = [printable(file) for file in listing.left_out]
+        findings.append(
+            Finding("warning", split, "formats", left_out_text(listing.left_out), files)
+        )
     if listing.extra_labels:
         text = f"{len(listing.extra_labels)} labels have no image and are not used"
         files = [printable(file) for file in listing.extra_labels]
@@ -217,6 +268,23 @@ def _pixel_findings(scan: SplitScan, classes: ClassFile) -> list[Finding]:
     if scan.turned:
         text = f"{len(scan.turned)} images carry an EXIF orientation, which is ignored"
         findings.append(Finding("warning", scan.split, "orientation", text, scan.turned))
+    return findings
+
+
+def _brightness_findings(scan: SplitScan) -> list[Finding]:
+    images = scan.brightness
+    lost = [one for one in images if one.lost]
+    flat = [one.name for one in images if one.flat]
+    if problem := whole_split_problem(images):
+        places = [one.name for one in lost or images]
+        return [Finding("error", scan.split, "faint", problem, places)]
+    findings = []
+    if lost:
+        text = f"{len(lost)} {lost_bits(lost)}, if these are not just dark"
+        findings.append(Finding("warning", scan.split, "faint", text, [one.name for one in lost]))
+    if flat:
+        text = f"{len(flat)} images are of a single colour"
+        findings.append(Finding("warning", scan.split, "single colour", text, flat))
     return findings
 
 

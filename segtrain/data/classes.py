@@ -30,6 +30,7 @@ from segtrain.validation import Finding, nearest, report, validate
 # Equal to records.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
 _IGNORE_INDEX = 255
 MAX_CLASSES = 255
+_MAX_SHOWN = 10
 MAX_RAW_ID = 65535  # labels have at most 16 bits
 
 Color = tuple[int, int, int]
@@ -120,12 +121,16 @@ class _StoredClassFile(_ClassFileEntry):
     classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1, max_length=MAX_CLASSES)]
 
 
-def load_class_file(name_or_path: str, *, quoted: bool = True) -> ClassFile:
+def load_class_file(
+    name_or_path: str, *, label_format: str = "ids", quoted: bool = True
+) -> ClassFile:
     """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
 
     A name has neither a directory nor an ending such as `.yaml`.
 
     Args:
+        label_format: of `colors` every class must give its colour: a default one would be that of
+            another class, or of none, in the labels.
         quoted: whether messages may show what stands in the file. False where the user did not
             name it: a checkpoint from elsewhere can name any file of this machine.
 
@@ -139,7 +144,7 @@ def load_class_file(name_or_path: str, *, quoted: bool = True) -> ClassFile:
         raise ConfigError(f"data.classes: {name_or_path}: cannot be read: {reason}") from None
     text = read_text(path)
     try:
-        return _parse(text, path)
+        return _parse(text, path, label_format)
     except ConfigError:
         if quoted:
             raise
@@ -149,7 +154,7 @@ def load_class_file(name_or_path: str, *, quoted: bool = True) -> ClassFile:
         ) from None
 
 
-def _parse(text: str, path: Path) -> ClassFile:
+def _parse(text: str, path: Path, label_format: str) -> ClassFile:
     document = scan_yaml(text, source=str(path), example=_EXAMPLE)
     if ("names",) in document.lines and ("classes",) not in document.lines:
         raise ConfigError(
@@ -172,6 +177,7 @@ def _parse(text: str, path: Path) -> ClassFile:
     elif not findings:
         class_file = _resolve(entry, name=path.stem)
         findings += _conflicts(class_file, explicit_color=entry.ignore_color is not None)
+        findings += _without_color(entry) if label_format == "colors" else []
         if not findings:
             return class_file
     raise ConfigError("\n".join(report(findings, lambda finding: _place(document, finding))))
@@ -273,6 +279,21 @@ def _resolve(entry: _ClassFileEntry, *, name: str) -> ClassFile:
     explicit = entry.ignore_color
     color = explicit or next(c for c in candidates if c is not None and c not in used_colors)
     return ClassFile(printable(name, MAX_NAME), classes, ignore_ids, color)
+
+
+def _without_color(entry: _ClassFileEntry) -> list[Finding]:
+    """The classes of labels in colours that do not say theirs, in one finding."""
+    missing = [(i, one.name) for i, one in enumerate(entry.classes) if one.color is None]
+    if not missing:
+        return []
+    names = ", ".join(name for _, name in missing[:_MAX_SHOWN])
+    more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
+    text = (
+        f"data.label_format is colors, and {len(missing)} of {len(entry.classes)} classes have no "
+        f"`color`: {names}{more}; give each class its colour in the labels, such as "
+        f"{{name: {missing[0][1]}, color: [255, 0, 0]}}"
+    )
+    return [Finding(("classes", missing[0][0]), text)]
 
 
 def _conflicts(class_file: ClassFile, *, explicit_color: bool) -> Iterator[Finding]:

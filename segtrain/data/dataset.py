@@ -7,7 +7,7 @@ import numpy as np
 from segtrain.config import DataConfig
 from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.decode import read_image, read_label
-from segtrain.data.layouts import Pair, list_pairs
+from segtrain.data.layouts import Pair, list_split
 from segtrain.errors import DataError
 from segtrain.text import printable
 
@@ -17,18 +17,26 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
 
     Item i is (image, label): (H, W, 3) uint8 RGB and (H, W) uint8 train ids with 255 for ignored
     pixels. The object holds paths only, so handing it to loader processes is cheap.
+    `warnings`: a line for each thing that whoever starts on this split should know.
 
     Raises:
         DataError: on access; the file is missing, damaged or does not fit, named with its path.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], classes: ClassFile, *, split: str, label_format: str = "ids"
+        self,
+        pairs: Sequence[Pair],
+        classes: ClassFile,
+        *,
+        split: str,
+        label_format: str = "ids",
+        warnings: Sequence[str] = (),
     ) -> None:
         self.pairs = list(pairs)
         self.classes = classes
         self.split = split
         self.label_format = label_format
+        self.warnings = tuple(warnings)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -58,9 +66,17 @@ def open_dataset(data: DataConfig, split: str, *, hidden: Collection[str] = ()) 
         ConfigError: no such class file, or it is wrong.
         DataError: no such split, no images, or files missing, all of them counted.
     """
-    classes = load_class_file(data.classes, quoted="data.classes" not in hidden)
-    pairs = list_pairs(data, split, quoted="data.eval_split" not in hidden)
-    return SegDataset(pairs, classes, split=split, label_format=data.label_format)
+    classes = load_class_file(
+        data.classes, label_format=data.label_format, quoted="data.classes" not in hidden
+    )
+    listing = list_split(data, split, quoted="data.eval_split" not in hidden)
+    return SegDataset(
+        listing.pairs,
+        classes,
+        split=split,
+        label_format=data.label_format,
+        warnings=listing.warnings_of_start(),
+    )
 
 
 def size_problem(pair: Pair, image: tuple[int, ...], label: tuple[int, ...]) -> str:

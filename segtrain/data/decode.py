@@ -6,7 +6,8 @@ The rules, the same for training, evaluation, checking and prediction:
 - Pixels count as they are stored: the EXIF orientation is ignored, because a PNG label has none and
   rotating the image alone would tear the two apart.
 - Grey and palette images become RGB, 16 bits become 8 (the high byte, as the PNG standard says),
-  alpha is dropped; CMYK is refused, since its colours depend on a printer.
+  alpha is dropped; CMYK is refused, since its colours depend on a printer. The high byte of a
+  camera's 12 bits is nearly black: `segtrain.data.brightness` finds such data sets.
 - A file that ends early or fails its checksums is refused. A JPEG has none: a flipped bit in it
   goes unnoticed.
 - Labels are PNG. Ids are the stored numbers: palette indices, never palette colours, and grey
@@ -33,6 +34,8 @@ from segtrain.text import printable
 MAX_PIXELS = 89_478_485
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+# Of the chunk IHDR, behind width (16) and height (20).
+_PNG_DEPTH_AT = 24
 _EXIF_ORIENTATION = 0x0112
 # Pillow spreads grey levels of 2 and 4 bits over 0..255; the ids are the levels.
 _GREY_STEP = {2: 85, 4: 17}
@@ -44,11 +47,13 @@ class Header(NamedTuple):
     """What a file says before its pixels: (height, width), Pillow's mode, and EXIF orientation.
 
     The orientation is 1 where the pixels are stored upright or the file does not say.
+    depth: bits of a sample: 1 to 16 in a PNG, 8 in a JPEG.
     """
 
     size: tuple[int, int]
     mode: str
     orientation: int
+    depth: int = 8
 
 
 def read_image(path: str | Path) -> np.ndarray:
@@ -199,7 +204,11 @@ def _header(file: io.BufferedIOBase, path: str | Path) -> Header:
             # Asking a PNG for its EXIF would decode it, and its orientation is hardly ever used.
             is_jpeg = image.format in ("JPEG", "MPO")
             orientation = image.getexif().get(_EXIF_ORIENTATION, 1) if is_jpeg else 1
-            header = Header((image.height, image.width), image.mode, int(orientation))
+            depth = 8
+            if image.format == "PNG":
+                file.seek(_PNG_DEPTH_AT)
+                depth = file.read(1)[0]
+            header = Header((image.height, image.width), image.mode, int(orientation), depth)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(path) from error
     except UnidentifiedImageError as error:  # whose text names an object of Python
@@ -224,7 +233,7 @@ def _open_label(data: bytes, path: str | Path) -> tuple[int, Image.Image]:
         )
     _check_png(data, path)
     decode_header(data, path)
-    return data[24], Image.open(io.BytesIO(data), formats=("PNG",))  # IHDR: 16 width, 20 height
+    return data[_PNG_DEPTH_AT], Image.open(io.BytesIO(data), formats=("PNG",))
 
 
 def _check_png(data: bytes, path: str | Path) -> None:

@@ -26,6 +26,13 @@ _LABEL_WORD = re.compile(
     r"[-_. ]?(masks?|gt|labels?|seg|segmentation|annotations?|groundtruth)\Z", re.IGNORECASE
 )
 
+_FEW = 3
+# Pictures of other formats: what is not even one of these is no loss.
+OTHER_IMAGES = (
+    *(".apng", ".arw", ".avif", ".bmp", ".cr2", ".dib", ".dng", ".exr", ".gif", ".hdr", ".heic"),
+    *(".heif", ".j2k", ".jfif", ".jp2", ".jpe", ".jpf", ".jpx", ".jxl", ".nef", ".npy", ".pbm"),
+    *(".pgm", ".pnm", ".ppm", ".raw", ".tga", ".tif", ".tiff", ".webp"),
+)
 _LISTED_IN_A_FILE = ("list", "voc")
 
 _ADE20K_ALIASES = {"train": "training", "val": "validation"}
@@ -46,22 +53,48 @@ class Listing(NamedTuple):
     problems: one line for each thing that makes the split unusable, such as a missing label.
     warnings: one line for each oddity that does not.
     extra_labels: labels without an image, which training never reads.
+    left_out: images of formats that are not read, of which no copy in another format is there.
     """
 
     pairs: list[Pair]
     problems: list[str]
     warnings: list[str]
     extra_labels: list[Path]
+    left_out: Sequence[Path] = ()
+
+    def warnings_of_start(self) -> list[str]:
+        """What must not go unsaid where training or evaluation starts."""
+        if not self.left_out:
+            return []
+        names = ", ".join(printable(path) for path in self.left_out[:_FEW])
+        more = f" and {len(self.left_out) - _FEW} more" if len(self.left_out) > _FEW else ""
+        return [f"{left_out_text(self.left_out)}: {names}{more}"]
 
 
-def list_pairs(data: DataConfig, split: str, *, quoted: bool = True) -> list[Pair]:
+def left_out_text(files: Sequence[Path]) -> str:
+    """How many images are left out for their format, with the repair."""
+    suffixes = sorted({file.suffix.lower() for file in files})
+    images = "1 image is" if len(files) == 1 else f"{len(files)} images are"
+    return f"{images} left out: {' '.join(suffixes)} is not read, only JPEG and PNG; convert to PNG"
+
+
+def list_pairs(data: DataConfig, split: str) -> list[Pair]:
     """The pairs of `split`, sorted by name (a list file keeps its own order).
-
-    quoted: whether messages may show lines of a text file that lists the split.
 
     Raises:
         DataError: no such split, no images in it, or files missing; all of them are counted and
             the first ten shown.
+    """
+    return list_split(data, split).pairs
+
+
+def list_split(data: DataConfig, split: str, *, quoted: bool = True) -> Listing:
+    """All that the layout finds in `split`, which is complete.
+
+    quoted: whether messages may show lines of a text file that lists the split.
+
+    Raises:
+        DataError: as `list_pairs`.
     """
     listing = scan_layout(data, split)
     title = f"{data.root}, split {split!r}"
@@ -72,7 +105,7 @@ def list_pairs(data: DataConfig, split: str, *, quoted: bool = True) -> list[Pai
         )
     if listing.problems:
         raise DataError(first_lines(title, listing.problems))
-    return listing.pairs
+    return listing
 
 
 def scan_layout(data: DataConfig, split: str) -> Listing:
@@ -214,7 +247,12 @@ LAYOUTS: dict[str, Callable[[DataConfig, str], Listing]] = {
 
 
 def _match_trees(tree: _Tree) -> Listing:
-    images = _index(tree.images, IMAGE_SUFFIXES, tree.image_end)
+    pictures = _index(tree.images, IMAGE_SUFFIXES + OTHER_IMAGES, tree.image_end)
+    readable = {
+        name: [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+        for name, files in pictures.items()
+    }
+    images = {name: files for name, files in readable.items() if files}
     labels = _index(tree.labels, (LABEL_SUFFIX,), tree.label_end)
     pairs, problems = [], []
     for name, files in images.items():
@@ -236,7 +274,14 @@ def _match_trees(tree: _Tree) -> Listing:
         for i, name in enumerate(missing)
     ]
     extra = [file for name, files in labels.items() if name not in images for file in files]
-    return Listing(sorted(pairs, key=_by_name), problems, _case_clashes(images), sorted(extra))
+    left_out = [file for name in pictures.keys() - images.keys() for file in pictures[name][:1]]
+    return Listing(
+        sorted(pairs, key=_by_name),
+        problems,
+        _case_clashes(images),
+        sorted(extra),
+        sorted(left_out),
+    )
 
 
 def _near_miss(tree: _Tree, name: str) -> str:
@@ -263,7 +308,7 @@ def _no_images(tree: _Tree) -> str:
         return f"{tree.images}: the folder is empty; expected images {wanted}"
     return (
         f"{tree.images}: none of its {len(files)} files is an image {wanted}; "
-        f"the first is {printable(files[0])}"
+        f"the first is {printable(files[0])}; only JPEG and PNG are read"
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from segtrain.data import decode, labels
+from segtrain.data.brightness import Brightness, brightness
 from segtrain.data.classes import ClassFile, Color
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.layouts import Pair
@@ -60,6 +61,7 @@ class PairScan(NamedTuple):
     values: pixels of each raw id; empty where labels hold colours.
     unknown: pixels of each id or colour that the class file does not name.
     digest: hash of the image file, empty if it cannot be read.
+    brightness: of the image, None if it cannot be read.
     """
 
     name: str
@@ -71,6 +73,7 @@ class PairScan(NamedTuple):
     values: dict[int, int]
     unknown: dict[Value, int]
     digest: bytes
+    brightness: Brightness | None
 
 
 @dataclass
@@ -104,6 +107,7 @@ class SplitScan:
     turned: list[str] = field(default_factory=list)
     all_ignored: list[str] = field(default_factory=list)
     digests: dict[bytes, list[str]] = field(default_factory=dict)
+    brightness: list[Brightness] = field(default_factory=list)
 
 
 def process_pool(jobs: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
@@ -154,13 +158,15 @@ def scan_split(dataset: SegDataset, pool: ProcessPoolExecutor | None) -> SplitSc
 def scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> PairScan:
     """Everything that can be said about one pair without the others."""
     unreadable: list[Problem] = []
-    image_size, turned, digest = (0, 0), False, b""
+    image_size, turned, digest, light = (0, 0), False, b"", None
     try:
         data = decode.read_bytes(pair.image)
         digest = hashlib.blake2b(data, digest_size=16).digest()
-        height, width = decode.decode_image(data, pair.image).shape[:2]
-        image_size = (height, width)
-        turned = decode.decode_header(data, pair.image).orientation != 1
+        image = decode.decode_image(data, pair.image)
+        image_size = (image.shape[0], image.shape[1])
+        header = decode.decode_header(data, pair.image)
+        turned = header.orientation != 1
+        light = brightness(image, header.depth, pair.name)
     except DataError as error:
         unreadable.append(Problem.of(pair.image, error))
     pixels = np.zeros(classes.num_classes + 1, np.int64)
@@ -178,7 +184,7 @@ def scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> PairScan:
     except DataError as error:
         unreadable.append(Problem.of(pair.label, error))
     return PairScan(
-        pair.name, unreadable, problem, image_size, turned, pixels, values, unknown, digest
+        pair.name, unreadable, problem, image_size, turned, pixels, values, unknown, digest, light
     )
 
 
@@ -216,6 +222,8 @@ def _add(total: SplitScan, scan: PairScan) -> None:
         total.sizes[scan.size] = total.sizes.get(scan.size, 0) + 1
     if scan.size_problem:
         total.size_problems.append(scan.size_problem)
+    if scan.brightness is not None:
+        total.brightness.append(scan.brightness)
     if scan.turned:
         total.turned.append(scan.name)
     if scan.pixels[-1] and not scan.pixels[:-1].any() and not scan.unknown:
