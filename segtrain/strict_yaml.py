@@ -87,26 +87,27 @@ def read_yaml(path: str | Path) -> Document:
 
 def read_text(path: str | Path) -> str:
     """The text of a settings file: UTF-8 without a byte order mark, at most MAX_BYTES."""
+    shown = printable(path)
     try:
         with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+        raise ConfigError(f"{shown}: cannot be read: {reason}") from None
     except ValueError as error:  # a NUL character in the name
-        raise ConfigError(f"{str(path)!r}: cannot be read: {error}") from None
+        raise ConfigError(f"{shown}: cannot be read: {error}") from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes; this is no file of settings")
+        raise ConfigError(f"{shown}: larger than {MAX_BYTES} bytes; this is no file of settings")
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ConfigError(f"{path}:1: this is UTF-16; save it as UTF-8 without BOM")
+        raise ConfigError(f"{shown}:1: this is UTF-16; save it as UTF-8 without BOM")
     if content.startswith(b"\xef\xbb\xbf"):
-        raise ConfigError(f"{path}:1: starts with a byte order mark; save it as UTF-8 without BOM")
+        raise ConfigError(f"{shown}:1: starts with a byte order mark; save it as UTF-8 without BOM")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         byte = f"byte 0x{content[error.start]:02x}"
-        raise ConfigError(f"{path}:{line}: {byte} is not UTF-8; save it as UTF-8") from None
+        raise ConfigError(f"{shown}:{line}: {byte} is not UTF-8; save it as UTF-8") from None
 
 
 def scan_yaml(text: str, *, source: str, example: str = "") -> Document:

@@ -11,8 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from segtrain import cli
 from segtrain.checkpoint import Record, experiment_record, load, parse_experiment, save
 from segtrain.config import Config, DataConfig, config_to_yaml, parse_config
+from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile, SegClass, load_class_file
-from segtrain.errors import CheckpointError, ConfigError, DataError
+from segtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from segtrain.log import RunLog, say
 from segtrain.metrics import ConfusionMatrix, score_table
 from segtrain.pictures import confusion_picture, legend, panel
@@ -156,3 +157,24 @@ def test_messages_about_a_config_quote_little_of_it(text):
     for line in str(caught.value).split("\n"):
         assert is_fit(line)
         assert len(line) < 600
+
+
+FORGED = "x\nsegtrain: all is well"
+
+
+@pytest.mark.parametrize("layout", ["cityscapes", "camvid", "voc", "ade20k", "folders", "list"])
+@pytest.mark.parametrize("key", ["root", "classes", "split", "images_dir", "labels_dir"])
+def test_no_path_adds_a_line_to_a_message(tmp_path, layout, key):
+    """A checkpoint from elsewhere names paths, too."""
+    for name in ("leftImg8bit", "gtFine", "images", "labels", "annotations", "ImageSets"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "images" / "val").mkdir()
+    values = {"root": str(tmp_path), "classes": "voc", "split": "val"}
+    values |= {key: f"{tmp_path}/{FORGED}" if key == "root" else FORGED}
+    split = values.pop("split")
+    with pytest.raises(UserError) as caught:
+        open_dataset(DataConfig(layout=layout, **values), split)
+    assert "\nsegtrain" not in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        open_dataset(DataConfig(layout=layout, **values | {"classes": f"{FORGED}.yaml"}), split)
+    assert "\nsegtrain" not in str(caught.value)

@@ -141,7 +141,9 @@ def load_class_file(
         path = _find(name_or_path)
     except OSError as error:  # a name that is too long, a folder without permission
         reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"data.classes: {name_or_path}: cannot be read: {reason}") from None
+        raise ConfigError(
+            f"data.classes: {printable(name_or_path)}: cannot be read: {reason}"
+        ) from None
     text = read_text(path)
     try:
         return _parse(text, path, label_format)
@@ -149,21 +151,22 @@ def load_class_file(
         if quoted:
             raise
         raise ConfigError(
-            f"data.classes: {path}: not a class file, or one with mistakes; the checkpoint names "
-            "it, so its lines are not shown; --set data.classes=PATH shows them, or names another"
+            f"data.classes: {printable(path)}: not a class file, or one with mistakes; the "
+            "checkpoint names it, so its lines are not shown; --set data.classes=PATH shows them, "
+            "or names another"
         ) from None
 
 
 def _parse(text: str, path: Path, label_format: str) -> ClassFile:
-    document = scan_yaml(text, source=str(path), example=_EXAMPLE)
+    document = scan_yaml(text, source=printable(path), example=_EXAMPLE)
     if ("names",) in document.lines and ("classes",) not in document.lines:
         raise ConfigError(
-            f"{path}:{document.lines['names',]}: names: expected the key 'classes' with a list in "
-            f"the order of the ids, such as '{_EXAMPLE}'"
+            f"{printable(path)}:{document.lines['names',]}: names: expected the key 'classes' with "
+            f"a list in the order of the ids, such as '{_EXAMPLE}'"
         )
     if isinstance(document.data.get("classes"), dict):
         raise ConfigError(
-            f"{path}:{document.lines['classes',]}: classes: expected a list, such as "
+            f"{printable(path)}:{document.lines['classes',]}: classes: expected a list, such as "
             "[background, crack], or a line '- {name: crack, ids: [1]}' for each class"
         )
     findings = [Finding(path, text, line=line) for path, line, text in document.problems]
@@ -233,17 +236,20 @@ def _find(name_or_path: str) -> Path:
         if not path.exists():
             beside = {p.stem: p for end in ("*.yaml", "*.yml") for p in path.parent.glob(end)}
             near = nearest(path.stem, beside)
-            hint = f"; did you mean {beside[near]}?" if near else ""
+            hint = f"; did you mean {printable(beside[near])}?" if near else ""
             if not path.is_absolute():
-                hint += f" (looked for from {Path.cwd()}; --set data.classes=PATH names another)"
-            raise ConfigError(f"data.classes: {path}: cannot be read: no such file{hint}")
+                here = printable(Path.cwd())
+                hint += f" (looked for from {here}; --set data.classes=PATH names another)"
+            raise ConfigError(
+                f"data.classes: {printable(path)}: cannot be read: no such file{hint}"
+            )
         return path
     for folder in _DIRECTORIES:
         if (folder / f"{name_or_path}.yaml").is_file():
             return folder / f"{name_or_path}.yaml"
     known = known_names()
     near = nearest(name_or_path, known)
-    problem = f"data.classes: no class file named '{name_or_path}'"
+    problem = f"data.classes: no class file named '{printable(name_or_path, MAX_NAME)}'"
     if near:
         raise ConfigError(f"{problem}; did you mean {near}?")
     raise ConfigError(f"{problem}; expected one of {', '.join(known)}, or a path ending in .yaml")

@@ -97,7 +97,7 @@ def list_split(data: DataConfig, split: str, *, quoted: bool = True) -> Listing:
         DataError: as `list_pairs`.
     """
     listing = scan_layout(data, split)
-    title = f"{data.root}, split {split!r}"
+    title = f"{printable(data.root)}, split {split!r}"
     if listing.problems and not quoted and data.layout in _LISTED_IN_A_FILE:
         raise DataError(
             f"{title}: {len(listing.problems)} problems with a list file and what it names; the "
@@ -121,7 +121,7 @@ def scan_layout(data: DataConfig, split: str) -> Listing:
         place = printable(error.filename or data.root)
         raise DataError(f"{place}: {error.strerror or error}") from error
     if not listing.pairs and not listing.problems:
-        raise DataError(f"{root}, split {split!r}: no images in it")
+        raise DataError(f"{printable(root)}, split {split!r}: no images in it")
     return listing
 
 
@@ -178,9 +178,13 @@ def _voc(data: DataConfig, split: str) -> Listing:
     for name in names:
         image, label = images.get(name, []), indexes[folder].get(name, [])
         if not image:
-            problems.append(f"{printable(name)}: no image {root / 'JPEGImages'}/{name}.jpg")
+            problems.append(
+                f"{printable(name)}: no image {printable(root / 'JPEGImages' / name)}.jpg"
+            )
         elif not label:
-            problems.append(f"{printable(image[0])}: no label {folder}/{name}{LABEL_SUFFIX}")
+            problems.append(
+                f"{printable(image[0])}: no label {printable(folder / name)}{LABEL_SUFFIX}"
+            )
         else:
             pairs.append(Pair(image[0], label[0], name))
     return Listing(sorted(pairs, key=_by_name), problems, [], [])
@@ -200,7 +204,7 @@ def _folders(data: DataConfig, split: str) -> Listing:
     labels = _split_folder(root, data.labels_dir, split)
     if images.resolve() == labels.resolve():
         raise DataError(
-            f"{images}: images and labels lie in one folder; "
+            f"{printable(images)}: images and labels lie in one folder; "
             "separate them, or name every pair in a text file (data.layout: list)"
         )
     return _match_trees(_Tree(images, labels))
@@ -211,7 +215,9 @@ def _list(data: DataConfig, split: str) -> Listing:
     path = root / split
     if not path.is_file():
         texts = [file.name for file in root.glob("*.txt")] + [f.name for f in root.glob("*.csv")]
-        raise DataError(f"{path}: no such list file; {_there_are('text files', sorted(texts))}")
+        raise DataError(
+            f"{printable(path)}: no such list file; {_there_are('text files', sorted(texts))}"
+        )
     rows, problems = list_file_rows(path)
     inside = os.path.realpath(root)
     pairs, first_line = [], {}
@@ -221,14 +227,14 @@ def _list(data: DataConfig, split: str) -> Listing:
         bad += _suffix_problems(image.path, label.path)
         if not bad:
             bad = [
-                f"{printable(file.path)}: no such file below {root}"
+                f"{printable(file.path)}: no such file below {printable(root)}"
                 for file in (image, label)
                 if not os.path.isfile(root / file.path)  # Path.is_file raises at long names
             ]
         if not bad and image.path in first_line:
             bad = [f"{printable(image.path)}: already on line {first_line[image.path]}"]
         first_line.setdefault(image.path, row.line)
-        problems += [f"{path}:{row.line}: {problem}" for problem in bad]
+        problems += [f"{printable(path)}:{row.line}: {problem}" for problem in bad]
         if not bad:
             name = image.path.rpartition(".")[0]
             pairs.append(Pair(root / image.path, root / label.path, name))
@@ -305,9 +311,9 @@ def _no_images(tree: _Tree) -> str:
     files = _walk(tree.images)
     wanted = "*" + tree.image_end + "|".join(IMAGE_SUFFIXES)
     if not files:
-        return f"{tree.images}: the folder is empty; expected images {wanted}"
+        return f"{printable(tree.images)}: the folder is empty; expected images {wanted}"
     return (
-        f"{tree.images}: none of its {len(files)} files is an image {wanted}; "
+        f"{printable(tree.images)}: none of its {len(files)} files is an image {wanted}; "
         f"the first is {printable(files[0])}; only JPEG and PNG are read"
     )
 
@@ -315,9 +321,9 @@ def _no_images(tree: _Tree) -> str:
 def _no_png(labels: Path) -> str:
     files = _walk(labels)
     if not files:
-        return f"{labels}: the folder is empty; expected labels *{LABEL_SUFFIX}"
+        return f"{printable(labels)}: the folder is empty; expected labels *{LABEL_SUFFIX}"
     text = (
-        f"{labels}: none of its {len(files)} files is a label *{LABEL_SUFFIX}; "
+        f"{printable(labels)}: none of its {len(files)} files is a label *{LABEL_SUFFIX}; "
         f"the first is {printable(files[0])}"
     )
     if files[0].lower().endswith((".jpg", ".jpeg")):
@@ -351,7 +357,7 @@ def _root(data: DataConfig) -> Path:
     if root.is_dir():
         return root
     if root.exists():
-        raise DataError(f"data.root: {root} is not a folder")
+        raise DataError(f"data.root: {printable(root)} is not a folder")
     above = root.parent
     beside = [entry.name for entry in above.iterdir()] if above.is_dir() else []
     near = nearest(root.name, beside)
@@ -382,7 +388,7 @@ def _split_folder(root: Path, kind: str, split: str) -> Path:
         if entry.is_file() == as_file and not entry.name.startswith(".")
     )
     name = split.removesuffix(".txt")
-    raise DataError(f"{place}: no split {name!r}; {_there_are('splits', found)}")
+    raise DataError(f"{printable(place)}: no split {name!r}; {_there_are('splits', found)}")
 
 
 def _folder(folder: Path, root: Path) -> Path:
@@ -397,9 +403,14 @@ def _folder(folder: Path, root: Path) -> Path:
     candidates = [path.parents[depth - 1] for path in deeper]
     candidates += [root.parent] if (root.parent / relative).is_dir() else []
     if candidates:
-        raise DataError(f"{folder}: no such folder; did you mean data.root: {candidates[0]}")
+        raise DataError(
+            f"{printable(folder)}: no such folder; did you mean data.root: "
+            f"{printable(candidates[0])}"
+        )
     found = sorted(e.name for e in root.iterdir() if e.is_dir() and not e.name.startswith("."))
-    raise DataError(f"{folder}: no such folder; {_there_are(f'folders in {root}', found)}")
+    raise DataError(
+        f"{printable(folder)}: no such folder; {_there_are(f'folders in {printable(root)}', found)}"
+    )
 
 
 def _there_are(what: str, names: Sequence[str]) -> str:

@@ -46,14 +46,14 @@ def list_file_rows(path: Path) -> tuple[list[Row], list[str]]:
         try:
             columns = _columns(text)
         except csv.Error as error:
-            problems.append(f"{path}:{number}: {error}")
+            problems.append(f"{printable(path)}:{number}: {error}")
             continue
         if len(columns) == 2 and all(columns):
             rows.append(Row(number, *columns))
         else:
             found = f"{len(columns)} column{'s' if len(columns) != 1 else ''}"
             problems.append(
-                f"{path}:{number}: expected image and label, found {found}; "
+                f"{printable(path)}:{number}: expected image and label, found {found}; "
                 "separate names that hold blanks by a tab or put them in double quotes"
             )
     return rows, problems
@@ -67,12 +67,14 @@ def list_file_words(path: Path) -> tuple[list[str], list[str]]:
         unsafe = name.startswith(("/", "\\")) or ".." in name.split("/")
         if unsafe or len(name.split()) != 1:
             problems.append(
-                f"{path}:{number}: expected one image name without folder and suffix, "
+                f"{printable(path)}:{number}: expected one image name without folder and suffix, "
                 f"found {_quoted(name)}; layout 'list' reads lines of an image and a label"
             )
         elif name in first_line:
             first = first_line[name]
-            problems.append(f"{path}:{number}: {_quoted(name)} is already on line {first}")
+            problems.append(
+                f"{printable(path)}:{number}: {_quoted(name)} is already on line {first}"
+            )
         else:
             first_line[name] = number
             names.append(name)
@@ -102,16 +104,18 @@ def _read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     except OSError as error:
         raise DataError(f"{printable(path)}: cannot be read: {error.strerror}") from error
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{path}: the file is UTF-16; save it as UTF-8")
+        raise DataError(f"{printable(path)}: the file is UTF-16; save it as UTF-8")
     lines, problems = [], []
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
         try:
             text = raw.decode("utf-8").strip()
         except UnicodeDecodeError as error:
-            problems.append(f"{path}:{number}: byte {error.start + 1} of the line is not UTF-8")
+            problems.append(
+                f"{printable(path)}:{number}: byte {error.start + 1} of the line is not UTF-8"
+            )
             continue
         if "\0" in text:
-            problems.append(f"{path}:{number}: holds a NUL byte")
+            problems.append(f"{printable(path)}:{number}: holds a NUL byte")
         elif text and not text.startswith("#"):
             lines.append((number, text))
     return lines, problems
