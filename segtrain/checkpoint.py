@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch import nn
 from segtrain import __version__, files, manifest, torch_file
 from segtrain.config import Config
 from segtrain.data.classes import ClassFile, class_file_from_json
+from segtrain.data.fingerprint import DataFingerprint, fingerprint_from_json
 from segtrain.engine import TrainState
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import NotRegularError
@@ -43,6 +44,7 @@ class Record(NamedTuple):
     optimizer, scaler: state dicts of training; None in a checkpoint that only serves for inference.
     best: {"step": int, "mean_iou": float} of the best evaluation so far, or None.
     evaluated: the step of the newest evaluation, 0: none.
+    data: the DataFingerprint as JSON; None where an older segtrain wrote the checkpoint.
     """
 
     step: int
@@ -54,6 +56,7 @@ class Record(NamedTuple):
     scaler: dict[str, Any] | None
     best: dict[str, Any] | None
     evaluated: int = 0
+    data: str | None = None
 
 
 def save(path: Path, record: Record) -> None:
@@ -184,6 +187,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "evaluated": (int,),
     "config": (str,),
     "classes": (str,),
+    "data": (str, type(None)),
     "model": _STATE,
     **dict.fromkeys(("average", "optimizer", "scaler", "best"), _OPTIONAL),
 }
@@ -199,6 +203,7 @@ def _as_record(content: Any, path: Path) -> Record:
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
+    content = {"data": None} | content  # older versions did not write it
     missing = [field for field in Record._fields if field not in content]
     if missing:
         raise CheckpointError(f"{path}: incomplete: {', '.join(missing)} missing")
@@ -253,6 +258,13 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> Loade
     Raises:
         CheckpointError: as `load` and `resolve`, or the weights do not fit the config beside them.
     """
+    return load_with_data(path, device=device)[0]
+
+
+def load_with_data(
+    path: str | Path, *, device: torch.device | str = "cpu"
+) -> tuple[LoadedModel, DataFingerprint | None]:
+    """As `load_model`, and the data it was trained on; None where the checkpoint does not say."""
     file = resolve(path)
     record = load(file)
     config, classes = parse_experiment(record, file)
@@ -264,13 +276,18 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> Loade
         norm=make_inference_norm(config.norm),
     )
     load_weights(model, record.model if record.average is None else record.average, file)
-    return LoadedModel(model.eval().to(device), config, classes, record.step)
+    loaded = LoadedModel(model.eval().to(device), config, classes, record.step)
+    return loaded, parse_data(record, file)
 
 
-def load_initial(model: nn.Module, spec: str | Path) -> list[str]:
+def load_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] = ()) -> list[str]:
     """Fills `model` with the weights of another run, the averaged ones where it kept an average.
 
-    The layers that give the logits stay as they are where the number of classes differs.
+    The layers that give the logits stay as they are where the number of classes differs. Where the
+    same classes come in another order, the rows of these layers are put into the new order.
+
+    Args:
+        class_names: the classes of `model` in their order; (): not known.
 
     Returns:
         lines that say what was taken over and what was not.
@@ -284,6 +301,7 @@ def load_initial(model: nn.Module, spec: str | Path) -> list[str]:
     _check_plain(weights, file)
     own = model.state_dict()
     lines = [f"init       {file}, step {record.step}"]
+    lines += _match_classes(weights, _class_names(record, file), class_names)
     for key in sorted(weights.keys() & own.keys()):
         if ".classifier." in key and weights[key].shape != own[key].shape:
             lines.append(
@@ -293,6 +311,35 @@ def load_initial(model: nn.Module, spec: str | Path) -> list[str]:
             weights[key] = own[key]
     load_weights(model, weights, file)
     return lines
+
+
+def _match_classes(weights: dict[str, Any], there: Sequence[str], here: Sequence[str]) -> list[str]:
+    """Puts the classifiers' rows in `weights` into the order of the classes `here`.
+
+    Returns:
+        lines that say so, or that it cannot be done.
+    """
+    differing = [i for i, (old, new) in enumerate(zip(there, here, strict=False)) if old != new]
+    if len(there) != len(here) or not differing:
+        return []
+    if set(there) != set(here):
+        i = differing[0]
+        return [
+            f"warning: init: {len(differing)} of {len(here)} classes have other names there: class "
+            f"{i} is {there[i]} there, {here[i]} here, and starts from its weights"
+        ]
+    order = [there.index(name) for name in here]
+    for key, value in weights.items():
+        if ".classifier." in key and value.shape[:1] == (len(order),):
+            weights[key] = value[order]
+    return ["init       the classes come in another order there; classifiers follow the one here"]
+
+
+def _class_names(record: Record, path: Path) -> tuple[str, ...]:
+    try:
+        return class_file_from_json(record.classes).names
+    except (ConfigError, ValidationError) as error:
+        raise CheckpointError(f"{path}: damaged: its classes cannot be read") from error
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
@@ -416,3 +463,17 @@ def parse_experiment(record: Record, path: Path) -> tuple[Config, ClassFile]:
         raise CheckpointError(
             f"{path}: its config does not fit this version of segtrain: {where}: {problem}"
         ) from None
+
+
+def parse_data(record: Record, path: Path) -> DataFingerprint | None:
+    """The data that the run in `record` saw; None where an older segtrain wrote it.
+
+    Raises:
+        CheckpointError: this version of segtrain does not understand it.
+    """
+    if record.data is None:
+        return None
+    try:
+        return fingerprint_from_json(record.data)
+    except ValidationError:
+        raise CheckpointError(f"{path}: damaged: data is no fingerprint of a data set") from None

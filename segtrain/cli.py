@@ -336,7 +336,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--accept-changes",
         action="store_true",
-        help="with --resume: go on although the config has changed since",
+        help="with --resume: go on although config or data have changed since",
     )
     parser.add_argument(
         "--requeue",

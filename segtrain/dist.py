@@ -358,24 +358,27 @@ _USER_ERRORS = {
 }
 
 
-def on_main(function: Callable[[], Any]) -> Any:
-    """What `function` returns on rank 0, plain data as for `all_gather_object`, on every rank.
-
-    Collective.
+def call_on_all(function: Callable[[], Any]) -> list[Any]:
+    """What `function` returns on each rank, plain data as for `all_gather_object` (collective).
 
     Raises:
-        UserError: rank 0's, everywhere: no rank is left waiting for one that has given up.
+        UserError: that of the first rank with one, everywhere: no rank is left waiting for one
+            that has given up.
     """
-    reply: dict[str, Any] = {}
-    if is_main():
-        try:
-            reply = {"value": function()}
-        except UserError as error:
-            reply = {"error": type(error).__name__, "message": str(error)}
-    reply = broadcast_object(reply)
-    if "error" in reply:
-        raise _USER_ERRORS[reply["error"]](reply["message"])
-    return reply["value"]
+    try:
+        reply = {"value": function()}
+    except UserError as error:
+        reply = {"error": type(error).__name__, "message": str(error)}
+    replies = all_gather_object(reply)
+    for reply in replies:
+        if "error" in reply:
+            raise _USER_ERRORS[reply["error"]](reply["message"])
+    return [reply["value"] for reply in replies]
+
+
+def on_main(function: Callable[[], Any]) -> Any:
+    """What `function` returns or refuses on rank 0, on every rank: see `call_on_all`."""
+    return call_on_all(function if is_main() else lambda: None)[0]
 
 
 def barrier() -> None:

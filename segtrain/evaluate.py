@@ -8,7 +8,9 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from segtrain import dist, files
 from segtrain.capacity import check_windows
-from segtrain.checkpoint import LoadedModel, load_model
+from segtrain.checkpoint import LoadedModel, load_with_data
 from segtrain.config import Config, override_config
 from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile
@@ -30,7 +32,9 @@ from segtrain.log import say
 from segtrain.metrics import ConfusionMatrix, score_table
 from segtrain.norm import describe_norm
 from segtrain.pictures import panel, write_png
+from segtrain.same_data import EvalData
 from segtrain.scoring import Prediction, evaluate_dataset
+from segtrain.text import printable
 
 # Everything else was decided when the model was trained.
 _SETTABLE = ("data.", "eval.", "train.precision")
@@ -43,7 +47,7 @@ def run_eval(args: argparse.Namespace) -> int:
         num_overlays.
     """
     device = dist.device_for(args.device)
-    loaded = load_model(args.checkpoint, device=device)
+    loaded, known = load_with_data(args.checkpoint, device=device)
     config = _config(loaded.config, args)
     split = args.split or config.data.eval_split
     dataset = open_dataset(config.data, split, hidden=_named_by_checkpoint(args))
@@ -60,8 +64,11 @@ def run_eval(args: argparse.Namespace) -> int:
         _make_folder("--json", Path(args.json).parent)
 
     settings = InferenceSettings.from_config(config)
-    with dist.process_group(device, timeout_s=config.train.timeout_s):
+    with dist.process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
         _check_same_step(args.checkpoint, loaded.step)
+        if dist.is_main():
+            data = stack.enter_context(EvalData(loaded, known, config.data, dataset))
+            _warn(data.file_lines())
         matrix = evaluate_dataset(
             _prepare(loaded, config, device),
             dataset,
@@ -82,6 +89,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 "num_images": len(dataset),
             }
             _report(matrix, about, config, settings, loaded.classes.names)
+            _warn(data.label_lines())
             if args.json:
                 _write_json(
                     Path(args.json), _record(matrix, about, config, settings, loaded.classes.names)
@@ -98,6 +106,11 @@ def _check_same_step(checkpoint: str | Path, step: int) -> None:
             f"{', '.join(map(str, steps))}); start the evaluation again, or name a checkpoint that "
             "stays as it is"
         )
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"segtrain: {printable(line)}", file=sys.stderr)
 
 
 def _config(trained: Config, args: argparse.Namespace) -> Config:

@@ -27,10 +27,11 @@ CHECKPOINTS = "checkpoints"
 _MAX_BYTES = 1 << 20
 
 # What may change between the parts of a run without changing the model it ends with, but for
-# rounding in a compiled step.
+# rounding in a compiled step. Where data and class file lie does not matter: `same_data` compares
+# what they hold.
 _HARMLESS = (
-    *("data.root", "data.num_workers", "data.prefetch", "train.compile", "train.timeout_s"),
-    *("log.", "checkpoint."),
+    *("data.root", "data.classes", "data.num_workers", "data.prefetch"),
+    *("train.compile", "train.timeout_s", "log.", "checkpoint."),
 )
 
 

@@ -18,7 +18,6 @@ from segtrain.checkpoint import Record
 from segtrain.claim import Claim
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
-from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import (
     TrainStream,
@@ -29,7 +28,7 @@ from segtrain.data.loader import (
 )
 from segtrain.data.transforms import TrainTransform
 from segtrain.engine import TrainState, make_state, train_steps
-from segtrain.errors import EXIT_OK, CheckpointError
+from segtrain.errors import EXIT_OK
 from segtrain.guard import Guard
 from segtrain.inference import InferenceSettings
 from segtrain.log import ProgressBar, RunLog
@@ -45,10 +44,16 @@ from segtrain.records import Batch
 from segtrain.recovery import restore_config
 from segtrain.replica import autocast, dtype_of
 from segtrain.report import progress_words, score_line, training_picture
+from segtrain.same_data import Resumed, RunData
 from segtrain.scoring import Prediction, evaluate_dataset
 from segtrain.signals import Requests, exit_code
 from segtrain.start import check_experiment, start_lines
 from segtrain.store import CheckpointStore
+
+# How long a resumed run waits for the hashes of the labels before its first step, and a run that
+# was asked to stop before it saves.
+_DATA_PATIENCE_S = 5.0
+_STOP_PATIENCE_S = 15.0
 
 
 @dataclass
@@ -61,6 +66,7 @@ class Run:
     devices: list[str]  # of every rank, by name
     train_set: SegDataset
     eval_set: SegDataset
+    data: RunData
     state: TrainState
     guard: Guard
     store: CheckpointStore
@@ -84,7 +90,7 @@ def run(
 
     Args:
         resume: go on with the run in `directory`, which must be there.
-        accept_changes: go on even if it was started with another config.
+        accept_changes: go on even if it was started with another config or other data.
         restarted: go on with it if it is there.
         requeue: SIGUSR1 has SLURM start the job once more, instead of a checkpoint only.
     """
@@ -113,8 +119,10 @@ def run(
         this = _prepare(
             config,
             directory,
+            stack,
             device=device,
             resume=resume,
+            accept_changes=accept_changes,
             changes=changes,
             requeue=requeue,
             before_write=claim.renew,
@@ -141,9 +149,11 @@ def run(
 def _prepare(
     config: Config,
     directory: Path,
+    stack: ExitStack,
     *,
     device: torch.device,
     resume: bool,
+    accept_changes: bool,
     changes: list[str],
     requeue: bool,
     before_write: Callable[[], None],
@@ -151,6 +161,7 @@ def _prepare(
     """Opens the data, builds the model and brings the state to where training goes on.
 
     Args:
+        stack: closes what is left open.
         changes: what the run's config said before.
         before_write: see CheckpointStore.
     """
@@ -174,13 +185,16 @@ def _prepare(
     path = None if name is None else store.directory / name
     record = None if path is None else checkpoint.load(path)
     # The record brings all weights along; fetching others first would only cost time.
-    loaded = _load_initial(model, config) if record is None else []
+    loaded = _load_initial(model, config, train_set.classes.names) if record is None else []
     state = make_state(model, config, device)
-    evaluated = 0
+    evaluated = 0 if record is None else record.evaluated
+    sets, resumed = (train_set, eval_set), None if record is None else Resumed(record, path)
+    data = RunData(sets, config.data.root, resumed, accept_changes=accept_changes)
+    stack.enter_context(data)
     if record is not None:
-        _check_classes(record, train_set.classes, path)
         checkpoint.restore(state, record, path)
-        evaluated = record.evaluated
+    if evaluated < config.train.steps:
+        data.start(_DATA_PATIENCE_S)
 
     devices = dist.all_gather_object(_device_name(device))
     others = dist.on_main(lambda: rundir.other_versions(directory)) if resume else []
@@ -196,6 +210,7 @@ def _prepare(
         said = "the run before in this directory had saved no checkpoint"
         log.lines([f"warning: {said}: {rundir.METRICS} begins anew, {rundir.LOG} goes on"])
     log.lines([f"changed    {change}" for change in changes])
+    log.lines(data.take_news())
     log.lines([f"warning: the run had {other}: numbers may differ" for other in others])
     log.lines([f"warning: {problem}" for problem in problems] + store.warnings)
     if problems:
@@ -212,10 +227,12 @@ def _prepare(
         devices=devices,
         train_set=train_set,
         eval_set=eval_set,
+        data=data,
         state=state,
         guard=Guard(
             requests.stop_requested,
-            save_requested=requests.takes_save_request,
+            # A difference in the labels is told by the saving that it forbids.
+            save_requested=lambda: requests.takes_save_request() or data.has_failed(),
             overflow_allowed=config.train.precision == "float16",
         ),
         store=store,
@@ -232,20 +249,10 @@ def _newest(store: CheckpointStore) -> tuple[str | None, list[str]]:
     return None if path is None else path.name, problems
 
 
-def _check_classes(record: Record, classes: ClassFile, path: Path) -> None:
-    """The config names the class file only; what it says must not have changed either."""
-    _, before = checkpoint.parse_experiment(record, path)
-    if before.train_id_of != classes.train_id_of or before.names != classes.names:
-        raise CheckpointError(
-            f"{path}: the class file has changed since; it was {', '.join(before.names)} with ids "
-            f"{before.train_id_of}; give it back what it said, or start a new run by --output"
-        )
-
-
-def _load_initial(model: SegModel, config: Config) -> list[str]:
+def _load_initial(model: SegModel, config: Config, class_names: Sequence[str]) -> list[str]:
     """Fills the model or its backbone, as the config asks; returns what to tell about it."""
     if config.train.init_from is not None:
-        return checkpoint.load_initial(model, config.train.init_from)
+        return checkpoint.load_initial(model, config.train.init_from, class_names)
     if config.model.pretrained is None:
         return []
     lines = []
@@ -380,6 +387,7 @@ def _loader(run: Run, rows: Sequence[Sequence[int]], steps: int) -> Iterable[Bat
 def _evaluate(run: Run) -> Scores:
     """Scores the model on the evaluation split, logs it, and keeps it if it is the best so far."""
     run.guard.settle()
+    _settle_data(run)
     progress.at("evaluation", run.state.step)
     step, classes, log = run.state.step, run.eval_set.classes, run.log
 
@@ -444,10 +452,30 @@ def _save(run: Run) -> None:
     """Replaces last.pt."""
     run.guard.settle()
     progress.at("checkpoint", run.state.step)
+    _settle_data(run)
     if dist.is_main():
         run.store.save_last(_record(run))
         if not (run.directory / rundir.CONFIG).exists():  # deleted; without it there is no --resume
             rundir.write_description(run.directory, run.config, run.devices)
+
+
+def _settle_data(run: Run) -> None:
+    """Lets nothing be saved before the labels have been compared (collective)."""
+
+    def stops(seconds: float) -> bool:
+        asked = run.guard.stopped or run.requests.stop_requested()
+        return asked and seconds > _STOP_PATIENCE_S
+
+    if not run.data.settle(lambda seconds: seconds > _DATA_PATIENCE_S):
+        run.log.lines(["the labels are still being hashed; training goes on when that is done"])
+        if not run.data.settle(stops):
+            run.log.lines(
+                [
+                    "warning: stopped before all labels were hashed: whether they have changed is "
+                    "not known yet"
+                ]
+            )
+    run.log.lines(run.data.take_news())
 
 
 def _record(run: Run) -> Record:
@@ -461,4 +489,5 @@ def _record(run: Run) -> Record:
         scaler=state.scaler.state_dict(),
         best=run.best,
         evaluated=run.evaluated,
+        data=run.data.record(),
     )

@@ -88,7 +88,7 @@ def command(cityscapes, monkeypatch, tmp_path):
     classes = load_class_file("cityscapes")
     config = config_of(cityscapes)
     loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1200)
-    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+    monkeypatch.setattr(evaluate, "load_with_data", lambda path, *, device: (loaded, None))
 
     def run(*overrides, **options):
         args = arguments("run", set=list(overrides), json=str(tmp_path / "scores.json"), **options)
@@ -177,7 +177,7 @@ def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, monke
         )
     )
     loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1)
-    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+    monkeypatch.setattr(evaluate, "load_with_data", lambda path, *, device: (loaded, None))
     run_eval(arguments("run", save_predictions=str(tmp_path / "out")))
     with Image.open(tmp_path / "out" / "hall one" / "a.b.png") as picture:
         assert np.array_equal(np.array(picture), np.where(label == 8, 7, label))

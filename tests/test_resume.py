@@ -384,8 +384,8 @@ def test_mistakes_at_a_resumption_are_refused_on_every_rank(run_ranks, tmp_path,
     classes.write_text(before.replace("water, sand", "sand, water"))
     kind, code, said = refused()
     classes.write_text(before)
-    assert (kind, code) == ("CheckpointError", 4)
-    assert "the class file has changed since; it was ground, plant, water, sand" in said
+    assert (kind, code) == ("ConfigError", 2)
+    assert "class file: 4 classes there, 4 now; class 2 is water there, sand now" in said
 
     for name in ("last.pt", "previous.pt"):
         (run / "checkpoints" / name).write_bytes(state[: len(state) // 2])

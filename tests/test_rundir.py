@@ -147,7 +147,7 @@ def test_a_run_without_a_checkpoint_that_differs_is_told_how_to_begin_anew(confi
 @pytest.mark.parametrize(
     ("section", "option"),
     [
-        ("data", {"root": "/elsewhere", "num_workers": 3, "prefetch": 7}),
+        ("data", {"root": "/elsewhere", "classes": "/c.yaml", "num_workers": 3, "prefetch": 7}),
         ("log", {"every_steps": 7}),
         ("checkpoint", {"every_steps": 3, "keep_limit": 1}),
         ("train", {"timeout_s": 30.0}),

@@ -1,0 +1,587 @@
+"""Other data than a run was trained on do not go unnoticed, wherever the same data lie."""
+
+import argparse
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from experiments import (
+    assert_same_state,
+    last,
+    losses,
+    refusal,
+    small,
+    stopped_after,
+    train,
+    write_config,
+    write_data,
+)
+from processes import logged_steps
+
+from segtrain import checkpoint, manifest
+from segtrain.checkpoint import load_initial, parse_data
+from segtrain.config import load_config
+from segtrain.data import fingerprint, open_dataset
+from segtrain.data.classes import class_file_from_json, load_class_file
+from segtrain.data.dataset import SegDataset
+from segtrain.data.fingerprint import (
+    LabelHashing,
+    class_differences,
+    file_difference,
+    fingerprint_from_json,
+    fingerprint_to_json,
+    hash_files,
+    label_difference,
+)
+from segtrain.data.layouts import Pair
+from segtrain.errors import CheckpointError, DataError
+from segtrain.models import build_model
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """As everywhere, with labels that are not compressed: all have one size in bytes."""
+    root = tmp_path_factory.mktemp("data") / "set"
+    root.mkdir()
+    write_data(root)
+    for path in root.glob("labels/*/*.png"):
+        label = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+        cv2.imwrite(str(path), label, [cv2.IMWRITE_PNG_COMPRESSION, 0])
+    return root
+
+
+def changed(data: Path, root: Path, *changes: Callable[[Path], None]) -> Path:
+    """A copy of `data` at `root` with `changes` made."""
+    shutil.copytree(data, root)
+    for change in changes:
+        change(root)
+    return root
+
+
+def add_image(root):
+    for kind in ("images", "labels"):
+        shutil.copy(root / kind / "train/3.png", root / kind / "train/30.png")
+
+
+def drop_last_image(root):
+    for kind in ("images", "labels"):
+        (root / kind / "train/7.png").unlink()
+
+
+def grow_image(root):
+    with (root / "images/train/5.png").open("ab") as file:
+        file.write(b"\0")
+
+
+def exchange_labels(root, split="train"):
+    one, other = root / f"labels/{split}/1.png", root / f"labels/{split}/2.png"
+    first, second = one.read_bytes(), other.read_bytes()
+    assert len(first) == len(second)
+    assert first != second
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def exchange_labels_to_evaluate(root):
+    exchange_labels(root, "val")
+
+
+def exchange_ids(root):
+    lines = ["{name: ground, ids: [0]}", "{name: plant, ids: [2]}", "{name: water, ids: [1]}"]
+    text = "".join(f"  - {line}\n" for line in [*lines, "{name: sand, ids: [3]}"])
+    (root / "classes.yaml").write_text(f"classes:\n{text}ignore_ids: [255]\n")
+
+
+def seen(root, split="train"):
+    config = load_config(write_config(root.parent / f"{root.name}.yaml", small(root)))
+    dataset = open_dataset(config.data, split)
+    found = hash_files(dataset, config.data.root)
+    with LabelHashing([(dataset, found.pairs_per_hash)]) as hashing:
+        assert hashing.wait()
+        (labels,) = hashing.result()
+    return dataset, found, labels
+
+
+def test_the_same_data_elsewhere_have_one_fingerprint(data, tmp_path, monkeypatch):
+    _, here, labels = seen(data)
+    _, there, labels_there = seen(changed(data, tmp_path / "b"))
+    assert (here, labels) == (there, labels_there)
+    assert len(set(here.files)) == len(set(labels)) == 8
+    monkeypatch.chdir(tmp_path)
+    for root in ("b", "./b/", f"{tmp_path}/b/"):
+        data_config = load_config(tmp_path / "b.yaml", [f"data.root={root}"]).data
+        assert hash_files(open_dataset(data_config, "train"), root) == here
+    _, other_split, _ = seen(data, "val")
+    assert other_split != here
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (add_image, "8 images there, 9 now; the first difference is {}/images/train/30.png"),
+        (drop_last_image, "8 images there, 7 now; the first difference is after {}/images/train/6"),
+        (grow_image, "names, sizes or order of the files differ; the first difference is {}/im"),
+    ],
+)
+def test_other_files_are_named(data, tmp_path, change, said):
+    _, before, _ = seen(data)
+    dataset, now, _ = seen(changed(data, tmp_path / "b", change))
+    line = file_difference(before, now, dataset, str(tmp_path / "b"))
+    assert line.startswith("split train: " + said.format(tmp_path / "b"))
+    assert file_difference(now, now, dataset, str(tmp_path / "b")) == ""
+
+
+def test_another_order_is_another_data_set(data):
+    """A list file gives the order, and the order the batches."""
+    dataset, before, _ = seen(data)
+    dataset.pairs.reverse()
+    now = hash_files(dataset, str(data))
+    assert "order of the files differ" in file_difference(before, now, dataset, str(data))
+
+
+def test_exchanged_labels_of_one_size_are_named(data, tmp_path):
+    _, before, labels = seen(data)
+    dataset, now, others = seen(changed(data, tmp_path / "b", exchange_labels))
+    assert now == before
+    before = replace(before, labels=labels)
+    assert label_difference(before, others, dataset) == (
+        f"split train: 2 labels hold something else; the first is {tmp_path}/b/labels/train/1.png"
+    )
+    assert label_difference(before, labels, dataset) == ""
+
+
+def test_large_splits_have_few_hashes_that_still_say_where_to_look(tmp_path):
+    for kind in ("i", "l"):
+        (tmp_path / kind).mkdir()
+        for i in range(200):
+            (tmp_path / kind / f"{i:03d}.png").write_bytes(b"%d" % (i % 10))
+    pairs = [
+        Pair(tmp_path / f"i/{i:03d}.png", tmp_path / f"l/{i:03d}.png", str(i)) for i in range(200)
+    ]
+    before = hash_files(SegDataset(pairs, None, split="a"), str(tmp_path))
+    assert (before.num_pairs, before.pairs_per_hash, len(before.files)) == (200, 4, 50)
+    few = SegDataset(pairs[:101] + pairs[102:120], None, split="a")  # another size of block, too
+    now = hash_files(few, str(tmp_path))
+    assert now.pairs_per_hash == 2
+    assert file_difference(before, now, few, str(tmp_path)) == (
+        "split a: 200 images there, 119 now; the first difference is among the 4 from "
+        f"{tmp_path}/i/100.png to {tmp_path}/i/104.png"
+    )
+
+
+def test_a_label_that_cannot_be_read_is_an_error_of_the_data(data, tmp_path):
+    dataset, _, _ = seen(changed(data, tmp_path / "b"))
+    (tmp_path / "b/labels/train/4.png").unlink()
+    with LabelHashing([(dataset, 1)]) as hashing:
+        assert hashing.wait()
+        with pytest.raises(DataError, match=r"labels/train/4\.png: no such file"):
+            hashing.result()
+    with pytest.raises(DataError, match=r"labels/train/4\.png: no such file"):
+        hash_files(dataset, str(tmp_path / "b"))
+
+
+def test_hashing_can_be_ended_early(data, monkeypatch):
+    dataset, _, _ = seen(data)
+    reached, go_on, read = threading.Event(), threading.Event(), []
+
+    def read_bytes(path):
+        read.append(path)
+        reached.set()
+        go_on.wait()
+        return b"x"
+
+    monkeypatch.setattr(fingerprint, "read_bytes", read_bytes)
+    hashing = LabelHashing([(dataset, 8)])
+    reached.wait()
+    assert not hashing.wait(0)
+    hashing.stop()
+    go_on.set()
+    assert hashing.wait(60)
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize("label_format", ["ids", "colors"])
+def test_colors_count_where_labels_are_colors_and_ids_where_they_are_ids(tmp_path, label_format):
+    def class_file(a, b):
+        path = tmp_path / "c.yaml"
+        lines = [f"  - {{name: {n}, ids: [{i}], color: {c}}}" for n, i, c in (a, b)]
+        path.write_text("\n".join(["classes:", *lines]))
+        return load_class_file(str(path))
+
+    before = class_file(("one", 1, [9, 9, 9]), ("two", 2, [8, 8, 8]))
+    assert class_differences(before, before, label_format) == ([], [])
+    colors = class_file(("one", 1, [8, 8, 8]), ("two", 2, [9, 9, 9]))
+    color_lines = [
+        "class file: color of one: [9, 9, 9] there, [8, 8, 8] now",
+        "class file: color of two: [8, 8, 8] there, [9, 9, 9] now",
+    ]
+    ids = class_file(("one", 1, [9, 9, 9]), ("two", 3, [8, 8, 8]))
+    id_lines = ["class file: ids of two: [2] there, [3] now"]
+    names = class_file(("two", 1, [9, 9, 9]), ("one", 2, [8, 8, 8]))
+    name_lines = ["class file: 2 classes there, 2 now; class 0 is one there, two now"]
+    assert class_differences(before, names, label_format) == (name_lines, [])
+    for now, lines, counts in ((colors, color_lines, "colors"), (ids, id_lines, "ids")):
+        found = class_differences(before, now, label_format)
+        assert found == ((lines, []) if counts == label_format else ([], lines))
+
+
+def test_ignored_ids_count(tmp_path):
+    def class_file(ignored):
+        (tmp_path / "c.yaml").write_text(f"classes: [a, b]\nignore_ids: {ignored}\n")
+        return load_class_file(str(tmp_path / "c.yaml"))
+
+    lines, _ = class_differences(class_file([255]), class_file([254, 255]), "ids")
+    assert lines == ["class file: ignore_ids: [255] there, [254, 255] now"]
+    assert class_differences(class_file([254, 255]), class_file([255, 254]), "ids") == ([], [])
+
+
+# Training.
+
+
+def refusals(configs, run, **options):
+    """What each of `configs` is refused with when it is to go on with `run`."""
+    return [
+        refusal(partial(train, **{"resume": True} | options), config, run) for config in configs
+    ]
+
+
+@pytest.fixture(scope="module")
+def stopped(run_ranks, tmp_path_factory, data):
+    """A run of few steps that was stopped on its way."""
+    where = tmp_path_factory.mktemp("stopped")
+    config = write_config(where / "c.yaml", small(data, train=STEPS))
+    assert run_ranks(1, stopped_after, 2, config, where / "run") == [143]
+    assert 2 <= last(where / "run").step <= 4
+    return where / "run"
+
+
+STEPS = {"steps": 8}
+
+
+@pytest.fixture
+def run(stopped, tmp_path):
+    """A copy of it to go on with."""
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def other_data(data, tmp_path, *changes, steps=STEPS["steps"]):
+    """The config of the same experiment on changed data."""
+    root = changed(data, tmp_path / "-".join(["b", *(c.__name__ for c in changes)]), *changes)
+    return write_config(root.parent / f"{root.name}.yaml", small(root, train={"steps": steps}))
+
+
+@pytest.mark.fault(93)
+def test_other_data_are_refused_at_a_resumption_on_every_rank(run_ranks, data, run, tmp_path):
+    """And nothing is written; `restarted`, as by torch elastic, is the same."""
+    changes = (add_image, exchange_labels, exchange_labels_to_evaluate, exchange_ids)
+    configs = [other_data(data, tmp_path, change) for change in changes]
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    first, second = run_ranks(2, refusals, configs, run)
+    assert first == second
+    assert first[:2] == run_ranks(1, refusals, configs[:2], run, resume=False, restarted=True)[0]
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    said = (
+        "split train: 8 images there, 9 now",
+        "split train: 2 labels hold something else; the first is ",
+        "split val: 2 labels hold something else; the first is ",
+        "class file: ids of plant: [1] there, [2] now\n  class file: ids of water: [2] there, [1]",
+    )
+    for (kind, code, text), line in zip(first, said, strict=True):
+        assert (kind, code) == ("ConfigError", 2)
+        assert f"the run was trained on other data\n  {line}" in text
+        for way in ("data.root", "--output", "--accept-changes"):
+            assert way in text
+
+
+@pytest.mark.fault(93)
+def test_colors_exchanged_in_the_class_file_are_refused_where_labels_are_colors(
+    run_ranks, data, tmp_path
+):
+    root = changed(data, tmp_path / "b")
+    colors = [[10, 0, 0], [0, 20, 0], [0, 0, 30], [40, 40, 0]]
+
+    def class_file(colors):
+        names = ("ground", "plant", "water", "sand")
+        lines = [f"  - {{name: {n}, color: {c}}}\n" for n, c in zip(names, colors, strict=True)]
+        text = "".join(["classes:\n", *lines, "ignore_color: [255, 255, 255]\n"])
+        (root / "classes.yaml").write_text(text)
+
+    for path in root.glob("labels/*/*.png"):
+        label = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+        table = np.full((256, 3), 255, np.uint8)
+        table[:4] = colors
+        cv2.imwrite(str(path), table[label][..., ::-1])
+    class_file(colors)
+    options = small(root, data={"label_format": "colors"}, train=STEPS)
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    assert run_ranks(1, stopped_after, 2, config, run) == [143]
+    class_file([colors[1], colors[0], *colors[2:]])
+    (((kind, code, said),),) = run_ranks(1, refusals, [config], run)
+    assert (kind, code) == ("ConfigError", 2)
+    assert "color of ground: [10, 0, 0] there, [0, 20, 0] now" in said
+
+
+def in_folder(folder, function, *args):
+    os.chdir(folder)
+    return function(*args)
+
+
+@pytest.mark.fault(93)
+def test_the_same_data_elsewhere_go_on_with_the_same_bits(run_ranks, data, run, tmp_path):
+    """By a relative path from another folder."""
+    config = write_config(tmp_path / "c.yaml", small(data, train=STEPS))
+    assert run_ranks(1, train, config, tmp_path / "alone") == [0]
+    changed(data, tmp_path / "elsewhere" / "moved")
+    options = small(Path("moved"), train=STEPS)
+    config = write_config(tmp_path / "moved.yaml", options)
+    assert run_ranks(1, in_folder, tmp_path / "elsewhere", train, config, run, True) == [0]
+    assert_same_state(last(run), last(tmp_path / "alone"))
+    assert losses(run) == losses(tmp_path / "alone")
+    assert last(run).data == last(tmp_path / "alone").data
+    best = checkpoint.load(run / "checkpoints" / "best.pt")
+    assert best.data == last(run).data
+    assert all(split.labels for split in known(best))
+    log = (run / "train.log").read_text()
+    assert "changed" not in log
+    assert "warning" not in log
+
+
+def known(record):
+    data = parse_data(record, Path())
+    return data.train, data.eval
+
+
+@pytest.mark.fault(93)
+def test_changed_data_that_are_meant_are_told_and_kept(run_ranks, data, run, tmp_path):
+    """Labels only, whose change is found beside training; then an image as well."""
+    config = other_data(data, tmp_path, exchange_labels)
+    assert run_ranks(1, refusals, [config], run) != [[None]]
+    assert run_ranks(1, train, config, run, True, accept_changes=True) == [0]
+    log = (run / "train.log").read_text()
+    assert log.count("changed    split train: 2 labels hold something else") == 1
+    assert last(run).step == 8
+    config = other_data(data, tmp_path, exchange_labels, add_image, steps=10)
+    assert run_ranks(1, train, config, run, True, accept_changes=True) == [0]
+    log = (run / "train.log").read_text()
+    assert log.count("changed    split train: 8 images there, 9 now") == 1
+    assert [split.num_pairs for split in known(last(run))] == [9, 3]
+    assert run_ranks(1, train, config, run, True) == [0]  # now they are the run's data
+
+
+def slow_labels(step, function, *args):
+    """Labels can be read only after `step` updates of this process."""
+    from segtrain import train as command
+
+    go_on, read, steps = threading.Event(), fingerprint.read_bytes, command.train_steps
+
+    def read_bytes(path):
+        go_on.wait()
+        return read(path)
+
+    def train_steps(*args, **kwargs):
+        for i, result in enumerate(steps(*args, **kwargs), start=1):
+            if i == step:
+                go_on.set()
+            yield result
+
+    fingerprint.read_bytes, command.train_steps = read_bytes, train_steps
+    command._DATA_PATIENCE_S = command._STOP_PATIENCE_S = 0.1
+    try:
+        return function(*args)
+    finally:
+        go_on.set()
+
+
+@pytest.mark.fault(93)
+def test_labels_that_differ_end_a_run_that_has_gone_on_before_anything_is_saved(
+    run_ranks, data, run, tmp_path
+):
+    """As in a data set so large that its labels are not hashed before the first step."""
+    config = other_data(data, tmp_path, exchange_labels, steps=500)
+    saved = (run / "checkpoints" / "last.pt").read_bytes()
+    text = (run / "config.yaml").read_text().replace("steps: 8", "steps: 500")
+    (run / "config.yaml").write_text(text)
+    found = run_ranks(2, slow_labels, 2, refusal, train, config, run, True)
+    assert found[0] == found[1]
+    assert found[0][:2] == ("ConfigError", 2)
+    assert "2 labels hold something else" in found[0][2]
+    assert (run / "checkpoints" / "last.pt").read_bytes() == saved
+    assert 3 < max(logged_steps(run)) < 50
+
+
+@pytest.mark.fault(93)
+def test_a_run_that_is_stopped_before_its_labels_are_hashed_says_so(run_ranks, data, tmp_path):
+    """It must not wait for them: who asks for the stop does not wait either."""
+    config, run = write_config(tmp_path / "c.yaml", small(data, train=STEPS)), tmp_path / "run"
+    assert run_ranks(1, slow_labels, 99, stopped_after, 2, config, run) == [143]
+    assert "warning: stopped before all labels were hashed" in (run / "train.log").read_text()
+    assert [split.labels for split in known(last(run))] == [None, None]
+    # Of names and sizes it can be told all the same.
+    config_more = other_data(data, tmp_path, add_image)
+    (((kind, _, said),),) = run_ranks(1, refusals, [config_more], run)
+    assert kind == "ConfigError"
+    assert "8 images there, 9 now" in said
+    assert run_ranks(1, train, config, run, True) == [0]
+    log = (run / "train.log").read_text()
+    assert log.count("was saved before all labels were hashed: whether they hold the same") == 1
+    assert all(split.labels for split in known(last(run)))
+
+
+@pytest.mark.fault(93)
+def test_what_the_labels_held_is_not_forgotten_before_they_have_been_compared(
+    run_ranks, data, run, tmp_path
+):
+    """Stopped, resumed with other labels, stopped before they were hashed, resumed."""
+    config = other_data(data, tmp_path, exchange_labels)
+    step = last(run).step + 1
+    assert run_ranks(1, slow_labels, 99, stopped_after, step, config, run, True) == [143]
+    assert last(run).step >= step
+    (((kind, _, said),),) = run_ranks(1, refusals, [config], run)
+    assert kind == "ConfigError"
+    assert "2 labels hold something else" in said
+
+
+@pytest.mark.fault(93)
+def test_a_checkpoint_of_an_older_version_goes_on_with_a_warning(run_ranks, data, run, tmp_path):
+    for path in (run / "checkpoints").glob("*.pt"):
+        content = torch.load(path, weights_only=True)
+        del content["data"]
+        torch.save(content, path)
+    (run / "checkpoints" / manifest.MANIFEST).unlink()
+    assert last(run).data is None
+    config = write_config(tmp_path / "c.yaml", small(data, train=STEPS))
+    assert run_ranks(1, train, config, run, True) == [0]
+    log = (run / "train.log").read_text()
+    assert log.count("warning: ") == log.count("does not say which data it was trained on") == 1
+    assert all(split.labels for split in known(last(run)))
+
+
+def on_a_machine_of_its_own(configs, run):
+    """Every rank is the only one of its machine and has a data set there."""
+    from segtrain import dist
+
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return refusal(train, configs[dist.rank()], run)
+
+
+@pytest.mark.fault(93)
+def test_machines_with_different_data_are_refused(run_ranks, data, tmp_path):
+    configs = [other_data(data, tmp_path), other_data(data, tmp_path, grow_image)]
+    found = run_ranks(2, on_a_machine_of_its_own, configs, tmp_path / "run")
+    assert found[0] == found[1]
+    assert found[0][:2] == ("DataError", 3)
+    said = "the machine of rank 1 sees other data than that of rank 0: names, sizes or contents"
+    assert f"{said} differ of split train (8 images there, 8 on rank 0)" in found[0][2]
+
+
+def test_a_damaged_fingerprint_is_a_damaged_checkpoint(run):
+    record = last(run)
+    texts = ["", "{}", "[1]", record.data.replace("num_pairs", "pairs")]
+    for field, value in (("num_pairs", 9), ("pairs_per_hash", 0), ("labels", ["x"])):
+        content = json.loads(record.data)
+        content["eval"][field] = value
+        texts.append(json.dumps(content))
+    for text in texts:
+        with pytest.raises(CheckpointError, match=r"x\.pt: damaged: data is no fingerprint"):
+            parse_data(record._replace(data=text), Path("x.pt"))
+    path = run / "checkpoints" / "new.pt"
+    content = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
+    torch.save(content | {"data": 3}, path)
+    with pytest.raises(CheckpointError, match="damaged: data is a int"):
+        checkpoint.load(path)
+    assert fingerprint_to_json(fingerprint_from_json(record.data)) == record.data
+
+
+# Evaluation.
+
+
+@pytest.fixture
+def score(run, capsys):
+    """Runs `segtrain eval` and returns what it says on stderr about the data."""
+    from segtrain import evaluate
+
+    def score(*overrides, split=None):
+        args = argparse.Namespace(checkpoint=str(run), set=list(overrides), split=split)
+        for option in ("json", "save_predictions", "overlays"):
+            setattr(args, option, None)
+        args.device = "cpu"
+        assert evaluate.run_eval(args) == 0
+        lines = capsys.readouterr().err.splitlines()
+        return [line for line in lines if line.startswith("segtrain: ")]
+
+    return score
+
+
+@pytest.mark.fault(93)
+def test_eval_warns_of_other_data_than_those_of_the_training(run, score, data, tmp_path):
+    assert score() == []
+    root = changed(data, tmp_path / "b", exchange_labels_to_evaluate, add_image)
+    record = last(run)
+    config = record.config.replace(str(data), str(root))
+    path = run / "checkpoints" / "last.pt"
+    checkpoint.save(path, record._replace(config=config))
+    (run / "checkpoints" / manifest.MANIFEST).unlink()
+    (line,) = score()
+    start = "segtrain: warning: not the data of the training: split "
+    assert line.startswith(start + "val: 2 labels hold something else; the first is ")
+    (line,) = score(split="train")
+    assert line.startswith(start + "train: 8 images there, 9 now")
+    exchange_ids(root)
+    lines = score()
+    assert len(lines) == 3
+    assert lines[0] == (
+        "segtrain: warning: not the data of the training: "
+        "class file: ids of plant: [1] there, [2] now"
+    )
+    # Who asks for other data is told so and not warned; another split is not compared.
+    classes = f"data.classes={data / 'classes.yaml'}"
+    assert score(f"data.root={data}", classes) == []
+    (root / "images/val/2.png").unlink()
+    (line,) = score(f"data.root={root}/", classes)
+    start = start.replace("warning", "note")
+    assert line.startswith(start + "val: 3 images there, 2 now")
+    for kind in ("images", "labels"):
+        (root / kind / "val").rename(root / kind / "test")
+    assert score(classes, split="test") == []
+
+
+# Weights of another run.
+
+
+def test_classifiers_follow_the_order_of_the_classes(run):
+    """Other names are told; classes that cannot be compared are left as they were."""
+    record = last(run)
+    config = load_config(run / "config.yaml")
+    names = class_file_from_json(record.classes).names
+    path = run / "checkpoints" / "last.pt"
+    model = build_model(config.model, num_classes=4)
+
+    def rows(names):
+        lines = load_initial(model, path, names)
+        state = model.state_dict()
+        found = [key for key in state if ".classifier." in key]
+        assert len(found) == 4
+        return lines[1:], {key: state[key].clone() for key in found}
+
+    lines, straight = rows(names)
+    assert lines == []
+    lines, turned = rows(names[::-1])
+    assert "another order there" in lines[0]
+    for key in straight:
+        assert torch.equal(turned[key], straight[key].flip(0))
+        assert not torch.equal(turned[key], straight[key])
+    lines, other = rows(("ground", "tree", "water", "sand"))
+    assert lines == [
+        "warning: init: 1 of 4 classes have other names there: class 1 is plant there, tree here, "
+        "and starts from its weights"
+    ]
+    assert all(torch.equal(other[key], straight[key]) for key in straight)
