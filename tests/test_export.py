@@ -1,14 +1,17 @@
 import argparse
+import ast
 import json
 import os
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from processes import REPOSITORY
 from safetensors import safe_open
 from torch import nn
 
-from segtrain import export
+from segtrain import export, predict
 from segtrain.checkpoint import LoadedModel
 from segtrain.config import Config, DataConfig, ModelConfig
 from segtrain.data.classes import ClassFile, SegClass
@@ -467,3 +470,69 @@ def test_a_file_that_is_there_is_kept_unless_told_otherwise(tmp_path, monkeypatc
         export.main(request(format="safetensors", output=str(tmp_path / "pipe"), overwrite=True))
     with pytest.raises(ConfigError, match="is a directory"):
         export.main(request(format="safetensors", output=str(tmp_path), overwrite=True))
+
+
+@pytest.fixture(scope="module")
+def readme_script():
+    """What the README gives for the use of an ONNX file."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    blocks = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    (code,) = [block for block in blocks if "my.onnx" in block]
+    return code.replace("photo.jpg", "photo.png")  # in which pixels are what was written
+
+
+def run_readme_script(code, loaded, where, monkeypatch, capsys, shown=None):
+    """Runs it in `where`, beside my.onnx and photo.png, and `segtrain predict` on the same image.
+
+    shown: the picture that is predicted, if it is another one.
+    """
+    monkeypatch.setattr(predict, "load_model", lambda source, device: loaded)
+    options = {"source": "run", "device": "cpu", "set": [], "overwrite": False}
+    inputs, output = [str(shown or where / "photo.png")], str(where / "out")
+    predict.main(argparse.Namespace(**options, inputs=inputs, output=output))
+    monkeypatch.chdir(where)
+    capsys.readouterr()
+    names = {}
+    exec(code, names)
+    for folder, name in (("labels", "label.png"), ("colors", "colors.png")):
+        expected = np.array(Image.open(next((where / "out" / folder).glob("*.png"))))
+        assert len(np.unique(expected)) > 1
+        assert np.mean(np.array(Image.open(name)) == expected) > 0.999
+    printed = ast.literal_eval(capsys.readouterr().out)
+    assert printed == {
+        name: f"{np.mean(names['label'] == i):.1%}" for i, name in enumerate(CLASSES.names)
+    }
+
+
+def save_photo(path, height, width):
+    rng = np.random.default_rng(3)
+    coarse = rng.integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(path)
+
+
+def test_the_readmes_script_predicts_as_segtrain_does(readme_script, tmp_path, monkeypatch, capsys):
+    tiny, file = loaded_model(Tiny()), tmp_path / "my.onnx"
+    export.export_graph(tiny, file, format="onnx", normalize="uint8", argmax=True)
+    save_photo(tmp_path / "photo.png", 75, 101)
+    run_readme_script(readme_script, tiny, tmp_path, monkeypatch, capsys)
+
+
+def test_the_readmes_script_normalizes_where_the_file_does_not(
+    psp, onnx_file, readme_script, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "my.onnx").write_bytes(onnx_file.read_bytes())
+    save_photo(tmp_path / "photo.png", 75, 101)
+    run_readme_script(readme_script, psp, tmp_path, monkeypatch, capsys)
+
+
+def test_the_readmes_script_takes_the_size_of_a_file_for_one_size(
+    readme_script, tmp_path, monkeypatch, capsys
+):
+    tiny = loaded_model(Tiny())
+    file = tmp_path / "my.onnx"
+    export.export_graph(tiny, file, format="onnx", normalize="float32", size=(48, 64))
+    save_photo(tmp_path / "photo.png", 75, 101)
+    Image.open(tmp_path / "photo.png").resize((64, 48)).save(tmp_path / "resized.png")
+    run_readme_script(
+        readme_script, tiny, tmp_path, monkeypatch, capsys, shown=tmp_path / "resized.png"
+    )
