@@ -130,13 +130,18 @@ def test_missing_variables_of_srun_are_named(environ):
 def test_machine_0_serves_the_meeting_point(node, serves):
     """torch would compare names, and give every launcher that is told no id one of its own."""
     args = argparse.Namespace(
-        nnodes=2, node_rank=node, rdzv_endpoint="127.0.0.1:29400", rdzv_id=None
+        nnodes=2,
+        node_rank=node,
+        rdzv_endpoint="127.0.0.1:29400",
+        rdzv_id=None,
+        output="runs/x",
     )
     config = launch._launch_config(args, 3, "/tmp")
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 3)
     assert (config.rdzv_endpoint, config.run_id) == ("127.0.0.1:29400", "segtrain")
     assert serves.items() <= config.rdzv_configs.items()
-    assert config.local_addr is None  # the way to 127.0.0.1 is of no use to other machines
+    assert config.rdzv_configs["secret_file"] == "runs/x/.secret"
+    assert config.local_addr == "127.0.0.1"  # all launchers are on this machine
 
 
 def notes(*codes):
