@@ -118,7 +118,8 @@ def _locked(path: Path) -> int:
             # Another run may have removed this very file while it was being opened.
             if files.is_at(handle, path):
                 os.truncate(handle, 0)
-                os.write(handle, f"{_this_process()}\n".encode())
+                with suppress(OSError):  # the disk is full; the name is for people to read
+                    os.write(handle, f"{_this_process()}\n".encode())
                 return handle
         except BaseException:
             os.close(handle)
@@ -148,7 +149,8 @@ def cannot_write(directory: Path, error: OSError) -> str:
     # Of the two names of a renaming the second one is the user's.
     path = error.filename2 or error.filename
     where = f" ({Path(path).name})" if path and Path(path) != directory else ""
+    room = "make room, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     return (
-        f"{directory}: cannot write the run directory: {error.strerror}{where}; choose another by "
-        "--output"
+        f"{directory}: cannot write the run directory: {error.strerror}{where}; {room}choose "
+        "another by --output"
     )

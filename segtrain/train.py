@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import SIGUSR1, Signals
 from typing import Any
@@ -105,17 +106,10 @@ def run(
             resume = dist.on_main((directory / rundir.CONFIG).exists)
 
         claim = Claim(directory)
-
-        def open_directory() -> tuple[list[str], list[str]]:
-            rundir.check_directory(directory, config, resume=resume, accept_changes=accept_changes)
-            stack.enter_context(claim)
-            restored = restore_config(directory) if resume else []
-            # Once more: another run may have come and gone in between.
-            return restored, rundir.check_directory(
-                directory, config, resume=resume, accept_changes=accept_changes
-            )
-
-        restored, changes = dist.on_main(open_directory)
+        check = partial(
+            rundir.check_directory, directory, config, resume=resume, accept_changes=accept_changes
+        )
+        restored, changes = dist.on_main(lambda: _open(directory, check, stack, claim, resume))
         this = _prepare(
             config,
             directory,
@@ -144,6 +138,21 @@ def run(
             if number == SIGUSR1:
                 dist.on_main(slurm.requeue)
     return exit_code(number)
+
+
+def _open(
+    directory: Path,
+    check: Callable[[], list[str]],
+    stack: ExitStack,
+    claim: Claim,
+    resume: bool,
+) -> tuple[list[str], list[str]]:
+    """Takes `directory` for this run; returns what was restored there, and what `check` does."""
+    check()
+    stack.enter_context(claim)
+    restored = restore_config(directory) if resume else []
+    # Once more: another run may have come and gone in between.
+    return restored, check()
 
 
 def _prepare(

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 
 import pytest
 from experiments import refusal, small, train, write_config
@@ -75,6 +76,17 @@ def test_a_folder_that_the_user_made_stays(tmp_path):
     with Claim(tmp_path / "made"):
         assert (tmp_path / "made").is_dir()
     assert not (tmp_path / "made").exists()
+
+
+def test_a_full_disk_keeps_nobody_from_his_run(small_disk):
+    with (small_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
+        while other.write(bytes(4096)):
+            pass
+    with Claim(small_disk) as claim:
+        claim.renew()
+        with pytest.raises(ConfigError, match="in use by another run"), Claim(small_disk):
+            pytest.fail("two runs in one directory")
+    assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("nowhere", path)])

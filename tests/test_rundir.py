@@ -3,6 +3,7 @@ import fcntl
 import json
 import os
 import shlex
+from contextlib import suppress
 
 import pytest
 from experiments import experiment, write_config
@@ -175,6 +176,19 @@ def test_a_config_flattens_to_options_by_their_whole_names(config):
     assert flat["train.lr"] == 0.02
     assert flat["augment.crop_size"] == [41, 57]
     assert flat["seed"] == 0
+
+
+def test_a_full_disk_leaves_nothing_behind_and_asks_for_room(config, small_disk):
+    rundir.write_description(small_disk, config, ["cpu"])
+    before = (small_disk / rundir.CONFIG).read_bytes()
+    with (small_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
+        while other.write(bytes(4096)):
+            pass
+    with pytest.raises(ConfigError, match=r"No space left on device.*; make room, or choose"):
+        rundir.write_description(small_disk, changed(config, "train", lr=0.5), ["cpu"])
+    assert (small_disk / rundir.CONFIG).read_bytes() == before
+    names = sorted(path.name for path in small_disk.iterdir())
+    assert names == ["config.yaml", "environment.json", "other"]
 
 
 def checkpoint_in(directory, name="last.pt"):
