@@ -53,8 +53,8 @@ LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
 # a device that takes 20 ms for an image of two million pixels.
 _THREADS = 2
 
-# An image of more pixels is predicted by windows, unless the command line asks for whole images:
-# twice the pixels of Cityscapes' images, for which a ResNet-50 of stride 8 takes 2 GB.
+# An image of more pixels is predicted by windows, unless the command line asks for whole images.
+# Twice the pixels of an image of Cityscapes; the memory that a whole image takes grows with them.
 MAX_WHOLE_PIXELS = 2**22
 
 T = TypeVar("T")
