@@ -249,7 +249,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
 def evaluated_at(steps, cityscapes):
     """What `segtrain eval` of this rank says to a checkpoint of the rank's own step."""
     loaded = LoadedModel(nn.Identity(), config_of(cityscapes), load_class_file("cityscapes"), 0)
-    evaluate.load_model = lambda path, *, device: loaded._replace(step=steps[dist.rank()])
+    here = loaded._replace(step=steps[dist.rank()])
+    evaluate.load_with_data = lambda path, *, device: (here, None)
     return refusal(run_eval, arguments("runs/x"))
 
 
@@ -288,7 +289,7 @@ def test_no_line_is_shown_of_a_file_that_only_the_checkpoint_names(monkeypatch, 
     data |= {"data.classes": {"classes": str(tmp_path / "shadow")}}.get(name, {})
     config, classes = Config(data=DataConfig(**data)), load_class_file("voc")
     loaded = LoadedModel(ColorModel(classes), config, classes, 1)
-    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+    monkeypatch.setattr(evaluate, "load_with_data", lambda path, *, device: (loaded, None))
     with pytest.raises(UserError, match="not shown; --s") as caught:
         run_eval(arguments("run"))
     assert "secret" not in str(caught.value)
