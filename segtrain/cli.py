@@ -169,12 +169,18 @@ def _load_config(args: argparse.Namespace) -> "Config":
 
 def _train(args: argparse.Namespace) -> int:
     from segtrain.config import load_config
+    from segtrain.rundir import has_lost_config
     from segtrain.target import train_target
 
     target = train_target(args.config, resume=args.resume, output=args.output)
     args.output = target.directory
     if target.note and "RANK" not in os.environ:  # once, not for every rank
         _show(target.note)
+    if args.resume and target.is_own and has_lost_config(target.directory):
+        from segtrain.recovery import restore_config
+
+        for line in restore_config(target.directory):
+            _show(line)
     config = load_config(target.config, args.set)
     if "RANK" not in os.environ:  # once, not for every rank
         _print_warnings(config)

@@ -91,7 +91,8 @@ def check_directory(
 def is_run(directory: Path) -> bool:
     """Whether a run has been started in `directory`; a config.yaml alone may be anybody's."""
     marks = (directory / ENVIRONMENT, directory / CHECKPOINTS / MANIFEST)
-    return (directory / CONFIG).is_file() and any(mark.exists() for mark in marks)
+    started = any(mark.exists() for mark in marks)
+    return started and ((directory / CONFIG).is_file() or has_lost_config(directory))
 
 
 def has_saved(directory: Path) -> bool:

@@ -18,6 +18,11 @@ class Target(NamedTuple):
     directory: Path
     note: str = ""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the config is the one that the run itself wrote."""
+        return self.config == self.directory / rundir.CONFIG
+
 
 def train_target(text: str, *, resume: bool, output: Path | None) -> Target:
     """What `segtrain train TEXT` works on.

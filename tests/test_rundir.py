@@ -9,6 +9,7 @@ import pytest
 from experiments import experiment, write_config
 
 from segtrain import rundir
+from segtrain.claim import LOCK, Claim
 from segtrain.config import load_config, override_config
 from segtrain.errors import CheckpointError, ConfigError
 
@@ -63,12 +64,12 @@ def test_a_run_at_work_is_not_begun_anew(config, tmp_path, monkeypatch):
     """On a file system without locks the file that a killed run left is taken for one at work."""
     run = tmp_path / "run"
     rundir.write_description(run, config, ["cpu"])
-    with rundir.claimed(run):
+    with Claim(run):
         assert rundir.check_directory(run, config, resume=False) == []  # its own
         monkeypatch.setattr(os, "getpid", lambda: 1)
         with pytest.raises(ConfigError, match=r"run: in use by process \d+ on .*; wait for it to"):
             rundir.check_directory(run, config, resume=False)
-    (run / rundir.LOCK).write_text("process 2 on host7\n")
+    (run / LOCK).write_text("process 2 on host7\n")
     assert rundir.check_directory(run, config, resume=False) == []  # left by one that was killed
 
     def no_locks(*_):

@@ -96,3 +96,15 @@ def test_a_folder_without_a_run_is_refused():
     Path("runs/none").mkdir()
     (line,) = refusal("runs/none", resume=True)
     assert line.startswith("runs/none: is a directory; expected a config file")
+
+
+@pytest.mark.parametrize("content", [None, "", "\0" * 300])
+@pytest.mark.parametrize("text", ["runs/my", "runs/my/config.yaml"])
+def test_a_run_whose_config_is_lost_is_resumed_by_its_directory_too(run, text, content):
+    """After a loss of power; what it said stands in the checkpoints."""
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "last.pt").touch()
+    (run / "config.yaml").unlink()
+    if content is not None:
+        (run / "config.yaml").write_text(content)
+    assert target(text, resume=True) == ("runs/my/config.yaml", "runs/my")
