@@ -322,10 +322,10 @@ def test_a_cache_of_code_that_others_can_write_is_refused(tmp_path, data, monkey
     sets = [open_dataset(config.data, split) for split in ("train", "val")]
     cache = tmp_path / "torchinductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    check_experiment(config, *sets)
+    check_experiment(config, *sets, device=torch.device("cpu"))
     cache.chmod(0o777)
     with pytest.raises(ConfigError, match=r"train\.compile: .*torchinductor, .*by other users"):
-        check_experiment(config, *sets)
+        check_experiment(config, *sets, device=torch.device("cpu"))
 
 
 @pytest.mark.slow

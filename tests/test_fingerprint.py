@@ -461,7 +461,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_a_warning(run_ranks, data
     config = write_config(tmp_path / "c.yaml", small(data, train=STEPS))
     assert run_ranks(1, train, config, run, True) == [0]
     log = (run / "train.log").read_text()
-    assert log.count("warning: ") == log.count("does not say which data it was trained on") == 1
+    assert log.count("does not say which data it was trained on") == 1
     assert all(split.labels for split in known(last(run)))
 
 

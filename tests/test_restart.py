@@ -268,5 +268,6 @@ def test_a_killed_loader_worker_is_told_in_one_line(tmp_path, data):
     os.kill(worker, signal.SIGKILL)
     assert command.wait() == 6
     (line,) = command.errors.splitlines()
-    assert line.startswith("segtrain: DataLoader worker (pid")
+    # The end of its connection may be noticed before its death is.
+    assert line.startswith(("segtrain: DataLoader worker (pid", "segtrain: a loader worker was"))
     assert "out of memory" in line

@@ -59,7 +59,6 @@ def test_a_config_that_no_run_has_written_is_not_replaced(config, tmp_path):
         rundir.check_directory(tmp_path, config, resume=False)
 
 
-@pytest.mark.fault(29)
 def test_a_run_at_work_is_not_begun_anew(config, tmp_path, monkeypatch):
     """On a file system without locks the file that a killed run left is taken for one at work."""
     run = tmp_path / "run"
