@@ -113,7 +113,7 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
     """
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | _AT_ONCE)
+        return os.open(name, flags | _AT_ONCE, 0o666)
 
     file = open(path, mode, opener=opener, **options)  # noqa: SIM115 - the caller closes it
     # Asked after opening: what a name leads to can change in between.

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import segtrain
 from segtrain import network, outcome, progress, signals, slurm
 from segtrain.config import Config
 from segtrain.config_warnings import wrong_units
@@ -159,7 +160,7 @@ def start_ranks(args: argparse.Namespace) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    command = [sys.executable, "-m", "segtrain", *args.argv]
+    command = [sys.executable, *_safe_path(), "-m", "segtrain", *args.argv]
     ranks = num_ranks_here(args.nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // ranks)))
     # The agent reports failures as tracebacks; segtrain's ranks have said what is wrong already.
@@ -198,6 +199,19 @@ def start_ranks(args: argparse.Namespace) -> int:
         requests.ignore()
         notes = outcome.read(Path(directory))
         return exit_code_of(notes, statuses, stopped_by, hung=hung.ended)
+
+
+def _safe_path() -> list[str]:
+    """The option of Python that keeps the current folder out of the ranks' search path.
+
+    Otherwise a yaml.py that happens to lie there, in an unpacked data set say, would run in them.
+    Only a package that is found in no other way, as in a checkout that was not installed, is
+    searched for there; then this process has been, too.
+    """
+    home = Path(segtrain.__file__).resolve().parent.parent
+    first, *others = [Path(entry).resolve() for entry in sys.path]
+    needs_it = not sys.flags.safe_path and home == first and home not in others
+    return [] if needs_it else ["-P"]
 
 
 def _pass_on(number: int, directory: Path) -> None:

@@ -6,6 +6,7 @@ of the launcher's directory, in place: a system call, a few times a step.
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -49,8 +50,7 @@ def _write(words: str) -> None:
             os.close(_file)
             _file = None
         if _file is None:
-            path = outcome.directory() / f"{os.environ['RANK']}.now"
-            _file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _file = outcome.create(f"{os.environ['RANK']}.now", os.O_WRONLY)
         os.pwrite(_file, words.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
     except OSError:
         pass  # the launcher is gone, or its disk full
@@ -65,12 +65,9 @@ def where() -> str:
 def read(directory: Path) -> list[Progress]:
     """The last words of the ranks of the last attempt, in the order of ranks."""
     found = []
-    for path in outcome.last_attempt(directory).glob("*.now"):
-        try:
-            words = path.read_text().split()
-        except FileNotFoundError:  # removed in this moment
-            continue
-        if len(words) == 4:  # else it is being written for the first time
+    for name, text in outcome.notes(directory, ".now").items():
+        words = text.split()
+        with suppress(ValueError):  # else it is being written for the first time
             pid, phase, step, since = words
-            found.append(Progress(int(path.stem), int(pid), phase, int(step), float(since)))
+            found.append(Progress(int(name), int(pid), phase, int(step), float(since)))
     return sorted(found)

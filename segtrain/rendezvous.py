@@ -290,7 +290,7 @@ def shared_secret(path: Path) -> bytes:
                 f"environment: {SECRET_VARIABLE}: expected at least {_MIN_TEXT} characters, the "
                 f"same on all machines, got {len(text)}"
             )
-        return hashlib.sha256(text.encode()).digest()
+        return hashlib.sha256(os.fsencode(text)).digest()
     try:
         _make_secret(path)
         return _read_secret(path)
@@ -306,7 +306,7 @@ def _make_secret(path: Path) -> None:
     if os.path.lexists(path):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         os.write(handle, secrets.token_bytes(_SECRET_BYTES))

@@ -281,10 +281,14 @@ def environment(devices: list[str]) -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """The commit of the working directory, with "+changes" if files differ; None outside of git."""
+    """The commit of the working directory; None outside of git.
+
+    Whether files differ from it is not asked: git would run what a repository's own configuration
+    names, and the repository may have come with an unpacked data set.
+    """
     try:
         done = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--dirty=+changes"],
+            ["git", "-c", "core.fsmonitor=false", "rev-parse", "--short=12", "HEAD"],
             capture_output=True,
             text=True,
             timeout=10,

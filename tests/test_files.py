@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 
@@ -123,3 +124,12 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="Not a directory"):
         list(files.walk(tmp_path / "file", hidden=True))
+
+
+def test_a_file_that_is_made_is_no_program(tmp_path):
+    old = os.umask(0o022)
+    try:
+        files.open_regular(tmp_path / "log", "a").close()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o644

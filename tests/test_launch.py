@@ -5,12 +5,14 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from experiments import experiment, write_config, write_data
-from processes import Command, logged_steps
+from processes import REPOSITORY, Command, logged_steps
 
 from segtrain import launch, outcome, slurm
 from segtrain.checkpoint import load
@@ -264,6 +266,27 @@ def test_training_needs_no_standard_streams(tmp_path, data):
     assert logged_steps(directory) == [1, 2, 3]
     assert (command.output, command.errors) == ("", "")
     assert load(directory / "checkpoints" / "last.pt").step == 3
+
+
+def test_ranks_run_nothing_of_the_current_folder(tmp_path, data):
+    """The installed command does not search there, and neither do the ranks that it starts."""
+    ran = tmp_path / "ran"
+    folder = tmp_path / "unpacked"
+    folder.mkdir()
+    for name in ("yaml", "numpy", "segtrain"):
+        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\n")
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 1}))
+    arguments = ["train", config, "--nproc", "2", "--output", tmp_path / "run"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "segtrain", *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert not ran.exists()
+    assert done.returncode == 0, done.stderr
+    assert logged_steps(tmp_path / "run") == [1]
 
 
 def free_port():

@@ -151,3 +151,20 @@ def test_a_taken_port_is_told():
         other.listen()
         with pytest.raises(OSError, match="in use"):
             listening_store("127.0.0.1", other.getsockname()[1])
+
+
+def test_a_key_in_the_environment_may_be_any_bytes(tmp_path, monkeypatch):
+    monkeypatch.setenv(SECRET_VARIABLE, os.fsdecode(b"abcdefghijklmnopqrst\xff\xfe"))
+    assert len(shared_secret(tmp_path / ".secret")) == 32
+
+
+def test_what_a_killed_process_left_keeps_nobody_from_making_a_key(tmp_path, monkeypatch):
+    """In containers the name of the host and the id of the process are often the same."""
+    made = []
+    link = os.link
+    monkeypatch.setattr(os, "link", lambda *args: made.append(args) or link(*args))
+    shared_secret(tmp_path / ".secret")
+    (left, _), *_ = made
+    left.write_bytes(b"half")
+    (tmp_path / ".secret").unlink()
+    assert len(shared_secret(tmp_path / ".secret")) == 32

@@ -3,6 +3,7 @@ import fcntl
 import json
 import os
 import shlex
+import subprocess
 from contextlib import suppress
 
 import pytest
@@ -235,3 +236,31 @@ def test_what_is_of_another_kind_is_refused_by_name(config, tmp_path, name, make
     make(tmp_path / name)
     with pytest.raises(ConfigError, match=f"{name}: {said}.*; move it away"):
         rundir.check_directory(tmp_path, config, resume=resume)
+
+
+def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
+    """It may have come with an unpacked data set: git runs what its configuration names."""
+    ran = tmp_path / "ran"
+    hook = tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\necho x >> {ran}\ncat\n")
+    hook.chmod(0o755)
+    repository = tmp_path / "data"
+    repository.mkdir()
+    monkeypatch.chdir(repository)
+
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=b"]
+        subprocess.run(["git", *who, *words], check=True, capture_output=True)
+
+    git("init")
+    (repository / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "a")
+    (repository / ".gitattributes").write_text("a filter=x\n")
+    for key in ("core.fsmonitor", "filter.x.clean", "filter.x.smudge", "diff.external"):
+        git("config", key, str(hook))
+    (repository / "a").write_text("2")
+    ran.unlink(missing_ok=True)
+    revision = rundir.git_revision()
+    assert not ran.exists()
+    assert len(revision) == 12

@@ -1,0 +1,109 @@
+"""The launcher's folder: what another user has put there is neither read nor written."""
+
+import json
+import os
+import stat
+
+import pytest
+
+from segtrain import outcome, progress
+from segtrain.progress import Progress
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A launcher's folder, in the environment of its rank 0."""
+    folder = tmp_path / "root"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv(outcome.VARIABLE, str(folder))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(progress, "_file", None)
+    yield folder
+    if progress._file is not None:
+        os.close(progress._file)
+
+
+def write_everything():
+    progress.at("training", 7)
+    outcome.tell(3)
+    return outcome.is_first_to_say("words")
+
+
+def read_everything(root):
+    return outcome.read(root), progress.read(root)
+
+
+def test_what_is_told_is_read_and_is_for_this_user_alone(root):
+    old = os.umask(0)
+    try:
+        assert write_everything()
+    finally:
+        os.umask(old)
+    (note,), (rank,) = read_everything(root)
+    assert (note.rank, note.code) == (0, 3)
+    assert rank[:4] == (0, os.getpid(), "training", 7)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in root.rglob("*")}
+    assert {name: oct(mode) for name, mode in modes.items() if mode & 0o077} == {}
+
+
+@pytest.mark.parametrize("planted", ["root", "attempt", "open to all"])
+def test_a_folder_that_another_user_could_have_planted_is_left_alone(root, tmp_path, planted):
+    """Under the name of one that a cleaner of /tmp has removed."""
+    if os.geteuid() != 0:
+        pytest.skip("giving a folder to another user takes root")
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (root / "0").mkdir()
+    for name in ("0.now", "0.json", "0.tmp", f"{outcome.said_name('words')}"):
+        (root / "0" / name).symlink_to(victim)
+    match planted:
+        case "root":
+            os.chown(root, NOBODY, NOBODY)
+        case "attempt":
+            os.chown(root / "0", NOBODY, NOBODY)
+        case "open to all":
+            root.chmod(0o777)
+    assert write_everything()  # as if nobody had said it: better twice than never
+    assert victim.read_text() == "mine"
+    assert victim.lstat().st_nlink == 1
+    assert read_everything(root) == ([], [])
+    assert outcome.keep_root(root) is (planted == "attempt")
+
+
+def test_links_in_its_own_folder_are_not_followed(root, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (root / "0").mkdir(mode=0o700)
+    for name in ("0.now", "0.json", "0.tmp"):
+        (root / "0" / name).symlink_to(victim)
+    write_everything()
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("words", ["a b c d", "1 training x 2", "1 training 2", ""])
+def test_notes_that_make_no_sense_are_passed_over(root, words):
+    (root / "0").mkdir(mode=0o700)
+    (root / "0" / "0.now").write_text(words)
+    (root / "0" / "x.now").write_text("1 training 2 3.0")
+    (root / "0" / "0.json").write_text(words)
+    (root / "0" / "1.json").write_text(json.dumps({"code": 0}))
+    assert read_everything(root) == ([], [])
+    progress.at("training", 7)
+    assert [one.step for one in progress.read(root)] == [7]
+    assert isinstance(progress.read(root)[0], Progress)
+
+
+def test_a_folder_that_was_removed_is_made_again(root):
+    write_everything()
+    for path in [*root.glob("*/*"), *root.glob("*"), root]:
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert read_everything(root) == ([], [])
+    write_everything()
+    assert not root.exists()  # it is the launcher's to make
+    assert outcome.keep_root(root)
+    write_everything()
+    (note,), (rank,) = read_everything(root)
+    assert (note.code, rank.step) == (3, 7)
