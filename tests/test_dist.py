@@ -1,10 +1,11 @@
 """What the ranks tell each other besides tensors."""
 
+import os
 import pickle
 
 import pytest
 
-from segtrain import dist
+from segtrain import dist, network, outcome
 from segtrain.errors import DataError
 
 
@@ -69,3 +70,25 @@ def test_what_is_no_plain_data_is_refused_even_alone():
 def test_a_pickle_from_another_rank_is_not_run(run_ranks, capfd):
     assert run_ranks(2, hostile_peer) == ["UnicodeDecodeError", None]
     assert "executed" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("already", [None, "eth7"])
+def test_ranks_of_one_machine_listen_on_its_loopback(tmp_path, monkeypatch, already):
+    """gloo and NCCL would else listen where the machine's name leads; a user's choice stays."""
+    tmp_path.chmod(0o700)
+    for name, value in (
+        (outcome.VARIABLE, str(tmp_path)),
+        (outcome.ONE_MACHINE, "1"),
+        ("RANK", "0"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "0"),
+        ("GLOO_SOCKET_IFNAME", already),
+        ("NCCL_SOCKET_IFNAME", already),
+    ):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    dist._choose_interface()
+    wanted = already or network.loopback_interface()
+    assert wanted is not None
+    assert [os.environ[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")] == [wanted] * 2
