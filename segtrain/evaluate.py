@@ -5,7 +5,6 @@ are written by the rank that made them.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -256,13 +255,11 @@ def _record(
     names: Sequence[str],
 ) -> dict[str, Any]:
     """What --json writes: the same bytes on any number of ranks."""
-    how = dataclasses.asdict(settings)
-    how["autocast"] = None if settings.autocast is None else str(settings.autocast)[len("torch.") :]
     return {
         **about,
         **matrix.scores().to_dict(names),
         "confusion_matrix": matrix.counts.tolist(),
-        "inference": how,
+        "inference": settings.to_dict(),
         "norm": describe_norm(config.norm),
     }
 

@@ -21,8 +21,8 @@ mean colour, half on either side, which is cut off the result.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,11 @@ class InferenceSettings:
             std=config.data.std,
             autocast=_AUTOCAST.get(config.train.precision),
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON can hold them: `autocast` is the name of its dtype, or None."""
+        autocast = None if self.autocast is None else str(self.autocast).removeprefix("torch.")
+        return {**asdict(self), "autocast": autocast}
 
     def describe(self) -> str:
         """One line for people: `sliding window 713x713, overlap 0.33; scale 1; with flip`."""

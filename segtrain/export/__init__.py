@@ -8,7 +8,7 @@ silently wrong at other sizes, and nobody would notice until the predictions dis
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -24,6 +24,7 @@ from segtrain.export.graph import ExportModel
 from segtrain.export.verify import TOLERANCE, Comparison, cases, compare
 from segtrain.export.weights import check_weights, write_weights
 from segtrain.files import kind_of
+from segtrain.inference import InferenceSettings
 from segtrain.text import printable
 
 __all__ = ["Comparison", "ExportModel", "export_graph", "export_weights", "main"]
@@ -59,6 +60,7 @@ def main(args: argparse.Namespace) -> int:
             size=tuple(args.size) if args.size else None,
         )
         print(table(compared))
+    print(_how_to_use(loaded, fixed_size=args.size))
     opset = f", opset {ONNX_OPSET}" if args.format == "onnx" else ""
     print(
         f"wrote {printable(output)} ({args.format}{opset}, {output.stat().st_size / 2**20:.1f} MiB)"
@@ -181,8 +183,18 @@ def _check_request(args: argparse.Namespace, output: Path) -> None:
         require_onnx()
 
 
+def _how_to_use(loaded: LoadedModel, *, fixed_size: Sequence[int] | None) -> str:
+    """What the caller of the file must do around it to get what `segtrain predict` gives."""
+    settings = InferenceSettings.from_config(loaded.config)
+    line = f"not in the file, done by predict: {settings.describe()}"
+    if settings.short_side_px is not None and fixed_size is None:
+        line += f"; resize images to a short side of {settings.short_side_px} px yourself"
+    return f"{line} (metadata: short_side_px, inference)"
+
+
 def _metadata(loaded: LoadedModel) -> dict[str, str]:
     config, classes = loaded.config, loaded.classes
+    settings = InferenceSettings.from_config(config)
     return {
         "segtrain_version": segtrain.__version__,
         "torch_version": torch.__version__,
@@ -193,6 +205,10 @@ def _metadata(loaded: LoadedModel) -> dict[str, str]:
         "class_colors": json.dumps([list(color) for color in classes.palette]),
         "mean": json.dumps(list(config.data.mean)),
         "std": json.dumps(list(config.data.std)),
+        # What predict does around the network. An image of another size than in training gives
+        # wrong classes without any error.
+        "short_side_px": json.dumps(settings.short_side_px),
+        "inference": json.dumps(settings.to_dict()),
     }
 
 
