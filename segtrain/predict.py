@@ -25,7 +25,13 @@ from segtrain.checkpoint import LoadedModel, load_model
 from segtrain.config import Config, override_config
 from segtrain.data.brightness import Brightness, brightness, lost_bits
 from segtrain.data.classes import ClassFile
-from segtrain.data.decode import MAX_PIXELS, read_bytes, read_header, read_image
+from segtrain.data.decode import (
+    MAX_PIXELS,
+    exif_orientation,
+    read_bytes,
+    read_header,
+    read_image,
+)
 from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines
 from segtrain.data.protect import check_pictures
 from segtrain.dist import device_for
@@ -42,6 +48,16 @@ _MORE_FORMATS = ("BMP", "TIFF", "WEBP")
 _MORE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX")
 
 _BITS_PER_SAMPLE = 258
+# The inverse of what ImageOps.exif_transpose does for each orientation.
+_TURN_BACK = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
 _SHOWN = 10
 
 # Everything else was decided when the model was trained.
@@ -314,8 +330,9 @@ def _unique(found: Iterable[Source]) -> list[Source]:
 def _decode(path: Path) -> Decoded:
     try:
         if path.suffix.lower() in MORE_SUFFIXES:
-            image, depth = _read_other(path)
-            return Decoded(image, light=brightness(image, depth, printable(path)))
+            image, depth, orientation = _read_other(path)
+            light = brightness(image, depth, printable(path))
+            return Decoded(image, turned=orientation != 1, light=light)
         header, image = read_header(path), read_image(path)
         light = brightness(image, header.depth, printable(path))
         return Decoded(image, turned=header.orientation != 1, light=light)
@@ -323,8 +340,11 @@ def _decode(path: Path) -> Decoded:
         return Decoded(None, str(error))
 
 
-def _read_other(path: Path) -> tuple[np.ndarray, int]:
-    """A BMP, TIFF or WebP image, (H, W, 3) uint8 RGB; of several pages the first; and its depth."""
+def _read_other(path: Path) -> tuple[np.ndarray, int, int]:
+    """A BMP, TIFF or WebP image, (H, W, 3) uint8 RGB; of several pages the first.
+
+    With it the depth in bits and the EXIF orientation.
+    """
     try:
         with Image.open(io.BytesIO(read_bytes(path)), formats=_MORE_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
@@ -335,7 +355,14 @@ def _read_other(path: Path) -> tuple[np.ndarray, int]:
                 )
             is_tiff = image.format == "TIFF"
             depth = int(np.max(image.tag_v2.get(_BITS_PER_SAMPLE, 8))) if is_tiff else 8
-            return np.array(image.convert("RGB")), depth
+            orientation = exif_orientation(image)
+            image.load()
+            if orientation != 1 and exif_orientation(image) == 1:
+                # Pillow has turned a TIFF as EXIF says, and dropped the note.
+                stored = image.transpose(_TURN_BACK[orientation])
+            else:
+                stored = image
+            return np.array(stored.convert("RGB")), depth, orientation
     except DataError:
         raise
     except UnidentifiedImageError as error:  # whose text names an object of Python

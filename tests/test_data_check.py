@@ -276,9 +276,12 @@ def test_train_ids_under_a_class_file_of_raw_ids_are_suspected(root):
 def test_exif_orientation_is_a_warning(root):
     exif = Image.Exif()
     exif[0x0112] = 3
-    Image.new("RGB", (9, 6)).save(root / "images/train/z.jpg", exif=exif)
-    Image.fromarray(rows(1).astype(np.uint8)).save(root / "labels/train/z.png")
-    assert finding(run(config(root), jobs=1), "orientation").places == ["z"]
+    for name in ("y.png", "z.jpg"):
+        Image.new("RGB", (9, 6)).save(root / "images/train" / name, exif=exif)
+        # In a label it says nothing: ids are read as stored.
+        label = Image.fromarray(rows(1).astype(np.uint8))
+        label.save((root / "labels/train" / name).with_suffix(".png"), exif=exif)
+    assert finding(run(config(root), jobs=1), "orientation").places == ["y", "z"]
 
 
 def test_one_split_for_both_purposes_is_a_warning(root):

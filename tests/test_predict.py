@@ -293,13 +293,20 @@ def test_a_large_image_shows_life_without_a_terminal(run, tmp_path, monkeypatch,
     assert said.err == ""
 
 
-def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys):
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys, suffix, orientation):
     exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.fromarray(photo(16, 24)).save(tmp_path / "a.jpg", exif=exif)
-    assert run(tmp_path / "a.jpg") == 0
-    assert read(tmp_path / "out/labels/a.png").shape == (16, 24)
-    assert "1 of them ask for a rotation" in capsys.readouterr().out
+    exif[0x0112] = orientation
+    image = np.repeat(np.repeat(photo(4, 6), 4, axis=0), 4, axis=1)
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(image).save(path, exif=exif, **({"lossless": True} if suffix == "webp" else {}))
+    assert run(path) == 0
+    label = read(tmp_path / "out/labels/a.png")
+    assert label.shape == (16, 24)
+    if suffix != "jpg":
+        assert np.array_equal(label, RAW_IDS[image.argmax(2)])
+    assert ("1 of them ask for a rotation" in capsys.readouterr().out) == (orientation != 1)
 
 
 def test_a_place_that_cannot_be_written_ends_the_command(run, tmp_path):

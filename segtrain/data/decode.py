@@ -37,6 +37,8 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 # Of the chunk IHDR, behind width (16) and height (20).
 _PNG_DEPTH_AT = 24
 _EXIF_ORIENTATION = 0x0112
+# Pillow's names for the chunk eXIf, and for the text in which ImageMagick writes EXIF.
+_PNG_EXIF = {"exif", "Raw profile type exif"}
 # Pillow spreads grey levels of 2 and 4 bits over 0..255; the ids are the levels.
 _GREY_STEP = {2: 85, 4: 17}
 _ID_MODES = ("1", "L", "P", "I;16", "I;16B", "I")
@@ -181,6 +183,20 @@ def decode_colors(data: bytes, path: str | Path) -> np.ndarray:
     return _pixels(image, path, mode="RGB")
 
 
+def exif_orientation(image: Image.Image) -> int:
+    """The EXIF orientation of an opened image, 2 to 8, or 1 if it is upright or says nothing.
+
+    Nothing is decoded, so EXIF that stands behind the pixels of a PNG is not seen.
+    """
+    if image.format == "PNG" and not _PNG_EXIF & image.info.keys():
+        return 1  # getexif would decode the pixels to look behind them
+    try:
+        orientation = int(image.getexif().get(_EXIF_ORIENTATION, 1))
+    except Exception:  # damaged EXIF: Pillow raises a dozen kinds, and the pixels may be good
+        return 1
+    return orientation if 1 <= orientation <= 8 else 1
+
+
 def label_mode_problem(mode: str, label_format: str, *, grey: bool = False) -> str:
     """Why a label of Pillow's `mode` cannot be read in this format; empty if it can.
 
@@ -201,14 +217,12 @@ def label_mode_problem(mode: str, label_format: str, *, grey: bool = False) -> s
 def _header(file: io.BufferedIOBase, path: str | Path) -> Header:
     try:
         with Image.open(file, formats=("PNG", "JPEG")) as image:
-            # Asking a PNG for its EXIF would decode it, and its orientation is hardly ever used.
-            is_jpeg = image.format in ("JPEG", "MPO")
-            orientation = image.getexif().get(_EXIF_ORIENTATION, 1) if is_jpeg else 1
+            orientation = exif_orientation(image)
             depth = 8
             if image.format == "PNG":
                 file.seek(_PNG_DEPTH_AT)
                 depth = file.read(1)[0]
-            header = Header((image.height, image.width), image.mode, int(orientation), depth)
+            header = Header((image.height, image.width), image.mode, orientation, depth)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(path) from error
     except UnidentifiedImageError as error:  # whose text names an object of Python
