@@ -261,13 +261,15 @@ def _config_copy(args: argparse.Namespace) -> int:
 
 def _config_schema(args: argparse.Namespace) -> int:
     from segtrain.config import config_schema
+    from segtrain.files import output_place, write_output
 
     text = json.dumps(config_schema(), indent=2) + "\n"
     if args.output is None:
         print(text, end="")
         return EXIT_OK
     try:
-        args.output.write_text(text, encoding="utf-8")
+        with output_place(args.output):
+            write_output(args.output, text)
     except OSError as error:
         raise ConfigError(f"--output {args.output}: {(error.strerror or '').lower()}") from None
     return EXIT_OK

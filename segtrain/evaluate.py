@@ -8,8 +8,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,12 @@ def run_eval(args: argparse.Namespace) -> int:
         if folder := getattr(args, option[2:].replace("-", "_")):
             check_pictures(option, Path(folder), names, config.data, splits=[split])
     receivers = _receivers(args, dataset, config.data.layout)
-    if args.json:
-        _make_folder("--json", Path(args.json).parent)
 
     settings = InferenceSettings.from_config(config)
-    with dist.process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
+    with ExitStack() as stack:
+        if args.json:
+            stack.enter_context(_json_place(Path(args.json)))
+        stack.enter_context(dist.process_group(device, timeout_s=config.train.timeout_s))
         _check_same_step(args.checkpoint, loaded.step)
         if dist.is_main():
             data = stack.enter_context(EvalData(loaded, known, config.data, dataset))
@@ -185,6 +186,18 @@ def _make_folder(option: str, folder: Path) -> Path:
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{option} {folder}: this folder cannot be written")
     return folder
+
+
+@contextmanager
+def _json_place(path: Path) -> Iterator[None]:
+    """Refuses a place for --json that could not be written after the evaluation."""
+    _make_folder("--json", path.parent)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(files.output_place(path))
+        except OSError as error:
+            raise ConfigError(f"--json {path}: {error.strerror}") from None
+        yield
 
 
 class PredictionWriter:

@@ -6,16 +6,20 @@ ends, or is changed by being read.
 """
 
 import errno
+import hashlib
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 # Opening a pipe waits for its other end unless this is given.
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
+
+# A disk takes names of 255 bytes; a dot, a process id and a suffix are added to those written.
+_LONG_NAME = 220
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a folder"),
@@ -38,7 +42,10 @@ def temporary(path: Path) -> Iterator[Path]:
     Raises:
         OSError: what an earlier process left there cannot be removed.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    name = path.name
+    if len(os.fsencode(name)) > _LONG_NAME:
+        name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
+    draft = path.with_name(f".{name}.{os.getpid()}.tmp")
     # In containers processes often have the same id as those before them.
     draft.unlink(missing_ok=True)
     try:
@@ -84,12 +91,57 @@ def write_output(path: Path, content: str | bytes) -> None:
     Replacing /dev/stdout or /dev/null would take it from the whole machine.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; such as a pipe that nobody reads, which is not waited for.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        with open(_open_at_once(path), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
     else:
         write_whole(path, content, durable=False)
+
+
+@contextmanager
+def output_place(path: Path) -> Iterator[None]:
+    """Refuses, before the work, what `write_output` could not write after it.
+
+    A pipe is held open meanwhile: its reader would take a close for the end.
+
+    Raises:
+        NotRegularError: `path` is a folder, a socket, or a pipe that nobody reads.
+        OSError: a pipe that may not be written.
+    """
+    if path.is_dir() or path.is_socket():
+        raise NotRegularError(errno.EINVAL, f"is {kind_of(path)}; name a file", str(path))
+    with ExitStack() as stack:
+        if path.is_fifo():
+            stack.callback(os.close, _open_at_once(path))
+        yield
+
+
+def refuse_odd(path: Path) -> None:
+    """Refuses to replace what is neither a plain file nor a link.
+
+    Raises:
+        NotRegularError: a folder, a pipe, a socket or a device lies at `path`.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise NotRegularError(errno.EINVAL, f"is {kind_of(path)}; remove it", str(path))
+
+
+def _open_at_once(path: Path) -> int:
+    """A handle for writing in place, which a pipe without a reader does not keep waiting."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _AT_ONCE, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO and path.is_fifo():
+            raise NotRegularError(error.errno, "is a pipe that nobody reads", str(path)) from None
+        raise
+    os.set_blocking(handle, True)  # what the reader has no room for yet is waited for
+    return handle
 
 
 def sync_directory(directory: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from segtrain.errors import ExecutionError
+from segtrain.files import refuse_odd, write_whole
 from segtrain.lettering import class_labels, text_mask, title_text
 from segtrain.records import IGNORE_INDEX
 
@@ -159,8 +160,10 @@ def confusion_picture(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
 def write_png(path: Path, picture: np.ndarray) -> None:
     """Writes a picture, or a label of one channel (uint8 or uint16), making the folder if needed.
 
+    The file is written whole; a link of its name is replaced, not followed.
+
     Raises:
-        ExecutionError: the disk is full or the place cannot be written.
+        ExecutionError: the disk is full, the place cannot be written or is no plain file.
     """
     # Encoded in memory and written by Python: cv2.imwrite reports a full disk with a bare False.
     if picture.ndim == 3:
@@ -169,7 +172,8 @@ def write_png(path: Path, picture: np.ndarray) -> None:
     assert ok, "PNG holds any 8 or 16 bit picture"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data.tobytes())
+        refuse_odd(path)
+        write_whole(path, data.tobytes(), durable=False)
     except OSError as error:
         raise ExecutionError(f"{path}: cannot write the picture: {error.strerror}") from error
 

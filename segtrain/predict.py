@@ -7,6 +7,7 @@ is ignored, and said so.
 import argparse
 import dataclasses
 import io
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,7 @@ from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines
 from segtrain.data.protect import check_pictures
 from segtrain.dist import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.files import walk
+from segtrain.files import NotRegularError, refuse_odd, walk
 from segtrain.inference import InferenceSettings, num_windows, predict_label, view_size
 from segtrain.log import ProgressBar
 from segtrain.text import printable
@@ -387,7 +388,16 @@ def _config(loaded: LoadedModel, args: argparse.Namespace) -> Config:
 def _check_output(output: Path, sources: Sequence[Source], *, overwrite: bool) -> None:
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output {printable(output)}: is a file; expected a directory")
-    there = [s.name for s in sources if (output / LABELS / f"{s.name}.png").exists()]
+    names = [f"{kind}/{s.name}.png" for s in sources for kind in (LABELS, COLORS, OVERLAYS)]
+    for name in ("legend.png", *names):
+        try:
+            refuse_odd(output / name)
+        except NotRegularError as error:
+            place = printable(output / name)
+            raise ConfigError(f"--output {place}: {error.strerror}") from None
+        except OSError:
+            continue  # the folder cannot be read; writing will say so
+    there = [s.name for s in sources if os.path.lexists(output / LABELS / f"{s.name}.png")]
     if there and not overwrite:
         raise ConfigError(
             f"--output {printable(output)}: holds predictions for {len(there)} of these "

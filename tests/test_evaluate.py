@@ -246,6 +246,17 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
         run_eval(arguments("run", **{option: str(tmp_path / "file" / "x")}))
 
 
+@pytest.mark.parametrize("place", ["folder", "pipe"])
+def test_scores_that_could_not_be_kept_are_refused_before_the_work(
+    command, tmp_path, monkeypatch, place
+):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(evaluate, "evaluate_dataset", lambda *_, **__: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=f"--json .*/{place}: is a {place}"):
+        run_eval(arguments("run", json=str(tmp_path / place)))
+
+
 def evaluated_at(steps, cityscapes):
     """What `segtrain eval` of this rank says to a checkpoint of the rank's own step."""
     loaded = LoadedModel(nn.Identity(), config_of(cityscapes), load_class_file("cityscapes"), 0)

@@ -1,3 +1,5 @@
+import os
+
 import cv2
 import numpy as np
 import pytest
@@ -233,3 +235,29 @@ def test_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ExecutionError, match=r"file/a\.png: cannot write"):
         write_png(tmp_path / "file" / "a.png", noise(2, 3))
+
+
+def test_a_picture_replaces_a_link_and_not_what_it_leads_to(tmp_path):
+    write_png(tmp_path / "important.png", noise(2, 3))
+    (tmp_path / "a.png").symlink_to("important.png")
+    write_png(tmp_path / "a.png", noise(5, 7))
+    assert np.array(Image.open(tmp_path / "important.png")).shape == (2, 3, 3)
+    assert np.array(Image.open(tmp_path / "a.png")).shape == (5, 7, 3)
+    assert not (tmp_path / "a.png").is_symlink()
+
+
+def test_a_picture_is_written_whole_or_not_at_all(small_disk):
+    write_png(small_disk / "a.png", noise(2, 3))
+    with (small_disk / "other").open("wb", buffering=0) as other:
+        stat = os.statvfs(small_disk)
+        other.write(bytes(stat.f_bavail * stat.f_frsize - 8192))
+    with pytest.raises(ExecutionError, match=r"a\.png: cannot write the picture: No space left"):
+        write_png(small_disk / "a.png", noise(200, 300))
+    assert np.array(Image.open(small_disk / "a.png")).shape == (2, 3, 3)
+    assert sorted(path.name for path in small_disk.iterdir()) == ["a.png", "other"]
+
+
+def test_a_picture_of_the_longest_name_is_written(tmp_path):
+    path = tmp_path / ("ö" * 125 + ".png")  # 254 bytes; a disk takes 255
+    write_png(path, noise(2, 3))
+    assert list(tmp_path.iterdir()) == [path]

@@ -3,8 +3,11 @@
 import os
 import re
 import signal
+import subprocess
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from experiments import small, write_config
 
@@ -16,10 +19,17 @@ from segtrain.data import open_dataset
 from segtrain.data.classes import load_class_file
 from segtrain.data.layouts import list_pairs
 from segtrain.data.synthetic import write_dataset
-from segtrain.errors import CheckpointError, ConfigError, DataError
-from segtrain.files import NotRegularError, open_regular, read_bytes
+from segtrain.errors import CheckpointError, ConfigError, DataError, ExecutionError
+from segtrain.files import (
+    NotRegularError,
+    open_regular,
+    output_place,
+    read_bytes,
+    write_output,
+)
 from segtrain.models.pretrained import load_backbone
 from segtrain.models.resnet import ResNet
+from segtrain.pictures import write_png
 from segtrain.store import CheckpointStore
 
 
@@ -179,3 +189,57 @@ def test_a_class_file_on_the_command_line_is_not_waited_for(pipe, tmp_path, caps
     said = capsys.readouterr().err
     assert re.fullmatch(rf"segtrain: {path}: cannot be read: not a regular file\n", said)
     assert Path(path).is_fifo()
+
+
+def test_a_picture_does_not_take_the_place_of_a_pipe(pipe):
+    path = pipe("overlays/0.png")
+    with pytest.raises(ExecutionError, match=r"0\.png: cannot write the picture: is a pipe; "):
+        write_png(path, np.zeros((2, 3, 3), np.uint8))
+    assert path.is_fifo()
+
+
+def test_a_pipe_that_nobody_reads_is_no_output(pipe, tmp_path):
+    for path in (pipe("x"), tmp_path / "link"):
+        with pytest.raises(OSError, match="is a pipe that nobody reads"):
+            write_output(path, "text")
+        with pytest.raises(OSError, match="is a pipe that nobody reads"), output_place(path):
+            pytest.fail("too late")
+        if path.name == "x":
+            (tmp_path / "link").symlink_to("x")
+
+
+def test_the_reader_of_a_pipe_is_kept_until_the_work_is_done(pipe, tmp_path):
+    path = pipe("x")
+    with (
+        (tmp_path / "read").open("wb") as read,
+        subprocess.Popen(["cat", path], stdout=read) as reader,
+    ):
+        while True:  # until it has opened the pipe
+            try:
+                with output_place(path):
+                    write_output(path, "x" * 200_000)
+                break
+            except OSError:
+                time.sleep(0.01)
+        assert reader.wait() == 0
+    assert (tmp_path / "read").read_bytes() == b"x" * 200_000
+
+
+@pytest.mark.parametrize("place", ["pipe", "folder"])
+def test_a_schema_goes_to_a_plain_file(pipe, tmp_path, capsys, place):
+    pipe("pipe")
+    (tmp_path / "folder").mkdir()
+    assert segtrain(["config", "schema", "--output", str(tmp_path / place)]) == 2
+    assert re.search(rf"--output .*/{place}: is a {place}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("place", ["pipe", "folder"])
+def test_findings_that_could_not_be_kept_are_refused_before_the_check(
+    pipe, tmp_path, capsys, monkeypatch, place
+):
+    pipe("pipe")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr("segtrain.data.check.run", lambda *_, **__: pytest.fail("too late"))
+    file = write_config(tmp_path / "c.yaml", small(tmp_path))
+    assert segtrain(["data", "check", str(file), "--json", str(tmp_path / place)]) == 2
+    assert re.search(rf"--json .*/{place}: is a {place}", capsys.readouterr().err)

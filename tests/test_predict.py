@@ -190,6 +190,22 @@ def test_existing_predictions_are_kept_unless_told_otherwise(run, tmp_path):
         run(path)
 
 
+def test_nothing_is_written_through_links_or_into_pipes(run, tmp_path):
+    path, out = save(tmp_path / "a.png", photo(8, 9)), tmp_path / "out"
+    run(path)
+    (tmp_path / "important").write_text("precious")
+    (out / "overlays" / "a.png").unlink()
+    (out / "overlays" / "a.png").symlink_to(tmp_path / "important")
+    assert run(path, overwrite=True) == 0
+    assert (tmp_path / "important").read_text() == "precious"
+    for name in ("legend.png", "overlays/a.png"):
+        (out / name).unlink()
+        os.mkfifo(out / name)
+        with pytest.raises(ConfigError, match=rf"--output .*{name}: is a pipe; remove it"):
+            run(path, overwrite=True)
+        (out / name).unlink()
+
+
 @pytest.mark.parametrize("name", ["pipe.png", "pipe.bmp"])
 def test_a_pipe_named_like_an_image_is_not_waited_for(run, tmp_path, name):
     os.mkfifo(tmp_path / name)

@@ -6,9 +6,11 @@ Training makes the cheap part itself (`quick_check`): headers of every file, no 
 import argparse
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -30,7 +32,7 @@ from segtrain.data.report import CheckReport, Finding
 from segtrain.data.scan import Problem, SplitScan, by_reason, process_pool, scan_split
 from segtrain.data.suggest import looks_like_train_ids
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError
-from segtrain.files import write_output
+from segtrain.files import output_place, write_output
 from segtrain.text import MAX_NAME, printable, printable_lines
 
 # Waiting for the disk, not the processor, is what headers cost.
@@ -44,15 +46,26 @@ _SAMPLES = 4
 
 def main(args: argparse.Namespace) -> int:
     """The command: 0 if nothing is wrong (warnings are not), 3 otherwise."""
-    found = run(load_config(args.config, args.set), jobs=args.jobs)
-    if args.json is not None:
-        try:
-            write_output(args.json, report.as_json(found) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json {args.json}: {(error.strerror or '').lower()}") from error
+    config = load_config(args.config, args.set)
+    with ExitStack() as stack:
+        if args.json is not None:
+            with _about_json(args.json):
+                stack.enter_context(output_place(args.json))
+        found = run(config, jobs=args.jobs)
+        if args.json is not None:
+            with _about_json(args.json):
+                write_output(args.json, report.as_json(found) + "\n")
     text = report.as_text(found)
     print("\n".join(printable_lines(text, len(text) + 1)))
     return EXIT_OK if found.ok else EXIT_DATA
+
+
+@contextmanager
+def _about_json(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {(error.strerror or '').lower()}") from error
 
 
 def run(config: Config, jobs: int | None = None) -> CheckReport:
