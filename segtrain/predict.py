@@ -33,7 +33,7 @@ from segtrain.data.decode import (
     read_header,
     read_image,
 )
-from segtrain.data.layouts import IMAGE_SUFFIXES, first_lines
+from segtrain.data.layouts import IMAGE_SUFFIXES, OTHER_IMAGES, first_lines
 from segtrain.data.protect import check_pictures
 from segtrain.dist import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
@@ -73,6 +73,10 @@ _THREADS = 2
 # An image of more pixels is predicted by windows, unless the command line asks for whole images.
 # Twice the pixels of an image of Cityscapes; the memory that a whole image takes grows with them.
 MAX_WHOLE_PIXELS = 2**22
+
+# The least height and width of the windows for such images, where eval.crop_size does not set them.
+# The training crop may be tiny: 12 megapixels would take thousands of windows, most of them border.
+LARGE_WINDOW_PX = 1024
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -121,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
         loaded.model.to(memory_format=torch.channels_last)
     check_windows(config, loaded.classes.num_classes, device)
     settings = InferenceSettings.from_config(config)
-    large = _settings_of_large_images(settings, args.set)
+    large = _settings_of_large_images(settings, config, args.set)
     print(f"step {loaded.step}; {_describe(settings, large)}; {device}")
     if skipped := skipped_files(args.inputs, output):
         print(skipped)
@@ -176,6 +180,10 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> list[Source]:
                 problems.append(f"{printable(given)}: no images ({' '.join(SUFFIXES)}) in it")
         elif not given.exists():
             problems.append(f"{printable(given)}: no such file or folder")
+        elif given.suffix.lower() in set(OTHER_IMAGES) - set(SUFFIXES):
+            problems.append(
+                f"{printable(given)}: images of this format are not read; convert it to PNG or JPEG"
+            )
         elif given.suffix.lower() not in SUFFIXES:
             problems.append(f"{printable(given)}: not an image ({' '.join(SUFFIXES)})")
         else:
@@ -186,21 +194,32 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> list[Source]:
 
 
 def skipped_files(inputs: Sequence[str | Path], output: Path) -> str:
-    """How many visible files of the folders among `inputs` are no images; empty if none."""
+    """How many visible files of the folders among `inputs` are not predicted; empty if none.
+
+    A line for images of other formats, with the repair, and a line for files that are no images.
+    """
     counts: Counter[str] = Counter()
     for folder in {given.resolve() for given in map(Path, inputs) if given.is_dir()}:
         for here, files in walk(folder, hidden=True):
             if not Path(here).is_relative_to(output.resolve()):
                 suffixes = (Path(name).suffix.lower() for name in files if name[0] != ".")
                 counts.update(suffix for suffix in suffixes if suffix not in SUFFIXES)
-    if not counts:
-        return ""
-    named = [
-        f"{count} {printable(suffix, _SHOWN) or 'without suffix'}"
-        for suffix, count in counts.most_common(_SHOWN)
-    ]
-    more = ", others" if len(counts) > _SHOWN else ""
-    return f"skipped {counts.total()} files that are no images: {', '.join(named)}{more}"
+    unread = Counter({end: n for end, n in counts.items() if end in OTHER_IMAGES})
+    counts -= unread
+    lines = []
+    if unread:
+        what = f"skipped {unread.total()} images of formats that are not read"
+        lines.append(f"{what}: {_by_suffix(unread)}; convert them to PNG or JPEG")
+    if counts:
+        what = f"skipped {counts.total()} files that are no images"
+        lines.append(f"{what}: {_by_suffix(counts)}")
+    return "\n".join(lines)
+
+
+def _by_suffix(counts: Counter[str]) -> str:
+    shown = sorted(counts.most_common(_SHOWN), key=lambda one: (-one[1], not one[0], one[0]))
+    named = [f"{count} {printable(suffix, _SHOWN) or 'without suffix'}" for suffix, count in shown]
+    return ", ".join(named) + (", others" if len(counts) > _SHOWN else "")
 
 
 def predict_images(
@@ -244,7 +263,7 @@ def predict_images(
                 if image is None:
                     problems.append(problem)
                 else:
-                    how = settings if _is_whole(image.shape[:2], settings) else large
+                    how = _settings_for(image.shape[:2], settings, large)
                     writer.put(source.name, image, _predict(model, image, how, device, source))
                 bar.update()
     except OSError as error:
@@ -282,12 +301,18 @@ def _predict(
 
 
 def _settings_of_large_images(
-    settings: InferenceSettings, overrides: Sequence[str]
+    settings: InferenceSettings, config: Config, overrides: Sequence[str]
 ) -> InferenceSettings:
-    """`settings` with sliding windows, unless `overrides` say how images are taken."""
+    """`settings` with sliding windows, unless `overrides` say how images are taken.
+
+    Windows are those of `eval.crop_size`; where that is not set, at least LARGE_WINDOW_PX a side.
+    """
     if any(text.partition("=")[0].strip() == "eval.mode" for text in overrides):
         return settings
-    return dataclasses.replace(settings, mode="slide")
+    crop_size = settings.crop_size
+    if settings.mode == "whole" and config.eval.crop_size is None:
+        crop_size = (max(crop_size[0], LARGE_WINDOW_PX), max(crop_size[1], LARGE_WINDOW_PX))
+    return dataclasses.replace(settings, mode="slide", crop_size=crop_size)
 
 
 def _describe(settings: InferenceSettings, large: InferenceSettings) -> str:
@@ -295,6 +320,20 @@ def _describe(settings: InferenceSettings, large: InferenceSettings) -> str:
         return settings.describe()
     windows = large.describe().partition(";")[0]
     return f"{settings.describe()}; above {MAX_WHOLE_PIXELS / 1e6:.1f} megapixels {windows}"
+
+
+def _settings_for(
+    size: tuple[int, int], settings: InferenceSettings, large: InferenceSettings
+) -> InferenceSettings:
+    """Those for an image of `size`, (height, width); no window is padded to LARGE_WINDOW_PX."""
+    if _is_whole(size, settings):
+        return settings
+    sides = view_size(size, settings.short_side_px, 1.0)
+    height, width = (
+        min(window, max(crop, side))
+        for window, crop, side in zip(large.crop_size, settings.crop_size, sides, strict=True)
+    )
+    return dataclasses.replace(large, crop_size=(height, width))
 
 
 def _is_whole(size: tuple[int, int], settings: InferenceSettings) -> bool:

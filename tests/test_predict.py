@@ -58,9 +58,20 @@ def run(tmp_path, monkeypatch):
         )
     )
 
-    def command(*inputs, classes=CLASSES, model=None, **changes):
+    def command(
+        *inputs,
+        classes=CLASSES,
+        model=None,
+        crop_size=(512, 512),
+        eval_crop_size=None,
+        **changes,
+    ):
         model = StrongestChannel() if model is None else model
-        loaded = LoadedModel(model.eval(), config, classes, step=3)
+        about = {
+            "augment": config.augment.model_copy(update={"crop_size": crop_size}),
+            "eval": config.eval.model_copy(update={"crop_size": eval_crop_size}),
+        }
+        loaded = LoadedModel(model.eval(), config.model_copy(update=about), classes, step=3)
         monkeypatch.setattr(predict, "load_model", lambda source, device: loaded)
         args = {
             "source": "run",
@@ -283,6 +294,41 @@ def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsy
     assert "megapixels" not in slide[3] + whole[3]
 
 
+@pytest.mark.parametrize(
+    ("settings", "trained", "window"),
+    [
+        ([], (64, 96), (1024, 1024)),
+        ([], (713, 1425), (1024, 1425)),
+        (["eval.mode=slide"], (640, 960), (640, 960)),
+        (["eval.crop_size=[800, 480]"], (64, 96), (800, 480)),
+    ],
+)
+def test_windows_of_large_images_are_large_unless_the_user_says_otherwise(
+    run, tmp_path, monkeypatch, capsys, settings, trained, window
+):
+    """A model trained on crops of 64 px took 6,510 windows for 12 megapixels."""
+    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 100)
+    model, path = Brightness(), save(tmp_path / "a.png", photo(1100, 1430))
+    assert run(path, model=model, set=settings, crop_size=trained) == 0
+    assert model.sizes == {window}
+    assert f"sliding window {window[0]}x{window[1]}, overlap" in capsys.readouterr().out
+
+
+def test_a_large_window_is_no_larger_than_a_narrow_image(run, tmp_path, monkeypatch):
+    """A border of the mean colour would change what the network sees."""
+    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 100)
+    model, path = Brightness(), save(tmp_path / "a.png", photo(90, 1100))
+    assert run(path, model=model, crop_size=(64, 96)) == 0
+    assert model.sizes == {(90, 1024)}
+
+
+def test_windows_that_the_run_was_evaluated_with_are_kept(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 100)
+    model, path = Brightness(), save(tmp_path / "a.png", photo(30, 40))
+    assert run(path, model=model, eval_crop_size=(24, 16)) == 0
+    assert model.sizes == {(24, 16)}
+
+
 def test_the_short_side_that_a_model_was_trained_with_decides_what_is_large(
     run, tmp_path, monkeypatch
 ):
@@ -368,9 +414,25 @@ def test_what_is_skipped_in_folders_is_counted_by_suffix(run, tmp_path, capsys):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     assert run(folder) == 0
-    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("skipped")]
-    assert line.startswith("skipped 4 files that are no images: 2 .jp2, ")
-    assert set(line.split(": ")[1].split(", ")) == {"2 .jp2", "1 .txt", "1 without suffix"}
+    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("skipped")]
+    assert lines[0].startswith("skipped 2 images of formats that are not read: 2 .jp2; convert")
+    assert lines[1] == "skipped 2 files that are no images: 1 .txt, 1 without suffix"
+
+
+def test_images_of_formats_that_are_not_read_are_told_apart(run, tmp_path, capsys):
+    folder = tmp_path / "photos"
+    save(folder / "a.png", photo(8, 9))
+    for name in ("b.HEIC", "c.gif", "notes.txt"):
+        (folder / name).touch()
+    assert run(folder) == 0
+    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("skipped")]
+    assert lines == [
+        "skipped 2 images of formats that are not read: 1 .gif, 1 .heic; convert them to PNG or "
+        "JPEG",
+        "skipped 1 files that are no images: 1 .txt",
+    ]
+    with pytest.raises(DataError, match=r"c\.gif: images of this format are not read; convert it"):
+        run(folder / "c.gif", overwrite=True)
 
 
 def test_nothing_is_said_where_nothing_was_skipped(run, tmp_path, capsys):
