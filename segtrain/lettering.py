@@ -6,6 +6,7 @@ older, Pillow's has the letters of ASCII. Letters that a font lacks are never dr
 would make different texts look alike: `drawable` says what can be drawn.
 """
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -55,14 +56,26 @@ def drawable(text: str) -> str | None:
 
 
 def class_labels(names: Sequence[str]) -> list[str]:
-    """What to write for each class: its name, or `class 7` where letters of the name are missing.
+    """What to write for each class: its name, or `7 ...` where letters of the name are missing.
 
     The number is the place in the class file, from 0. No two labels are alike if no two names are:
-    names that differ by accents only, which had to be dropped, get their number behind them.
+    names that differ by accents only, which had to be dropped, get their number before them. Where
+    a label has a number, so do names that begin with the number of a class and a blank.
     """
-    labels = [drawable(printable(name, MAX_NAME)) or f"class {i}" for i, name in enumerate(names)]
-    times = Counter(labels)
-    return [f"{label} (class {i})" if times[label] > 1 else label for i, label in enumerate(labels)]
+    drawn = [_drawn(name) for name in names]
+    times = Counter(drawn)
+    numbered = {i for i, text in enumerate(drawn) if text is None or times[text] > 1}
+    if numbered:
+        numbered |= {i for i, text in enumerate(drawn) if _is_like_a_number(text, len(names))}
+    return [
+        label if i in numbered or text is None else text
+        for i, (text, label) in enumerate(zip(drawn, numbered_labels(names), strict=True))
+    ]
+
+
+def numbered_labels(names: Sequence[str]) -> list[str]:
+    """The same with the number of every class first, for labels that may be cut at the end."""
+    return [f"{i} {_drawn(name) or '...'}" for i, name in enumerate(names)]
 
 
 def title_text(text: str) -> str:
@@ -72,6 +85,15 @@ def title_text(text: str) -> str:
         c if _has_letter(c) else c.encode("unicode_escape").decode()
         for c in unicodedata.normalize("NFC", text)
     )
+
+
+def _is_like_a_number(text: str | None, num_classes: int) -> bool:
+    match = re.match(r"([0-9]+) ", text or "")
+    return match is not None and int(match[1]) < num_classes
+
+
+def _drawn(name: str) -> str | None:
+    return drawable(printable(name, MAX_NAME)) or None
 
 
 @lru_cache(maxsize=4096)

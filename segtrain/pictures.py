@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from segtrain.errors import ExecutionError
 from segtrain.files import refuse_odd, write_whole
-from segtrain.lettering import class_labels, text_mask, title_text
+from segtrain.lettering import class_labels, numbered_labels, text_mask, title_text
 from segtrain.records import IGNORE_INDEX
 
 Rgb = tuple[int, int, int]
@@ -71,21 +71,23 @@ def error_map(label: np.ndarray, pred: np.ndarray) -> np.ndarray:
 def legend(names: Sequence[str], palette: Sequence[Rgb], width: int = 640) -> np.ndarray:
     """A patch of colour and the name of each class, in as many columns as fit into `width` pixels.
 
-    The picture is `width` wide whatever the names; a name that is longer than that is cut.
+    The picture is `width` wide whatever the names; a name that is longer than that is cut. Then all
+    have the number of the class first, so that names stay different which differ at their ends.
     """
-    names = class_labels(names)
-    longest = max(_text_width(name) for name in names)
-    column_px = min(width, longest + _LINE_PX + 3 * _GAP_PX)
+    labels = class_labels(names)
+    column_px = max(_text_width(label) for label in labels) + _LINE_PX + 3 * _GAP_PX
+    if column_px > width:
+        labels, column_px = numbered_labels(names), width
     columns = max(1, width // column_px)
-    num_rows = math.ceil(len(names) / columns)
+    num_rows = math.ceil(len(labels) / columns)
     picture = Image.new("RGB", (width, num_rows * _LINE_PX + _GAP_PX), _PAPER)
     draw = ImageDraw.Draw(picture)
-    for i, (name, color) in enumerate(zip(names, palette, strict=True)):
+    for i, (label, color) in enumerate(zip(labels, palette, strict=True)):
         # Down the columns, so that neighbours in the class file stay neighbours.
         x = i // num_rows * column_px + _GAP_PX
         y = i % num_rows * _LINE_PX + _GAP_PX
         draw.rectangle((x, y, x + _FONT_PX, y + _FONT_PX), fill=tuple(color), outline=_INK)
-        _text(draw, (x + _LINE_PX, y + _FONT_PX // 2), name, anchor="lm")
+        _text(draw, (x + _LINE_PX, y + _FONT_PX // 2), label, anchor="lm")
     return np.array(picture)
 
 

@@ -134,7 +134,7 @@ def test_classes_of_any_script_never_look_alike(opencv):
 def test_a_name_is_drawn_in_its_own_letters_if_the_font_has_them(opencv):
     names = ["road", "naïve", "50 %", "Straße", "Дорога", "建築物", "हिन्दी", "שלום"]
     missing = {"newest": 2, "old": 5}[opencv]
-    wanted = names[:-missing] + [f"class {i}" for i in range(len(names))[-missing:]]
+    wanted = names[:-missing] + [f"{i} ..." for i in range(len(names))[-missing:]]
     if opencv == "old":
         wanted[1] = "naive"
     assert class_labels(names) == wanted
@@ -261,3 +261,26 @@ def test_a_picture_of_the_longest_name_is_written(tmp_path):
     path = tmp_path / ("ö" * 125 + ".png")  # 254 bytes; a disk takes 255
     write_png(path, noise(2, 3))
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("width", [45, 60, 90])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["class 2", "class 3", "class 4"],
+        ["a long name of a class 1", "a long name of a class 2", "a"],
+        ["שלום", "عربى", "हिन्दी"],
+    ],
+)
+def test_names_that_are_cut_stay_different(opencv, names, width):
+    picture = legend(names, [(9, 9, 9)] * 3, width)
+    assert picture.shape[1] == width
+    rows = [picture[4 + 20 * i : 24 + 20 * i].tobytes() for i in range(3)]
+    assert len(set(rows)) == 3
+
+
+def test_a_number_in_a_label_is_always_that_of_the_class(opencv):
+    assert class_labels(["عربى", "class 1", "class 0"]) == ["0 ...", "class 1", "class 0"]
+    assert class_labels(["a", "עברית", "0 ..."]) == ["a", "1 ...", "2 0 ..."]
+    assert class_labels(["2nd", "1 ..."]) == ["2nd", "1 ..."]
+    assert class_labels(["a\u200bb", "1 road", "עברית"])[1:] == ["1 1 road", "2 ..."]
