@@ -449,7 +449,8 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         "--format",
         required=True,
         choices=("onnx", "pt2", "torchscript", "safetensors"),
-        help="pt2: torch.export; safetensors: weights only",
+        help="pt2: torch.export, for images of more than model.output_stride px a side; "
+        "safetensors: weights only",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
     parser.add_argument(

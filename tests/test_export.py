@@ -182,6 +182,28 @@ def test_pt2_gives_the_logits_of_the_model_at_every_size_and_moves_to_another_de
     assert moved.module()(torch.empty(1, 3, 70, 90, device="meta")).shape == (1, 3, 70, 90)
 
 
+def test_pt2_says_the_smallest_size_it_takes(pt2_file, psp):
+    """torch.export takes a side of one feature for a constant, so it has a least size."""
+    extra = {formats.METADATA_FILE: ""}
+    run = torch.export.load(pt2_file, extra_files=extra).module()
+    metadata = json.loads(extra[formats.METADATA_FILE])
+    least = int(metadata["min_side_px"])
+    assert least == psp.config.model.output_stride + 1
+    assert f"H and W at least {least} px" in metadata["input"]
+    for shape in ((1, 3, least, least), (2, 3, least, 90), (1, 3, 70, least)):
+        images = pixels(*shape)
+        torch.testing.assert_close(run(normalized(images)), reference(psp, images))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        run(torch.zeros(1, 3, least - 1, 90))
+
+
+def test_onnx_and_torchscript_take_one_pixel(onnx_file, torchscript_file):
+    images = torch.zeros(1, 3, 1, 1)
+    assert torchscript(torchscript_file)(images).shape == (1, 3, 1, 1)
+    assert onnx_session(onnx_file).run(None, {"images": images.numpy()})[0].shape == (1, 3, 1, 1)
+    assert onnx_session(onnx_file).get_modelmeta().custom_metadata_map["min_side_px"] == "1"
+
+
 def test_torchscript_gives_the_logits_of_the_model_at_every_size(torchscript_file, psp):
     assert_same_logits(torchscript(torchscript_file), psp)
 
@@ -588,7 +610,9 @@ def test_every_format_says_what_predict_does_to_images(
     monkeypatch.setattr(export, "load_model", lambda source: loaded)
     file = tmp_path / "file"
     assert export.main(request(format=format, output=str(file))) == 0
-    (line,) = [one for one in capsys.readouterr().out.splitlines() if "predict" in one]
+    out = capsys.readouterr().out
+    assert ("of at least 9 px a side" in out) == (format == "pt2")
+    (line,) = [one for one in out.splitlines() if "predict" in one]
     assert "sliding window 64x96, overlap 0.33" in line
     assert ("resize images to a short side of 230 px yourself" in line) == (
         short_side_px is not None

@@ -60,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
             size=tuple(args.size) if args.size else None,
         )
         print(table(compared))
+        if args.size is None and (least := min_side_px(loaded, args.format)) > 1:
+            print(f"takes images of at least {least} px a side (metadata: min_side_px)")
     print(_how_to_use(loaded, fixed_size=args.size))
     opset = f", opset {ONNX_OPSET}" if args.format == "onnx" else ""
     print(
@@ -90,8 +92,10 @@ def export_graph(
     graph = ExportModel(
         loaded.model, mean=data.mean, std=data.std, normalize=normalize, argmax=argmax
     )
-    metadata = {**_metadata(loaded), **graph.describe(fixed_size=size)}
-    traced, *_ = batches = cases(size)
+    least = min_side_px(loaded, format) if size is None else 1
+    about = graph.describe(fixed_size=size, min_side_px=least)
+    metadata = {**_metadata(loaded), **about}
+    traced, *_ = batches = cases(size, least)
     with _replaced(output) as draft:
         with quiet():
             try:
@@ -108,6 +112,14 @@ def export_graph(
         if not all(comparison.passed for comparison in compared):
             raise ExecutionError(_refusal(output, format, compared))
     return compared
+
+
+def min_side_px(loaded: LoadedModel, format: str) -> int:
+    """The least height and width that a file of this format for any size takes.
+
+    torch.export makes a constant of a side of a single feature, and refuses images that have one.
+    """
+    return loaded.config.model.output_stride + 1 if format == "pt2" else 1
 
 
 def export_weights(loaded: LoadedModel, output: Path) -> int:

@@ -72,7 +72,7 @@ class ExportModel(nn.Module):
             return self.normalization(images)
         return images if self.normalize == "uint8" else images.float()
 
-    def describe(self, *, fixed_size: tuple[int, int] | None) -> dict[str, str]:
+    def describe(self, *, fixed_size: tuple[int, int] | None, min_side_px: int) -> dict[str, str]:
         """What a caller must know of input and output, in words, for the file's metadata."""
         value = {
             None: "float32, (pixel - mean) / std by channel",
@@ -80,8 +80,10 @@ class ExportModel(nn.Module):
             "float32": "float32, 0..255",
         }[self.normalize]
         height, width = fixed_size or ("H", "W")
+        least = f"; H and W at least {min_side_px} px" if min_side_px > 1 else ""
         return {
-            "input": f"images (N, 3, {height}, {width}) RGB {value}",
+            "min_side_px": str(min_side_px),
+            "input": f"images (N, 3, {height}, {width}) RGB {value}{least}",
             "output": f"labels (N, {height}, {width}) uint8, index into class_names"
             if self.argmax
             else f"logits (N, K, {height}, {width}) float32, K in the order of class_names",

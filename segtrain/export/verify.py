@@ -40,10 +40,14 @@ class Comparison(NamedTuple):
         return self.problem is None and self.difference <= TOLERANCE
 
 
-def cases(fixed_size: tuple[int, int] | None) -> tuple[Case, ...]:
-    """The batches to compare; the first is the one to trace with."""
+def cases(fixed_size: tuple[int, int] | None, min_side_px: int = 1) -> tuple[Case, ...]:
+    """The batches to compare; the first is the one to trace with.
+
+    min_side_px: the least side that the file is said to take; it is compared there if not 1.
+    """
     if fixed_size is None:
-        return (TRACED, *UNSEEN)
+        least = (Case(1, min_side_px, min_side_px),) if min_side_px > 1 else ()
+        return (TRACED, *UNSEEN, *least)
     return (Case(2, *fixed_size), Case(1, *fixed_size))
 
 
