@@ -25,8 +25,10 @@ from segtrain.versions import library_version
 
 def check_experiment(
     config: Config, train_set: SegDataset, eval_set: SegDataset, *, device: torch.device
-) -> None:
+) -> list[str]:
     """Refuses what can be known to fail later (collective: rank 0 looks at the files for all).
+
+    Returns what is odd about the data, a line for each thing.
 
     Raises:
         ConfigError: batch and ranks, classes and weights, or augmentations do not fit together; or
@@ -47,7 +49,7 @@ def check_experiment(
         if finding is not None:
             raise ConfigError(finding)
     check_extra(config.augment)
-    dist.on_main(lambda: quick_check(train_set, eval_set))
+    return dist.on_main(lambda: quick_check(train_set, eval_set))
 
 
 def _class_findings(config: Config, num_classes: int) -> list[str]:

@@ -178,7 +178,7 @@ def _prepare(
     torch.use_deterministic_algorithms(config.train.deterministic)
     train_set = open_dataset(config.data, config.data.train_split)
     eval_set = open_dataset(config.data, config.data.eval_split)
-    check_experiment(config, train_set, eval_set, device=device)
+    odd = check_experiment(config, train_set, eval_set, device=device)
 
     model = build_model(
         config.model, num_classes=train_set.classes.num_classes, norm=make_norm(config.norm)
@@ -212,7 +212,7 @@ def _prepare(
         dist.on_main(lambda: rundir.write_description(directory, config, devices))
     log = RunLog(directory, enabled=dist.is_main(), start_step=state.step, evaluated_step=evaluated)
     log.lines(start_lines(config, directory, model, train_set, eval_set, devices, state.step))
-    oddities = dict.fromkeys((*train_set.warnings, *eval_set.warnings))
+    oddities = dict.fromkeys((*train_set.warnings, *eval_set.warnings, *odd))
     log.lines([f"warning: {oddity}" for oddity in oddities])
     log.lines(loaded)
     if anew:

@@ -20,14 +20,18 @@ from segtrain.data.brightness import Brightness, brightness, lost_bits, whole_sp
 from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.decode import (
+    decode_palette,
+    decode_raw_label,
     label_mode_problem,
+    read_bytes,
     read_header,
     read_image,
     read_label,
     read_raw_label,
 )
-from segtrain.data.labels import IGNORE_INDEX, unknown_colors, unknown_ids
+from segtrain.data.labels import IGNORE_INDEX, count_ids, unknown_colors, unknown_ids
 from segtrain.data.layouts import Listing, Pair, first_lines, left_out_text, scan_layout
+from segtrain.data.palettes import Palette, class_problem, moved_colors, used_palette
 from segtrain.data.report import CheckReport, Finding
 from segtrain.data.scan import Problem, SplitScan, by_reason, process_pool, scan_split
 from segtrain.data.suggest import looks_like_train_ids
@@ -96,6 +100,7 @@ def run(config: Config, jobs: int | None = None) -> CheckReport:
     for scan in scans:
         findings += _pixel_findings(scan, classes)
         findings += _brightness_findings(scan)
+        findings += _palette_findings(scan, classes)
         findings += _class_findings(scan, classes)
         if scan.split == data.train_split:
             findings += _crop_findings(scan, config)
@@ -105,17 +110,18 @@ def run(config: Config, jobs: int | None = None) -> CheckReport:
     return CheckReport(classes.name, list(classes.names), scans, findings)
 
 
-def quick_check(train: SegDataset, evaluation: SegDataset) -> None:
+def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
     """Refuses data at which training would stop, as far as headers and a few labels tell.
 
-    About 0.2 ms a pair.
+    About 0.2 ms a pair. Returns warnings, a line for each.
 
     Raises:
         DataError: files that are no PNG or JPEG, sizes that differ, labels of a kind that cannot be
             read, of which all are counted and the first ten shown; a pair out of a small sample
-            that cannot be read or holds unknown label values; labels of a single class; or images
-            of which reading leaves next to nothing.
+            that cannot be read or holds unknown label values; labels of a single class; a palette
+            that contradicts the class file; or images of which reading leaves next to nothing.
     """
+    warnings = []
     for dataset in (train, evaluation):
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
             jobs = ((pair, dataset.label_format) for pair in dataset.pairs)
@@ -132,6 +138,28 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> None:
             seen.append(_brightness(dataset, depths, i, image))
         _refuse_one_class(dataset, labels)
         _refuse_faint(dataset, depths, seen)
+        if dataset.label_format == "ids":
+            warnings += _id_warnings(dataset, sample)
+    return warnings
+
+
+def _id_warnings(dataset: SegDataset, sample: Iterable[int]) -> list[str]:
+    """What is odd about the ids and the palettes of the labels in `sample`.
+
+    Raises:
+        DataError: a palette contradicts the class file.
+    """
+    palettes: dict[str, Palette] = {}
+    for i in sample:
+        path = dataset.pairs[i].label
+        data = read_bytes(path)
+        counts = count_ids(decode_raw_label(data, path))
+        palette = used_palette(decode_palette(data, path), counts)
+        if problem := class_problem(palette, dataset.classes):
+            raise DataError(f"{printable(path)}: {problem}")
+        palettes[dataset.name(i)] = palette
+    moved, _ = moved_colors(palettes)
+    return [f"split {dataset.split!r}: {moved}"] if moved else []
 
 
 def _brightness(
@@ -299,6 +327,27 @@ def _brightness_findings(scan: SplitScan) -> list[Finding]:
         text = f"{len(flat)} images are of a single colour"
         findings.append(Finding("warning", scan.split, "single colour", text, flat))
     return findings
+
+
+def _palette_findings(scan: SplitScan, classes: ClassFile) -> list[Finding]:
+    problems = [
+        Problem(printable(name), problem)
+        for name, palette in scan.palettes.items()
+        if (problem := class_problem(palette, classes))
+    ]
+    findings = [
+        Finding("error", scan.split, "palette", f"in {_labels(len(places))} {reason}", places)
+        for reason, places in by_reason(problems).items()
+    ]
+    moved, is_permutation = moved_colors(scan.palettes)
+    if moved:
+        severity = "error" if is_permutation else "warning"
+        findings.append(Finding(severity, scan.split, "palettes", moved))
+    return findings
+
+
+def _labels(count: int) -> str:
+    return "1 label" if count == 1 else f"{count} labels"
 
 
 def _class_findings(scan: SplitScan, classes: ClassFile) -> list[Finding]:

@@ -15,7 +15,7 @@ is then the place in the list, `color` the next free one of the Pascal VOC palet
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,12 +53,19 @@ class SegClass:
 
 @dataclass(frozen=True)
 class ClassFile:
-    """The classes of a data set; the place of a class is its train id."""
+    """The classes of a data set; the place of a class is its train id.
+
+    given_colors: train ids of the classes whose colour stands in the file; the others have a
+        default colour. Empty for the class file of a checkpoint, which does not say it.
+    """
 
     name: str
     classes: tuple[SegClass, ...]
     ignore_ids: tuple[int, ...]
     ignore_color: Color
+    given_colors: Annotated[frozenset[int], Field(exclude=True)] = field(
+        default=frozenset(), compare=False, repr=False
+    )
 
     @property
     def num_classes(self) -> int:
@@ -194,7 +201,7 @@ def class_file_from_json(text: str) -> ClassFile:
         ConfigError: it says something twice.
     """
     stored = _StoredClassFile.model_validate_json(text)
-    class_file = _resolve(stored, name=stored.name)
+    class_file = replace(_resolve(stored, name=stored.name), given_colors=frozenset())
     problems = [finding.message for finding in _conflicts(class_file, explicit_color=True)]
     if problems:
         raise ConfigError("; ".join(problems))
@@ -284,7 +291,8 @@ def _resolve(entry: _ClassFileEntry, *, name: str) -> ClassFile:
     candidates = (entry.ignore_color, *_IGNORE_COLORS, *default_palette(256))
     explicit = entry.ignore_color
     color = explicit or next(c for c in candidates if c is not None and c not in used_colors)
-    return ClassFile(printable(name, MAX_NAME), classes, ignore_ids, color)
+    given_ids = frozenset(i for i, one in enumerate(entry.classes) if one.color is not None)
+    return ClassFile(printable(name, MAX_NAME), classes, ignore_ids, color, given_ids)
 
 
 def _without_color(entry: _ClassFileEntry) -> list[Finding]:

@@ -24,7 +24,7 @@ import cv2
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from segtrain.data.classes import ClassFile
+from segtrain.data.classes import ClassFile, Color
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.errors import DataError
 from segtrain.files import open_regular
@@ -163,6 +163,17 @@ def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
     if image.mode == "L" and depth in _GREY_STEP:
         return raw // np.uint8(_GREY_STEP[depth])
     return raw.astype(np.uint8 if depth <= 8 else np.uint16, copy=False)
+
+
+def decode_palette(data: bytes, path: str | Path) -> list[Color]:
+    """The colours of a label's indices, RGB 0..255; empty where the label has no palette.
+
+    Raises:
+        DataError: as `read_label`.
+    """
+    _, image = _open_label(data, path)
+    values = (image.getpalette() or []) if image.mode == "P" else []
+    return list(zip(values[::3], values[1::3], values[2::3], strict=True))
 
 
 def decode_colors(data: bytes, path: str | Path) -> np.ndarray:

@@ -22,6 +22,7 @@ from segtrain.data.brightness import Brightness, brightness
 from segtrain.data.classes import ClassFile, Color
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.layouts import Pair
+from segtrain.data.palettes import Palette, used_palette
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable
 
@@ -62,6 +63,7 @@ class PairScan(NamedTuple):
     unknown: pixels of each id or colour that the class file does not name.
     digest: hash of the image file, empty if it cannot be read.
     brightness: of the image, None if it cannot be read.
+    palette: the colours of the label's ids, where it has a palette and ids are read.
     """
 
     name: str
@@ -74,6 +76,7 @@ class PairScan(NamedTuple):
     unknown: dict[Value, int]
     digest: bytes
     brightness: Brightness | None
+    palette: Palette
 
 
 @dataclass
@@ -91,6 +94,7 @@ class SplitScan:
     pixels, images: (K,) int64, pixels of each class and number of images that hold it.
     pixels_beside: (K,) int64, valid pixels of all those images.
     digests: names of the images by the hash of their file.
+    palettes: of each label that has one.
     """
 
     split: str
@@ -108,6 +112,7 @@ class SplitScan:
     all_ignored: list[str] = field(default_factory=list)
     digests: dict[bytes, list[str]] = field(default_factory=dict)
     brightness: list[Brightness] = field(default_factory=list)
+    palettes: dict[str, Palette] = field(default_factory=dict)
 
 
 def process_pool(jobs: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
@@ -173,6 +178,7 @@ def scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> PairScan:
     values: dict[int, int] = {}
     unknown: dict[Value, int] = {}
     problem = ""
+    palette: Palette = {}
     try:
         data = decode.read_bytes(pair.label)
         if label_format == "colors":
@@ -180,11 +186,22 @@ def scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> PairScan:
         else:
             label_size = _count_ids(data, pair, classes, pixels, values)
             unknown.update({i: n for i, n in values.items() if i not in classes.train_id_of})
+            palette = used_palette(decode.decode_palette(data, pair.label), values)
         problem = size_problem(pair, image_size, label_size) if image_size[0] else ""
     except DataError as error:
         unreadable.append(Problem.of(pair.label, error))
     return PairScan(
-        pair.name, unreadable, problem, image_size, turned, pixels, values, unknown, digest, light
+        pair.name,
+        unreadable,
+        problem,
+        image_size,
+        turned,
+        pixels,
+        values,
+        unknown,
+        digest,
+        light,
+        palette,
     )
 
 
@@ -224,6 +241,8 @@ def _add(total: SplitScan, scan: PairScan) -> None:
         total.size_problems.append(scan.size_problem)
     if scan.brightness is not None:
         total.brightness.append(scan.brightness)
+    if scan.palette:
+        total.palettes[scan.name] = scan.palette
     if scan.turned:
         total.turned.append(scan.name)
     if scan.pixels[-1] and not scan.pixels[:-1].any() and not scan.unknown:
