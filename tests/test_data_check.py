@@ -434,10 +434,44 @@ def test_few_bits_of_16_are_an_error_with_the_repair(root, top, bits, left):
     found = finding(run(config(root), jobs=1), "faint")
     assert (found.severity, found.split, found.places) == ("error", "train", ["a", "b", "c"])
     assert f"at most {bits} of their 16 bits" in found.text
-    assert f"brighter than {left} of 255" in found.text
+    assert f"no brighter than {left} of 255" in found.text
     assert "rescale the values to 0..255" in found.text
     with pytest.raises(DataError, match=rf"split 'train', .*\.png: .*at most {bits} of their 16"):
         quick_check(*opened(root))
+
+
+def write_12_bits(path, *, seed=0, marked=False):
+    """An image of 12 bits in 16, with a burnt-in pixel if it is `marked`."""
+    values = np.random.default_rng(seed).integers(0, 4096, (40, 50, 3)).astype(np.uint16)
+    if marked:
+        values[0, 0] = 65535
+    assert cv2.imwrite(str(path), values)
+
+
+def test_a_burnt_in_pixel_does_not_hide_12_bits(root):
+    for i, name in enumerate("abc"):
+        write_pair(root, "train", name, np.arange(2000).reshape(40, 50) % 3)
+        write_12_bits(root / f"images/train/{name}.png", seed=i, marked=True)
+    found = finding(run(config(root), jobs=1), "faint")
+    assert (found.severity, found.places) == ("error", ["a", "b", "c"])
+    assert "at most 12 of their 16 bits" in found.text
+    with pytest.raises(DataError, match=r"split 'train', .*\.png: .*at most 12 of their 16"):
+        quick_check(*opened(root))
+
+
+def test_most_images_of_12_bits_are_a_warning_at_the_start_too(root):
+    write_images(root, "train", 65535)
+    for i in range(5):
+        write_pair(root, "train", f"m{i}", np.arange(2000).reshape(40, 50) % 3)
+        write_12_bits(root / f"images/train/m{i}.png", seed=i)
+    # Only a.png is bright, and it is the first of the sample.
+    for name in "bc":
+        (root / f"images/train/{name}.png").unlink()
+        (root / f"labels/train/{name}.png").unlink()
+    assert run(config(root), jobs=1).ok
+    (line,) = quick_check(*opened(root))
+    assert "split 'train'" in line
+    assert "at most 12 of their 16 bits" in line
 
 
 def test_images_of_all_16_bits_are_fine(root):
@@ -453,7 +487,8 @@ def test_a_dark_image_of_16_bits_among_bright_ones_is_a_warning(root):
     report = run(config(root), jobs=1)
     assert report.ok
     assert finding(report, "faint").places == ["b"]
-    quick_check(*opened(root))
+    (line,) = quick_check(*opened(root))
+    assert "images/train/b.png" in line
 
 
 def test_a_camera_of_12_bits_among_images_of_8_is_an_error(root):

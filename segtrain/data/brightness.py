@@ -7,12 +7,15 @@ dark images only is.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import cv2
 import numpy as np
 
 # A sensor's 14 bits reach 63 of 255 when the high byte is taken of them, 12 bits reach 15.
 _FAINT_16_BIT = 64
 _FAINT = 16
 _DEEP = 16
+# The brightest samples of a deep image that say nothing: burnt-in marks, hot pixels.
+_LEFT_OUT = 1000  # one of so many
 
 
 class Brightness(NamedTuple):
@@ -20,7 +23,7 @@ class Brightness(NamedTuple):
 
     name: its path or name, for messages.
     depth: bits of a sample in the file.
-    peak: the largest sample once it is read, 0..255.
+    peak: the largest sample once it is read, 0..255; of a deep image without the brightest 0.1 %.
     flat: whether all pixels are equal.
     """
 
@@ -39,7 +42,15 @@ def brightness(image: np.ndarray, depth: int, name: str) -> Brightness:
     """Of an image (H, W, 3) uint8 as it was read from a file of `depth` bits a sample."""
     first = image[0, 0]
     flat = bool((image[0] == first).all()) and bool((image == first).all())
-    return Brightness(name, depth, int(image.max()), flat)
+    peak = _high_percentile(image) if depth == _DEEP else int(image.max())
+    return Brightness(name, depth, peak, flat)
+
+
+def _high_percentile(image: np.ndarray) -> int:
+    """The largest sample of (H, W, 3) uint8 when the brightest 0.1 % are left out."""
+    hist = cv2.calcHist([np.ascontiguousarray(image).reshape(-1)], [0], None, [256], [0, 256])
+    above = np.cumsum(hist.reshape(-1)[::-1])  # (256,): samples of at least 255, 254, ...
+    return 255 - int(np.argmax(above > image.size // _LEFT_OUT))
 
 
 def lost_bits(images: Sequence[Brightness]) -> str:
@@ -48,8 +59,8 @@ def lost_bits(images: Sequence[Brightness]) -> str:
     bits = 8 + peak.bit_length()
     return (
         f"16-bit images use at most {bits} of their 16 bits, and reading takes the high 8: "
-        f"nothing is brighter than {peak} of 255; rescale the values to 0..255 and save 8 bits "
-        f"(of {bits} bits: divide by {2 ** (bits - 8)})"
+        f"99.9 % of the samples are no brighter than {peak} of 255; rescale the values to 0..255 "
+        f"and save 8 bits (of {bits} bits: divide by {2 ** (bits - 8)})"
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from segtrain.config import Config, load_config
 from segtrain.data import report
-from segtrain.data.brightness import Brightness, brightness, lost_bits, whole_split_problem
+from segtrain.data.brightness import brightness, lost_bits, whole_split_problem
 from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.decode import (
@@ -25,10 +25,10 @@ from segtrain.data.decode import (
     label_mode_problem,
     read_bytes,
     read_header,
-    read_image,
     read_label,
     read_raw_label,
 )
+from segtrain.data.faint import faint_problem, faint_warnings
 from segtrain.data.labels import IGNORE_INDEX, count_ids, unknown_colors, unknown_ids
 from segtrain.data.layouts import Listing, Pair, first_lines, left_out_text, scan_layout
 from segtrain.data.palettes import Palette, class_problem, moved_colors, used_palette
@@ -42,8 +42,6 @@ from segtrain.text import MAX_NAME, printable, printable_lines
 # Waiting for the disk, not the processor, is what headers cost.
 _HEADER_THREADS = 16
 _PAIRS_A_PROCESS = 128
-# Of these, evenly spread, none may be more than faint before a whole split is called so.
-_MORE_SAMPLES = 32
 # Mistakes in a class file or a converter are in all labels alike: a few show them.
 _SAMPLES = 4
 
@@ -129,15 +127,17 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
         problems = [one for one in found if isinstance(one, Problem)]
         if problems:
             raise DataError(first_lines(f"split {dataset.split!r}", _reason_lines(problems)))
-        depths = [one for one in found if isinstance(one, int)]
+        depths = dict(enumerate(one for one in found if isinstance(one, int)))
         sample = range(0, len(dataset), max(1, len(dataset) // _SAMPLES))
         labels, seen = [], []
         for i in sample:
             image, label = dataset[i]
             labels.append(label)
-            seen.append(_brightness(dataset, depths, i, image))
+            seen.append(brightness(image, depths[i], printable(dataset.pairs[i].image)))
         _refuse_one_class(dataset, labels)
-        _refuse_faint(dataset, depths, seen)
+        if problem := faint_problem(dataset, depths, seen):
+            raise DataError(problem)
+        warnings += faint_warnings(dataset, seen)
         if dataset.label_format == "ids":
             warnings += _id_warnings(dataset, sample)
     return warnings
@@ -160,32 +160,6 @@ def _id_warnings(dataset: SegDataset, sample: Iterable[int]) -> list[str]:
         palettes[dataset.name(i)] = palette
     moved, _ = moved_colors(palettes)
     return [f"split {dataset.split!r}: {moved}"] if moved else []
-
-
-def _brightness(
-    dataset: SegDataset, depths: Sequence[int], i: int, image: np.ndarray
-) -> Brightness:
-    return brightness(image, depths[i], printable(dataset.pairs[i].image))
-
-
-def _refuse_faint(dataset: SegDataset, depths: Sequence[int], seen: list[Brightness]) -> None:
-    """Refuses images of which reading leaves next to nothing, by `seen`, a small sample.
-
-    16-bit images are looked at in any case; where the sample is suspicious, more images decide.
-    """
-    deep = [i for i, depth in enumerate(depths) if depth > 8]
-    order = deep or range(len(dataset))
-    rest = iter(order[:: max(1, len(order) // _MORE_SAMPLES)])
-
-    def look(i: int) -> Brightness:
-        return _brightness(dataset, depths, i, read_image(dataset.pairs[i].image))
-
-    seen += [look(next(rest))] if deep else []
-    while text := whole_split_problem(seen):
-        i = next(rest, None)
-        if i is None:
-            raise DataError(f"split {dataset.split!r}, such as {seen[-1].name}: {text}")
-        seen.append(look(i))
 
 
 def _look_at_headers(job: tuple[Pair, str]) -> Problem | int:
