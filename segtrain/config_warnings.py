@@ -41,6 +41,32 @@ def wrong_units(config: Config) -> list[str]:
     ]
 
 
+def changed_normalization(trained: Config, config: Config) -> list[str]:
+    """What is wrong, or only other, with `data.mean` and `data.std` that `trained` had not."""
+    before, now = trained.data, config.data
+    changed = [key for key in ("mean", "std") if getattr(before, key) != getattr(now, key)]
+    wrong = {line.partition(":")[0]: line for line in wrong_units(config)}
+    lines = [
+        f"warning: {wrong[f'data.{key}']}"
+        if f"data.{key}" in wrong
+        else f"note: data.{key}: {list(getattr(now, key))} here, {list(getattr(before, key))} in "
+        "the training"
+        for key in changed
+    ]
+    return lines + [f"warning: {line}" for line in _without_normalization(config) if changed]
+
+
+def _without_normalization(config: Config) -> list[str]:
+    """A line if pretrained weights get pixels of 0..255 as they are."""
+    mean, std = config.data.mean, config.data.std
+    if config.model.pretrained is None or max(std) > 1 or min(std) < 1 or max(map(abs, mean)) > 1:
+        return []
+    return [
+        f"data.std: {list(std)} leaves pixels at 0..255, and the weights of model.pretrained "
+        "expect about -2..2; leave data.mean and data.std out for the numbers of ImageNet"
+    ]
+
+
 def _conditions(config: Config) -> list[tuple[str, bool, str]]:
     """(section and its keys, whether they take effect, why not)."""
     data, augment, train, loss = config.data, config.augment, config.train, config.loss
@@ -74,7 +100,7 @@ def _conditions(config: Config) -> list[tuple[str, bool, str]]:
 
 
 def _surprises(config: Config) -> list[str]:
-    lines = []
+    lines = _without_normalization(config)
     model, crop = config.model, config.augment.crop_size
     if model.aux_head and config.loss.aux_weight == 0:
         lines.append("loss.aux_weight: 0 trains the auxiliary head on nothing; set model.aux_head")

@@ -20,9 +20,11 @@ from segtrain import dist, files
 from segtrain.capacity import check_windows
 from segtrain.checkpoint import LoadedModel, load_with_data
 from segtrain.config import Config, override_config
+from segtrain.config_warnings import changed_normalization
 from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
+from segtrain.data.faint import faint_lines
 from segtrain.data.loader import default_workers
 from segtrain.data.protect import check_pictures
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
@@ -68,7 +70,9 @@ def run_eval(args: argparse.Namespace) -> int:
         _check_same_step(args.checkpoint, loaded.step)
         if dist.is_main():
             data = stack.enter_context(EvalData(loaded, known, config.data, dataset))
+            _warn(changed_normalization(loaded.config, config))
             _warn(data.file_lines())
+            _warn([f"warning: {line}" for line in faint_lines(dataset)])
         matrix = evaluate_dataset(
             _prepare(loaded, config, device),
             dataset,

@@ -24,7 +24,7 @@ from segtrain import pictures
 from segtrain.capacity import check_windows, is_out_of_memory
 from segtrain.checkpoint import LoadedModel, load_model
 from segtrain.config import Config, override_config
-from segtrain.data.brightness import Brightness, brightness, lost_bits
+from segtrain.data.brightness import Brightness, brightness, lost_bits, whole_split_problem
 from segtrain.data.classes import ClassFile
 from segtrain.data.decode import (
     MAX_PIXELS,
@@ -129,7 +129,7 @@ def main(args: argparse.Namespace) -> int:
     print(f"step {loaded.step}; {_describe(settings, large)}; {device}")
     if skipped := skipped_files(args.inputs, output):
         print(skipped)
-    problems, turned, lost = predict_images(
+    problems, turned, seen = predict_images(
         loaded.model,
         sources,
         output,
@@ -142,8 +142,10 @@ def main(args: argparse.Namespace) -> int:
     print(f"{done}: {printable(output)}/{{{LABELS},{COLORS},{OVERLAYS}}}")
     if turned:
         print(f"{turned} of them ask for a rotation in their EXIF; it was ignored, as in training")
-    if lost:
+    if lost := [one for one in seen if one.lost]:
         print(f"warning: {len(lost)} {lost_bits(lost)}, if these are not just dark: {lost[0].name}")
+    elif problem := whole_split_problem(seen):
+        print(f"warning: such as {seen[0].name}: {problem}")
     if problems:
         raise DataError(
             first_lines(f"{len(problems)} of {len(sources)} images cannot be read", problems)
@@ -236,15 +238,15 @@ def predict_images(
 
     Label maps hold the raw ids of the class file (grey; 16 bits if an id exceeds 255). Images of
     more than MAX_WHOLE_PIXELS are predicted with the settings `large`. Returns the problems, a line
-    for each image that was left out, the number with a rotation in EXIF, and the 16-bit images of
-    which reading leaves next to nothing.
+    for each image that was left out, the number with a rotation in EXIF, and how bright each image
+    is.
 
     Raises:
         ExecutionError: the disk is full or not writable, or the device's memory does not suffice.
     """
     ids = np.array(classes.write_ids)
     ids = ids.astype(np.uint8 if ids.max() <= 255 else np.uint16)  # a class file allows no more
-    problems, turned, lost = [], 0, []
+    problems, turned, seen = [], 0, []
 
     def write(name: str, image: np.ndarray, pred: np.ndarray) -> None:
         colors = pictures.colorize(pred, classes.palette)
@@ -259,7 +261,7 @@ def predict_images(
         with _Writer(write) as writer, bar:
             for source, (image, problem, is_turned, light) in zip(sources, decoded, strict=True):
                 turned += is_turned
-                lost += [light] if light is not None and light.lost else []
+                seen += [] if light is None else [light]
                 if image is None:
                     problems.append(problem)
                 else:
@@ -268,7 +270,7 @@ def predict_images(
                 bar.update()
     except OSError as error:
         raise ExecutionError(f"{error.filename or output}: {error.strerror or error}") from error
-    return problems, turned, lost
+    return problems, turned, seen
 
 
 def _predict(

@@ -353,3 +353,10 @@ def test_a_mean_or_std_of_0_to_1_is_in_the_wrong_unit(key, values, repair):
 def test_no_normalization_and_numbers_of_0_to_255_pass(text):
     assert wrong_units(parse("", f"data.{text}")) == []
     assert wrong_units(parse("")) == []
+
+
+def test_no_normalization_before_pretrained_weights_is_a_surprise():
+    raw = ("data.mean=[0.0,0.0,0.0]", "data.std=[1.0,1.0,1.0]")
+    (line,) = config_warnings(parse("", *raw, "model.pretrained=imagenet"))
+    assert line.startswith("data.std: [1.0, 1.0, 1.0] leaves pixels at 0..255")
+    assert config_warnings(parse("", *raw)) == []

@@ -4,6 +4,7 @@ import math
 import os
 import stat
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -332,3 +333,39 @@ def test_a_real_checkpoint_is_evaluated(cityscapes, tmp_path):
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["step"] == 3
     assert 0 <= scores["mIoU"] < 0.3
+
+
+def test_normalization_that_is_not_that_of_the_training_is_said(command, capsys):
+    command()
+    assert "data.mean" not in capsys.readouterr().err
+    command("data.mean=[0.485,0.456,0.406]", "data.std=[0.229,0.224,0.225]")
+    mean, std = [line for line in capsys.readouterr().err.splitlines() if "units of 0..1" in line]
+    assert mean.startswith("segtrain: warning: data.mean: [0.485, 0.456, 0.406] is in units")
+    assert "write [123.675, 116.28, 103.53]" in mean
+    assert "segtrain: warning: data.std" in std
+    command("data.std=[250.0,250.0,250.0]")
+    note = "segtrain: note: data.std: [250.0, 250.0, 250.0] here, [255.0, 255.0, 255.0] in the"
+    assert note in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("top", "dtype", "words"),
+    [
+        (4095, np.uint16, "at most 12 of their 16 bits"),
+        (9, np.uint8, "nothing in the images is brighter than 7 of 255"),
+    ],
+)
+def test_images_that_are_black_once_read_are_warned_about(
+    command, cityscapes, capsys, top, dtype, words
+):
+    command()
+    assert "warning" not in capsys.readouterr().err
+    paths = sorted(cityscapes.rglob("*_leftImg8bit.png"))
+    for path in paths:
+        with Image.open(path) as image:
+            values = np.array(image) * (top / 255)
+        assert cv2.imwrite(str(path), values.astype(dtype))
+    command()
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "warning" in one]
+    assert words in line
+    assert str(paths[-1]) in line

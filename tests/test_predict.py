@@ -452,3 +452,16 @@ def test_12_bits_in_a_file_of_16_are_warned_about(run, tmp_path, capsys, suffix)
     (line,) = [one for one in capsys.readouterr().out.splitlines() if "warning" in one]
     assert line.startswith("warning: 1 16-bit images use at most 12 of their 16 bits")
     assert line.endswith(f"dark.{suffix}")
+
+
+@pytest.mark.parametrize("suffix", ["png", "bmp"])
+def test_values_of_0_and_1_saved_as_bytes_are_warned_about(run, tmp_path, capsys, suffix):
+    values = np.random.default_rng(0).integers(0, 2, (8, 9, 3)).astype(np.uint8)
+    assert cv2.imwrite(str(tmp_path / f"dark.{suffix}"), values)
+    assert cv2.imwrite(str(tmp_path / f"full.{suffix}"), values * 255)
+    assert run(tmp_path / f"dark.{suffix}") == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "warning" in one]
+    assert "brighter than 1 of 255" in line
+    assert f"dark.{suffix}" in line
+    assert run(tmp_path / f"full.{suffix}", tmp_path / f"dark.{suffix}", overwrite=True) == 0
+    assert "warning" not in capsys.readouterr().out
