@@ -438,10 +438,12 @@ _CLASS_FILE = TypeAdapter(ClassFile)
 
 def experiment_record(config: Config, classes: ClassFile) -> dict[str, str]:
     """The fields `config` and `classes` of a record."""
+    # A default is filled in when it is read; what is there is ignored in labels.
+    default = set() if classes.ignores_color else {"ignore_color"}
     # Indented, because `torch_file` takes no long text without a blank.
     return {
         "config": config.model_dump_json(indent=1),
-        "classes": _CLASS_FILE.dump_json(classes, indent=1).decode(),
+        "classes": _CLASS_FILE.dump_json(classes, indent=1, exclude=default).decode(),
     }
 
 

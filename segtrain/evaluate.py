@@ -22,7 +22,7 @@ from segtrain.checkpoint import LoadedModel, load_with_data
 from segtrain.config import Config, override_config
 from segtrain.config_warnings import changed_normalization
 from segtrain.data import open_dataset
-from segtrain.data.classes import ClassFile
+from segtrain.data.classes import ClassFile, ignoring_as
 from segtrain.data.dataset import SegDataset
 from segtrain.data.faint import faint_lines
 from segtrain.data.loader import default_workers
@@ -53,6 +53,7 @@ def run_eval(args: argparse.Namespace) -> int:
     split = args.split or config.data.eval_split
     dataset = open_dataset(config.data, split, hidden=_named_by_checkpoint(args))
     _check_classes(loaded.classes, dataset.classes)
+    dataset.classes = ignoring_as(loaded.classes, dataset.classes)
     check_windows(
         config, loaded.classes.num_classes, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     )

@@ -6,7 +6,7 @@ Every rank runs this. Rank 0 alone writes files; all ranks train and evaluate.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from signal import SIGUSR1, Signals
@@ -19,6 +19,7 @@ from segtrain.checkpoint import Record
 from segtrain.claim import Claim
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
+from segtrain.data.classes import ignoring_as
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import (
     TrainStream,
@@ -178,15 +179,17 @@ def _prepare(
     torch.use_deterministic_algorithms(config.train.deterministic)
     train_set = open_dataset(config.data, config.data.train_split)
     eval_set = open_dataset(config.data, config.data.eval_split)
-    odd = check_experiment(config, train_set, eval_set, device=device)
-
-    model = build_model(
-        config.model, num_classes=train_set.classes.num_classes, norm=make_norm(config.norm)
-    )
     store = CheckpointStore(
         directory / rundir.CHECKPOINTS,
         keep_limit=config.checkpoint.keep_limit,
         before_write=before_write,
+    )
+    if resume and config.data.label_format == "colors" and not train_set.classes.ignores_color:
+        _ignore_as_before(store, (train_set, eval_set))
+    odd = check_experiment(config, train_set, eval_set, device=device)
+
+    model = build_model(
+        config.model, num_classes=train_set.classes.num_classes, norm=make_norm(config.norm)
     )
     dist.on_main(store.tidy)
     # A run that ended before its first checkpoint goes on at step 0.
@@ -256,6 +259,21 @@ def _newest(store: CheckpointStore) -> tuple[str | None, list[str]]:
     """As `store.newest`, by the name of the file."""
     path, problems = store.newest()
     return None if path is None else path.name, problems
+
+
+def _ignore_as_before(store: CheckpointStore, sets: tuple[SegDataset, SegDataset]) -> None:
+    """Ignores the default colour in labels if the run was started when that was the rule."""
+
+    def look() -> bool:
+        path, _ = store.newest()
+        if path is None:
+            return False
+        _, before = checkpoint.parse_experiment(checkpoint.load(path), path)
+        return ignoring_as(before, sets[0].classes).ignores_color
+
+    if dist.on_main(look):
+        for one in sets:
+            one.classes = replace(one.classes, ignores_color=True)
 
 
 def _load_initial(model: SegModel, config: Config, class_names: Sequence[str]) -> list[str]:

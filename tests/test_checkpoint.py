@@ -23,7 +23,7 @@ from segtrain.checkpoint import (
     save,
 )
 from segtrain.config import load_config
-from segtrain.data.classes import load_class_file
+from segtrain.data.classes import class_file_from_json, ignoring_as, load_class_file
 from segtrain.engine import make_state
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
@@ -279,6 +279,21 @@ def test_a_record_of_as_many_classes_as_there_can_be_is_loaded(small, tmp_path):
     loaded = load(tmp_path / "a.pt")
     assert len(loaded.classes) > 20_000
     assert parse_experiment(loaded, tmp_path / "a.pt")[1].num_classes == 255
+
+
+def test_an_old_run_goes_on_ignoring_the_default_color_and_a_new_one_does_not(small, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("classes: [{name: a, color: [1, 2, 3]}, {name: b, color: [9, 8, 7]}]\n")
+    now = load_class_file(str(path))
+    written = experiment_record(small[0], now)["classes"]
+    new = class_file_from_json(written)
+    # Earlier versions wrote the default colour out, and ignored it in labels.
+    old = class_file_from_json(json.dumps({**json.loads(written), "ignore_color": [0, 0, 0]}))
+    assert old == new == now
+    assert ignoring_as(old, now).ignores_color
+    assert not ignoring_as(new, now).ignores_color
+    path.write_text("classes: [{name: a, color: [1, 2, 3]}, {name: b, color: [9, 9, 9]}]\n")
+    assert not ignoring_as(old, load_class_file(str(path))).ignores_color
 
 
 def test_a_config_of_another_version_is_refused_by_name(small):

@@ -307,6 +307,22 @@ def test_colour_labels_are_counted_and_unknown_colours_reported(root):
     assert finding(report, "values").places == [f"(0, 0, 7): {5 * 9} pixels in 1 labels, first a"]
 
 
+def test_a_colour_that_the_class_file_does_not_list_is_never_ignored_by_default(root):
+    classes = "classes: [{name: a, color: [1, 2, 3]}, {name: b, color: [9, 8, 7]}]\n"
+    (root / "toy.yaml").write_text(classes)
+    colors = np.array([[1, 2, 3], [9, 8, 7], [0, 0, 0]], np.uint8)
+    for path in root.glob("labels/*/*.png"):
+        Image.fromarray(colors[rows(0, 1, 2)]).save(path)
+    report = run(config(root, label_format="colors"), jobs=1)
+    (found, _) = [one for one in report.findings if one.kind == "values"]
+    assert found.places == [f"(0, 0, 0): {3 * 4 * 9} pixels in 3 labels, first a, b, c"]
+    assert "write `ignore_color: [0, 0, 0]` there" in found.text
+    with pytest.raises(DataError, match=r"\[0, 0, 0\] \(36 pixels\).*`ignore_color: \[0, 0, 0\]`"):
+        quick_check(*opened(root, label_format="colors"))
+    (root / "toy.yaml").write_text(classes + "ignore_color: [0, 0, 0]\n")
+    assert run(config(root, label_format="colors"), jobs=1).findings == []
+
+
 def test_median_frequency_weights_by_hand(root):
     train = run(config(root), jobs=1).scans[0]
     assert train.pixels_beside.tolist() == [36 + 54, 36 + 54 + 54, 36]

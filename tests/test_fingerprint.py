@@ -309,15 +309,14 @@ def test_colors_exchanged_in_the_class_file_are_refused_where_labels_are_colors(
     root = changed(data, tmp_path / "b")
     colors = [[10, 0, 0], [0, 20, 0], [0, 0, 30], [40, 40, 0]]
 
-    def class_file(colors):
+    def class_file(colors, ignored="ignore_color: [0, 0, 0]\n"):
         names = ("ground", "plant", "water", "sand")
         lines = [f"  - {{name: {n}, color: {c}}}\n" for n, c in zip(names, colors, strict=True)]
-        text = "".join(["classes:\n", *lines, "ignore_color: [255, 255, 255]\n"])
-        (root / "classes.yaml").write_text(text)
+        (root / "classes.yaml").write_text("".join(["classes:\n", *lines, ignored]))
 
     for path in root.glob("labels/*/*.png"):
         label = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
-        table = np.full((256, 3), 255, np.uint8)
+        table = np.zeros((256, 3), np.uint8)
         table[:4] = colors
         cv2.imwrite(str(path), table[label][..., ::-1])
     class_file(colors)
@@ -328,6 +327,12 @@ def test_colors_exchanged_in_the_class_file_are_refused_where_labels_are_colors(
     (((kind, code, said),),) = run_ranks(1, refusals, [config], run)
     assert (kind, code) == ("ConfigError", 2)
     assert "color of ground: [10, 0, 0] there, [0, 20, 0] now" in said
+    # Runs of earlier versions ignored the default colour, black here, and go on to do so.
+    class_file(colors, ignored="")
+    (((kind, code, said),),) = run_ranks(1, refusals, [config], tmp_path / "new", resume=False)
+    assert (kind, code) == ("DataError", 3)
+    assert "`ignore_color: [0, 0, 0]`" in said
+    assert run_ranks(1, train, config, run, True) == [0]
 
 
 def in_folder(folder, function, *args):

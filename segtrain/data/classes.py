@@ -8,7 +8,7 @@
 
 The order of the list gives the train ids 0, 1, ... Everything but the name may be left out: `ids`
 is then the place in the list, `color` the next free one of the Pascal VOC palette, `ignore_ids` is
-[255], and a class may be just its name:
+[255], no colour is ignored, and a class may be just its name:
 
     classes: [background, crack, spalling]
 """
@@ -57,6 +57,8 @@ class ClassFile:
 
     given_colors: train ids of the classes whose colour stands in the file; the others have a
         default colour. Empty for the class file of a checkpoint, which does not say it.
+    ignores_color: whether labels may hold `ignore_color`; False where it is a default, which only
+        pictures show: in labels it is as unknown as any other colour.
     """
 
     name: str
@@ -65,6 +67,9 @@ class ClassFile:
     ignore_color: Color
     given_colors: Annotated[frozenset[int], Field(exclude=True)] = field(
         default=frozenset(), compare=False, repr=False
+    )
+    ignores_color: Annotated[bool, Field(exclude=True)] = field(
+        default=True, compare=False, repr=False
     )
 
     @property
@@ -186,7 +191,7 @@ def _parse(text: str, path: Path, label_format: str) -> ClassFile:
         findings.append(Finding(("classes",), many))
     elif not findings:
         class_file = _resolve(entry, name=path.stem)
-        findings += _conflicts(class_file, explicit_color=entry.ignore_color is not None)
+        findings += _conflicts(class_file, explicit_color=class_file.ignores_color)
         findings += _without_color(entry) if label_format == "colors" else []
         if not findings:
             return class_file
@@ -202,10 +207,21 @@ def class_file_from_json(text: str) -> ClassFile:
     """
     stored = _StoredClassFile.model_validate_json(text)
     class_file = replace(_resolve(stored, name=stored.name), given_colors=frozenset())
-    problems = [finding.message for finding in _conflicts(class_file, explicit_color=True)]
+    conflicts = _conflicts(class_file, explicit_color=class_file.ignores_color)
+    problems = [finding.message for finding in conflicts]
     if problems:
         raise ConfigError("; ".join(problems))
     return class_file
+
+
+def ignoring_as(before: ClassFile, now: ClassFile) -> ClassFile:
+    """`now`; where it is the same as `before`, its default `ignore_color` is ignored as there.
+
+    before: of a checkpoint. Earlier versions ignored the default colour in labels.
+    """
+    if now == before and before.ignores_color:
+        return replace(now, ignores_color=True)
+    return now
 
 
 def check_class_weights(classes: ClassFile, class_weights: Sequence[float] | None) -> None:
@@ -292,7 +308,10 @@ def _resolve(entry: _ClassFileEntry, *, name: str) -> ClassFile:
     explicit = entry.ignore_color
     color = explicit or next(c for c in candidates if c is not None and c not in used_colors)
     given_ids = frozenset(i for i, one in enumerate(entry.classes) if one.color is not None)
-    return ClassFile(printable(name, MAX_NAME), classes, ignore_ids, color, given_ids)
+    ignores_color = explicit is not None
+    return ClassFile(
+        printable(name, MAX_NAME), classes, ignore_ids, color, given_ids, ignores_color
+    )
 
 
 def _without_color(entry: _ClassFileEntry) -> list[Finding]:

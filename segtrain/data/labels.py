@@ -69,7 +69,8 @@ def colors_to_train_ids(colors: np.ndarray, path: str | Path, class_file: ClassF
 
 def map_colors(colors: np.ndarray, class_file: ClassFile) -> np.ndarray:
     """Train ids (H, W) int16 of the colours (H, W, 3) uint8; -1 where no class has the colour."""
-    table = _color_table(tuple(class_file.palette), class_file.ignore_color)
+    ignored = class_file.ignore_color if class_file.ignores_color else None
+    table = _color_table(tuple(class_file.palette), ignored)
     return table[_pack(colors)]
 
 
@@ -85,6 +86,11 @@ def unknown_colors(counts: dict[Color, int], class_file: ClassFile) -> str:
     shown = ", ".join(f"{list(color)} ({n} pixels)" for color, n in list(counts.items())[:10])
     more = f" and {len(counts) - 10} more" if len(counts) > 10 else ""
     repair = "; give each class its `color` there, and ignored pixels the `ignore_color`"
+    if not class_file.ignores_color:
+        repair = (
+            "; give each class its `color` there, or, if these pixels are to be ignored, write "
+            f"`ignore_color: {list(next(iter(counts)))}` there"
+        )
     if len(counts) > 256:
         repair = "; so many colours come from resizing or JPEG"
     return f"colours that class file {class_file.name} does not name: {shown}{more}{repair}"
@@ -103,13 +109,14 @@ def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np
 
 
 @lru_cache(maxsize=2)
-def _color_table(palette: tuple[Color, ...], ignore_color: Color) -> np.ndarray:
+def _color_table(palette: tuple[Color, ...], ignored: Color | None) -> np.ndarray:
     """Train id of every 24-bit colour, -1 where there is none, (2**24,) int16."""
     table = np.full(1 << 24, -1, np.int16)
     for train_id, (r, g, b) in enumerate(palette):
         table[r << 16 | g << 8 | b] = train_id
-    r, g, b = ignore_color
-    table[r << 16 | g << 8 | b] = IGNORE_INDEX
+    if ignored is not None:
+        r, g, b = ignored
+        table[r << 16 | g << 8 | b] = IGNORE_INDEX
     return table
 
 
