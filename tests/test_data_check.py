@@ -268,8 +268,16 @@ def test_train_ids_under_a_class_file_of_raw_ids_are_suspected(root):
         "classes: [{name: a, ids: [0]}, {name: b, ids: [2]}, {name: c, ids: [8]}]\n"
         "ignore_ids: [1, 255]\n"
     )
+    for name in "abcde":
+        write_pair(root, "train" if name in "abc" else "val", name, rows(0, 1, 2), seed=ord(name))
     report = run(config(root), jobs=1)
     assert ("train", "train ids") in kinds(report, "warning")
+    train, val = quick_check(*opened(root))
+    assert train.startswith("split 'train': by a sample of labels, no label holds an id above 2,")
+    assert val.startswith("split 'val': ")
+    write_pair(root, "train", "z", rows(0, 8))
+    (line,) = quick_check(*opened(root))
+    assert line == val
 
 
 @pytest.mark.fault(60)
@@ -288,6 +296,19 @@ def test_one_split_for_both_purposes_is_a_warning(root):
     report = run(config(root, eval_split="train"), jobs=1)
     assert len(report.scans) == 1
     assert kinds(report, "warning") == {("", "one split")}
+    train = opened(root)[0]
+    assert quick_check(train, train) == [finding(report, "one split").text]
+
+
+def test_labels_without_an_image_are_told_where_training_starts(root):
+    for name in "abc":
+        (root / f"images/train/{name}.png").rename(root / f"images/train/{name}.txt")
+    write_pair(root, "train", "z", rows(0, 1))
+    train, val = opened(root)
+    (line,) = train.warnings
+    paths = ", ".join(str(root / f"labels/train/{name}.png") for name in "abc")
+    assert line == f"3 labels have no image and are not used: {paths}"
+    assert val.warnings == ()
 
 
 def test_colour_labels_are_counted_and_unknown_colours_reported(root):

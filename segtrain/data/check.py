@@ -30,7 +30,14 @@ from segtrain.data.decode import (
 )
 from segtrain.data.faint import faint_problem, faint_warnings
 from segtrain.data.labels import IGNORE_INDEX, count_ids, unknown_colors, unknown_ids
-from segtrain.data.layouts import Listing, Pair, first_lines, left_out_text, scan_layout
+from segtrain.data.layouts import (
+    Listing,
+    Pair,
+    extra_labels_text,
+    first_lines,
+    left_out_text,
+    scan_layout,
+)
 from segtrain.data.palettes import Palette, class_problem, moved_colors, used_palette
 from segtrain.data.report import CheckReport, Finding
 from segtrain.data.scan import Problem, SplitScan, by_reason, process_pool, scan_split
@@ -44,6 +51,9 @@ _HEADER_THREADS = 16
 _PAIRS_A_PROCESS = 128
 # Mistakes in a class file or a converter are in all labels alike: a few show them.
 _SAMPLES = 4
+# Labels that are looked at before their ids are called train ids.
+_ID_SAMPLES = 32
+_ONE_SPLIT = "data.train_split and data.eval_split are one: scores are those of training images"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -119,8 +129,9 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
             that cannot be read or holds unknown label values; labels of a single class; a palette
             that contradicts the class file; or images of which reading leaves next to nothing.
     """
-    warnings = []
-    for dataset in (train, evaluation):
+    is_one = train.split == evaluation.split
+    warnings = [_ONE_SPLIT] if is_one else []
+    for dataset in (train,) if is_one else (train, evaluation):
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
             jobs = ((pair, dataset.label_format) for pair in dataset.pairs)
             found = list(pool.map(_look_at_headers, jobs, chunksize=64))
@@ -150,16 +161,38 @@ def _id_warnings(dataset: SegDataset, sample: Iterable[int]) -> list[str]:
         DataError: a palette contradicts the class file.
     """
     palettes: dict[str, Palette] = {}
+    ids: Counter[int] = Counter()
     for i in sample:
         path = dataset.pairs[i].label
         data = read_bytes(path)
         counts = count_ids(decode_raw_label(data, path))
+        ids.update(counts)
         palette = used_palette(decode_palette(data, path), counts)
         if problem := class_problem(palette, dataset.classes):
             raise DataError(f"{printable(path)}: {problem}")
         palettes[dataset.name(i)] = palette
     moved, _ = moved_colors(palettes)
-    return [f"split {dataset.split!r}: {moved}"] if moved else []
+    lines = [moved, _train_ids_text(dataset, ids)]
+    return [f"split {dataset.split!r}: {line}" for line in lines if line]
+
+
+def _train_ids_text(dataset: SegDataset, ids: Counter[int]) -> str:
+    """What to say if `ids`, of a few labels, and those of more labels look like train ids."""
+    step = max(1, len(dataset) // _ID_SAMPLES)
+    rest = iter(dataset.pairs[::step])
+    while looks_like_train_ids(ids, dataset.classes):
+        pair = next(rest, None)
+        if pair is None:
+            return f"by a sample of labels, {_train_ids(ids)}"
+        ids.update(count_ids(read_raw_label(pair.label)))
+    return ""
+
+
+def _train_ids(ids: Iterable[int]) -> str:
+    return (
+        f"no label holds an id above {max(i for i in ids if i != 255)}, although the class file "
+        "goes further: these may be train ids where raw ids are expected"
+    )
 
 
 def _look_at_headers(job: tuple[Pair, str]) -> Problem | int:
@@ -244,7 +277,7 @@ def _listing_findings(split: str, listing: Listing) -> list[Finding]:
             Finding("warning", split, "formats", left_out_text(listing.left_out), files)
         )
     if listing.extra_labels:
-        text = f"{len(listing.extra_labels)} labels have no image and are not used"
+        text = extra_labels_text(listing.extra_labels)
         files = [printable(file) for file in listing.extra_labels]
         findings.append(Finding("warning", split, "extra labels", text, files))
     return findings
@@ -337,10 +370,7 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> list[Finding]:
         text = f"{len(absent)} of {classes.num_classes} classes never occur"
         findings.append(Finding("warning", scan.split, "absent", text, absent))
     if looks_like_train_ids(scan.values, classes):
-        text = (
-            f"no label holds an id above {max(i for i in scan.values if i != 255)}, although the "
-            "class file goes further: these may be train ids where raw ids are expected"
-        )
+        text = _train_ids(scan.values)
         findings.append(Finding("warning", scan.split, "train ids", text))
     return findings
 
@@ -392,8 +422,7 @@ def _joined(findings: Sequence[Finding]) -> list[Finding]:
 def _shared_images(scans: Sequence[SplitScan], same_split: bool) -> list[Finding]:
     findings = []
     if same_split:
-        text = "data.train_split and data.eval_split are one: scores are those of training images"
-        findings.append(Finding("warning", "", "one split", text))
+        findings.append(Finding("warning", "", "one split", _ONE_SPLIT))
     for scan in scans:
         copies = [" = ".join(map(printable, names)) for names in scan.digests.values() if names[1:]]
         if copies:

@@ -64,11 +64,24 @@ class Listing(NamedTuple):
 
     def warnings_of_start(self) -> list[str]:
         """What must not go unsaid where training or evaluation starts."""
-        if not self.left_out:
-            return []
-        names = ", ".join(printable(path) for path in self.left_out[:_FEW])
-        more = f" and {len(self.left_out) - _FEW} more" if len(self.left_out) > _FEW else ""
-        return [f"{left_out_text(self.left_out)}: {names}{more}"]
+        lines = []
+        if self.left_out:
+            lines.append(f"{left_out_text(self.left_out)}: {_first_names(self.left_out)}")
+        if self.extra_labels:
+            text = extra_labels_text(self.extra_labels)
+            lines.append(f"{text}: {_first_names(self.extra_labels)}")
+        return lines
+
+
+def extra_labels_text(files: Sequence[Path]) -> str:
+    """How many labels have no image."""
+    labels = "1 label has" if len(files) == 1 else f"{len(files)} labels have"
+    return f"{labels} no image and {'is' if len(files) == 1 else 'are'} not used"
+
+
+def _first_names(files: Sequence[Path]) -> str:
+    more = f" and {len(files) - _FEW} more" if len(files) > _FEW else ""
+    return ", ".join(printable(path) for path in files[:_FEW]) + more
 
 
 def left_out_text(files: Sequence[Path]) -> str:
