@@ -4,6 +4,7 @@ Classes, names and sizes are compared before the first step. The contents of the
 beside training, so that large data sets do not delay it, and compared before anything is saved.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -288,11 +289,12 @@ class EvalData:
         Raises:
             DataError: a file is gone.
         """
+        classes, _ = class_differences(
+            self._trained.classes, self._dataset.classes, self._dataset.label_format
+        )
+        is_same = _is_same_file(self._data.classes, self._trained.config.data.classes)
+        lines = self._lines(classes, "warning" if is_same else "note")
         found = []
-        if self._data.classes == self._trained.config.data.classes:
-            found, _ = class_differences(
-                self._trained.classes, self._dataset.classes, self._dataset.label_format
-            )
         if self._before is not None:
             now = hash_files(self._dataset, self._data.root)
             line = file_difference(self._before, now, self._dataset, self._data.root)
@@ -300,7 +302,7 @@ class EvalData:
                 found.append(line)
             elif self._before.labels is not None:
                 self._hashing = LabelHashing([(self._dataset, self._before.pairs_per_hash)])
-        return self._lines(found)
+        return lines + self._lines(found, self._word)
 
     def label_lines(self) -> list[str]:
         """What differs in the contents of labels, to be shown after the evaluation.
@@ -313,12 +315,18 @@ class EvalData:
         self._hashing.wait()
         (labels,) = self._hashing.result()
         line = label_difference(self._before, labels, self._dataset)
-        return self._lines([line] if line else [])
+        return self._lines([line] if line else [], self._word)
 
     def _split_of_training(self, known: DataFingerprint) -> SplitFingerprint | None:
         data = self._trained.config.data
         splits = {data.train_split: known.train, data.eval_split: known.eval}
         return splits.get(self._dataset.split)
 
-    def _lines(self, found: list[str]) -> list[str]:
-        return [f"{self._word}: not the data of the training: {line}" for line in found]
+    def _lines(self, found: list[str], word: str) -> list[str]:
+        return [f"{word}: not the data of the training: {line}" for line in found]
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    """Whether two values of data.classes name the same file, or the same known data set."""
+    paths = [os.path.realpath(os.path.expanduser(name)) for name in (one, other)]
+    return one == other or paths[0] == paths[1]

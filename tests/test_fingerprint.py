@@ -547,6 +547,13 @@ def test_eval_warns_of_other_data_than_those_of_the_training(run, score, data, t
         "segtrain: warning: not the data of the training: "
         "class file: ids of plant: [1] there, [2] now"
     )
+    # By another spelling it is the same file; a copy of it is another, which may be meant.
+    assert score(f"data.classes={root}/../b/classes.yaml") == lines
+    (tmp_path / "copy.yaml").write_text((root / "classes.yaml").read_text())
+    copy = f"data.classes={tmp_path / 'copy.yaml'}"
+    notes = [line.replace("warning", "note") for line in lines]
+    assert score(copy) == [*notes[:2], lines[2]]
+    assert score(copy, f"data.root={root}/") == notes
     # Who asks for other data is told so and not warned; another split is not compared.
     classes = f"data.classes={data / 'classes.yaml'}"
     assert score(f"data.root={data}", classes) == []
