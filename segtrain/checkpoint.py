@@ -4,6 +4,7 @@ A record holds tensors, numbers, strings, lists and dicts only, and is loaded wi
 that a checkpoint from anywhere cannot run code.
 """
 
+import math
 import os
 import pickle
 import shutil
@@ -27,8 +28,9 @@ from segtrain.files import NotRegularError
 from segtrain.manifest import Entry, HashingFile
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
+from segtrain.optimizer_state import restore_optimizer, restore_scaler
 from segtrain.text import MAX_NAME, printable
-from segtrain.torch_file import is_plain
+from segtrain.weights import check_fit, check_plain, load_weights
 
 FORMAT_VERSION = 1
 
@@ -180,6 +182,7 @@ def _others(path: Path) -> str:
     return f"; beside it there is {', '.join(names[:5])}" if names else ""
 
 
+_MAX_STEP = 2**53  # the largest count that every reader of numbers keeps
 _STATE = (dict, OrderedDict)
 _OPTIONAL = (*_STATE, type(None))
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -214,7 +217,32 @@ def _as_record(content: Any, path: Path) -> Record:
     best = content["best"]
     if best is not None and [type(best.get(key)) for key in ("step", "mean_iou")] != [int, float]:
         raise CheckpointError(f"{path}: damaged: best has no step and mean_iou")
-    return Record(**{field: content[field] for field in Record._fields})
+    record = Record(**{field: content[field] for field in Record._fields})
+    if contradiction := _contradiction(record):
+        raise CheckpointError(f"{path}: damaged: {contradiction}{_others(path)}")
+    return record
+
+
+def _contradiction(record: Record) -> str:
+    """What no run can have written; empty if nothing."""
+    if not 0 <= record.step <= _MAX_STEP:
+        return f"step {_shown(record.step)}; expected 0 to 2**53"
+    if not 0 <= record.evaluated <= record.step:
+        return f"evaluated at step {_shown(record.evaluated)}; it was saved at step {record.step}"
+    if record.best is None:
+        return ""
+    step, mean_iou = record.best["step"], record.best["mean_iou"]
+    if not 0 <= step <= record.step:
+        return f"best mIoU at step {_shown(step)}; it was saved at step {record.step}"
+    # NaN is the mIoU of a split where every pixel is ignored.
+    if not (0 <= mean_iou <= 1 or math.isnan(mean_iou)):
+        return f"best mIoU {mean_iou:g}; expected 0 to 1"
+    return ""
+
+
+def _shown(number: int) -> str:
+    """`number`, which may have thousands of digits."""
+    return str(number) if abs(number) <= _MAX_STEP else "above 2**53 in size"
 
 
 def resolve(run_or_file: str | Path) -> Path:
@@ -268,16 +296,39 @@ def load_with_data(
     file = resolve(path)
     record = load(file)
     config, classes = parse_experiment(record, file)
-    # The state dict brings every weight, so none has to be fetched.
-    model_config = config.model.model_copy(update={"pretrained": None})
-    model = build_model(
-        model_config,
-        num_classes=classes.num_classes,
-        norm=make_inference_norm(config.norm),
-    )
+    check_sizes(record, config, classes, file)
+    model = _inference_model(config, classes)
     load_weights(model, record.model if record.average is None else record.average, file)
     loaded = LoadedModel(model.eval().to(device), config, classes, record.step)
     return loaded, parse_data(record, file)
+
+
+def check_sizes(record: Record, config: Config, classes: ClassFile, path: Path) -> None:
+    """Refuses a record whose config describes another model than its weights; allocates nothing.
+
+    A config of a few characters can ask for more memory than any machine has.
+
+    Raises:
+        CheckpointError: as `check_fit`.
+    """
+    try:
+        with torch.device("meta"):
+            model = _inference_model(config, classes)
+    except (RuntimeError, OverflowError):  # more bytes than can be counted
+        raise CheckpointError(
+            f"{path}: its config describes a model that is too large for its weights, or for any "
+            "machine"
+        ) from None
+    for weights in (record.model, record.average):
+        if weights is not None:
+            check_fit(model, weights, path)
+
+
+def _inference_model(config: Config, classes: ClassFile) -> SegModel:
+    # The state dict brings every weight, so none has to be fetched.
+    model = config.model.model_copy(update={"pretrained": None})
+    norm = make_inference_norm(config.norm)
+    return build_model(model, num_classes=classes.num_classes, norm=norm)
 
 
 def load_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] = ()) -> list[str]:
@@ -298,7 +349,7 @@ def load_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] 
     file = resolve(spec)
     record = load(file)
     weights = dict(record.model if record.average is None else record.average)
-    _check_plain(weights, file)
+    check_plain(weights, file)
     own = model.state_dict()
     lines = [f"init       {file}, step {record.step}"]
     lines += _match_classes(weights, _class_names(record, file), class_names)
@@ -342,37 +393,6 @@ def _class_names(record: Record, path: Path) -> tuple[str, ...]:
         raise CheckpointError(f"{path}: damaged: its classes cannot be read") from error
 
 
-def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
-    """Copies a state dict into `model`, all of it or nothing.
-
-    Raises:
-        CheckpointError: keys are missing, unexpected or of another shape; the first ten are named.
-    """
-    _check_plain(weights, path)
-    own = model.state_dict()
-    findings = [f"{key}: missing in the checkpoint" for key in own.keys() - weights.keys()]
-    foreign = weights.keys() - own.keys()
-    findings += [f"{printable(key, MAX_NAME)}: not in the model" for key in foreign]
-    findings += [
-        f"{key}: {tuple(weights[key].shape)} in the checkpoint, "
-        f"{tuple(own[key].shape)} in the model"
-        for key in own.keys() & weights.keys()
-        if own[key].shape != weights[key].shape
-    ]
-    if findings:
-        more = f"\n  and {len(findings) - 10} more" if len(findings) > 10 else ""
-        listed = "\n  ".join(sorted(findings)[:10])
-        raise CheckpointError(f"{path}: the weights do not fit the model\n  {listed}{more}")
-    model.load_state_dict(weights)
-
-
-def _check_plain(weights: dict[str, Any], path: Path) -> None:
-    odd = [key for key, value in weights.items() if type(key) is not str or not is_plain(value)]
-    if odd:
-        names = ", ".join(printable(key, MAX_NAME) for key in odd[:10])
-        raise CheckpointError(f"{path}: damaged: no weights under {names}")
-
-
 def restore(state: TrainState, record: Record, path: Path) -> None:
     """Brings `state` to where it was when `record` was made; every rank does so.
 
@@ -386,51 +406,11 @@ def restore(state: TrainState, record: Record, path: Path) -> None:
         if record.average is None:
             raise CheckpointError(f"{path}: holds no average of the weights (train.ema_decay)")
         load_weights(state.average.model, record.average, path)
-    _restore_optimizer(state.optimizer, record.optimizer, path)
+    restore_optimizer(state.optimizer, record.optimizer, path)
     # Without float16 there was none to record; a new one finds its scale within some steps.
     if state.scaler.is_enabled() and record.scaler:
-        own = state.scaler.state_dict()
-        kinds = {key: type(value) for key, value in own.items()}
-        if {key: type(value) for key, value in record.scaler.items()} != kinds:
-            raise CheckpointError(f"{path}: the state of the loss scale is damaged")
-        state.scaler.load_state_dict(record.scaler)
+        restore_scaler(state.scaler, record.scaler, path)
     state.step = record.step
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], path: Path) -> None:
-    # What the config says counts, not what it said: loading would bring the old values back.
-    settings = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-    try:
-        optimizer.load_state_dict(saved)
-        misfits = _misfits(optimizer)
-    # Whatever lies where it looks for a dict, a list or a tensor.
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        misfits = str(error) or type(error).__name__
-    if misfits:
-        raise CheckpointError(
-            f"{path}: the optimizer's state belongs to another optimizer or to other groups of "
-            f"weights: {misfits}"
-        )
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
-
-
-def _misfits(optimizer: torch.optim.Optimizer) -> str:
-    """What the next step would fail at; empty if nothing."""
-    sgd = isinstance(optimizer, torch.optim.SGD)
-    names = {"momentum_buffer"} if sgd else {"step", "exp_avg", "exp_avg_sq"}
-    for parameter, values in optimizer.state.items():
-        if values.keys() not in (names, set()):
-            found = ", ".join(printable(name, MAX_NAME) for name in list(values)[:10])
-            return f"has {found}, not {', '.join(sorted(names))}"
-        for name, value in values.items():
-            shape = () if name == "step" else parameter.shape
-            if not (sgd and value is None) and not (is_plain(value) and value.shape == shape):
-                return f"{name} does not fit weights of shape {tuple(parameter.shape)}"
-    return ""
 
 
 _CLASS_FILE = TypeAdapter(ClassFile)

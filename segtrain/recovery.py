@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from segtrain import rundir
-from segtrain.checkpoint import load, parse_experiment
+from segtrain.checkpoint import check_sizes, load, parse_experiment
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.store import CheckpointStore
 
@@ -25,7 +25,8 @@ def restore_config(directory: Path) -> list[str]:
             "by --output"
         )
     record = load(path)
-    config, _ = parse_experiment(record, path)
+    config, classes = parse_experiment(record, path)
+    check_sizes(record, config, classes, path)
     try:
         rundir.write_config(directory, config)
     except OSError as error:

@@ -106,13 +106,28 @@ def _refuse_long_words(file: IO[bytes], num_pickles: int) -> None:
 
 
 def is_plain(value: object) -> bool:
-    """Whether `value` is a tensor with a real number at each place.
+    """Whether `value` is a tensor with a real number of its own at each place.
 
-    Sparse and quantized tensors and those without a storage load, and fail where they are used.
+    Sparse, quantized and expanded tensors and those without a storage load, and fail where they are
+    used; an expanded one can also be of any size.
     """
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
         and value.device.type != "meta"
         and not (value.is_quantized or value.is_complex() or value.is_nested)
+        and not _overlaps(value)
     )
+
+
+def _overlaps(value: Tensor) -> bool:
+    """Whether places of `value` may share memory, as those of an expanded tensor do."""
+    if value.numel() == 0:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False

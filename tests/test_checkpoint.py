@@ -1,7 +1,10 @@
 import json
+import math
 import os
 import pickle
 import random
+import re
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from segtrain.checkpoint import (
     Record,
     experiment_record,
     load,
+    load_initial,
     load_model,
     load_weights,
     parse_experiment,
@@ -27,6 +31,8 @@ from segtrain.data.classes import class_file_from_json, ignoring_as, load_class_
 from segtrain.engine import make_state
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
+from segtrain.optimizer_state import restore_scaler
+from segtrain.recovery import restore_config
 from segtrain.store import CheckpointStore
 
 
@@ -38,8 +44,8 @@ def record(step=3, **fields):
         "average": None,
         "optimizer": {"state": {0: {"momentum": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]},
         "scaler": {},
-        "best": {"step": 2, "mean_iou": 0.25},
-        "evaluated": 2,
+        "best": {"step": min(2, step), "mean_iou": 0.25},
+        "evaluated": min(2, step),
     }
     return Record(step=step, **values | fields)
 
@@ -309,6 +315,144 @@ def test_classes_that_contradict_themselves_are_refused_by_name(small):
     content["classes"][1]["name"] = content["classes"][0]["name"]
     with pytest.raises(CheckpointError, match=r"a\.pt: its classes contradict themselves: .*name"):
         parse_experiment(saved._replace(classes=json.dumps(content)), Path("a.pt"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"step": -5}, "step -5; expected 0 to"),
+        ({"step": 10**30}, "step above 2"),
+        ({"step": 15, "evaluated": 60}, "evaluated at step 60; it was saved at step 15"),
+        ({"evaluated": -1}, "evaluated at step -1"),
+        ({"best": {"step": 4, "mean_iou": 0.5}}, "best mIoU at step 4; it was saved at step 3"),
+        ({"best": {"step": -4, "mean_iou": 0.5}}, "best mIoU at step -4"),
+        ({"best": {"step": 2, "mean_iou": math.inf}}, "best mIoU inf; expected 0 to 1"),
+        ({"best": {"step": 2, "mean_iou": 1.01}}, "best mIoU 1.01; expected 0 to 1"),
+        ({"best": {"step": 2, "mean_iou": -0.1}}, "best mIoU -0.1; expected 0 to 1"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(tmp_path, fields, said):
+    torch.save({"format": 1, "segtrain": "0", **record()._asdict(), **fields}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"a\.pt: damaged: " + said):
+        load(tmp_path / "a.pt")
+
+
+def test_the_best_score_of_a_split_that_is_ignored_everywhere_is_loaded(tmp_path):
+    save(tmp_path / "a.pt", record(best={"step": 2, "mean_iou": math.nan}))
+    assert math.isnan(load(tmp_path / "a.pt").best["mean_iou"])
+
+
+def spoilt(weights, key, value):
+    """`weights` with one number of `key` replaced."""
+    tensor = weights[key].double()
+    tensor.view(-1)[0] = value
+    return {**weights, key: tensor}
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("classifier.conv.weight", math.nan, "values are NaN"),
+        ("classifier.conv.weight", math.inf, "values are infinite"),
+        ("classifier.conv.weight", 1e300, "values are infinite"),  # in the model's float32
+        ("running_mean", -math.inf, "values are infinite"),
+        ("running_var", -1.0, "a variance below 0: -1"),
+        ("num_batches_tracked", -7, "a count below 0: -7"),
+    ],
+)
+def test_weights_that_no_training_leaves_are_refused_by_name(small, tmp_path, key, value, said):
+    """Such a model predicts one class everywhere, and nothing fails."""
+    config, _, saved = small
+    key = next(name for name in saved.model if name.endswith(key))
+    for field in ("model", "average"):
+        bad = saved._replace(**{field: spoilt(getattr(saved, field), key, value)})
+        save(tmp_path / "a.pt", bad if field == "average" else bad._replace(average=None))
+        with pytest.raises(CheckpointError) as refusal:
+            load_model(tmp_path / "a.pt")
+        assert re.search(rf"a\.pt: damaged: (.|\n)*\n  {key}: .*{said}", str(refusal.value))
+        with pytest.raises(CheckpointError, match=said):
+            restore(new_state(config), bad, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=said):
+        load_initial(build_model(config.model, num_classes=4), tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda old: torch.zeros(1).expand(old.shape), "does not fit weights of shape"),
+        (lambda old: torch.full(old.shape, math.nan), "holds NaN or infinite values"),
+        (lambda old: torch.full(old.shape, math.inf), "holds NaN or infinite values"),
+    ],
+)
+def test_momenta_that_a_step_cannot_go_on_from_are_refused(small, make, said):
+    config, _, saved = small
+    state = {
+        i: {"momentum_buffer": make(value["momentum_buffer"])}
+        for i, value in saved.optimizer["state"].items()
+    }
+    bad = saved._replace(optimizer={**saved.optimizer, "state": state})
+    with pytest.raises(CheckpointError, match=rf"a\.pt: .*momentum_buffer .*{said}"):
+        restore(new_state(config), bad, Path("a.pt"))
+
+
+def test_momenta_that_share_their_memory_are_refused(small):
+    """An update in place of one would be one of the other."""
+    config, _, saved = small
+    numbers = torch.zeros(
+        max(v["momentum_buffer"].numel() for v in saved.optimizer["state"].values())
+    )
+    state = {
+        i: {"momentum_buffer": numbers[: old.numel()].view(old.shape)}
+        for i, old in ((i, v["momentum_buffer"]) for i, v in saved.optimizer["state"].items())
+    }
+    bad = saved._replace(optimizer={**saved.optimizer, "state": state})
+    with pytest.raises(CheckpointError, match="shares its memory with another"):
+        restore(new_state(config), bad, Path("a.pt"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("scale", math.nan),
+        ("scale", math.inf),
+        ("scale", 0.0),
+        ("growth_factor", 1e300),
+        ("backoff_factor", 1.0),
+        ("growth_interval", 0),
+        ("_growth_tracker", 2**40),
+        ("_growth_tracker", -1),
+    ],
+)
+def test_an_impossible_loss_scale_is_refused(field, value):
+    scaler = torch.amp.GradScaler("cpu")
+    state = scaler.state_dict()
+    restore_scaler(scaler, state, Path("a.pt"))
+    with pytest.raises(CheckpointError, match=rf"a\.pt: damaged: .* an impossible {field}"):
+        restore_scaler(scaler, {**state, field: value}, Path("a.pt"))
+
+
+@pytest.mark.parametrize("channels", [10**6, 2**62])
+def test_a_config_of_a_larger_model_than_the_weights_is_refused_before_it_is_built(
+    small, tmp_path, channels
+):
+    _, _, saved = small
+    config = json.loads(saved.config)
+    config["model"]["head_channels"] = channels
+    folder = tmp_path / "checkpoints"
+    save(folder / "last.pt", saved._replace(config=json.dumps(config, indent=1)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), hard))
+    try:
+        for use in (load_model, restore_config):  # --resume writes the config of a lost one
+            with pytest.raises(
+                CheckpointError, match=r"last\.pt: (the weights do not fit|its config)"
+            ):
+                use(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert names(tmp_path) == ["checkpoints"]
 
 
 def test_saving_reads_back_before_the_old_file_goes(tmp_path, monkeypatch):
