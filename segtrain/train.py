@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isnan
 from pathlib import Path
 from signal import SIGUSR1, Signals
 from typing import Any
@@ -299,8 +300,9 @@ def _device_name(device: torch.device) -> str:
 def _train(run: Run) -> None:
     """Trains, evaluates and saves until the end or until asked to stop."""
     config, state = run.config, run.state
-    if run.evaluated == config.train.steps:
-        run.log.lines([f"already complete: {state.step} steps, {score_line(run.best)}"])
+    if state.step > config.train.steps or run.evaluated == config.train.steps:
+        beyond = "" if state.step == config.train.steps else f" (train.steps {config.train.steps})"
+        run.log.lines([f"already complete: {state.step} steps{beyond}, {score_line(run.best)}"])
         return
     dist.on_main(lambda: run.store.check_space(_record(run)))
     # From here on there is something to save.
@@ -448,12 +450,19 @@ def _evaluate(run: Run) -> Scores:
     log.picture(
         step, "eval/confusion", confusion_picture(matrix.counts.cpu().numpy(), classes.names)
     )
-    if run.best is None or scores.mean_iou > run.best["mean_iou"]:
+    if _is_better(scores.mean_iou, run.best):
         run.best = {"step": step, "mean_iou": scores.mean_iou}
         if dist.is_main():
             run.store.save_best(_record(run))
     log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}  {score_line(run.best)}"])
     return scores
+
+
+def _is_better(mean_iou: float, best: dict[str, Any] | None) -> bool:
+    """Whether a score is above the best one; any number is better than NaN."""
+    if best is None:
+        return True
+    return mean_iou > best["mean_iou"] or (isnan(best["mean_iou"]) and not isnan(mean_iou))
 
 
 def _take_precise_statistics(run: Run) -> None:

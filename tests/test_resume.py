@@ -1,6 +1,7 @@
 """A run that was stopped or killed ends as if nothing had happened."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -217,6 +218,25 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
     (said,) = (run / "train.log").read_text().splitlines()[-1:]
     assert "already complete: 3 steps, best mIoU" in said
     assert (run / "metrics.jsonl").read_text() == before
+
+    fewer = write_config(tmp_path / "fewer.yaml", small(data, train={"steps": 2}))
+    assert run_ranks(1, train, fewer, run, True, accept_changes=True) == [0]
+    (said,) = (run / "train.log").read_text().splitlines()[-1:]
+    assert "already complete: 3 steps (train.steps 2), best mIoU" in said
+    assert last(run).step == 3
+
+
+def test_a_best_score_of_nan_is_replaced_by_the_first_number():
+    """NaN is the score of a split that was ignored everywhere; nothing is above it."""
+    from segtrain.train import _is_better
+
+    nan = {"step": 1, "mean_iou": math.nan}
+    assert _is_better(0.0, None)
+    assert _is_better(0.0, nan)
+    assert not _is_better(math.nan, nan)
+    assert _is_better(0.3, {"step": 1, "mean_iou": 0.2})
+    assert not _is_better(0.2, {"step": 1, "mean_iou": 0.2})
+    assert not _is_better(math.nan, {"step": 1, "mean_iou": 0.2})
 
 
 @pytest.mark.fault(42)
