@@ -299,6 +299,8 @@ def _parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """A parser that keeps the line breaks of its texts and takes no abbreviated options."""
 
+    _words: Sequence[str] = ()
+
     def __init__(self, **kwargs) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**kwargs, allow_abbrev=False)
@@ -312,9 +314,19 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown, args)}")
         return found
 
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's; the words are kept for `error`."""
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Exits with 2; the message may quote what was typed or pasted."""
-        super().error(printable(message))
+        from segtrain.command_hints import after_error
+
+        hint = after_error(message, [*self.prog.split()[1:], *self._words])
+        super().error(printable(message + hint))
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:

@@ -14,6 +14,80 @@ _ALL = {("train",), ("data", "check"), ("config", "show")}
 _SOME = {"eval": ("eval.", "data."), "predict": ("eval.",)}
 
 
+# Commands of other tools.
+_COMMANDS = {
+    **dict.fromkeys(("fit", "tune", "finetune"), "train"),
+    **dict.fromkeys(("val", "valid", "validate", "test", "evaluate", "score"), "eval"),
+    **dict.fromkeys(("detect", "infer", "inference", "segment", "pred"), "predict"),
+    **dict.fromkeys(("datacheck", "check", "data-check", "check-data"), "data check"),
+    **dict.fromkeys(("list", "configs", "models"), "config list"),
+    **dict.fromkeys(("init", "new", "copy"), "config copy"),
+    **dict.fromkeys(("convert", "deploy"), "export"),
+    **dict.fromkeys(("info", "env", "checks"), "doctor"),
+}
+_RUN = ("eval", "predict", "export")
+_OUTPUT = ("o", "out", "out_dir", "outdir", "output_dir", "save_dir", "work_dir", "project")
+_WEIGHTS = ("weights", "checkpoint", "ckpt", "model", "model_path", "resume_from")
+_SIDE = re.compile(r"[0-9]{1,6}\Z")
+
+
+def after_error(message: str, argv: Sequence[str]) -> str:
+    """The end of argparse's message about the command line `argv`, from "; " on, or ""."""
+    choice = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
+    if choice:
+        known = _COMMANDS.get(choice[1].lower())
+        if known == "data check" and argv[:1] == ["data"]:
+            return ""
+        return f"; write segtrain {known}" if known else ""
+    if message.startswith("argument --size:"):
+        return "; write height and width, such as --size 512 512"
+    if message.startswith("argument --device: invalid choice"):
+        number = re.search(r"choice: '(?:cuda:|gpu:?)?([0-9]+(?:,[0-9]+)*)'", message)
+        first = f"CUDA_VISIBLE_DEVICES={number[1]} segtrain ... " if number else ""
+        return f"; to choose a GPU, write {first}--device cuda" if number else ""
+    if message.startswith("the following arguments are required"):
+        for word in argv[1:]:
+            name, _, value = word.partition("=")
+            if word.startswith("-") and (hint := _of_other_tools(name, value, argv)):
+                return hint
+    return ""
+
+
+def _of_other_tools(word: str, value: str, argv: Sequence[str]) -> str:
+    """What to write instead of an option that other tools have, from "; " on, or ""."""
+    command, name = argv[0], word.lstrip("-").replace("-", "_")
+    of_all = command == "train" or tuple(argv[:2]) in _ALL
+    shown = shlex.quote(value) if value else ""
+    called = " ".join(argv[:2] if command in ("data", "config") else argv[:1])
+    if name in ("config", "cfg", "config_file") and of_all:
+        file = shown or "my.yaml"
+        return f"; the config is written without an option: segtrain {called} {file}"
+    if name == "data" and of_all:
+        return (
+            f"; the config tells of the data, and is written without an option: segtrain {called} "
+            "my.yaml; --set data.root=FOLDER names another folder"
+        )
+    if name in _OUTPUT and command in ("train", "predict", "export"):
+        what = "FILE" if command == "export" else "DIR"
+        return f"; write --output {shown or what}"
+    if name in _OUTPUT and command == "eval":
+        return f"; write --save-predictions {shown or 'DIR'}, or --json FILE for the scores"
+    if name in _WEIGHTS and command in _RUN:
+        run = shown or "runs/own"
+        return f"; the run or checkpoint is written without an option: segtrain {command} {run}"
+    if name in ("weights", "checkpoint", "ckpt") and command == "train":
+        return f"; to start from a model, write --set train.init_from={shown or 'RUN'}"
+    if name in ("source", "input", "images") and command == "predict":
+        return "; images are written without an option: segtrain predict runs/own photos/"
+    if name in ("imgsz", "img_size", "image_size", "img") and of_all:
+        side = value if _SIDE.match(value) else "512"
+        return f"; write --set 'augment.crop_size=[{side}, {side}]'"
+    if name in ("imgsz", "img_size", "image_size", "img") and command == "export":
+        side = value if _SIDE.match(value) else "512"
+        return f"; write --size {side} {side}"
+    return ""
+
+
 def instead_of(unknown: Sequence[str], argv: Sequence[str]) -> str:
     """An example of what to write instead of the first of `unknown` that is like an option.
 
@@ -23,6 +97,9 @@ def instead_of(unknown: Sequence[str], argv: Sequence[str]) -> str:
     Args:
         unknown: the words of the command line `argv` that no option takes.
     """
+    for word, value in _candidates(unknown, argv):
+        if word.startswith("-") and (hint := _of_other_tools(word, value, argv)):
+            return hint
     if not ({tuple(argv[:1]), tuple(argv[:2])} & _ALL or argv[0] in _SOME):
         return ""
     for word, value in _candidates(unknown, argv):

@@ -98,9 +98,17 @@ def _check(
             parents = (finding.path[:n] for n in range(len(finding.path) - 1, 0, -1))
             return next((places[path] for path in parents if path in places), ((0, 0), source))
 
-        raise ConfigError("\n".join([*report(findings, place), *unplaced]))
+        lines = [_for_shell(line) for line in report(findings, place)]
+        raise ConfigError("\n".join([*lines, *unplaced]))
     assert not isinstance(checked, list)
     return checked
+
+
+def _for_shell(line: str) -> str:
+    """The line about an override, its example in the quotes that a list needs in a shell."""
+    if not line.startswith("--set "):
+        return line
+    return re.sub(r"did you mean (\[[^]]*\])\?\Z", r"did you mean '\1'?", line)
 
 
 def _overlap(a: KeyPath, b: KeyPath) -> bool:

@@ -115,6 +115,11 @@ def _shipped() -> dict[str, Path]:
 def _not_there(text: str) -> str:
     """What to say about a config that does not exist."""
     path, shipped = Path(text), _shipped()
+    if pair := re.match(r"(?:data|model|cfg|config)=(.+)", text):
+        return (
+            f"{text}: expected the name of a config alone, such as {pair[1]}; options follow it as "
+            "--set SECTION.KEY=VALUE"
+        )
     there = os.listdir(path.parent) if os.path.isdir(path.parent) else []
     files = {Path(name).stem: path.parent / name for name in there if name.endswith(_SUFFIXES)}
     if path.name != text or path.suffix:

@@ -228,7 +228,8 @@ def _value_hint(value: Any, node: dict[str, Any], schema: dict[str, Any]) -> str
     """The likely repair, or nothing."""
     kind = node.get("type")
     if "enum" in node and kind == "string":
-        near = nearest(str(value), node["enum"])
+        # "deeplabv3+" is the usual name of deeplabv3plus, and another network than deeplabv3.
+        near = nearest(str(value).replace("+", "plus"), node["enum"])
         return f"; did you mean {near}?" if near else ""
     if kind == "boolean" and isinstance(value, str | int) and not isinstance(value, bool):
         meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}
@@ -245,12 +246,23 @@ def _value_hint(value: Any, node: dict[str, Any], schema: dict[str, Any]) -> str
         return "" if number is None or isinstance(number, str | bool) else "; remove the quotes"
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         return f"; write {value:.0f}"
+    if kind == "array" and isinstance(value, str):
+        return _list_hint(value, node)
     if kind == "array" and isinstance(value, int | float) and not isinstance(value, bool):
         if not 0 <= value <= _PLAUSIBLE:
             return ""
         count = node.get("minItems", 1)
         return f"; did you mean [{', '.join([str(value)] * count)}]?"
     return ""
+
+
+def _list_hint(text: str, node: dict[str, Any]) -> str:
+    """`64,64`, `(64, 64)` and `64x64` as the list that is meant; empty for other text."""
+    words = [word for word in re.split(r"[\s,;x*()\[\]]+", text.strip().lower()) if word]
+    low, high = node.get("minItems", 1), node.get("maxItems", len(words))
+    if not low <= len(words) <= high or not all(re.fullmatch(r"[0-9.e+-]{1,20}", w) for w in words):
+        return ""
+    return f"; did you mean [{', '.join(words)}]?"
 
 
 def _unknown_key(loc: KeyPath, schema: dict[str, Any], hints: Mapping[str, str]) -> str:

@@ -109,6 +109,26 @@ def test_255_is_not_ignored_where_it_is_a_class(tmp_path):
                 " for text, put it in quotes",
             ],
         ),
+        *(
+            (
+                text,
+                [
+                    "own.yaml:1: classes: expected a list, such as [background, crack], or a line "
+                    "'- {name: crack, ids: [1]}' for each class"
+                ],
+            )
+            for text in ("classes: {0: a, 1: b}\n", "classes:\n  0: a\n  1: b\n")
+        ),
+        *(
+            (
+                f"classes: [{numbers}]\n",
+                [
+                    "own.yaml:1: classes: expected names, got numbers; put names in quotes, such "
+                    f'as ["0", "1", "2"{more}], or give each class a word: [background, crack]'
+                ],
+            )
+            for numbers, more in (("0, 1, 2", ""), ("0, 1, 2, 3", ", ..."))
+        ),
         (
             "classes:\n  crack: 1\n",
             [

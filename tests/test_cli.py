@@ -215,6 +215,34 @@ def test_a_wrong_command_line_exits_with_2(argv, capsys):
         ("eval runs/x --lr 0.1", "arguments: --lr 0.1"),
         ("export runs/x --format onnx --output x --lr 0.1", "arguments: --lr 0.1"),
         ("train c.yaml --zebra 1", "arguments: --zebra 1"),
+        ("fit c.yaml", "; write segtrain train"),
+        ("val runs/x", "; write segtrain eval"),
+        ("validate runs/x", "; write segtrain eval"),
+        ("test runs/x", "; write segtrain eval"),
+        ("detect runs/x", "; write segtrain predict"),
+        ("datacheck c.yaml", "; write segtrain data check"),
+        ("export r --format onnx --output o --size 65", ", such as --size 512 512"),
+        ("export r --format onnx --output o --size 512x512", ", such as --size 512 512"),
+        ("export r --format onnx --output o --size 512x512 64", ", such as --size 512 512"),
+        ("data synth r --size 65", ", such as --size 512 512"),
+        ("train c.yaml --imgsz 640", "; write --set 'augment.crop_size=[640, 640]'"),
+        (
+            "train --data my.yaml",
+            " segtrain train my.yaml; --set data.root=FOLDER names another folder",
+        ),
+        ("train --config my.yaml", "without an option: segtrain train my.yaml"),
+        ("train --config=own.yaml", "without an option: segtrain train own.yaml"),
+        ("data check --config my.yaml", "without an option: segtrain data check my.yaml"),
+        ("train c.yaml --device 0", "write CUDA_VISIBLE_DEVICES=0 segtrain ... --device cuda"),
+        ("train c.yaml -o out", "; write --output out"),
+        ("train c.yaml --work-dir out", "; write --output out"),
+        ("predict r a.png -o out", "; write --output DIR"),
+        ("eval --weights=w.pt", "without an option: segtrain eval w.pt"),
+        (
+            "train c.yaml --weights w.pt",
+            "; to start from a model, write --set train.init_from=w.pt",
+        ),
+        ("train c.yaml --batch 4", "; write --set train.batch_size=4"),
         ("train c.yaml d.yaml", "arguments: d.yaml"),
     ],
 )
@@ -223,6 +251,11 @@ def test_an_unknown_option_is_refused_with_what_to_write_instead(argv, ending, c
         cli.main(argv.split())
     assert caught.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(ending)
+
+
+def test_a_config_in_the_spelling_of_another_tool_is_refused_with_its_name_alone(capsys):
+    assert cli.main(["train", "data=my.yaml"]) == 2
+    assert "expected the name of a config alone, such as my.yaml;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,10 @@ def test_a_mistake_names_line_key_expectation_and_repair(text, message):
         ("train: {optimizer: lamb}", "expected one of sgd, adamw, got 'lamb' (text)"),
         ("train: {num_epochs: 3}", "an epoch is images / train.batch_size steps"),
         ("model: {arch: deeplab}", "did you mean deeplabv3?"),
+        ("model: {arch: deeplabv3+}", "did you mean deeplabv3plus?"),
+        ("model: {arch: DeepLabV3+}", "did you mean deeplabv3plus?"),
+        ('augment: {crop_size: "64,48"}', "did you mean [64, 48]?"),
+        ("augment: {crop_size: (64)}", "got '(64)' (text)"),
         ("model: {backbone: resnet_50}", "did you mean resnet50?"),
         ("norm: {kind: group_norm}", "did you mean group?"),
         ("augment: {crop: [3, 5]}", "unknown key; did you mean 'crop_size'?"),
@@ -229,6 +233,23 @@ def test_missing_keys_say_what_they_mean():
 def test_an_override_obeys_the_same_checks(override, message):
     (line,) = refusal("train: {lr: 0.1}\nseed: 3\n", override)
     assert line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "ending"),
+    [
+        ("model.arch=deeplabv3+", "did you mean deeplabv3plus?"),
+        ("augment.crop_size=64,48", "did you mean '[64, 48]'?"),
+        ("augment.crop_size=(64, 48)", "did you mean '[64, 48]'?"),
+        ("augment.crop_size=64x48", "did you mean '[64, 48]'?"),
+        ("augment.crop_size=64", "did you mean '[64, 64]'?"),
+        ("augment.crop_size=64,48,32", "got '64,48,32' (text)"),
+    ],
+)
+def test_an_override_in_the_wrong_form_is_refused_with_the_right_one(override, ending):
+    (line,) = refusal("seed: 3\n", override)
+    assert line.startswith(f"--set {override.partition('=')[0]}: expected ")
+    assert line.endswith(ending)
 
 
 def test_an_override_replaces_what_the_file_says_even_a_mistake():

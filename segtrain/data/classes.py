@@ -176,11 +176,17 @@ def _parse(text: str, path: Path, label_format: str) -> ClassFile:
             f"{printable(path)}:{document.lines['names',]}: names: expected the key 'classes' with "
             f"a list in the order of the ids, such as '{_EXAMPLE}'"
         )
-    if isinstance(document.data.get("classes"), dict):
+    # Of `{0: a, 1: b}` the keys are refused, and with them the whole mapping.
+    keyed = any(
+        p.path == ("classes",) and p.message.startswith("a key must") for p in document.problems
+    )
+    if keyed or isinstance(document.data.get("classes"), dict):
         raise ConfigError(
             f"{printable(path)}:{document.lines['classes',]}: classes: expected a list, such as "
             "[background, crack], or a line '- {name: crack, ids: [1]}' for each class"
         )
+    if problem := _unnamed(document):
+        raise ConfigError(f"{printable(path)}:{document.lines['classes',]}: classes: {problem}")
     findings = [Finding(path, text, line=line) for path, line, text in document.problems]
     entry = validate(_ClassFileEntry, _with_names(document.data))
     if isinstance(entry, list):
@@ -251,6 +257,20 @@ def default_palette(num_colors: int) -> list[Color]:
 def known_names() -> list[str]:
     """Names of the class files that come with segtrain."""
     return sorted({path.stem for folder in _DIRECTORIES for path in folder.glob("*.yaml")})
+
+
+def _unnamed(document: Document) -> str:
+    """What is wrong with a list of numbers in place of names; empty if it is none."""
+    classes = document.data.get("classes")
+    numbers = isinstance(classes, list) and [type(one) for one in classes]
+    if not numbers or not set(numbers) <= {int, float}:
+        return ""
+    quoted = ", ".join(f'"{one}"' for one in classes[:3])
+    return (
+        "expected names, got numbers; put names in quotes, such as "
+        f"[{quoted}{', ...' if len(classes) > 3 else ''}], or give each class a word: "
+        "[background, crack]"
+    )
 
 
 def _find(name_or_path: str) -> Path:
