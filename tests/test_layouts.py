@@ -229,6 +229,9 @@ def test_every_missing_label_shown_comes_with_a_file_that_resembles_it(tmp_path)
         ("1_gt.png", "; rename it to 1.png"),
         ("1_label.PNG", "; rename it to 1.png"),
         ("1-Mask.png", "; rename it to 1.png"),
+        ("1.jpg.png", "; rename it to 1.png"),
+        ("mask_1.png", "; rename it to 1.png"),
+        ("GT-1.PNG", "; rename it to 1.png"),
         ("10.png", ""),  # of another image
         ("1_mask.tif", ""),
     ],
@@ -238,6 +241,35 @@ def test_a_label_with_a_word_behind_its_name_is_to_be_renamed(tmp_path, label, a
     touch(tmp_path, f"labels/train/{label}")
     (problem,) = scan_layout(config(tmp_path, "folders"), "train").problems
     assert problem.endswith(f"(found {label}{advice})")
+
+
+def test_a_label_in_capitals_is_to_be_renamed_unless_it_is_of_another_image(tmp_path):
+    touch(tmp_path, "images/train/a/x.jpg", "labels/train/a/X.PNG", "labels/train/a/x_old.png")
+    (problem,) = scan_layout(config(tmp_path, "folders"), "train").problems
+    assert problem.endswith("(found X.PNG; rename it to x.png)")
+    touch(tmp_path, "images/train/a/X.jpg")
+    (problem,) = scan_layout(config(tmp_path, "folders"), "train").problems
+    assert problem.endswith("(found X.PNG)")
+
+
+@pytest.mark.parametrize(
+    ("key", "missing", "there"),
+    [
+        ("labels_dir", "labels", "masks"),
+        ("labels_dir", "labels", "annotations"),
+        ("images_dir", "images", "JPEGImages"),
+    ],
+)
+def test_a_folder_of_another_name_is_named_as_the_repair(tmp_path, key, missing, there):
+    other = {"labels": "images", "images": "labels"}[missing]
+    touch(tmp_path, f"{other}/train/1.png", f"{there}/train/1.png")
+    with pytest.raises(DataError) as caught:
+        list_pairs(config(tmp_path, "folders"), "train")
+    assert str(caught.value) == (
+        f"{tmp_path}/{missing}: no such folder; if {tmp_path}/{there} is meant, "
+        f"set data.{key}: {there}"
+    )
+    assert len(list_pairs(config(tmp_path, "folders", **{key: there}), "train")) == 1
 
 
 def test_images_without_a_folder_for_the_split_get_an_example(tmp_path):

@@ -6,7 +6,7 @@ here opens an image: a listing costs one walk of the folders.
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +22,17 @@ IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
 LABEL_SUFFIX = ".png"
 MAX_SHOWN = 10
 # What other programs put behind the name of an image to name its label.
-_LABEL_WORD = re.compile(
-    r"[-_. ]?(masks?|gt|labels?|seg|segmentation|annotations?|groundtruth)\Z", re.IGNORECASE
-)
+_WORDS = r"(masks?|gt|labels?|seg|segmentation|annotations?|groundtruth)"
+_LABEL_WORD = re.compile(rf"[-_. ]?{_WORDS}\Z", re.IGNORECASE)
+# And in front of it.
+_LABEL_PREFIX = re.compile(rf"{_WORDS}[-_. ]?\Z", re.IGNORECASE)
+# What people call the folders that images_dir and labels_dir name.
+_FOLDER_WORDS = {
+    "images_dir": re.compile(r"images?|imgs?|photos?|pictures?|jpegimages|rgb", re.IGNORECASE),
+    "labels_dir": re.compile(
+        rf"{_WORDS}|ann|anns|targets?|ground[-_ ]truth|segmentationclass(raw)?", re.IGNORECASE
+    ),
+}
 
 _FEW = 3
 # Pictures of other formats: what is not even one of these is no loss.
@@ -213,7 +221,9 @@ def _ade20k(data: DataConfig, split: str) -> Listing:
 
 def _folders(data: DataConfig, split: str) -> Listing:
     root = _root(data)
+    _check_named(root, "images_dir", data.images_dir)
     images = _split_folder(root, data.images_dir, split)
+    _check_named(root, "labels_dir", data.labels_dir)
     labels = _split_folder(root, data.labels_dir, split)
     if images.resolve() == labels.resolve():
         raise DataError(
@@ -221,6 +231,22 @@ def _folders(data: DataConfig, split: str) -> Listing:
             "separate them, or name every pair in a text file (data.layout: list)"
         )
     return _match_trees(_Tree(images, labels))
+
+
+def _check_named(root: Path, key: str, name: str) -> None:
+    """Refuses a folder that is not there, where one by a usual name is."""
+    if (root / name).exists():
+        return
+    found = sorted(
+        entry.name
+        for entry in root.iterdir()
+        if entry.is_dir() and _FOLDER_WORDS[key].fullmatch(entry.name)
+    )
+    if len(found) == 1:
+        raise DataError(
+            f"{printable(root / name)}: no such folder; if {printable(root / found[0])} is meant, "
+            f"set data.{key}: {printable(found[0])}"
+        )
 
 
 def _list(data: DataConfig, split: str) -> Listing:
@@ -289,7 +315,7 @@ def _match_trees(tree: _Tree) -> Listing:
     problems += [
         f"{printable(images[name][0])}: no label "
         f"{printable(tree.labels / (name + tree.label_end + LABEL_SUFFIX))}"
-        + (_near_miss(tree, name) if i < MAX_SHOWN else "")
+        + (_near_miss(tree, name, images) if i < MAX_SHOWN else "")
         for i, name in enumerate(missing)
     ]
     extra = [file for name, files in labels.items() if name not in images for file in files]
@@ -303,21 +329,38 @@ def _match_trees(tree: _Tree) -> Listing:
     )
 
 
-def _near_miss(tree: _Tree, name: str) -> str:
-    """The end of the message about the missing label of `name`: a file that resembles it."""
+def _near_miss(tree: _Tree, name: str, images: Collection[str]) -> str:
+    """The end of the message about the missing label of `name`: a file that resembles it.
+
+    images: the names of all images.
+    """
     folder = (tree.labels / name).parent
     if not folder.is_dir():
         return ""
-    stem = Path(name).name.lower()
-    near = sorted(f.name for f in folder.iterdir() if f.name.lower().startswith(stem))
+    place, _, stem = name.rpartition("/")
+    near = []
+    for file in folder.iterdir():
+        before, found, after = file.stem.lower().rpartition(stem.lower())
+        other = f"{place}/{file.stem}" if place else file.stem
+        if found and file.suffix.lower() == LABEL_SUFFIX and other not in images:
+            rename = not tree.label_end and _is_only_a_word(before, after)
+        else:
+            rename = False
+        if rename or file.name.lower().startswith(stem.lower()):
+            near.append((not rename, file.name))
     if not near:
         return ""
+    other_label, found = min(near)
     # "photo_mask.png" for "photo.jpg": nothing but the name is wrong.
-    rest, suffix = os.path.splitext(near[0][len(stem) :])
-    right = Path(name).name + LABEL_SUFFIX
-    rename = suffix.lower() == LABEL_SUFFIX and not tree.label_end and _LABEL_WORD.match(rest)
-    advice = f"; rename it to {printable(right)}" if rename else ""
-    return f" (found {printable(near[0])}{advice})"
+    advice = "" if other_label else f"; rename it to {printable(stem + LABEL_SUFFIX)}"
+    return f" (found {printable(found)}{advice})"
+
+
+def _is_only_a_word(before: str, after: str) -> bool:
+    """Whether a label has just a word, or the suffix of its image, around the image's name."""
+    if before:
+        return not after and _LABEL_PREFIX.match(before) is not None
+    return after in ("", *IMAGE_SUFFIXES) or _LABEL_WORD.match(after) is not None
 
 
 def _no_images(tree: _Tree) -> str:
