@@ -279,6 +279,23 @@ def test_labels_in_colours_need_the_colour_of_each_class(tmp_path):
     )
 
 
+def test_missing_colours_are_told_by_number_where_no_line_may_be_shown(tmp_path):
+    """A checkpoint names the file: what it lacks is no secret, what stands in it may be one."""
+    path = tmp_path / "own.yaml"
+    path.write_text("classes:\n- {name: road, color: [0, 0, 0]}\n- secret\n- hidden\n")
+    with pytest.raises(ConfigError) as caught:
+        load_class_file(str(path), label_format="colors", quoted=False)
+    assert str(caught.value) == (
+        f"data.classes: {path}: data.label_format is colors, and 2 of 3 classes have no `color`: "
+        "number 1, 2, counted from 0; give each class its colour in the labels, such as "
+        "{name: crack, color: [255, 0, 0]}"
+    )
+    path.write_text("classes: [secret, hidden, secret]\n")  # another mistake beside it
+    with pytest.raises(ConfigError, match="its lines are not shown") as caught:
+        load_class_file(str(path), label_format="colors", quoted=False)
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", known_names())
 def test_shipped_class_files_serve_labels_in_colours(name):
     assert load_class_file(name, label_format="colors") == load_class_file(name)

@@ -159,6 +159,9 @@ def load_class_file(
     text = read_text(path)
     try:
         return _parse(text, path, label_format)
+    except _LacksColorError as error:
+        unquoted = f"data.classes: {printable(path)}: {error.unquoted}"
+        raise ConfigError(str(error) if quoted else unquoted) from None
     except ConfigError:
         if quoted:
             raise
@@ -198,7 +201,11 @@ def _parse(text: str, path: Path, label_format: str) -> ClassFile:
     elif not findings:
         class_file = _resolve(entry, name=path.stem)
         findings += _conflicts(class_file, explicit_color=class_file.ignores_color)
-        findings += _without_color(entry) if label_format == "colors" else []
+        if label_format == "colors" and (lacking := _without_color(entry)):
+            findings.append(lacking)
+            if len(findings) == 1:
+                place = report(findings, lambda finding: _place(document, finding))
+                raise _LacksColorError(*place, unquoted=_without_color_by_number(entry))
         if not findings:
             return class_file
     raise ConfigError("\n".join(report(findings, lambda finding: _place(document, finding))))
@@ -334,11 +341,34 @@ def _resolve(entry: _ClassFileEntry, *, name: str) -> ClassFile:
     )
 
 
-def _without_color(entry: _ClassFileEntry) -> list[Finding]:
+class _LacksColorError(ConfigError):
+    """Classes without a colour are all that is wrong.
+
+    unquoted: the same in words of which none stands in the file.
+    """
+
+    def __init__(self, message: str, *, unquoted: str) -> None:
+        super().__init__(message)
+        self.unquoted = unquoted
+
+
+def _without_color_by_number(entry: _ClassFileEntry) -> str:
+    """As `_without_color`, without anything that stands in the file."""
+    missing = [i for i, one in enumerate(entry.classes) if one.color is None]
+    shown = ", ".join(map(str, missing[:_MAX_SHOWN]))
+    more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
+    return (
+        f"data.label_format is colors, and {len(missing)} of {len(entry.classes)} classes have no "
+        f"`color`: number {shown}{more}, counted from 0; give each class its colour in the labels, "
+        "such as {name: crack, color: [255, 0, 0]}"
+    )
+
+
+def _without_color(entry: _ClassFileEntry) -> Finding | None:
     """The classes of labels in colours that do not say theirs, in one finding."""
     missing = [(i, one.name) for i, one in enumerate(entry.classes) if one.color is None]
     if not missing:
-        return []
+        return None
     names = ", ".join(name for _, name in missing[:_MAX_SHOWN])
     more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
     text = (
@@ -346,7 +376,7 @@ def _without_color(entry: _ClassFileEntry) -> list[Finding]:
         f"`color`: {names}{more}; give each class its colour in the labels, such as "
         f"{{name: {missing[0][1]}, color: [255, 0, 0]}}"
     )
-    return [Finding(("classes", missing[0][0]), text)]
+    return Finding(("classes", missing[0][0]), text)
 
 
 def _conflicts(class_file: ClassFile, *, explicit_color: bool) -> Iterator[Finding]:
