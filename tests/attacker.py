@@ -10,8 +10,12 @@ from pathlib import Path
 
 # Lists the keys of every store it can connect to, and replaces the states of rendezvous.
 ATTACK = """
-import base64, json, multiprocessing, pickle, sys
+import base64, json, multiprocessing.connection, multiprocessing.popen_fork, os, pickle, sys
 from torch.distributed import TCPStore
+
+if sys.argv[1] != "0":  # after the imports: an environment in root's home is not for others
+    os.setgroups([]), os.setgid(int(sys.argv[1])), os.setuid(int(sys.argv[1]))
+del sys.argv[1]
 
 class Payload:
     def __reduce__(self):
@@ -37,13 +41,12 @@ print(json.dumps(found))
 NOBODY = 65534
 
 
-def attack(sentinel, host, ports, *, user=None, wrapper=()):
-    """What an attacker found behind each port: the keys of a store, or None."""
+def attack(sentinel, host, ports, *, user=0, wrapper=()):
+    """What an attacker, as `user`, found behind each port: the keys of a store, or None."""
     done = subprocess.run(
-        [*wrapper, sys.executable, "-c", ATTACK, str(sentinel), host, *map(str, ports)],
+        [*wrapper, sys.executable, "-c", ATTACK, str(user), str(sentinel), host, *map(str, ports)],
         capture_output=True,
         text=True,
-        user=user,
         env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
         cwd="/",
         timeout=120,

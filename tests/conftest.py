@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,19 @@ import pytest
 # Tests run beside each other on few cores; the ranks they start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Started by nohup, the tests would inherit that SIGHUP is ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 _RANKS_TIMEOUT_S = 400
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running():
+    """A run that a failed test has left behind would take the processor from all others."""
+    yield
+    from processes import end_all
+
+    end_all()
 
 
 @pytest.fixture(scope="session")

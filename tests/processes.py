@@ -21,6 +21,17 @@ _TIMEOUT_S = 240
 GONE_WITHIN_S = 15
 
 
+_started: list["Command"] = []
+
+
+def end_all() -> None:
+    """Kills the commands that a test has left running, as when an assertion in its midst fails."""
+    while _started:
+        command = _started.pop()
+        if command.process.poll() is None:
+            command.kill()
+
+
 class Command:
     """`python -m segtrain ARGS`, or another program before it, running in a session of its own.
 
@@ -48,6 +59,7 @@ class Command:
                 env=inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environ,
                 start_new_session=True,
             )
+        _started.append(self)
 
     @property
     def output(self) -> str:

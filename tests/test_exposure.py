@@ -55,7 +55,7 @@ def test_on_one_machine_nothing_listens_where_others_could_write(tmp_path, data,
     inside = ["nsenter", "--net", "--target", str(launcher)]
     sentinel = tmp_path / "executed"
     ports = [port for _, port in sockets]
-    found = attack(sentinel, "127.0.0.1", ports, wrapper=[*inside, "setpriv", f"--reuid={NOBODY}"])
+    found = attack(sentinel, "127.0.0.1", ports, user=NOBODY, wrapper=inside)
     modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in temporary_files(launcher)}
     before = command.process.poll()
     command.process.send_signal(signal.SIGTERM)

@@ -121,8 +121,8 @@ def test_a_stranger_can_stop_a_run_of_two_machines_but_not_run_code(start, tmp_p
     commands = both()
     commands[0].wait_for_step(run, 8)
     served = listening(children(commands[0].process.pid)[0])
-    stranger = ["ip", "netns", "exec", start.names[1], "setpriv", f"--reuid={NOBODY}"]
-    found = attack(sentinel, ADDRESS.format(1), [PORT], wrapper=stranger)
+    elsewhere = ["ip", "netns", "exec", start.names[1]]
+    found = attack(sentinel, ADDRESS.format(1), [PORT], user=NOBODY, wrapper=elsewhere)
     codes = [command.wait() for command in commands]
 
     assert {address for address, _ in served} == {ADDRESS.format(1)}
