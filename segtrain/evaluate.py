@@ -70,7 +70,8 @@ def run_eval(args: argparse.Namespace) -> int:
         stack.enter_context(dist.process_group(device, timeout_s=config.train.timeout_s))
         _check_same_step(args.checkpoint, loaded.step)
         if dist.is_main():
-            data = stack.enter_context(EvalData(loaded, known, config.data, dataset))
+            data = EvalData(loaded, known, config.data, dataset)
+            stack.callback(data.close)
             _warn(changed_normalization(loaded.config, config))
             _warn(data.file_lines())
             _warn([f"warning: {line}" for line in faint_lines(dataset)])

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from segtrain import dist
 from segtrain.checkpoint import LoadedModel, Record, parse_data, parse_experiment
@@ -43,7 +42,7 @@ class RunData:
     """The data of a run beside what its checkpoint says about them.
 
     Rank 0 compares; on other machines one rank looks at names and sizes. It has threads, so it is
-    to be closed, as a context manager. Making one is collective.
+    to be closed. Making one is collective.
 
     Args:
         sets: for training and for evaluation.
@@ -87,17 +86,10 @@ class RunData:
                     "they hold the same as then cannot be told"
                 )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ends the threads."""
         if self._hashing is not None:
-            self._hashing.stop()
+            self._hashing.close()
 
     def start(self, patience_s: float) -> None:
         """Begins to hash the labels; waits a little if there is something to compare (collective).
@@ -249,7 +241,7 @@ class EvalData:
     """The split that is evaluated beside that of its name when the model was trained.
 
     Nothing is refused: it is legitimate to evaluate on other data, but nobody should do so without
-    knowing. It has threads, so it is to be closed, as a context manager.
+    knowing. It has threads, so it is to be closed.
 
     Args:
         known: what the checkpoint says about the data; None: nothing.
@@ -269,17 +261,10 @@ class EvalData:
         asked = any(getattr(data, key) != getattr(trained.config.data, key) for key in _WHICH_DATA)
         self._word = "note" if asked else "warning"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ends the threads."""
         if self._hashing is not None:
-            self._hashing.stop()
+            self._hashing.close()
 
     def file_lines(self) -> list[str]:
         """What differs in classes, names and sizes, to be shown before the evaluation.

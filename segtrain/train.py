@@ -203,7 +203,7 @@ def _prepare(
     evaluated = 0 if record is None else record.evaluated
     sets, resumed = (train_set, eval_set), None if record is None else Resumed(record, path)
     data = RunData(sets, config.data.root, resumed, accept_changes=accept_changes)
-    stack.enter_context(data)
+    stack.callback(data.close)
     if record is not None:
         checkpoint.restore(state, record, path)
     if evaluated < config.train.steps:

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -105,7 +106,7 @@ def seen(root, split="train"):
     config = load_config(write_config(root.parent / f"{root.name}.yaml", small(root)))
     dataset = open_dataset(config.data, split)
     found = hash_files(dataset, config.data.root)
-    with LabelHashing([(dataset, found.pairs_per_hash)]) as hashing:
+    with closing(LabelHashing([(dataset, found.pairs_per_hash)])) as hashing:
         assert hashing.wait()
         (labels,) = hashing.result()
     return dataset, found, labels
@@ -181,7 +182,7 @@ def test_large_splits_have_few_hashes_that_still_say_where_to_look(tmp_path):
 def test_a_label_that_cannot_be_read_is_an_error_of_the_data(data, tmp_path):
     dataset, _, _ = seen(changed(data, tmp_path / "b"))
     (tmp_path / "b/labels/train/4.png").unlink()
-    with LabelHashing([(dataset, 1)]) as hashing:
+    with closing(LabelHashing([(dataset, 1)])) as hashing:
         assert hashing.wait()
         with pytest.raises(DataError, match=r"labels/train/4\.png: no such file"):
             hashing.result()
@@ -203,7 +204,7 @@ def test_hashing_can_be_ended_early(data, monkeypatch):
     hashing = LabelHashing([(dataset, 8)])
     reached.wait()
     assert not hashing.wait(0)
-    hashing.stop()
+    hashing.close()
     go_on.set()
     assert hashing.wait(60)
     assert len(read) == 1

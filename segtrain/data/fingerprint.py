@@ -14,8 +14,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from types import TracebackType
-from typing import Self
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -110,7 +108,7 @@ def hash_files(
 
 
 class LabelHashing:
-    """Hashes the contents of labels in threads beside other work, as a context manager.
+    """Hashes the contents of labels in threads beside other work; to be closed.
 
     Args:
         splits: data sets, each with its number of pairs a hash.
@@ -126,17 +124,6 @@ class LabelHashing:
             ]
             for dataset, size in splits
         ]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether `result` can tell; waits for it, at most `timeout_s`."""
@@ -156,7 +143,7 @@ class LabelHashing:
                     raise error
         return [tuple(future.result() for future in futures) for futures in self._futures]
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Ends the threads after the file each is reading; the process could not exit before."""
         self._stopped.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
