@@ -215,8 +215,9 @@ def _safe_path() -> list[str]:
 
 
 def _pass_on(number: int, directory: Path) -> None:
+    ours = children(os.getpid())
     for rank in progress.read(directory):
-        if rank.pid in children(os.getpid()):  # else it is an old note
+        if rank.pid in ours:  # else it is an old note
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, number)
 
