@@ -2,7 +2,8 @@
 
 Every function is the identity in a single process, so callers never branch on the number of ranks.
 Those marked *collective* must be called by all ranks in the same order, or they wait for each other
-until the timeout. Nothing else in the package imports torch.distributed but the launcher.
+until the timeout. Nothing else in the package imports torch.distributed but the launcher and its
+rendezvous.
 """
 
 import json
