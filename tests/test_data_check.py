@@ -562,9 +562,11 @@ def test_one_bright_image_far_from_the_sample_is_enough(root):
     for i in range(31):
         write_pair(root, "train", f"m{i:02d}", rows(0, 1), seed=20 + i)
     write_images(root, "train", 9, dtype=np.uint8)
+    with pytest.raises(DataError, match="train"):
+        quick_check(*opened(root))
     bright = np.random.default_rng(1).integers(0, 256, (*SIZE, 3)).astype(np.uint8)
     cv2.imwrite(str(root / "images/train/m05.png"), bright)
-    quick_check(*opened(root))
+    assert quick_check(*opened(root)) == []
 
 
 def test_images_of_formats_that_are_not_read_are_a_warning(root):

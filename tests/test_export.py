@@ -505,7 +505,7 @@ def readme_script():
     return code.replace("photo.jpg", "photo.png")  # in which pixels are what was written
 
 
-def run_readme_script(code, loaded, where, monkeypatch, capsys, shown=None, agreement=0.999):
+def assert_script_predicts(code, loaded, where, monkeypatch, capsys, shown=None, agreement=0.999):
     """Runs it in `where`, beside my.onnx and photo.png, and `segtrain predict` on the same image.
 
     shown: the picture that is predicted, if it is another one.
@@ -548,7 +548,7 @@ def test_the_readmes_script_predicts_as_segtrain_does(readme_script, tmp_path, m
     tiny, file = loaded_model(Tiny()), tmp_path / "my.onnx"
     export.export_graph(tiny, file, format="onnx", normalize="uint8", argmax=True)
     save_photo(tmp_path / "photo.png", 75, 101)
-    run_readme_script(readme_script, tiny, tmp_path, monkeypatch, capsys)
+    assert_script_predicts(readme_script, tiny, tmp_path, monkeypatch, capsys)
 
 
 def test_the_readmes_script_normalizes_where_the_file_does_not(
@@ -556,7 +556,7 @@ def test_the_readmes_script_normalizes_where_the_file_does_not(
 ):
     (tmp_path / "my.onnx").write_bytes(onnx_file.read_bytes())
     save_photo(tmp_path / "photo.png", 75, 101)
-    run_readme_script(readme_script, psp, tmp_path, monkeypatch, capsys)
+    assert_script_predicts(readme_script, psp, tmp_path, monkeypatch, capsys)
 
 
 def test_the_readmes_script_takes_the_size_of_a_file_for_one_size(
@@ -568,7 +568,7 @@ def test_the_readmes_script_takes_the_size_of_a_file_for_one_size(
     save_photo(tmp_path / "photo.png", 75, 101)
     resized = cv2.resize(read(tmp_path / "photo.png").astype(np.float32), (64, 48)).round()
     assert cv2.imwrite(str(tmp_path / "resized.png"), resized)
-    run_readme_script(
+    assert_script_predicts(
         readme_script, tiny, tmp_path, monkeypatch, capsys, shown=tmp_path / "resized.png"
     )
 
@@ -584,7 +584,7 @@ def test_the_readmes_script_resizes_images_as_the_model_was_trained(
     # A label map goes back to the image's size without the scores: its borders move by a pixel.
     # Unscaled images agree on 0.90.
     agreement = 0.95 if argmax else 0.999
-    run_readme_script(readme_script, short, tmp_path, monkeypatch, capsys, agreement=agreement)
+    assert_script_predicts(readme_script, short, tmp_path, monkeypatch, capsys, agreement=agreement)
 
 
 def test_the_readmes_script_reads_16_bits_and_writes_ids_above_255(
@@ -597,7 +597,7 @@ def test_the_readmes_script_reads_16_bits_and_writes_ids_above_255(
     save_photo(tmp_path / "photo.png", 75, 101)
     grey = read(tmp_path / "photo.png")[..., 1].astype(np.uint16) * 257
     assert cv2.imwrite(str(tmp_path / "photo.png"), grey)
-    run_readme_script(readme_script, tiny, tmp_path, monkeypatch, capsys)
+    assert_script_predicts(readme_script, tiny, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("short_side_px", [None, 230])
