@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from segtrain import __version__, outcome, signals
+from segtrain import __version__
+from segtrain.distributed import exit_status, signals
 from segtrain.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     args.argv = argv  # the launcher starts the same command once more for each rank
-    return _run_as_rank(args) if outcome.is_wanted() else _run(args)
+    return _run_as_rank(args) if exit_status.is_wanted() else _run(args)
 
 
 def _replace_closed_streams() -> None:
@@ -118,10 +119,10 @@ def _run_as_rank(args: argparse.Namespace) -> int:
         sys.stdout.flush()
     except UserError as error:
         code, consequence = error.exit_code, isinstance(error, LostRanksError)
-        if not consequence and outcome.is_first_to_say(str(error)):
+        if not consequence and exit_status.is_first_to_say(str(error)):
             _show(str(error))
     finally:
-        outcome.tell(code, consequence=consequence)
+        exit_status.tell(code, consequence=consequence)
     # Having stopped when asked to is no failure: torch elastic must not start the ranks again.
     return EXIT_OK if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else code
 
@@ -157,8 +158,7 @@ def _stdout_problem() -> str | None:
 
 def _load_config(args: argparse.Namespace) -> "Config":
     """The config that the command line names; `args.config` becomes the path of its file."""
-    from segtrain import recipes
-    from segtrain.config import load_config
+    from segtrain.config import load_config, recipes
 
     found = recipes.find(args.config)
     if found.note:
@@ -168,35 +168,35 @@ def _load_config(args: argparse.Namespace) -> "Config":
 
 
 def _train(args: argparse.Namespace) -> int:
+    from segtrain.commands.train.target import train_target
     from segtrain.config import load_config
-    from segtrain.rundir import has_lost_config
-    from segtrain.target import train_target
+    from segtrain.run.directory import has_lost_config
 
     target = train_target(args.config, resume=args.resume, output=args.output)
     args.output = target.directory
     if target.note and "RANK" not in os.environ:  # once, not for every rank
         _show(target.note)
     if args.resume and target.is_own and has_lost_config(target.directory):
-        from segtrain.recovery import restore_config
+        from segtrain.checkpoint.recovery import restore_config
 
         for line in restore_config(target.directory):
             _show(line)
     config = load_config(target.config, args.set)
     if "RANK" not in os.environ:  # once, not for every rank
         _print_warnings(config)
-    from segtrain import launch
+    from segtrain.commands import launch
 
     return launch.train(args, config)
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from segtrain import launch
+    from segtrain.commands import launch
 
     return launch.evaluate(args)
 
 
 def _predict(args: argparse.Namespace) -> int:
-    from segtrain import predict
+    from segtrain.commands import predict
 
     return predict.main(args)
 
@@ -208,7 +208,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    from segtrain import doctor
+    from segtrain.commands import doctor
 
     return doctor.main()
 
@@ -220,19 +220,19 @@ def _data_synth(args: argparse.Namespace) -> int:
 
 
 def _data_check(args: argparse.Namespace) -> int:
-    from segtrain.config_warnings import wrong_units
+    from segtrain.config.warnings import wrong_units
 
     config = _load_config(args)  # refused before anything heavy is imported
     if found := wrong_units(config):
         raise ConfigError("\n".join(found))
-    from segtrain.data import check
+    from segtrain.data.check import checks as check
 
     return check.main(args)
 
 
 def _config_show(args: argparse.Namespace) -> int:
     from segtrain.config import config_to_yaml
-    from segtrain.config_warnings import wrong_units
+    from segtrain.config.warnings import wrong_units
 
     config = _load_config(args)
     print(config_to_yaml(config), end="")
@@ -243,7 +243,7 @@ def _config_show(args: argparse.Namespace) -> int:
 
 
 def _config_list(_: argparse.Namespace) -> int:
-    from segtrain import recipes
+    from segtrain.config import recipes
 
     names = recipes.names()
     for name in names:
@@ -252,7 +252,7 @@ def _config_list(_: argparse.Namespace) -> int:
 
 
 def _config_copy(args: argparse.Namespace) -> int:
-    from segtrain import recipes
+    from segtrain.config import recipes
 
     for line in recipes.copy(args.name, args.file):
         print(line)
@@ -276,7 +276,7 @@ def _config_schema(args: argparse.Namespace) -> int:
 
 
 def _print_warnings(config: object) -> None:
-    from segtrain.config_warnings import config_warnings
+    from segtrain.config.warnings import config_warnings
 
     for line in config_warnings(config):
         print(f"segtrain: warning: {printable(line)}", file=sys.stderr)
@@ -309,7 +309,7 @@ class _Parser(argparse.ArgumentParser):
         """As argparse's, but an unknown option is refused with an example of what to write."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            from segtrain.command_hints import instead_of
+            from segtrain.commands.hints import instead_of
 
             self.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown, args)}")
         return found
@@ -323,7 +323,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with 2; the message may quote what was typed or pasted."""
-        from segtrain.command_hints import after_error
+        from segtrain.commands.hints import after_error
 
         hint = after_error(message, [*self.prog.split()[1:], *self._words])
         super().error(printable(message + hint))

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segtrain import dist
-from segtrain.records import IGNORE_INDEX
+from segtrain.distributed import collectives as dist
 from segtrain.text import MAX_NAME, printable
+from segtrain.types import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

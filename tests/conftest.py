@@ -39,7 +39,7 @@ def forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
     # The last ones are what making an optimizer and torch.compile import.
     libraries = ["albumentations", "torch.utils.tensorboard", "torch._inductor", "torch._dynamo"]
-    context.set_forkserver_preload(["segtrain.train", *libraries])
+    context.set_forkserver_preload(["segtrain.commands.train.run", *libraries])
     return context
 
 
@@ -159,7 +159,7 @@ def _result(rank: int, pipe: Any) -> Any:
 def _rank_main(pipe: Any, device: str, rank: int, world_size: int, port: int, task: bytes) -> None:
     import torch
 
-    from segtrain import dist
+    from segtrain.distributed import collectives as dist
 
     os.environ.update(
         RANK=str(rank),

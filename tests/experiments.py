@@ -72,8 +72,8 @@ def write_config(path: Path, options: dict[str, Any]) -> Path:
 
 def train(config: Path, directory: Path, resume: bool = False, **options: bool) -> int:
     """The whole `segtrain train` of one rank, without the launcher."""
+    from segtrain.commands.train.run import run
     from segtrain.config import load_config
-    from segtrain.train import run
 
     # A process of a fork server would have one of its own for the loader's workers.
     multiprocessing.set_start_method(None, force=True)
@@ -103,8 +103,8 @@ def stopped_after(
     rank: int = 0,
 ) -> int:
     """As `train`; after `step` updates a signal reaches `rank`."""
-    from segtrain import dist
-    from segtrain import train as command
+    from segtrain.commands.train import run as command
+    from segtrain.distributed import collectives as dist
 
     whole = command.train_steps
 
@@ -131,7 +131,7 @@ def refusal(function: Callable[..., Any], *args: Any) -> tuple[str, int, str] | 
 
 def last(directory: Path) -> Any:
     """The record that a run would go on from."""
-    from segtrain.checkpoint import load
+    from segtrain.checkpoint.contents import load
 
     return load(directory / "checkpoints" / "last.pt")
 

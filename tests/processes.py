@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from segtrain import outcome, progress
-from segtrain.processes import children, descendants, is_alive
-from segtrain.progress import Progress
+from segtrain.distributed import exit_status, heartbeat
+from segtrain.distributed.heartbeat import Progress
+from segtrain.distributed.processes import children, descendants, is_alive
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 240
@@ -76,9 +76,9 @@ class Command:
     def progress(self) -> list[Progress]:
         """The last words of the ranks."""
         for pid in self.ranks():
-            root = _environ(pid).get(outcome.VARIABLE)
+            root = _environ(pid).get(exit_status.VARIABLE)
             if root is not None and Path(root).is_dir():
-                return progress.read(Path(root))
+                return heartbeat.read(Path(root))
         return []
 
     def wait_for_phase(self, phase: str) -> None:

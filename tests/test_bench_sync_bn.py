@@ -25,7 +25,7 @@ from bench_sync_bn import (
 from rounds import estimate, measure, turn
 from sync_bn_schemes import SCHEMES, SchemeBatchNorm2d
 
-from segtrain import dist
+from segtrain.distributed import collectives as dist
 
 C = 5
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def test_every_scheme_equals_the_whole_batch(run_ranks, name, splits):
     exact = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(torch.cat([part[0] for part in parts]), y, **exact)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), grad_x, **exact)
-    # Parameters' gradients stay local sums; `segtrain.gradients` adds them up.
+    # Parameters' gradients stay local sums; `segtrain.training.gradients` adds them up.
     torch.testing.assert_close(sum(part[2] for part in parts), grad_weight, **exact)
     torch.testing.assert_close(sum(part[3] for part in parts), grad_bias, **exact)
     for part in parts:

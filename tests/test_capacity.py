@@ -4,10 +4,10 @@ import pytest
 import torch
 from experiments import experiment, small, train, write_config
 
-from segtrain import capacity
-from segtrain.capacity import check_windows, is_out_of_memory, memory_bytes, training_finding
 from segtrain.config import Config
 from segtrain.errors import ConfigError
+from segtrain.models import memory
+from segtrain.models.memory import check_windows, is_out_of_memory, memory_bytes, training_finding
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def machine(monkeypatch):
     """Memory of a million bytes."""
-    monkeypatch.setattr(capacity, "memory_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: 1_000_000)
 
 
 def config(**sections):
@@ -68,7 +68,7 @@ def test_memory_is_that_of_the_container_where_it_has_less(tmp_path, monkeypatch
     assert whole <= total
     for text, expected in (("12345\n", 12345), ("max\n", total), (f"{2 * total}\n", total)):
         (tmp_path / "limit").write_text(text)
-        monkeypatch.setattr(capacity, "_CGROUP_LIMIT", tmp_path / "limit")
+        monkeypatch.setattr(memory, "_CGROUP_LIMIT", tmp_path / "limit")
         assert memory_bytes(CPU) == pytest.approx(expected, rel=1e-9)
 
 

@@ -13,8 +13,8 @@ import torch
 from experiments import experiment, write_config, write_data
 from torch import nn
 
-from segtrain import checkpoint
-from segtrain.checkpoint import (
+from segtrain.checkpoint import contents as checkpoint
+from segtrain.checkpoint.contents import (
     Record,
     experiment_record,
     load,
@@ -26,14 +26,14 @@ from segtrain.checkpoint import (
     restore,
     save,
 )
+from segtrain.checkpoint.manager import CheckpointStore
+from segtrain.checkpoint.optimizer_state import restore_scaler
+from segtrain.checkpoint.recovery import restore_config
 from segtrain.config import load_config
 from segtrain.data.classes import class_file_from_json, ignoring_as, load_class_file
-from segtrain.engine import make_state
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
-from segtrain.optimizer_state import restore_scaler
-from segtrain.recovery import restore_config
-from segtrain.store import CheckpointStore
+from segtrain.training.engine import make_state
 
 
 def record(step=3, **fields):

@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 from experiments import refusal, small, train, write_config
 
-from segtrain.claim import LOCK, Claim
 from segtrain.errors import ConfigError, ExecutionError
+from segtrain.run.claim import LOCK, Claim
 
 
 def test_a_lock_that_was_only_deleted_is_made_again(tmp_path):
@@ -98,7 +98,7 @@ def test_no_lock_is_taken_on_anything_but_a_file(tmp_path, make):
 
 def losing_its_lock(config, run, *, to_another):
     """What a run ends with whose lock file is deleted after its first step, and what it says."""
-    from segtrain import train as command
+    from segtrain.commands.train import run as command
 
     whole, left = command.train_steps, []
 

@@ -10,7 +10,7 @@ from segtrain.data.classes import (
     load_class_file,
 )
 from segtrain.errors import ConfigError
-from segtrain.records import IGNORE_INDEX
+from segtrain.types import IGNORE_INDEX
 
 
 def load(tmp_path, text):

@@ -12,7 +12,7 @@ import yaml
 from segtrain import cli
 from segtrain.config import load_config
 from segtrain.errors import CheckpointError, DataError
-from segtrain.rundir import write_description
+from segtrain.run.directory import write_description
 
 GOOD = "data: {layout: folders, root: /d, classes: voc}\n"
 HEAVY = ("torch", "cv2", "albumentations", "numpy", "torchvision")
@@ -37,11 +37,11 @@ def calls(monkeypatch):
     launch = types.SimpleNamespace(train=record, evaluate=record)
     module = types.SimpleNamespace(main=record)
     stand_ins = {
-        "segtrain.launch": launch,
-        "segtrain.predict": module,
+        "segtrain.commands.launch": launch,
+        "segtrain.commands.predict": module,
         "segtrain.export": module,
         "segtrain.data.synthetic": module,
-        "segtrain.data.check": module,
+        "segtrain.data.check.checks": module,
     }
     for name, stand_in in stand_ins.items():
         parent, child = name.rsplit(".", 1)
@@ -353,7 +353,7 @@ def test_a_run_that_was_begun_with_such_a_mean_is_gone_on_with_under_a_warning(
 ):
     options = ["--set", WRONG_UNIT, "--output", str(tmp_path / "run"), "--nproc", "1"]
     write_description(tmp_path / "run", load_config(config, [WRONG_UNIT]), ["cpu"])
-    monkeypatch.setattr("segtrain.train.run", lambda *_, **__: 7)
+    monkeypatch.setattr("segtrain.commands.train.run.run", lambda *_, **__: 7)
     assert cli.main(["train", str(config), *options, "--resume"]) == 7
     assert capsys.readouterr().err.startswith("segtrain: warning: data.mean: [0.485, ")
 

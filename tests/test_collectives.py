@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed import all_reduce
 
-from segtrain import dist
 from segtrain.config import ModelConfig
+from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import SyncBatchNorm2d
 

@@ -21,13 +21,12 @@ from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from segtrain import dist, engine
-from segtrain.checkpoint import load
+from segtrain.checkpoint.contents import load
+from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import load_config
 from segtrain.data.loader import rows_of_rank
-from segtrain.engine import make_state, train_steps
+from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
-from segtrain.guard import Guard
 from segtrain.models import SegModel, build_model
 from segtrain.models.blocks import (
     AuxHead,
@@ -38,8 +37,10 @@ from segtrain.models.blocks import (
 )
 from segtrain.models.pspnet import PSPHead
 from segtrain.norm import make_norm, norm_relu_conv
-from segtrain.records import IGNORE_INDEX, Batch
-from segtrain.start import check_experiment
+from segtrain.training import engine
+from segtrain.training.engine import make_state, train_steps
+from segtrain.training.step_sync import Guard
+from segtrain.types import IGNORE_INDEX, Batch
 
 CPU = torch.device("cpu")
 COMPILE = torch.compile
@@ -251,7 +252,7 @@ def train_traced(config, directory, resume=False):
 
 
 def stop_before_the_end(config, directory):
-    from segtrain import train as command
+    from segtrain.commands.train import run as command
 
     original = command._keep_cadences
 

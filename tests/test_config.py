@@ -14,7 +14,7 @@ from segtrain.config import (
     override_config,
     parse_config,
 )
-from segtrain.config_warnings import config_warnings, wrong_units
+from segtrain.config.warnings import config_warnings, wrong_units
 from segtrain.errors import ConfigError
 
 DATA = "data: {layout: folders, root: /d, classes: voc}\n"

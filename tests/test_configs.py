@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from segtrain.config import Config, load_config
-from segtrain.config_warnings import config_warnings
+from segtrain.config.warnings import config_warnings
 from segtrain.data.classes import check_class_weights, load_class_file
 from segtrain.models import build_model
-from segtrain.optim import learning_rate
+from segtrain.training.optim import learning_rate
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 NAMES = [path.stem for path in CONFIGS]

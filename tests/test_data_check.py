@@ -13,8 +13,8 @@ from PIL import Image
 from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, TrainConfig
 from segtrain.data import open_dataset
-from segtrain.data.check import quick_check, run
-from segtrain.data.report import as_text, enet_weights, median_frequency_weights
+from segtrain.data.check.checks import quick_check, run
+from segtrain.data.check.report import as_text, enet_weights, median_frequency_weights
 from segtrain.errors import ConfigError, DataError
 
 SIZE = (6, 9)

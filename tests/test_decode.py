@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segtrain import records
+from segtrain import types
 from segtrain.data import decode, labels
 from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import DataError
@@ -344,4 +344,4 @@ def test_image_equals_opencv_on_an_ordinary_file(saved):
 
 
 def test_ignored_pixels_have_the_value_that_losses_expect():
-    assert labels.IGNORE_INDEX == records.IGNORE_INDEX
+    assert labels.IGNORE_INDEX == types.IGNORE_INDEX

@@ -5,7 +5,8 @@ import pickle
 
 import pytest
 
-from segtrain import dist, network, outcome
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import exit_status, network
 from segtrain.errors import DataError
 
 
@@ -77,8 +78,8 @@ def test_ranks_of_one_machine_listen_on_its_loopback(tmp_path, monkeypatch, alre
     """gloo and NCCL would else listen where the machine's name leads; a user's choice stays."""
     tmp_path.chmod(0o700)
     for name, value in (
-        (outcome.VARIABLE, str(tmp_path)),
-        (outcome.ONE_MACHINE, "1"),
+        (exit_status.VARIABLE, str(tmp_path)),
+        (exit_status.ONE_MACHINE, "1"),
         ("RANK", "0"),
         ("MASTER_ADDR", "127.0.0.1"),
         ("MASTER_PORT", "0"),

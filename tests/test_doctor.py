@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY
 
-from segtrain import versions
+from segtrain.run import versions
 
 REPAIR = "pip install --force-reinstall --no-deps opencv-python-headless"
 

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from segtrain import dist
 from segtrain.config import Config, DataConfig, LossConfig, ModelConfig, TrainConfig
 from segtrain.data.loader import rows_of_rank
-from segtrain.engine import make_state, train_steps
+from segtrain.distributed import collectives as dist
 from segtrain.errors import NonFiniteError
-from segtrain.guard import Guard
 from segtrain.models import DropoutChannels
-from segtrain.records import IGNORE_INDEX, Batch, SegLogits
+from segtrain.training.engine import make_state, train_steps
+from segtrain.training.step_sync import Guard
+from segtrain.types import IGNORE_INDEX, Batch, SegLogits
 
 CPU = torch.device("cpu")
 K, H, W, N = 3, 6, 9, 5

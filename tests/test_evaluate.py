@@ -12,14 +12,15 @@ from experiments import refusal
 from PIL import Image
 from torch import nn
 
-from segtrain import dist, evaluate
-from segtrain.checkpoint import LoadedModel, Record, experiment_record, save
+from segtrain.checkpoint.contents import LoadedModel, Record, experiment_record, save
+from segtrain.commands import evaluate
+from segtrain.commands.evaluate import run_eval
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
 from segtrain.data.classes import ClassFile, load_class_file
+from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
-from segtrain.evaluate import run_eval
 from segtrain.models import build_model
-from segtrain.records import SegLogits
+from segtrain.types import SegLogits
 
 # Raw ids of the test scenes: ignored ones too; `train` (31) occurs nowhere.
 VOID, ROAD, PERSON, CAR, BUS = 0, 7, 24, 26, 28

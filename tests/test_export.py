@@ -13,8 +13,9 @@ from processes import REPOSITORY
 from safetensors import safe_open
 from torch import nn
 
-from segtrain import export, predict
-from segtrain.checkpoint import LoadedModel
+from segtrain import export
+from segtrain.checkpoint.contents import LoadedModel
+from segtrain.commands import predict
 from segtrain.config import Config, DataConfig, ModelConfig
 from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
@@ -24,7 +25,7 @@ from segtrain.models import SegModel, build_model, pspnet
 from segtrain.models.blocks import ConvNormReLU, FeatureChannels, Features
 from segtrain.models.deeplab import DeepLabV3PlusHead
 from segtrain.models.pspnet import PSPHead
-from segtrain.records import SegLogits
+from segtrain.types import SegLogits
 
 MEAN, STD = (120.0, 110.0, 100.0), (58.0, 57.0, 56.0)
 ARCHITECTURES = [

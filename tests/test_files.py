@@ -10,7 +10,7 @@ import pytest
 from processes import REPOSITORY
 from test_layouts import listed_by_the_disk
 
-from segtrain import files
+from segtrain.files import local as files
 
 
 def names(directory):

@@ -28,8 +28,8 @@ from experiments import (
 )
 from processes import logged_steps
 
-from segtrain import checkpoint, manifest
-from segtrain.checkpoint import load_initial, parse_data
+from segtrain.checkpoint import contents as checkpoint
+from segtrain.checkpoint.contents import load_initial, parse_data
 from segtrain.config import load_config
 from segtrain.data import fingerprint, open_dataset
 from segtrain.data.classes import class_file_from_json, load_class_file
@@ -45,6 +45,7 @@ from segtrain.data.fingerprint import (
 )
 from segtrain.data.layouts import Pair
 from segtrain.errors import CheckpointError, DataError
+from segtrain.files import manifest
 from segtrain.models import build_model
 
 
@@ -385,7 +386,7 @@ def test_changed_data_that_are_meant_are_told_and_kept(run_ranks, data, run, tmp
 
 def slow_labels(step, function, *args):
     """Labels can be read only after `step` updates of this process."""
-    from segtrain import train as command
+    from segtrain.commands.train import run as command
 
     go_on, read, steps = threading.Event(), fingerprint.read_bytes, command.train_steps
 
@@ -473,7 +474,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_a_warning(run_ranks, data
 
 def on_a_machine_of_its_own(configs, run):
     """Every rank is the only one of its machine and has a data set there."""
-    from segtrain import dist
+    from segtrain.distributed import collectives as dist
 
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return refusal(train, configs[dist.rank()], run)
@@ -513,7 +514,7 @@ def test_a_damaged_fingerprint_is_a_damaged_checkpoint(run):
 @pytest.fixture
 def score(run, capsys):
     """Runs `segtrain eval` and returns what it says on stderr about the data."""
-    from segtrain import evaluate
+    from segtrain.commands import evaluate
 
     def score(*overrides, split=None):
         args = argparse.Namespace(checkpoint=str(run), set=list(overrides), split=split)

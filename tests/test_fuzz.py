@@ -28,15 +28,15 @@ from hypothesis import strategies as st
 
 from segtrain.config import AugmentConfig, Config, DataConfig, config_to_yaml, load_config
 from segtrain.config import parse_config as parse
+from segtrain.config.strict_yaml import MAX_BYTES, checked, parse_value, scan_yaml
 from segtrain.data.classes import ClassFile, SegClass
 from segtrain.data.geometry import resample_image, resample_label
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.data.layouts import list_pairs, scan_layout
 from segtrain.data.transforms import draw_placement
 from segtrain.errors import ConfigError, DataError, UserError
-from segtrain.inference import view_size, window_starts
-from segtrain.strict_yaml import MAX_BYTES, checked, parse_value, scan_yaml
-from segtrain.torch_file import DamagedError, read
+from segtrain.evaluation.inference import view_size, window_starts
+from segtrain.files.torch_file import DamagedError, read
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 # Tables of characters would be kept below the current directory.

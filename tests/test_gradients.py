@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from segtrain import dist, gradients
+from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
-from segtrain.gradients import GradientSum
-from segtrain.replica import share_weights
+from segtrain.training import gradients
+from segtrain.training.gradients import GradientSum
+from segtrain.training.wrap import share_weights
 
 SAME, OTHER = 0, 1  # steps with other images
 

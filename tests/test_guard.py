@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from segtrain import dist
+from segtrain.distributed import collectives as dist
 from segtrain.errors import NonFiniteError
-from segtrain.guard import MAX_OVERFLOWS, Guard
-from segtrain.losses import PixelSum, StepLoss
+from segtrain.training.losses import PixelSum, StepLoss
+from segtrain.training.step_sync import MAX_OVERFLOWS, Guard
 
 FINE, OVERFLOW = torch.tensor(1.0), torch.tensor(float("inf"))
 

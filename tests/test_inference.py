@@ -4,9 +4,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from segtrain import inference
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
-from segtrain.inference import (
+from segtrain.evaluation import inference
+from segtrain.evaluation.inference import (
     InferenceSettings,
     num_windows,
     predict_label,
@@ -14,8 +14,8 @@ from segtrain.inference import (
     view_size,
     window_starts,
 )
-from segtrain.preprocess import normalize
-from segtrain.records import SegLogits
+from segtrain.models.normalize import normalize
+from segtrain.types import SegLogits
 
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 CLASSES = 5

@@ -5,8 +5,8 @@ import pytest
 import torch
 from experiments import experiment, losses, train, write_config
 
-from segtrain import dist
-from segtrain.checkpoint import load
+from segtrain.checkpoint.contents import load
+from segtrain.distributed import collectives as dist
 
 
 def everything(data, precision):
@@ -87,11 +87,11 @@ def train_without(place, config, directory):
 
         functional.dist = type("Alone", (), {"all_sum": staticmethod(lambda t, group=None: t)})
     elif place == "loss":
-        from segtrain import guard
+        from segtrain.training import step_sync
 
-        guard.dist = type("Alone", (), {"all_sum": staticmethod(lambda t: t)})
+        step_sync.dist = type("Alone", (), {"all_sum": staticmethod(lambda t: t)})
     elif place == "mining":
-        from segtrain import losses as pixel_losses
+        from segtrain.training import losses as pixel_losses
 
         pixel_losses.dist = type("Alone", (), {"all_gather": staticmethod(lambda t: t)})
     elif place == "gradient":
@@ -114,7 +114,7 @@ def test_the_losses_show_when_a_collective_is_missing(run_ranks, tmp_path, data)
 
 
 def train_in_order(order, config, directory):
-    from segtrain import train as command
+    from segtrain.commands.train import run as command
 
     command.rows_of_rank = lambda *_: [order]
     return train(config, directory)

@@ -14,12 +14,13 @@ import pytest
 from experiments import experiment, write_config, write_data
 from processes import REPOSITORY, Command, logged_steps
 
-from segtrain import launch, outcome, slurm
-from segtrain.checkpoint import load
+from segtrain.checkpoint.contents import load
+from segtrain.commands import launch
+from segtrain.commands.launch import adopt_environment, exit_code_of
+from segtrain.distributed import exit_status, slurm
+from segtrain.distributed.exit_status import Outcome
+from segtrain.distributed.heartbeat import Progress
 from segtrain.errors import ConfigError
-from segtrain.launch import adopt_environment, exit_code_of
-from segtrain.outcome import Outcome
-from segtrain.progress import Progress
 
 TORCHRUN = {
     "RANK": "1",
@@ -44,7 +45,7 @@ SRUN = {
 @pytest.fixture
 def environ(monkeypatch):
     """The environment without any rank in it; changes to it are undone."""
-    for name in [*TORCHRUN, *SRUN, "LOCAL_WORLD_SIZE", outcome.VARIABLE]:
+    for name in [*TORCHRUN, *SRUN, "LOCAL_WORLD_SIZE", exit_status.VARIABLE]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return os.environ
@@ -203,20 +204,20 @@ def test_a_death_that_no_rank_could_report_is_told(capsys):
 
 
 def test_only_the_last_attempt_counts(tmp_path, environ):
-    environ.update(TORCHRUN | {outcome.VARIABLE: str(tmp_path)})
+    environ.update(TORCHRUN | {exit_status.VARIABLE: str(tmp_path)})
     for attempt, code in (("9", 6), ("10", 0)):
         environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-        outcome.tell(None)
-        outcome.tell(code)
+        exit_status.tell(None)
+        exit_status.tell(code)
     del environ["TORCHELASTIC_RESTART_COUNT"]
-    assert [(note.rank, note.code) for note in outcome.read(tmp_path)] == [(1, 0)]
+    assert [(note.rank, note.code) for note in exit_status.read(tmp_path)] == [(1, 0)]
 
 
 def test_the_same_words_are_said_by_one_rank_only(tmp_path, environ):
-    environ.update(TORCHRUN | {outcome.VARIABLE: str(tmp_path)})
-    assert outcome.is_first_to_say("no such file")
-    assert not outcome.is_first_to_say("no such file")
-    assert outcome.is_first_to_say("another")
+    environ.update(TORCHRUN | {exit_status.VARIABLE: str(tmp_path)})
+    assert exit_status.is_first_to_say("no such file")
+    assert not exit_status.is_first_to_say("no such file")
+    assert exit_status.is_first_to_say("another")
 
 
 def small(root, /, **sections):

@@ -16,11 +16,11 @@ from processes import REPOSITORY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from segtrain import log
 from segtrain.config import Config
-from segtrain.log import ProgressBar, RunLog, say
-from segtrain.report import progress_words
-from segtrain.rundir import MAIN_OPTIONS, flat
+from segtrain.run import log
+from segtrain.run.directory import MAIN_OPTIONS, flat
+from segtrain.run.log import ProgressBar, RunLog, say
+from segtrain.run.report import progress_words
 
 
 def lines(directory):
@@ -231,7 +231,7 @@ def full(text):
 
 @pytest.mark.fault(88)
 def test_a_console_that_nobody_reads_does_not_end_a_run():
-    code = "from segtrain.log import say\nfor i in range(5): say('x' * 70000)\n"
+    code = "from segtrain.run.log import say\nfor i in range(5): say('x' * 70000)\n"
     code += "import sys; print('went on', file=sys.stderr)"
     reader, writer = os.pipe()
     os.close(reader)

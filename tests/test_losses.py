@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segtrain import dist
 from segtrain.config import LossConfig
-from segtrain.losses import SegLoss, cross_entropy, label_weight, ohem_cross_entropy
-from segtrain.records import IGNORE_INDEX, SegLogits
+from segtrain.distributed import collectives as dist
+from segtrain.training.losses import SegLoss, cross_entropy, label_weight, ohem_cross_entropy
+from segtrain.types import IGNORE_INDEX, SegLogits
 
 K, H, W = 4, 5, 7
 CLASS_WEIGHTS = torch.tensor([1.0, 2.5, 0.25, 0.0])

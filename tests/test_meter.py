@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from segtrain import meter
-from segtrain.engine import StepResult
-from segtrain.meter import StepMeter
+from segtrain.training import meter
+from segtrain.training.engine import StepResult
+from segtrain.training.meter import StepMeter
 
 
 @pytest.fixture

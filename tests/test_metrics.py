@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from segtrain.metrics import ConfusionMatrix, scores_of
-from segtrain.records import IGNORE_INDEX
+from segtrain.types import IGNORE_INDEX
 
 NAMES = ["road", "sky", "car"]
 

@@ -14,7 +14,7 @@ from segtrain.models.blocks import FeatureChannels, Features
 from segtrain.models.deeplab import ASPP, DeepLabV3PlusHead
 from segtrain.models.pspnet import PSPHead, PyramidPooling, adaptive_avg_pools
 from segtrain.norm import SyncBatchNorm2d
-from segtrain.records import DropoutMasks
+from segtrain.types import DropoutMasks
 
 ARCHS = ("pspnet", "deeplabv3", "deeplabv3plus")
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segtrain import dist
 from segtrain.config import NormConfig
+from segtrain.distributed import collectives as dist
 from segtrain.norm import (
     PartialBatchNorm2d,
     SyncBatchNorm,

@@ -24,7 +24,7 @@ from test_norm import (
     tensors,
 )
 
-from segtrain import dist
+from segtrain.distributed import collectives as dist
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

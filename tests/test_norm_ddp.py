@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from segtrain import dist
+from segtrain.distributed import collectives as dist
 from segtrain.norm import SyncBatchNorm2d
 
 HALVES = (slice(0, 3), slice(3, 6))

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from experiments import experiment, losses, train, write_config
 from torch import nn
 
-from segtrain import dist
-from segtrain.checkpoint import load, load_model
+from segtrain.checkpoint.contents import load, load_model
 from segtrain.config import NormConfig, load_config
+from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.norm import (
     FrozenBatchNorm2d,
@@ -245,8 +245,8 @@ def test_every_kind_trains_and_is_evaluated_alike_on_all_ranks(run_ranks, tmp_pa
     record = load(tmp_path / "run/checkpoints/last.pt")
     assert record.best["mean_iou"] == scored
     from segtrain.data import open_dataset
-    from segtrain.inference import InferenceSettings
-    from segtrain.scoring import evaluate_dataset
+    from segtrain.evaluation.dataset import evaluate_dataset
+    from segtrain.evaluation.inference import InferenceSettings
 
     loaded = load_model(tmp_path / "run")
     matrix = evaluate_dataset(

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from segtrain import dist, offload
-from segtrain.lockstep import Lockstep
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import offload
+from segtrain.distributed.virtual_ranks import Lockstep
 from segtrain.norm import (
     SyncBatchNorm2d,
     convert,

@@ -24,12 +24,12 @@ from norm_simulation import (
 from norm_training import TREATMENTS, Result, Study
 from torch import nn
 
-from segtrain import dist
-from segtrain.checkpoint import load
+from segtrain.checkpoint.contents import load
 from segtrain.config import load_config
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.partition import share
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.norm import PartialBatchNorm2d, settle_statistics
-from segtrain.shares import share
 
 C = 4
 X = torch.randn(5, C, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -79,7 +79,7 @@ def test_ghost_batch_norm_is_local_batch_norm_of_real_ranks(run_ranks, running, 
 
     close(outputs, [torch.cat(parts) for parts in zip(*(rank[0] for rank in ranks), strict=True)])
     close(grad, torch.cat([rank[1] for rank in ranks]))
-    # `segtrain.gradients` adds these up over the ranks.
+    # `segtrain.training.gradients` adds these up over the ranks.
     close(parameter_grads, [ranks[0][i] + ranks[1][i] for i in (2, 3)])
     for rank in ranks:
         close(list(ghost.trackers[running].buffers()), rank[4])

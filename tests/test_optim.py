@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from segtrain.config import TrainConfig
-from segtrain.optim import (
+from segtrain.training.optim import (
     WeightAverage,
     base_lr,
     build_optimizer,

@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
-from segtrain import outcome, progress
-from segtrain.progress import Progress
+from segtrain.distributed import exit_status, heartbeat
+from segtrain.distributed.heartbeat import Progress
 
 NOBODY = 65534
 
@@ -17,23 +17,23 @@ def root(tmp_path, monkeypatch):
     """A launcher's folder, in the environment of its rank 0."""
     folder = tmp_path / "root"
     folder.mkdir(mode=0o700)
-    monkeypatch.setenv(outcome.VARIABLE, str(folder))
+    monkeypatch.setenv(exit_status.VARIABLE, str(folder))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    monkeypatch.setattr(progress, "_file", None)
+    monkeypatch.setattr(heartbeat, "_file", None)
     yield folder
-    if progress._file is not None:
-        os.close(progress._file)
+    if heartbeat._file is not None:
+        os.close(heartbeat._file)
 
 
 def write_everything():
-    progress.at("training", 7)
-    outcome.tell(3)
-    return outcome.is_first_to_say("words")
+    heartbeat.at("training", 7)
+    exit_status.tell(3)
+    return exit_status.is_first_to_say("words")
 
 
 def read_everything(root):
-    return outcome.read(root), progress.read(root)
+    return exit_status.read(root), heartbeat.read(root)
 
 
 def test_what_is_told_is_read_and_is_for_this_user_alone(root):
@@ -57,7 +57,7 @@ def test_a_folder_that_another_user_could_have_planted_is_left_alone(root, tmp_p
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (root / "0").mkdir()
-    for name in ("0.now", "0.json", "0.tmp", f"{outcome.said_name('words')}"):
+    for name in ("0.now", "0.json", "0.tmp", f"{exit_status.said_name('words')}"):
         (root / "0" / name).symlink_to(victim)
     match planted:
         case "root":
@@ -70,7 +70,7 @@ def test_a_folder_that_another_user_could_have_planted_is_left_alone(root, tmp_p
     assert victim.read_text() == "mine"
     assert victim.lstat().st_nlink == 1
     assert read_everything(root) == ([], [])
-    assert outcome.keep_root(root) is (planted == "attempt")
+    assert exit_status.keep_root(root) is (planted == "attempt")
 
 
 def test_links_in_its_own_folder_are_not_followed(root, tmp_path):
@@ -91,9 +91,9 @@ def test_notes_that_make_no_sense_are_passed_over(root, words):
     (root / "0" / "0.json").write_text(words)
     (root / "0" / "1.json").write_text(json.dumps({"code": 0}))
     assert read_everything(root) == ([], [])
-    progress.at("training", 7)
-    assert [one.step for one in progress.read(root)] == [7]
-    assert isinstance(progress.read(root)[0], Progress)
+    heartbeat.at("training", 7)
+    assert [one.step for one in heartbeat.read(root)] == [7]
+    assert isinstance(heartbeat.read(root)[0], Progress)
 
 
 def test_a_folder_that_was_removed_is_made_again(root):
@@ -103,7 +103,7 @@ def test_a_folder_that_was_removed_is_made_again(root):
     assert read_everything(root) == ([], [])
     write_everything()
     assert not root.exists()  # it is the launcher's to make
-    assert outcome.keep_root(root)
+    assert exit_status.keep_root(root)
     write_everything()
     (note,), (rank,) = read_everything(root)
     assert (note.code, rank.step) == (3, 7)

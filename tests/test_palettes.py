@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 from test_data_check import config, finding, kinds, opened, rows, write_pair
 
-from segtrain.data.check import quick_check, run
+from segtrain.data.check.checks import quick_check, run
 from segtrain.data.classes import default_palette, load_class_file
 from segtrain.errors import DataError
 

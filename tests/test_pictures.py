@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segtrain import lettering
 from segtrain.errors import ExecutionError
-from segtrain.lettering import class_labels, text_mask, title_text
-from segtrain.pictures import (
+from segtrain.run import lettering
+from segtrain.run.lettering import class_labels, text_mask, title_text
+from segtrain.run.pictures import (
     colorize,
     confusion_picture,
     error_map,
@@ -17,7 +17,7 @@ from segtrain.pictures import (
     panel,
     write_png,
 )
-from segtrain.records import IGNORE_INDEX
+from segtrain.types import IGNORE_INDEX
 
 NAMES = ["road", "sky", "car"]
 PALETTE = [(128, 64, 128), (70, 130, 180), (0, 0, 142)]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from experiments import small, write_config
 
-from segtrain import manifest, rundir
-from segtrain.checkpoint import load, load_initial, resolve
+from segtrain.checkpoint.contents import load, load_initial, resolve
+from segtrain.checkpoint.manager import CheckpointStore
 from segtrain.cli import main as segtrain
 from segtrain.config import DataConfig, load_config
 from segtrain.data import open_dataset
@@ -22,6 +22,7 @@ from segtrain.data.synthetic import write_dataset
 from segtrain.errors import CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.files import (
     NotRegularError,
+    manifest,
     open_regular,
     output_place,
     read_bytes,
@@ -29,8 +30,8 @@ from segtrain.files import (
 )
 from segtrain.models.pretrained import load_backbone
 from segtrain.models.resnet import ResNet
-from segtrain.pictures import write_png
-from segtrain.store import CheckpointStore
+from segtrain.run import directory as run_directory
+from segtrain.run.pictures import write_png
 
 
 @pytest.fixture(autouse=True)
@@ -130,11 +131,11 @@ def test_a_manifest_is_a_plain_file_and_so_is_what_it_names(pipe, tmp_path):
 def test_a_run_directory_holds_plain_files(pipe, tmp_path, data, name):
     """What concerns metrics.jsonl and train.log stands in test_log."""
     config = load_config(write_config(tmp_path / "c.yaml", small(data)))
-    rundir.write_description(tmp_path / "run", config, ["cpu"])
+    run_directory.write_description(tmp_path / "run", config, ["cpu"])
     pipe(f"run/{name}")
     with pytest.raises(ConfigError, match=f"{name}: expected a file, found a pipe; move it away"):
-        rundir.check_directory(tmp_path / "run", config, resume=True)
-    assert rundir.other_versions(tmp_path / "run") == []
+        run_directory.check_directory(tmp_path / "run", config, resume=True)
+    assert run_directory.other_versions(tmp_path / "run") == []
 
 
 def test_drawn_scenes_are_described_by_a_plain_file(pipe, tmp_path):
@@ -239,7 +240,7 @@ def test_findings_that_could_not_be_kept_are_refused_before_the_check(
 ):
     pipe("pipe")
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr("segtrain.data.check.run", lambda *_, **__: pytest.fail("too late"))
+    monkeypatch.setattr("segtrain.data.check.checks.run", lambda *_, **__: pytest.fail("too late"))
     file = write_config(tmp_path / "c.yaml", small(tmp_path))
     assert segtrain(["data", "check", str(file), "--json", str(tmp_path / place)]) == 2
     assert re.search(rf"--json .*/{place}: is a {place}", capsys.readouterr().err)

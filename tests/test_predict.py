@@ -9,13 +9,14 @@ from PIL import Image
 from test_layouts import listed_by_the_disk
 from torch import nn
 
-from segtrain import log, predict
-from segtrain.checkpoint import LoadedModel
+from segtrain.checkpoint.contents import LoadedModel
+from segtrain.commands import predict
 from segtrain.config import Config, DataConfig
 from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import ConfigError, DataError, ExecutionError
-from segtrain.inference import window_starts
-from segtrain.records import SegLogits
+from segtrain.evaluation.inference import window_starts
+from segtrain.run import log
+from segtrain.types import SegLogits
 
 CLASSES = ClassFile(
     name="three",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from segtrain import cli, recipes
-from segtrain.config import load_config
+from segtrain import cli
+from segtrain.config import load_config, recipes
 from segtrain.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parent.parent

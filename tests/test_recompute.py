@@ -5,8 +5,8 @@ import torch
 from memory import measure_step, saved_bytes
 from torch import nn
 
-from segtrain import dist
 from segtrain.config import Config, ModelConfig
+from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import PartialBatchNorm2d, SyncBatchNorm2d, norm_relu_conv
 

@@ -11,14 +11,14 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from segtrain.errors import ConfigError, ExecutionError
-from segtrain.rendezvous import (
+from segtrain.distributed.rendezvous import (
     SECRET_VARIABLE,
     SignedBackend,
     is_this_machine,
     listening_store,
     shared_secret,
 )
+from segtrain.errors import ConfigError, ExecutionError
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,9 @@ def test_a_name_that_leads_back_listens_where_others_can_come(monkeypatch):
         return known("127.0.0.1" if host == "node0" else host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr("segtrain.rendezvous.TCPStore", lambda *args, **options: options)
+    monkeypatch.setattr(
+        "segtrain.distributed.rendezvous.TCPStore", lambda *args, **options: options
+    )
     options, exposed = listening_store("node0", 0)
     with socket.socket(fileno=options["master_listen_fd"]) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"

@@ -13,7 +13,7 @@ import pytest
 from experiments import assert_same_state, last, small, train, write_config
 from processes import GONE_WITHIN_S, Command, left_after
 
-from segtrain.processes import descendants
+from segtrain.distributed.processes import descendants
 
 
 @pytest.mark.fault(14)

@@ -22,9 +22,9 @@ from experiments import (
 )
 from processes import Command, logged_steps
 
-from segtrain import checkpoint
-from segtrain.checkpoint import load
-from segtrain.processes import descendants, is_alive
+from segtrain.checkpoint import contents as checkpoint
+from segtrain.checkpoint.contents import load
+from segtrain.distributed.processes import descendants, is_alive
 
 
 @pytest.mark.fault(1, 5, 16)
@@ -86,8 +86,8 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tm
 
 def killed_at(where, step, config, directory, resume):
     """Trains in this process, which ends by SIGKILL at a place that can be told exactly."""
-    from segtrain import manifest
-    from segtrain import train as command
+    from segtrain.commands.train import run as command
+    from segtrain.files import manifest
 
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -228,7 +228,7 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
 
 def test_a_best_score_of_nan_is_replaced_by_the_first_number():
     """NaN is the score of a split that was ignored everywhere; nothing is above it."""
-    from segtrain.train import _is_better
+    from segtrain.commands.train.run import _is_better
 
     nan = {"step": 1, "mean_iou": math.nan}
     assert _is_better(0.0, None)
@@ -351,7 +351,7 @@ def test_an_evaluation_that_was_cut_short_is_made_up_for(run_ranks, tmp_path, da
 
 
 def killed_in_evaluation(config, directory):
-    from segtrain import train as command
+    from segtrain.commands.train import run as command
 
     class Killed(BaseException):
         pass

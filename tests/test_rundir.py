@@ -9,10 +9,10 @@ from contextlib import suppress
 import pytest
 from experiments import experiment, write_config
 
-from segtrain import rundir
-from segtrain.claim import LOCK, Claim
 from segtrain.config import load_config, override_config
 from segtrain.errors import CheckpointError, ConfigError
+from segtrain.run import directory as run_directory
+from segtrain.run.claim import LOCK, Claim
 
 
 @pytest.fixture
@@ -26,63 +26,68 @@ def changed(config, section, **values):
 
 
 def test_a_new_directory_may_be_used(config, tmp_path):
-    rundir.check_directory(tmp_path / "a" / "b", config, resume=False)
+    run_directory.check_directory(tmp_path / "a" / "b", config, resume=False)
 
 
 def test_a_directory_without_a_run_may_be_used(config, tmp_path):
     (tmp_path / "notes.txt").touch()
-    rundir.check_directory(tmp_path, config, resume=False)
+    run_directory.check_directory(tmp_path, config, resume=False)
 
 
 @pytest.mark.fault(31)
 def test_an_existing_run_is_refused_without_resume_and_accepted_with_it(config, tmp_path):
     run = tmp_path / "run"
-    rundir.write_description(run, config, ["cpu"])
+    run_directory.write_description(run, config, ["cpu"])
     (run / "checkpoints").mkdir()
     (run / "checkpoints/last.pt").touch()
     with pytest.raises(ConfigError, match=r"run: holds a run already; .*--resume, or .*--output"):
-        rundir.check_directory(run, config, resume=False)
+        run_directory.check_directory(run, config, resume=False)
     (run / "checkpoints/last.pt").rename(run / "checkpoints/manifest.json")
     with pytest.raises(ConfigError, match=r"not there; .* --resume, delete it, or .*--output"):
-        rundir.check_directory(run, config, resume=False)
-    rundir.check_directory(run, config, resume=True)
+        run_directory.check_directory(run, config, resume=False)
+    run_directory.check_directory(run, config, resume=True)
 
 
 def test_a_run_that_has_saved_nothing_may_be_begun_anew_with_another_config(config, tmp_path):
-    rundir.write_description(tmp_path, config, ["cpu"])
+    run_directory.write_description(tmp_path, config, ["cpu"])
     (tmp_path / "checkpoints").mkdir()
-    assert rundir.check_directory(tmp_path, changed(config, "train", lr=1.0), resume=False) == []
+    assert (
+        run_directory.check_directory(tmp_path, changed(config, "train", lr=1.0), resume=False)
+        == []
+    )
 
 
 def test_a_config_that_no_run_has_written_is_not_replaced(config, tmp_path):
     (tmp_path / "config.yaml").write_text("# mine\n")
     with pytest.raises(ConfigError, match=r"holds a config\.yaml that no run has written"):
-        rundir.check_directory(tmp_path, config, resume=False)
+        run_directory.check_directory(tmp_path, config, resume=False)
 
 
 def test_a_run_at_work_is_not_begun_anew(config, tmp_path, monkeypatch):
     """On a file system without locks the file that a killed run left is taken for one at work."""
     run = tmp_path / "run"
-    rundir.write_description(run, config, ["cpu"])
+    run_directory.write_description(run, config, ["cpu"])
     with Claim(run):
-        assert rundir.check_directory(run, config, resume=False) == []  # its own
+        assert run_directory.check_directory(run, config, resume=False) == []  # its own
         monkeypatch.setattr(os, "getpid", lambda: 1)
         with pytest.raises(ConfigError, match=r"run: in use by process \d+ on .*; wait for it to"):
-            rundir.check_directory(run, config, resume=False)
+            run_directory.check_directory(run, config, resume=False)
     (run / LOCK).write_text("process 2 on host7\n")
-    assert rundir.check_directory(run, config, resume=False) == []  # left by one that was killed
+    assert (
+        run_directory.check_directory(run, config, resume=False) == []
+    )  # left by one that was killed
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(ConfigError, match=r"process 2 on host7; if it has ended, delete .*\.lock"):
-        rundir.check_directory(run, config, resume=False)
+        run_directory.check_directory(run, config, resume=False)
 
 
 def test_there_must_be_a_run_to_resume(config, tmp_path):
     with pytest.raises(CheckpointError, match="no run to resume; to start one, leave out --resume"):
-        rundir.check_directory(tmp_path / "nothing", config, resume=True)
+        run_directory.check_directory(tmp_path / "nothing", config, resume=True)
 
 
 @pytest.mark.fault(27)
@@ -90,38 +95,38 @@ def test_there_must_be_a_run_to_resume(config, tmp_path):
 def test_a_file_in_the_way_is_refused(config, tmp_path, below):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file: a file stands where"):
-        rundir.check_directory(tmp_path / "file" / below, config, resume=False)
+        run_directory.check_directory(tmp_path / "file" / below, config, resume=False)
 
 
 def test_a_directory_that_may_not_be_written_is_refused(config, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ConfigError, match="may not be written"):
-        rundir.check_directory(tmp_path / "run", config, resume=False)
+        run_directory.check_directory(tmp_path / "run", config, resume=False)
 
 
 def test_a_directory_that_cannot_be_made_is_a_mistake_of_the_user(config, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write the run directory: .*--output"):
-        rundir.write_description(tmp_path / "file" / "run", config, ["cpu"])
+        run_directory.write_description(tmp_path / "file" / "run", config, ["cpu"])
 
 
 def test_a_run_in_the_folder_of_the_images_is_refused_unless_it_is_there(config, tmp_path):
     run = tmp_path / "images" / "run"  # the data set lies in tmp_path
     with pytest.raises(ConfigError, match=r"would write into .*/images, where .*--output runs/my"):
-        rundir.check_directory(run, config, resume=False)
-    rundir.write_description(run, config, ["cpu"])
-    rundir.check_directory(run, config, resume=True)
+        run_directory.check_directory(run, config, resume=False)
+    run_directory.write_description(run, config, ["cpu"])
+    run_directory.check_directory(run, config, resume=True)
 
 
 @pytest.mark.fault(42)
 def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
-    rundir.write_description(tmp_path, config, ["cpu"])
+    run_directory.write_description(tmp_path, config, ["cpu"])
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/last.pt").touch()
     other = changed(changed(config, "train", lr=0.5, steps=99), "augment", crop_size=(33, 65))
     other = changed(other, "model", pretrained="no: file")
     with pytest.raises(ConfigError) as refusal:
-        rundir.check_directory(tmp_path, other, resume=True)
+        run_directory.check_directory(tmp_path, other, resume=True)
     assert str(refusal.value).splitlines()[1:] == [
         "  augment.crop_size: [41, 57] there, [33, 65] now",
         '  model.pretrained: null there, "no: file" now',
@@ -137,13 +142,13 @@ def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
     line = str(refusal.value).splitlines()[6]
     options = shlex.split(line.partition(": add ")[2])[1::2]
     restored = override_config(other, options, source="s")
-    assert rundir.check_directory(tmp_path, restored, resume=True) == []
+    assert run_directory.check_directory(tmp_path, restored, resume=True) == []
 
 
 def test_a_run_without_a_checkpoint_that_differs_is_told_how_to_begin_anew(config, tmp_path):
-    rundir.write_description(tmp_path, config, ["cpu"])
+    run_directory.write_description(tmp_path, config, ["cpu"])
     with pytest.raises(ConfigError, match="no checkpoint: without --resume it is begun anew"):
-        rundir.check_directory(tmp_path, changed(config, "train", lr=1.0), resume=True)
+        run_directory.check_directory(tmp_path, changed(config, "train", lr=1.0), resume=True)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +163,14 @@ def test_a_run_without_a_checkpoint_that_differs_is_told_how_to_begin_anew(confi
 def test_what_does_not_change_the_model_may_change_at_a_resumption(
     config, tmp_path, section, option
 ):
-    rundir.write_description(tmp_path, config, ["cpu"])
-    rundir.check_directory(tmp_path, changed(config, section, **option), resume=True)
+    run_directory.write_description(tmp_path, config, ["cpu"])
+    run_directory.check_directory(tmp_path, changed(config, section, **option), resume=True)
 
 
 def test_the_description_tells_config_versions_devices_and_command(config, tmp_path):
-    rundir.write_description(tmp_path, config, ["cpu", "H200"])
-    assert load_config(tmp_path / rundir.CONFIG) == config
-    environment = json.loads((tmp_path / rundir.ENVIRONMENT).read_text())
+    run_directory.write_description(tmp_path, config, ["cpu", "H200"])
+    assert load_config(tmp_path / run_directory.CONFIG) == config
+    environment = json.loads((tmp_path / run_directory.ENVIRONMENT).read_text())
     assert environment["devices"] == ["cpu", "H200"]
     assert environment["libraries"]["torch"].startswith("2.")
     assert {"segtrain", "python", "platform", "git", "command"} <= environment.keys()
@@ -173,21 +178,21 @@ def test_the_description_tells_config_versions_devices_and_command(config, tmp_p
 
 
 def test_a_config_flattens_to_options_by_their_whole_names(config):
-    flat = rundir.flat(config)
+    flat = run_directory.flat(config)
     assert flat["train.lr"] == 0.02
     assert flat["augment.crop_size"] == [41, 57]
     assert flat["seed"] == 0
 
 
 def test_a_full_disk_leaves_nothing_behind_and_asks_for_room(config, small_disk):
-    rundir.write_description(small_disk, config, ["cpu"])
-    before = (small_disk / rundir.CONFIG).read_bytes()
+    run_directory.write_description(small_disk, config, ["cpu"])
+    before = (small_disk / run_directory.CONFIG).read_bytes()
     with (small_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
         while other.write(bytes(4096)):
             pass
     with pytest.raises(ConfigError, match=r"No space left on device.*; make room, or choose"):
-        rundir.write_description(small_disk, changed(config, "train", lr=0.5), ["cpu"])
-    assert (small_disk / rundir.CONFIG).read_bytes() == before
+        run_directory.write_description(small_disk, changed(config, "train", lr=0.5), ["cpu"])
+    assert (small_disk / run_directory.CONFIG).read_bytes() == before
     names = sorted(path.name for path in small_disk.iterdir())
     assert names == ["config.yaml", "environment.json", "other"]
 
@@ -200,24 +205,26 @@ def checkpoint_in(directory, name="last.pt"):
 def test_checkpoints_without_a_config_are_not_written_over(config, tmp_path):
     checkpoint_in(tmp_path, "best.pt")
     with pytest.raises(ConfigError, match=r"checkpoints/best\.pt: stands where this run would"):
-        rundir.check_directory(tmp_path, config, resume=False)
-    assert rundir.check_directory(tmp_path, config, resume=True) == []  # it tells what it was
+        run_directory.check_directory(tmp_path, config, resume=False)
+    assert (
+        run_directory.check_directory(tmp_path, config, resume=True) == []
+    )  # it tells what it was
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", bytes(4096)])
 def test_an_empty_config_is_left_to_the_checkpoint_if_there_is_one(config, tmp_path, content):
-    (tmp_path / rundir.CONFIG).write_bytes(content)
+    (tmp_path / run_directory.CONFIG).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.yaml: empty, .*no checkpoint.*again, with"):
-        rundir.check_directory(tmp_path, config, resume=True)
+        run_directory.check_directory(tmp_path, config, resume=True)
     checkpoint_in(tmp_path)
-    assert rundir.check_directory(tmp_path, config, resume=True) == []
+    assert run_directory.check_directory(tmp_path, config, resume=True) == []
 
 
 def test_a_config_that_is_damaged_otherwise_is_refused_with_the_way_out(config, tmp_path):
     checkpoint_in(tmp_path)
-    (tmp_path / rundir.CONFIG).write_text("train: {lr: [}\n")
+    (tmp_path / run_directory.CONFIG).write_text("train: {lr: [}\n")
     with pytest.raises(ConfigError, match=r"config\.yaml:1: (.|\n)*move it away: --resume writes"):
-        rundir.check_directory(tmp_path, config, resume=True)
+        run_directory.check_directory(tmp_path, config, resume=True)
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -235,7 +242,7 @@ def test_a_config_that_is_damaged_otherwise_is_refused_with_the_way_out(config, 
 def test_what_is_of_another_kind_is_refused_by_name(config, tmp_path, name, make, said, resume):
     make(tmp_path / name)
     with pytest.raises(ConfigError, match=f"{name}: {said}.*; move it away"):
-        rundir.check_directory(tmp_path, config, resume=resume)
+        run_directory.check_directory(tmp_path, config, resume=resume)
 
 
 def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
@@ -261,6 +268,6 @@ def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
         git("config", key, str(hook))
     (repository / "a").write_text("2")
     ran.unlink(missing_ok=True)
-    revision = rundir.git_revision()
+    revision = run_directory.git_revision()
     assert not ran.exists()
     assert len(revision) == 12

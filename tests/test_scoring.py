@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from segtrain import dist
+from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
-from segtrain.inference import InferenceSettings
+from segtrain.evaluation.dataset import evaluate_dataset, shard
+from segtrain.evaluation.inference import InferenceSettings
 from segtrain.metrics import ConfusionMatrix
-from segtrain.records import IGNORE_INDEX, SegLogits
-from segtrain.scoring import evaluate_dataset, shard
+from segtrain.types import IGNORE_INDEX, SegLogits
 
 CLASSES = 4
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from segtrain import dist
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.shared_sum import MAX_BYTES, SharedSum, is_possible
 from segtrain.errors import LostRanksError
-from segtrain.shared_sum import MAX_BYTES, SharedSum, is_possible
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="needs x86 and /dev/shm")
 

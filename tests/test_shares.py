@@ -1,7 +1,7 @@
 import pytest
 
 from segtrain.config import parse_config
-from segtrain.shares import batch_findings, smallest_batch
+from segtrain.distributed.partition import batch_findings, smallest_batch
 
 DATA = "data: {layout: folders, root: /data, classes: voc}\n"
 

@@ -10,8 +10,8 @@ import pytest
 from experiments import experiment, last, refusal, small, stopped_after, train, write_config
 from processes import GONE_WITHIN_S, REPOSITORY, Command, left_after
 
-from segtrain.processes import descendants
-from segtrain.signals import Requests, exit_code
+from segtrain.distributed.processes import descendants
+from segtrain.distributed.signals import Requests, exit_code
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_second_sigterm_is_ignored(handlers):
 def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
     code = (
         "import os, signal\n"
-        "from segtrain.signals import Requests\n"
+        "from segtrain.distributed.signals import Requests\n"
         "Requests().install()\n"
         f"for number in (signal.SIGINT, {int(second)}): os.kill(os.getpid(), number)\n"
         "print('still here')\n"
@@ -62,7 +62,7 @@ def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
 def test_nohup_is_obeyed():
     code = (
         "import os, signal\n"
-        "from segtrain.signals import Requests\n"
+        "from segtrain.distributed.signals import Requests\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "stop = Requests(); stop.install()\n"
         "os.kill(os.getpid(), signal.SIGHUP)\n"
@@ -80,7 +80,7 @@ def python(code):
 def test_a_process_that_follows_its_parent_ends_with_it():
     code = (
         "import os, sys, time\n"
-        "from segtrain.signals import die_with_parent\n"
+        "from segtrain.distributed.signals import die_with_parent\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    die_with_parent()\n"

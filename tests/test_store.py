@@ -11,11 +11,11 @@ import pytest
 import torch
 from test_checkpoint import names, record
 
-from segtrain import manifest
-from segtrain.checkpoint import load, save, unnamed
-from segtrain.claim import Claim
+from segtrain.checkpoint.contents import load, save, unnamed
+from segtrain.checkpoint.manager import CheckpointStore
 from segtrain.errors import CheckpointError, ExecutionError
-from segtrain.store import CheckpointStore
+from segtrain.files import manifest
+from segtrain.run.claim import Claim
 
 
 def store_in(directory):

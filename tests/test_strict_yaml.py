@@ -5,8 +5,8 @@ import time
 import pytest
 import yaml
 
+from segtrain.config.strict_yaml import MAX_BYTES, checked, parse_value, read_yaml, scan_yaml
 from segtrain.errors import ConfigError
-from segtrain.strict_yaml import MAX_BYTES, checked, parse_value, read_yaml, scan_yaml
 
 
 def read(text):

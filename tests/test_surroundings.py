@@ -18,7 +18,7 @@ from experiments import (
 )
 from processes import Command
 
-from segtrain.checkpoint import load
+from segtrain.checkpoint.contents import load
 
 
 @pytest.mark.fault(22)

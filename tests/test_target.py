@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from experiments import experiment, write_config
 
-from segtrain import rundir
+from segtrain.commands.train.target import train_target
 from segtrain.config import load_config
 from segtrain.errors import ConfigError
-from segtrain.target import train_target
+from segtrain.run import directory as run_directory
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def run(tmp_path, monkeypatch):
     """A run in runs/my of the current folder, which also holds my.yaml."""
     monkeypatch.chdir(tmp_path)
     config = write_config(Path("my.yaml"), experiment(tmp_path))
-    rundir.write_description(Path("runs/my"), load_config(config), ["cpu"])
+    run_directory.write_description(Path("runs/my"), load_config(config), ["cpu"])
     return Path("runs/my")
 
 

@@ -9,14 +9,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from segtrain import cli
-from segtrain.checkpoint import Record, experiment_record, load, parse_experiment, save
+from segtrain.checkpoint.contents import Record, experiment_record, load, parse_experiment, save
 from segtrain.config import Config, DataConfig, config_to_yaml, parse_config
 from segtrain.data import open_dataset
 from segtrain.data.classes import ClassFile, SegClass, load_class_file
 from segtrain.errors import CheckpointError, ConfigError, DataError, UserError
-from segtrain.log import RunLog, say
 from segtrain.metrics import ConfusionMatrix, score_table
-from segtrain.pictures import confusion_picture, legend, panel
+from segtrain.run.log import RunLog, say
+from segtrain.run.pictures import confusion_picture, legend, panel
 from segtrain.text import MAX_NAME, name_problem, printable, printable_lines
 
 # Clears the screen, turns the direction of the line, ends it, and is 300 kB long.

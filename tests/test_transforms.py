@@ -11,7 +11,7 @@ from segtrain.config import AugmentConfig
 from segtrain.data.geometry import Placement, Span, resample_image, resample_label
 from segtrain.data.transforms import TrainTransform, check_extra, draw_placement
 from segtrain.errors import ConfigError
-from segtrain.records import IGNORE_INDEX
+from segtrain.types import IGNORE_INDEX
 
 MEAN = (124.0, 116.0, 104.0)
 PLAIN = {"scale_range": (1.0, 1.0), "flip_prob": 0.0}

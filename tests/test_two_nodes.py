@@ -17,8 +17,8 @@ from attacker import NOBODY, attack, listening
 from experiments import experiment, last, losses, train, write_config
 from processes import Command
 
-from segtrain.checkpoint import load
-from segtrain.processes import children
+from segtrain.checkpoint.contents import load
+from segtrain.distributed.processes import children
 
 pytestmark = pytest.mark.netns
 

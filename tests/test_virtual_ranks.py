@@ -9,36 +9,40 @@ import torch
 from experiments import experiment, losses, train, write_config
 from memory import LiveBytes
 
-from segtrain import dist, engine, lockstep
-from segtrain.checkpoint import load
-from segtrain.lockstep import Lockstep
-from segtrain.offload import saved_on_host
+from segtrain.checkpoint.contents import load
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import virtual_ranks
+from segtrain.distributed.offload import saved_on_host
+from segtrain.distributed.virtual_ranks import Lockstep
+from segtrain.training import engine
 
 
 def test_the_slots_take_turns_and_meet_in_order():
     log = []
 
     def work():
-        mine = lockstep.slot()
+        mine = virtual_ranks.slot()
         log.append(("begins", mine))
-        total = lockstep.current().meet(mine + 1, lambda parts: (log.append("adds"), sum(parts))[1])
+        total = virtual_ranks.current().meet(
+            mine + 1, lambda parts: (log.append("adds"), sum(parts))[1]
+        )
         log.append(("has", mine))
-        return total * lockstep.current().meet(mine, list)[mine]
+        return total * virtual_ranks.current().meet(mine, list)[mine]
 
     assert Lockstep(3).run([work] * 3) == [0, 6, 12]
     begins, has = [("begins", i) for i in range(3)], [("has", i) for i in range(3)]
     assert log == [*begins, "adds", *has]
-    assert lockstep.current() is None
+    assert virtual_ranks.current() is None
 
 
 def test_sums_count_every_slot_and_results_are_each_ones_own():
     def work():
         assert dist.group_size() == 2
-        mine = torch.full((3,), 1.0 + lockstep.slot())
+        mine = torch.full((3,), 1.0 + virtual_ranks.slot())
         total = dist.all_sum(mine)
         assert total is mine
-        total += lockstep.slot()
-        return total, dist.all_gather(torch.tensor([lockstep.slot()]))
+        total += virtual_ranks.slot()
+        return total, dist.all_gather(torch.tensor([virtual_ranks.slot()]))
 
     (a, rows), (b, _) = Lockstep(2).run([work] * 2)
     assert a.tolist() == [3.0] * 3
@@ -49,10 +53,10 @@ def test_sums_count_every_slot_and_results_are_each_ones_own():
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_in_one_slot_ends_all_of_them(failing):
     def work():
-        lockstep.current().meet(0, sum)
-        if lockstep.slot() == failing:
+        virtual_ranks.current().meet(0, sum)
+        if virtual_ranks.slot() == failing:
             raise ZeroDivisionError("in one share")
-        lockstep.current().meet(0, sum)
+        virtual_ranks.current().meet(0, sum)
 
     before = threading.active_count()
     with pytest.raises(ZeroDivisionError, match="in one share"):
@@ -63,8 +67,8 @@ def test_an_error_in_one_slot_ends_all_of_them(failing):
 @pytest.mark.parametrize("short", [0, 1, 2])
 def test_a_slot_that_meets_less_often_is_an_error_not_a_hang(short):
     def work():
-        for _ in range(2 - (lockstep.slot() == short)):
-            lockstep.current().meet(0, sum)
+        for _ in range(2 - (virtual_ranks.slot() == short)):
+            virtual_ranks.current().meet(0, sum)
 
     with pytest.raises(RuntimeError, match="ended"):
         Lockstep(3).run([work] * 3)
@@ -135,7 +139,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run_ranks, tmp_path, data):
 
 
 def stop_after_two_steps(config, directory):
-    from segtrain import train as command
+    from segtrain.commands.train import run as command
 
     original = command._keep_cadences
 
@@ -152,10 +156,10 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     """The peak of live bytes beyond parameters and images, over forward and backward passes; and
     the gradients."""
     from segtrain.config import load_config
-    from segtrain.guard import Guard
     from segtrain.models import build_model
     from segtrain.norm import make_norm
-    from segtrain.records import DropoutMasks
+    from segtrain.training.step_sync import Guard
+    from segtrain.types import DropoutMasks
 
     train = {"batch_size": batch_size, "precision": precision}
     options = experiment(data, train=train, model={"dropout": 0.0})

@@ -22,7 +22,7 @@ from segtrain.data.classes import load_class_file
 from segtrain.data.decode import read_image, read_label
 from segtrain.data.geometry import Placement, resample_image, resample_label
 from segtrain.data.transforms import TrainTransform, draw_placement
-from segtrain.records import IGNORE_INDEX
+from segtrain.types import IGNORE_INDEX
 
 MEAN = (124, 116, 104)
 CASES = [

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 from segtrain.config import Config, load_config
-from segtrain.engine import StepResult, make_state, train_steps
-from segtrain.guard import Guard
-from segtrain.malloc import keep_freed_memory
 from segtrain.models import build_model
 from segtrain.norm import make_norm
-from segtrain.records import Batch
+from segtrain.training.engine import StepResult, make_state, train_steps
+from segtrain.training.malloc import keep_freed_memory
+from segtrain.training.step_sync import Guard
+from segtrain.types import Batch
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
 NUM_CLASSES = 19

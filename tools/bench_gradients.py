@@ -18,11 +18,11 @@ import torch
 from rounds import estimate, measure, on_ranks, ratios
 from torch import Tensor, nn
 
-from segtrain import gradients
 from segtrain.config import ModelConfig
-from segtrain.gradients import GradientSum
 from segtrain.models import build_model
 from segtrain.norm import SyncBatchNorm2d
+from segtrain.training import gradients
+from segtrain.training.gradients import GradientSum
 
 BASE = "DistributedDataParallel"
 

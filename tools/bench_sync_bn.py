@@ -35,14 +35,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import group
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 
-from segtrain import dist
 from segtrain.config import Config, DataConfig, ModelConfig, NormConfig, TrainConfig
 from segtrain.data.loader import rows_of_rank
-from segtrain.engine import make_state, train_steps
-from segtrain.guard import Guard
+from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, SyncBatchNorm2d, make_norm, sync_batch_norm
-from segtrain.records import Batch
+from segtrain.training.engine import make_state, train_steps
+from segtrain.training.step_sync import Guard
+from segtrain.types import Batch
 
 LOCAL = "local"
 SEGTRAIN = "segtrain"

@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 import torch
 
-from segtrain import progress
-from segtrain.checkpoint import load
-from segtrain.processes import children, descendants, is_alive
-from segtrain.progress import Progress
+from segtrain.checkpoint.contents import load
+from segtrain.distributed import heartbeat
+from segtrain.distributed.heartbeat import Progress
+from segtrain.distributed.processes import children, descendants, is_alive
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
 RANKS = 2
@@ -104,7 +104,7 @@ class Campaign:
         for notes in self._temporary.glob("segtrain-*"):
             # They may come and go while they are being read.
             with contextlib.suppress(OSError):
-                return [rank for rank in progress.read(notes) if is_alive(rank.pid)]
+                return [rank for rank in heartbeat.read(notes) if is_alive(rank.pid)]
         return []
 
     def kill(self, victim: str, phase: str, step: int, rng: random.Random) -> Kill:

@@ -21,17 +21,18 @@ from fuzz_inputs import Mutator, mutate, mutate_png, mutate_zip
 from PIL import Image
 from torch import nn
 
-from segtrain import checkpoint, manifest
+from segtrain.checkpoint import contents as checkpoint
+from segtrain.checkpoint.manager import CheckpointStore
 from segtrain.config import DataConfig, LossConfig, config_to_yaml, load_config, parse_config
 from segtrain.data import decode
 from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.data.layouts import list_pairs
-from segtrain.engine import TrainState
-from segtrain.gradients import GradientSum
-from segtrain.losses import SegLoss
+from segtrain.files import manifest
 from segtrain.models.pretrained import load_backbone
-from segtrain.store import CheckpointStore
+from segtrain.training.engine import TrainState
+from segtrain.training.gradients import GradientSum
+from segtrain.training.losses import SegLoss
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segtrain.distributed.partition import share
 from segtrain.norm import PartialBatchNorm2d
 from segtrain.norm.functional import Moments
 from segtrain.norm.partial import Running
-from segtrain.shares import share
 
 RUNNING: tuple[Running, ...] = get_args(Running)
 

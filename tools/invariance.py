@@ -82,12 +82,12 @@ def train_reversed(run: Path, settings: list[str]) -> None:
     """Trains in this process with the images of each batch in reverse order."""
     import torch
 
-    from segtrain import train
+    from segtrain.commands.train import run
     from segtrain.config import load_config
 
     config = load_config(CONFIG, tuple(settings))
-    train.rows_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
-    train.run(config, run, device=torch.device("cpu"), resume=False)
+    run.rows_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
+    run.run(config, run, device=torch.device("cpu"), resume=False)
 
 
 def command(*arguments: object) -> None:

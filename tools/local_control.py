@@ -23,10 +23,10 @@ from segtrain.data.loader import TrainStream
 from segtrain.data.transforms import TrainTransform
 from segtrain.errors import UserError
 from segtrain.metrics import ConfusionMatrix, Scores
-from segtrain.optim import build_optimizer, learning_rate, set_learning_rate
-from segtrain.preprocess import Normalize
-from segtrain.records import IGNORE_INDEX, SegLogits
+from segtrain.models.normalize import Normalize
 from segtrain.seed import seed_everything
+from segtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
+from segtrain.types import IGNORE_INDEX, SegLogits
 
 MAX_RECEPTIVE_FIELD_PX = 31
 # 9.1 million parameters with these, beside 12.8 million of the demo's PSPNet in training.

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from segtrain.config import LossConfig, ModelConfig
-from segtrain.losses import SegLoss
 from segtrain.models import build_model, resnet
 from segtrain.norm import SyncBatchNorm2d
-from segtrain.records import DropoutMasks
+from segtrain.training.losses import SegLoss
+from segtrain.types import DropoutMasks
 
 
 class LiveBytes(TorchDispatchMode):

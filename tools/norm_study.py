@@ -18,7 +18,7 @@ from norm_training import TREATMENTS, Result, Study, to_json, write_text
 
 from segtrain.config import Config, load_config
 from segtrain.errors import UserError
-from segtrain.malloc import keep_freed_memory
+from segtrain.training.malloc import keep_freed_memory
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/camvid_small.yaml"
 

@@ -25,26 +25,26 @@ import torch
 from ghost_norm import RUNNING, GhostBatchNorm2d, compare_running, take_running
 from torch import nn
 
-from segtrain import checkpoint
-from segtrain.checkpoint import Record
+from segtrain.checkpoint import contents as checkpoint
+from segtrain.checkpoint.contents import Record
 from segtrain.config import Config, override_config
 from segtrain.data import open_dataset
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
 from segtrain.data.transforms import TrainTransform
-from segtrain.engine import TrainState, make_state, train_steps
+from segtrain.distributed.partition import share
 from segtrain.errors import ConfigError
-from segtrain.guard import Guard
-from segtrain.inference import InferenceSettings
-from segtrain.log import ProgressBar
+from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.inference import InferenceSettings
 from segtrain.models import build_model
+from segtrain.models.normalize import Normalize
 from segtrain.norm import NormFactory, make_norm, precise_statistics
-from segtrain.preprocess import Normalize
-from segtrain.records import Batch
-from segtrain.replica import autocast, dtype_of
-from segtrain.scoring import evaluate_dataset
+from segtrain.run.log import ProgressBar
 from segtrain.seed import seed_everything
-from segtrain.shares import share
+from segtrain.training.engine import TrainState, make_state, train_steps
+from segtrain.training.step_sync import Guard
+from segtrain.training.wrap import autocast, dtype_of
+from segtrain.types import Batch
 
 # Training goes on from trained weights: a smaller step than from random ones.
 CONTINUED_LR_FACTOR = 0.3

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from segtrain import dist
-from segtrain.malloc import keep_freed_memory
+from segtrain.distributed import collectives as dist
+from segtrain.training.malloc import keep_freed_memory
 
 _TIMEOUT_S = 600
 

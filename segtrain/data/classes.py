@@ -22,10 +22,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from segtrain.config.messages import Finding, nearest, report, validate
+from segtrain.config.strict_yaml import Document, read_text, scan_yaml
 from segtrain.errors import ConfigError
-from segtrain.strict_yaml import Document, read_text, scan_yaml
 from segtrain.text import MAX_NAME, name_problem, printable
-from segtrain.validation import Finding, nearest, report, validate
 
 # Equal to records.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
 _IGNORE_INDEX = 255

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from segtrain.records import IGNORE_INDEX
+from segtrain.types import IGNORE_INDEX
 
 # Points along the short side of a crop on which class shares are judged.
 _JUDGED_POINTS = 64

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.config import DataConfig
+from segtrain.config.messages import nearest
 from segtrain.data.listfile import clean_relative_path, list_file_rows, list_file_words
 from segtrain.errors import DataError
 from segtrain.files import walk
 from segtrain.text import printable
-from segtrain.validation import nearest
 
 # Other formats are refused: two decoders are enough to keep safe, and both keep what they store.
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")

@@ -21,14 +21,15 @@ import cv2
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from segtrain import dist, seed
+from segtrain import seed
 from segtrain.config import DataConfig
 from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.partition import share
+from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
-from segtrain.records import Batch
-from segtrain.shares import share
-from segtrain.signals import die_with_parent
+from segtrain.types import Batch
 
 Sample = tuple[torch.Tensor, torch.Tensor, str]
 """Image (3, H, W) uint8, label (H, W) uint8 and name."""

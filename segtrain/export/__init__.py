@@ -16,15 +16,15 @@ from typing import Literal
 import torch
 
 import segtrain
-from segtrain.checkpoint import LoadedModel, load_model
+from segtrain.checkpoint.contents import LoadedModel, load_model
 from segtrain.config import config_to_yaml
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
+from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, ONNX_OPSET, quiet, require_onnx
 from segtrain.export.graph import ExportModel
 from segtrain.export.verify import TOLERANCE, Comparison, cases, compare
 from segtrain.export.weights import check_weights, write_weights
 from segtrain.files import kind_of
-from segtrain.inference import InferenceSettings
 from segtrain.text import printable
 
 __all__ = ["Comparison", "ExportModel", "export_graph", "export_weights", "main"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from segtrain.preprocess import Normalize
+from segtrain.models.normalize import Normalize
 
 # Corners of the coarse random picture that check images are stretched from.
 _COARSE = (4, 6)

@@ -15,7 +15,7 @@ from segtrain.models.blocks import AuxHead, Branches, at_least_float32, resize
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
 from segtrain.models.pspnet import PSPHead
 from segtrain.norm import NormFactory
-from segtrain.records import DropoutMasks, SegLogits
+from segtrain.types import DropoutMasks, SegLogits
 
 __all__ = ["MODELS", "DropoutChannels", "SegModel", "build_model"]
 

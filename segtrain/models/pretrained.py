@@ -16,8 +16,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from segtrain import torch_file
 from segtrain.errors import CheckpointError, ConfigError
+from segtrain.files import torch_file
 from segtrain.text import MAX_NAME, printable
 
 _SUFFIXES = (".pth", ".pt", ".safetensors")

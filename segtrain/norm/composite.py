@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segtrain import dist
-from segtrain.dist import ProcessGroup
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.collectives import ProcessGroup
 from segtrain.norm.functional import Moments, packed_moments, unpacked_moments
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segtrain import dist
+from segtrain.distributed import collectives as dist
 from segtrain.norm.sync import SyncBatchNorm
 
 

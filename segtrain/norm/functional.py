@@ -12,8 +12,8 @@ Backward. With xhat = (x - mean) / std, S1 = sum(dy) and S2 = sum(dy xhat) over 
     dx = weight / std * (dy - S1 / n - xhat * S2 / n)
 
 (Ioffe and Szegedy, arXiv:1502.03167, section 3), so one all_reduce of [S1, S2] is enough. The
-gradients of weight and bias stay local sums, like those of all parameters: `segtrain.gradients` or
-DistributedDataParallel adds them up.
+gradients of weight and bias stay local sums, like those of all parameters:
+`segtrain.training.gradients` or DistributedDataParallel adds them up.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from segtrain import dist
-from segtrain.dist import ProcessGroup
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.collectives import ProcessGroup
+from segtrain.distributed.offload import bring_back, put_away
 from segtrain.norm.kernels import (
     backward_sums,
     input_gradient,
@@ -32,7 +33,6 @@ from segtrain.norm.kernels import (
     normalized,
     wide_dtype,
 )
-from segtrain.offload import bring_back, put_away
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

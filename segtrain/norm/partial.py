@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segtrain import dist
-from segtrain.dist import ProcessGroup
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.collectives import ProcessGroup
 from segtrain.norm.functional import Moments, packed_moments, unbiased, unpacked_moments
 from segtrain.norm.sync import SyncBatchNorm2d, recomputing
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from segtrain import dist
+from segtrain.distributed import collectives as dist
 from segtrain.norm.functional import packed_moments, unbiased, unpacked_moments
 from segtrain.norm.kernels import local_moments
 from segtrain.norm.partial import PartialBatchNorm2d

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from segtrain import dist
-from segtrain.dist import ProcessGroup
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.collectives import ProcessGroup
+from segtrain.distributed.offload import bring_back, put_away
 from segtrain.norm.functional import (
     Moments,
     dense,
@@ -23,7 +24,6 @@ from segtrain.norm.functional import (
 )
 from segtrain.norm.kernels import backward_sums, input_gradient, normalized
 from segtrain.norm.sync import SyncBatchNorm, has_hooks
-from segtrain.offload import bring_back, put_away
 
 
 def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:

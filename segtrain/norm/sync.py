@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from segtrain import dist, lockstep
-from segtrain.dist import ProcessGroup
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import virtual_ranks
+from segtrain.distributed.collectives import ProcessGroup
 from segtrain.norm.composite import composite_batch_norm
 from segtrain.norm.functional import (
     Moments,
@@ -119,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
                 f"ranks: this rank's input is {tuple(input.shape)}"
             )
         # Virtual ranks share the layer and see the same statistics.
-        if not recomputing() and lockstep.slot() == 0:
+        if not recomputing() and virtual_ranks.slot() == 0:
             mean, var, count = moments
             if count.device.type == "cpu" and not torch.compiler.is_compiling():
                 # Python's numbers save ten operations; on a GPU, reading would wait for the device.

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 import torch
 
-from segtrain import dist
-from segtrain.dist import ProcessGroup
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.collectives import ProcessGroup
 
 T = TypeVar("T")
 

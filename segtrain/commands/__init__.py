@@ -1,0 +1,1 @@
+"""The commands of `segtrain`, one module or folder each."""

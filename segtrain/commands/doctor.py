@@ -1,0 +1,114 @@
+"""`segtrain doctor`: what this machine and this installation offer, and what is wrong with them.
+
+It needs no library itself: it is for installations that lack some.
+"""
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from segtrain import __version__
+from segtrain.errors import EXIT_CONFIG, EXIT_OK
+from segtrain.run.versions import LIBRARIES, library_version
+from segtrain.text import printable
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+# What Docker gives a container that is not told otherwise: a few batches.
+_LITTLE_MEMORY_BYTES = 64 << 20
+
+_OPTIONAL = ("onnx", "onnxscript", "onnxruntime")
+
+
+def main() -> int:
+    """Prints what there is, then what is wrong; returns the exit code, 2 if nothing can train."""
+    for name, value in _facts():
+        print(f"{name:<24}{printable(value)}")
+    fatal, warnings = list(_missing()), list(_warnings())
+    for line in [f"error: {line}" for line in fatal] + [f"warning: {line}" for line in warnings]:
+        print(printable(line))
+    if not fatal and not warnings:
+        print("nothing is wrong")
+    return EXIT_CONFIG if fatal else EXIT_OK
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "segtrain", __version__
+    yield "Python", f"{platform.python_version()}, {sys.executable}"
+    yield "system", platform.platform()
+    for name in (*LIBRARIES, *_OPTIONAL):
+        optional = " (segtrain export --format onnx needs it)" if name in _OPTIONAL else ""
+        yield name, library_version(name) or f"none{optional}"
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    yield "cores", f"{usable} of {cores}"
+    if _SHARED_MEMORY.is_dir():
+        memory = shutil.disk_usage(_SHARED_MEMORY)
+        yield "shared memory", f"{memory.free / 1e6:.0f} of {memory.total / 1e6:.0f} MB free"
+    yield "C++ compiler", shutil.which(_compiler()) or "none"
+    if library_version("torch") is not None:
+        yield from _facts_of_torch()
+
+
+def _facts_of_torch() -> Iterator[tuple[str, str]]:
+    import torch
+    from torch import distributed
+
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield "CUDA devices", ", ".join(devices) or "none"
+    backends = {"gloo": distributed.is_gloo_available, "NCCL": distributed.is_nccl_available}
+    if distributed.is_available():
+        found = [name for name, is_there in backends.items() if is_there()]
+        yield "ranks talk by", ", ".join(found) or "nothing"
+
+
+def _missing() -> Iterator[str]:
+    """Libraries without which nothing can be trained."""
+    for name, floor in _needed().items():
+        if library_version(name) is None:
+            yield f"{name}: not installed; pip install '{name}>={floor or 0}'"
+
+
+def _warnings() -> Iterator[str]:
+    if library_version("opencv-python") and library_version("opencv-python-headless"):
+        yield (
+            "opencv-python beside opencv-python-headless: each overwrites files of the other; "
+            "pip uninstall -y opencv-python; "
+            "pip install --force-reinstall --no-deps opencv-python-headless"
+        )
+    for name, floor in _needed().items():
+        found = library_version(name)
+        if found is not None and _numbers(found) < _numbers(floor):
+            yield f"{name}: {found} is older than {floor}; pip install --upgrade '{name}>={floor}'"
+    if _SHARED_MEMORY.is_dir():
+        total = shutil.disk_usage(_SHARED_MEMORY).total
+        if total < _LITTLE_MEMORY_BYTES:
+            yield (
+                f"{_SHARED_MEMORY}: {total / 1e6:.1f} MB are little for loader workers; give the "
+                "container more (docker run --shm-size 8g), or set data.num_workers to 0"
+            )
+    if shutil.which(_compiler()) is None:
+        yield f"{_compiler()}: not to be found; train.compile needs a C++ compiler (CXX names it)"
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def _needed() -> dict[str, str]:
+    """The least version of every library that segtrain needs, as its own metadata tell."""
+    try:
+        lines = [line for line in requires("segtrain") or [] if "extra ==" not in line]
+    except PackageNotFoundError:  # run from its sources
+        lines = []
+    found = [re.match(r"([\w.-]+)\s*[>=]=\s*([\d.]+)", line) for line in lines]
+    return dict.fromkeys(LIBRARIES, "") | {one[1]: one[2] for one in found if one is not None}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

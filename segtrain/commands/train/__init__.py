@@ -1,0 +1,1 @@
+"""`segtrain train`: from a config to a trained, evaluated and saved model."""

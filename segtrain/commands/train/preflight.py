@@ -1,0 +1,216 @@
+"""The start of training: what is checked before device time is spent, and what is said."""
+
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from segtrain import __version__
+from segtrain.config import Config
+from segtrain.data.check.checks import quick_check
+from segtrain.data.dataset import SegDataset
+from segtrain.data.loader import bytes_in_flight, num_loader_workers
+from segtrain.data.photometric import check_extra
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.partition import batch_findings, share, smallest_batch
+from segtrain.errors import ConfigError
+from segtrain.models.memory import training_finding, window_finding
+from segtrain.norm import describe_norm
+from segtrain.run import directory as run_directory
+from segtrain.run.versions import library_version
+from segtrain.training.optim import base_lr, learning_rate
+
+
+def check_experiment(
+    config: Config, train_set: SegDataset, eval_set: SegDataset, *, device: torch.device
+) -> list[str]:
+    """Refuses what can be known to fail later (collective: rank 0 looks at the files for all).
+
+    Returns what is odd about the data, a line for each thing.
+
+    Raises:
+        ConfigError: batch and ranks, classes and weights, or augmentations do not fit together; or
+            there is no compiler, or too little memory, of the device or shared.
+        DataError: images and labels do not fit together.
+    """
+    findings = [
+        *batch_findings(config, dist.world_size(), dist.local_world_size()),
+        *_class_findings(config, train_set.classes.num_classes),
+        *_compiler_findings(config.train.compile),
+    ]
+    if findings:
+        raise ConfigError("\n".join(findings))
+    # Each machine has its own.
+    num_classes = train_set.classes.num_classes
+    here = _memory_findings(config, num_classes, device) or [_shared_memory_finding(config)]
+    for finding in dist.all_gather_object(next((one for one in here if one), None)):
+        if finding is not None:
+            raise ConfigError(finding)
+    check_extra(config.augment)
+    return dist.on_main(lambda: quick_check(train_set, eval_set))
+
+
+def _class_findings(config: Config, num_classes: int) -> list[str]:
+    weights = config.loss.class_weights
+    if weights is not None and len(weights) != num_classes:
+        return [
+            f"loss.class_weights: {len(weights)} numbers for the {num_classes} classes of "
+            f"{config.data.classes}"
+        ]
+    return []
+
+
+def _compiler_findings(needed: bool) -> list[str]:
+    compiler = os.environ.get("CXX", "g++")
+    if needed and shutil.which(compiler) is None:
+        return [
+            f"train.compile: needs a C++ compiler, and {compiler} is not to be found; install it, "
+            "name another one in the environment variable CXX, or set train.compile to false"
+        ]
+    return _cache_findings() if needed else []
+
+
+def _cache_findings() -> list[str]:
+    """What is wrong with torch's cache of compiled code, which it runs without asking whose it is.
+
+    It lies in the temporary folder, under a name that others can tell and take first.
+    """
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    path = cache_dir()  # made by this call, if by nobody before
+    found = os.lstat(path)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        return []
+    return [
+        f"train.compile: {path}, torch's cache of compiled code, can be written by other users; "
+        "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+    ]
+
+
+def _memory_findings(config: Config, num_classes: int, device: torch.device) -> list[str]:
+    train = config.train
+    images = train.batch_size // train.accumulate_steps
+    at_a_time = -(-images // (dist.world_size() * train.virtual_ranks))
+    ranks = dist.local_world_size() if device.type == "cpu" else 1
+    findings = [
+        training_finding(config, num_classes, at_a_time, device, ranks),
+        window_finding(config, num_classes, device, ranks),
+    ]
+    return [finding for finding in findings if finding is not None]
+
+
+# Where the loader's workers lay down their batches.
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def _shared_memory_finding(config: Config) -> str | None:
+    """What is wrong with the shared memory of this machine; None: nothing.
+
+    A worker that finds it full is ended by SIGBUS, hours later perhaps.
+    """
+    workers, train = num_loader_workers(config.data), config.train
+    if workers == 0 or sys.platform != "linux" or not _SHARED_MEMORY.is_dir():
+        return None
+    smallest_pass = train.batch_size // train.accumulate_steps
+    images = -(-smallest_pass // dist.world_size())
+    needed = dist.local_world_size() * bytes_in_flight(
+        config.augment.crop_size, images, num_workers=workers, prefetch=config.data.prefetch
+    )
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if needed <= free:
+        return None
+    return (
+        f"{_SHARED_MEMORY}: the loader's batches take up to {needed / 1e6:.1f} MB "
+        f"({dist.local_world_size()} ranks x {workers} workers x {config.data.prefetch} batches of "
+        f"{images} images) and {free / 1e6:.1f} MB are free; use fewer data.num_workers, a smaller "
+        "data.prefetch, or give the container more shared memory (docker run --shm-size)"
+    )
+
+
+def start_lines(
+    config: Config,
+    directory: Path,
+    model: nn.Module,
+    train_set: SegDataset,
+    eval_set: SegDataset,
+    devices: list[str],
+    step: int,
+) -> list[str]:
+    """What a person wants to know before walking away, in at most 15 lines.
+
+    Args:
+        devices: the device of every rank.
+        step: updates that a resumed run has done already.
+    """
+    train = config.train
+    ranks = len(devices)
+    epochs = train.steps * train.batch_size / len(train_set.pairs)
+    parameters = sum(p.numel() for p in model.parameters())
+    return [
+        # torchvision's version from its metadata: importing it takes two seconds more.
+        f"segtrain {__version__}  torch {torch.__version__}"
+        f"  torchvision {library_version('torchvision') or 'none'}"
+        f"  git {run_directory.git_revision() or 'none'}",
+        f"devices    {ranks} x {devices[0]}, {train.precision}"
+        + (", compiled: the first step takes minutes" if train.compile else ""),
+        f"batch      {_batch_words(config, ranks)}",
+        f"norm       {_norm_words(config, ranks)}",
+        f"data       {len(train_set.pairs)} training and {len(eval_set.pairs)} evaluation images, "
+        f"{train_set.classes.num_classes} classes",
+        f"model      {config.model.arch} on {config.model.backbone}, output stride "
+        f"{config.model.output_stride}, {parameters / 1e6:.1f} M parameters",
+        f"weights    {_weights_words(config, step)}",
+        f"lr         {_lr_words(config)}",
+        f"steps      {train.steps}, {epochs:.1f} epochs"
+        + (f", going on after step {step}" if step else ""),
+        f"run        {directory}",
+        f"curves     tensorboard --logdir {directory}",
+    ]
+
+
+def _batch_words(config: Config, ranks: int) -> str:
+    train = config.train
+    shares = [len(share(train.batch_size, ranks, rank)) for rank in range(ranks)]
+    split = f"{ranks} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
+    words = f"{split} = {train.batch_size} images of {config.augment.crop_size[0]}x"
+    words += str(config.augment.crop_size[1])
+    if train.virtual_ranks > 1:
+        words += f", each rank's in {train.virtual_ranks} shares in lockstep"
+    if train.accumulate_steps > 1:
+        words += f" in {train.accumulate_steps} passes, batch statistics within a pass only"
+    return words
+
+
+def _norm_words(config: Config, ranks: int) -> str:
+    words = describe_norm(config.norm)
+    if config.norm.kind not in ("sync", "local"):
+        return words
+    return (
+        f"{words}; statistics over {smallest_batch(config, ranks, dist.local_world_size())} images"
+    )
+
+
+def _weights_words(config: Config, step: int) -> str:
+    if step:
+        return "from the checkpoint"
+    if config.train.init_from is not None:
+        return f"of {config.train.init_from}"
+    return f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
+
+
+def _lr_words(config: Config) -> str:
+    train = config.train
+    lr = base_lr(train)
+    words = f"{learning_rate(train, 0):.3g}"
+    if train.warmup_steps:
+        words += f" -> {learning_rate(train, train.warmup_steps):.3g} at step {train.warmup_steps}"
+    words += f" -> {learning_rate(train, train.steps - 1):.3g} at the end, {train.optimizer}"
+    if train.head_lr_mult != 1:
+        words += f", heads x {train.head_lr_mult:g}"
+    if train.lr_batch_size is not None:
+        words += f" ({train.lr:g} for {train.lr_batch_size} images, scaled to {lr:.3g})"
+    return words

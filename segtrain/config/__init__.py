@@ -1,0 +1,41 @@
+"""The experiment file: its options, how it is loaded, and what is said about mistakes in it."""
+
+from segtrain.config.options import (
+    FOREIGN_KEYS,
+    AugmentConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    ExtraTransform,
+    LogConfig,
+    LossConfig,
+    ModelConfig,
+    NormConfig,
+    TrainConfig,
+    config_schema,
+    config_to_yaml,
+    load_config,
+    override_config,
+    parse_config,
+)
+
+__all__ = [
+    "FOREIGN_KEYS",
+    "AugmentConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "ExtraTransform",
+    "LogConfig",
+    "LossConfig",
+    "ModelConfig",
+    "NormConfig",
+    "TrainConfig",
+    "config_schema",
+    "config_to_yaml",
+    "load_config",
+    "override_config",
+    "parse_config",
+]

@@ -1,0 +1,510 @@
+"""The experiment: every option with its type, range, default and meaning.
+
+The defaults are the common recipe of the field (PSPNet, arXiv:1612.01105, section 5); an experiment
+file says only what differs. Nothing here imports torch: a wrong file is refused at once.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from segtrain.config.loading import override_settings, parse_settings, to_yaml
+from segtrain.config.strict_yaml import read_text
+
+# torch counts in 64 bits.
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+# Beyond these the arithmetic of sizes overflows, long after the memory of any machine.
+Pixels = Annotated[int, Field(gt=0, le=100_000)]
+Scale = Annotated[float, Field(gt=0, le=100)]
+Size = tuple[Pixels, Pixels]
+
+
+class Section(BaseModel):
+    """Unknown keys, wrong types, infinities and later changes are all refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def _refuse(*problems: str | Literal[False]) -> None:
+    """Raises one ValueError with all `problems` that are not False, one `key: message` a line."""
+    found = [problem for problem in problems if problem]
+    if found:
+        raise ValueError("\n".join(found))
+
+
+class DataConfig(Section):
+    """Where images and labels lie and how they are read."""
+
+    layout: Literal["cityscapes", "camvid", "voc", "ade20k", "folders", "list"] = Field(
+        description="directory layout of the data set"
+    )
+    root: str = Field(min_length=1, description="data set directory")
+    classes: str = Field(
+        min_length=1,
+        description="class file: a name from data/classes (cityscapes, camvid, ...) or a YAML path",
+    )
+    train_split: str = Field("train", description="split to train on; a file for layout 'list'")
+    eval_split: str = Field("val", description="split to evaluate on; a file for layout 'list'")
+    images_dir: str = Field("images", description="layout 'folders': images/<split>/**")
+    labels_dir: str = Field("labels", description="layout 'folders': labels/<split>/**.png")
+    label_format: Literal["ids", "colors"] = Field(
+        "ids",
+        description="labels hold raw class ids (grey or palette PNG) or the class colours (RGB)",
+    )
+    short_side_px: Pixels | None = Field(
+        None,
+        description="image size that scale_range refers to, by its short side; null: as stored",
+    )
+    mean: tuple[float, float, float] = Field(
+        (123.675, 116.28, 103.53), description="RGB mean subtracted, in units of 0..255"
+    )
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
+        (58.395, 57.12, 57.375), description="RGB standard deviation divided by, in units of 0..255"
+    )
+    num_workers: NonNegative | None = Field(
+        None, description="loader processes a rank; null: the cores divided by the ranks, at most 8"
+    )
+    prefetch: Positive = Field(4, description="batches each loader worker prepares ahead")
+
+
+class ExtraTransform(Section):
+    """One further albumentations transform, by class name, that changes pixels but not geometry."""
+
+    name: str = Field(pattern=r"^[A-Z][A-Za-z0-9]*$", description="class name in albumentations")
+    args: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments")
+
+
+class AugmentConfig(Section):
+    """Random changes of the training images, in the order they happen: geometry, then the crop."""
+
+    crop_size: Size = Field((512, 512), description="height and width of a training crop")
+    scale_range: tuple[Scale, Scale] = Field(
+        (0.5, 2.0), description="uniform random scale of the image; [1, 1]: none"
+    )
+    rotate_deg: Annotated[float, Field(ge=0, le=180)] = Field(
+        0.0, description="rotation uniform in [-x, x] degrees; semseg uses 10"
+    )
+    rotate_prob: Fraction = Field(0.5, description="probability of a rotation")
+    flip_prob: Fraction = Field(0.5, description="probability of a horizontal flip")
+    max_class_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="draw the crop again while one class covers more; mmsegmentation uses 0.75"
+    )
+    blur_prob: Fraction = Field(0.0, description="probability of a 5x5 Gaussian blur")
+    color_prob: Fraction = Field(
+        0.0,
+        description="probability of each change of colour: brightness, contrast, saturation, hue; "
+        "mmsegmentation uses 0.5",
+    )
+    brightness: Fraction = Field(
+        0.125, description="largest change of brightness, as a share of 255"
+    )
+    contrast: Fraction = Field(0.5, description="contrast factor drawn from [1 - x, 1 + x]")
+    saturation: Fraction = Field(0.5, description="saturation factor drawn from [1 - x, 1 + x]")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        0.1, description="largest rotation of the hue, as a share of the circle"
+    )
+    extra: tuple[ExtraTransform, ...] = Field(
+        (), description="further albumentations transforms, applied to the crop last"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        low, high = self.scale_range
+        _refuse(low > high and f"scale_range: the first number, {low}, is larger than {high}")
+        return self
+
+
+Backbone = Literal[
+    "resnet18", "resnet34", "resnet50", "resnet101", "mobilenet_v2", "mobilenet_v3_large"
+]
+
+
+class ModelConfig(Section):
+    """The network. `segtrain config show` prints what is derived from the architecture."""
+
+    arch: Literal["pspnet", "deeplabv3", "deeplabv3plus"] = Field(
+        "pspnet", description="pyramid pooling, ASPP, or ASPP with a decoder"
+    )
+    backbone: Backbone = Field("resnet50", description="feature extractor, as in torchvision")
+    pretrained: str | None = Field(
+        None,
+        description="torchvision weights by name (IMAGENET1K_V1, DEFAULT), a file in torchvision's "
+        "layout, or null: random weights",
+    )
+    output_stride: Literal[8, 16, 32] = Field(8, description="input pixels per feature pixel")
+    stem: Literal["7x7", "64-64-128", "32-32-64"] = Field(
+        "7x7", description="ResNet stem: torchvision's, semseg's or mmsegmentation's (ResNetV1c)"
+    )
+    contract_dilation: bool = Field(
+        True,
+        description="the first block of a dilated stage keeps the dilation of the stage before it "
+        "(torchvision, mmsegmentation); false: all blocks of a stage alike (semseg)",
+    )
+    multi_grid: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = Field(
+        None, description="dilation multipliers of the last stage's blocks, such as [1, 2, 4]"
+    )
+    align_corners: bool = Field(False, description="how logits are resized; semseg uses true")
+    head_channels: Positive | None = Field(
+        None, description="width of the head; null: 512 for PSPNet, 256 for DeepLab"
+    )
+    ppm_bins: tuple[Positive, ...] = Field(
+        (1, 2, 3, 6), min_length=1, description="pyramid pooling grid sizes"
+    )
+    aspp_rates: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = Field(
+        None,
+        description="ASPP dilations; null: [12, 24, 36] at stride 8, [6, 12, 18] at 16, "
+        "[3, 6, 9] at 32",
+    )
+    separable: bool = Field(
+        False, description="depthwise separable 3x3 convolutions in DeepLab's head"
+    )
+    low_level_channels: Positive = Field(
+        48, description="DeepLabV3+: width of the projected low-level features"
+    )
+    aux_head: bool = Field(True, description="auxiliary classifier, used in training only")
+    aux_channels: Positive = Field(256, description="width of the auxiliary head")
+    recompute_norm: bool = Field(
+        False,
+        description="memory for time: batch norm, ReLU and the convolution after them keep one "
+        "tensor for the backward pass instead of two, and compute the other again",
+    )
+    dropout: FractionBelow1 = Field(0.1, description="channel dropout before each classifier")
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> Self:
+        """A recipe's option that this architecture ignores would be another recipe in silence."""
+        resnet, deeplab = self.backbone.startswith("resnet"), self.arch != "pspnet"
+        blocks = 2 if self.backbone == "resnet18" else 3
+        conditions = {
+            "stem": (resnet, f"backbone {self.backbone}"),
+            "multi_grid": (resnet, f"backbone {self.backbone}"),
+            "recompute_norm": (resnet, f"backbone {self.backbone}"),
+            "contract_dilation": (self.output_stride < 32, "output_stride 32"),
+            "ppm_bins": (not deeplab, f"arch {self.arch}"),
+            "aspp_rates": (deeplab, f"arch {self.arch}"),
+            "separable": (deeplab, f"arch {self.arch}"),
+            "low_level_channels": (self.arch == "deeplabv3plus", f"arch {self.arch}"),
+            "aux_channels": (self.aux_head, "aux_head false"),
+        }
+        _refuse(
+            *(
+                f"{name}: has no effect with {reason}; remove it"
+                for name, (effective, reason) in conditions.items()
+                if not effective and getattr(self, name) != type(self).model_fields[name].default
+            ),
+            resnet
+            and self.multi_grid is not None
+            and len(self.multi_grid) != blocks
+            and f"multi_grid: expected {blocks} numbers, one for each block of the last stage of "
+            f"backbone {self.backbone}, got {list(self.multi_grid)}",
+        )
+        return self
+
+
+class NormConfig(Section):
+    """Normalization: whose pixels make the statistics, and which ones are kept for evaluation."""
+
+    kind: Literal["sync", "local", "frozen", "group"] = Field(
+        "sync",
+        description="sync: batch norm over all ranks together, exactly; local: every rank its own "
+        "images; frozen: the running statistics of the weights training starts from, as constants; "
+        "group: GroupNorm, which knows no batch",
+    )
+    extent: Literal["world", "node"] | Positive = Field(
+        "world",
+        description="sync: the ranks that share statistics: all, those of one machine, or groups "
+        "of this many",
+    )
+    running: Literal["rank0", "mean", "pooled"] = Field(
+        "pooled",
+        description="running statistics where not all ranks share theirs: of rank 0; the mean of "
+        "means and variances; or mean and variance of all values together",
+    )
+    precise_batches: Positive | None = Field(
+        None,
+        description="before an evaluation, take the running statistics anew from this many "
+        "training batches, with the weights standing still",
+    )
+    num_groups: Positive = Field(
+        32, description="group: at most this many groups; the largest common divisor with the width"
+    )
+    momentum: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        0.1,
+        description="share of the new batch in the running statistics; null: cumulative average",
+    )
+    eps: PositiveFloat = Field(1e-5, description="added to the variance")
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> Self:
+        """An option that this kind ignores would be another experiment in silence."""
+        batch = self.kind in ("sync", "local")
+        parted = self.kind == "local" or (self.kind == "sync" and self.extent != "world")
+        effective = {
+            "extent": (self.kind == "sync", f"kind {self.kind}"),
+            "running": (parted, f"kind {self.kind} over {self.extent}"),
+            "precise_batches": (batch, f"kind {self.kind}"),
+            "momentum": (batch, f"kind {self.kind}"),
+            "num_groups": (self.kind == "group", f"kind {self.kind}"),
+        }
+        _refuse(
+            *(
+                f"{name}: has no effect with {reason}; remove it"
+                for name, (has_effect, reason) in effective.items()
+                if not has_effect and getattr(self, name) != type(self).model_fields[name].default
+            )
+        )
+        return self
+
+
+class LossConfig(Section):
+    """What is minimized: a sum over the valid pixels of all ranks, divided by their number."""
+
+    kind: Literal["cross_entropy", "ohem"] = Field(
+        "cross_entropy", description="ohem: cross entropy over the hardest pixels only"
+    )
+    aux_weight: NonNegativeFloat = Field(0.4, description="weight of the auxiliary head's loss")
+    class_weights: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None = Field(
+        None, description="one weight a class, in the order of the class file; null: all 1"
+    )
+    ohem_threshold: Fraction = Field(
+        0.7, description="keep pixels whose probability of the true class is below this"
+    )
+    ohem_min_kept: Positive = Field(
+        100_000, description="keep at least this many of the hardest pixels, counted over all ranks"
+    )
+
+    @model_validator(mode="after")
+    def _some_weight(self) -> Self:
+        weights = self.class_weights
+        _refuse(weights is not None and not any(weights) and "class_weights: all weights are 0")
+        return self
+
+
+class TrainConfig(Section):
+    """The optimization. A step is one update of the weights; sizes count over all ranks."""
+
+    steps: Positive = Field(40_000, description="length of the training")
+    batch_size: Positive = Field(16, description="images a step, over all ranks")
+    accumulate_steps: Positive = Field(
+        1,
+        description="split each batch into this many passes; batch statistics are then those of "
+        "one pass, so the result differs from a whole batch; virtual_ranks is exact",
+    )
+    virtual_ranks: Positive = Field(
+        1,
+        description="memory for time: each rank works on its images in this many shares, in "
+        "lockstep, with what their backward passes need in host memory; the result is that of as "
+        "many times the ranks",
+    )
+    precision: Literal["float32", "bfloat16", "float16", "float64"] = Field(
+        "float32", description="bfloat16 and float16: automatic mixed precision"
+    )
+    compile: bool = Field(
+        False,
+        description="torch.compile the model with its loss, into one graph; the first step takes "
+        "minutes, and a C++ compiler is needed",
+    )
+    channels_last: bool = Field(True, description="NHWC memory format for images and convolutions")
+    init_from: str | None = Field(
+        None,
+        description="run or checkpoint whose weights training starts from; classifiers of another "
+        "number of classes stay random",
+    )
+    optimizer: Literal["sgd", "adamw"] = Field("sgd", description="how gradients change weights")
+    lr: PositiveFloat = Field(0.01, description="learning rate after warmup")
+    lr_batch_size: Positive | None = Field(
+        None,
+        description="lr is meant for this batch size and scaled linearly to batch_size; "
+        "null: as is",
+    )
+    head_lr_mult: PositiveFloat = Field(
+        1.0, description="learning rate factor outside the backbone"
+    )
+    momentum: FractionBelow1 = Field(0.9, description="SGD")
+    nesterov: bool = Field(False, description="SGD: Nesterov's momentum")
+    betas: tuple[FractionBelow1, FractionBelow1] = Field(
+        (0.9, 0.999), description="AdamW: decay of the averages of gradient and squared gradient"
+    )
+    weight_decay: NonNegativeFloat = Field(1e-4, description="SGD: L2; AdamW: decoupled")
+    decay_norm_and_bias: bool = Field(
+        True, description="false: no weight decay on batch norm and biases"
+    )
+    poly_power: NonNegativeFloat = Field(
+        0.9, description="lr * (1 - step / steps) ** power; 0: constant"
+    )
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate the schedule ends with")
+    warmup_steps: NonNegative = Field(0, description="steps of linear warmup")
+    warmup_start: Fraction = Field(0.1, description="share of the learning rate at the first step")
+    clip_grad_norm: PositiveFloat | None = Field(None, description="largest norm of the gradient")
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="keep an exponential moving average of the weights and evaluate it"
+    )
+    deterministic: bool = Field(False, description="refuse kernels whose result may vary")
+    timeout_s: PositiveFloat = Field(
+        600.0, description="how long a rank waits for the others before it gives up"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _refuse(
+            self.warmup_steps >= self.steps
+            and f"warmup_steps: {self.warmup_steps} must be smaller than steps, {self.steps}",
+            self.accumulate_steps > self.batch_size
+            and f"accumulate_steps: {self.accumulate_steps} must not be larger than batch_size, "
+            f"{self.batch_size}",
+            self.min_lr > self.lr
+            and f"min_lr: {self.min_lr} must not be larger than lr, {self.lr}",
+            self.nesterov and self.momentum == 0 and "nesterov: needs a momentum above 0",
+            self.compile
+            and self.virtual_ranks > 1
+            and f"compile: cannot go with virtual_ranks, {self.virtual_ranks}: shares in lockstep "
+            "wait for each other in the midst of the model, and a graph runs through; set "
+            "virtual_ranks to 1 or compile to false",
+        )
+        return self
+
+
+class EvalConfig(Section):
+    """How an image is turned into a prediction, and when training does it."""
+
+    every_steps: Positive | None = Field(
+        4000, description="evaluate this often; null: at the end only"
+    )
+    mode: Literal["whole", "slide"] = Field(
+        "whole", description="the image at once, or windows of crop_size whose results are averaged"
+    )
+    crop_size: Size | None = Field(None, description="sliding window; null: the training crop")
+    overlap: FractionBelow1 = Field(
+        1 / 3, description="share of a window that its neighbour repeats"
+    )
+    scales: tuple[Scale, ...] = Field((1.0,), min_length=1, description="image scales to average")
+    flip: bool = Field(False, description="average with the mirrored image")
+
+
+class LogConfig(Section):
+    """What is written while training."""
+
+    every_steps: Positive = Field(20, description="scalars this often")
+    num_images: Positive = Field(
+        4, description="pictures of image, label and prediction at an evaluation"
+    )
+
+
+class CheckpointConfig(Section):
+    """When the training state is saved. last.pt and best.pt are always kept."""
+
+    every_steps: Positive = Field(1000, description="write last.pt this often")
+    keep_every_steps: Positive | None = Field(
+        None, description="also keep a checkpoint of its own this often; null: none"
+    )
+    keep_limit: Positive = Field(5, description="how many of those to keep")
+
+
+class Config(Section):
+    """One experiment."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="decides weights, sample order, augmentation and dropout"
+    )
+    data: DataConfig
+    augment: AugmentConfig = AugmentConfig()
+    model: ModelConfig = ModelConfig()
+    norm: NormConfig = NormConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _enough_values(self) -> Self:
+        _refuse(
+            self.norm.kind in ("sync", "local")
+            and self.train.batch_size // self.train.accumulate_steps == 1
+            and "train.batch_size: a pass of one image has one value a channel after global "
+            "pooling, and batch norm needs two; use at least 2 images a pass "
+            "(batch_size / accumulate_steps)",
+            self.train.virtual_ranks > 1
+            and (self.norm.kind != "sync" or self.norm.extent != "world")
+            and "train.virtual_ranks: need norm.kind sync over the world; with other statistics "
+            "train.accumulate_steps is as good",
+            self.model.recompute_norm
+            and self.norm.kind not in ("sync", "local")
+            and f"model.recompute_norm: has no effect with norm.kind {self.norm.kind}; remove it",
+            self.norm.kind == "frozen"
+            and self.train.init_from is None
+            and "norm.kind: frozen statistics come with the weights that training starts from; "
+            "name a run or checkpoint in train.init_from",
+        )
+        return self
+
+
+# What people bring from semseg, mmsegmentation, torchvision and others, and how it is said here.
+FOREIGN_KEYS = {
+    "num_classes": "the class file in data.classes decides it",
+    "ignore_index": "ignored ids are in the class file, data.classes",
+    "ignore_label": "ignored ids are in the class file, data.classes",
+    "class_names": "names are in the class file, data.classes",
+    "epochs": "the length is train.steps; an epoch is images / train.batch_size steps",
+    "num_epochs": "the length is train.steps; an epoch is images / train.batch_size steps",
+    "max_epochs": "the length is train.steps; an epoch is images / train.batch_size steps",
+    "max_iters": "did you mean train.steps?",
+    "iters": "did you mean train.steps?",
+    "learning_rate": "did you mean train.lr?",
+    "base_lr": "did you mean train.lr?",
+    "batch_size_per_gpu": "train.batch_size counts over all ranks",
+    "samples_per_gpu": "train.batch_size counts over all ranks",
+    "workers": "did you mean data.num_workers?",
+    "amp": "did you mean train.precision?",
+    "fp16": "did you mean train.precision?",
+    "sync_bn": "did you mean norm.kind?",
+    "gpus": "the number of processes is an option of the command: --nproc",
+    "output_dir": "the run directory is an option of the command: --output",
+    "work_dir": "the run directory is an option of the command: --output",
+    "resume": "resuming is an option of the command: --resume",
+    "layers": "did you mean model.backbone?",
+    "encoder": "did you mean model.backbone?",
+    "_base_": "there is no inheritance; a file says what differs from the defaults",
+    "defaults": "there is no inheritance; a file says what differs from the defaults",
+}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The experiment in the YAML file `path`, with `section.key=value` overrides applied.
+
+    Raises:
+        ConfigError: one line for every mistake, with `file:line` or `--set key`.
+    """
+    return parse_config(read_text(path), source=str(path), overrides=overrides)
+
+
+def parse_config(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
+    """The experiment in YAML `text`, which `source` names in messages; see `load_config`."""
+    return parse_settings(Config, text, source=source, overrides=overrides, hints=FOREIGN_KEYS)
+
+
+def override_config(config: Config, overrides: Sequence[str], *, source: str) -> Config:
+    """`config` with `section.key=value` overrides, by the same checks.
+
+    Args:
+        source: where the config came from, such as the checkpoint, for messages.
+    """
+    return override_settings(config, overrides, source=source, hints=FOREIGN_KEYS)
+
+
+def config_to_yaml(config: Config) -> str:
+    """The whole experiment as YAML, every option in order; loads back as an equal config."""
+    return to_yaml(config)
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON Schema of an experiment file, for completion and checks in editors."""
+    schema = Config.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

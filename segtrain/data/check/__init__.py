@@ -1,0 +1,1 @@
+"""Checks of a data set before device time is spent on it."""

@@ -1,0 +1,1 @@
+"""A run directory: its files, log, pictures and reports."""

@@ -1,0 +1,156 @@
+"""The lock that keeps two runs out of one directory."""
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from segtrain.errors import ConfigError, ExecutionError
+from segtrain.files import local as files
+from segtrain.text import printable
+
+LOCK = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
+
+
+class Claim:
+    """While it is entered, no other run can use `directory`, which is made if need be.
+
+    The kernel lifts the lock when this process ends, however it ends: nobody has to clear up after
+    a crash. On a file system without locks there is none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._path = directory / LOCK
+        self._handle: int | None = None
+        self._made = False
+
+    def __enter__(self) -> Self:
+        """Takes the directory.
+
+        Raises:
+            ConfigError: another run uses it, or it cannot be made or written.
+        """
+        # A lock that is there already is that of a run that was killed.
+        self._made = not self._directory.exists() or self._path.exists()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._handle = _locked(self._path)
+        except _HeldError as error:
+            raise ConfigError(
+                f"{self._directory}: in use by {error}; wait for it to end, or choose another "
+                "directory by --output"
+            ) from None
+        except OSError as error:
+            raise ConfigError(cannot_write(self._directory, error)) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Where the directory was deleted meanwhile, the file of its name may be another run's.
+        with suppress(OSError):
+            if files.is_at(self._handle, self._path):
+                self._path.unlink()
+        os.close(self._handle)
+        self._handle = None
+        if self._made:
+            with suppress(OSError):
+                self._directory.rmdir()  # if nothing came of the run
+
+    def renew(self) -> None:
+        """Takes the directory again if the lock file was deleted; to be called before writing.
+
+        Raises:
+            ExecutionError: another run has taken it, or the file cannot be made again.
+        """
+        try:
+            if self._handle is None or files.is_at(self._handle, self._path):
+                return
+            self._directory.mkdir(parents=True, exist_ok=True)
+            handle = _locked(self._path)
+        except _HeldError as error:
+            raise ExecutionError(
+                f"{self._path}: deleted while this run was using the directory, which {error} has "
+                "taken since; this run stops before it writes into the other one's files"
+            ) from None
+        except OSError as error:
+            raise ExecutionError(
+                f"{self._path}: this run's lock is gone and cannot be made again: {error.strerror}"
+            ) from None
+        os.close(self._handle)
+        self._handle = handle
+
+
+def use_by_others(directory: Path) -> str | None:
+    """Which other process uses `directory`, and what to do; None if there is none."""
+    holder = ""
+    try:
+        with files.open_regular(directory / LOCK, "r", errors="replace") as file:
+            holder = printable(file.read(200).strip())
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        remedy = "wait for it to end"
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            return None
+        # Nothing tells whether the process is still there.
+        remedy = f"if it has ended, delete {directory / LOCK}"
+    else:
+        return None
+    return None if holder == _this_process() else f"in use by {holder or 'another run'}; {remedy}"
+
+
+class _HeldError(Exception):
+    """Another process holds a lock; says which."""
+
+
+def _locked(path: Path) -> int:
+    while True:
+        # Of a link the lock would lie elsewhere; opening a pipe would wait.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        handle = os.open(path, flags, 0o644)
+        try:
+            _lock(handle, path)
+            # Another run may have removed this very file while it was being opened.
+            if files.is_at(handle, path):
+                os.truncate(handle, 0)
+                with suppress(OSError):  # the disk is full; the name is for people to read
+                    os.write(handle, f"{_this_process()}\n".encode())
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _lock(handle: int, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = printable(os.read(handle, 200).decode(errors="replace").strip())
+        raise _HeldError(holder or "another run") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def cannot_write(directory: Path, error: OSError) -> str:
+    """The message that `directory` cannot be a run's."""
+    # Of the two names of a renaming the second one is the user's.
+    path = error.filename2 or error.filename
+    where = f" ({Path(path).name})" if path and Path(path) != directory else ""
+    room = "make room, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return (
+        f"{directory}: cannot write the run directory: {error.strerror}{where}; {room}choose "
+        "another by --output"
+    )

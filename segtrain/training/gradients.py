@@ -1,0 +1,209 @@
+"""Gradients summed over all ranks, in buckets that stay the same from the first step to the last.
+
+Floating-point addition is not associative: on three or more ranks, the position of a gradient in a
+bucket decides in which order the ranks are added. DistributedDataParallel rearranges its buckets
+after the first step of every process, so a resumed run gets other bits. Here the buckets depend
+only on the list of parameters.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from segtrain.distributed import collectives as dist
+
+# Large enough to use the whole bandwidth. The first bucket is small, so that sending starts early.
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+# Gradients begin at multiples of this many values, because vector kernels want aligned memory.
+_ALIGNMENT = 16
+
+
+class GradientSum:
+    """Sums the gradients of a model over all ranks; does nothing in a single process.
+
+    Afterwards `grad` of every parameter is a view of a bucket, with the strides of the parameter. A
+    parameter that gets no gradient on any rank keeps None, as in a single process.
+
+    The ranks compare in the first step which parameters get a gradient. This must be the same on
+    all ranks and in all steps of the process.
+
+    Args:
+        named_parameters: in the order of registration, the same on all ranks, on one device. Those
+            that need no gradient are left out.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._parameters: dict[str, nn.Parameter] = {}
+        if dist.world_size() > 1:
+            self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        devices = sorted({str(p.device) for p in self._parameters.values()})
+        if len(devices) > 1:
+            raise ValueError(f"all parameters must be on one device, found {', '.join(devices)}")
+        self._buckets = _make_buckets(list(self._parameters.values()))
+        self._used: set[str] | None = None  # names of the parameters that get a gradient
+
+    @contextmanager
+    def summed(self, *, overlap: bool = True) -> Iterator[None]:
+        """On exit the gradients are the sums over all ranks (collective).
+
+        Gradients of earlier backward passes, outside, are added first. If an exception leaves the
+        block, nothing is summed and the next call begins anew.
+
+        Args:
+            overlap: send while the backward pass runs. Only one backward pass may be inside.
+
+        Raises:
+            RuntimeError: the parameters with a gradient differ between the ranks, or from those of
+                the first step; or with `overlap` there was a second backward pass.
+        """
+        if not self._buckets:
+            yield
+            return
+        sender = _Sender(self._buckets)
+        hooks = []
+        if overlap and self._used is not None:
+            hooks = sender.follow([self._parameters[name] for name in self._used])
+        try:
+            yield
+            self._finish(sender)
+        except BaseException:
+            # An all_reduce under way may still write into the old buckets.
+            self._buckets = _make_buckets(list(self._parameters.values()))
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _finish(self, sender: "_Sender") -> None:
+        found = {name for name, p in self._parameters.items() if p.grad is not None}
+        if self._used is None:
+            _compare(found)
+            self._used = found
+        if found == self._used:
+            sender.finish()
+            return
+        # The other ranks may not notice: with NaN they cannot save a wrong step either.
+        sender.finish(spoil=True)
+        raise RuntimeError(
+            f"rank {dist.rank()}: {_names(found ^ self._used)}: every step must give gradients to "
+            "the same parameters, this one "
+            + ("got one in this step only" if found - self._used else "got none in this step")
+        )
+
+
+class _Bucket:
+    """Gradients that are summed together, side by side in the tensor `flat`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in parameters]
+        self.flat = parameters[0].new_zeros(sum(sizes), requires_grad=False)
+        # The strides are those that autograd gives to gradients, channels-last ones for example.
+        self.views = [
+            part.as_strided(p.size(), torch.empty_like(p).stride())
+            for p, part in zip(parameters, self.flat.split(sizes), strict=True)
+        ]
+
+    def fill(self) -> None:
+        """Moves the gradients of the parameters here; zeros stand for those without one."""
+        views, gradients = [], []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                views.append(view)
+                gradients.append(parameter.grad)
+                parameter.grad = view
+        if views:
+            torch._foreach_copy_(views, gradients)
+
+
+class _Sender:
+    """One round of sums: every bucket once, in the same order on all ranks.
+
+    Autograd calls hooks on one thread for each device, so there is no lock. On CUDA the sums are
+    ordered after the stream of that thread, which is the one that computed the gradients.
+    """
+
+    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+        self._buckets = buckets
+        self._missing: list[set[nn.Parameter]] = []
+        self._waits: list[Callable[[], None]] = []  # one for every bucket that was sent
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> list[torch.utils.hooks.RemovableHandle]:
+        """Sends every bucket but the last as soon as it has the gradients of `parameters`."""
+        wanted = set(parameters)
+        self._missing = [wanted.intersection(bucket.parameters) for bucket in self._buckets]
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, missing))
+            for bucket, missing in zip(self._buckets, self._missing, strict=True)
+            for parameter in bucket.parameters
+            if parameter in wanted
+        ]
+
+    def _arrived(self, missing: set[nn.Parameter], parameter: nn.Parameter) -> None:
+        if parameter not in missing:
+            raise RuntimeError(
+                f"rank {dist.rank()}: a parameter of shape {tuple(parameter.shape)} got a second "
+                "gradient while the gradients are summed: run one backward pass, or pass "
+                "overlap=False"
+            )
+        missing.remove(parameter)
+        # The last bucket is for `finish`, which knows whether all is well.
+        while len(self._waits) < len(self._buckets) - 1 and not self._missing[len(self._waits)]:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets[len(self._waits)]
+        bucket.fill()
+        self._waits.append(dist.start_sum(bucket.flat))
+
+    @torch.no_grad()
+    def finish(self, *, spoil: bool = False) -> None:
+        """Sends what is left and waits for all sums; `spoil` makes the last ones NaN everywhere."""
+        while len(self._waits) < len(self._buckets) - 1:
+            self._send()
+        last = self._buckets[-1]
+        last.fill()
+        if spoil:
+            last.flat.fill_(torch.nan)
+        self._waits.append(dist.start_sum(last.flat))
+        for wait in self._waits:
+            wait()
+
+
+def _make_buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+    """Buckets of `parameters` from the last to the first, as backward passes reach them."""
+    groups: list[list[nn.Parameter]] = []
+    for parameter in reversed(parameters):
+        limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
+        if (
+            not groups
+            or parameter.dtype != groups[-1][0].dtype
+            or sum(p.nbytes for p in groups[-1]) + parameter.nbytes > limit
+        ):
+            groups.append([])
+        groups[-1].append(parameter)
+    return [_Bucket(group) for group in groups]
+
+
+def _compare(found: set[str]) -> None:
+    """Raises the same RuntimeError on all ranks if they differ in `found` (collective)."""
+    everyone = [set(names) for names in dist.all_gather_object(sorted(found))]
+    some = set.union(*everyone) - set.intersection(*everyone)
+    if some:
+        ranks = [rank for rank, names in enumerate(everyone) if not some <= names]
+        raise RuntimeError(
+            f"{_names(some)}: no gradient on {'rank' if len(ranks) == 1 else 'ranks'} "
+            f"{', '.join(map(str, ranks))}, but on others; every parameter must get a gradient on "
+            "all ranks or on none"
+        )
+
+
+def _names(names: set[str]) -> str:
+    first, *others = sorted(names)
+    return f"parameter {first}" + (f" and {len(others)} more" if others else "")

@@ -1,0 +1,85 @@
+"""The model with its loss as one module, compiled if asked, and equal on all ranks at the start."""
+
+from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from segtrain.config import TrainConfig
+from segtrain.distributed import collectives as dist
+from segtrain.errors import ConfigError
+from segtrain.norm import make_groups
+from segtrain.training.losses import SegLoss, StepLoss
+from segtrain.types import DropoutMasks
+
+
+def dtype_of(train: TrainConfig) -> torch.dtype:
+    """The type of weights and images; mixed precision is autocast's, over float32 weights."""
+    return torch.float64 if train.precision == "float64" else torch.float32
+
+
+def autocast(train: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
+    """Mixed precision for a forward pass, if the config asks for it."""
+    if train.precision in ("bfloat16", "float16"):
+        return torch.autocast(device.type, getattr(torch, train.precision))
+    return nullcontext()
+
+
+class ModelWithLoss(nn.Module):
+    """A model and its loss: a rank's share of a batch in, its sums of the loss out.
+
+    One module, so that a compiled graph holds both: the loss melts into the layers before it, and
+    the logits at the size of the image need not be written down.
+    """
+
+    def __init__(self, model: nn.Module, criterion: SegLoss, train: TrainConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.criterion = criterion
+        self.options = train
+
+    def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> StepLoss:
+        """The sums for normalized images (N, 3, H, W) and int64 labels (N, H, W) (collective)."""
+        with autocast(self.options, images.device):
+            logits = self.model(images, dropout)
+        return self.criterion(logits, labels)
+
+
+def make_replica(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
+    """`model` with `criterion` as `train` wants them trained together.
+
+    The parameters stay those of `model`, under their names there: checkpoints, averages and
+    evaluation use it and never see what is wrapped around it.
+    """
+    module = ModelWithLoss(model, criterion, train)
+    return _compiled(module) if train.compile else module
+
+
+def share_weights(model: nn.Module) -> None:
+    """Gives all ranks the weights and statistics of rank 0 (collective).
+
+    All ranks have drawn or loaded them in the same way, but a machine with another file or another
+    version of torch may have got other values.
+
+    Raises:
+        ConfigError: the ranks have different models.
+    """
+    state = model.state_dict()
+    layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in state.items()]
+    first, *others = dist.all_gather_object(layout)
+    for rank, other in enumerate(others, start=1):
+        for expected, found in zip_longest(first, other, fillvalue="nothing"):
+            if found != expected:
+                raise ConfigError(
+                    f"the ranks have different models: {expected} on rank 0, {found} on rank "
+                    f"{rank}; start all ranks with the same config and version of segtrain"
+                )
+    dist.copy_from_main(state.values())
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    make_groups(module)
+    # The sizes of a run never change but between the passes of a step, and a graph with open sizes
+    # is slower.
+    return torch.compile(module, fullgraph=True, dynamic=False)
