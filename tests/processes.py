@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from segtrain.distributed import exit_status, heartbeat
-from segtrain.distributed.heartbeat import Progress
+from segtrain.distributed.heartbeat import Heartbeat
 from segtrain.distributed.processes import children, descendants, is_alive
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -73,7 +73,7 @@ class Command:
         """The ids of the processes that the launcher has started, in the order of ranks."""
         return [pid for pid in children(self.process.pid) if b"segtrain" in _command_line(pid)]
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[Heartbeat]:
         """The last words of the ranks."""
         for pid in self.ranks():
             root = _environ(pid).get(exit_status.VARIABLE)

@@ -126,7 +126,7 @@ LATE_MS = 300
 def times_of_a_late_rank():
     contenders = {
         "late": lambda: time.sleep(dist.rank() * LATE_MS / 1e3),
-        "meets": lambda: dist.all_sum(torch.ones(1)),
+        "meets": lambda: dist.all_reduce_sum(torch.ones(1)),
     }
     return measure(contenders, device=CPU, rounds=1, warmup=1)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from segtrain.checkpoint import contents as checkpoint
 from segtrain.checkpoint.contents import (
-    Record,
+    Checkpoint,
     experiment_record,
     load,
     load_initial,
@@ -26,7 +26,7 @@ from segtrain.checkpoint.contents import (
     restore,
     save,
 )
-from segtrain.checkpoint.manager import CheckpointStore
+from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.optimizer_state import restore_scaler
 from segtrain.checkpoint.recovery import restore_config
 from segtrain.config import load_config
@@ -47,7 +47,7 @@ def record(step=3, **fields):
         "best": {"step": min(2, step), "mean_iou": 0.25},
         "evaluated": min(2, step),
     }
-    return Record(step=step, **values | fields)
+    return Checkpoint(step=step, **values | fields)
 
 
 def names(directory):
@@ -168,7 +168,7 @@ def test_what_is_no_file_is_refused(tmp_path, name):
 
 
 def test_the_best_checkpoint_holds_no_training_state(tmp_path):
-    store = CheckpointStore(tmp_path, keep_limit=1)
+    store = CheckpointManager(tmp_path, keep_limit=1)
     store.save_best(record())
     best = load(tmp_path / "best.pt")
     assert best.optimizer is None
@@ -182,7 +182,7 @@ def test_a_run_means_its_best_checkpoint_else_its_last(tmp_path):
         resolve(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match=r"no checkpoints/best\.pt or checkpoints/last\.pt"):
         resolve(tmp_path)
-    store = CheckpointStore(tmp_path / "checkpoints", keep_limit=1)
+    store = CheckpointManager(tmp_path / "checkpoints", keep_limit=1)
     store.save_last(record())
     assert resolve(tmp_path) == store.last
     store.save_best(record())
@@ -220,7 +220,7 @@ def small(tmp_path_factory):
         parameter.grad = torch.ones_like(parameter)
     state.optimizer.step()
     state.average.update(state.model, 1)
-    saved = Record(
+    saved = Checkpoint(
         step=1,
         **experiment_record(config, classes),
         model=state.model.state_dict(),

@@ -24,7 +24,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from segtrain.checkpoint.contents import load
 from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import load_config
-from segtrain.data.loader import rows_of_rank
+from segtrain.data.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.models import SegModel, build_model
@@ -39,7 +39,7 @@ from segtrain.models.pspnet import PSPHead
 from segtrain.norm import make_norm, norm_relu_conv
 from segtrain.training import engine
 from segtrain.training.engine import make_state, train_steps
-from segtrain.training.step_sync import Guard
+from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch
 
 CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ def trained(config_file, build, *overrides):
     config = load_config(config_file, overrides)
     torch.manual_seed(0)
     state = make_state(build(config), config, CPU)
-    rows = rows_of_rank(
+    rows = indices_of_rank(
         config.train.batch_size, config.train.accumulate_steps, dist.rank(), dist.world_size()
     )
     numbers, gradients, graphs = [], {}, []
@@ -138,8 +138,10 @@ def trained(config_file, build, *overrides):
 
     engine._update = keep_gradients
     counters.clear()
-    guard = Guard(lambda: False)
-    steps = train_steps(state, batches(config, rows), config, device=CPU, rows=rows, guard=guard)
+    step_sync = StepSync(lambda: False)
+    steps = train_steps(
+        state, batches(config, rows), config, device=CPU, rows=rows, step_sync=step_sync
+    )
     for result in steps:
         numbers.append([float(result.loss), float(result.aux_loss), float(result.grad_norm)])
         graphs.append(counters["stats"]["unique_graphs"])

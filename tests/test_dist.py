@@ -19,13 +19,13 @@ def refused_by_main(message):
         raise DataError(message)
 
     try:
-        dist.on_main(function)
+        dist.run_on_rank0(function)
     except DataError as error:
         return str(error)
 
 
 def of_main():
-    return dist.on_main(lambda: [dist.rank(), None, "ß"]), dist.broadcast_object(dist.rank())
+    return dist.run_on_rank0(lambda: [dist.rank(), None, "ß"]), dist.broadcast_object(dist.rank())
 
 
 class Payload:

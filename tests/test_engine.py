@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from segtrain.config import Config, DataConfig, LossConfig, ModelConfig, TrainConfig
-from segtrain.data.loader import rows_of_rank
+from segtrain.data.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.errors import NonFiniteError
 from segtrain.models import DropoutChannels
 from segtrain.training.engine import make_state, train_steps
-from segtrain.training.step_sync import Guard
+from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch, SegLogits
 
 CPU = torch.device("cpu")
@@ -67,15 +67,15 @@ def batches(settings, rows, start):
             yield Batch(images[mine], labels[mine], [f"{step}/{i}" for i in mine])
 
 
-def run(settings, state, guard=None):
-    rows = rows_of_rank(N, settings.train.accumulate_steps, dist.rank(), dist.world_size())
+def run(settings, state, step_sync=None):
+    rows = indices_of_rank(N, settings.train.accumulate_steps, dist.rank(), dist.world_size())
     return train_steps(
         state,
         batches(settings, rows, state.step),
         settings,
         device=CPU,
         rows=rows,
-        guard=guard or Guard(lambda: False),
+        step_sync=step_sync or StepSync(lambda: False),
     )
 
 
@@ -151,7 +151,7 @@ def trainings_of_rank(names):
     results = {name: trained(SETTINGS[name]) for name in names}
 
     settings = config()
-    stop = Guard(lambda: dist.rank() == 1)
+    stop = StepSync(lambda: dist.rank() == 1)
     results["stopped"] = [result.step for result in run(settings, new_state(settings), stop)]
 
     half = config(precision="float16")
@@ -159,8 +159,8 @@ def trainings_of_rank(names):
     factors = iter([1.0, 1.0, torch.inf, 1.0, 1.0, 1.0])
     if dist.rank() == 1:
         state.model.head.weight.register_hook(lambda gradient: gradient * next(factors))
-    guard = Guard(lambda: False, overflow_allowed=True)
-    finite = [bool(result.grad_norm.isfinite()) for result in run(half, state, guard)]
+    step_sync = StepSync(lambda: False, overflow_allowed=True)
+    finite = [bool(result.grad_norm.isfinite()) for result in run(half, state, step_sync)]
     results["float16"] = finite, state.scaler.get_scale(), weights(state)
 
     state, done = new_state(settings), []
@@ -247,11 +247,13 @@ def test_a_batch_of_ignored_pixels_is_a_step_without_a_gradient():
     before = weights(state)
     ignored = torch.full((1, H, W), IGNORE_INDEX, dtype=torch.uint8)
     batch = Batch(whole_batch(0)[0][:1], ignored, ["a"])
-    guard = Guard(lambda: False)
+    step_sync = StepSync(lambda: False)
     result = next(
-        train_steps(state, [batch, batch], settings, device=CPU, rows=[range(1)] * 2, guard=guard)
+        train_steps(
+            state, [batch, batch], settings, device=CPU, rows=[range(1)] * 2, step_sync=step_sync
+        )
     )
-    guard.settle()
+    step_sync.settle()
     assert (result.loss.item(), result.grad_norm.item()) == (0.0, 0.0)
     assert all(torch.equal(value, before[name]) for name, value in weights(state).items())
 
@@ -271,14 +273,14 @@ def test_float16_skips_steps_that_overflow_until_the_scale_fits():
     settings = config(precision="float16", steps=40)
     state = new_state(settings)
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    guard = Guard(lambda: False, overflow_allowed=True)
+    step_sync = StepSync(lambda: False, overflow_allowed=True)
     before = weights(state)
     finite = []
-    for result in run(settings, state, guard):
+    for result in run(settings, state, step_sync):
         finite.append(bool(result.grad_norm.isfinite()))
         if not any(finite):
             assert all(torch.equal(v, before[name]) for name, v in weights(state).items())
-    guard.settle()
+    step_sync.settle()
     assert not finite[0]
     assert finite[-1]
     assert not torch.equal(state.model.head.weight, before["head.weight"])

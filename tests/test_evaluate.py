@@ -12,7 +12,7 @@ from experiments import refusal
 from PIL import Image
 from torch import nn
 
-from segtrain.checkpoint.contents import LoadedModel, Record, experiment_record, save
+from segtrain.checkpoint.contents import Checkpoint, LoadedModel, experiment_record, save
 from segtrain.commands import evaluate
 from segtrain.commands.evaluate import run_eval
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
@@ -326,7 +326,7 @@ def test_a_real_checkpoint_is_evaluated(cityscapes, tmp_path):
     torch.manual_seed(0)
     model = build_model(config.model, num_classes=19)
     unused = {"average": None, "optimizer": None, "scaler": None, "best": None}
-    record = Record(
+    record = Checkpoint(
         step=3, **experiment_record(config, classes), model=model.state_dict(), **unused
     )
     save(tmp_path / "last.pt", record)

@@ -85,11 +85,13 @@ def train_without(place, config, directory):
     if place == "norm":
         from segtrain.norm import functional
 
-        functional.dist = type("Alone", (), {"all_sum": staticmethod(lambda t, group=None: t)})
+        functional.dist = type(
+            "Alone", (), {"all_reduce_sum": staticmethod(lambda t, group=None: t)}
+        )
     elif place == "loss":
         from segtrain.training import step_sync
 
-        step_sync.dist = type("Alone", (), {"all_sum": staticmethod(lambda t: t)})
+        step_sync.dist = type("Alone", (), {"all_reduce_sum": staticmethod(lambda t: t)})
     elif place == "mining":
         from segtrain.training import losses as pixel_losses
 
@@ -116,7 +118,7 @@ def test_the_losses_show_when_a_collective_is_missing(run_ranks, tmp_path, data)
 def train_in_order(order, config, directory):
     from segtrain.commands.train import run as command
 
-    command.rows_of_rank = lambda *_: [order]
+    command.indices_of_rank = lambda *_: [order]
     return train(config, directory)
 
 

@@ -18,8 +18,8 @@ from segtrain.checkpoint.contents import load
 from segtrain.commands import launch
 from segtrain.commands.launch import adopt_environment, exit_code_of
 from segtrain.distributed import exit_status, slurm
-from segtrain.distributed.exit_status import Outcome
-from segtrain.distributed.heartbeat import Progress
+from segtrain.distributed.exit_status import ExitStatus
+from segtrain.distributed.heartbeat import Heartbeat
 from segtrain.errors import ConfigError
 
 TORCHRUN = {
@@ -150,7 +150,7 @@ def test_machine_0_serves_the_meeting_point(node, serves):
 def notes(*codes):
     """One note a rank: an exit code, and "lost" for the consequence of another's failure."""
     return [
-        Outcome(rank, 6 if code == "lost" else code, code == "lost", time=float(rank))
+        ExitStatus(rank, 6 if code == "lost" else code, code == "lost", time=float(rank))
         for rank, code in enumerate(codes)
     ]
 
@@ -182,7 +182,7 @@ def test_the_exit_code_is_that_of_the_cause(codes, statuses, stopped_by, wanted)
 
 
 def test_a_rank_that_hung_is_told_with_its_phase_and_step(capsys):
-    hung = [Progress(1, pid=1, phase="evaluation", step=40, since=0.0)]
+    hung = [Heartbeat(1, pid=1, phase="evaluation", step=40, since=0.0)]
     assert exit_code_of(notes("lost", None), {0: 6}, None, hung=hung) == 6
     said = capsys.readouterr().err
     assert said.startswith("segtrain: rank 1 did not answer the others: it hung in evaluation, aft")
@@ -190,7 +190,7 @@ def test_a_rank_that_hung_is_told_with_its_phase_and_step(capsys):
 
 
 def test_a_rank_that_was_slow_to_leave_is_not_blamed_for_the_death_of_another(capsys):
-    slow = [Progress(2, pid=1, phase="evaluation", step=40, since=0.0)]
+    slow = [Heartbeat(2, pid=1, phase="evaluation", step=40, since=0.0)]
     statuses = {1: -signal.SIGKILL, 2: -signal.SIGKILL}
     assert exit_code_of(notes("lost", None, None), statuses, None, hung=slow) == 6
     assert capsys.readouterr().err.startswith("segtrain: rank 1 was ended by SIGKILL")

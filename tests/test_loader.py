@@ -12,7 +12,7 @@ import pytest
 import torch
 from processes import left_after
 
-from segtrain.data.loader import TrainStream, image_at, rows_of_rank, train_loader
+from segtrain.data.loader import TrainStream, image_at, indices_of_rank, train_loader
 from segtrain.errors import DataError, UserError
 
 # Newer Pythons warn of what loaders do: fork a process that has threads.
@@ -88,7 +88,7 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, passes):
     """Augmentation included: position in the batch is the key, not position in the part."""
     whole = contents(loader())
     parts = [
-        contents(loader(rows=rows_of_rank(5, passes, rank, world_size)))
+        contents(loader(rows=indices_of_rank(5, passes, rank, world_size)))
         for rank in range(world_size)
     ]
     for step, (names, values) in enumerate(whole):
@@ -106,7 +106,9 @@ def test_rows_of_rank_partition_every_batch_as_evenly_as_possible():
     for batch_size in range(1, 20):
         for passes in range(1, batch_size + 1):
             for world_size in range(1, 9):
-                rows = [rows_of_rank(batch_size, passes, r, world_size) for r in range(world_size)]
+                rows = [
+                    indices_of_rank(batch_size, passes, r, world_size) for r in range(world_size)
+                ]
                 in_order = [i for index in range(passes) for mine in rows for i in mine[index]]
                 assert in_order == list(range(batch_size))
                 for index in range(passes):
@@ -118,9 +120,9 @@ def test_rows_of_rank_partition_every_batch_as_evenly_as_possible():
 
 def test_a_pass_holds_the_same_images_on_any_number_of_ranks():
     for index in range(3):
-        alone = list(rows_of_rank(8, 3, 0, 1)[index])
+        alone = list(indices_of_rank(8, 3, 0, 1)[index])
         for world_size in (2, 3, 4):
-            ranks = [rows_of_rank(8, 3, rank, world_size)[index] for rank in range(world_size)]
+            ranks = [indices_of_rank(8, 3, rank, world_size)[index] for rank in range(world_size)]
             assert list(chain.from_iterable(ranks)) == alone
 
 

@@ -312,7 +312,7 @@ def test_before_the_first_evaluation_there_is_no_score():
 def test_on_a_terminal_progress_is_a_bar_and_the_log_file_has_plain_lines(tmp_path, columns):
     code = (
         "import logging, pathlib\n"
-        "from segtrain import log\n"
+        "from segtrain.run import log\n"
         "log._PLAIN_EVERY_S = -1\n"
         f"log.logger.addHandler(log._LogFile(pathlib.Path({str(tmp_path / 'train.log')!r})))\n"
         "with log.ProgressBar(3, 0, 'train', enabled=True) as bar:\n"

@@ -57,7 +57,7 @@ def run_layer(parts, grads, module, memory_format=torch.preserve_format, device=
     y.backward(grads[dist.rank()].to(device))
     assert strides(y) == strides(x.grad) == strides(x)
     parameters = [p for p in (module.weight, module.bias) if p is not None]
-    summed = [dist.all_sum(p.grad.clone()).cpu() for p in parameters]
+    summed = [dist.all_reduce_sum(p.grad.clone()).cpu() for p in parameters]
     buffers = {name: buffer.cpu() for name, buffer in module.named_buffers()}
     return y.detach().cpu(), x.grad.cpu(), summed, buffers
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import offload
-from segtrain.distributed.virtual_ranks import Lockstep
+from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.norm import (
     SyncBatchNorm2d,
     convert,
@@ -44,7 +44,7 @@ def mine():
 
 
 def summed_gradients(module):
-    return [dist.all_sum(p.grad.clone()) for p in module.parameters()]
+    return [dist.all_reduce_sum(p.grad.clone()) for p in module.parameters()]
 
 
 def close(a, b, atol=1e-12):
@@ -83,7 +83,7 @@ def shared_step(mode):
             y.pow(3).sum().backward()
             return x.grad
 
-    grads = Lockstep(2).run([partial(work, part) for part in mine().tensor_split(2)])
+    grads = VirtualRanks(2).run([partial(work, part) for part in mine().tensor_split(2)])
     return torch.cat(grads), summed_gradients(model), [b.clone() for b in model.buffers()]
 
 

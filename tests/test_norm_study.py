@@ -27,7 +27,7 @@ from torch import nn
 from segtrain.checkpoint.contents import load
 from segtrain.config import load_config
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import share
+from segtrain.distributed.partition import partition
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.norm import PartialBatchNorm2d, settle_statistics
 
@@ -61,7 +61,7 @@ def two_steps(layer, x, settle):
 
 def on_a_rank(running, momentum):
     layer = weighted(PartialBatchNorm2d(C, running=running, momentum=momentum))
-    rows = share(len(X), dist.world_size(), dist.rank())
+    rows = partition(len(X), dist.world_size(), dist.rank())
     results = two_steps(layer, X[rows.start : rows.stop], settle_statistics)
     return *results, list(layer.buffers())
 

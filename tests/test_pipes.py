@@ -12,7 +12,7 @@ import pytest
 from experiments import small, write_config
 
 from segtrain.checkpoint.contents import load, load_initial, resolve
-from segtrain.checkpoint.manager import CheckpointStore
+from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.cli import main as segtrain
 from segtrain.config import DataConfig, load_config
 from segtrain.data import open_dataset
@@ -118,7 +118,7 @@ def test_a_manifest_is_a_plain_file_and_so_is_what_it_names(pipe, tmp_path):
     entry = manifest.Entry(1, 2, "x")
     manifest.write(tmp_path, {"last.pt": [entry]})
     pipe("last.pt")
-    store = CheckpointStore(tmp_path, keep_limit=1)
+    store = CheckpointManager(tmp_path, keep_limit=1)
     store.tidy()
     with pytest.raises(CheckpointError, match=r"last\.pt: not a regular file"):
         store.newest()

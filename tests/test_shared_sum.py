@@ -30,7 +30,7 @@ def sums(seed):
             time.sleep(0.005)  # each is late now and then
         wanted = values.clone()
         torch.distributed.all_reduce(wanted)
-        result = dist.all_sum(values)
+        result = dist.all_reduce_sum(values)
         assert result is values
         shared.append(result.clone())
         through_gloo.append(wanted)
@@ -50,7 +50,7 @@ def test_sums_are_those_of_gloo_on_every_rank(run_ranks, num_ranks):
 def float_sums():
     generator = torch.Generator().manual_seed(dist.rank())
     values = [torch.randn(100, generator=generator, dtype=torch.float64) for _ in range(20)]
-    return [dist.all_sum(value) for value in values]
+    return [dist.all_reduce_sum(value) for value in values]
 
 
 def test_every_rank_ends_with_the_same_bits(run_ranks):
@@ -66,9 +66,9 @@ def routes():
     dist._shared_sum.add = lambda tensor: taken.append(tensor.shape) or add(tensor)
     long = torch.ones(MAX_BYTES // 8 + 1, dtype=torch.float64)
     tensors = [torch.ones(2), torch.ones(3).half(), long, torch.ones(2, 3)]
-    totals = [dist.all_sum(tensor).sum().item() for tensor in tensors]
+    totals = [dist.all_reduce_sum(tensor).sum().item() for tensor in tensors]
     if dist.rank() < 2:
-        totals.append(dist.all_sum(torch.ones(5), dist.group_of((0, 1))).sum().item())
+        totals.append(dist.all_reduce_sum(torch.ones(5), dist.group_of((0, 1))).sum().item())
     return [tuple(shape) for shape in taken], totals
 
 
@@ -82,7 +82,7 @@ def test_only_small_tensors_of_all_ranks_are_shared(run_ranks):
 
 def different_lengths():
     with pytest.raises(RuntimeError, match="different numbers of values: 2, 3"):
-        dist.all_sum(torch.ones(2 + dist.rank()))
+        dist.all_reduce_sum(torch.ones(2 + dist.rank()))
     return True
 
 
@@ -127,7 +127,7 @@ def where_memory_fails(place):
         SharedSum.__init__ = fail
     dist._share_memory(timeout_s=60)
     assert dist._shared_sum is None
-    return dist.all_sum(torch.ones(2)).tolist()
+    return dist.all_reduce_sum(torch.ones(2)).tolist()
 
 
 @pytest.mark.parametrize("place", ["create", "open"])

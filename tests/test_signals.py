@@ -11,7 +11,7 @@ from experiments import experiment, last, refusal, small, stopped_after, train, 
 from processes import GONE_WITHIN_S, REPOSITORY, Command, left_after
 
 from segtrain.distributed.processes import descendants
-from segtrain.distributed.signals import Requests, exit_code
+from segtrain.distributed.signals import SignalFlags, exit_code
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def handlers():
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]
 )
 def test_a_signal_only_asks_to_stop(handlers, number, code):
-    stop = Requests()
+    stop = SignalFlags()
     stop.install()
     assert not stop.stop_requested()
     os.kill(os.getpid(), number)
@@ -39,7 +39,7 @@ def test_a_signal_only_asks_to_stop(handlers, number, code):
 @pytest.mark.fault(8)
 def test_a_second_sigterm_is_ignored(handlers):
     """Schedulers repeat themselves while the checkpoint is being written."""
-    stop = Requests()
+    stop = SignalFlags()
     stop.install()
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -50,8 +50,8 @@ def test_a_second_sigterm_is_ignored(handlers):
 def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
     code = (
         "import os, signal\n"
-        "from segtrain.distributed.signals import Requests\n"
-        "Requests().install()\n"
+        "from segtrain.distributed.signals import SignalFlags\n"
+        "SignalFlags().install()\n"
         f"for number in (signal.SIGINT, {int(second)}): os.kill(os.getpid(), number)\n"
         "print('still here')\n"
     )
@@ -62,9 +62,9 @@ def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
 def test_nohup_is_obeyed():
     code = (
         "import os, signal\n"
-        "from segtrain.distributed.signals import Requests\n"
+        "from segtrain.distributed.signals import SignalFlags\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "stop = Requests(); stop.install()\n"
+        "stop = SignalFlags(); stop.install()\n"
         "os.kill(os.getpid(), signal.SIGHUP)\n"
         "print(stop.stop_requested())\n"
     )
@@ -153,7 +153,7 @@ def test_ranks_that_do_not_come_are_missed_in_words():
         port = probe.getsockname()[1]
     code = (
         "import torch\n"
-        "from segtrain import dist\n"
+        "from segtrain.distributed import collectives as dist\n"
         "from segtrain.errors import LostRanksError\n"
         "try:\n"
         "    with dist.process_group(torch.device('cpu'), timeout_s=1): pass\n"

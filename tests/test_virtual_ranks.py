@@ -13,7 +13,7 @@ from segtrain.checkpoint.contents import load
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.offload import saved_on_host
-from segtrain.distributed.virtual_ranks import Lockstep
+from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.training import engine
 
 
@@ -29,7 +29,7 @@ def test_the_slots_take_turns_and_meet_in_order():
         log.append(("has", mine))
         return total * virtual_ranks.current().meet(mine, list)[mine]
 
-    assert Lockstep(3).run([work] * 3) == [0, 6, 12]
+    assert VirtualRanks(3).run([work] * 3) == [0, 6, 12]
     begins, has = [("begins", i) for i in range(3)], [("has", i) for i in range(3)]
     assert log == [*begins, "adds", *has]
     assert virtual_ranks.current() is None
@@ -39,12 +39,12 @@ def test_sums_count_every_slot_and_results_are_each_ones_own():
     def work():
         assert dist.group_size() == 2
         mine = torch.full((3,), 1.0 + virtual_ranks.slot())
-        total = dist.all_sum(mine)
+        total = dist.all_reduce_sum(mine)
         assert total is mine
         total += virtual_ranks.slot()
         return total, dist.all_gather(torch.tensor([virtual_ranks.slot()]))
 
-    (a, rows), (b, _) = Lockstep(2).run([work] * 2)
+    (a, rows), (b, _) = VirtualRanks(2).run([work] * 2)
     assert a.tolist() == [3.0] * 3
     assert b.tolist() == [4.0] * 3
     assert rows.tolist() == [[0], [1]]
@@ -60,7 +60,7 @@ def test_an_error_in_one_slot_ends_all_of_them(failing):
 
     before = threading.active_count()
     with pytest.raises(ZeroDivisionError, match="in one share"):
-        Lockstep(3).run([work] * 3)
+        VirtualRanks(3).run([work] * 3)
     assert threading.active_count() == before
 
 
@@ -71,7 +71,7 @@ def test_a_slot_that_meets_less_often_is_an_error_not_a_hang(short):
             virtual_ranks.current().meet(0, sum)
 
     with pytest.raises(RuntimeError, match="ended"):
-        Lockstep(3).run([work] * 3)
+        VirtualRanks(3).run([work] * 3)
 
 
 def run(run_ranks, tmp_path, data, ranks, virtual, sections):
@@ -158,7 +158,7 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     from segtrain.config import load_config
     from segtrain.models import build_model
     from segtrain.norm import make_norm
-    from segtrain.training.step_sync import Guard
+    from segtrain.training.step_sync import StepSync
     from segtrain.types import DropoutMasks
 
     train = {"batch_size": batch_size, "precision": precision}
@@ -172,7 +172,7 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     for parameter in model.parameters():  # gradients exist before, as the parameters do
         parameter.grad = torch.zeros_like(parameter)
     images = torch.randn(batch_size, 3, size, size).to(engine.dtype_of(config.train))
-    share = engine.Share(images, torch.zeros(batch_size, size, size).long(), DropoutMasks())
+    share = engine.RankBatch(images, torch.zeros(batch_size, size, size).long(), DropoutMasks())
     mode = LiveBytes([*model.parameters(), *(p.grad for p in model.parameters())])
 
     def in_this_thread(*args, **kwargs):
@@ -187,7 +187,7 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
         step = engine._forward_backward
         if virtual > 1:
             step = partial(engine._in_shares, parts=virtual)
-        step(state, share, 1.0, guard=Guard(lambda: False))
+        step(state, share, 1.0, step_sync=StepSync(lambda: False))
     finally:
         engine._forward_backward, engine.saved_on_host = plain, original
     return mode.peak, torch.cat([p.grad.flatten() for p in model.parameters()])

@@ -23,7 +23,7 @@ from segtrain.models import build_model
 from segtrain.norm import make_norm
 from segtrain.training.engine import StepResult, make_state, train_steps
 from segtrain.training.malloc import keep_freed_memory
-from segtrain.training.step_sync import Guard
+from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
@@ -76,9 +76,9 @@ def steps(config: Config, device: torch.device) -> Iterator[StepResult]:
     state = make_state(model, config, device)
     rows = [range(config.train.batch_size)]
     batch = random_batch(config)
-    guard = Guard(lambda: False)
+    step_sync = StepSync(lambda: False)
     return train_steps(
-        state, [batch] * config.train.steps, config, device=device, rows=rows, guard=guard
+        state, [batch] * config.train.steps, config, device=device, rows=rows, step_sync=step_sync
     )
 
 

@@ -36,12 +36,12 @@ from torch.distributed import group
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 
 from segtrain.config import Config, DataConfig, ModelConfig, NormConfig, TrainConfig
-from segtrain.data.loader import rows_of_rank
+from segtrain.data.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, SyncBatchNorm2d, make_norm, sync_batch_norm
 from segtrain.training.engine import make_state, train_steps
-from segtrain.training.step_sync import Guard
+from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
 
 LOCAL = "local"
@@ -360,8 +360,8 @@ def _training(
         repeat(batch),
         config,
         device=device,
-        rows=rows_of_rank(config.train.batch_size, 1, dist.rank(), dist.world_size()),
-        guard=Guard(lambda: False),
+        rows=indices_of_rank(config.train.batch_size, 1, dist.rank(), dist.world_size()),
+        step_sync=StepSync(lambda: False),
     )
 
 

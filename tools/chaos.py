@@ -29,7 +29,7 @@ import torch
 
 from segtrain.checkpoint.contents import load
 from segtrain.distributed import heartbeat
-from segtrain.distributed.heartbeat import Progress
+from segtrain.distributed.heartbeat import Heartbeat
 from segtrain.distributed.processes import children, descendants, is_alive
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
@@ -99,7 +99,7 @@ class Campaign:
                 start_new_session=True,
             )
 
-    def ranks(self) -> list[Progress]:
+    def ranks(self) -> list[Heartbeat]:
         """The ranks that are alive, with what they are doing."""
         for notes in self._temporary.glob("segtrain-*"):
             # They may come and go while they are being read.
@@ -128,7 +128,7 @@ class Campaign:
             self.process = self._start(*resume)
         return Kill(victim, phase, now[0].step, gone_s)
 
-    def _wait_for(self, phase: str, step: int) -> Progress:
+    def _wait_for(self, phase: str, step: int) -> Heartbeat:
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             for rank in self.ranks():
@@ -143,7 +143,7 @@ class Campaign:
                 raise SystemExit(f"the run did not come to {phase} at step {step}")
             time.sleep(0.002)
 
-    def _processes(self, victim: str, ranks: dict[int, Progress]) -> list[int]:
+    def _processes(self, victim: str, ranks: dict[int, Heartbeat]) -> list[int]:
         if victim == "launcher":
             return [self.process.pid]
         if victim == "group":

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import nn
 
 from segtrain.checkpoint import contents as checkpoint
-from segtrain.checkpoint.manager import CheckpointStore
+from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.config import DataConfig, LossConfig, config_to_yaml, load_config, parse_config
 from segtrain.data import decode
 from segtrain.data.classes import ClassFile, load_class_file
@@ -192,7 +192,7 @@ def _train_state(model: nn.Module) -> TrainState:
     return TrainState(
         model=model,
         criterion=SegLoss(LossConfig(), cpu),
-        replica=model,
+        wrapped=model,
         gradients=GradientSum(model.named_parameters()),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         scaler=torch.amp.GradScaler("cpu", enabled=True),
@@ -210,7 +210,7 @@ def checkpoint_content() -> dict[str, Any]:
     state.scaler.scale(torch.ones(1))
     data = DataConfig(layout="folders", root="x", classes="voc")
     config = parse_config(f"data: {json.dumps(data.model_dump(mode='json'))}", source="x")
-    record = checkpoint.Record(
+    record = checkpoint.Checkpoint(
         step=3,
         **checkpoint.experiment_record(config, _CLASSES),
         model=state.model.state_dict(),
@@ -334,7 +334,7 @@ def _manifest(path: Path) -> None:
     if not last.exists():
         last.write_bytes(_saved_checkpoint())
     manifest.read(path.parent)
-    store = CheckpointStore(path.parent, keep_limit=2)
+    store = CheckpointManager(path.parent, keep_limit=2)
     store.tidy()
     store.newest()
 

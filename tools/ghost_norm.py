@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segtrain.distributed.partition import share
+from segtrain.distributed.partition import partition
 from segtrain.norm import PartialBatchNorm2d
 from segtrain.norm.functional import Moments
 from segtrain.norm.partial import Running
@@ -51,7 +51,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
             return super().forward(input)
         pooled = self.whole_if_pooled and input.shape[2:].numel() == 1
         num_ranks = 1 if pooled else self.num_ranks
-        shares = [share(len(input), num_ranks, rank) for rank in range(num_ranks)]
+        shares = [partition(len(input), num_ranks, rank) for rank in range(num_ranks)]
         parts = [self._normalize(input[share.start : share.stop]) for share in shares]
         self._track([moments for _, moments in parts])
         return torch.cat([y for y, _ in parts])

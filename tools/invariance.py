@@ -86,7 +86,7 @@ def train_reversed(run: Path, settings: list[str]) -> None:
     from segtrain.config import load_config
 
     config = load_config(CONFIG, tuple(settings))
-    run.rows_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
+    run.indices_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
     run.run(config, run, device=torch.device("cpu"), resume=False)
 
 

@@ -26,13 +26,13 @@ from ghost_norm import RUNNING, GhostBatchNorm2d, compare_running, take_running
 from torch import nn
 
 from segtrain.checkpoint import contents as checkpoint
-from segtrain.checkpoint.contents import Record
+from segtrain.checkpoint.contents import Checkpoint
 from segtrain.config import Config, override_config
 from segtrain.data import open_dataset
 from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import TrainStream, default_workers, rows_of_rank, train_loader
+from segtrain.data.loader import TrainStream, default_workers, indices_of_rank, train_loader
 from segtrain.data.transforms import TrainTransform
-from segtrain.distributed.partition import share
+from segtrain.distributed.partition import partition
 from segtrain.errors import ConfigError
 from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
@@ -42,7 +42,7 @@ from segtrain.norm import NormFactory, make_norm, precise_statistics
 from segtrain.run.log import ProgressBar
 from segtrain.seed import seed_everything
 from segtrain.training.engine import TrainState, make_state, train_steps
-from segtrain.training.step_sync import Guard
+from segtrain.training.step_sync import StepSync
 from segtrain.training.wrap import autocast, dtype_of
 from segtrain.types import Batch
 
@@ -185,7 +185,7 @@ class Study:
             how: score(state.model, config, how, self.precise_batches)
             for how in treatment.evaluations
         }
-        parts = [share(len(losses), _LOSS_MEANS, part) for part in range(_LOSS_MEANS)]
+        parts = [partition(len(losses), _LOSS_MEANS, part) for part in range(_LOSS_MEANS)]
         parts = [part for part in parts if part]  # there are fewer steps in a trial
         return Result(
             treatment=treatment.name,
@@ -245,7 +245,7 @@ def train(config: Config, norm: NormFactory, title: str) -> tuple[TrainState, li
     if config.train.init_from is not None:
         checkpoint.load_initial(model, config.train.init_from)
     state = make_state(model, config, device)
-    guard = Guard(lambda: False)
+    step_sync = StepSync(lambda: False)
     losses = []
     with ProgressBar(config.train.steps, 0, title, enabled=True) as bar:
         for result in train_steps(
@@ -253,13 +253,13 @@ def train(config: Config, norm: NormFactory, title: str) -> tuple[TrainState, li
             batches(config, train_set, 0, config.train.steps),
             config,
             device=device,
-            rows=rows_of_rank(config.train.batch_size, config.train.accumulate_steps, 0, 1),
-            guard=guard,
+            rows=indices_of_rank(config.train.batch_size, config.train.accumulate_steps, 0, 1),
+            step_sync=step_sync,
         ):
             losses.append(result.loss.item())
             bar.describe(f"loss {losses[-1]:.4f}")
             bar.update()
-    guard.settle()
+    step_sync.settle()
     return state, losses
 
 
@@ -271,7 +271,7 @@ def batches(config: Config, train_set: SegDataset, start: int, stop: int) -> Ite
     size, workers = config.train.batch_size, config.data.num_workers
     return train_loader(
         TrainStream(train_set, transform, stream_seed=config.seed, batch_size=size),
-        rows=rows_of_rank(size, config.train.accumulate_steps, 0, 1),
+        rows=indices_of_rank(size, config.train.accumulate_steps, 0, 1),
         start_step=start,
         steps=stop,
         num_workers=default_workers(1) if workers is None else workers,
@@ -310,9 +310,9 @@ def _take_precise(model: nn.Module, config: Config, num_batches: int) -> None:
     precise_statistics(model, batches(config, train_set, steps, steps + num_batches), forward)
 
 
-def _record(state: TrainState, config: Config) -> Record:
+def _record(state: TrainState, config: Config) -> Checkpoint:
     classes = open_dataset(config.data, config.data.train_split).classes
-    return Record(
+    return Checkpoint(
         step=state.step,
         **checkpoint.experiment_record(config, classes),
         model=state.model.state_dict(),

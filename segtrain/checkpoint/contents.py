@@ -38,7 +38,7 @@ FORMAT_VERSION = 1
 LAST, BEST = "last.pt", "best.pt"
 
 
-class Record(NamedTuple):
+class Checkpoint(NamedTuple):
     """The contents of a checkpoint.
 
     step: updates done.
@@ -62,7 +62,7 @@ class Record(NamedTuple):
     data: str | None = None
 
 
-def save(path: Path, record: Record) -> None:
+def save(path: Path, record: Checkpoint) -> None:
     """Writes `record` to `path`: at every instant the old file or the new one is there, whole.
 
     Raises:
@@ -75,7 +75,7 @@ def save(path: Path, record: Record) -> None:
 
 
 @contextmanager
-def unnamed(path: Path, record: Record) -> Iterator[tuple[Path, Entry]]:
+def unnamed(path: Path, record: Checkpoint) -> Iterator[tuple[Path, Entry]]:
     """`record` in a file beside `path` that has yet to take its name, and what is in it.
 
     The file has reached the disk and has been read back: what weights_only refuses (a NumPy number,
@@ -131,7 +131,7 @@ def _check_space(path: Path, content: dict[str, Any]) -> None:
         raise OSError(f"it takes {needed / 1e6:.1f} MB and the disk has {free / 1e6:.1f} MB left")
 
 
-def load(path: Path) -> Record:
+def load(path: Path) -> Checkpoint:
     """The record in `path`, its tensors on the CPU.
 
     Raises:
@@ -197,7 +197,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def _as_record(content: Any, path: Path) -> Record:
+def _as_record(content: Any, path: Path) -> Checkpoint:
     if not isinstance(content, dict) or "format" not in content:
         kind = "a bare state dict" if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path}: expected a checkpoint of segtrain, found {kind}")
@@ -208,7 +208,7 @@ def _as_record(content: Any, path: Path) -> Record:
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
     content = {"data": None} | content  # older versions did not write it
-    missing = [field for field in Record._fields if field not in content]
+    missing = [field for field in Checkpoint._fields if field not in content]
     if missing:
         raise CheckpointError(f"{path}: incomplete: {', '.join(missing)} missing")
     for field, kinds in _KINDS.items():
@@ -218,13 +218,13 @@ def _as_record(content: Any, path: Path) -> Record:
     best = content["best"]
     if best is not None and [type(best.get(key)) for key in ("step", "mean_iou")] != [int, float]:
         raise CheckpointError(f"{path}: damaged: best has no step and mean_iou")
-    record = Record(**{field: content[field] for field in Record._fields})
+    record = Checkpoint(**{field: content[field] for field in Checkpoint._fields})
     if contradiction := _contradiction(record):
         raise CheckpointError(f"{path}: damaged: {contradiction}{_others(path)}")
     return record
 
 
-def _contradiction(record: Record) -> str:
+def _contradiction(record: Checkpoint) -> str:
     """What no run can have written; empty if nothing."""
     if not 0 <= record.step <= _MAX_STEP:
         return f"step {_shown(record.step)}; expected 0 to 2**53"
@@ -304,7 +304,7 @@ def load_with_data(
     return loaded, parse_data(record, file)
 
 
-def check_sizes(record: Record, config: Config, classes: ClassFile, path: Path) -> None:
+def check_sizes(record: Checkpoint, config: Config, classes: ClassFile, path: Path) -> None:
     """Refuses a record whose config describes another model than its weights; allocates nothing.
 
     A config of a few characters can ask for more memory than any machine has.
@@ -387,14 +387,14 @@ def _match_classes(weights: dict[str, Any], there: Sequence[str], here: Sequence
     return ["init       the classes come in another order there; classifiers follow the one here"]
 
 
-def _class_names(record: Record, path: Path) -> tuple[str, ...]:
+def _class_names(record: Checkpoint, path: Path) -> tuple[str, ...]:
     try:
         return class_file_from_json(record.classes).names
     except (ConfigError, ValidationError) as error:
         raise CheckpointError(f"{path}: damaged: its classes cannot be read") from error
 
 
-def restore(state: TrainState, record: Record, path: Path) -> None:
+def restore(state: TrainState, record: Checkpoint, path: Path) -> None:
     """Brings `state` to where it was when `record` was made; every rank does so.
 
     Raises:
@@ -428,7 +428,7 @@ def experiment_record(config: Config, classes: ClassFile) -> dict[str, str]:
     }
 
 
-def parse_experiment(record: Record, path: Path) -> tuple[Config, ClassFile]:
+def parse_experiment(record: Checkpoint, path: Path) -> tuple[Config, ClassFile]:
     """What the run in `record` was: its config and its classes.
 
     Raises:
@@ -448,7 +448,7 @@ def parse_experiment(record: Record, path: Path) -> tuple[Config, ClassFile]:
         ) from None
 
 
-def parse_data(record: Record, path: Path) -> DataFingerprint | None:
+def parse_data(record: Checkpoint, path: Path) -> DataFingerprint | None:
     """The data that the run in `record` saw; None where an older segtrain wrote it.
 
     Raises:

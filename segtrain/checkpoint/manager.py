@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from segtrain.checkpoint.contents import BEST, LAST, Record, load, num_bytes, unnamed
+from segtrain.checkpoint.contents import BEST, LAST, Checkpoint, load, num_bytes, unnamed
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import local as files
 from segtrain.files import manifest
@@ -24,7 +24,7 @@ _KEPT = re.compile(r"step_(\d{7,})\.pt")
 _WRITTEN = re.compile(rf"(last|previous|best|step_\d{{7,}})\.pt|{re.escape(MANIFEST)}")
 
 
-class CheckpointStore:
+class CheckpointManager:
     """last.pt, the one before it, best.pt, and now and then one that is kept.
 
     One process writes; `tidy` comes before its first write.
@@ -50,15 +50,15 @@ class CheckpointStore:
         """Where training goes on from."""
         return self.directory / LAST
 
-    def save_last(self, record: Record) -> None:
+    def save_last(self, record: Checkpoint) -> None:
         """Replaces last.pt, which becomes previous.pt."""
         self._put(LAST, record, keep_as=PREVIOUS)
 
-    def save_best(self, record: Record) -> None:
+    def save_best(self, record: Checkpoint) -> None:
         """Replaces best.pt, which holds no optimizer: it is for use, not for going on."""
         self._put(BEST, record._replace(optimizer=None, scaler=None))
 
-    def keep(self, record: Record) -> None:
+    def keep(self, record: Checkpoint) -> None:
         """Writes step_N.pt and removes the oldest that this run wrote beyond the limit."""
         self._put(f"step_{record.step:07d}.pt", record)
         for name in [name for name in self._entries if _KEPT.fullmatch(name)]:
@@ -134,7 +134,7 @@ class CheckpointStore:
             )
         return None, []
 
-    def check_space(self, record: Record) -> None:
+    def check_space(self, record: Checkpoint) -> None:
         """Refuses to begin what could not be saved.
 
         Raises:
@@ -151,7 +151,7 @@ class CheckpointStore:
                 f"{free / 1e6:.1f} MB left; make room, or choose another disk by --output"
             )
 
-    def _put(self, name: str, record: Record, *, keep_as: str | None = None) -> None:
+    def _put(self, name: str, record: Checkpoint, *, keep_as: str | None = None) -> None:
         path = self.directory / name
         self._check_alone()
         with unnamed(path, record) as (temporary, entry):

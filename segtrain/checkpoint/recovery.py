@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from segtrain.checkpoint.contents import check_sizes, load, parse_experiment
-from segtrain.checkpoint.manager import CheckpointStore
+from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.run import directory as run_directory
 
@@ -18,7 +18,7 @@ def restore_config(directory: Path) -> list[str]:
     if not run_directory.has_lost_config(directory):
         return []
     lost = directory / run_directory.CONFIG
-    path, _ = CheckpointStore(directory / run_directory.CHECKPOINTS, keep_limit=1).newest()
+    path, _ = CheckpointManager(directory / run_directory.CHECKPOINTS, keep_limit=1).newest()
     if path is None:
         raise CheckpointError(
             f"{lost}: missing or empty, and there is no checkpoint to go on from; begin a new run "

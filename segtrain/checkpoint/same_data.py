@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from segtrain.checkpoint.contents import LoadedModel, Record, parse_data, parse_experiment
+from segtrain.checkpoint.contents import Checkpoint, LoadedModel, parse_data, parse_experiment
 from segtrain.config import DataConfig
 from segtrain.data.dataset import SegDataset
 from segtrain.data.fingerprint import (
@@ -34,7 +34,7 @@ _LOOK_EVERY_S = 1.0
 class Resumed(NamedTuple):
     """The checkpoint that a run goes on from."""
 
-    record: Record
+    record: Checkpoint
     path: Path
 
 
@@ -75,7 +75,7 @@ class RunData:
         self._news: list[str] = []
         if resumed is None:
             return
-        changes, self._news = dist.on_main(lambda: self._compare_files(resumed))
+        changes, self._news = dist.run_on_rank0(lambda: self._compare_files(resumed))
         self._news += [f"changed    {change}" for change in changes]
         before = parse_data(*resumed)
         if before is not None and not changes:  # then the labels can be compared, too
@@ -132,7 +132,7 @@ class RunData:
             return found, give_up(time.monotonic() - began)
 
         while not self._settled:
-            found, over = dist.on_main(look)
+            found, over = dist.run_on_rank0(look)
             if found is not None:
                 self._news += [f"changed    {change}" for change in found]
                 self._settled = True
@@ -214,7 +214,7 @@ def _on_all_machines(sets: tuple[SegDataset, SegDataset], root: str) -> list[Spl
         splits = [asdict(hash_files(one, root)) for one in sets]
         return {"classes": repr(sets[0].classes), "splits": splits}
 
-    found = [(rank, seen) for rank, seen in enumerate(dist.call_on_all(look)) if seen]
+    found = [(rank, seen) for rank, seen in enumerate(dist.run_on_all_ranks(look)) if seen]
     (_, first), *others = found
     for rank, seen in others:
         differing = [] if seen["classes"] == first["classes"] else ["the class file"]

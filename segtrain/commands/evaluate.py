@@ -62,7 +62,7 @@ def run_eval(args: argparse.Namespace) -> int:
     for option in ("--save-predictions", "--overlays"):
         if folder := getattr(args, option[2:].replace("-", "_")):
             check_pictures(option, Path(folder), names, config.data, splits=[split])
-    receivers = _receivers(args, dataset, config.data.layout)
+    callbacks = _receivers(args, dataset, config.data.layout)
 
     settings = InferenceSettings.from_config(config)
     with ExitStack() as stack:
@@ -84,7 +84,7 @@ def run_eval(args: argparse.Namespace) -> int:
             num_classes=loaded.classes.num_classes,
             progress=True,
             num_threads=_num_threads(config),
-            receivers=receivers,
+            callbacks=callbacks,
         )
         if dist.is_main():
             for warning in dataset.warnings:
@@ -174,14 +174,14 @@ def _check_classes(trained: ClassFile, data: ClassFile) -> None:
 def _receivers(
     args: argparse.Namespace, dataset: SegDataset, layout: str
 ) -> list[Callable[[Prediction], None]]:
-    receivers: list[Callable[[Prediction], None]] = []
+    callbacks: list[Callable[[Prediction], None]] = []
     if args.save_predictions:
         folder = _make_folder("--save-predictions", Path(args.save_predictions))
-        receivers.append(PredictionWriter(folder, dataset, layout=layout))
+        callbacks.append(PredictionWriter(folder, dataset, layout=layout))
     if args.overlays:
         folder = _make_folder("--overlays", Path(args.overlays))
-        receivers.append(OverlayWriter(folder, dataset, num=args.num_overlays))
-    return receivers
+        callbacks.append(OverlayWriter(folder, dataset, num=args.num_overlays))
+    return callbacks
 
 
 def _make_folder(option: str, folder: Path) -> Path:

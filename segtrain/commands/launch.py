@@ -23,11 +23,11 @@ import segtrain
 from segtrain.config import Config
 from segtrain.config.warnings import wrong_units
 from segtrain.distributed import exit_status, heartbeat, network, signals, slurm
-from segtrain.distributed.exit_status import Outcome
-from segtrain.distributed.heartbeat import Progress
+from segtrain.distributed.exit_status import ExitStatus
+from segtrain.distributed.heartbeat import Heartbeat
 from segtrain.distributed.partition import batch_findings
 from segtrain.distributed.processes import children
-from segtrain.distributed.watchdog import HungRanks
+from segtrain.distributed.watchdog import Watchdog
 from segtrain.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -176,7 +176,7 @@ def start_ranks(args: argparse.Namespace) -> int:
         if not several:
             os.environ[exit_status.ONE_MACHINE] = "1"
         signal.signal(signal.SIGUSR1, lambda *_: _pass_on(signal.SIGUSR1, Path(directory)))
-        hung = HungRanks(Path(directory))
+        hung = Watchdog(Path(directory))
         requests = signals.LauncherSignals(
             lambda number: SignalException("asked to stop", sigval=signal.Signals(number)),
             kill=lambda: _kill(Path(directory)),
@@ -289,10 +289,10 @@ def _meeting_point(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def exit_code_of(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[ExitStatus],
     statuses: Mapping[int, int],
     stopped_by: int | None,
-    hung: Sequence[Progress] = (),
+    hung: Sequence[Heartbeat] = (),
 ) -> int:
     """The exit code of the run; says what no rank could say itself.
 

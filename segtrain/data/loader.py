@@ -26,7 +26,7 @@ from segtrain.config import DataConfig
 from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import share
+from segtrain.distributed.partition import partition
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
 from segtrain.types import Batch
@@ -84,7 +84,7 @@ class TrainStream(Dataset):
             return error
 
 
-def rows_of_rank(batch_size: int, passes: int, rank: int, world_size: int) -> list[range]:
+def indices_of_rank(batch_size: int, passes: int, rank: int, world_size: int) -> list[range]:
     """The positions of the batch that `rank` takes in each of the step's `passes`.
 
     The batch is cut into passes first and each pass into ranks, both contiguous and as even as
@@ -93,8 +93,8 @@ def rows_of_rank(batch_size: int, passes: int, rank: int, world_size: int) -> li
     """
     rows = []
     for index in range(passes):
-        part = share(batch_size, passes, index)
-        mine = share(len(part), world_size, rank)
+        part = partition(batch_size, passes, index)
+        mine = partition(len(part), world_size, rank)
         rows.append(part[mine.start : mine.stop])
     return rows
 

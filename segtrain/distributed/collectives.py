@@ -254,7 +254,7 @@ def _exists(group: ProcessGroup) -> bool:
     return group in torch_dist.distributed_c10d._world.pg_map
 
 
-def all_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """`tensor`, overwritten with the sum over the ranks of `group`, by default all (collective).
 
     Every rank ends with the same bits. Virtual ranks add up first, in their order.
@@ -313,7 +313,7 @@ def start_sum(tensor: Tensor) -> Callable[[], object]:
     return torch_dist.all_reduce(tensor, async_op=True).wait
 
 
-def copy_from_main(tensors: Iterable[Tensor]) -> None:
+def broadcast_from_rank0(tensors: Iterable[Tensor]) -> None:
     """Overwrites `tensors` with those of rank 0 (collective)."""
     if world_size() == 1:
         return
@@ -360,7 +360,7 @@ _USER_ERRORS = {
 }
 
 
-def call_on_all(function: Callable[[], Any]) -> list[Any]:
+def run_on_all_ranks(function: Callable[[], Any]) -> list[Any]:
     """What `function` returns on each rank, plain data as for `all_gather_object` (collective).
 
     Raises:
@@ -378,9 +378,9 @@ def call_on_all(function: Callable[[], Any]) -> list[Any]:
     return [reply["value"] for reply in replies]
 
 
-def on_main(function: Callable[[], Any]) -> Any:
-    """What `function` returns or refuses on rank 0, on every rank: see `call_on_all`."""
-    return call_on_all(function if is_main() else lambda: None)[0]
+def run_on_rank0(function: Callable[[], Any]) -> Any:
+    """What `function` returns or refuses on rank 0, on every rank: see `run_on_all_ranks`."""
+    return run_on_all_ranks(function if is_main() else lambda: None)[0]
 
 
 def barrier() -> None:

@@ -28,7 +28,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_BYTES = 4096
 
 
-class Outcome(NamedTuple):
+class ExitStatus(NamedTuple):
     """The end of one rank.
 
     code: its exit code; None if it began to train and has left no other note.
@@ -74,7 +74,7 @@ def create(name: str, flags: int) -> int:
 def tell(code: int | None, *, consequence: bool = False) -> None:
     """Leaves the note of this rank, in the place of an earlier one."""
     rank = int(os.environ["RANK"])
-    text = json.dumps(Outcome(rank, code, consequence, time.time())).encode()
+    text = json.dumps(ExitStatus(rank, code, consequence, time.time())).encode()
     # The launcher may be gone, or its disk full: then it goes by the exit code.
     with suppress(OSError), _own_folder() as folder:
         with suppress(FileNotFoundError):
@@ -135,12 +135,12 @@ def last_attempt(root: Path) -> Path:
     return max(attempts, key=lambda path: int(path.name), default=root / "0")
 
 
-def read(root: Path) -> list[Outcome]:
+def read(root: Path) -> list[ExitStatus]:
     """The notes of the last attempt, in the order of time; what makes no sense is passed over."""
     found = []
     for text in notes(root, ".json").values():
         with suppress(ValueError, TypeError):
-            note = Outcome(*json.loads(text))
+            note = ExitStatus(*json.loads(text))
             if type(note.rank) is int and type(note.code) in (int, type(None)):
                 found.append(note)
     return sorted(found, key=lambda note: note.time)

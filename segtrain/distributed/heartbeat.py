@@ -17,7 +17,7 @@ Phase = Literal["setup", "training", "evaluation", "checkpoint"]
 _NUM_BYTES = 80
 
 
-class Progress(NamedTuple):
+class Heartbeat(NamedTuple):
     """The last word of one rank.
 
     step: updates done.
@@ -62,12 +62,12 @@ def where() -> str:
     return f"in {phase}, after step {step}"
 
 
-def read(directory: Path) -> list[Progress]:
+def read(directory: Path) -> list[Heartbeat]:
     """The last words of the ranks of the last attempt, in the order of ranks."""
     found = []
     for name, text in exit_status.notes(directory, ".now").items():
         words = text.split()
         with suppress(ValueError):  # else it is being written for the first time
             pid, phase, step, since = words
-            found.append(Progress(int(name), int(pid), phase, int(step), float(since)))
+            found.append(Heartbeat(int(name), int(pid), phase, int(step), float(since)))
     return sorted(found)

@@ -90,16 +90,16 @@ def saved_on_host(
         del _this_thread.traffic
 
 
-def put_away(tensor: Tensor) -> Any:
+def offload(tensor: Tensor) -> Any:
     """`tensor`, or what stands for it on the host inside `saved_on_host`, for use across a wait.
 
-    The caller drops its own references and gets the tensor back by `bring_back`.
+    The caller drops its own references and gets the tensor back by `reload`.
     """
     traffic = getattr(_this_thread, "traffic", None)
     return tensor if traffic is None else traffic.send_again(tensor)
 
 
-def bring_back(parked: Any) -> Tensor:
+def reload(parked: Any) -> Tensor:
     """The tensor that was put away."""
     traffic = getattr(_this_thread, "traffic", None)
     return parked if traffic is None else traffic.fetch(parked)

@@ -3,7 +3,7 @@
 from segtrain.config import Config
 
 
-def share(total: int, parts: int, index: int) -> range:
+def partition(total: int, parts: int, index: int) -> range:
     """The positions of `range(total)` that part `index` of `parts` takes: contiguous, and the first
     `total % parts` parts hold one more."""
     small, extra = divmod(total, parts)
@@ -22,7 +22,7 @@ def smallest_batch(config: Config, ranks: int, ranks_here: int) -> int:
     images = train.batch_size // train.accumulate_steps
     extents = {"world": ranks, "node": ranks_here}
     extent = 1 if norm.kind == "local" else extents.get(norm.extent, norm.extent)
-    shares = [len(share(images, ranks, rank)) for rank in range(ranks)]
+    shares = [len(partition(images, ranks, rank)) for rank in range(ranks)]
     return min(sum(shares[first : first + extent]) for first in range(0, ranks, extent))
 
 

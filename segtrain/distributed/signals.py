@@ -23,7 +23,7 @@ _ORPHAN_S = 8
 _launcher: int | None = None
 
 
-class Requests:
+class SignalFlags:
     """What signals have asked this rank for.
 
     SIGTERM, SIGHUP and SIGINT ask to stop; after SIGINT, a second signal ends the process at once.
@@ -57,7 +57,7 @@ class Requests:
         """Whether this rank is to stop."""
         return self.signal is not None
 
-    def takes_save_request(self) -> bool:
+    def pop_save_request(self) -> bool:
         """Whether this rank has been asked to save since the last call."""
         due, self._save = self._save, False
         return due

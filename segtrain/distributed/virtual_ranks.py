@@ -19,7 +19,7 @@ class _LeftError(Exception):
     """Raised in a thread that waits while another one has failed."""
 
 
-class Lockstep:
+class VirtualRanks:
     """A group of threads that take turns; made anew for every run of them."""
 
     def __init__(self, num_slots: int) -> None:
@@ -107,7 +107,7 @@ class Lockstep:
             self._changed.notify_all()
 
 
-def current() -> Lockstep | None:
+def current() -> VirtualRanks | None:
     """The lockstep this thread belongs to."""
     return getattr(_this_thread, "lockstep", None)
 

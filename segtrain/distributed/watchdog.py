@@ -11,24 +11,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from segtrain.distributed import exit_status, heartbeat
-from segtrain.distributed.heartbeat import Progress
+from segtrain.distributed.heartbeat import Heartbeat
 from segtrain.distributed.processes import is_alive
 
 # From the first rank that gives up waiting to SIGKILL for those that have not.
 PATIENCE_S = 10.0
 
 
-class HungRanks:
+class Watchdog:
     """Watches the notes in the launcher's `directory` from a thread, as a context manager."""
 
     def __init__(self, directory: Path, *, patience_s: float = PATIENCE_S) -> None:
-        self.ended: list[Progress] = []  # of the last attempt, with what they were doing
+        self.ended: list[Heartbeat] = []  # of the last attempt, with what they were doing
         self._directory = directory
         self._patience_s = patience_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "HungRanks":
+    def __enter__(self) -> "Watchdog":
         self._thread.start()
         return self
 

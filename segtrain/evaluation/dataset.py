@@ -49,7 +49,7 @@ def evaluate_dataset(
     num_classes: int,
     progress: bool = False,
     num_threads: int = 2,
-    receivers: Sequence[Callable[[Prediction], None]] = (),
+    callbacks: Sequence[Callable[[Prediction], None]] = (),
 ) -> ConfusionMatrix:
     """The confusion matrix over all of `dataset`, the same on every rank (collective).
 
@@ -62,7 +62,7 @@ def evaluate_dataset(
         dataset: item i is (image, label), as `segtrain.data.open_dataset` returns it.
         progress: draw a bar on rank 0.
         num_threads: how many threads decode images ahead of the model.
-        receivers: called with every prediction of this rank, in the order of the data set.
+        callbacks: called with every prediction of this rank, in the order of the data set.
     """
     matrix = ConfusionMatrix(num_classes, device)
     indices = shard(len(dataset), dist.rank(), dist.world_size())
@@ -74,9 +74,9 @@ def evaluate_dataset(
             pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0).to(device)
             pred = predict_label(model, pixels, settings, label.shape)
             matrix.update(pred, torch.from_numpy(label).to(device))
-            if receivers:
+            if callbacks:
                 prediction = Prediction(index, image, label, pred.cpu().numpy())
-                for receive in receivers:
+                for receive in callbacks:
                     receive(prediction)
             bar.update()
     matrix.sum_over_ranks()

@@ -21,7 +21,7 @@ class _AllSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.group = group
-        return dist.all_sum(tensor.clone(memory_format=torch.contiguous_format), group)
+        return dist.all_reduce_sum(tensor.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

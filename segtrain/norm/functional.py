@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.collectives import ProcessGroup
-from segtrain.distributed.offload import bring_back, put_away
+from segtrain.distributed.offload import offload, reload
 from segtrain.norm.kernels import (
     backward_sums,
     input_gradient,
@@ -144,11 +144,13 @@ class _SyncBatchNorms(torch.autograd.Function):
             )
         ]
         # A virtual rank does not keep its input on the device while it waits for the others.
-        parked = [put_away(x) for x in xs]
+        parked = [offload(x) for x in xs]
         del xs
         # All ranks reduce whenever this runs, even if this one needs no gradient of x: a rank that
         # stays away would leave the others waiting.
-        totals = _split(dist.all_sum(_joined(sums).to(torch.float64, copy=True), ctx.group), sums)
+        totals = _split(
+            dist.all_reduce_sum(_joined(sums).to(torch.float64, copy=True), ctx.group), sums
+        )
 
         results: list[Any] = [None, None]
         for i, (mean, _, count) in enumerate(moments):
@@ -157,7 +159,7 @@ class _SyncBatchNorms(torch.autograd.Function):
             grad_x = None
             if needs_x:
                 means = (totals[i] / count.clamp(min=1)).to(mean.dtype)
-                x = bring_back(parked[i])
+                x = reload(parked[i])
                 grad_x = input_gradient(dense_grads[i], x, weight, mean, inv_stds[i], means)
             total, dot = sums[i].chunk(2)
             results += [
@@ -180,7 +182,7 @@ def global_moments(
     payloads = [packed_moments(*local_moments(x), x.numel() // x.shape[1]) for x in xs]
     whole = _joined(payloads)
     if shared:
-        whole = dist.all_sum(whole, group)
+        whole = dist.all_reduce_sum(whole, group)
     result = []
     for x, part in zip(xs, _split(whole, payloads), strict=True):
         mean, var, count = unpacked_moments(part)

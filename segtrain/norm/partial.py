@@ -151,7 +151,7 @@ def settle_statistics(module: nn.Module) -> None:
     if not layers:
         return
     parts = [(layer, part) for layer in layers for part in layer._contributions()]
-    totals = dist.all_sum(torch.cat([part for _, part in parts]))
+    totals = dist.all_reduce_sum(torch.cat([part for _, part in parts]))
     sizes = [part.numel() for _, part in parts]
     for (layer, _), total in zip(parts, totals.split(sizes), strict=True):
         layer._merge(total)

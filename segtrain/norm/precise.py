@@ -91,7 +91,7 @@ def _set(
         for layer, size in zip(layers, sizes, strict=True)
     ]
     parts = [sums.get(layer, zeros) for layer, zeros in zip(layers, nothing, strict=True)]
-    whole = dist.all_sum(torch.cat(parts), group)
+    whole = dist.all_reduce_sum(torch.cat(parts), group)
     for layer, part in zip(layers, whole.split(sizes), strict=True):
         mean, var, count = unpacked_moments(part)
         if count > 0:

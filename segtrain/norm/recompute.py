@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.collectives import ProcessGroup
-from segtrain.distributed.offload import bring_back, put_away
+from segtrain.distributed.offload import offload, reload
 from segtrain.norm.functional import (
     Moments,
     dense,
@@ -111,13 +111,13 @@ class _NormReLUConv(torch.autograd.Function):
         inv_std = (var + ctx.eps).rsqrt_()
         local = backward_sums(grad_z, x, mean, inv_std)
         totals = local.to(torch.float64, copy=True)
-        parked = put_away(x)
+        parked = offload(x)
         del x, z
         if ctx.shared:
-            totals = dist.all_sum(totals, ctx.group)
+            totals = dist.all_reduce_sum(totals, ctx.group)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            x = bring_back(parked)
+            x = reload(parked)
             means = (totals / count.clamp(min=1)).to(mean.dtype)
             grad_x = input_gradient(grad_z, x, weight, mean, inv_std, means)
         total, dot = local.chunk(2)

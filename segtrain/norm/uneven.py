@@ -31,6 +31,6 @@ def until_all_end(
     iterator, end = iter(batches), object()
     while True:
         batch = next(iterator, end)
-        if not dist.all_sum(torch.tensor(float(batch is not end), device=device), group):
+        if not dist.all_reduce_sum(torch.tensor(float(batch is not end), device=device), group):
             return
         yield empty if batch is end else batch

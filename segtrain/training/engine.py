@@ -18,15 +18,15 @@ from segtrain import seed
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import saved_on_host
-from segtrain.distributed.partition import share
-from segtrain.distributed.virtual_ranks import Lockstep
+from segtrain.distributed.partition import partition
+from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.models.normalize import Normalize
 from segtrain.norm import settle_statistics
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
-from segtrain.training.step_sync import Guard
-from segtrain.training.wrap import dtype_of, make_replica, share_weights
+from segtrain.training.step_sync import StepSync
+from segtrain.training.wrap import dtype_of, share_weights, wrap
 from segtrain.types import Batch, DropoutMasks
 
 
@@ -49,7 +49,7 @@ class StepResult(NamedTuple):
     data_s: float
 
 
-class Share(NamedTuple):
+class RankBatch(NamedTuple):
     """What one rank trains on in one pass.
 
     images: (n, 3, H, W) normalized; labels: (n, H, W) int64; dropout: this rank's rows.
@@ -59,11 +59,11 @@ class Share(NamedTuple):
     labels: Tensor
     dropout: DropoutMasks
 
-    def split(self, parts: int) -> list["Share"]:
+    def split(self, parts: int) -> list["RankBatch"]:
         """Its rows in contiguous parts, the first ones larger by one where they are not equal."""
-        rows = [share(len(self.images), parts, i) for i in range(parts)]
+        rows = [partition(len(self.images), parts, i) for i in range(parts)]
         return [
-            Share(
+            RankBatch(
                 self.images[part.start : part.stop],
                 self.labels[part.start : part.stop],
                 DropoutMasks(
@@ -78,13 +78,13 @@ class Share(NamedTuple):
 class TrainState:
     """Everything an update changes, and thereby everything a checkpoint holds.
 
-    `replica` is `model` with `criterion` as one module; `gradients` sums the gradients of `model`
+    `wrapped` is `model` with `criterion` as one module; `gradients` sums the gradients of `model`
     over the ranks; `step` counts the updates done.
     """
 
     model: nn.Module
     criterion: SegLoss
-    replica: nn.Module
+    wrapped: nn.Module
     gradients: GradientSum
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
@@ -108,7 +108,7 @@ def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainS
     return TrainState(
         model=model,
         criterion=criterion,
-        replica=make_replica(model, criterion, train),
+        wrapped=wrap(model, criterion, train),
         gradients=GradientSum(model.named_parameters()),
         optimizer=build_optimizer(model, train),
         scaler=torch.amp.GradScaler(device.type, enabled=train.precision == "float16"),
@@ -123,11 +123,11 @@ def train_steps(
     *,
     device: torch.device,
     rows: Sequence[Sequence[int]],
-    guard: Guard,
+    step_sync: StepSync,
 ) -> Iterator[StepResult]:
     """Trains from `state.step` to the last step, yielding after every update (collective).
 
-    Ends early, after the same step on all ranks, when `guard` has been asked to stop.
+    Ends early, after the same step on all ranks, when `step_sync` has been asked to stop.
 
     Args:
         batches: this rank's Batch of every pass of every step, in order.
@@ -140,25 +140,27 @@ def train_steps(
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
     # Also where it is off: the loader's images are channels-last, and convolutions follow them.
     layout = torch.channels_last if train.channels_last else torch.contiguous_format
-    forward_backward = partial(_forward_backward, state, guard=guard)
+    forward_backward = partial(_forward_backward, state, step_sync=step_sync)
     if train.virtual_ranks > 1:
-        forward_backward = partial(_in_shares, state, parts=train.virtual_ranks, guard=guard)
+        forward_backward = partial(
+            _in_shares, state, parts=train.virtual_ranks, step_sync=step_sync
+        )
     batches = iter(batches)
     state.model.train()
 
-    while state.step < train.steps and not guard.stopped:
+    while state.step < train.steps and not step_sync.stopped:
         began = time.perf_counter()
         passes = list(islice(batches, train.accumulate_steps))
         data_s = time.perf_counter() - began
 
         # Widened on the device: asked for both at once, `to` would convert on the host and wait.
         labels = [batch.labels.to(device, non_blocking=True).long() for batch in passes]
-        weights = _pass_shares(labels, state.criterion)
+        weights = _pass_weights(labels, state.criterion)
         loss = torch.zeros(2, dtype=torch.float64, device=device)  # of both heads
         for i, batch in enumerate(passes):
             images = batch.images.to(device, non_blocking=True)
             images = normalize(images.contiguous(memory_format=layout))
-            share = Share(images, labels[i], _dropout_masks(state, config, rows[i], device))
+            share = RankBatch(images, labels[i], _dropout_masks(state, config, rows[i], device))
             # Gradients are sent once a step, with the last pass. Each virtual rank has a backward
             # pass of its own, so theirs wait for the end.
             last = i + 1 == len(passes)
@@ -170,19 +172,19 @@ def train_steps(
 
         lr = learning_rate(train, state.step)
         grad_norm = _update(state, lr, train.clip_grad_norm)
-        guard.record(state.step, grad_norm, [name for batch in passes for name in batch.names])
+        step_sync.record(state.step, grad_norm, [name for batch in passes for name in batch.names])
         yield StepResult(state.step, loss[0], loss[1], grad_norm, lr, data_s)
 
 
 def _forward_backward(
-    state: TrainState, share: Share, weight: Tensor | float, *, guard: Guard
+    state: TrainState, share: RankBatch, weight: Tensor | float, *, step_sync: StepSync
 ) -> Tensor:
     """Adds the gradient of this rank's share of one pass; returns the means (2,) of all ranks.
 
     `weight` is the share of the step's valid pixels that lies in this pass, over all ranks.
     """
-    sums = state.replica(*share)
-    pixels, means = guard.reduce(sums)
+    sums = state.wrapped(*share)
+    pixels, means = step_sync.reduce(sums)
     objective = sums.out.total / pixels[0]
     if sums.aux is not None:
         objective = objective + state.criterion.aux_weight * sums.aux.total / pixels[1]
@@ -191,21 +193,21 @@ def _forward_backward(
 
 
 def _in_shares(
-    state: TrainState, share: Share, weight: Tensor | float, *, parts: int, guard: Guard
+    state: TrainState, share: RankBatch, weight: Tensor | float, *, parts: int, step_sync: StepSync
 ) -> Tensor:
     """`_forward_backward` by virtual ranks: in parts, one at work at a time, one result."""
 
     device = share.images.device
 
-    def work(part: Share) -> Tensor:
+    def work(part: RankBatch) -> Tensor:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread begins with the first one
         # Its backward pass must run in this very thread, which waits for the others in its midst.
         host = saved_on_host(device, state.model.parameters())
         with torch.autograd.set_multithreading_enabled(False), host:
-            return _forward_backward(state, part, weight, guard=guard)
+            return _forward_backward(state, part, weight, step_sync=step_sync)
 
-    return Lockstep(parts).run([partial(work, part) for part in share.split(parts)])[0]
+    return VirtualRanks(parts).run([partial(work, part) for part in share.split(parts)])[0]
 
 
 def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor:
@@ -225,11 +227,11 @@ def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tenso
     return grad_norm
 
 
-def _pass_shares(labels: list[Tensor], criterion: SegLoss) -> list[Tensor | float]:
+def _pass_weights(labels: list[Tensor], criterion: SegLoss) -> list[Tensor | float]:
     """The share of the step's valid pixels that lies in each pass, over all ranks."""
     if len(labels) == 1:
         return [1.0]
-    weights = dist.all_sum(torch.stack([criterion.label_weight(label) for label in labels]))
+    weights = dist.all_reduce_sum(torch.stack([criterion.label_weight(label) for label in labels]))
     whole = weights.sum()
     return list(weights / torch.where(whole == 0, 1.0, whole))
 

@@ -30,7 +30,7 @@ class _Flags:
     names: list[str]
 
 
-class Guard:
+class StepSync:
     """Watches over the steps of one run.
 
     Args:
@@ -67,7 +67,7 @@ class Guard:
         local = torch.stack([value.detach().to(torch.float64) for value in values])
         bad = (~local.isfinite().all()).to(torch.float64)
         requests = local.new_tensor([float(requested()) for requested in self._requested])
-        total = dist.all_sum(torch.cat([local, bad.view(1), requests]))
+        total = dist.all_reduce_sum(torch.cat([local, bad.view(1), requests]))
         self._loss_flags.append(torch.cat([total[4:5], bad.view(1), total[5:]]))
         weights = torch.where(total[1:4:2] == 0, 1.0, total[1:4:2])
         means = total[0:4:2] / weights
@@ -100,7 +100,7 @@ class Guard:
         if newest is not None:
             self._act(newest)
 
-    def takes_save_request(self) -> bool:
+    def pop_save_request(self) -> bool:
         """Whether a rank has been asked to save since the last call; alike on all ranks."""
         due, self._save_due = self._save_due, False
         return due

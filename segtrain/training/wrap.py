@@ -46,7 +46,7 @@ class ModelWithLoss(nn.Module):
         return self.criterion(logits, labels)
 
 
-def make_replica(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
+def wrap(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
     """`model` with `criterion` as `train` wants them trained together.
 
     The parameters stay those of `model`, under their names there: checkpoints, averages and
@@ -75,7 +75,7 @@ def share_weights(model: nn.Module) -> None:
                     f"the ranks have different models: {expected} on rank 0, {found} on rank "
                     f"{rank}; start all ranks with the same config and version of segtrain"
                 )
-    dist.copy_from_main(state.values())
+    dist.broadcast_from_rank0(state.values())
 
 
 def _compiled(module: nn.Module) -> nn.Module:

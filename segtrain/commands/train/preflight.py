@@ -16,7 +16,7 @@ from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import bytes_in_flight, num_loader_workers
 from segtrain.data.photometric import check_extra
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.partition import batch_findings, share, smallest_batch
+from segtrain.distributed.partition import batch_findings, partition, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
@@ -51,7 +51,7 @@ def check_experiment(
         if finding is not None:
             raise ConfigError(finding)
     check_extra(config.augment)
-    return dist.on_main(lambda: quick_check(train_set, eval_set))
+    return dist.run_on_rank0(lambda: quick_check(train_set, eval_set))
 
 
 def _class_findings(config: Config, num_classes: int) -> list[str]:
@@ -174,7 +174,7 @@ def start_lines(
 
 def _batch_words(config: Config, ranks: int) -> str:
     train = config.train
-    shares = [len(share(train.batch_size, ranks, rank)) for rank in range(ranks)]
+    shares = [len(partition(train.batch_size, ranks, rank)) for rank in range(ranks)]
     split = f"{ranks} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
     words = f"{split} = {train.batch_size} images of {config.augment.crop_size[0]}x"
     words += str(config.augment.crop_size[1])

@@ -17,8 +17,8 @@ import torch
 
 from segtrain import seed
 from segtrain.checkpoint import contents as checkpoint
-from segtrain.checkpoint.contents import Record
-from segtrain.checkpoint.manager import CheckpointStore
+from segtrain.checkpoint.contents import Checkpoint
+from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.recovery import restore_config
 from segtrain.checkpoint.same_data import Resumed, RunData
 from segtrain.commands.train.preflight import check_experiment, start_lines
@@ -28,15 +28,15 @@ from segtrain.data.classes import ignoring_as
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import (
     TrainStream,
+    indices_of_rank,
     num_loader_workers,
-    rows_of_rank,
     train_loader,
     worker_failures,
 )
 from segtrain.data.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import exit_status, heartbeat, slurm
-from segtrain.distributed.signals import Requests, exit_code
+from segtrain.distributed.signals import SignalFlags, exit_code
 from segtrain.errors import EXIT_OK
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
@@ -53,7 +53,7 @@ from segtrain.run.report import progress_words, score_line, training_picture
 from segtrain.training.engine import TrainState, make_state, train_steps
 from segtrain.training.malloc import keep_freed_memory
 from segtrain.training.meter import StepMeter
-from segtrain.training.step_sync import Guard
+from segtrain.training.step_sync import StepSync
 from segtrain.training.wrap import autocast, dtype_of
 from segtrain.types import Batch
 
@@ -75,10 +75,10 @@ class Run:
     eval_set: SegDataset
     data: RunData
     state: TrainState
-    guard: Guard
-    store: CheckpointStore
+    step_sync: StepSync
+    store: CheckpointManager
     log: RunLog
-    requests: Requests
+    requests: SignalFlags
     best: dict[str, Any] | None
     evaluated: int  # the step of the newest evaluation, 0: none
 
@@ -109,7 +109,7 @@ def run(
         wishes = dist.all_gather_object((resume, restarted))
         resume = any(one for one, _ in wishes)
         if any(one for _, one in wishes) and not resume:
-            resume = dist.on_main((directory / run_directory.CONFIG).exists)
+            resume = dist.run_on_rank0((directory / run_directory.CONFIG).exists)
 
         claim = Claim(directory)
         check = partial(
@@ -119,7 +119,7 @@ def run(
             resume=resume,
             accept_changes=accept_changes,
         )
-        restored, changes = dist.on_main(lambda: _open(directory, check, stack, claim, resume))
+        restored, changes = dist.run_on_rank0(lambda: _open(directory, check, stack, claim, resume))
         this = _prepare(
             config,
             directory,
@@ -134,7 +134,7 @@ def run(
         with this.log:
             this.log.lines(restored)
             _train(this)
-            if not this.guard.stopped:
+            if not this.step_sync.stopped:
                 return EXIT_OK
             # The signal may have reached one rank only; all of them leave the same way.
             numbers = dist.all_gather_object(this.requests.signal)
@@ -146,7 +146,7 @@ def run(
                 ]
             )
             if number == SIGUSR1:
-                dist.on_main(slurm.requeue)
+                dist.run_on_rank0(slurm.requeue)
     return exit_code(number)
 
 
@@ -182,13 +182,13 @@ def _prepare(
     Args:
         stack: closes what is left open.
         changes: what the run's config said before.
-        before_write: see CheckpointStore.
+        before_write: see CheckpointManager.
     """
     seed.seed_everything(config.seed)
     torch.use_deterministic_algorithms(config.train.deterministic)
     train_set = open_dataset(config.data, config.data.train_split)
     eval_set = open_dataset(config.data, config.data.eval_split)
-    store = CheckpointStore(
+    store = CheckpointManager(
         directory / run_directory.CHECKPOINTS,
         keep_limit=config.checkpoint.keep_limit,
         before_write=before_write,
@@ -200,9 +200,9 @@ def _prepare(
     model = build_model(
         config.model, num_classes=train_set.classes.num_classes, norm=make_norm(config.norm)
     )
-    dist.on_main(store.tidy)
+    dist.run_on_rank0(store.tidy)
     # A run that ended before its first checkpoint goes on at step 0.
-    name, problems = dist.on_main(lambda: _newest(store)) if resume else (None, [])
+    name, problems = dist.run_on_rank0(lambda: _newest(store)) if resume else (None, [])
     path = None if name is None else store.directory / name
     record = None if path is None else checkpoint.load(path)
     # The record brings all weights along; fetching others first would only cost time.
@@ -218,10 +218,10 @@ def _prepare(
         data.start(_DATA_PATIENCE_S)
 
     devices = dist.all_gather_object(_device_name(device))
-    others = dist.on_main(lambda: run_directory.other_versions(directory)) if resume else []
-    anew = not resume and dist.on_main((directory / run_directory.CONFIG).exists)
+    others = dist.run_on_rank0(lambda: run_directory.other_versions(directory)) if resume else []
+    anew = not resume and dist.run_on_rank0((directory / run_directory.CONFIG).exists)
     if changes or others or not resume:
-        dist.on_main(lambda: run_directory.write_description(directory, config, devices))
+        dist.run_on_rank0(lambda: run_directory.write_description(directory, config, devices))
     log = RunLog(directory, enabled=dist.is_main(), start_step=state.step, evaluated_step=evaluated)
     log.lines(start_lines(config, directory, model, train_set, eval_set, devices, state.step))
     oddities = dict.fromkeys((*train_set.warnings, *eval_set.warnings, *odd))
@@ -242,7 +242,7 @@ def _prepare(
         log.lines([f"warning: no checkpoint in {store.directory}: training begins anew"])
     if state.step == 0:
         log.text("config", config_to_yaml(config))
-    requests = Requests(stop_on_usr1=requeue)
+    requests = SignalFlags(stop_on_usr1=requeue)
     return Run(
         config=config,
         directory=directory,
@@ -252,10 +252,10 @@ def _prepare(
         eval_set=eval_set,
         data=data,
         state=state,
-        guard=Guard(
+        step_sync=StepSync(
             requests.stop_requested,
             # A difference in the labels is told by the saving that it forbids.
-            save_requested=lambda: requests.takes_save_request() or data.has_failed(),
+            save_requested=lambda: requests.pop_save_request() or data.has_failed(),
             overflow_allowed=config.train.precision == "float16",
         ),
         store=store,
@@ -266,13 +266,13 @@ def _prepare(
     )
 
 
-def _newest(store: CheckpointStore) -> tuple[str | None, list[str]]:
+def _newest(store: CheckpointManager) -> tuple[str | None, list[str]]:
     """As `store.newest`, by the name of the file."""
     path, problems = store.newest()
     return None if path is None else path.name, problems
 
 
-def _ignore_as_before(store: CheckpointStore, sets: tuple[SegDataset, SegDataset]) -> None:
+def _ignore_as_before(store: CheckpointManager, sets: tuple[SegDataset, SegDataset]) -> None:
     """Ignores the default colour in labels if the run was started when that was the rule."""
 
     def look() -> bool:
@@ -282,7 +282,7 @@ def _ignore_as_before(store: CheckpointStore, sets: tuple[SegDataset, SegDataset
         _, before = checkpoint.parse_experiment(checkpoint.load(path), path)
         return ignoring_as(before, sets[0].classes).ignores_color
 
-    if dist.on_main(look):
+    if dist.run_on_rank0(look):
         for one in sets:
             one.classes = replace(one.classes, ignores_color=True)
 
@@ -314,7 +314,7 @@ def _train(run: Run) -> None:
         beyond = "" if state.step == config.train.steps else f" (train.steps {config.train.steps})"
         run.log.lines([f"already complete: {state.step} steps{beyond}, {score_line(run.best)}"])
         return
-    dist.on_main(lambda: run.store.check_space(_record(run)))
+    dist.run_on_rank0(lambda: run.store.check_space(_record(run)))
     # From here on there is something to save.
     run.requests.install()
     if exit_status.is_wanted():
@@ -326,7 +326,7 @@ def _train(run: Run) -> None:
             _train_steps(run)
     # Before the last evaluation, so that a long one is nothing to lose.
     _save(run)
-    if state.step == config.train.steps and not run.guard.stopped:
+    if state.step == config.train.steps and not run.step_sync.stopped:
         scores = _evaluate(run)
         _save(run)
         options, first = run_directory.flat(config), run_directory.MAIN_OPTIONS
@@ -335,7 +335,7 @@ def _train(run: Run) -> None:
 
 def _train_steps(run: Run) -> None:
     config, state = run.config, run.state
-    rows = rows_of_rank(
+    rows = indices_of_rank(
         config.train.batch_size, config.train.accumulate_steps, dist.rank(), dist.world_size()
     )
     batches = _batches(run, rows)
@@ -344,7 +344,7 @@ def _train_steps(run: Run) -> None:
     heartbeat.at("training", state.step)
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
         for result in train_steps(
-            state, batches, config, device=run.device, rows=rows, guard=run.guard
+            state, batches, config, device=run.device, rows=rows, step_sync=run.step_sync
         ):
             meter.update(result)
             if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
@@ -360,7 +360,7 @@ def _train_steps(run: Run) -> None:
 def _keep_cadences(run: Run) -> None:
     """Evaluates and saves, where the config asks for it after this step."""
     step, config = run.state.step, run.config
-    asked = run.guard.takes_save_request()
+    asked = run.step_sync.pop_save_request()
     evaluate = _is_due(step, config.eval.every_steps, config)
     keep = _is_due(step, config.checkpoint.keep_every_steps, config)
     if evaluate:
@@ -425,7 +425,7 @@ def _loader(run: Run, rows: Sequence[Sequence[int]], steps: int) -> Iterable[Bat
 
 def _evaluate(run: Run) -> Scores:
     """Scores the model on the evaluation split, logs it, and keeps it if it is the best so far."""
-    run.guard.settle()
+    run.step_sync.settle()
     _settle_data(run)
     heartbeat.at("evaluation", run.state.step)
     step, classes, log = run.state.step, run.eval_set.classes, run.log
@@ -452,7 +452,7 @@ def _evaluate(run: Run) -> Scores:
         device=run.device,
         num_classes=classes.num_classes,
         progress=True,
-        receivers=[show],
+        callbacks=[show],
     )
     scores = matrix.scores()
     run.evaluated = step
@@ -482,7 +482,7 @@ def _take_precise_statistics(run: Run) -> None:
     the steps, depends on nothing but the config and the step.
     """
     config, train = run.config, run.config.train
-    rows = rows_of_rank(train.batch_size, train.accumulate_steps, dist.rank(), dist.world_size())
+    rows = indices_of_rank(train.batch_size, train.accumulate_steps, dist.rank(), dist.world_size())
     normalize = Normalize(config.data.mean, config.data.std).to(run.device, dtype_of(train))
     model = run.state.eval_model
 
@@ -496,7 +496,7 @@ def _take_precise_statistics(run: Run) -> None:
 
 def _save(run: Run) -> None:
     """Replaces last.pt."""
-    run.guard.settle()
+    run.step_sync.settle()
     heartbeat.at("checkpoint", run.state.step)
     _settle_data(run)
     if dist.is_main():
@@ -511,7 +511,7 @@ def _settle_data(run: Run) -> None:
     """Lets nothing be saved before the labels have been compared (collective)."""
 
     def stops(seconds: float) -> bool:
-        asked = run.guard.stopped or run.requests.stop_requested()
+        asked = run.step_sync.stopped or run.requests.stop_requested()
         return asked and seconds > _STOP_PATIENCE_S
 
     if not run.data.settle(lambda seconds: seconds > _DATA_PATIENCE_S):
@@ -526,9 +526,9 @@ def _settle_data(run: Run) -> None:
     run.log.lines(run.data.take_news())
 
 
-def _record(run: Run) -> Record:
+def _record(run: Run) -> Checkpoint:
     state = run.state
-    return Record(
+    return Checkpoint(
         step=state.step,
         **checkpoint.experiment_record(run.config, run.train_set.classes),
         model=state.model.state_dict(),

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from segtrain.distributed import exit_status, heartbeat
-from segtrain.distributed.heartbeat import Progress
+from segtrain.distributed.heartbeat import Heartbeat
 
 NOBODY = 65534
 
@@ -93,7 +93,7 @@ def test_notes_that_make_no_sense_are_passed_over(root, words):
     assert read_everything(root) == ([], [])
     heartbeat.at("training", 7)
     assert [one.step for one in heartbeat.read(root)] == [7]
-    assert isinstance(heartbeat.read(root)[0], Progress)
+    assert isinstance(heartbeat.read(root)[0], Heartbeat)
 
 
 def test_a_folder_that_was_removed_is_made_again(root):

@@ -4,7 +4,7 @@ import torch
 from segtrain.distributed import collectives as dist
 from segtrain.errors import NonFiniteError
 from segtrain.training.losses import PixelSum, StepLoss
-from segtrain.training.step_sync import MAX_OVERFLOWS, Guard
+from segtrain.training.step_sync import MAX_OVERFLOWS, StepSync
 
 FINE, OVERFLOW = torch.tensor(1.0), torch.tensor(float("inf"))
 
@@ -15,12 +15,12 @@ def sums(total, weight, aux=None):
 
 
 def watch(**options):
-    return Guard(lambda: False, **options)
+    return StepSync(lambda: False, **options)
 
 
-def do_step(guard, step, total=1.0, grad_norm=FINE, names=("a",)):
-    guard.reduce(sums(total, 4))
-    guard.record(step, grad_norm, list(names))
+def do_step(step_sync, step, total=1.0, grad_norm=FINE, names=("a",)):
+    step_sync.reduce(sums(total, 4))
+    step_sync.record(step, grad_norm, list(names))
 
 
 def test_means_are_sums_over_weights_for_both_heads():
@@ -30,94 +30,94 @@ def test_means_are_sums_over_weights_for_both_heads():
 
 
 def test_without_an_auxiliary_head_its_mean_is_nan():
-    guard = watch()
-    _, means = guard.reduce(sums(6.0, 4))
+    step_sync = watch()
+    _, means = step_sync.reduce(sums(6.0, 4))
     assert means[0] == 1.5
     assert means[1].isnan()
-    guard.record(1, FINE, ["a"])
-    guard.settle()
+    step_sync.record(1, FINE, ["a"])
+    step_sync.settle()
 
 
 def test_nothing_but_ignored_pixels_is_a_loss_of_zero():
-    guard = watch()
-    weights, means = guard.reduce(sums(0.0, 0, aux=(0.0, 0)))
+    step_sync = watch()
+    weights, means = step_sync.reduce(sums(0.0, 0, aux=(0.0, 0)))
     assert weights.tolist() == [1, 1]
     assert means.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("total", [float("nan"), float("inf"), float("-inf")])
 def test_a_bad_loss_is_raised_one_step_late_with_the_step_it_happened_in(total):
-    guard = watch()
-    do_step(guard, 6, names=["good"])
-    do_step(guard, 7, total, names=["bad 1", "bad 2"])
+    step_sync = watch()
+    do_step(step_sync, 6, names=["good"])
+    do_step(step_sync, 7, total, names=["bad 1", "bad 2"])
     with pytest.raises(NonFiniteError, match=r"^step 7: the loss is not finite\n") as error:
-        do_step(guard, 8, names=["next"])
+        do_step(step_sync, 8, names=["next"])
     assert "rank 0: images bad 1, bad 2" in str(error.value)
     assert "good" not in str(error.value)
 
 
 def test_settle_raises_at_once_and_only_once():
-    guard = watch()
-    do_step(guard, 7, float("nan"))
+    step_sync = watch()
+    do_step(step_sync, 7, float("nan"))
     with pytest.raises(NonFiniteError, match="step 7"):
-        guard.settle()
-    guard.settle()
+        step_sync.settle()
+    step_sync.settle()
 
 
 def test_a_bad_auxiliary_loss_counts_too():
-    guard = watch()
-    guard.reduce(sums(1.0, 4, aux=(float("nan"), 4)))
-    guard.record(1, FINE, ["a"])
+    step_sync = watch()
+    step_sync.reduce(sums(1.0, 4, aux=(float("nan"), 4)))
+    step_sync.record(1, FINE, ["a"])
     with pytest.raises(NonFiniteError, match="the loss is not finite"):
-        guard.settle()
+        step_sync.settle()
 
 
 def test_one_bad_pass_of_several_is_enough():
-    guard = watch()
+    step_sync = watch()
     for total in (1.0, float("nan"), 1.0):
-        guard.reduce(sums(total, 4))
-    guard.record(3, FINE, ["a", "b", "c"])
+        step_sync.reduce(sums(total, 4))
+    step_sync.record(3, FINE, ["a", "b", "c"])
     with pytest.raises(NonFiniteError, match="step 3: the loss"):
-        guard.settle()
+        step_sync.settle()
 
 
 def test_a_bad_gradient_under_a_finite_loss_is_an_error():
-    guard = watch()
-    do_step(guard, 2, grad_norm=torch.tensor(float("nan")))
+    step_sync = watch()
+    do_step(step_sync, 2, grad_norm=torch.tensor(float("nan")))
     with pytest.raises(NonFiniteError, match="step 2: the gradient is not finite"):
-        guard.settle()
+        step_sync.settle()
 
 
 @pytest.mark.fault(78)
 def test_float16_may_overflow_now_and_then_but_not_without_end():
-    guard = watch(overflow_allowed=True)
+    step_sync = watch(overflow_allowed=True)
     for step in range(1, MAX_OVERFLOWS + 1):
-        do_step(guard, step, grad_norm=OVERFLOW)
-    do_step(guard, MAX_OVERFLOWS + 1)  # one good step, and the count starts anew
+        do_step(step_sync, step, grad_norm=OVERFLOW)
+    do_step(step_sync, MAX_OVERFLOWS + 1)  # one good step, and the count starts anew
     for step in range(100, 100 + MAX_OVERFLOWS + 1):
-        do_step(guard, step, grad_norm=OVERFLOW)
+        do_step(step_sync, step, grad_norm=OVERFLOW)
     with pytest.raises(NonFiniteError, match=f"step {100 + MAX_OVERFLOWS}: .*overflows float16"):
-        guard.settle()
+        step_sync.settle()
 
 
 def test_a_bad_loss_is_an_error_in_float16_too():
-    guard = watch(overflow_allowed=True)
-    do_step(guard, 1, float("nan"), OVERFLOW)
+    step_sync = watch(overflow_allowed=True)
+    do_step(step_sync, 1, float("nan"), OVERFLOW)
     with pytest.raises(NonFiniteError, match="the loss"):
-        guard.settle()
+        step_sync.settle()
 
 
 def test_a_stop_request_is_seen_one_step_late_or_when_settled():
     wanted = []
-    guard = Guard(lambda: bool(wanted))
-    do_step(guard, 1)
+    step_sync = StepSync(lambda: bool(wanted))
+    do_step(step_sync, 1)
     wanted.append(True)
-    do_step(guard, 2)
-    assert not guard.stopped
-    do_step(guard, 3)
-    assert guard.stopped
+    do_step(step_sync, 2)
+    assert not step_sync.stopped
+    do_step(step_sync, 3)
+    assert step_sync.stopped
 
-    settled = Guard(lambda: True)
+    settled = StepSync(lambda: True)
     do_step(settled, 1)
     settled.settle()
     assert settled.stopped
@@ -125,11 +125,11 @@ def test_a_stop_request_is_seen_one_step_late_or_when_settled():
 
 def test_a_request_to_save_is_passed_on_once():
     asked = [False, True, False, False]
-    guard = Guard(lambda: False, save_requested=lambda: asked.pop(0))
+    step_sync = StepSync(lambda: False, save_requested=lambda: asked.pop(0))
     seen = []
     for step in range(1, 5):
-        do_step(guard, step)
-        seen.append(guard.takes_save_request())
+        do_step(step_sync, step)
+        seen.append(step_sync.pop_save_request())
     assert seen == [False, False, True, False]  # one step late
 
 
@@ -139,20 +139,20 @@ def guards_of_rank():
     results = {}
 
     step = 0
-    guard = Guard(lambda: rank == 1 and step == 3)
-    while not guard.stopped and step < 10:
+    step_sync = StepSync(lambda: rank == 1 and step == 3)
+    while not step_sync.stopped and step < 10:
         step += 1
-        do_step(guard, step)
+        do_step(step_sync, step)
     results["stopped after"] = step
 
     weights, means = watch().reduce(sums(float(rank), rank, aux=(1.0, 1)))
     results["means"] = weights.tolist(), means.tolist()
 
-    guard = watch()
-    do_step(guard, 1, names=[f"early {rank}"])
-    do_step(guard, 2, float("nan") if rank == 2 else 1.0, names=[f"now {rank}"])
+    step_sync = watch()
+    do_step(step_sync, 1, names=[f"early {rank}"])
+    do_step(step_sync, 2, float("nan") if rank == 2 else 1.0, names=[f"now {rank}"])
     try:
-        do_step(guard, 3, names=[f"late {rank}"])
+        do_step(step_sync, 3, names=[f"late {rank}"])
     except NonFiniteError as error:
         results["error"] = str(error)
     return results

@@ -12,7 +12,7 @@ import torch
 from test_checkpoint import names, record
 
 from segtrain.checkpoint.contents import load, save, unnamed
-from segtrain.checkpoint.manager import CheckpointStore
+from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
 from segtrain.run.claim import Claim
@@ -20,7 +20,7 @@ from segtrain.run.claim import Claim
 
 def store_in(directory):
     """As a run opens it."""
-    store = CheckpointStore(directory, keep_limit=2)
+    store = CheckpointManager(directory, keep_limit=2)
     store.tidy()
     return store
 
@@ -205,7 +205,7 @@ def test_killed_at_any_instant_of_saving_a_checkpoint_can_be_loaded(tmp_path, fo
         newest = None
         while newest is None and time.monotonic() < deadline:
             time.sleep(0.02)
-            newest, _ = CheckpointStore(tmp_path, keep_limit=2).newest()
+            newest, _ = CheckpointManager(tmp_path, keep_limit=2).newest()
         time.sleep(0.02 + 0.1 * rng.random())
         os.kill(process.pid, signal.SIGKILL)
         process.join()

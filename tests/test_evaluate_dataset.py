@@ -82,7 +82,7 @@ def test_shares_of_the_ranks_add_up_to_the_whole(world_size, monkeypatch):
     monkeypatch.setattr(dist, "world_size", lambda: world_size)
     for rank in range(world_size):
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
-        total.merge(evaluate(RedImages(7), receivers=[lambda p: seen.append(p.index)]))
+        total.merge(evaluate(RedImages(7), callbacks=[lambda p: seen.append(p.index)]))
     assert sorted(seen) == list(range(7))
     assert torch.equal(total.counts, whole.counts)
 
@@ -95,7 +95,7 @@ def test_a_rank_without_images_counts_nothing(monkeypatch):
 
 def test_the_sum_over_ranks_is_taken_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(dist, "all_sum", lambda tensor: calls.append(tensor) or tensor)
+    monkeypatch.setattr(dist, "all_reduce_sum", lambda tensor: calls.append(tensor) or tensor)
     matrix = evaluate(RedImages(3))
     assert len(calls) == 1
     assert calls[0] is matrix.counts
@@ -104,7 +104,7 @@ def test_the_sum_over_ranks_is_taken_once(monkeypatch):
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_predictions_come_in_order_with_their_image(num_threads):
     seen = []
-    evaluate(RedImages(6), num_threads=num_threads, receivers=[seen.append])
+    evaluate(RedImages(6), num_threads=num_threads, callbacks=[seen.append])
     assert [p.index for p in seen] == list(range(6))
     for p in seen:
         image, label = RedImages(6)[p.index]
@@ -132,7 +132,7 @@ def test_memory_does_not_grow_with_the_number_of_images():
         gc.collect()
         most.append(len(alive))
 
-    evaluate(Tracked(20), num_threads=2, receivers=[count])
+    evaluate(Tracked(20), num_threads=2, callbacks=[count])
     assert len(most) == 20
     assert max(most) <= 5
 
@@ -168,7 +168,7 @@ def test_modes_come_back_after_an_error_which_is_passed_on_as_it_is():
 
     model, seen = RedModel(), []
     with pytest.raises(DataError, match=r"3\.png: damaged"):
-        evaluate(Broken(9), model, receivers=[lambda p: seen.append(p.index)])
+        evaluate(Broken(9), model, callbacks=[lambda p: seen.append(p.index)])
     assert seen == [0, 1, 2]
     assert model.training
 
@@ -180,7 +180,7 @@ def test_no_thread_is_left_behind():
         raise RuntimeError("the disk is full")
 
     with pytest.raises(RuntimeError, match="disk"):
-        evaluate(RedImages(9), num_threads=4, receivers=[fail])
+        evaluate(RedImages(9), num_threads=4, callbacks=[fail])
     assert threading.active_count() == before
 
 
@@ -191,5 +191,5 @@ def test_a_label_smaller_than_the_image_is_compared_at_its_own_size():
             return image.repeat(2, axis=0).repeat(2, axis=1), label
 
     seen = []
-    evaluate(Halved(2), receivers=[seen.append])
+    evaluate(Halved(2), callbacks=[seen.append])
     assert all(p.pred.shape == p.label.shape for p in seen)
