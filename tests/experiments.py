@@ -103,7 +103,7 @@ def stopped_after(
     rank: int = 0,
 ) -> int:
     """As `train`; after `step` updates a signal reaches `rank`."""
-    from segtrain.commands.train import run as command
+    from segtrain.commands.train import loop as command
     from segtrain.distributed import collectives as dist
 
     whole = command.train_steps

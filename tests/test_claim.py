@@ -98,7 +98,7 @@ def test_no_lock_is_taken_on_anything_but_a_file(tmp_path, make):
 
 def losing_its_lock(config, run, *, to_another):
     """What a run ends with whose lock file is deleted after its first step, and what it says."""
-    from segtrain.commands.train import run as command
+    from segtrain.commands.train import loop as command
 
     whole, left = command.train_steps, []
 

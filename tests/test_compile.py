@@ -140,7 +140,7 @@ def trained(config_file, build, *overrides):
     counters.clear()
     step_sync = StepSync(lambda: False)
     steps = train_steps(
-        state, batches(config, rows), config, device=CPU, rows=rows, step_sync=step_sync
+        state, batches(config, rows), config, device=CPU, indices=rows, step_sync=step_sync
     )
     for result in steps:
         numbers.append([float(result.loss), float(result.aux_loss), float(result.grad_norm)])
@@ -254,7 +254,7 @@ def train_traced(config, directory, resume=False):
 
 
 def stop_before_the_end(config, directory):
-    from segtrain.commands.train import run as command
+    from segtrain.commands.train import loop as command
 
     original = command._keep_cadences
 

@@ -74,7 +74,7 @@ def run(settings, state, step_sync=None):
         batches(settings, rows, state.step),
         settings,
         device=CPU,
-        rows=rows,
+        indices=rows,
         step_sync=step_sync or StepSync(lambda: False),
     )
 
@@ -250,7 +250,7 @@ def test_a_batch_of_ignored_pixels_is_a_step_without_a_gradient():
     step_sync = StepSync(lambda: False)
     result = next(
         train_steps(
-            state, [batch, batch], settings, device=CPU, rows=[range(1)] * 2, step_sync=step_sync
+            state, [batch, batch], settings, device=CPU, indices=[range(1)] * 2, step_sync=step_sync
         )
     )
     step_sync.settle()

@@ -386,7 +386,8 @@ def test_changed_data_that_are_meant_are_told_and_kept(run_ranks, data, run, tmp
 
 def slow_labels(step, function, *args):
     """Labels can be read only after `step` updates of this process."""
-    from segtrain.commands.train import run as command
+    from segtrain.commands.train import loop as command
+    from segtrain.commands.train import saving, setup
 
     go_on, read, steps = threading.Event(), fingerprint.read_bytes, command.train_steps
 
@@ -401,7 +402,7 @@ def slow_labels(step, function, *args):
             yield result
 
     fingerprint.read_bytes, command.train_steps = read_bytes, train_steps
-    command._DATA_PATIENCE_S = command._STOP_PATIENCE_S = 0.1
+    setup.DATA_PATIENCE_S = saving.DATA_PATIENCE_S = saving.STOP_PATIENCE_S = 0.1
     try:
         return function(*args)
     finally:

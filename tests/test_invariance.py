@@ -116,9 +116,9 @@ def test_the_losses_show_when_a_collective_is_missing(run_ranks, tmp_path, data)
 
 
 def train_in_order(order, config, directory):
-    from segtrain.commands.train import run as command
+    from segtrain.commands.train import batches
 
-    command.indices_of_rank = lambda *_: [order]
+    batches.indices_of_rank = lambda *_: [order]
     return train(config, directory)
 
 

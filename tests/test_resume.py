@@ -86,7 +86,8 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tm
 
 def killed_at(where, step, config, directory, resume):
     """Trains in this process, which ends by SIGKILL at a place that can be told exactly."""
-    from segtrain.commands.train import run as command
+    from segtrain.commands.train import evaluation
+    from segtrain.commands.train import loop as command
     from segtrain.files import manifest
 
     def die(*_, **__):
@@ -97,7 +98,7 @@ def killed_at(where, step, config, directory, resume):
             return die() if self.num_bytes > 100_000 else super().write(data)
 
     if where == "evaluation":
-        command.evaluate_dataset = die
+        evaluation.evaluate_dataset = die
     train_steps = command.train_steps
 
     def steps_until_death(*args, **kwargs):
@@ -228,15 +229,15 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
 
 def test_a_best_score_of_nan_is_replaced_by_the_first_number():
     """NaN is the score of a split that was ignored everywhere; nothing is above it."""
-    from segtrain.commands.train.run import _is_better
+    from segtrain.commands.train.evaluation import is_better
 
     nan = {"step": 1, "mean_iou": math.nan}
-    assert _is_better(0.0, None)
-    assert _is_better(0.0, nan)
-    assert not _is_better(math.nan, nan)
-    assert _is_better(0.3, {"step": 1, "mean_iou": 0.2})
-    assert not _is_better(0.2, {"step": 1, "mean_iou": 0.2})
-    assert not _is_better(math.nan, {"step": 1, "mean_iou": 0.2})
+    assert is_better(0.0, None)
+    assert is_better(0.0, nan)
+    assert not is_better(math.nan, nan)
+    assert is_better(0.3, {"step": 1, "mean_iou": 0.2})
+    assert not is_better(0.2, {"step": 1, "mean_iou": 0.2})
+    assert not is_better(math.nan, {"step": 1, "mean_iou": 0.2})
 
 
 @pytest.mark.fault(42)
@@ -351,7 +352,7 @@ def test_an_evaluation_that_was_cut_short_is_made_up_for(run_ranks, tmp_path, da
 
 
 def killed_in_evaluation(config, directory):
-    from segtrain.commands.train import run as command
+    from segtrain.commands.train import evaluation
 
     class Killed(BaseException):
         pass
@@ -359,7 +360,7 @@ def killed_in_evaluation(config, directory):
     def evaluate_dataset(*args, **kwargs):
         raise Killed
 
-    command.evaluate_dataset = evaluate_dataset
+    evaluation.evaluate_dataset = evaluate_dataset
     try:
         train(config, directory)
     except Killed:

@@ -139,7 +139,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run_ranks, tmp_path, data):
 
 
 def stop_after_two_steps(config, directory):
-    from segtrain.commands.train import run as command
+    from segtrain.commands.train import loop as command
 
     original = command._keep_cadences
 

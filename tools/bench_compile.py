@@ -78,7 +78,12 @@ def steps(config: Config, device: torch.device) -> Iterator[StepResult]:
     batch = random_batch(config)
     step_sync = StepSync(lambda: False)
     return train_steps(
-        state, [batch] * config.train.steps, config, device=device, rows=rows, step_sync=step_sync
+        state,
+        [batch] * config.train.steps,
+        config,
+        device=device,
+        indices=rows,
+        step_sync=step_sync,
     )
 
 

@@ -360,7 +360,7 @@ def _training(
         repeat(batch),
         config,
         device=device,
-        rows=indices_of_rank(config.train.batch_size, 1, dist.rank(), dist.world_size()),
+        indices=indices_of_rank(config.train.batch_size, 1, dist.rank(), dist.world_size()),
         step_sync=StepSync(lambda: False),
     )
 

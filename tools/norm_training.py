@@ -253,7 +253,7 @@ def train(config: Config, norm: NormFactory, title: str) -> tuple[TrainState, li
             batches(config, train_set, 0, config.train.steps),
             config,
             device=device,
-            rows=indices_of_rank(config.train.batch_size, config.train.accumulate_steps, 0, 1),
+            indices=indices_of_rank(config.train.batch_size, config.train.accumulate_steps, 0, 1),
             step_sync=step_sync,
         ):
             losses.append(result.loss.item())

@@ -1,6 +1,7 @@
-"""One step of training, and the loop of steps.
+"""The training step, and the loop of steps.
 
-The command owns logging, evaluation and checkpoints; what is here only moves the weights.
+Nothing here logs, evaluates or saves; the command does. What the ranks must agree on in each step
+is in `step_sync`.
 """
 
 import time
@@ -31,7 +32,7 @@ from segtrain.types import Batch, DropoutMasks
 
 
 class StepResult(NamedTuple):
-    """What a step leaves behind; tensors stay on the device until somebody logs them.
+    """What a step leaves behind; tensors stay on the device until they are logged.
 
     step: updates done so far, 1 .. train.steps.
     loss, aux_loss: () float64, means over the valid pixels of all ranks; aux_loss is NaN without an
@@ -50,9 +51,9 @@ class StepResult(NamedTuple):
 
 
 class RankBatch(NamedTuple):
-    """What one rank trains on in one pass.
+    """This rank's part of one pass.
 
-    images: (n, 3, H, W) normalized; labels: (n, H, W) int64; dropout: this rank's rows.
+    images: (n, 3, H, W) normalized; labels: (n, H, W) int64; dropout: masks of these n images.
     """
 
     images: Tensor
@@ -60,26 +61,26 @@ class RankBatch(NamedTuple):
     dropout: DropoutMasks
 
     def split(self, parts: int) -> list["RankBatch"]:
-        """Its rows in contiguous parts, the first ones larger by one where they are not equal."""
-        rows = [partition(len(self.images), parts, i) for i in range(parts)]
+        """The images in contiguous parts; the first parts hold one more where they are unequal."""
+        ranges = [partition(len(self.images), parts, i) for i in range(parts)]
+        slices = [slice(part.start, part.stop) for part in ranges]
         return [
             RankBatch(
-                self.images[part.start : part.stop],
-                self.labels[part.start : part.stop],
-                DropoutMasks(
-                    *(None if m is None else m[part.start : part.stop] for m in self.dropout)
-                ),
+                self.images[part],
+                self.labels[part],
+                DropoutMasks(*(None if mask is None else mask[part] for mask in self.dropout)),
             )
-            for part in rows
+            for part in slices
         ]
 
 
 @dataclass
 class TrainState:
-    """Everything an update changes, and thereby everything a checkpoint holds.
+    """Everything that an update changes: the contents of a checkpoint.
 
-    `wrapped` is `model` with `criterion` as one module; `gradients` sums the gradients of `model`
-    over the ranks; `step` counts the updates done.
+    wrapped: `model` and `criterion` as one module, compiled if the config says so.
+    gradients: sums the gradients of `model` over the ranks.
+    step: updates done.
     """
 
     model: nn.Module
@@ -122,29 +123,26 @@ def train_steps(
     config: Config,
     *,
     device: torch.device,
-    rows: Sequence[Sequence[int]],
+    indices: Sequence[Sequence[int]],
     step_sync: StepSync,
 ) -> Iterator[StepResult]:
     """Trains from `state.step` to the last step, yielding after every update (collective).
 
-    Ends early, after the same step on all ranks, when `step_sync` has been asked to stop.
+    Ends early, after the same step on all ranks, if `step_sync` was asked to stop.
 
     Args:
         batches: this rank's Batch of every pass of every step, in order.
-        rows: the positions in the whole batch that this rank's part of each pass takes.
+        indices: of each pass, the positions in the whole batch that this rank trains on.
 
     Raises:
         NonFiniteError: the loss or the gradient of the step before was not finite.
     """
     train = config.train
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
-    # Also where it is off: the loader's images are channels-last, and convolutions follow them.
-    layout = torch.channels_last if train.channels_last else torch.contiguous_format
+    prepare = partial(_prepare, state, config, normalize)
     forward_backward = partial(_forward_backward, state, step_sync=step_sync)
     if train.virtual_ranks > 1:
-        forward_backward = partial(
-            _in_shares, state, parts=train.virtual_ranks, step_sync=step_sync
-        )
+        forward_backward = partial(_as_virtual_ranks, state, config, step_sync=step_sync)
     batches = iter(batches)
     state.model.train()
 
@@ -156,34 +154,48 @@ def train_steps(
         # Widened on the device: asked for both at once, `to` would convert on the host and wait.
         labels = [batch.labels.to(device, non_blocking=True).long() for batch in passes]
         weights = _pass_weights(labels, state.criterion)
-        loss = torch.zeros(2, dtype=torch.float64, device=device)  # of both heads
+        losses = torch.zeros(2, dtype=torch.float64, device=device)  # head, auxiliary head
         for i, batch in enumerate(passes):
-            images = batch.images.to(device, non_blocking=True)
-            images = normalize(images.contiguous(memory_format=layout))
-            share = RankBatch(images, labels[i], _dropout_masks(state, config, rows[i], device))
-            # Gradients are sent once a step, with the last pass. Each virtual rank has a backward
-            # pass of its own, so theirs wait for the end.
+            part = prepare(batch.images, labels[i], indices[i])
+            # All ranks add their gradients once a step, during the last backward pass. Virtual
+            # ranks have a backward pass each, so their gradients wait for the end.
             last = i + 1 == len(passes)
             overlap = train.virtual_ranks == 1
             with state.gradients.summed(overlap=overlap) if last else nullcontext():
-                means = forward_backward(share, weights[i])
-            loss += means * weights[i]
+                losses += forward_backward(part, weights[i]) * weights[i]
             settle_statistics(state.model)
 
         lr = learning_rate(train, state.step)
         grad_norm = _update(state, lr, train.clip_grad_norm)
         step_sync.record(state.step, grad_norm, [name for batch in passes for name in batch.names])
-        yield StepResult(state.step, loss[0], loss[1], grad_norm, lr, data_s)
+        yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s)
+
+
+def _prepare(
+    state: TrainState,
+    config: Config,
+    normalize: Normalize,
+    images: Tensor,
+    labels: Tensor,
+    indices: Sequence[int],
+) -> RankBatch:
+    """Moves images (n, 3, H, W) uint8 to the device of `labels` and normalizes them there."""
+    device = labels.device
+    # Also where channels_last is off: the loader's images have that layout, and convolutions would
+    # follow it.
+    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
+    images = images.to(device, non_blocking=True).contiguous(memory_format=layout)
+    return RankBatch(normalize(images), labels, _dropout_masks(state, config, indices, device))
 
 
 def _forward_backward(
-    state: TrainState, share: RankBatch, weight: Tensor | float, *, step_sync: StepSync
+    state: TrainState, part: RankBatch, weight: Tensor | float, *, step_sync: StepSync
 ) -> Tensor:
-    """Adds the gradient of this rank's share of one pass; returns the means (2,) of all ranks.
+    """Adds the gradient of this rank's part of a pass; returns the mean losses (2,) of all ranks.
 
-    `weight` is the share of the step's valid pixels that lies in this pass, over all ranks.
+    `weight` is the fraction of the step's valid pixels, over all ranks, that lies in this pass.
     """
-    sums = state.wrapped(*share)
+    sums = state.wrapped(*part)
     pixels, means = step_sync.reduce(sums)
     objective = sums.out.total / pixels[0]
     if sums.aux is not None:
@@ -192,22 +204,33 @@ def _forward_backward(
     return means
 
 
-def _in_shares(
-    state: TrainState, share: RankBatch, weight: Tensor | float, *, parts: int, step_sync: StepSync
+def _as_virtual_ranks(
+    state: TrainState,
+    config: Config,
+    part: RankBatch,
+    weight: Tensor | float,
+    *,
+    step_sync: StepSync,
 ) -> Tensor:
-    """`_forward_backward` by virtual ranks: in parts, one at work at a time, one result."""
+    """As `_forward_backward`, with `part` cut among virtual ranks, of which one computes at a time.
 
-    device = share.images.device
+    All of them return the same means.
+    """
+    device = part.images.device
 
-    def work(part: RankBatch) -> Tensor:
+    def work(smaller: RankBatch) -> Tensor:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # a new thread begins with the first one
-        # Its backward pass must run in this very thread, which waits for the others in its midst.
-        host = saved_on_host(device, state.model.parameters())
-        with torch.autograd.set_multithreading_enabled(False), host:
-            return _forward_backward(state, part, weight, step_sync=step_sync)
+            torch.cuda.set_device(device)  # a new thread begins with device 0
+        # In the middle of its backward pass this thread waits for the others: autograd must run in
+        # it, and not in the one thread that it has for each device.
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            saved_on_host(device, state.model.parameters()),
+        ):
+            return _forward_backward(state, smaller, weight, step_sync=step_sync)
 
-    return VirtualRanks(parts).run([partial(work, part) for part in share.split(parts)])[0]
+    parts = part.split(config.train.virtual_ranks)
+    return VirtualRanks(len(parts)).run([partial(work, smaller) for smaller in parts])[0]
 
 
 def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor:
@@ -228,7 +251,7 @@ def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tenso
 
 
 def _pass_weights(labels: list[Tensor], criterion: SegLoss) -> list[Tensor | float]:
-    """The share of the step's valid pixels that lies in each pass, over all ranks."""
+    """The fraction of the step's valid pixels, over all ranks, that lies in each pass."""
     if len(labels) == 1:
         return [1.0]
     weights = dist.all_reduce_sum(torch.stack([criterion.label_weight(label) for label in labels]))
@@ -237,9 +260,9 @@ def _pass_weights(labels: list[Tensor], criterion: SegLoss) -> list[Tensor | flo
 
 
 def _dropout_masks(
-    state: TrainState, config: Config, rows: Sequence[int], device: torch.device
+    state: TrainState, config: Config, indices: Sequence[int], device: torch.device
 ) -> DropoutMasks:
-    """This rank's rows of the masks that belong to the whole batch of this step."""
+    """The masks of the images at `indices`, out of those drawn for the whole batch of this step."""
     channels = state.model.dropout_channels
 
     def mask(layer: int, width: int | None) -> Tensor | None:
@@ -253,7 +276,7 @@ def _dropout_masks(
             channels=width,
             p=config.model.dropout,
         )
-        mine = whole[list(rows)]
+        mine = whole[list(indices)]
         # Only a copy from pinned memory lets the host run on.
         return mine.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else mine
 

@@ -1,13 +1,12 @@
-"""What the ranks agree on in every step: the pixels they share, whether to stop, and whether the
-numbers are still finite.
+"""What the ranks agree on in each step: losses, valid pixels, and whether to stop, save or fail.
 
-All of it rides in one small reduction between forward and backward. The flags are read one step
-late, when they have long arrived, so that the host never waits for the device; before anything
-outlives the process (a checkpoint, an evaluation) `settle` reads the newest ones.
+Everything rides in one small all-reduce between forward and backward. The flags are read one step
+later, when they have long arrived, so that the host never waits for the device. Before anything
+leaves the process (a checkpoint, an evaluation), `settle` reads the newest flags.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +19,48 @@ from segtrain.training.losses import StepLoss
 MAX_OVERFLOWS = 50
 
 
-@dataclass
-class _Flags:
+class _Sums(NamedTuple):
+    """The all-reduced vector of one pass, by name; each value () float64, a sum over the ranks."""
+
+    loss: Tensor
+    weight: Tensor  # of the valid pixels
+    aux_loss: Tensor
+    aux_weight: Tensor
+    bad_losses: Tensor  # ranks whose loss is not finite
+    stop_requests: Tensor
+    save_requests: Tensor
+
+    def over_ranks(self) -> "_Sums":
+        """Sums over all ranks (collective)."""
+        return _Sums(*dist.all_reduce_sum(torch.stack(self)))
+
+
+class _Flags(NamedTuple):
+    """The flags of a step, by name: how many ranks or requests; `bad_here` is of this rank."""
+
+    bad_losses: float
+    bad_here: float
+    stop_requests: float
+    save_requests: float
+    bad_gradients: float
+
+
+class _PendingFlags(NamedTuple):
     """The flags of one step on their way to the host."""
 
     step: int
-    # Ranks with a bad loss, this rank's loss bad, requests to stop and to save, bad gradient.
     values: "_Readback"
-    names: list[str]
+    names: list[str]  # of the images
 
 
 class StepSync:
-    """Watches over the steps of one run.
+    """Keeps the ranks of one run together, step by step.
 
     Args:
-        stop_requested: asked in every step; true on one rank, it stops all after the same step.
-        save_requested: asked in every step; true on one rank, once, it has all of them save.
-        overflow_allowed: float16 skips steps whose gradient overflows; only a long row is an error.
+        stop_requested: asked in every step; true on one rank, all stop after the same step.
+        save_requested: asked in every step; true on one rank, once, all save.
+        overflow_allowed: float16 skips a step whose gradient overflows; only many in a row are an
+            error.
     """
 
     def __init__(
@@ -48,30 +72,34 @@ class StepSync:
     ) -> None:
         self.stopped = False
         self._save_due = False
-        self._requested = (stop_requested, save_requested)
+        self._stop_requested, self._save_requested = stop_requested, save_requested
         self._overflow_allowed = overflow_allowed
         self._overflows = 0
-        self._loss_flags: list[Tensor] = []
-        self._pending: _Flags | None = None
+        self._pass_flags: list[Tensor] = []  # (4,) each: the first four of _Flags
+        self._pending: _PendingFlags | None = None
 
     def reduce(self, sums: StepLoss) -> tuple[Tensor, Tensor]:
-        """The pixel weights and the mean losses over all ranks, each (2,) float64: head, auxiliary
-        head (collective).
+        """Pixel weights and mean losses over all ranks, each (2,) float64: head, auxiliary head.
 
-        A weight of zero, where every pixel of every rank is ignored, comes back as 1: the loss is
-        then 0 and so are its gradients. Without an auxiliary head its mean is NaN.
+        Collective. If every pixel of every rank is ignored, the weight is returned as 1, so that
+        loss and gradients are 0. Without an auxiliary head its mean is NaN.
         """
         out, aux = sums
-        zero = out.weight.new_zeros(())
-        values = [out.total, out.weight, aux.total if aux else zero, aux.weight if aux else zero]
-        local = torch.stack([value.detach().to(torch.float64) for value in values])
-        bad = (~local.isfinite().all()).to(torch.float64)
-        requests = local.new_tensor([float(requested()) for requested in self._requested])
-        total = dist.all_reduce_sum(torch.cat([local, bad.view(1), requests]))
-        self._loss_flags.append(torch.cat([total[4:5], bad.view(1), total[5:]]))
-        weights = torch.where(total[1:4:2] == 0, 1.0, total[1:4:2])
-        means = total[0:4:2] / weights
-        return weights, means if aux else torch.stack([means[0], torch.full_like(zero, torch.nan)])
+        zero = out.weight.new_zeros((), dtype=torch.float64)
+        losses = (out.total, out.weight, *(aux or (zero, zero)))
+        local = torch.stack([value.detach().double() for value in losses])
+        bad_here = (~local.isfinite().all()).double()
+        stop, save = local.new_tensor([self._stop_requested(), self._save_requested()])
+        total = _Sums(*local, bad_here, stop, save).over_ranks()
+
+        flags = [total.bad_losses, bad_here, total.stop_requests, total.save_requests]
+        self._pass_flags.append(torch.stack(flags))
+        weights = torch.stack([total.weight, total.aux_weight])
+        weights = torch.where(weights == 0, 1.0, weights)
+        means = torch.stack([total.loss, total.aux_loss]) / weights
+        if aux is None:
+            means[1] = torch.nan
+        return weights, means
 
     def record(self, step: int, grad_norm: Tensor, names: list[str]) -> None:
         """Takes the flags of update number `step` and acts on those of the one before (collective).
@@ -82,11 +110,10 @@ class StepSync:
         Raises:
             NonFiniteError: on all ranks, naming step, ranks and images.
         """
-        flags = torch.stack(self._loss_flags).sum(0)
-        self._loss_flags.clear()
-        bad_gradient = (~grad_norm.isfinite()).to(torch.float64)
-        values = torch.cat([flags, bad_gradient.unsqueeze(0)])
-        before, self._pending = self._pending, _Flags(step, _Readback(values), names)
+        bad_gradient = (~grad_norm.isfinite()).double()
+        flags = torch.cat([torch.stack(self._pass_flags).sum(0), bad_gradient.view(1)])
+        self._pass_flags.clear()
+        before, self._pending = self._pending, _PendingFlags(step, _Readback(flags), names)
         if before is not None:
             self._act(before)
 
@@ -101,35 +128,35 @@ class StepSync:
             self._act(newest)
 
     def pop_save_request(self) -> bool:
-        """Whether a rank has been asked to save since the last call; alike on all ranks."""
+        """Whether a rank was asked to save since the last call; the same on all ranks."""
         due, self._save_due = self._save_due, False
         return due
 
-    def _act(self, flags: _Flags) -> None:
-        bad_losses, bad_here, stops, saves, bad_gradient = flags.values.read()
-        if bad_losses:
-            raise NonFiniteError(self._report(flags, "the loss", bool(bad_here)))
-        self._overflows = self._overflows + 1 if bad_gradient else 0
-        if bad_gradient and not self._overflow_allowed:
-            raise NonFiniteError(self._report(flags, "the gradient", True))
+    def _act(self, pending: _PendingFlags) -> None:
+        flags = _Flags(*pending.values.read())
+        if flags.bad_losses:
+            raise NonFiniteError(_message(pending, "the loss", concerned=bool(flags.bad_here)))
+        self._overflows = self._overflows + 1 if flags.bad_gradients else 0
+        if flags.bad_gradients and not self._overflow_allowed:
+            raise NonFiniteError(_message(pending, "the gradient", concerned=True))
         if self._overflows > MAX_OVERFLOWS:
             what = f"the gradient overflows float16 since {self._overflows} steps: it"
-            raise NonFiniteError(self._report(flags, what, True))
-        self.stopped = self.stopped or stops > 0
-        self._save_due = self._save_due or saves > 0
+            raise NonFiniteError(_message(pending, what, concerned=True))
+        self.stopped = self.stopped or flags.stop_requests > 0
+        self._save_due = self._save_due or flags.save_requests > 0
 
-    @staticmethod
-    def _report(flags: _Flags, what: str, concerned: bool) -> str:
-        lines = [f"step {flags.step}: {what} is not finite"]
-        for rank, (bad, names) in enumerate(dist.all_gather_object((concerned, flags.names))):
-            if bad:
-                lines.append(f"  rank {rank}: images {', '.join(names)}")
-        lines.append(
-            "  no checkpoint was written since; a lower train.lr, train.warmup_steps or "
-            "train.clip_grad_norm usually help, else look at these images with "
-            "'segtrain data check'"
-        )
-        return "\n".join(lines)
+
+def _message(pending: _PendingFlags, what: str, *, concerned: bool) -> str:
+    """What is not finite, with the images of every rank that is concerned (collective)."""
+    lines = [f"step {pending.step}: {what} is not finite"]
+    for rank, (bad, names) in enumerate(dist.all_gather_object((concerned, pending.names))):
+        if bad:
+            lines.append(f"  rank {rank}: images {', '.join(names)}")
+    lines.append(
+        "  no checkpoint was written since; a lower train.lr, train.warmup_steps or "
+        "train.clip_grad_norm usually help, else look at these images with 'segtrain data check'"
+    )
+    return "\n".join(lines)
 
 
 class _Readback:

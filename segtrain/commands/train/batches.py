@@ -1,0 +1,55 @@
+"""The batches that this rank trains on."""
+
+from collections.abc import Iterable, Iterator
+
+from segtrain.commands.train.setup import Run
+from segtrain.data.loader import (
+    TrainStream,
+    indices_of_rank,
+    num_loader_workers,
+    train_loader,
+)
+from segtrain.data.transforms import TrainTransform
+from segtrain.distributed import collectives as dist
+from segtrain.run.report import training_picture
+from segtrain.types import Batch
+
+
+def indices(run: Run) -> list[range]:
+    """For each pass of a step, the positions in the whole batch that this rank trains on."""
+    train = run.config.train
+    return indices_of_rank(train.batch_size, train.accumulate_steps, dist.rank(), dist.world_size())
+
+
+def until(run: Run, step: int) -> Iterable[Batch]:
+    """This rank's batches from the current step to `step`."""
+    config = run.config
+    transform = TrainTransform(
+        config.augment, mean=config.data.mean, short_side_px=config.data.short_side_px
+    )
+    return train_loader(
+        TrainStream(
+            run.train_set,
+            transform,
+            stream_seed=config.seed,
+            batch_size=config.train.batch_size,
+        ),
+        rows=indices(run),
+        start_step=run.state.step,
+        steps=step,
+        num_workers=num_loader_workers(config.data),
+        prefetch=config.data.prefetch,
+        pin_memory=run.device.type == "cuda",
+        # Time out before the other ranks do, so that the error names the loader.
+        timeout_s=0.8 * config.train.timeout_s,
+    )
+
+
+def shown(run: Run) -> Iterator[Batch]:
+    """This rank's batches from the current step to the last; TensorBoard shows the first one."""
+    for i, batch in enumerate(until(run, run.config.train.steps)):
+        if i == 0:
+            # A wrong label file or augmentation is seen here within a minute.
+            picture = training_picture(batch, run.train_set.classes, run.config.log.num_images)
+            run.log.picture(run.state.step, "train/batch", picture)
+        yield batch

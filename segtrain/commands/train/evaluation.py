@@ -1,0 +1,91 @@
+"""The evaluation of a run: scores, pictures, and whether the model is the best so far."""
+
+from math import isnan
+from typing import Any
+
+from segtrain.commands.train import batches, saving
+from segtrain.commands.train.setup import Run
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import heartbeat
+from segtrain.evaluation.dataset import Prediction, evaluate_dataset
+from segtrain.evaluation.inference import InferenceSettings
+from segtrain.metrics import Scores
+from segtrain.models.normalize import Normalize
+from segtrain.norm import precise_statistics
+from segtrain.run.pictures import confusion_picture, panel
+from segtrain.run.report import score_line
+from segtrain.training.wrap import autocast, dtype_of
+from segtrain.types import Batch
+
+
+def evaluate(run: Run) -> Scores:
+    """Scores the model on the evaluation split, logs it, and saves it if it is the best so far.
+
+    Collective.
+    """
+    saving.settle(run)
+    config, step, classes, log = run.config, run.state.step, run.eval_set.classes, run.log
+    heartbeat.at("evaluation", step)
+    if config.norm.precise_batches is not None:
+        _take_precise_statistics(run, config.norm.precise_batches)
+    matrix = evaluate_dataset(
+        run.state.eval_model,
+        run.eval_set,
+        InferenceSettings.from_config(config),
+        device=run.device,
+        num_classes=classes.num_classes,
+        progress=True,
+        callbacks=[lambda prediction: _show(run, prediction)],
+    )
+    scores = matrix.scores()
+    run.evaluated = step
+    log.scalars(step, scores.scalars(classes.names))
+    confusion = confusion_picture(matrix.counts.cpu().numpy(), classes.names)
+    log.picture(step, "eval/confusion", confusion)
+    if is_better(scores.mean_iou, run.best):
+        run.best = {"step": step, "mean_iou": scores.mean_iou}
+        if dist.is_main():
+            run.checkpoints.save_best(saving.checkpoint_of(run))
+    log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}  {score_line(run.best)}"])
+    return scores
+
+
+def is_better(mean_iou: float, best: dict[str, Any] | None) -> bool:
+    """Whether a score is above the best one; any number is better than NaN."""
+    if best is None:
+        return True
+    return mean_iou > best["mean_iou"] or (isnan(best["mean_iou"]) and not isnan(mean_iou))
+
+
+def _show(run: Run, prediction: Prediction) -> None:
+    """Logs image, label and prediction of the first images."""
+    shown = run.config.log.num_images * dist.world_size()
+    if not run.log.enabled or prediction.index >= shown:
+        return
+    classes = run.eval_set.classes
+    picture = panel(
+        prediction.image,
+        prediction.label,
+        prediction.pred,
+        palette=classes.palette,
+        names=classes.names,
+        title=run.eval_set.name(prediction.index),
+    )
+    run.log.picture(run.state.step, f"eval/{prediction.index}", picture)
+
+
+def _take_precise_statistics(run: Run, num_batches: int) -> None:
+    """Takes the running statistics of the model to evaluate from `num_batches` (collective).
+
+    These are the batches of the coming steps, whichever ranks train on them. So the result depends
+    only on the config and the step.
+    """
+    config, train = run.config, run.config.train
+    normalize = Normalize(config.data.mean, config.data.std).to(run.device, dtype_of(train))
+    model = run.state.eval_model
+
+    def forward(batch: Batch) -> None:
+        with autocast(train, run.device):
+            model(normalize(batch.images.to(run.device)))
+
+    precise_statistics(model, batches.until(run, run.state.step + num_batches), forward)

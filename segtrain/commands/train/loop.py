@@ -1,0 +1,100 @@
+"""The steps of a run, and what happens between them: logging, evaluation, checkpoints."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from segtrain.commands.train import batches, saving
+from segtrain.commands.train.evaluation import evaluate
+from segtrain.commands.train.setup import Run
+from segtrain.data.loader import worker_failures
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import exit_status, heartbeat
+from segtrain.run import directory as run_directory
+from segtrain.run.log import ProgressBar
+from segtrain.run.report import progress_words, score_line
+from segtrain.training.engine import train_steps
+from segtrain.training.meter import StepMeter
+
+
+def train(run: Run) -> None:
+    """Trains, evaluates and saves until the end, or until asked to stop (collective)."""
+    config, state = run.config, run.state
+    if state.step > config.train.steps or run.evaluated == config.train.steps:
+        beyond = "" if state.step == config.train.steps else f" (train.steps {config.train.steps})"
+        run.log.lines([f"already complete: {state.step} steps{beyond}, {score_line(run.best)}"])
+        return
+    dist.run_on_rank0(lambda: run.checkpoints.check_space(saving.checkpoint_of(run)))
+    # From here on there is something to save.
+    run.signal_flags.install()
+    if exit_status.is_wanted():
+        exit_status.tell(None)
+    if run.evaluated < state.step and _is_due(config.eval.every_steps, run):
+        evaluate(run)  # the evaluation was cut short
+    if state.step < config.train.steps:
+        with worker_failures():
+            _train_steps(run)
+    # Before the last evaluation, which may be long.
+    saving.save(run)
+    if state.step == config.train.steps and not run.step_sync.stopped:
+        scores = evaluate(run)
+        saving.save(run)
+        options, first = run_directory.flat(config), run_directory.MAIN_OPTIONS
+        run.log.hparams(options, {"mIoU": scores.mean_iou}, state.step, first=first)
+
+
+def _train_steps(run: Run) -> None:
+    config, state = run.config, run.state
+    steps = train_steps(
+        state,
+        batches.shown(run),
+        config,
+        device=run.device,
+        indices=batches.indices(run),
+        step_sync=run.step_sync,
+    )
+    meter = StepMeter(config.train.batch_size, run.device)
+    heartbeat.at("training", state.step)
+    with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
+        for result in steps:
+            meter.update(result)
+            if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
+                values = meter.read()
+                run.log.scalars(result.step, values)
+                bar.describe(*progress_words(values, run.best))
+            bar.update()
+            with _not_timed(meter):
+                _keep_cadences(run)
+            heartbeat.at("training", state.step)
+
+
+def _keep_cadences(run: Run) -> None:
+    """Evaluates and saves, where the config or a signal asks for it after this step."""
+    config = run.config
+    save_requested = run.step_sync.pop_save_request()
+    evaluation_due = _is_due(config.eval.every_steps, run)
+    keep_due = _is_due(config.checkpoint.keep_every_steps, run)
+    if evaluation_due:
+        # Save first: an evaluation may take longer than a scheduler waits before it kills the run.
+        saving.save(run)
+        evaluate(run)
+    if save_requested or evaluation_due or keep_due or _is_due(config.checkpoint.every_steps, run):
+        saving.save(run)
+    if save_requested:
+        run.log.lines([f"saved step {run.state.step}, as SIGUSR1 asked for"])
+    if keep_due and dist.is_main():
+        run.checkpoints.keep(saving.checkpoint_of(run))
+
+
+def _is_due(every_steps: int | None, run: Run) -> bool:
+    """Whether a cadence falls on this step; what the last step needs happens after the loop."""
+    step = run.state.step
+    return every_steps is not None and step % every_steps == 0 and step < run.config.train.steps
+
+
+@contextmanager
+def _not_timed(meter: StepMeter) -> Iterator[None]:
+    """Leaves the time inside out of the time of the steps."""
+    began = time.perf_counter()
+    yield
+    meter.skip(time.perf_counter() - began)

@@ -1,0 +1,63 @@
+"""Checkpoints of a run. Nothing is saved before the weights and the data are known to be good."""
+
+from segtrain.checkpoint import contents as checkpoint
+from segtrain.checkpoint.contents import Checkpoint
+from segtrain.commands.train.setup import DATA_PATIENCE_S, Run
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import heartbeat
+from segtrain.run import directory as run_directory
+
+# How long a run that was asked to stop waits for the hashes of the labels before it saves.
+STOP_PATIENCE_S = 15.0
+
+
+def save(run: Run) -> None:
+    """Replaces last.pt (collective)."""
+    heartbeat.at("checkpoint", run.state.step)
+    settle(run)
+    if dist.is_main():
+        run.checkpoints.save_last(checkpoint_of(run))
+        # Somebody deleted it; without it there is no --resume.
+        if not (run.directory / run_directory.CONFIG).exists():
+            run_directory.write_description(run.directory, run.config, run.devices)
+
+
+def settle(run: Run) -> None:
+    """Returns when the newest step is known to be finite and the labels were compared (collective).
+
+    Raises:
+        NonFiniteError: a loss or gradient is not finite.
+        ConfigError, DataError: as `RunData.settle`.
+    """
+    run.step_sync.settle()
+
+    def stopping(seconds: float) -> bool:
+        asked = run.step_sync.stopped or run.signal_flags.stop_requested()
+        return asked and seconds > STOP_PATIENCE_S
+
+    if not run.data.settle(lambda seconds: seconds > DATA_PATIENCE_S):
+        run.log.lines(["the labels are still being hashed; training goes on when that is done"])
+        if not run.data.settle(stopping):
+            run.log.lines(
+                [
+                    "warning: stopped before all labels were hashed: whether they have changed is "
+                    "not known yet"
+                ]
+            )
+    run.log.lines(run.data.take_news())
+
+
+def checkpoint_of(run: Run) -> Checkpoint:
+    """The run as it is now; holds references to the weights, not copies."""
+    state = run.state
+    return Checkpoint(
+        step=state.step,
+        **checkpoint.experiment_record(run.config, run.train_set.classes),
+        model=state.model.state_dict(),
+        average=None if state.average is None else state.average.model.state_dict(),
+        optimizer=state.optimizer.state_dict(),
+        scaler=state.scaler.state_dict(),
+        best=run.best,
+        evaluated=run.evaluated,
+        data=run.data.record(),
+    )
