@@ -261,7 +261,7 @@ def stop_before_the_end(config, directory):
     def stop(this):
         original(this)
         if this.state.step == 1:
-            this.requests.signal = 15  # carried by the second step, read with the third
+            this.signal_flags.signal = 15  # carried by the second step, read with the third
 
     command._keep_cadences = stop
     return train_traced(config, directory)

@@ -91,7 +91,11 @@ def test_eight_shares_on_any_number_of_ranks_equal_the_whole_batch(
     run_ranks, tmp_path, data, splits
 ):
     """Augmentation, dropout and the auxiliary loss are on."""
-    sections = {"train": {"batch_size": 8, "steps": 20}, "augment": {"crop_size": [33, 41]}}
+    sections = {
+        "train": {"batch_size": 8, "steps": 20, "lr": 0.05},
+        "augment": {"crop_size": [33, 41]},
+        "model": {"backbone": "mobilenet_v2"},
+    }
     whole, record = run(run_ranks, tmp_path, data, 1, 1, sections)
     assert whole[-5:].mean() < 0.9 * whole[:5].mean()
     for ranks, virtual in splits:
@@ -115,6 +119,7 @@ def test_it_composes_with_everything_else(run_ranks, tmp_path, data):
         },
         "loss": {"kind": "ohem", "ohem_min_kept": 3000, "class_weights": [1.0, 2.0, 0.5, 0.0]},
         "model": {"recompute_norm": True},
+        "augment": {"crop_size": [33, 41]},
     }
     whole, record = run(run_ranks, tmp_path, data, 1, 1, sections)
     for ranks, virtual in ((1, 3), (2, 2)):
@@ -146,7 +151,7 @@ def stop_after_two_steps(config, directory):
     def stop(this):
         original(this)
         if this.state.step == 1:
-            this.requests.signal = 15  # read with the second step
+            this.signal_flags.signal = 15  # read with the second step
 
     command._keep_cadences = stop
     return train(config, directory)
@@ -186,8 +191,8 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     try:
         step = engine._forward_backward
         if virtual > 1:
-            step = partial(engine._in_shares, parts=virtual)
-        step(state, share, 1.0, step_sync=StepSync(lambda: False))
+            step = partial(engine._as_virtual_ranks, config=config)
+        step(state, part=share, weight=1.0, step_sync=StepSync(lambda: False))
     finally:
         engine._forward_backward, engine.saved_on_host = plain, original
     return mode.peak, torch.cat([p.grad.flatten() for p in model.parameters()])
