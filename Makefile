@@ -4,11 +4,12 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 export NO_ALBUMENTATIONS_UPDATE := 1
 
-.PHONY: help install demo test test-all lint format clean
+.PHONY: help install demo test test-all coverage lint format clean
 
 help:
 	@echo "make demo      train, evaluate, export and predict on synthetic street scenes (5 minutes)"
 	@echo "make test      the tests (make test-all: the slow ones too)"
+	@echo "make coverage  the tests, and which lines of segtrain they run"
 	@echo "make lint      ruff and the import layers (make format: repair what can be repaired)"
 	@echo "make clean     remove what these made, VENV=$(VENV) included"
 
@@ -36,6 +37,9 @@ test: install
 test-all: install
 	$(BIN)/python -m pytest -q -n auto
 
+coverage: install
+	$(BIN)/python -m pytest -q -n auto -m "not slow" --cov --cov-report=term:skip-covered
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,4 +50,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs/demo build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) runs/demo build dist *.egg-info .coverage .pytest_cache .ruff_cache .import_linter_cache
