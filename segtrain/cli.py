@@ -214,7 +214,7 @@ def _doctor(_: argparse.Namespace) -> int:
 
 
 def _data_synth(args: argparse.Namespace) -> int:
-    from segtrain.data import synthetic
+    from segtrain import synthetic
 
     return synthetic.main(args)
 

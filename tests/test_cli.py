@@ -40,7 +40,7 @@ def calls(monkeypatch):
         "segtrain.commands.launch": launch,
         "segtrain.commands.predict": module,
         "segtrain.export": module,
-        "segtrain.data.synthetic": module,
+        "segtrain.synthetic": module,
         "segtrain.data.check.checks": module,
     }
     for name, stand_in in stand_ins.items():

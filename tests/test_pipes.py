@@ -18,7 +18,6 @@ from segtrain.config import DataConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.classes import load_class_file
 from segtrain.data.layouts import list_pairs
-from segtrain.data.synthetic import write_dataset
 from segtrain.errors import CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.files import (
     NotRegularError,
@@ -32,6 +31,7 @@ from segtrain.models.pretrained import load_backbone
 from segtrain.models.resnet import ResNet
 from segtrain.run import directory as run_directory
 from segtrain.run.pictures import write_png
+from segtrain.synthetic.write import write_dataset
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def test_a_run_directory_holds_plain_files(pipe, tmp_path, data, name):
 def test_drawn_scenes_are_described_by_a_plain_file(pipe, tmp_path):
     pipe("synthetic.json")
     with pytest.raises(DataError):
-        write_dataset(tmp_path, num_train=1, num_val=1)
+        write_dataset(tmp_path, {"train": 1, "val": 1}, size=(32, 32), seed=0, jobs=1)
 
 
 # What a checkpoint names is not shown: it may come from elsewhere and name any file.

@@ -1,0 +1,135 @@
+"""Writes scenes as the files of a data set: the same bytes for any number of processes."""
+
+import argparse
+import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import cv2
+import numpy as np
+from tqdm import tqdm
+
+from segtrain.errors import ConfigError, DataError
+from segtrain.files import read_bytes, write_whole
+from segtrain.synthetic.scene import draw_scene
+from segtrain.text import MAX_NAME, printable
+
+# Raise it when the same (seed, split, index) gives another picture than before, so that folders
+# drawn by an older segtrain are not taken for new ones.
+DRAWING_VERSION = 4
+
+_CITIES = {"train": ("ashdown", "brookfield", "carlow"), "val": ("dunmore",)}
+_SPLIT_KEY = {"train": 1, "val": 2}
+_CHUNK = 8
+_LEAST_SIDE_PX = 32
+_MAX_RECORD_BYTES = 100_000
+# Noise hardly compresses: a higher level takes five times as long for a twentieth of the bytes.
+_PNG = (cv2.IMWRITE_PNG_COMPRESSION, 1)
+
+
+def main(args: argparse.Namespace) -> int:
+    """The command `segtrain data synth ROOT`; returns the exit code."""
+    size = tuple(args.size)
+    if min(size) < _LEAST_SIDE_PX:
+        raise ConfigError(f"--size: expected sides of at least {_LEAST_SIDE_PX} pixels, got {size}")
+    counts = {"train": args.num_train, "val": args.num_val}
+    drawn = write_dataset(args.root, counts, size=size, seed=args.seed, jobs=args.jobs)
+    print(
+        f"{printable(args.root)}: {args.num_train} train and {args.num_val} val scenes of "
+        f"{size[0]}x{size[1]}, {drawn} drawn, {sum(counts.values()) - drawn} there already"
+    )
+    return 0
+
+
+def write_dataset(
+    root: Path, counts: dict[str, int], *, size: tuple[int, int], seed: int, jobs: int | None
+) -> int:
+    """Draws the splits train and val under `root`; returns how many scenes were missing and drawn.
+
+    Called again with the same settings, it draws only what is missing. counts: scenes per split.
+    size: (H, W) in pixels. jobs: processes; None: one per core. The bytes of a file depend on
+    seed, split, index and size alone.
+
+    Raises:
+        DataError: `root` holds something else, or scenes drawn with other settings.
+    """
+    settings = {"drawing_version": DRAWING_VERSION, "seed": seed, "size": list(size)}
+    _claim(root, settings | {f"num_{split}": count for split, count in counts.items()})
+    scenes = [(split, index) for split, count in counts.items() for index in range(count)]
+    # A file is complete when it appears under its name: its presence is enough.
+    missing = [one for one in scenes if not all(path.is_file() for path in _paths(root, *one))]
+    chunks = [missing[i : i + _CHUNK] for i in range(0, len(missing), _CHUNK)]
+    processes = min(jobs or os.cpu_count() or 1, len(chunks))
+    with tqdm(total=len(missing), desc="drawing", unit="image", disable=not missing) as bar:
+        if processes <= 1:
+            for chunk in chunks:
+                bar.update(_draw(root, chunk, size, seed))
+            return len(missing)
+        # Never by forking this process, which has threads (the bar's, torch's).
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, context, cv2.setNumThreads, (0,)) as pool:
+            futures = [pool.submit(_draw, root, chunk, size, seed) for chunk in chunks]
+            for future in as_completed(futures):
+                bar.update(future.result())
+    return len(missing)
+
+
+def _claim(root: Path, settings: dict[str, object]) -> None:
+    """Records the settings in an empty folder, or checks that they are those of its content."""
+    record = root / "synthetic.json"
+    if not root.is_dir() and root.exists():
+        raise DataError(f"{root}: expected a folder, found a file; name another folder")
+    if record.is_file():
+        _compare(record, settings)
+        return
+    if root.is_dir() and any(root.iterdir()):
+        raise DataError(
+            f"{root}: expected an empty folder or one written by `segtrain data synth`, "
+            "found other files; name another folder"
+        )
+    root.mkdir(parents=True, exist_ok=True)
+    write_whole(record, json.dumps(settings, indent=2) + "\n", durable=False)
+
+
+def _compare(record: Path, settings: dict[str, object]) -> None:
+    try:
+        found = json.loads(read_bytes(record, _MAX_RECORD_BYTES))
+    except (ValueError, OSError):
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(
+            f"{record}: expected the settings of `segtrain data synth` as JSON; delete it"
+        )
+    differences = [
+        f"{key} {printable(found.get(key), MAX_NAME)}, asked for {value}"
+        for key, value in settings.items()
+        if found.get(key) != value
+    ]
+    if differences:
+        raise DataError(
+            f"{record}: {record.parent} holds scenes drawn with other settings "
+            f"({', '.join(differences)}); name another folder, or delete this one"
+        )
+
+
+def _paths(root: Path, split: str, index: int) -> tuple[Path, Path]:
+    """Where the image and the label ids of a scene lie."""
+    city = _CITIES[split][index % len(_CITIES[split])]
+    stem = f"{city}_{index:06d}_000019"
+    image = root / "leftImg8bit" / split / city / f"{stem}_leftImg8bit.png"
+    return image, root / "gtFine" / split / city / f"{stem}_gtFine_labelIds.png"
+
+
+def _draw(root: Path, scenes: list[tuple[str, int]], size: tuple[int, int], seed: int) -> int:
+    for split, index in scenes:
+        rng = np.random.default_rng((seed, _SPLIT_KEY[split], index))
+        image, label = draw_scene(rng, size)
+        pictures = (cv2.cvtColor(image, cv2.COLOR_RGB2BGR), label)
+        for path, picture in zip(_paths(root, split, index), pictures, strict=True):
+            written, data = cv2.imencode(".png", picture, _PNG)
+            assert written, "OpenCV encodes every uint8 array as PNG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, data.tobytes(), durable=False)
+    return len(scenes)
