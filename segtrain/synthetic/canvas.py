@@ -61,7 +61,7 @@ class Canvas:
     def fill(self, points: np.ndarray, color: np.ndarray, label: int | None = None) -> None:
         """Fills a polygon (N, 3) of street points, or n of them; without `label` the ids stay."""
         rgb = self.faded(color, np.maximum(points[..., 2], _NEAR_M).mean()).tolist()
-        # In one call OpenCV would leave holes where polygons overlap. It saturates colours.
+        # Given all polygons at once, OpenCV would leave holes where they overlap.
         for corners in self._corners(points):
             cv2.fillPoly(self.image, [corners], rgb, cv2.LINE_AA, _SHIFT)
             if label is not None:

@@ -14,8 +14,9 @@ _LINE_WHITE = np.float32((214, 212, 204))
 
 
 class Ground(NamedTuple):
-    """edges: ascending x between the strips. labels, colors: of each strip, one more than edges.
+    """The strips of ground along a street.
 
+    edges: ascending x between strips. labels, colors: of each strip, one more than edges.
     left, right: x of the kerbs; the road is between them.
     """
 

@@ -164,6 +164,7 @@ def _solid(
     faces = enumerate(block.faces(side_view))
     seen = {i: face for i, face in faces if canvas.sees_front(face)}
     for i, face in seen.items():
+        # A bonnet slopes a little and still counts as flat.
         flank, flat = i >= len(side_view) - 1, np.ptp(face[:, 1]) < 0.12 * block.height
         canvas.fill(face, color * (0.8 if flank else 1.2 if flat else 0.95), label)
     return seen
