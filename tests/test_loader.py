@@ -38,10 +38,10 @@ def stream(dataset=None, batch_size=5):
     return TrainStream(dataset or Numbers(), add_noise, stream_seed=11, batch_size=batch_size)
 
 
-def loader(dataset=None, *, rows=(range(5),), start_step=0, steps=6, num_workers=0):
+def loader(dataset=None, *, indices=(range(5),), start_step=0, steps=6, num_workers=0):
     return train_loader(
         stream(dataset),
-        rows=rows,
+        indices=indices,
         start_step=start_step,
         steps=steps,
         num_workers=num_workers,
@@ -88,7 +88,7 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, passes):
     """Augmentation included: position in the batch is the key, not position in the part."""
     whole = contents(loader())
     parts = [
-        contents(loader(rows=indices_of_rank(5, passes, rank, world_size)))
+        contents(loader(indices=indices_of_rank(5, passes, rank, world_size)))
         for rank in range(world_size)
     ]
     for step, (names, values) in enumerate(whole):
@@ -102,19 +102,19 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, passes):
 
 
 @pytest.mark.fault(70)
-def test_rows_of_rank_partition_every_batch_as_evenly_as_possible():
+def test_indices_of_rank_partition_every_batch_as_evenly_as_possible():
     for batch_size in range(1, 20):
         for passes in range(1, batch_size + 1):
             for world_size in range(1, 9):
-                rows = [
+                ranks = [
                     indices_of_rank(batch_size, passes, r, world_size) for r in range(world_size)
                 ]
-                in_order = [i for index in range(passes) for mine in rows for i in mine[index]]
+                in_order = [i for index in range(passes) for mine in ranks for i in mine[index]]
                 assert in_order == list(range(batch_size))
                 for index in range(passes):
-                    sizes = [len(mine[index]) for mine in rows]
+                    sizes = [len(mine[index]) for mine in ranks]
                     assert max(sizes) - min(sizes) <= 1
-                totals = [sum(len(mine[index]) for mine in rows) for index in range(passes)]
+                totals = [sum(len(mine[index]) for mine in ranks) for index in range(passes)]
                 assert max(totals) - min(totals) <= 1
 
 
@@ -265,7 +265,7 @@ def test_opencv_starts_no_threads_in_a_worker():
         )
         (batch,) = train_loader(
             dataset,
-            rows=[range(5)],
+            indices=[range(5)],
             start_step=0,
             steps=1,
             num_workers=1,

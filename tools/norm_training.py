@@ -271,7 +271,7 @@ def batches(config: Config, train_set: SegDataset, start: int, stop: int) -> Ite
     size, workers = config.train.batch_size, config.data.num_workers
     return train_loader(
         TrainStream(train_set, transform, stream_seed=config.seed, batch_size=size),
-        rows=indices_of_rank(size, config.train.accumulate_steps, 0, 1),
+        indices=indices_of_rank(size, config.train.accumulate_steps, 0, 1),
         start_step=start,
         steps=stop,
         num_workers=default_workers(1) if workers is None else workers,

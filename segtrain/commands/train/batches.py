@@ -34,7 +34,7 @@ def until(run: Run, step: int) -> Iterable[Batch]:
             stream_seed=config.seed,
             batch_size=config.train.batch_size,
         ),
-        rows=indices(run),
+        indices=indices(run),
         start_step=run.state.step,
         steps=step,
         num_workers=num_loader_workers(config.data),
