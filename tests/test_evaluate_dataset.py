@@ -10,7 +10,7 @@ from torch import nn
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
 from segtrain.evaluation.dataset import evaluate_dataset, shard
-from segtrain.evaluation.inference import InferenceSettings
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import ConfusionMatrix
 from segtrain.types import IGNORE_INDEX, SegLogits
 

@@ -5,15 +5,10 @@ from torch import nn
 from torch.nn import functional
 
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
-from segtrain.evaluation import inference
-from segtrain.evaluation.inference import (
-    InferenceSettings,
-    num_windows,
-    predict_label,
-    predict_probabilities,
-    view_size,
-    window_starts,
-)
+from segtrain.evaluation import resize
+from segtrain.evaluation.inference import predict_label, predict_probabilities
+from segtrain.evaluation.settings import InferenceSettings, view_size
+from segtrain.evaluation.windows import num_windows, slide, window_starts
 from segtrain.models.normalize import normalize
 from segtrain.types import SegLogits
 
@@ -99,7 +94,7 @@ def test_probabilities_sum_to_one(local, way):
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_result_does_not_depend_on_the_size_of_tiles(local, way, monkeypatch):
     whole = predict_probabilities(local, image(), settings(**way), (47, 61))
-    monkeypatch.setattr(inference, "TILE_ELEMENTS", 3 * CLASSES * 61)
+    monkeypatch.setattr(resize, "TILE_ELEMENTS", 3 * CLASSES * 61)
     close(predict_probabilities(local, image(), settings(**way), (47, 61)), whole)
 
 
@@ -161,7 +156,7 @@ def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overl
     view = normalize(image(*size), MEAN, STD)
     with torch.no_grad():
         expected = sums_in_one_map(local, view, how)
-        strips = list(inference._slide(local, view, how, lambda count: None))
+        strips = list(slide(lambda windows: local(windows).out, view, how, lambda count: None))
     assert torch.equal(torch.cat([tile for _, tile in strips], 1), expected)
     assert [rows.start for rows, _ in strips] == window_starts(size[0], 8, overlap)
     assert all(tile.shape[1] == rows.stop - rows.start <= 8 for rows, tile in strips)

@@ -246,7 +246,7 @@ def test_every_kind_trains_and_is_evaluated_alike_on_all_ranks(run_ranks, tmp_pa
     assert record.best["mean_iou"] == scored
     from segtrain.data import open_dataset
     from segtrain.evaluation.dataset import evaluate_dataset
-    from segtrain.evaluation.inference import InferenceSettings
+    from segtrain.evaluation.settings import InferenceSettings
 
     loaded = load_model(tmp_path / "run")
     matrix = evaluate_dataset(

@@ -35,7 +35,7 @@ from segtrain.data.transforms import TrainTransform
 from segtrain.distributed.partition import partition
 from segtrain.errors import ConfigError
 from segtrain.evaluation.dataset import evaluate_dataset
-from segtrain.evaluation.inference import InferenceSettings
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import build_model
 from segtrain.models.normalize import Normalize
 from segtrain.norm import NormFactory, make_norm, precise_statistics

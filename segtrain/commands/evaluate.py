@@ -29,7 +29,7 @@ from segtrain.data.protect import check_pictures
 from segtrain.distributed import collectives as dist
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
-from segtrain.evaluation.inference import InferenceSettings
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.files import local as files
 from segtrain.metrics import ConfusionMatrix, score_table
 from segtrain.models.memory import check_windows

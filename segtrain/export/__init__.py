@@ -19,7 +19,7 @@ import segtrain
 from segtrain.checkpoint.contents import LoadedModel, load_model
 from segtrain.config import config_to_yaml
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
-from segtrain.evaluation.inference import InferenceSettings
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.export.formats import FORMATS, ONNX_OPSET, quiet, require_onnx
 from segtrain.export.graph import ExportModel
 from segtrain.export.verify import TOLERANCE, Comparison, cases, compare

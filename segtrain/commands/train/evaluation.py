@@ -8,7 +8,7 @@ from segtrain.commands.train.setup import Run
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
-from segtrain.evaluation.inference import InferenceSettings
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import Scores
 from segtrain.models.normalize import Normalize
 from segtrain.norm import precise_statistics
