@@ -13,8 +13,10 @@ from segtrain.checkpoint.contents import LoadedModel
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig
 from segtrain.data.classes import ClassFile, SegClass
+from segtrain.data.find_images import find_images
 from segtrain.errors import ConfigError, DataError, ExecutionError
-from segtrain.evaluation.inference import window_starts
+from segtrain.evaluation import large_images
+from segtrain.evaluation.windows import window_starts
 from segtrain.run import log
 from segtrain.types import SegLogits
 
@@ -191,7 +193,7 @@ def test_linked_folders_are_searched_in_one_order(tmp_path, monkeypatch, reverse
     for name, target in (("a", "z"), ("m", "../elsewhere"), ("k", "../elsewhere"), ("z/up", "..")):
         (tmp_path / "in" / name).symlink_to(target)
     listed_by_the_disk(monkeypatch, reverse=reverse)
-    found = predict.find_images([tmp_path / "in"], tmp_path / "out")
+    found = find_images([tmp_path / "in"], tmp_path / "out")
     assert [source.name for source in found] == ["z/a", "k/b"]
 
 
@@ -269,7 +271,7 @@ WINDOWS = ["eval.crop_size=[16, 24]"]
 
 
 def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 30 * 40)
+    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 30 * 40)
     folder = tmp_path / "in"
     save(folder / "large.png", photo(31, 40))
     save(folder / "small.png", photo(30, 40))
@@ -308,7 +310,7 @@ def test_windows_of_large_images_are_large_unless_the_user_says_otherwise(
     run, tmp_path, monkeypatch, capsys, settings, trained, window
 ):
     """A model trained on crops of 64 px took 6,510 windows for 12 megapixels."""
-    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 100)
+    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 100)
     model, path = Brightness(), save(tmp_path / "a.png", photo(1100, 1430))
     assert run(path, model=model, set=settings, crop_size=trained) == 0
     assert model.sizes == {window}
@@ -317,14 +319,14 @@ def test_windows_of_large_images_are_large_unless_the_user_says_otherwise(
 
 def test_a_large_window_is_no_larger_than_a_narrow_image(run, tmp_path, monkeypatch):
     """A border of the mean colour would change what the network sees."""
-    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 100)
+    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 100)
     model, path = Brightness(), save(tmp_path / "a.png", photo(90, 1100))
     assert run(path, model=model, crop_size=(64, 96)) == 0
     assert model.sizes == {(90, 1024)}
 
 
 def test_windows_that_the_run_was_evaluated_with_are_kept(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 100)
+    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 100)
     model, path = Brightness(), save(tmp_path / "a.png", photo(30, 40))
     assert run(path, model=model, eval_crop_size=(24, 16)) == 0
     assert model.sizes == {(24, 16)}
@@ -333,14 +335,14 @@ def test_windows_that_the_run_was_evaluated_with_are_kept(run, tmp_path, monkeyp
 def test_the_short_side_that_a_model_was_trained_with_decides_what_is_large(
     run, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 30 * 40)
+    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 30 * 40)
     model = Brightness()
     run(save(tmp_path / "a.png", photo(60, 80)), model=model, set=["data.short_side_px=30"])
     assert model.sizes == {(30, 40)}
 
 
 def test_a_large_image_shows_life_without_a_terminal(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(predict, "MAX_WHOLE_PIXELS", 100)
+    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 100)
     path = save(tmp_path / "my photo.png", photo(70, 100))
     run(path, set=WINDOWS)
     assert "windows" not in capsys.readouterr().out  # it took no time
