@@ -43,7 +43,7 @@ from segtrain.data.fingerprint import (
     hash_files,
     label_difference,
 )
-from segtrain.data.layouts import Pair
+from segtrain.data.listing import Pair
 from segtrain.errors import CheckpointError, DataError
 from segtrain.files import manifest
 from segtrain.models import build_model

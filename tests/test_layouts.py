@@ -1,11 +1,13 @@
 """Which label belongs to which image, and what is refused. No file holds pixels here."""
 
 import os
+from typing import get_args
 
 import pytest
 
 from segtrain.config import DataConfig
-from segtrain.data.layouts import first_lines, list_pairs, scan_layout
+from segtrain.data.layouts import LAYOUTS, list_pairs, scan_layout
+from segtrain.data.listing import first_lines
 from segtrain.errors import DataError
 
 
@@ -36,6 +38,10 @@ def listed(root, content):
 
 
 A_AND_B = [("i/a.png", "l/a.png", "i/a"), ("i/b.jpg", "l/b.png", "i/b")]
+
+
+def test_a_config_can_name_every_layout():
+    assert get_args(DataConfig.model_fields["layout"].annotation) == tuple(LAYOUTS)
 
 
 def test_cityscapes_pairs_an_image_with_its_label_ids(tmp_path):

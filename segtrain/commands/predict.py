@@ -21,7 +21,7 @@ from segtrain.data.brightness import Brightness, brightness, lost_bits, whole_sp
 from segtrain.data.classes import ClassFile
 from segtrain.data.decode_more import read_photo
 from segtrain.data.find_images import Source, find_images, skipped_files
-from segtrain.data.layouts import first_lines
+from segtrain.data.listing import first_lines
 from segtrain.data.prefetch import WriteBehind, prefetch
 from segtrain.data.protect import check_pictures
 from segtrain.distributed.collectives import device_for

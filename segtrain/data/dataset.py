@@ -7,7 +7,8 @@ import numpy as np
 from segtrain.config import DataConfig
 from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.decode import read_image, read_label
-from segtrain.data.layouts import Pair, list_split
+from segtrain.data.layouts import list_split
+from segtrain.data.listing import Pair
 from segtrain.errors import DataError
 from segtrain.text import printable
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.data.decode_more import MORE_SUFFIXES
-from segtrain.data.layouts import IMAGE_SUFFIXES, OTHER_IMAGES, first_lines
+from segtrain.data.listing import IMAGE_SUFFIXES, OTHER_IMAGES, first_lines
 from segtrain.errors import DataError
 from segtrain.files import walk
 from segtrain.text import printable

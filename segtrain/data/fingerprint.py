@@ -20,7 +20,7 @@ from pydantic import ConfigDict, TypeAdapter
 from segtrain.data.classes import ClassFile, Color
 from segtrain.data.dataset import SegDataset
 from segtrain.data.decode import read_bytes
-from segtrain.data.layouts import Pair
+from segtrain.data.listing import Pair
 from segtrain.errors import DataError
 from segtrain.text import printable
 

@@ -5,16 +5,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from segtrain.config import DataConfig
+from segtrain.data.layouts import LAYOUTS
 from segtrain.data.listfile import list_file_rows
 from segtrain.errors import ConfigError, DataError
-
-_KINDS = {
-    "cityscapes": ("leftImg8bit", "gtFine", "gtCoarse"),
-    "camvid": ("images", "labels"),
-    "voc": ("JPEGImages", "SegmentationClass", "SegmentationClassAug", "ImageSets"),
-    "ade20k": ("images", "annotations"),
-}
-_PREDICTIONS = "predictions"
 
 
 def check_run_directory(directory: Path, data: DataConfig) -> None:
@@ -29,7 +22,7 @@ def check_run_directory(directory: Path, data: DataConfig) -> None:
 def check_pictures(
     option: str, output: Path, names: Iterable[str], data: DataConfig, *, splits: Sequence[str] = ()
 ) -> None:
-    """Refuses to write pictures where they would be read as data, or replace what is.
+    """Refuses to write pictures where they would be read as data, or replace data.
 
     Args:
         option: of the command line, for the message.
@@ -39,26 +32,25 @@ def check_pictures(
     Raises:
         ConfigError: with the folder.
     """
-    every = [*_splits(data), *splits]
+    splits = [*_splits(data), *splits]
     targets = [output, *(output / above for above in {os.path.dirname(name) for name in names})]
-    _check(option, output, targets, _searched(data, every), _PREDICTIONS)
-    listed = {os.path.realpath(folder): folder for folder in _listed(data, every)}
+    _check(option, output, targets, _searched(data, splits), "predictions")
+    listed = {_real(folder): folder for folder in _listed(data, splits)}
     for target in targets:
-        if folder := listed.get(os.path.realpath(target)):
-            raise ConfigError(_refusal(option, output, folder, _PREDICTIONS))
+        if folder := listed.get(_real(target)):
+            raise _refusal(option, output, folder, "predictions")
 
 
 def _check(
     option: str, output: Path, targets: Sequence[Path], folders: Sequence[Path], example: str
 ) -> None:
     for folder in folders:
-        place = Path(os.path.realpath(folder))
-        if any(Path(os.path.realpath(target)).is_relative_to(place) for target in targets):
-            raise ConfigError(_refusal(option, output, folder, example))
+        if any(_real(target).is_relative_to(_real(folder)) for target in targets):
+            raise _refusal(option, output, folder, example)
 
 
-def _refusal(option: str, output: Path, folder: Path, example: str) -> str:
-    return (
+def _refusal(option: str, output: Path, folder: Path, example: str) -> ConfigError:
+    return ConfigError(
         f"{option} {output}: would write into {folder}, where images or labels of the data set "
         f"are read; choose a folder outside of it, such as {option} {example}"
     )
@@ -68,33 +60,30 @@ def _splits(data: DataConfig) -> list[str]:
     return [data.train_split, data.eval_split]
 
 
-def _root(data: DataConfig) -> Path:
-    return Path(os.path.expanduser(data.root))
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _searched(data: DataConfig, splits: Sequence[str]) -> list[Path]:
     """The folders in which every file counts, to any depth."""
-    root = _root(data)
-    kinds = [root / kind for kind in _KINDS.get(data.layout, ())]
-    if data.layout == "folders":
-        kinds = [root / data.images_dir, root / data.labels_dir]
-    if data.layout == "camvid" and not kinds[0].is_dir():
-        kinds = [root / (split + end) for split in splits for end in ("", "annot")]
+    root = Path(os.path.expanduser(data.root))
     found = []
-    for kind in kinds:
-        # images_dir may be ".", and the runs often lie in the data set's folder.
-        whole = Path(os.path.realpath(root)).is_relative_to(os.path.realpath(kind))
-        found += [kind / split for split in splits] if whole else [kind]
+    for split in splits:
+        for name in LAYOUTS[data.layout].folders(root, data, split):
+            folder = root / name
+            # images_dir may be ".", and runs often lie in the data set's folder.
+            holds_root = _real(root).is_relative_to(_real(folder))
+            found.append(folder / split if holds_root else folder)
     return found
 
 
 def _listed(data: DataConfig, splits: Sequence[str]) -> set[Path]:
-    """The folders of the files that the list files name; other files in them do not count."""
-    root, folders = _root(data), set()
+    """The folders of the files that list files name; other files in them do not count."""
+    root, folders = Path(os.path.expanduser(data.root)), set()
     for split in splits if data.layout == "list" else ():
         try:
             rows, _ = list_file_rows(root / split)
         except DataError:
-            continue  # what is not read needs no protection
+            continue  # what cannot be read needs no protection
         folders |= {root / os.path.dirname(name) for row in rows for name in row[1:]}
     return folders

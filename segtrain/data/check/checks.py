@@ -33,14 +33,8 @@ from segtrain.data.decode import (
     read_raw_label,
 )
 from segtrain.data.labels import IGNORE_INDEX, count_ids, unknown_colors, unknown_ids
-from segtrain.data.layouts import (
-    Listing,
-    Pair,
-    extra_labels_text,
-    first_lines,
-    left_out_text,
-    scan_layout,
-)
+from segtrain.data.layouts import scan_layout
+from segtrain.data.listing import Listing, Pair, extra_labels_text, first_lines, left_out_text
 from segtrain.data.suggest import looks_like_train_ids
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError
 from segtrain.files import output_place, write_output

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from segtrain.data.check.scan import SplitScan
-from segtrain.data.layouts import MAX_SHOWN
+from segtrain.data.listing import MAX_SHOWN
 from segtrain.text import MAX_NAME, printable
 
 # ENet's weights are 1 / ln(c + share); c = 1.02 keeps them within [1, 50] (arXiv:1606.02147).

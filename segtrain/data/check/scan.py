@@ -22,7 +22,7 @@ from segtrain.data.brightness import Brightness, brightness
 from segtrain.data.check.palettes import Palette, used_palette
 from segtrain.data.classes import ClassFile, Color
 from segtrain.data.dataset import SegDataset, size_problem
-from segtrain.data.layouts import Pair
+from segtrain.data.listing import Pair
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable
 
