@@ -123,11 +123,10 @@ def _image(path: Path) -> None:
 
 
 def _label(path: Path) -> None:
-    raw = decode.read_bytes(path)
     labels = []
     for label_format in ("ids", "colors"):
         try:
-            labels.append(decode.decode_label(raw, path, _CLASSES, label_format))
+            labels.append(decode.read_label(path, _CLASSES, label_format))
         except decode.DataError:
             if label_format == "colors" and not labels:
                 raise

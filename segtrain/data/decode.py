@@ -1,22 +1,24 @@
 """Pixels from files: 8-bit RGB images through OpenCV, class ids through Pillow.
 
-The rules, the same for training, evaluation, checking and prediction:
+The same rules hold for training, evaluation, checking and prediction:
 
-- PNG and JPEG only, and at most `MAX_PIXELS`, which is read from the header before any allocation.
-- Pixels count as they are stored: the EXIF orientation is ignored, because a PNG label has none and
-  rotating the image alone would tear the two apart.
-- Grey and palette images become RGB, 16 bits become 8 (the high byte, as the PNG standard says),
-  alpha is dropped; CMYK is refused, since its colours depend on a printer. The high byte of a
-  camera's 12 bits is nearly black: `segtrain.data.brightness` finds such data sets.
-- A file that ends early or fails its checksums is refused. A JPEG has none: a flipped bit in it
-  goes unnoticed.
-- Labels are PNG. Ids are the stored numbers: palette indices, never palette colours, and grey
-  levels at their own bit depth. Colours are used only where the config says so.
+- PNG and JPEG only, with at most `MAX_PIXELS`, which the header tells before any allocation.
+- Pixels count as they are stored. The EXIF orientation is ignored: a PNG label has none, and
+  rotating the image alone would separate the two.
+- Grey and palette images become RGB. 16 bits become 8: the high byte, as the PNG standard says.
+  The high byte of a camera's 12 bits is nearly black; `segtrain.data.brightness` finds such data.
+  Alpha is dropped. CMYK is refused: its colours depend on a printer.
+- A file that ends early or fails its checksums is refused. JPEG has no checksums, so a flipped bit
+  in a JPEG goes unnoticed.
+- Labels are PNG. Ids are the stored numbers: palette indices, not palette colours, and grey levels
+  at their own bit depth. Colours are used only if the config says so.
+
+Every function raises DataError, with the name of the file, if the file is missing, damaged, too
+large, or of a refused kind. `decode_…` take bytes that are already read; their `path` is for
+messages.
 """
 
 import io
-import struct
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,21 +36,23 @@ from segtrain.text import printable
 MAX_PIXELS = 89_478_485
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-# Of the chunk IHDR, behind width (16) and height (20).
+_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
+# Where the chunk IHDR holds the depth, behind width (16) and height (20).
 _PNG_DEPTH_AT = 24
 _EXIF_ORIENTATION = 0x0112
 # Pillow's names for the chunk eXIf, and for the text in which ImageMagick writes EXIF.
 _PNG_EXIF = {"exif", "Raw profile type exif"}
-# Pillow spreads grey levels of 2 and 4 bits over 0..255; the ids are the levels.
+# Pillow spreads grey levels of 2 and 4 bits over 0..255.
 _GREY_STEP = {2: 85, 4: 17}
 _ID_MODES = ("1", "L", "P", "I;16", "I;16B", "I")
 _COLOR_MODES = ("L", "P", "RGB", "RGBA", "LA")
 
 
 class Header(NamedTuple):
-    """What a file says before its pixels: (height, width), Pillow's mode, and EXIF orientation.
+    """What a file says before its pixels.
 
-    The orientation is 1 where the pixels are stored upright or the file does not say.
+    size: (height, width). mode: Pillow's name.
+    orientation: of EXIF; 1 if the pixels are stored upright or the file does not say.
     depth: bits of a sample: 1 to 16 in a PNG, 8 in a JPEG.
     """
 
@@ -59,41 +63,32 @@ class Header(NamedTuple):
 
 
 def read_image(path: str | Path) -> np.ndarray:
-    """The image, (H, W, 3) uint8 RGB.
-
-    Raises:
-        DataError: missing, unreadable, damaged, too large, or of a kind that is refused.
-    """
+    """The image, (H, W, 3) uint8 RGB."""
     return decode_image(read_bytes(path), path)
 
 
 def read_label(path: str | Path, class_file: ClassFile, label_format: str = "ids") -> np.ndarray:
-    """The label, (H, W) uint8: train ids, 255 where the class file ignores a pixel.
+    """The label, (H, W) uint8: train ids, and 255 for the pixels that the class file ignores.
 
-    label_format: "ids" (one channel of raw ids) or "colors" (the classes' exact colours).
+    label_format: "ids" (one channel of raw ids) or "colors" (the exact colours of the classes).
 
     Raises:
-        DataError: as `read_image`; or ids or colours that the class file does not know, all of
-            them with their number of pixels.
+        DataError: also for ids or colours that the class file does not know, all of them with
+            their number of pixels.
     """
-    return decode_label(read_bytes(path), path, class_file, label_format)
+    data = read_bytes(path)
+    if label_format == "colors":
+        return colors_to_train_ids(decode_colors(data, path), path, class_file)
+    return ids_to_train_ids(decode_raw_label(data, path), path, class_file)
 
 
 def read_raw_label(path: str | Path) -> np.ndarray:
-    """The ids as stored, (H, W) uint8, or uint16 from a 16-bit PNG.
-
-    Raises:
-        DataError: as `read_image`; or the file holds colours.
-    """
+    """The ids as stored, (H, W) uint8, or uint16 from a 16-bit PNG."""
     return decode_raw_label(read_bytes(path), path)
 
 
 def read_header(path: str | Path) -> Header:
-    """Size and mode of a PNG or JPEG, from its first bytes.
-
-    Raises:
-        DataError: missing, neither PNG nor JPEG, or more than `MAX_PIXELS`.
-    """
+    """The header, without reading the pixels."""
     try:
         with open_regular(path) as file:
             return _header(file, path)
@@ -102,11 +97,7 @@ def read_header(path: str | Path) -> Header:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The whole file.
-
-    Raises:
-        DataError: missing, a folder, not permitted, or empty.
-    """
+    """The whole file; an empty file is refused."""
     try:
         with open_regular(path) as file:
             data = file.read()
@@ -118,17 +109,16 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def decode_header(data: bytes, path: str | Path) -> Header:
-    """`read_header` of bytes already read; `path` is for messages."""
+    """`read_header` of `data`."""
     return _header(io.BytesIO(data), path)
 
 
 def decode_image(data: bytes, path: str | Path) -> np.ndarray:
-    """`read_image` of bytes already read; `path` is for messages."""
+    """`read_image` of `data`."""
     header = decode_header(data, path)
     if header.mode in ("CMYK", "YCCK"):
         raise DataError(f"{printable(path)}: the image is CMYK; convert it to RGB")
     if data.startswith(_PNG):
-        # OpenCV takes as much memory as a chunk claims: 4 GB for 160 bytes.
         _check_png(data, path)
     elif data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
         raise DataError(f"{printable(path)}: the JPEG is cut off: its end marker is missing")
@@ -143,17 +133,8 @@ def decode_image(data: bytes, path: str | Path) -> np.ndarray:
     return cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image)
 
 
-def decode_label(
-    data: bytes, path: str | Path, class_file: ClassFile, label_format: str
-) -> np.ndarray:
-    """`read_label` of bytes already read; `path` is for messages."""
-    if label_format == "colors":
-        return colors_to_train_ids(decode_colors(data, path), path, class_file)
-    return ids_to_train_ids(decode_raw_label(data, path), path, class_file)
-
-
 def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
-    """`read_raw_label` of bytes already read; `path` is for messages."""
+    """`read_raw_label` of `data`."""
     depth, image = _open_label(data, path)
     if image.mode not in _ID_MODES:
         pixels = _pixels(image, path)
@@ -166,11 +147,7 @@ def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
 
 
 def decode_palette(data: bytes, path: str | Path) -> list[Color]:
-    """The colours of a label's indices, RGB 0..255; empty where the label has no palette.
-
-    Raises:
-        DataError: as `read_label`.
-    """
+    """The colours of a label's indices, RGB 0..255; empty if the label has no palette."""
     _, image = _open_label(data, path)
     values = (image.getpalette() or []) if image.mode == "P" else []
     return list(zip(values[::3], values[1::3], values[2::3], strict=True))
@@ -195,15 +172,15 @@ def decode_colors(data: bytes, path: str | Path) -> np.ndarray:
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """The EXIF orientation of an opened image, 2 to 8, or 1 if it is upright or says nothing.
+    """The EXIF orientation of an opened image, 1 to 8; 1 if it is upright or says nothing.
 
-    Nothing is decoded, so EXIF that stands behind the pixels of a PNG is not seen.
+    Pixels are not decoded, so EXIF behind the pixels of a PNG is not seen.
     """
     if image.format == "PNG" and not _PNG_EXIF & image.info.keys():
-        return 1  # getexif would decode the pixels to look behind them
+        return 1  # getexif would decode the pixels
     try:
         orientation = int(image.getexif().get(_EXIF_ORIENTATION, 1))
-    except Exception:  # damaged EXIF: Pillow raises a dozen kinds, and the pixels may be good
+    except Exception:  # Pillow raises a dozen kinds for damaged EXIF; the pixels may be good
         return 1
     return orientation if 1 <= orientation <= 8 else 1
 
@@ -236,11 +213,11 @@ def _header(file: io.BufferedIOBase, path: str | Path) -> Header:
             header = Header((image.height, image.width), image.mode, orientation, depth)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(path) from error
-    except UnidentifiedImageError as error:  # whose text names an object of Python
+    except UnidentifiedImageError as error:  # its text names a Python object
         raise DataError(f"{printable(path)}: neither a PNG nor a JPEG") from error
     except Exception as error:  # Pillow's parsers raise a dozen kinds on damaged bytes
         raise DataError(f"{printable(path)}: neither a PNG nor a JPEG ({error})") from error
-    # Pillow itself only warns up to twice its limit.
+    # Up to twice its limit Pillow only warns.
     if header.size[0] * header.size[1] > MAX_PIXELS:
         raise _too_large(path)
     return header
@@ -251,37 +228,29 @@ def _too_large(path: str | Path) -> DataError:
 
 
 def _open_label(data: bytes, path: str | Path) -> tuple[int, Image.Image]:
-    """Bit depth and the opened, not yet decoded PNG, whose bytes are intact."""
+    """The bit depth of a PNG whose bytes are intact, and the image, not yet decoded."""
     if not data.startswith(_PNG):
         raise DataError(
             f"{printable(path)}: the label is not a PNG file; other formats may change its ids"
         )
+    depth = decode_header(data, path).depth
     _check_png(data, path)
-    decode_header(data, path)
-    return data[_PNG_DEPTH_AT], Image.open(io.BytesIO(data), formats=("PNG",))
+    return depth, Image.open(io.BytesIO(data), formats=("PNG",))
 
 
 def _check_png(data: bytes, path: str | Path) -> None:
-    """Refuses a PNG of which a chunk is not whole.
+    """Refuses a PNG that is cut off or fails a checksum, which decoders do not notice.
 
-    Pillow does not look at the checksums of pixel data: a flipped bit would become another label.
-
-    Raises:
-        DataError: what is wrong with it.
+    Pillow decodes pixels without their checksums, so a flipped bit would become another label.
+    OpenCV allocates as much memory as a chunk claims: 4 GB for a file of 160 bytes.
     """
-    start = len(_PNG)
-    while start + 12 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, start)
-        end = start + 8 + length
-        if end + 4 > len(data):
-            break
-        if zlib.crc32(memoryview(data)[start + 4 : end]) != struct.unpack_from(">I", data, end)[0]:
-            name = repr(kind.decode("latin-1"))
-            raise DataError(f"{printable(path)}: damaged PNG: checksum of a chunk {name} is wrong")
-        if kind == b"IEND":
-            return
-        start = end + 4
-    raise DataError(f"{printable(path)}: damaged PNG: the file ends early, after {len(data)} bytes")
+    try:
+        with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+            image.verify()
+    except Exception as error:  # as in _header
+        raise DataError(f"{printable(path)}: damaged PNG: {error}") from error
+    if _PNG_END not in data:  # verify() does not check the last chunk itself
+        raise DataError(f"{printable(path)}: damaged PNG: the end of the file is missing")
 
 
 def _pixels(image: Image.Image, path: str | Path, mode: str = "") -> np.ndarray:

@@ -123,12 +123,9 @@ def _voc(root: Path, data: DataConfig, split: str) -> Listing:
     images = files_by_name(existing_folder(root, "JPEGImages"), IMAGE_SUFFIXES)
     # The augmented set (SBD) has labels of its own for all of VOC's images. A split is read from
     # the folder with fewer labels missing, so that the two kinds of label are never mixed.
-    folders = [root / "SegmentationClass", root / "SegmentationClassAug"]
-    found = {
-        folder: files_by_name(folder, (LABEL_SUFFIX,)) for folder in folders if folder.is_dir()
-    }
-    if not found:
-        existing_folder(root, "SegmentationClass")
+    existing = [n for n in ("SegmentationClass", "SegmentationClassAug") if (root / n).is_dir()]
+    folders = [existing_folder(root, n) for n in existing or ["SegmentationClass"]]
+    found = {folder: files_by_name(folder, (LABEL_SUFFIX,)) for folder in folders}
     folder = min(found, key=lambda folder: sum(name not in found[folder] for name in names))
     pairs = []
     for name in sorted(names):
@@ -181,10 +178,8 @@ def _list(root: Path, data: DataConfig, split: str) -> Listing:
         if not bad and image.path in first_line:
             bad = [f"{printable(image.path)}: already on line {first_line[image.path]}"]
         elif not bad and name in pairs:
-            other = pairs[name].image
-            bad = [
-                f"{printable(root / image.path)} and {printable(other)} have one name; rename one"
-            ]
+            both = f"{printable(pairs[name].image)} and {printable(root / image.path)}"
+            bad = [f"{both} have one name; rename one"]
         first_line.setdefault(image.path, line)
         problems += [f"{printable(path)}:{line}: {problem}" for problem in bad]
         if not bad:

@@ -48,7 +48,7 @@ class InferenceSettings:
 
     @classmethod
     def from_config(cls, config: Config) -> "InferenceSettings":
-        """The settings of an experiment; without `eval.crop_size` the window is the training crop."""
+        """The settings of an experiment; the window defaults to the training crop."""
         return cls(
             mode=config.eval.mode,
             crop_size=config.eval.crop_size or config.augment.crop_size,
