@@ -9,7 +9,8 @@ import pytest
 
 from segtrain.config import AugmentConfig
 from segtrain.data.geometry import Placement, Span, resample_image, resample_label
-from segtrain.data.transforms import TrainTransform, check_extra, draw_placement
+from segtrain.data.photometric import check_extra
+from segtrain.data.transforms import TrainTransform, draw_placement
 from segtrain.errors import ConfigError
 from segtrain.types import IGNORE_INDEX
 

@@ -1,8 +1,8 @@
 """Where a training crop lies in its image, and the one resampling that reads it.
 
-Published pipelines resize (and rotate) the whole image and throw most of it away in the crop. Here
-scale, rotation, crop and flip are numbers in a Placement, and only the source pixels under the crop
-are read, once. Down-scaling is bilinear without antialiasing, as in semseg and mmsegmentation.
+Published pipelines resize (and rotate) the whole image and drop most of it in the crop. Here scale,
+rotation, crop and flip are numbers in a Placement, and only the source pixels under the crop are
+read, once. Down-scaling is bilinear without antialiasing, as in semseg and mmsegmentation.
 """
 
 from typing import NamedTuple
@@ -12,21 +12,21 @@ import numpy as np
 
 from segtrain.types import IGNORE_INDEX
 
-# Points along the short side of a crop on which class shares are judged.
-_JUDGED_POINTS = 64
-# Scaled pixels per source pixel up to which a crop is cut from whole source pixels.
+# Points along the short side of a crop at which class shares are measured.
+_MEASURED_POINTS = 64
+# Above this many scaled pixels per source pixel a crop is not cut from whole source pixels.
 _LARGEST_FACTOR = 64
 
 
 class Span(NamedTuple):
     """One axis of a crop, in pixels.
 
-    size: of the source image. scaled: what that is after scaling. crop: of the crop.
-    start: first source pixel of the crop; 0 where the scaled image is smaller than the crop.
-    pad: crop pixels before the image; 0 where it is larger.
+    size: the source image's. scaled: after scaling. crop: the crop's.
+    start: first source pixel of the crop; 0 if the scaled image is smaller than the crop.
+    pad: crop pixels before the image; 0 if it is larger than the crop.
 
-    The crop starts on a whole source pixel, not on a whole scaled one: then cv2.resize can make it
-    from the source rectangle, several times faster than warpAffine does from any position.
+    The crop starts on a whole source pixel, not on a whole scaled pixel: then cv2.resize can make
+    it from the source rectangle, several times faster than warpAffine can from any position.
     """
 
     size: int
@@ -47,12 +47,12 @@ class Span(NamedTuple):
 
     @property
     def inside(self) -> slice:
-        """Their place in the crop."""
+        """The place of the content in the crop."""
         return slice(self.pad, self.pad + self.content)
 
     @property
     def source(self) -> slice:
-        """Source pixels that they cover, the last perhaps in part."""
+        """Source pixels that the content covers, the last one perhaps in part."""
         return slice(self.start, self.start - (-self.content * self.size // self.scaled))
 
     @property
@@ -73,9 +73,9 @@ class Span(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """A crop of an image that is scaled, then turned, then cut, then mirrored.
+    """A crop of an image that is scaled, then rotated, then cropped, then mirrored.
 
-    angle_deg: counter-clockwise turn of the scaled image about its centre; 0: none.
+    angle_deg: counter-clockwise rotation of the scaled image about its centre.
     flip: mirrored left to right.
     """
 
@@ -120,7 +120,7 @@ def resample_image(
 def _far_enlarged(source: np.ndarray, rows: Span, columns: Span) -> np.ndarray:
     """As cv2.resize with a factor, for the content only.
 
-    Of whole source pixels, each larger than the crop perhaps, that would make gigabytes.
+    A whole source pixel may be larger than the crop: enlarging it would take gigabytes.
     """
     y, x = (
         ((np.arange(span.content) + 0.5) / span.factor - 0.5).astype(np.float32)
@@ -133,8 +133,8 @@ def _far_enlarged(source: np.ndarray, rows: Span, columns: Span) -> np.ndarray:
 def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) -> np.ndarray:
     """The crop of the label by nearest pixel centre, (h, w) uint8; no value is invented.
 
-    stride: 1, or n to get every n-th row and column of the content only, without padding or flip,
-        in ceil(content / n) rows and columns (with rotation: of the crop).
+    stride: n > 1 gives every n-th row and column of the content only, without padding or flip, in
+        ceil(content / n) rows and columns (with rotation: of the crop).
     """
     if placement.angle_deg:
         return _warp(label, placement, cv2.INTER_NEAREST, (IGNORE_INDEX,), stride=stride)
@@ -144,20 +144,20 @@ def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) 
 
 
 def largest_class_share(label: np.ndarray, placement: Placement) -> float:
-    """The share of the crop's valid pixels that have its most frequent class; 1 without any.
+    """The part of the crop's valid pixels that have its most frequent class; 1 without any.
 
-    Judged on a grid with at least 64 points a side, so exact for crops below 128 pixels.
+    Measured on a grid with at least 64 points a side, so exact for crops below 128 pixels.
     """
-    stride = max(1, min(placement.crop_size) // _JUDGED_POINTS)
+    stride = max(1, min(placement.crop_size) // _MEASURED_POINTS)
     counts = np.bincount(resample_label(label, placement, stride=stride).ravel(), minlength=256)
     valid = np.delete(counts, IGNORE_INDEX)
     return float(valid.max() / valid.sum()) if valid.any() else 1.0
 
 
 def paint_padding(crop: np.ndarray, placement: Placement, fill: tuple[int, int, int]) -> np.ndarray:
-    """The crop with its padding `fill` again, where changed colours have changed that too.
+    """The crop with its padding set to `fill` again, after its colours were changed.
 
-    The corners that a rotation leaves empty stay: they are part of the changed image.
+    The empty corners of a rotation stay: they are part of the changed image.
     """
     if placement.angle_deg or not placement.padded:
         return crop
@@ -167,7 +167,7 @@ def paint_padding(crop: np.ndarray, placement: Placement, fill: tuple[int, int, 
 
 
 def _laid_out(content: np.ndarray, placement: Placement, fill: tuple[int, ...]) -> np.ndarray:
-    """`content` with its padding, mirrored if the placement says so, contiguous."""
+    """`content` with its padding, mirrored if the placement is, contiguous."""
     if placement.padded:
         spans = placement.rows, placement.columns
         (top, below), (left, right) = (
@@ -194,7 +194,7 @@ def _warp(
     limit = np.array(source.shape[1::-1])  # (width, height), as cv2 orders them
     first = np.clip(np.floor(corners.min(axis=1)).astype(int) - 1, 0, limit - 1)
     last = np.clip(np.ceil(corners.max(axis=1)).astype(int) + 2, first + 1, limit)
-    # warpAffine may count in fixed point: coordinates are kept small by passing the region alone.
+    # warpAffine may use fixed point: passing only the region keeps coordinates small.
     matrix[:, 2] -= first
     matrix[:, :2] *= stride
     return cv2.warpAffine(
@@ -213,14 +213,14 @@ def _source_of_crop(placement: Placement) -> np.ndarray:
     Both are pixel indices, so centres are whole numbers and an image spans [-0.5, size - 0.5].
     """
     rows, columns = placement.rows, placement.columns
-    # From the right: crop index -> crop -> not mirrored -> scaled image about its centre ->
-    # not turned -> source image -> source index.
+    # From the right: crop index -> crop -> unmirrored -> scaled image about its centre ->
+    # unrotated -> source image -> source index.
     corner = [columns.start * columns.factor - columns.pad, rows.start * rows.factor - rows.pad]
     centre = _affine(1, 1, -columns.scaled / 2, -rows.scaled / 2)
     mirror = _affine(-1, 1, columns.crop, 0) if placement.flip else np.eye(3)
     angle = np.deg2rad(placement.angle_deg)
     turn = np.eye(3)
-    # y points down, so this turns clockwise: back to where the image came from.
+    # y points down, so this rotates clockwise, which undoes the rotation.
     turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
     source = _affine(1 / columns.factor, 1 / rows.factor, columns.size / 2, rows.size / 2)
     to_crop, to_index = _affine(1, 1, 0.5, 0.5), _affine(1, 1, -0.5, -0.5)

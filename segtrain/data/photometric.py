@@ -1,14 +1,14 @@
 """Changes of a training crop that leave every pixel in its place, done by albumentations.
 
-Its own seeding would repeat the same draws in every loader worker and epoch (and give every
-transform of a Compose the same stream), so each call hands all transforms the caller's generator.
+Its own seeding would repeat the same draws in every loader worker and epoch, and give all
+transforms of a Compose the same stream. So each call hands the caller's generator to them.
 """
 
-import difflib
 import inspect
 import os
 import random
 import warnings
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -17,19 +17,20 @@ import numpy as np
 from pydantic import ValidationError
 
 from segtrain.config import AugmentConfig, ExtraTransform
+from segtrain.config.messages import nearest
 from segtrain.errors import ConfigError
 
 _BLUR_KERNEL_PX = (5, 5)  # semseg, util/transform.py RandomGaussianBlur
-_MAX_FINDINGS = 10
+_MAX_SHOWN = 10
 
 
 class Photometric:
     """Blur, brightness, contrast, saturation, hue, then the extra transforms of `augment`.
 
-    Each is applied with its own probability. Brightness adds a share of 255 and contrast multiplies
-    the values, as in mmsegmentation's PhotoMetricDistortion (probability 0.5 each there);
-    saturation blends with the grey image and hue turns the colour circle, as in torchvision's
-    ColorJitter. An extra transform without `p` has albumentations' default of 0.5.
+    Each is applied with its own probability. Brightness adds a part of 255 and contrast multiplies
+    the values, as in mmsegmentation's PhotoMetricDistortion. Saturation blends with the grey image
+    and hue turns the colour circle, as in torchvision's ColorJitter. An extra transform without `p`
+    has albumentations' default of 0.5.
 
     Raises:
         ConfigError: an extra transform is unknown, wrongly configured or not for pixels alone.
@@ -50,7 +51,7 @@ class Photometric:
             image = cv2.GaussianBlur(image, _BLUR_KERNEL_PX, 0)
         if not self._transforms:
             return image
-        # A transform draws from both; sharing them is right and cheaper than a seed for each.
+        # A transform draws from both generators.
         py_random = random.Random(int(rng.integers(2**63)))
         for transform in self._transforms:
             transform.set_random_state(rng, py_random)
@@ -59,16 +60,16 @@ class Photometric:
 
 
 def check_extra(augment: AugmentConfig) -> None:
-    """Refuses extra transforms that training would stumble over; each is tried on a noise image.
+    """Refuses extra transforms that would fail in training; each is tried on a noise image.
 
     Raises:
-        ConfigError: every finding, with the index in `augment.extra`.
+        ConfigError: every problem, with the index in `augment.extra`.
     """
     _extra_transforms(augment)
 
 
 def _import_albumentations() -> ModuleType:
-    """albumentations, imported by the first experiment that needs it: it takes seconds."""
+    """albumentations, imported only by experiments that use it: that takes seconds."""
     # Without this the import asks PyPI for a newer version.
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     import albumentations
@@ -82,7 +83,7 @@ def _color_transforms(augment: AugmentConfig) -> list[Any]:
     albumentations = _import_albumentations()
     add_multiply, jitter = albumentations.RandomBrightnessContrast, albumentations.ColorJitter
     none = {"brightness": 0, "contrast": 0, "saturation": 0, "hue": 0}
-    # One object for each change, because each has its own probability.
+    # One object per change, because each change has its own probability.
     changes = [
         (augment.brightness, add_multiply, {"contrast_limit": 0}, "brightness_limit"),
         (augment.contrast, add_multiply, {"brightness_limit": 0}, "contrast_limit"),
@@ -101,19 +102,19 @@ def _extra_transforms(augment: AugmentConfig) -> list[Any]:
     if not augment.extra:
         return []
     albumentations = _import_albumentations()
-    made, findings = [], []
+    made, problems = [], []
     for i, extra in enumerate(augment.extra):
         try:
             transform = _make(albumentations, extra)
             _try_on_noise(transform, augment.crop_size)
         except _RefusedError as refusal:
-            findings.append(f"augment.extra[{i}] ({extra.name}): {refusal}")
+            problems.append(f"augment.extra[{i}] ({extra.name}): {refusal}")
         else:
             made.append(transform)
-    if findings:
-        hidden = len(findings) - _MAX_FINDINGS
+    if problems:
+        hidden = len(problems) - _MAX_SHOWN
         more = [f"and {hidden} more"] if hidden > 0 else []
-        raise ConfigError("\n".join(findings[:_MAX_FINDINGS] + more))
+        raise ConfigError("\n".join(problems[:_MAX_SHOWN] + more))
     return made
 
 
@@ -131,15 +132,15 @@ def _make(albumentations: ModuleType, extra: ExtraTransform) -> Any:
     kind = known.get(extra.name)
     if kind is None:
         raise _RefusedError(_why_not(albumentations, extra.name, known))
-    accepted = set(inspect.signature(kind).parameters)
+    accepted = sorted(inspect.signature(kind).parameters)
     wrong = [
-        f"unknown argument {name}{_nearest(name, accepted) or ': expected ' + _listed(accepted)}"
+        f"unknown argument {name}{_hint(name, accepted) or ': expected ' + ', '.join(accepted)}"
         for name in extra.args
         if name not in accepted
     ]
     if wrong:
         raise _RefusedError("; ".join(wrong))
-    # albumentations only warns about some wrong values and goes on with its defaults.
+    # albumentations warns about some wrong values and uses its defaults instead.
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         try:
@@ -157,13 +158,11 @@ def _why_not(albumentations: ModuleType, name: str, known: dict[str, type]) -> s
         )
     if isinstance(found, type) and issubclass(found, albumentations.BaseCompose):
         return "is a container of transforms; list the transforms themselves, each with its p"
-    return (
-        f"no such transform in albumentations {albumentations.__version__}{_nearest(name, known)}"
-    )
+    return f"no such transform in albumentations {albumentations.__version__}{_hint(name, known)}"
 
 
 def _try_on_noise(transform: Any, crop_size: tuple[int, int]) -> None:
-    """Runs `transform` once: some need further inputs, or return floats or another size."""
+    """Runs `transform` once: some need more inputs, or return floats or another size."""
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, (*crop_size, 3), dtype=np.uint8)
     transform.set_random_state(rng, random.Random(0))
@@ -176,15 +175,9 @@ def _try_on_noise(transform: Any, crop_size: tuple[int, int]) -> None:
         raise _RefusedError(f"returns {form}: expected uint8 {noise.shape} as given")
 
 
-def _nearest(name: str, choices: Any) -> str:
-    """'; nearest: ...' or '' where nothing is near; case does not count."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=3)
-    return "; nearest: " + ", ".join(by_lower[lower] for lower in near) if near else ""
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names))
+def _hint(name: str, choices: Iterable[str]) -> str:
+    near = nearest(name, choices)
+    return f"; nearest: {near}" if near else ""
 
 
 def _one_line(error: BaseException) -> str:

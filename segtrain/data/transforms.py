@@ -1,7 +1,7 @@
-"""The augmentation of a training sample: everything is drawn, then one crop is made of it.
+"""The augmentation of a training sample: draw everything, then make one crop.
 
-Geometry is drawn before a pixel is touched and done as one resampling (data/geometry.py); blur and
-colours see only the crop (data/photometric.py).
+Scale, rotation, crop and flip are drawn first and done as one resampling (data/geometry.py); blur
+and colours change only the crop (data/photometric.py).
 """
 
 from functools import partial
@@ -18,9 +18,7 @@ from segtrain.data.geometry import (
     resample_image,
     resample_label,
 )
-from segtrain.data.photometric import Photometric, check_extra
-
-__all__ = ["TrainTransform", "check_extra", "draw_placement"]
+from segtrain.data.photometric import Photometric
 
 _MAX_REDRAWS = 10  # mmsegmentation, RandomCrop
 
@@ -28,9 +26,8 @@ _MAX_REDRAWS = 10  # mmsegmentation, RandomCrop
 class TrainTransform:
     """Makes a random crop of `augment.crop_size` from an image and its label.
 
-    mean: RGB in 0..255, painted where the crop reaches beyond the image; the label is IGNORE_INDEX
-        there.
-    short_side_px: the short side of an image that scale 1 means; None: as stored.
+    mean: RGB in 0..255, painted where the crop exceeds the image; the label is IGNORE_INDEX there.
+    short_side_px: the short side of an image at scale 1; None: as stored.
 
     Raises:
         ConfigError: an extra transform of `augment` cannot be used.
@@ -51,7 +48,7 @@ class TrainTransform:
         self._photometric = Photometric(augment)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as its arguments, so that a loader worker builds its own albumentations."""
+        """Pickles the arguments only: a loader worker builds its own albumentations."""
         keywords = {"mean": self._mean, "short_side_px": self._short_side_px}
         return partial(TrainTransform, **keywords), (self._augment,)
 
@@ -60,8 +57,8 @@ class TrainTransform:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The crop of the image, (h, w, 3) uint8, and of the label, (h, w) uint8, both contiguous.
 
-        image: (H, W, 3) uint8 RGB. label: (H, W) uint8. Neither is changed. The result is a
-        function of them and of the state of `rng` alone.
+        image: (H, W, 3) uint8 RGB. label: (H, W) uint8. Neither is changed. The result depends on
+        them and on the state of `rng` alone.
         """
         if image.shape != (*label.shape, 3):
             raise ValueError(
@@ -82,10 +79,10 @@ def draw_placement(
     *,
     short_side_px: int | None = None,
 ) -> Placement:
-    """Where a crop of the image with this label lies; it is read for `max_class_share` only.
+    """A random crop of the image with this label, which is read for `max_class_share` only.
 
-    An image smaller than the crop lies anywhere in it (mmsegmentation: top left; semseg: centre);
-    at a fixed place it would never move, and the network's zero padding would always meet it alike.
+    An image smaller than the crop lies anywhere in it. At a fixed place (mmsegmentation: top left,
+    semseg: centre) it would always meet the network's zero padding in the same way.
     """
     height, width = label.shape
     unit = short_side_px / min(height, width) if short_side_px else 1.0
