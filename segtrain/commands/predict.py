@@ -5,9 +5,8 @@ command says so.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from segtrain.data.classes import ClassFile
 from segtrain.data.decode_more import read_photo
 from segtrain.data.find_images import Source, find_images, skipped_files
 from segtrain.data.listing import first_lines
-from segtrain.data.prefetch import WriteBehind, prefetch
+from segtrain.data.prefetch import prefetch
 from segtrain.data.protect import check_pictures
 from segtrain.distributed.collectives import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
@@ -104,17 +103,24 @@ def predict_images(
         ExecutionError: the disk is full or not writable, or the device's memory does not suffice.
     """
     prediction_files.write_legend(output, classes)
-    write = partial(prediction_files.write_prediction, output, classes=classes)
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
     decoded = closing(prefetch(_decode, [source.path for source in sources], _THREADS))
     notes = []
-    with decoded as images, WriteBehind(write, _THREADS) as writer, bar:
+
+    def predictions() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         for source, (image, note) in zip(sources, images, strict=True):
             notes.append(note)
             if image is not None:
                 pred = _predict(model, image, settings.of(image.shape[:2]), device, source)
-                writer.put(source.name, image, pred)
+                yield source.name, image, pred
             bar.update()
+
+    def write(prediction: tuple[str, np.ndarray, np.ndarray]) -> None:
+        prediction_files.write_prediction(output, *prediction, classes)
+
+    with bar, decoded as images, closing(prefetch(write, predictions(), _THREADS)) as written:
+        for _ in written:
+            pass
     return notes
 
 

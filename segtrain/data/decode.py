@@ -19,8 +19,10 @@ messages.
 """
 
 import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import cv2
 import numpy as np
@@ -135,12 +137,11 @@ def decode_image(data: bytes, path: str | Path) -> np.ndarray:
 
 def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
     """`read_raw_label` of `data`."""
-    depth, image = _open_label(data, path)
+    with _opened_label(data, path) as (image, depth):
+        raw = np.array(image)
     if image.mode not in _ID_MODES:
-        pixels = _pixels(image, path)
-        grey = image.mode == "LA" or bool((pixels[..., :1] == pixels[..., :3]).all())
+        grey = image.mode == "LA" or bool((raw[..., :1] == raw[..., :3]).all())
         raise DataError(f"{printable(path)}: {label_mode_problem(image.mode, 'ids', grey=grey)}")
-    raw = _pixels(image, path)
     if image.mode == "L" and depth in _GREY_STEP:
         return raw // np.uint8(_GREY_STEP[depth])
     return raw.astype(np.uint8 if depth <= 8 else np.uint16, copy=False)
@@ -148,27 +149,49 @@ def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
 
 def decode_palette(data: bytes, path: str | Path) -> list[Color]:
     """The colours of a label's indices, RGB 0..255; empty if the label has no palette."""
-    _, image = _open_label(data, path)
-    values = (image.getpalette() or []) if image.mode == "P" else []
+    with _opened_label(data, path) as (image, _):
+        values = (image.getpalette() or []) if image.mode == "P" else []
     return list(zip(values[::3], values[1::3], values[2::3], strict=True))
 
 
 def decode_colors(data: bytes, path: str | Path) -> np.ndarray:
     """The colours of a label, (H, W, 3) uint8 RGB; a pixel that is not opaque is an error."""
-    depth, image = _open_label(data, path)
-    if image.mode not in _COLOR_MODES or depth > 8:
-        mode = image.mode if depth == 8 else f"{depth}-bit {image.mode}"
-        raise DataError(f"{printable(path)}: the label is {mode}; expected 8-bit RGB colours")
-    if image.mode in ("RGBA", "LA") or "transparency" in image.info:
-        pixels = _pixels(image, path, mode="RGBA")
-        clear = int(np.count_nonzero(pixels[..., 3] != 255))
-        if clear:
-            raise DataError(
-                f"{printable(path)}: {clear} pixels are transparent; "
-                "give every pixel of a label an opaque colour"
-            )
-        return pixels[..., :3]
-    return _pixels(image, path, mode="RGB")
+    with _opened_label(data, path) as (image, depth):
+        if image.mode not in _COLOR_MODES or depth > 8:
+            mode = image.mode if depth == 8 else f"{depth}-bit {image.mode}"
+            raise DataError(f"{printable(path)}: the label is {mode}; expected 8-bit RGB colours")
+        if image.mode not in ("RGBA", "LA") and "transparency" not in image.info:
+            return np.array(image.convert("RGB"))
+        pixels = np.array(image.convert("RGBA"))
+    clear = int(np.count_nonzero(pixels[..., 3] != 255))
+    if clear:
+        raise DataError(
+            f"{printable(path)}: {clear} pixels are transparent; "
+            "give every pixel of a label an opaque colour"
+        )
+    return pixels[..., :3]
+
+
+@contextmanager
+def opened(
+    file: IO[bytes], path: str | Path, formats: Sequence[str] = ("PNG", "JPEG")
+) -> Iterator[Image.Image]:
+    """The image in `file`, not yet decoded; what Pillow raises in the body becomes a DataError."""
+    try:
+        with Image.open(file, formats=formats) as image:
+            # Up to twice its limit Pillow only warns.
+            if image.width * image.height > MAX_PIXELS:
+                raise _too_large(path)
+            yield image
+    except DataError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_large(path) from error
+    except UnidentifiedImageError as error:  # its text names a Python object
+        kinds = "neither a PNG nor a JPEG" if "PNG" in formats else "not an image of a known kind"
+        raise DataError(f"{printable(path)}: {kinds}") from error
+    except Exception as error:  # Pillow's parsers raise a dozen kinds on damaged bytes
+        raise DataError(f"{printable(path)}: damaged image: {error}") from error
 
 
 def exif_orientation(image: Image.Image) -> int:
@@ -202,40 +225,30 @@ def label_mode_problem(mode: str, label_format: str, *, grey: bool = False) -> s
     )
 
 
-def _header(file: io.BufferedIOBase, path: str | Path) -> Header:
-    try:
-        with Image.open(file, formats=("PNG", "JPEG")) as image:
-            orientation = exif_orientation(image)
-            depth = 8
-            if image.format == "PNG":
-                file.seek(_PNG_DEPTH_AT)
-                depth = file.read(1)[0]
-            header = Header((image.height, image.width), image.mode, orientation, depth)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_large(path) from error
-    except UnidentifiedImageError as error:  # its text names a Python object
-        raise DataError(f"{printable(path)}: neither a PNG nor a JPEG") from error
-    except Exception as error:  # Pillow's parsers raise a dozen kinds on damaged bytes
-        raise DataError(f"{printable(path)}: neither a PNG nor a JPEG ({error})") from error
-    # Up to twice its limit Pillow only warns.
-    if header.size[0] * header.size[1] > MAX_PIXELS:
-        raise _too_large(path)
-    return header
+def _header(file: IO[bytes], path: str | Path) -> Header:
+    with opened(file, path) as image:
+        orientation = exif_orientation(image)
+        depth = 8
+        if image.format == "PNG":
+            file.seek(_PNG_DEPTH_AT)
+            depth = file.read(1)[0]
+        return Header((image.height, image.width), image.mode, orientation, depth)
 
 
 def _too_large(path: str | Path) -> DataError:
     return DataError(f"{printable(path)}: more than {MAX_PIXELS:,} pixels; cut it into tiles")
 
 
-def _open_label(data: bytes, path: str | Path) -> tuple[int, Image.Image]:
-    """The bit depth of a PNG whose bytes are intact, and the image, not yet decoded."""
+@contextmanager
+def _opened_label(data: bytes, path: str | Path) -> Iterator[tuple[Image.Image, int]]:
+    """A PNG whose bytes are intact, not yet decoded, and its bit depth."""
     if not data.startswith(_PNG):
         raise DataError(
             f"{printable(path)}: the label is not a PNG file; other formats may change its ids"
         )
-    depth = decode_header(data, path).depth
     _check_png(data, path)
-    return depth, Image.open(io.BytesIO(data), formats=("PNG",))
+    with opened(io.BytesIO(data), path) as image:
+        yield image, data[_PNG_DEPTH_AT]
 
 
 def _check_png(data: bytes, path: str | Path) -> None:
@@ -244,20 +257,10 @@ def _check_png(data: bytes, path: str | Path) -> None:
     Pillow decodes pixels without their checksums, so a flipped bit would become another label.
     OpenCV allocates as much memory as a chunk claims: 4 GB for a file of 160 bytes.
     """
-    try:
-        with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-            image.verify()
-    except Exception as error:  # as in _header
-        raise DataError(f"{printable(path)}: damaged PNG: {error}") from error
+    with opened(io.BytesIO(data), path) as image:
+        image.verify()
     if _PNG_END not in data:  # verify() does not check the last chunk itself
-        raise DataError(f"{printable(path)}: damaged PNG: the end of the file is missing")
-
-
-def _pixels(image: Image.Image, path: str | Path, mode: str = "") -> np.ndarray:
-    try:
-        return np.array(image.convert(mode) if mode and mode != image.mode else image)
-    except Exception as error:  # as in _header
-        raise DataError(f"{printable(path)}: damaged PNG: {error}") from error
+        raise DataError(f"{printable(path)}: damaged image: the end of the file is missing")
 
 
 def _unreadable(path: str | Path, error: OSError) -> DataError:

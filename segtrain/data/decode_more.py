@@ -5,15 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from segtrain.data.decode import (
-    MAX_PIXELS,
-    decode_header,
-    decode_image,
-    exif_orientation,
-    read_bytes,
-)
+from segtrain.data.decode import decode_header, decode_image, exif_orientation, opened, read_bytes
 from segtrain.errors import DataError
 from segtrain.text import printable
 
@@ -52,27 +46,16 @@ def read_photo(path: Path) -> Photo:
     if path.suffix.lower() not in MORE_SUFFIXES:
         header = decode_header(data, path)
         return Photo(decode_image(data, path), header.depth, header.orientation)
-    try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            return _photo(image, path)
-    except DataError:
-        raise
-    except UnidentifiedImageError as error:  # its text names a Python object
-        raise DataError(f"{printable(path)}: not an image of a known kind") from error
-    except Exception as error:  # Pillow's parsers raise a dozen kinds on damaged bytes
-        raise DataError(f"{printable(path)}: damaged image: {error}") from error
-
-
-def _photo(image: Image.Image, path: Path) -> Photo:
-    if image.width * image.height > MAX_PIXELS:
-        raise DataError(f"{printable(path)}: more than {MAX_PIXELS:,} pixels; cut it up")
-    if image.mode not in _MODES:
-        raise DataError(f"{printable(path)}: the image is {image.mode}; convert it to 8-bit RGB")
-    is_tiff = image.format == "TIFF"
-    depth = int(np.max(image.tag_v2.get(_BITS_PER_SAMPLE, 8))) if is_tiff else 8
-    orientation = exif_orientation(image)
-    image.load()
-    if orientation != 1 and exif_orientation(image) == 1:
-        # Loading a TIFF makes Pillow turn it as EXIF says and drop the note.
-        image = image.transpose(_TURN_BACK[orientation])
-    return Photo(np.array(image.convert("RGB")), depth, orientation)
+    with opened(io.BytesIO(data), path, _FORMATS) as image:
+        if image.mode not in _MODES:
+            raise DataError(
+                f"{printable(path)}: the image is {image.mode}; convert it to 8-bit RGB"
+            )
+        is_tiff = image.format == "TIFF"
+        depth = int(np.max(image.tag_v2.get(_BITS_PER_SAMPLE, 8))) if is_tiff else 8
+        orientation = exif_orientation(image)
+        image.load()
+        if orientation != 1 and exif_orientation(image) == 1:
+            # Loading a TIFF makes Pillow turn it as EXIF says and drop the note.
+            image = image.transpose(_TURN_BACK[orientation])
+        return Photo(np.array(image.convert("RGB")), depth, orientation)
