@@ -442,7 +442,7 @@ def test_list_file_refuses_a_line_by_its_number(tmp_path, line, reason):
 @pytest.mark.fault(63)
 def test_list_file_that_is_not_utf8_is_refused_by_line(tmp_path):
     data = write_list(tmp_path, b"i/a.png l/a.png\ni/\xe4.png l/a.png\n")
-    with pytest.raises(DataError, match=r"train\.txt:2: byte 3 of the line is not UTF-8"):
+    with pytest.raises(DataError, match=r"train\.txt:2: byte 3 is not UTF-8"):
         list_pairs(data, "train.txt")
 
 

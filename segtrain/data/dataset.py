@@ -17,8 +17,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     """Images and labels, read from their files at each access.
 
     Item i is (image, label): (H, W, 3) uint8 RGB and (H, W) uint8 train ids with 255 for ignored
-    pixels. The object holds paths only, so handing it to loader processes is cheap.
-    `warnings`: a line for each thing that whoever starts on this split should know.
+    pixels. The object holds paths only, so it is cheap to send to loader processes.
+    `warnings`: lines that training and evaluation show when they start.
 
     Raises:
         DataError: on access; the file is missing, damaged or does not fit, named with its path.
@@ -59,9 +59,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
 def open_dataset(data: DataConfig, split: str, *, hidden: Collection[str] = ()) -> SegDataset:
     """The images and labels of `split`, listed and complete, not yet opened.
 
-    Args:
-        hidden: "data.classes" for a class file, "data.eval_split" for a list file of which messages
-            must show nothing, because a checkpoint names it and not the user.
+    hidden: "data.classes" for a class file, "data.eval_split" for a list file, if messages must
+        show none of its lines: a checkpoint names it, not the user.
 
     Raises:
         ConfigError: no such class file, or it is wrong.
@@ -81,13 +80,13 @@ def open_dataset(data: DataConfig, split: str, *, hidden: Collection[str] = ()) 
 
 
 def size_problem(pair: Pair, image: tuple[int, ...], label: tuple[int, ...]) -> str:
-    """Why image and label of these sizes (height, width) do not fit; empty if they do."""
+    """Why an image and a label of these sizes, (height, width), do not fit; empty if they do."""
     if tuple(image) == tuple(label):
         return ""
-    turned = ""
+    hint = ""
     if tuple(image) == tuple(label)[::-1]:
-        turned = "; one is turned: EXIF orientation is ignored, so store the pixels upright"
+        hint = "; one is turned: EXIF orientation is ignored, so store the pixels upright"
     return (
         f"{printable(pair.label)}: label {label[1]}x{label[0]}, "
-        f"image {printable(pair.image)} {image[1]}x{image[0]}: sizes must be equal{turned}"
+        f"image {printable(pair.image)} {image[1]}x{image[0]}: sizes must be equal{hint}"
     )

@@ -14,8 +14,7 @@ from segtrain.errors import DataError
 from segtrain.files import read_bytes
 from segtrain.text import MAX_NAME, printable
 
-# Some two million lines.
-_MAX_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20  # some two million lines
 _QUOTED = re.compile(r'"[^"]*"')
 
 
@@ -35,12 +34,12 @@ class CleanPath(NamedTuple):
 
 
 def list_file_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """The `image label` lines of the file `path`, and the lines that cannot be read.
+    """The `image label` lines of a file, and the problems of its other lines.
 
     Columns are separated by a tab, else by a comma, else by blanks; names with blanks or commas can
-    stand in double quotes. Blank lines and lines that begin with # count for nothing.
+    stand in double quotes. Blank lines and lines that begin with # do not count.
     """
-    rows, problems = [], []
+    rows = []
     lines, problems = _read_lines(path)
     for number, text in lines:
         try:
@@ -60,29 +59,25 @@ def list_file_rows(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def list_file_words(path: Path) -> tuple[list[str], list[str]]:
-    """The names in the file `path`, one a line, and the lines that cannot be used."""
-    names, first_line = [], {}
+    """The names in a file, one a line, and the problems of its other lines."""
+    first_line: dict[str, int] = {}
     lines, problems = _read_lines(path)
     for number, name in lines:
-        unsafe = name.startswith(("/", "\\")) or ".." in name.split("/")
-        if unsafe or len(name.split()) != 1:
+        place, shown = f"{printable(path)}:{number}", f"'{printable(name, MAX_NAME)}'"
+        if name.startswith(("/", "\\")) or ".." in name.split("/") or len(name.split()) != 1:
             problems.append(
-                f"{printable(path)}:{number}: expected one image name without folder and suffix, "
-                f"found {_quoted(name)}; layout 'list' reads lines of an image and a label"
+                f"{place}: expected one image name without folder and suffix, "
+                f"found {shown}; layout 'list' reads lines of an image and a label"
             )
         elif name in first_line:
-            first = first_line[name]
-            problems.append(
-                f"{printable(path)}:{number}: {_quoted(name)} is already on line {first}"
-            )
+            problems.append(f"{place}: {shown} is already on line {first_line[name]}")
         else:
             first_line[name] = number
-            names.append(name)
-    return names, problems
+    return list(first_line), problems
 
 
 def clean_relative_path(name: str, real_root: str) -> CleanPath:
-    """`name` from a list file, normalized; no way out of `real_root`, not even by a link."""
+    """`name` from a list file, normalized; it must not leave `real_root`, not even by a link."""
     shown = printable(name, MAX_NAME)
     if not name.isprintable():
         return CleanPath(name, f"'{shown}': control characters are not allowed in names")
@@ -98,7 +93,7 @@ def clean_relative_path(name: str, real_root: str) -> CleanPath:
 
 
 def _read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
-    """(number, stripped text) of the lines that hold something, and the lines that are not text."""
+    """(number, stripped text) of the lines with content, and the problems of the others."""
     try:
         data = read_bytes(path, _MAX_BYTES)
     except OSError as error:
@@ -110,9 +105,7 @@ def _read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
         try:
             text = raw.decode("utf-8").strip()
         except UnicodeDecodeError as error:
-            problems.append(
-                f"{printable(path)}:{number}: byte {error.start + 1} of the line is not UTF-8"
-            )
+            problems.append(f"{printable(path)}:{number}: byte {error.start + 1} is not UTF-8")
             continue
         if "\0" in text:
             problems.append(f"{printable(path)}:{number}: holds a NUL byte")
@@ -121,12 +114,8 @@ def _read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     return lines, problems
 
 
-def _quoted(name: str) -> str:
-    return f"'{printable(name, MAX_NAME)}'"
-
-
 def _columns(text: str) -> list[str]:
-    bare = _QUOTED.sub("", text)
-    delimiter = "\t" if "\t" in bare else "," if "," in bare else " "
+    unquoted = _QUOTED.sub("", text)
+    delimiter = "\t" if "\t" in unquoted else "," if "," in unquoted else " "
     row = next(csv.reader([text], delimiter=delimiter, skipinitialspace=True, strict=True))
     return [column.strip() for column in row]

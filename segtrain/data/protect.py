@@ -1,7 +1,7 @@
 """Refuses to write where a data set is read: pictures there become data, or replace labels."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from segtrain.config import DataConfig
@@ -16,7 +16,8 @@ def check_run_directory(directory: Path, data: DataConfig) -> None:
     Raises:
         ConfigError: with the folder.
     """
-    _check("--output", directory, [directory], _searched(data, _splits(data)), "runs/my")
+    splits = [data.train_split, data.eval_split]
+    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), "runs/my")
 
 
 def check_pictures(
@@ -32,53 +33,37 @@ def check_pictures(
     Raises:
         ConfigError: with the folder.
     """
-    splits = [*_splits(data), *splits]
-    targets = [output, *(output / above for above in {os.path.dirname(name) for name in names})]
-    _check(option, output, targets, _searched(data, splits), "predictions")
-    listed = {_real(folder): folder for folder in _listed(data, splits)}
-    for target in targets:
-        if folder := listed.get(_real(target)):
-            raise _refusal(option, output, folder, "predictions")
+    splits = [data.train_split, data.eval_split, *splits]
+    targets = {_real(output / above) for above in {"", *map(os.path.dirname, names)}}
+    folders = [*_searched(data, splits, targets), *_listed(data, splits, targets)]
+    _refuse(option, output, folders, "predictions")
 
 
-def _check(
-    option: str, output: Path, targets: Sequence[Path], folders: Sequence[Path], example: str
-) -> None:
-    for folder in folders:
-        if any(_real(target).is_relative_to(_real(folder)) for target in targets):
-            raise _refusal(option, output, folder, example)
+def _refuse(option: str, output: Path, folders: Sequence[Path], example: str) -> None:
+    if folders:
+        raise ConfigError(
+            f"{option} {output}: would write into {folders[0]}, where images or labels of the data "
+            f"set are read; choose a folder outside of it, such as {option} {example}"
+        )
 
 
-def _refusal(option: str, output: Path, folder: Path, example: str) -> ConfigError:
-    return ConfigError(
-        f"{option} {output}: would write into {folder}, where images or labels of the data set "
-        f"are read; choose a folder outside of it, such as {option} {example}"
-    )
-
-
-def _splits(data: DataConfig) -> list[str]:
-    return [data.train_split, data.eval_split]
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
-
-
-def _searched(data: DataConfig, splits: Sequence[str]) -> list[Path]:
-    """The folders in which every file counts, to any depth."""
+def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) -> list[Path]:
+    """The folders that are searched to any depth, as far as some of `targets` lie in them."""
     root = Path(os.path.expanduser(data.root))
     found = []
     for split in splits:
         for name in LAYOUTS[data.layout].folders(root, data, split):
             folder = root / name
-            # images_dir may be ".", and runs often lie in the data set's folder.
-            holds_root = _real(root).is_relative_to(_real(folder))
-            found.append(folder / split if holds_root else folder)
+            if _real(root).is_relative_to(_real(folder)):
+                # images_dir may be ".", and runs often lie in the data set's folder.
+                folder /= split
+            if any(target.is_relative_to(_real(folder)) for target in targets):
+                found.append(folder)
     return found
 
 
-def _listed(data: DataConfig, splits: Sequence[str]) -> set[Path]:
-    """The folders of the files that list files name; other files in them do not count."""
+def _listed(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) -> list[Path]:
+    """The folders of the files that list files name, as far as they are among `targets`."""
     root, folders = Path(os.path.expanduser(data.root)), set()
     for split in splits if data.layout == "list" else ():
         try:
@@ -86,4 +71,8 @@ def _listed(data: DataConfig, splits: Sequence[str]) -> set[Path]:
         except DataError:
             continue  # what cannot be read needs no protection
         folders |= {root / os.path.dirname(name) for row in rows for name in row[1:]}
-    return folders
+    return [folder for folder in folders if _real(folder) in targets]
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
