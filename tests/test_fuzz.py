@@ -32,7 +32,7 @@ from segtrain.config.strict_yaml import MAX_BYTES, checked, parse_value, scan_ya
 from segtrain.data.classes import ClassFile, SegClass
 from segtrain.data.geometry import resample_image, resample_label
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
-from segtrain.data.layouts import list_pairs, scan_layout
+from segtrain.data.layouts import list_split, scan_layout
 from segtrain.data.transforms import draw_placement
 from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.evaluation.settings import view_size
@@ -238,7 +238,7 @@ def as_list(data_root, content):
 @given(st.binary() | st.lists(st.sampled_from(PIECES)).map(lambda words: "".join(words).encode()))
 def test_any_list_is_read_or_refused_and_stays_below_the_root(data_root, content):
     try:
-        pairs = list_pairs(as_list(data_root, content), "list.txt")
+        pairs = list_split(as_list(data_root, content), "list.txt").pairs
     except DataError:
         return
     assert pairs
@@ -305,7 +305,7 @@ def test_any_place_of_data_is_found_or_refused(layout, root, split, images, labe
         for name in ("x", "x/images", "x/d", "d/e"):
             Path(name).mkdir(parents=True)
         with pytest.raises(UserError):
-            list_pairs(data, split)
+            list_split(data, split)
 
 
 @pytest.mark.parametrize(

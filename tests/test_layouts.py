@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from segtrain.config import DataConfig
-from segtrain.data.layouts import LAYOUTS, list_pairs, scan_layout
+from segtrain.data.layouts import LAYOUTS, list_split, scan_layout
 from segtrain.data.listing import first_lines
 from segtrain.errors import DataError
 
@@ -20,6 +20,10 @@ def touch(root, *names):
 
 def config(root, layout, **more):
     return DataConfig(layout=layout, root=str(root), classes="camvid", **more)
+
+
+def list_pairs(data, split):
+    return list_split(data, split).pairs
 
 
 def relative_pairs(root, pairs):

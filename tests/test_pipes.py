@@ -17,7 +17,7 @@ from segtrain.cli import main as segtrain
 from segtrain.config import DataConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.classes import load_class_file
-from segtrain.data.layouts import list_pairs
+from segtrain.data.layouts import list_split
 from segtrain.errors import CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.files import (
     NotRegularError,
@@ -96,11 +96,11 @@ def test_a_config_or_class_file_is_a_plain_file(pipe, place):
 def test_a_split_file_is_a_plain_file(pipe, tmp_path):
     path = pipe("ImageSets/Segmentation/val.txt")
     with pytest.raises(DataError, match=f"{path}: cannot be read: not a regular file"):
-        list_pairs(voc(tmp_path), "val")
+        list_split(voc(tmp_path), "val")
     pipe("list.txt")
     data = DataConfig(layout="list", root=str(tmp_path), classes="voc")
     with pytest.raises(DataError, match="no such list file"):
-        list_pairs(data, "list.txt")
+        list_split(data, "list.txt")
 
 
 def test_a_checkpoint_is_a_plain_file(pipe, tmp_path):

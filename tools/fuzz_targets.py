@@ -27,7 +27,7 @@ from segtrain.config import DataConfig, LossConfig, config_to_yaml, load_config,
 from segtrain.data import decode
 from segtrain.data.classes import ClassFile, load_class_file
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
-from segtrain.data.layouts import list_pairs
+from segtrain.data.layouts import list_split
 from segtrain.files import manifest
 from segtrain.models.pretrained import load_backbone
 from segtrain.training.engine import TrainState
@@ -97,7 +97,7 @@ def _list(path: Path) -> None:
         for name in ("a.png", "b c.png", "d/e.png"):
             (root / name).touch()
     data = DataConfig(layout="list", root=str(root), classes="voc", train_split=f"../{path.name}")
-    for pair in list_pairs(data, data.train_split):
+    for pair in list_split(data, data.train_split).pairs:
         for file in pair[:2]:
             assert file.resolve().is_relative_to(root.resolve()), f"{file} is not below the root"
 

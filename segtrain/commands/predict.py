@@ -104,11 +104,11 @@ def predict_images(
     """
     prediction_files.write_legend(output, classes)
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
-    decoded = closing(prefetch(_decode, [source.path for source in sources], _THREADS))
+    decoded = prefetch(_decode, [source.path for source in sources], _THREADS)
     notes = []
 
     def predictions() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        for source, (image, note) in zip(sources, images, strict=True):
+        for source, (image, note) in zip(sources, decoded, strict=True):
             notes.append(note)
             if image is not None:
                 pred = _predict(model, image, settings.of(image.shape[:2]), device, source)
@@ -118,7 +118,7 @@ def predict_images(
     def write(prediction: tuple[str, np.ndarray, np.ndarray]) -> None:
         prediction_files.write_prediction(output, *prediction, classes)
 
-    with bar, decoded as images, closing(prefetch(write, predictions(), _THREADS)) as written:
+    with bar, closing(decoded), closing(prefetch(write, predictions(), _THREADS)) as written:
         for _ in written:
             pass
     return notes

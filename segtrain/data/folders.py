@@ -7,7 +7,7 @@ from pathlib import Path
 
 from segtrain.config import DataConfig
 from segtrain.config.messages import nearest
-from segtrain.data.listing import IMAGE_SUFFIXES, MAX_SHOWN
+from segtrain.data.listing import IMAGE_SUFFIXES, first_names
 from segtrain.errors import DataError
 from segtrain.files import walk
 from segtrain.text import printable
@@ -104,10 +104,7 @@ def check_named_folder(root: Path, key: str, name: str) -> None:
 
 def there_are(what: str, names: Sequence[str]) -> str:
     """`what: a, b, c`, or that there are none."""
-    if not names:
-        return f"there are no {what}"
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"{what}: {', '.join(printable(name) for name in names[:MAX_SHOWN])}{more}"
+    return f"{what}: {first_names(names)}" if names else f"there are no {what}"
 
 
 def files_by_name(folder: Path, suffixes: Sequence[str], end: str = "") -> dict[str, list[Path]]:

@@ -48,23 +48,14 @@ class Layout(NamedTuple):
     has_list_file: bool = False
 
 
-def list_pairs(data: DataConfig, split: str) -> list[Pair]:
-    """The pairs of `split`, sorted by name; a list file keeps its own order.
-
-    Raises:
-        DataError: no such split, no images in it, or files missing; all of them are counted and
-            the first ten shown.
-    """
-    return list_split(data, split).pairs
-
-
 def list_split(data: DataConfig, split: str, *, quoted: bool = True) -> Listing:
     """The listing of `split`, which has no problems.
 
     quoted: whether messages may show lines of a text file that lists the split.
 
     Raises:
-        DataError: as `list_pairs`.
+        DataError: no such split, no images in it, or files missing; all of them are counted and
+            the first ten shown.
     """
     listing = scan_layout(data, split)
     title = f"{printable(data.root)}, split {split!r}"

@@ -47,10 +47,10 @@ class Listing(NamedTuple):
         """What training and evaluation must say when they start."""
         lines = []
         if self.left_out:
-            lines.append(f"{left_out_text(self.left_out)}: {_first_names(self.left_out)}")
+            lines.append(f"{left_out_text(self.left_out)}: {first_names(self.left_out, _FEW)}")
         if self.extra_labels:
             text = extra_labels_text(self.extra_labels)
-            lines.append(f"{text}: {_first_names(self.extra_labels)}")
+            lines.append(f"{text}: {first_names(self.extra_labels, _FEW)}")
         return lines
 
 
@@ -77,6 +77,7 @@ def first_lines(title: str, findings: Sequence[str]) -> str:
     return "\n".join([f"{title}: {len(findings)} problems", *shown])
 
 
-def _first_names(files: Sequence[Path]) -> str:
-    more = f" and {len(files) - _FEW} more" if len(files) > _FEW else ""
-    return ", ".join(printable(path) for path in files[:_FEW]) + more
+def first_names(names: Sequence[object], limit: int = MAX_SHOWN) -> str:
+    """`a, b, c and 4 more`."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(printable(name) for name in names[:limit]) + more
