@@ -123,15 +123,7 @@ class _RefusedError(Exception):
 
 
 def _make(albumentations: ModuleType, extra: ExtraTransform) -> Any:
-    known = {
-        name: kind
-        for name, kind in vars(albumentations).items()
-        if isinstance(kind, type) and issubclass(kind, albumentations.ImageOnlyTransform)
-    }
-    del known["ImageOnlyTransform"]
-    kind = known.get(extra.name)
-    if kind is None:
-        raise _RefusedError(_why_not(albumentations, extra.name, known))
+    kind = _class_of(albumentations, extra.name)
     accepted = sorted(inspect.signature(kind).parameters)
     wrong = [
         f"unknown argument {name}{_hint(name, accepted) or ': expected ' + ', '.join(accepted)}"
@@ -149,16 +141,22 @@ def _make(albumentations: ModuleType, extra: ExtraTransform) -> Any:
             raise _RefusedError(f"arguments refused: {_one_line(error)}") from error
 
 
-def _why_not(albumentations: ModuleType, name: str, known: dict[str, type]) -> str:
-    found = vars(albumentations).get(name)
-    if isinstance(found, type) and issubclass(found, albumentations.BasicTransform):
-        return (
+def _class_of(albumentations: ModuleType, name: str) -> Any:
+    classes = {name: kind for name, kind in vars(albumentations).items() if isinstance(kind, type)}
+    kind = classes.get(name, object)
+    if issubclass(kind, albumentations.ImageOnlyTransform):
+        return kind
+    if issubclass(kind, albumentations.BasicTransform):
+        raise _RefusedError(
             "may move pixels or change labels; only transforms that change the image alone "
             "(ImageOnlyTransform) can be used here"
         )
-    if isinstance(found, type) and issubclass(found, albumentations.BaseCompose):
-        return "is a container of transforms; list the transforms themselves, each with its p"
-    return f"no such transform in albumentations {albumentations.__version__}{_hint(name, known)}"
+    if issubclass(kind, albumentations.BaseCompose):
+        raise _RefusedError(
+            "is a container of transforms; list the transforms themselves, each with its p"
+        )
+    version = albumentations.__version__
+    raise _RefusedError(f"no such transform in albumentations {version}{_hint(name, classes)}")
 
 
 def _try_on_noise(transform: Any, crop_size: tuple[int, int]) -> None:
