@@ -1,4 +1,4 @@
-"""The folders of a data set: found, or refused with a message that names the likely repair."""
+"""The folders of a data set, or a DataError that names the likely repair."""
 
 import os
 import re
@@ -24,11 +24,7 @@ _USUAL_NAMES = {
 
 
 def data_root(data: DataConfig) -> Path:
-    """The folder `data.root`.
-
-    Raises:
-        DataError: there is no such folder.
-    """
+    """The folder `data.root`."""
     root = Path(os.path.expanduser(data.root))  # Path.expanduser raises for unknown users
     if root.is_dir():
         return root
@@ -43,11 +39,7 @@ def data_root(data: DataConfig) -> Path:
 
 
 def split_folder(root: Path, kind: str, split: str) -> Path:
-    """`root/kind/split`, a folder, or a file if `split` ends with ".txt".
-
-    Raises:
-        DataError: it does not exist; the message lists the splits that do.
-    """
+    """`root/kind/split`: a folder, or a file if `split` ends with ".txt"."""
     place = root / kind / split
     if place.exists():
         return place
@@ -71,12 +63,7 @@ def split_folder(root: Path, kind: str, split: str) -> Path:
 
 
 def existing_folder(root: Path, name: str) -> Path:
-    """The folder `root/name`.
-
-    Raises:
-        DataError: there is no such folder; the message says what `root` holds instead, or which
-            other data.root has it.
-    """
+    """The folder `root/name`."""
     folder = root / name
     if folder.is_dir():
         return folder

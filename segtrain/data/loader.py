@@ -168,7 +168,7 @@ def train_loader(
 
 @contextmanager
 def worker_failures() -> Iterator[None]:
-    """Turns torch's error about a dead loader worker into an ExecutionError with advice.
+    """Turns torch's error about a dead loader worker into an ExecutionError with a repair.
 
     Put it around all code that runs while workers exist: torch raises the error in the main thread,
     wherever that is when a worker dies.

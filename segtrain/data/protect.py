@@ -1,4 +1,7 @@
-"""Refuses to write where a data set is read: pictures there become data, or replace labels."""
+"""A ConfigError before anything is written where a data set is read.
+
+Pictures there would become data, or replace labels.
+"""
 
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -11,11 +14,7 @@ from segtrain.errors import ConfigError, DataError
 
 
 def check_run_directory(directory: Path, data: DataConfig) -> None:
-    """Refuses a run in a folder that is searched for images or labels, to any depth.
-
-    Raises:
-        ConfigError: with the folder.
-    """
+    """Refuses a run in a folder that is searched for images or labels, to any depth."""
     splits = [data.train_split, data.eval_split]
     _refuse("--output", directory, _searched(data, splits, {_real(directory)}), "runs/my")
 
@@ -25,13 +24,9 @@ def check_pictures(
 ) -> None:
     """Refuses to write pictures where they would be read as data, or replace data.
 
-    Args:
-        option: of the command line, for the message.
-        names: of the files to be written, relative to `output`.
-        splits: further splits that are read.
-
-    Raises:
-        ConfigError: with the folder.
+    option: of the command line, for the message.
+    names: of the files to be written, relative to `output`.
+    splits: further splits that are read.
     """
     splits = [data.train_split, data.eval_split, *splits]
     targets = {_real(output / above) for above in {"", *map(os.path.dirname, names)}}
@@ -48,7 +43,7 @@ def _refuse(option: str, output: Path, folders: Sequence[Path], example: str) ->
 
 
 def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) -> list[Path]:
-    """The folders that are searched to any depth, as far as some of `targets` lie in them."""
+    """The folders that are searched to any depth and contain some of `targets`."""
     root = Path(os.path.expanduser(data.root))
     found = []
     for split in splits:
@@ -63,7 +58,7 @@ def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]
 
 
 def _listed(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) -> list[Path]:
-    """The folders of the files that list files name, as far as they are among `targets`."""
+    """The folders among `targets` that hold files named by a list file."""
     root, folders = Path(os.path.expanduser(data.root)), set()
     for split in splits if data.layout == "list" else ():
         try:
