@@ -243,8 +243,8 @@ def _time_limit(timeout_s: float, expired: threading.Event) -> Iterator[None]:
 
     timer = threading.Timer(timeout_s, expire)
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
         yield
     finally:
         timer.cancel()
