@@ -1,9 +1,9 @@
-"""The confusion matrix, and the scores read off it.
+"""The confusion matrix and the scores that are computed from it.
 
-Integers are the only thing accumulated, so the result does not depend on the order of the images or
-on how ranks share them. The scores follow the official Cityscapes evaluator (cityscapesscripts):
-pixels whose label is ignored count for nothing; a class with no pixels in labels and none in
-predictions is left out of the mean; one that is predicted but absent from the labels has IoU 0.
+Only integers are added up, so neither the order of the images nor the number of ranks changes the
+result. The scores follow the official Cityscapes evaluator (cityscapesscripts): ignored pixels do
+not count; a class that occurs neither in labels nor in predictions is left out of the mean; a class
+that is predicted but never labelled has IoU 0.
 """
 
 import math
@@ -21,21 +21,19 @@ from segtrain.types import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores in [0, 1], float64; NaN where there is nothing to judge.
+    """Scores in [0, 1]; NaN where there are no pixels to judge.
 
-    iou: of each class, intersection / union of its label and prediction; NaN if both are empty.
-    acc: of each class, the share of its labelled pixels that were found; NaN without such pixels.
-    share: of each class, its part of the labelled pixels.
-    mean_iou: the mean of `iou` over the classes that are not NaN ("mIoU").
-    mean_acc: the mean of `acc` over the classes that are not NaN ("mAcc").
-    pixel_acc: the share of all labelled pixels that were right ("aAcc").
-    freq_weighted_iou: the mean of `iou` weighted by `share` ("fwIoU").
-    num_pixels: labelled pixels in all.
+    iou, acc, class_frequency: per class: intersection / union, correct / labelled pixels, and
+        labelled pixels of the class / of all classes.
+    mean_iou, mean_acc: means over the classes that are not NaN ("mIoU", "mAcc").
+    pixel_acc: correct / labelled pixels of all classes ("aAcc").
+    freq_weighted_iou: mean of `iou` weighted by `class_frequency` ("fwIoU").
+    num_pixels: labelled pixels of all classes.
     """
 
     iou: tuple[float, ...]
     acc: tuple[float, ...]
-    share: tuple[float, ...]
+    class_frequency: tuple[float, ...]
     mean_iou: float
     mean_acc: float
     pixel_acc: float
@@ -43,7 +41,7 @@ class Scores:
     num_pixels: int
 
     def scalars(self, names: Sequence[str]) -> dict[str, float]:
-        """The scores by the tags of TensorBoard and metrics.jsonl, without those that are NaN."""
+        """The scores by their tags in TensorBoard and metrics.jsonl, without NaN."""
         values = {
             "eval/mIoU": self.mean_iou,
             "eval/mAcc": self.mean_acc,
@@ -54,8 +52,8 @@ class Scores:
         return {tag: value for tag, value in values.items() if not math.isnan(value)}
 
     def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
-        """The scores for a JSON file; NaN, which JSON does not know, becomes None."""
-        rows = zip(names, self.iou, self.acc, self.share, strict=True)
+        """The scores for a JSON file; NaN becomes None, because JSON has no NaN."""
+        classes = zip(names, self.iou, self.acc, self.class_frequency, strict=True)
         return {
             "mIoU": _or_none(self.mean_iou),
             "mAcc": _or_none(self.mean_acc),
@@ -63,14 +61,14 @@ class Scores:
             "fwIoU": _or_none(self.freq_weighted_iou),
             "num_pixels": self.num_pixels,
             "classes": [
-                {"name": n, "IoU": _or_none(iou), "acc": _or_none(acc), "share": _or_none(share)}
-                for n, iou, acc, share in rows
+                {"name": n, "IoU": _or_none(iou), "acc": _or_none(acc), "share": _or_none(part)}
+                for n, iou, acc, part in classes
             ],
         }
 
 
 class ConfusionMatrix:
-    """Counts how often the pixels of each class were taken for each class.
+    """Pixels by label and predicted class.
 
     counts: (K, K) int64 on `device`; rows are labels, columns predictions.
     """
@@ -87,21 +85,21 @@ class ConfusionMatrix:
         pred, label: integers of the same shape; pred in 0..K-1, label in 0..K-1 or IGNORE_INDEX.
 
         Raises:
-            ValueError: shapes differ, or a value is out of range (nothing is added then).
+            ValueError: shapes differ or a value is out of range. Then nothing is added.
         """
         if pred.shape != label.shape:
             raise ValueError(f"pred {tuple(pred.shape)} and label {tuple(label.shape)} differ")
         pred, label = _as_bytes("pred", pred), _as_bytes("label", label)
-        table = self._table(pred, label)  # (K + 2, K + 1)
+        table = self._table(pred, label)
         if bool(table[-1].any() | table[:, -1].any()):
             raise ValueError(_out_of_range(pred, label, self.num_classes))
         self.counts += table[1:-1, :-1]
 
     def _table(self, pred: Tensor, label: Tensor) -> Tensor:
-        """Counts with a first row for ignored labels and a last row and column for wrong values."""
+        """Counts (K + 2, K + 1): row 0 ignored labels, last row and column values out of range."""
         size = self.num_classes
-        # In one byte 255 + 1 is 0, which puts ignored pixels into a row of their own: several times
-        # faster than selecting the valid pixels first.
+        # In one byte 255 + 1 is 0, so ignored pixels go to row 0. That is several times faster than
+        # selecting the valid pixels first.
         rows = (label + 1).clamp_(max=min(size + 1, 255))
         columns = pred.clamp(max=size)
         cells = rows.to(torch.int32).mul_(size + 1).add_(columns)
@@ -120,42 +118,37 @@ class ConfusionMatrix:
 
     def scores(self) -> Scores:
         """The scores of all pixels so far; copies the counts to the host."""
-        return scores_of(self.counts)
+        # Python integers are exact for any number of pixels, and K is small.
+        rows = self.counts.tolist()
+        correct = [row[i] for i, row in enumerate(rows)]
+        labelled = [sum(row) for row in rows]
+        predicted = [sum(column) for column in zip(*rows, strict=True)]
+        total = sum(labelled)
 
-
-def scores_of(counts: Tensor) -> Scores:
-    """The scores of a (K, K) integer confusion matrix, rows label and columns prediction."""
-    # Python integers: exact for any number of pixels, and K is small.
-    rows = counts.tolist()
-    hit = [row[i] for i, row in enumerate(rows)]
-    labelled = [sum(row) for row in rows]
-    predicted = [sum(column) for column in zip(*rows, strict=True)]
-    total = sum(labelled)
-
-    union = [a + b - both for a, b, both in zip(labelled, predicted, hit, strict=True)]
-    iou = tuple(map(_ratio, hit, union))
-    acc = tuple(map(_ratio, hit, labelled))
-    share = tuple(_ratio(n, total) for n in labelled)
-    # A class without labelled pixels weighs nothing, whether its IoU is 0 or NaN.
-    weighted = math.fsum(s * i for s, i in zip(share, iou, strict=True) if s > 0)
-    return Scores(
-        iou=iou,
-        acc=acc,
-        share=share,
-        mean_iou=_mean(iou),
-        mean_acc=_mean(acc),
-        pixel_acc=_ratio(sum(hit), total),
-        freq_weighted_iou=weighted if total else math.nan,
-        num_pixels=total,
-    )
+        union = [a + b - both for a, b, both in zip(labelled, predicted, correct, strict=True)]
+        iou = tuple(map(_ratio, correct, union))
+        acc = tuple(map(_ratio, correct, labelled))
+        frequency = tuple(_ratio(n, total) for n in labelled)
+        # A class without labelled pixels has weight 0, whether its IoU is 0 or NaN.
+        weighted = math.fsum(f * i for f, i in zip(frequency, iou, strict=True) if f > 0)
+        return Scores(
+            iou=iou,
+            acc=acc,
+            class_frequency=frequency,
+            mean_iou=_mean(iou),
+            mean_acc=_mean(acc),
+            pixel_acc=_ratio(sum(correct), total),
+            freq_weighted_iou=weighted if total else math.nan,
+            num_pixels=total,
+        )
 
 
 def score_table(scores: Scores, names: Sequence[str]) -> list[str]:
-    """The scores in percent as lines of text: the classes in their order, then the means."""
+    """Lines of text with the scores in percent: first the classes, then the means."""
     names = [printable(name, MAX_NAME) for name in names]
     width = max(len("class"), *(len(name) for name in names))
     lines = [f"{'class':<{width}}  {'IoU':>6}  {'acc':>6}  {'share':>6}"]
-    for name, *values in zip(names, scores.iou, scores.acc, scores.share, strict=True):
+    for name, *values in zip(names, scores.iou, scores.acc, scores.class_frequency, strict=True):
         lines.append("  ".join([f"{name:<{width}}", *map(_percent, values)]))
     lines.append(
         f"mIoU {_percent(scores.mean_iou)}  mAcc {_percent(scores.mean_acc)}  "

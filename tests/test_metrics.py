@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from segtrain.metrics import ConfusionMatrix, scores_of
+from segtrain.metrics import ConfusionMatrix
 from segtrain.types import IGNORE_INDEX
 
 NAMES = ["road", "sky", "car"]
@@ -29,11 +29,17 @@ def matrix_of(pred, label, num_classes):
     return matrix
 
 
+def scores_of(counts):
+    matrix = ConfusionMatrix(len(counts))
+    matrix.counts += torch.tensor(counts)
+    return matrix.scores()
+
+
 def test_scores_of_a_small_matrix_match_the_hand_computed_ones():
-    scores = scores_of(torch.tensor([[6, 2, 0], [1, 3, 0], [0, 0, 4]]))
+    scores = scores_of([[6, 2, 0], [1, 3, 0], [0, 0, 4]])
     assert scores.iou == (6 / 9, 3 / 6, 1.0)
     assert scores.acc == (6 / 8, 3 / 4, 1.0)
-    assert scores.share == (8 / 16, 4 / 16, 4 / 16)
+    assert scores.class_frequency == (8 / 16, 4 / 16, 4 / 16)
     assert scores.mean_iou == pytest.approx((6 / 9 + 0.5 + 1) / 3, rel=1e-15)
     assert scores.mean_acc == pytest.approx((0.75 + 0.75 + 1) / 3, rel=1e-15)
     assert scores.pixel_acc == 13 / 16
@@ -58,7 +64,7 @@ def test_scores_match_sets_of_pixels():
         both, either = (pred == k) & (label == k), (pred == k) | (label == k)
         assert scores.iou[k] == both.sum() / either.sum()
         assert scores.acc[k] == both.sum() / (label == k).sum()
-        assert scores.share[k] == (label == k).sum() / (label != IGNORE_INDEX).sum()
+        assert scores.class_frequency[k] == (label == k).sum() / (label != IGNORE_INDEX).sum()
     assert scores.mean_iou == pytest.approx(np.mean(scores.iou), rel=1e-15)
 
 
@@ -71,14 +77,14 @@ def test_wide_integers_count_like_bytes(dtype):
 
 @pytest.mark.fault(72)
 def test_class_absent_from_labels_and_predictions_is_left_out_of_the_mean():
-    scores = scores_of(torch.tensor([[4, 0, 0], [0, 0, 0], [2, 0, 2]]))
+    scores = scores_of([[4, 0, 0], [0, 0, 0], [2, 0, 2]])
     assert math.isnan(scores.iou[1])
     assert math.isnan(scores.acc[1])
     assert scores.mean_iou == pytest.approx((4 / 6 + 2 / 4) / 2, rel=1e-15)
 
 
 def test_class_predicted_but_absent_from_labels_scores_zero():
-    scores = scores_of(torch.tensor([[3, 1], [0, 0]]))
+    scores = scores_of([[3, 1], [0, 0]])
     assert scores.iou == (3 / 4, 0.0)
     assert scores.mean_iou == 3 / 8
     assert math.isnan(scores.acc[1])
@@ -152,13 +158,13 @@ def test_numbers_of_classes_that_bytes_cannot_hold_are_refused(num_classes):
 
 
 def test_dictionary_of_scores_is_strict_json():
-    scores = scores_of(torch.tensor([[3, 1, 0], [0, 0, 0], [0, 0, 0]]))
+    scores = scores_of([[3, 1, 0], [0, 0, 0], [0, 0, 0]])
     text = json.dumps(scores.to_dict(NAMES), allow_nan=False)
     assert json.loads(text)["classes"][2] == {"name": "car", "IoU": None, "acc": None, "share": 0}
 
 
 def test_scalars_leave_out_what_is_not_a_number():
-    scalars = scores_of(torch.tensor([[3, 1, 0], [0, 0, 0], [0, 0, 0]])).scalars(NAMES)
+    scalars = scores_of([[3, 1, 0], [0, 0, 0], [0, 0, 0]]).scalars(NAMES)
     assert scalars["eval/IoU/road"] == 3 / 4
     assert scalars["eval/IoU/sky"] == 0
     assert "eval/IoU/car" not in scalars
