@@ -30,7 +30,8 @@ from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.optimizer_state import restore_scaler
 from segtrain.checkpoint.recovery import restore_config
 from segtrain.config import load_config
-from segtrain.data.classes import class_file_from_json, ignoring_as, load_class_file
+from segtrain.data.class_file import class_file_from_json, load_class_file
+from segtrain.data.classes import ignoring_as
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
 from segtrain.training.engine import make_state

@@ -2,13 +2,8 @@ import pickle
 
 import pytest
 
-from segtrain.data.classes import (
-    MAX_RAW_ID,
-    check_class_weights,
-    default_palette,
-    known_names,
-    load_class_file,
-)
+from segtrain.data.class_file import MAX_RAW_ID, known_names, load_class_file
+from segtrain.data.classes import default_palette
 from segtrain.errors import ConfigError
 from segtrain.types import IGNORE_INDEX
 
@@ -247,14 +242,6 @@ def test_a_file_of_any_ending_is_a_path(tmp_path, monkeypatch):
     (tmp_path / "names.txt").write_text("classes: [a, b]\n")
     monkeypatch.chdir(tmp_path)
     assert load_class_file("names.txt").names == ("a", "b")
-
-
-def test_class_weights_must_be_one_for_each_class():
-    camvid = load_class_file("camvid")
-    check_class_weights(camvid, None)
-    check_class_weights(camvid, (1.0,) * 11)
-    with pytest.raises(ConfigError, match="expected 11 numbers, one for each class of camvid"):
-        check_class_weights(camvid, (1.0,) * 19)
 
 
 def test_a_class_file_travels_to_loader_workers():

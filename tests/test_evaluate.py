@@ -16,7 +16,8 @@ from segtrain.checkpoint.contents import Checkpoint, LoadedModel, experiment_rec
 from segtrain.commands import evaluate
 from segtrain.commands.evaluate import run_eval
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
-from segtrain.data.classes import ClassFile, load_class_file
+from segtrain.data.class_file import load_class_file
+from segtrain.data.classes import ClassFile
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.models import build_model

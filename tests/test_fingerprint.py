@@ -32,7 +32,7 @@ from segtrain.checkpoint import contents as checkpoint
 from segtrain.checkpoint.contents import load_initial, parse_data
 from segtrain.config import load_config
 from segtrain.data import fingerprint, open_dataset
-from segtrain.data.classes import class_file_from_json, load_class_file
+from segtrain.data.class_file import class_file_from_json, load_class_file
 from segtrain.data.dataset import SegDataset
 from segtrain.data.fingerprint import (
     LabelHashing,

@@ -6,7 +6,8 @@ from PIL import Image
 from test_data_check import config, finding, kinds, opened, rows, write_pair
 
 from segtrain.data.check.checks import quick_check, run
-from segtrain.data.classes import default_palette, load_class_file
+from segtrain.data.class_file import load_class_file
+from segtrain.data.classes import default_palette
 from segtrain.errors import DataError
 
 COLORS = [(70, 130, 180), (128, 64, 128), (0, 0, 142)]

@@ -16,7 +16,7 @@ from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.cli import main as segtrain
 from segtrain.config import DataConfig, load_config
 from segtrain.data import open_dataset
-from segtrain.data.classes import load_class_file
+from segtrain.data.class_file import load_class_file
 from segtrain.data.layouts import list_split
 from segtrain.errors import CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.files import (

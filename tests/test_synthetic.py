@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segtrain.data.classes import load_class_file
+from segtrain.data.class_file import load_class_file
 from segtrain.errors import ConfigError, DataError
 from segtrain.synthetic import main
 from segtrain.synthetic.canvas import Camera, Canvas

@@ -12,7 +12,8 @@ from segtrain import cli
 from segtrain.checkpoint.contents import Checkpoint, experiment_record, load, parse_experiment, save
 from segtrain.config import Config, DataConfig, config_to_yaml, parse_config
 from segtrain.data import open_dataset
-from segtrain.data.classes import ClassFile, SegClass, load_class_file
+from segtrain.data.class_file import load_class_file
+from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from segtrain.metrics import ConfusionMatrix, score_table
 from segtrain.run.log import RunLog, say

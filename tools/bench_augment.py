@@ -18,7 +18,7 @@ import cv2
 import numpy as np
 
 from segtrain.config import AugmentConfig
-from segtrain.data.classes import load_class_file
+from segtrain.data.class_file import load_class_file
 from segtrain.data.decode import read_image, read_label
 from segtrain.data.geometry import Placement, resample_image, resample_label
 from segtrain.data.transforms import TrainTransform, draw_placement

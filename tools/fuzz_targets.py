@@ -25,7 +25,8 @@ from segtrain.checkpoint import contents as checkpoint
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.config import DataConfig, LossConfig, config_to_yaml, load_config, parse_config
 from segtrain.data import decode
-from segtrain.data.classes import ClassFile, load_class_file
+from segtrain.data.class_file import load_class_file
+from segtrain.data.classes import ClassFile
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.data.layouts import list_split
 from segtrain.files import manifest

@@ -22,7 +22,8 @@ from segtrain import __version__
 from segtrain.checkpoint.optimizer_state import restore_optimizer, restore_scaler
 from segtrain.checkpoint.weights import check_fit, check_plain, load_weights
 from segtrain.config import Config
-from segtrain.data.classes import ClassFile, class_file_from_json
+from segtrain.data.class_file import class_file_from_json
+from segtrain.data.classes import ClassFile
 from segtrain.data.fingerprint import DataFingerprint, fingerprint_from_json
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import NotRegularError, manifest, torch_file

@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from segtrain.config import DataConfig
-from segtrain.data.classes import ClassFile, load_class_file
+from segtrain.data.class_file import load_class_file
+from segtrain.data.classes import ClassFile
 from segtrain.data.decode import read_image, read_label
 from segtrain.data.layouts import list_split
 from segtrain.data.listing import Pair

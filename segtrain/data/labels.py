@@ -1,4 +1,4 @@
-"""Train ids from what label files hold, raw ids or colours, by the tables of a class file."""
+"""Train ids from what label files hold: raw ids or colours, by the tables of a class file."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -6,13 +6,14 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from segtrain.data.classes import ClassFile, Color
+from segtrain.data.classes import IGNORE_INDEX, ClassFile, Color
 from segtrain.data.suggest import ignoring, repair_for_ids
 from segtrain.errors import DataError
 from segtrain.text import printable
 
-# Equal to records.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
-IGNORE_INDEX = 255
+_MAX_SHOWN = 10
+# More colours than 8-bit labels have values.
+_MANY_COLORS = 256
 
 
 def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
@@ -23,7 +24,7 @@ def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -
     """
     train_ids, known = _id_tables(tuple(class_file.train_id_of.items()))
     if raw.dtype == np.uint8:
-        # Twice cv2.LUT is faster than one numpy take, which casts every index to 64 bits.
+        # cv2.LUT twice is faster than numpy's take, which casts every index to 64 bits.
         unknown = cv2.countNonZero(cv2.LUT(raw, known[:256])) != raw.size
         label = cv2.LUT(raw, train_ids[:256])
     else:
@@ -42,15 +43,14 @@ def count_ids(raw: np.ndarray) -> dict[int, int]:
 
 def unknown_ids(counts: dict[int, int], class_file: ClassFile) -> str:
     """A message about the ids that the class file does not know, with a likely repair."""
-    unknown = {i: n for i, n in counts.items() if i not in class_file.train_id_of}
-    shown = ", ".join(f"{i} ({n} pixels)" for i, n in sorted(unknown.items())[:10])
-    more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+    unknown = {i: n for i, n in sorted(counts.items()) if i not in class_file.train_id_of}
     repair = repair_for_ids(counts, class_file)
-    ignored = "list them under ignore_ids, beside those that stand there"
-    if len(unknown) <= 10:
+    if not repair:
         ignored = f"if they are to be ignored, write {ignoring(class_file, unknown)} there"
-    repair = repair or f"; give them a class there, or {ignored}"
-    return f"label ids outside class file {class_file.name}: {shown}{more}{repair}"
+        if len(unknown) > _MAX_SHOWN:
+            ignored = f"add them to {ignoring(class_file, [])} there"
+        repair = f"; give them a class there, or {ignored}"
+    return f"label ids outside class file {class_file.name}: {_listed(unknown)}{repair}"
 
 
 def colors_to_train_ids(colors: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
@@ -61,17 +61,15 @@ def colors_to_train_ids(colors: np.ndarray, path: str | Path, class_file: ClassF
     """
     label = map_colors(colors, class_file)
     if label.min() < 0:
-        raise DataError(
-            f"{printable(path)}: {unknown_colors(count_colors(colors[label < 0]), class_file)}"
-        )
+        unknown = count_colors(colors[label < 0])
+        raise DataError(f"{printable(path)}: {unknown_colors(unknown, class_file)}")
     return label.astype(np.uint8)
 
 
 def map_colors(colors: np.ndarray, class_file: ClassFile) -> np.ndarray:
     """Train ids (H, W) int16 of the colours (H, W, 3) uint8; -1 where no class has the colour."""
     ignored = class_file.ignore_color if class_file.ignores_color else None
-    table = _color_table(tuple(class_file.palette), ignored)
-    return table[_pack(colors)]
+    return _color_table(tuple(class_file.palette), ignored)[_pack(colors)]
 
 
 def count_colors(colors: np.ndarray) -> dict[Color, int]:
@@ -82,18 +80,23 @@ def count_colors(colors: np.ndarray) -> dict[Color, int]:
 
 
 def unknown_colors(counts: dict[Color, int], class_file: ClassFile) -> str:
-    """A message about colours that no class has."""
-    shown = ", ".join(f"{list(color)} ({n} pixels)" for color, n in list(counts.items())[:10])
-    more = f" and {len(counts) - 10} more" if len(counts) > 10 else ""
-    repair = "; give each class its `color` there, and ignored pixels the `ignore_color`"
-    if not class_file.ignores_color:
+    """A message about colours that no class has, with a likely repair."""
+    if len(counts) > _MANY_COLORS:
+        repair = "so many colours come from resizing or JPEG"
+    elif class_file.ignores_color:
+        repair = "give each class its `color` there, and ignored pixels the `ignore_color`"
+    else:
         repair = (
-            "; give each class its `color` there, or, if these pixels are to be ignored, write "
+            "give each class its `color` there, or, if these pixels are to be ignored, write "
             f"`ignore_color: {list(next(iter(counts)))}` there"
         )
-    if len(counts) > 256:
-        repair = "; so many colours come from resizing or JPEG"
-    return f"colours that class file {class_file.name} does not name: {shown}{more}{repair}"
+    shown = _listed({str(list(color)): n for color, n in counts.items()})
+    return f"colours that class file {class_file.name} does not name: {shown}; {repair}"
+
+
+def _listed(counts: dict[int, int] | dict[str, int]) -> str:
+    shown = ", ".join(f"{value} ({n} pixels)" for value, n in list(counts.items())[:_MAX_SHOWN])
+    return shown + (f" and {len(counts) - _MAX_SHOWN} more" if len(counts) > _MAX_SHOWN else "")
 
 
 @lru_cache(maxsize=8)
@@ -102,9 +105,8 @@ def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np
     train_ids = np.full(1 << 16, IGNORE_INDEX, np.uint8)
     known = np.zeros(1 << 16, np.uint8)
     for raw, train_id in train_id_of:
-        if 0 <= raw < 1 << 16:  # Cityscapes has an id of -1, which no file can hold
-            train_ids[raw] = train_id
-            known[raw] = 1
+        train_ids[raw] = train_id
+        known[raw] = 1
     return train_ids, known
 
 

@@ -1,16 +1,16 @@
-"""Likely reasons why label ids do not fit a class file, from the mistakes people report most."""
+"""Likely reasons why label ids do not fit a class file."""
 
 from collections.abc import Iterable
 
 from segtrain.data.classes import ClassFile
 
 _CITYSCAPES_CLASSES, _CITYSCAPES_LAST_ID = 19, 33
-# More values than any label needs: a photograph, or a label resized with interpolation.
+# More unknown ids than this come from a photograph or from resizing with interpolation.
 _MANY_VALUES = 64
 
 
 def repair_for_ids(counts: dict[int, int], class_file: ClassFile) -> str:
-    """The end of a message about unknown ids, from "; " on; empty if nothing typical is seen.
+    """The end of a message about unknown ids, from "; " on; empty if no usual mistake fits.
 
     counts: pixels of each raw id in one label or in many.
     """
@@ -46,22 +46,22 @@ def repair_for_ids(counts: dict[int, int], class_file: ClassFile) -> str:
 
 
 def ignoring(class_file: ClassFile, ids: Iterable[int]) -> str:
-    """The line of a class file that ignores `ids` too.
+    """The line for the class file that ignores `ids` and all that is ignored now.
 
-    Whole, with what is ignored now: a list in the file replaces the default, [255].
+    A list in the file replaces the default, [255], so the line must repeat it.
     """
     return f"`ignore_ids: {[*class_file.ignore_ids, *sorted(ids)]}`"
 
 
 def looks_like_train_ids(counts: dict[int, int], class_file: ClassFile) -> bool:
-    """Whether the ids are 0 .. K-1 and 255 only, although the class file numbers them otherwise."""
+    """Whether all ids are 0..K-1 or 255, although the class file has other, larger ids."""
     ids = {i for i in counts if i != 255}
     if not ids or _counts_from_zero(class_file):
         return False
-    # The 255 of a 0/255 mask is no sign of raw ids.
-    last = max((i for one in class_file.classes for i in one.ids if i != 255), default=0)
+    # A class with id 255 is the foreground of a 0/255 mask, not a raw id.
+    last = max((i for c in class_file.classes for i in c.ids if i != 255), default=0)
     return max(ids) < class_file.num_classes <= last
 
 
 def _counts_from_zero(class_file: ClassFile) -> bool:
-    return all(one.ids == (i,) for i, one in enumerate(class_file.classes))
+    return all(c.ids == (i,) for i, c in enumerate(class_file.classes))

@@ -21,7 +21,8 @@ from segtrain.data.check.faint import faint_problem, faint_warnings
 from segtrain.data.check.palettes import Palette, class_problem, moved_colors, used_palette
 from segtrain.data.check.report import CheckReport, Finding
 from segtrain.data.check.scan import Problem, SplitScan, by_reason, process_pool, scan_split
-from segtrain.data.classes import ClassFile, load_class_file
+from segtrain.data.class_file import load_class_file
+from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.decode import (
     decode_palette,

@@ -1,0 +1,301 @@
+"""Reads class files.
+
+    classes:
+      - {name: road, color: [128, 64, 128], ids: [7]}
+      - {name: sidewalk, color: [244, 35, 232], ids: [8]}
+    ignore_ids: [0, 1, 2, 3]
+    ignore_color: [0, 0, 0]
+
+The order of the list gives the train ids 0, 1, ... Only names are required. Defaults: `ids` is the
+position in the list, `color` the next free colour of the Pascal VOC palette, `ignore_ids` is [255],
+and no colour is ignored. A class may be only its name:
+
+    classes: [background, crack, spalling]
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from segtrain.config.messages import Finding, nearest, report, validate
+from segtrain.config.strict_yaml import Document, read_text, scan_yaml
+from segtrain.data.classes import (
+    IGNORE_INDEX,
+    MAX_CLASSES,
+    ClassFile,
+    Color,
+    SegClass,
+    default_palette,
+)
+from segtrain.errors import ConfigError
+from segtrain.text import MAX_NAME, name_problem, printable
+
+MAX_RAW_ID = 65535  # labels have at most 16 bits
+_MAX_SHOWN = 10
+_PACKAGE = Path(__file__).resolve().parent.parent
+# The first is the place in a wheel, the second in a checkout.
+_DIRECTORIES = (_PACKAGE / "_data" / "classes", _PACKAGE.parent / "data" / "classes")
+_EXAMPLE = "classes: [background, crack]"
+# The first of these that no class has marks ignored pixels in pictures.
+_IGNORE_COLORS = ((0, 0, 0), (224, 224, 192), (255, 255, 255))
+
+
+def load_class_file(
+    name_or_path: str, *, label_format: str = "ids", quoted: bool = True
+) -> ClassFile:
+    """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
+
+    A value with a folder or an ending such as `.yaml` is a path.
+
+    Args:
+        label_format: with "colors" the file must give the colour of each class. A default colour
+            could stand for another class in the labels.
+        quoted: whether messages may quote the file. False where a checkpoint names it: a checkpoint
+            from elsewhere can name any file of this machine.
+
+    Raises:
+        ConfigError: no such file, or one line for every mistake in it.
+    """
+    try:
+        path = _find(name_or_path)
+    except OSError as error:  # a name that is too long, a folder without permission
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(
+            f"data.classes: {printable(name_or_path)}: cannot be read: {reason}"
+        ) from None
+    text = read_text(path)
+    try:
+        classes = _parse(text, path, needs_colors=label_format == "colors" and quoted)
+    except ConfigError:
+        if quoted:
+            raise
+        raise ConfigError(
+            f"data.classes: {printable(path)}: not a class file, or it has mistakes; "
+            "the checkpoint names it, so its lines are not shown; --set data.classes=PATH shows "
+            "them, or names another file"
+        ) from None
+    # With `quoted`, `_parse` has raised this already, with the line.
+    if label_format == "colors" and (problem := _missing_colors(classes, quoted=False)):
+        raise ConfigError(f"data.classes: {printable(path)}: {problem}")
+    return classes
+
+
+def class_file_from_json(text: str) -> ClassFile:
+    """The class file that a checkpoint stores.
+
+    Raises:
+        pydantic.ValidationError: `text` is no class file.
+        ConfigError: a name, id or colour is given twice.
+    """
+    stored = _StoredClassFile.model_validate_json(text)
+    classes = replace(_resolve(stored, stored.name), given_colors=frozenset())
+    if problems := [finding.message for finding in _repeated(classes)]:
+        raise ConfigError("; ".join(problems))
+    return classes
+
+
+def known_names() -> list[str]:
+    """Names of the class files that come with segtrain."""
+    return sorted({path.stem for folder in _DIRECTORIES for path in folder.glob("*.yaml")})
+
+
+def _find(name_or_path: str) -> Path:
+    path = Path(os.path.expanduser(name_or_path))  # Path.expanduser raises for unknown users
+    if path.name == name_or_path and not path.suffix:
+        return _find_known(name_or_path)
+    if path.exists():
+        return path
+    beside = {p.stem: p for end in ("*.yaml", "*.yml") for p in path.parent.glob(end)}
+    near = nearest(path.stem, beside)
+    hint = f"; did you mean {printable(beside[near])}?" if near else ""
+    if not path.is_absolute():
+        here = printable(Path.cwd())
+        hint += f" (looked for from {here}; --set data.classes=PATH names another)"
+    raise ConfigError(f"data.classes: {printable(path)}: cannot be read: no such file{hint}")
+
+
+def _find_known(name: str) -> Path:
+    for folder in _DIRECTORIES:
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    known = known_names()
+    problem = f"data.classes: no class file named '{printable(name, MAX_NAME)}'"
+    if near := nearest(name, known):
+        raise ConfigError(f"{problem}; did you mean {near}?")
+    raise ConfigError(f"{problem}; expected one of {', '.join(known)}, or a path ending in .yaml")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _check_name(name: str) -> str:
+    if problem := name_problem(name):
+        raise ValueError(problem)
+    return name
+
+
+_Byte = Annotated[int, Field(ge=0, le=255)]
+_RawId = Annotated[int, Field(ge=0, le=MAX_RAW_ID)]
+
+
+class _ClassEntry(_Section):
+    name: Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
+    color: tuple[_Byte, _Byte, _Byte] | None = None
+    ids: Annotated[tuple[_RawId, ...], Field(min_length=1)] | None = None
+
+
+class _ClassFileEntry(_Section):
+    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1)]
+    ignore_ids: tuple[_RawId, ...] | None = None
+    ignore_color: tuple[_Byte, _Byte, _Byte] | None = None
+
+
+class _StoredClassFile(_ClassFileEntry):
+    name: str
+    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1, max_length=MAX_CLASSES)]
+
+
+def _parse(text: str, path: Path, *, needs_colors: bool) -> ClassFile:
+    document = scan_yaml(text, source=printable(path), example=_EXAMPLE)
+    _refuse_other_formats(document)
+    findings = [Finding(key, message, line=line) for key, line, message in document.problems]
+    entry = validate(_ClassFileEntry, _with_names(document.data))
+    if isinstance(entry, list):
+        refused = {problem.path for problem in document.problems}
+        findings += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
+    elif len(entry.classes) > MAX_CLASSES:
+        many = f"{len(entry.classes)} classes; at most {MAX_CLASSES} fit in a label"
+        findings.append(Finding(("classes",), many))
+    elif not findings:
+        classes = _resolve(entry, path.stem)
+        findings += _repeated(classes)
+        if needs_colors and (problem := _missing_colors(classes, quoted=True)):
+            first = min(set(range(classes.num_classes)) - classes.given_colors)
+            findings.append(Finding(("classes", first), problem))
+        if not findings:
+            return classes
+    raise ConfigError("\n".join(report(findings, lambda finding: _place(document, finding))))
+
+
+def _refuse_other_formats(document: Document) -> None:
+    """Refuses class lists as other tools write them, with the form that is expected here."""
+
+    def refuse(key: str, expected: str) -> NoReturn:
+        line = document.lines[key,]
+        raise ConfigError(f"{document.source}:{line}: {key}: expected {expected}")
+
+    if ("names",) in document.lines and ("classes",) not in document.lines:
+        refuse(
+            "names", f"the key 'classes' with a list in the order of the ids, such as '{_EXAMPLE}'"
+        )
+    classes = document.data.get("classes")
+    # In `{0: a, 1: b}` each key is refused, and the whole mapping is missing in the data.
+    has_bad_keys = any(
+        p.path == ("classes",) and p.message.startswith("a key must") for p in document.problems
+    )
+    if has_bad_keys or isinstance(classes, dict):
+        refuse(
+            "classes",
+            "a list, such as [background, crack], or a line '- {name: crack, ids: [1]}' for each "
+            "class",
+        )
+    if isinstance(classes, list) and classes and {type(c) for c in classes} <= {int, float}:
+        names = ", ".join(f'"{name}"' for name in classes[:3])
+        refuse(
+            "classes",
+            "names, got numbers; put names in quotes, such as "
+            f"[{names}{', ...' if len(classes) > 3 else ''}], or give each class a word: "
+            "[background, crack]",
+        )
+
+
+def _with_names(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` where a class that is only a name is an entry with that name."""
+    classes = data.get("classes")
+    if not isinstance(classes, list):
+        return data
+    entries = [{"name": entry} if isinstance(entry, str) else entry for entry in classes]
+    return {**data, "classes": entries}
+
+
+def _resolve(entry: _ClassFileEntry, name: str) -> ClassFile:
+    """The class file of `entry` with the defaults filled in."""
+    given = {c.color for c in entry.classes if c.color}
+    free = iter([color for color in default_palette(256) if color not in given])
+    classes = tuple(
+        SegClass(c.name, c.color or next(free), c.ids or (train_id,))
+        for train_id, c in enumerate(entry.classes)
+    )
+    ignore_ids = entry.ignore_ids
+    if ignore_ids is None:
+        is_class = any(IGNORE_INDEX in c.ids for c in classes)
+        ignore_ids = () if is_class else (IGNORE_INDEX,)
+    used = {c.color for c in classes}
+    unused = (c for c in (*_IGNORE_COLORS, *default_palette(256)) if c not in used)
+    return ClassFile(
+        printable(name, MAX_NAME),
+        classes,
+        ignore_ids,
+        entry.ignore_color or next(unused),
+        given_colors=frozenset(i for i, c in enumerate(entry.classes) if c.color),
+        ignores_color=entry.ignore_color is not None,
+    )
+
+
+def _repeated(class_file: ClassFile) -> Iterator[Finding]:
+    """Names, ids and colours that are given twice."""
+    names: set[str] = set()
+    colors: dict[Color, str] = {}
+    ids: dict[int, str] = {}
+    for i, c in enumerate(class_file.classes):
+        if c.name in names:
+            yield Finding(("classes", i, "name"), f"'{c.name}' is the name of two classes")
+        names.add(c.name)
+        if (other := colors.setdefault(c.color, c.name)) != c.name:
+            yield Finding(("classes", i, "color"), f"{list(c.color)} is also {other}")
+        for raw in c.ids:
+            if raw in ids:
+                yield Finding(("classes", i, "ids"), f"{raw} is also an id of {ids[raw]}")
+            ids[raw] = c.name
+    for i, raw in enumerate(class_file.ignore_ids):
+        if raw in ids:
+            yield Finding(("ignore_ids",), f"{raw} is also an id of {ids[raw]}")
+        elif raw in class_file.ignore_ids[:i]:
+            yield Finding(("ignore_ids",), f"{raw} is given twice")
+    color = class_file.ignore_color
+    if class_file.ignores_color and (other := colors.get(color)):
+        yield Finding(("ignore_color",), f"{list(color)} is also {other}")
+
+
+def _missing_colors(class_file: ClassFile, *, quoted: bool) -> str:
+    """Which classes have no colour in the file, by name or (not `quoted`) by number; empty: none.
+
+    For labels that hold colours.
+    """
+    missing = [i for i in range(class_file.num_classes) if i not in class_file.given_colors]
+    if not missing:
+        return ""
+    names = [class_file.names[i] if quoted else str(i) for i in missing]
+    shown = ", ".join(names[:_MAX_SHOWN])
+    if len(names) > _MAX_SHOWN:
+        shown += f" and {len(names) - _MAX_SHOWN} more"
+    if not quoted:
+        shown = f"number {shown}, counted from 0"
+    return (
+        f"data.label_format is colors, and {len(missing)} of {class_file.num_classes} classes have "
+        f"no `color`: {shown}; give each class its colour in the labels, such as "
+        f"{{name: {names[0] if quoted else 'crack'}, color: [255, 0, 0]}}"
+    )
+
+
+def _place(document: Document, finding: Finding) -> tuple[tuple[int, int], str]:
+    """`file:line` of the nearest key or item above the finding that is written in the file."""
+    above = (finding.path[:length] for length in range(len(finding.path), 0, -1))
+    lines = (document.lines[path] for path in above if path in document.lines)
+    line = finding.line or next(lines, 0)
+    return (0, line), f"{document.source}:{line}" if line else document.source
