@@ -225,9 +225,9 @@ def _data_check(args: argparse.Namespace) -> int:
     config = _load_config(args)  # refused before anything heavy is imported
     if found := wrong_units(config):
         raise ConfigError("\n".join(found))
-    from segtrain.data.check import checks as check
+    from segtrain.commands import data_check
 
-    return check.main(args)
+    return data_check.main(args)
 
 
 def _config_show(args: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ def calls(monkeypatch):
         "segtrain.commands.predict": module,
         "segtrain.export": module,
         "segtrain.synthetic": module,
-        "segtrain.data.check.checks": module,
+        "segtrain.commands.data_check": module,
     }
     for name, stand_in in stand_ins.items():
         parent, child = name.rsplit(".", 1)

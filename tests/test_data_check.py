@@ -13,8 +13,10 @@ from PIL import Image
 from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, TrainConfig
 from segtrain.data import open_dataset
-from segtrain.data.check.checks import quick_check, run
-from segtrain.data.check.report import as_text, enet_weights, median_frequency_weights
+from segtrain.data.check.class_weights import enet_weights, median_frequency_weights
+from segtrain.data.check.full import check_data
+from segtrain.data.check.quick import quick_check
+from segtrain.data.check.result import as_text
 from segtrain.errors import ConfigError, DataError
 
 SIZE = (6, 9)
@@ -56,12 +58,12 @@ def config(root, **data):
     )
 
 
-def kinds(report, severity="error"):
-    return {(f.split, f.kind) for f in report.findings if f.severity == severity}
+def kinds(result, severity="error"):
+    return {(f.split, f.kind) for f in result.issues if f.severity == severity}
 
 
-def finding(report, kind):
-    (found,) = [f for f in report.findings if f.kind == kind]
+def finding(result, kind):
+    (found,) = [f for f in result.issues if f.kind == kind]
     return found
 
 
@@ -71,13 +73,13 @@ def opened(root, **data):
 
 
 def test_good_data_has_no_findings(root):
-    report = run(config(root), jobs=1)
-    assert report.ok
-    assert report.findings == []
+    result = check_data(config(root), jobs=1)
+    assert result.ok
+    assert result.issues == []
 
 
 def test_pixels_and_images_are_counted_per_class(root):
-    train = run(config(root), jobs=1).scans[0]
+    train = check_data(config(root), jobs=1).scans[0]
     width = SIZE[1]
     assert train.pixels.tolist() == [3 * width, (1 + 5 + 6) * width, 1 * width]
     assert train.images.tolist() == [2, 3, 1]
@@ -87,7 +89,7 @@ def test_pixels_and_images_are_counted_per_class(root):
 def test_processes_count_what_one_process_counts(root):
     for i in range(260):  # enough for two processes
         write_pair(root, "train", f"more{i}", rows(i % 3, i % 2), seed=i)
-    one, two = (run(config(root), jobs=jobs) for jobs in (1, 2))
+    one, two = (check_data(config(root), jobs=jobs) for jobs in (1, 2))
     assert one.scans[0].pixels.tolist() == two.scans[0].pixels.tolist()
     assert as_text(one) == as_text(two)
 
@@ -101,24 +103,24 @@ def test_every_kind_of_damage_is_found_in_one_run(root):
     (root / "images/train/text.png").write_text("no picture")
     write_pair(root, "train", "values", rows(0, 7, 7, 9), seed=9)
     shutil.rmtree(root / "labels/val")
-    report = run(config(root), jobs=1)
-    assert not report.ok
-    assert kinds(report) == {
+    result = check_data(config(root), jobs=1)
+    assert not result.ok
+    assert kinds(result) == {
         ("train", "files"),
         ("train", "sizes"),
         ("train", "unreadable"),
         ("train", "values"),
         ("val", "split"),
     }
-    assert "unlabelled" in finding(report, "files").places[0]
-    assert "label 8x6" in finding(report, "sizes").places[0]
-    assert "text.png" in finding(report, "unreadable").places[0]
+    assert "unlabelled" in finding(result, "files").places[0]
+    assert "label 8x6" in finding(result, "sizes").places[0]
+    assert "text.png" in finding(result, "unreadable").places[0]
 
 
 def test_what_is_wrong_with_many_files_is_said_once_and_all_are_listed(root):
     for name in "abc":
         Image.new("RGB", (9, 6)).save(root / f"labels/train/{name}.png")
-    found = finding(run(config(root), jobs=1), "unreadable")
+    found = finding(check_data(config(root), jobs=1), "unreadable")
     assert found.text.startswith("3 files cannot be read: the label is RGB")
     assert found.places == [str(root / f"labels/train/{name}.png") for name in "abc"]
 
@@ -127,7 +129,7 @@ def test_what_is_wrong_with_many_files_is_said_once_and_all_are_listed(root):
 def test_unknown_values_come_with_their_labels_and_pixels(root):
     write_pair(root, "train", "v1", rows(0, 7, 7, 9), seed=9)
     write_pair(root, "train", "v2", rows(9, 0), seed=10)
-    places = finding(run(config(root), jobs=1), "values").places
+    places = finding(check_data(config(root), jobs=1), "values").places
     assert places == [
         f"9: {4 * SIZE[1]} pixels in 2 labels, first v1, v2",
         f"7: {2 * SIZE[1]} pixels in 1 labels, first v1",
@@ -140,9 +142,9 @@ def test_zero_and_255_masks_are_an_error_although_255_is_ignored(root):
     shutil.rmtree(root / "labels")
     write_pair(root, "train", "a", rows(0, 255), seed=1)
     write_pair(root, "val", "b", rows(0, 255), seed=2)
-    report = run(config(root), jobs=1)
-    assert kinds(report) == {("train", "one class"), ("val", "one class")}
-    assert "ids: [255]" in report.findings[0].text
+    result = check_data(config(root), jobs=1)
+    assert kinds(result) == {("train", "one class"), ("val", "one class")}
+    assert "ids: [255]" in result.issues[0].text
 
 
 def test_a_mask_whose_255_is_a_class_is_not_taken_for_train_ids(root):
@@ -151,38 +153,40 @@ def test_a_mask_whose_255_is_a_class_is_not_taken_for_train_ids(root):
         write_pair(root, "train", name, label, seed=ord(name))
     for name in "de":
         write_pair(root, "val", name, rows(0), seed=ord(name))
-    warned = run(config(root), jobs=1).findings
+    warned = check_data(config(root), jobs=1).issues
     assert "train ids" not in {finding.kind for finding in warned}
 
 
 def test_a_missing_root_is_one_finding_for_both_splits(root):
     data = DataConfig(layout="folders", root=str(root / "no"), classes=str(root / "toy.yaml"))
-    report = run(Config(data=data), jobs=1)
-    assert [(f.split, f.kind) for f in report.findings] == [("", "split")]
+    result = check_data(Config(data=data), jobs=1)
+    assert [(f.split, f.kind) for f in result.issues] == [("", "split")]
 
 
 def test_labels_that_cannot_be_read_say_nothing_about_classes(root):
     for name in "de":
         Image.new("RGB", (9, 6)).save(root / f"labels/val/{name}.png")
-    report = run(config(root), jobs=1)
-    assert kinds(report) == {("val", "unreadable")}
-    assert kinds(report, "warning") == set()
+    result = check_data(config(root), jobs=1)
+    assert kinds(result) == {("val", "unreadable")}
+    assert kinds(result, "warning") == set()
 
 
 def test_fewer_images_than_a_batch_are_a_warning(root):
     write_pair(root, "train", "more", rows(0, 1), seed=6)
-    assert kinds(run(config(root), jobs=1), "warning") == set()
+    assert kinds(check_data(config(root), jobs=1), "warning") == set()
     for name in ("more", "a"):
         (root / f"images/train/{name}.png").unlink()
         (root / f"labels/train/{name}.png").unlink()
-    assert finding(run(config(root), jobs=1), "few").text.startswith("2 images are fewer than")
+    assert finding(check_data(config(root), jobs=1), "few").text.startswith(
+        "2 images are fewer than"
+    )
 
 
 def test_the_median_size_is_shown_where_most_images_are_smaller_than_the_crop(root):
     write_pair(root, "train", "large", np.zeros((20, 30)), seed=6)
     settings = config(root)
     settings = settings.model_copy(update={"augment": AugmentConfig(crop_size=(8, 8))})
-    text = finding(run(settings, jobs=1), "small").text
+    text = finding(check_data(settings, jobs=1), "small").text
     assert text.startswith("3 of 4 images")
     assert text.endswith("the median size is [6, 9]")
 
@@ -190,14 +194,14 @@ def test_the_median_size_is_shown_where_most_images_are_smaller_than_the_crop(ro
 def test_files_that_count_from_1_get_that_advice(root):
     for name in "abc":
         write_pair(root, "train", name, rows(1, 2, 3, 255), seed=ord(name))
-    text = finding(run(config(root), jobs=1), "values").text
+    text = finding(check_data(config(root), jobs=1), "values").text
     assert "count from 1" in text
     assert "`ids: [1]` to `ids: [3]`" in text
 
 
 def test_one_more_class_than_the_class_file_names_gets_that_advice(root):
     write_pair(root, "train", "v", rows(0, 1, 2, 3), seed=9)
-    text = finding(run(config(root), jobs=1), "values").text
+    text = finding(check_data(config(root), jobs=1), "values").text
     assert text.endswith(
         "names 0..2: add the class to it, or, if those pixels are to be ignored, write "
         "`ignore_ids: [255, 3]` there"
@@ -207,10 +211,10 @@ def test_one_more_class_than_the_class_file_names_gets_that_advice(root):
 def test_the_advice_on_an_unknown_id_is_right_to_the_letter(root):
     """With a list of its own a class file ignores 255 no more."""
     write_pair(root, "train", "v", rows(0, 1, 254, 255), seed=9)
-    text = finding(run(config(root), jobs=1), "values").text
+    text = finding(check_data(config(root), jobs=1), "values").text
     line = re.search("write `(.*)` there", text).group(1)
     (root / "toy.yaml").write_text(f"{CLASSES}{line}\n")
-    assert ("train", "values") not in kinds(run(config(root), jobs=1))
+    assert ("train", "values") not in kinds(check_data(config(root), jobs=1))
 
 
 @pytest.mark.fault(65, 68)
@@ -221,18 +225,18 @@ def test_oddities_are_warnings(root):
     write_pair(root, "train", "lonely", rows(0), seed=12)
     (root / "images/train/lonely.png").unlink()
     write_pair(root, "train", "tiny", [[0, 1, 2, 2], [1, 1, 1, 1]], seed=13)
-    report = run(config(root), jobs=1)
-    assert report.ok
-    assert kinds(report, "warning") == {
+    result = check_data(config(root), jobs=1)
+    assert result.ok
+    assert kinds(result, "warning") == {
         ("train", "extra labels"),
         ("train", "all ignored"),
         ("train", "small"),
         ("train", "copies"),
         ("", "both splits"),
     }
-    assert finding(report, "both splits").places == ["a = f"]
-    assert finding(report, "copies").places == ["b = h"]
-    assert "1 of 6 images" in finding(report, "small").text
+    assert finding(result, "both splits").places == ["a = f"]
+    assert finding(result, "copies").places == ["b = h"]
+    assert "1 of 6 images" in finding(result, "small").text
 
 
 @pytest.mark.parametrize(
@@ -251,14 +255,14 @@ def test_images_are_measured_against_the_crop_as_resized(root, short_side_px, cr
         update={"augment": AugmentConfig(crop_size=crop_size)}
     )
     expected = {("train", "small")} if small else set()
-    assert kinds(run(settings, jobs=1), "warning") == expected
+    assert kinds(check_data(settings, jobs=1), "warning") == expected
 
 
 @pytest.mark.fault(72)
 def test_absent_classes_are_named_per_split(root):
     for name in "de":
         write_pair(root, "val", name, rows(0, 1), seed=ord(name))
-    absent = finding(run(config(root), jobs=1), "absent")
+    absent = finding(check_data(config(root), jobs=1), "absent")
     assert (absent.split, absent.places) == ("val", ["car"])
 
 
@@ -270,8 +274,8 @@ def test_train_ids_under_a_class_file_of_raw_ids_are_suspected(root):
     )
     for name in "abcde":
         write_pair(root, "train" if name in "abc" else "val", name, rows(0, 1, 2), seed=ord(name))
-    report = run(config(root), jobs=1)
-    assert ("train", "train ids") in kinds(report, "warning")
+    result = check_data(config(root), jobs=1)
+    assert ("train", "train ids") in kinds(result, "warning")
     train, val = quick_check(*opened(root))
     assert train.startswith("split 'train': by a sample of labels, no label holds an id above 2,")
     assert val.startswith("split 'val': ")
@@ -289,15 +293,15 @@ def test_exif_orientation_is_a_warning(root):
         # In a label it says nothing: ids are read as stored.
         label = Image.fromarray(rows(1).astype(np.uint8))
         label.save((root / "labels/train" / name).with_suffix(".png"), exif=exif)
-    assert finding(run(config(root), jobs=1), "orientation").places == ["y", "z"]
+    assert finding(check_data(config(root), jobs=1), "orientation").places == ["y", "z"]
 
 
 def test_one_split_for_both_purposes_is_a_warning(root):
-    report = run(config(root, eval_split="train"), jobs=1)
-    assert len(report.scans) == 1
-    assert kinds(report, "warning") == {("", "one split")}
+    result = check_data(config(root, eval_split="train"), jobs=1)
+    assert len(result.scans) == 1
+    assert kinds(result, "warning") == {("", "one split")}
     train = opened(root)[0]
-    assert quick_check(train, train) == [finding(report, "one split").text]
+    assert quick_check(train, train) == [finding(result, "one split").text]
 
 
 def test_labels_without_an_image_are_told_where_training_starts(root):
@@ -319,13 +323,13 @@ def test_colour_labels_are_counted_and_unknown_colours_reported(root):
     colors = np.array([[1, 2, 3], [9, 8, 7], [5, 5, 5], [0, 0, 7]], np.uint8)
     for path in root.glob("labels/*/*.png"):
         Image.fromarray(colors[rows(0, 0, 0, 1, 1, 2)]).save(path)
-    report = run(config(root, label_format="colors"), jobs=1)
-    assert report.ok
-    assert report.scans[0].pixels.tolist() == [3 * 27, 3 * 18]
-    assert report.scans[0].ignored_pixels == 3 * 9
+    result = check_data(config(root, label_format="colors"), jobs=1)
+    assert result.ok
+    assert result.scans[0].pixels.tolist() == [3 * 27, 3 * 18]
+    assert result.scans[0].ignored_pixels == 3 * 9
     Image.fromarray(colors[rows(0, 3)]).save(root / "labels/train/a.png")
-    report = run(config(root, label_format="colors"), jobs=1)
-    assert finding(report, "values").places == [f"(0, 0, 7): {5 * 9} pixels in 1 labels, first a"]
+    result = check_data(config(root, label_format="colors"), jobs=1)
+    assert finding(result, "values").places == [f"(0, 0, 7): {5 * 9} pixels in 1 labels, first a"]
 
 
 def test_a_colour_that_the_class_file_does_not_list_is_never_ignored_by_default(root):
@@ -334,18 +338,18 @@ def test_a_colour_that_the_class_file_does_not_list_is_never_ignored_by_default(
     colors = np.array([[1, 2, 3], [9, 8, 7], [0, 0, 0]], np.uint8)
     for path in root.glob("labels/*/*.png"):
         Image.fromarray(colors[rows(0, 1, 2)]).save(path)
-    report = run(config(root, label_format="colors"), jobs=1)
-    (found, _) = [one for one in report.findings if one.kind == "values"]
+    result = check_data(config(root, label_format="colors"), jobs=1)
+    (found, _) = [one for one in result.issues if one.kind == "values"]
     assert found.places == [f"(0, 0, 0): {3 * 4 * 9} pixels in 3 labels, first a, b, c"]
     assert "write `ignore_color: [0, 0, 0]` there" in found.text
     with pytest.raises(DataError, match=r"\[0, 0, 0\] \(36 pixels\).*`ignore_color: \[0, 0, 0\]`"):
         quick_check(*opened(root, label_format="colors"))
     (root / "toy.yaml").write_text(classes + "ignore_color: [0, 0, 0]\n")
-    assert run(config(root, label_format="colors"), jobs=1).findings == []
+    assert check_data(config(root, label_format="colors"), jobs=1).issues == []
 
 
 def test_median_frequency_weights_by_hand(root):
-    train = run(config(root), jobs=1).scans[0]
+    train = check_data(config(root), jobs=1).scans[0]
     assert train.pixels_beside.tolist() == [36 + 54, 36 + 54 + 54, 36]
     median = 27 / 90
     expected = [median / (27 / 90), median / (108 / 144), median / (9 / 36)]
@@ -468,7 +472,7 @@ def write_images(root, split, top, *, dtype=np.uint16, lowest=0):
 )
 def test_few_bits_of_16_are_an_error_with_the_repair(root, top, bits, left):
     write_images(root, "train", top, lowest=top)
-    found = finding(run(config(root), jobs=1), "faint")
+    found = finding(check_data(config(root), jobs=1), "faint")
     assert (found.severity, found.split, found.places) == ("error", "train", ["a", "b", "c"])
     assert f"at most {bits} of their 16 bits" in found.text
     assert f"no brighter than {left} of 255" in found.text
@@ -489,7 +493,7 @@ def test_a_burnt_in_pixel_does_not_hide_12_bits(root):
     for i, name in enumerate("abc"):
         write_pair(root, "train", name, np.arange(2000).reshape(40, 50) % 3)
         write_12_bits(root / f"images/train/{name}.png", seed=i, marked=True)
-    found = finding(run(config(root), jobs=1), "faint")
+    found = finding(check_data(config(root), jobs=1), "faint")
     assert (found.severity, found.places) == ("error", ["a", "b", "c"])
     assert "at most 12 of their 16 bits" in found.text
     with pytest.raises(DataError, match=r"split 'train', .*\.png: .*at most 12 of their 16"):
@@ -505,7 +509,7 @@ def test_most_images_of_12_bits_are_a_warning_at_the_start_too(root):
     for name in "bc":
         (root / f"images/train/{name}.png").unlink()
         (root / f"labels/train/{name}.png").unlink()
-    assert run(config(root), jobs=1).ok
+    assert check_data(config(root), jobs=1).ok
     (line,) = quick_check(*opened(root))
     assert "split 'train'" in line
     assert "at most 12 of their 16 bits" in line
@@ -513,7 +517,7 @@ def test_most_images_of_12_bits_are_a_warning_at_the_start_too(root):
 
 def test_images_of_all_16_bits_are_fine(root):
     write_images(root, "train", 65535)
-    assert run(config(root), jobs=1).findings == []
+    assert check_data(config(root), jobs=1).issues == []
     quick_check(*opened(root))
 
 
@@ -521,9 +525,9 @@ def test_a_dark_image_of_16_bits_among_bright_ones_is_a_warning(root):
     write_images(root, "train", 65535)
     dark = np.random.default_rng(9).integers(0, 4096, (*SIZE, 3)).astype(np.uint16)
     cv2.imwrite(str(root / "images/train/b.png"), dark)
-    report = run(config(root), jobs=1)
-    assert report.ok
-    assert finding(report, "faint").places == ["b"]
+    result = check_data(config(root), jobs=1)
+    assert result.ok
+    assert finding(result, "faint").places == ["b"]
     (line,) = quick_check(*opened(root))
     assert "images/train/b.png" in line
 
@@ -533,27 +537,27 @@ def test_a_camera_of_12_bits_among_images_of_8_is_an_error(root):
         write_pair(root, "train", f"m{i:02d}", rows(0, 1), seed=20 + i)
     values = np.random.default_rng(0).integers(0, 4096, (*SIZE, 3)).astype(np.uint16)
     cv2.imwrite(str(root / "images/train/m07.png"), values)
-    assert not run(config(root), jobs=1).ok
+    assert not check_data(config(root), jobs=1).ok
     with pytest.raises(DataError, match=r"m07\.png: the 16-bit images use at most 12"):
         quick_check(*opened(root))
 
 
 def test_values_of_0_and_1_saved_as_bytes_are_an_error(root):
     write_images(root, "val", 1, dtype=np.uint8)
-    assert kinds(run(config(root), jobs=1)) == {("val", "faint")}
+    assert kinds(check_data(config(root), jobs=1)) == {("val", "faint")}
     with pytest.raises(DataError, match=r"split 'val', .*brighter than 1 of 255"):
         quick_check(*opened(root))
 
 
 def test_a_split_of_black_images_is_an_error_and_a_single_one_a_warning(root):
     cv2.imwrite(str(root / "images/train/b.png"), np.zeros((*SIZE, 3), np.uint8))
-    report = run(config(root), jobs=1)
-    assert kinds(report, "warning") == {("train", "single colour")}
-    assert finding(report, "single colour").places == ["b"]
+    result = check_data(config(root), jobs=1)
+    assert kinds(result, "warning") == {("train", "single colour")}
+    assert finding(result, "single colour").places == ["b"]
     quick_check(*opened(root))
     for name in "ac":
         cv2.imwrite(str(root / f"images/train/{name}.png"), np.full((*SIZE, 3), 200, np.uint8))
-    assert kinds(run(config(root), jobs=1)) == {("train", "faint")}
+    assert kinds(check_data(config(root), jobs=1)) == {("train", "faint")}
     with pytest.raises(DataError, match="every image is of a single colour"):
         quick_check(*opened(root))
 
@@ -572,9 +576,9 @@ def test_one_bright_image_far_from_the_sample_is_enough(root):
 def test_images_of_formats_that_are_not_read_are_a_warning(root):
     for name in ("x.bmp", "y.tif"):
         (root / "images/train" / name).touch()
-    report = run(config(root), jobs=1)
-    assert report.ok
-    found = finding(report, "formats")
+    result = check_data(config(root), jobs=1)
+    assert result.ok
+    found = finding(result, "formats")
     assert found.text.startswith("2 images are left out: .bmp .tif is not read, only JPEG and PNG")
     assert found.places == [str(root / "images/train" / name) for name in ("x.bmp", "y.tif")]
     train, val = opened(root)
@@ -583,6 +587,6 @@ def test_images_of_formats_that_are_not_read_are_a_warning(root):
 
 def test_names_alone_are_refused_for_labels_in_colours(root):
     with pytest.raises(ConfigError, match=r"toy\.yaml:1: .*sky, road, car; give each class"):
-        run(config(root, label_format="colors"), jobs=1)
+        check_data(config(root, label_format="colors"), jobs=1)
     with pytest.raises(ConfigError, match=r"toy\.yaml:1: .*sky, road, car; give each class"):
         opened(root, label_format="colors")

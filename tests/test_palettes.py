@@ -5,7 +5,8 @@ import pytest
 from PIL import Image
 from test_data_check import config, finding, kinds, opened, rows, write_pair
 
-from segtrain.data.check.checks import quick_check, run
+from segtrain.data.check.full import check_data
+from segtrain.data.check.quick import quick_check
 from segtrain.data.class_file import load_class_file
 from segtrain.data.classes import default_palette
 from segtrain.errors import DataError
@@ -49,35 +50,35 @@ def quantize_labels(root):
 def test_quantized_labels_contradict_the_colours_of_the_class_file(root):
     (root / "toy.yaml").write_text(WITH_COLORS)
     quantize_labels(root)
-    report = run(config(root), jobs=1)
-    assert not report.ok
-    found = [one for one in report.findings if one.kind == "palette"]
+    result = check_data(config(root), jobs=1)
+    assert not result.ok
+    found = [one for one in result.issues if one.kind == "palette"]
     assert "set data.label_format: colors" in found[0].text
     with pytest.raises(DataError, match=r"palette contradicts class file toy.*label_format: colo"):
         quick_check(*opened(root))
-    assert run(config(root, label_format="colors"), jobs=1).ok
+    assert check_data(config(root, label_format="colors"), jobs=1).ok
 
 
 def test_quantized_labels_contradict_each_other(root):
     quantize_labels(root)
-    assert ("train", "palettes") in kinds(run(config(root), jobs=1))
+    assert ("train", "palettes") in kinds(check_data(config(root), jobs=1))
     warnings = quick_check(*opened(root))
     assert any("the same colours at different indices" in line for line in warnings)
 
 
 def test_a_colour_that_moved_where_colours_are_missing_is_a_warning(root):
     write_labels(root, lambda i: [*COLORS[1:], (9, 9, 9)] if i == 1 else COLORS)
-    report = run(config(root), jobs=1)
-    assert kinds(report, "warning") == {("train", "palettes")}
-    assert "[128, 64, 128] is 1 in a and 0 in b" in finding(report, "palettes").text
+    result = check_data(config(root), jobs=1)
+    assert kinds(result, "warning") == {("train", "palettes")}
+    assert "[128, 64, 128] is 1 in a and 0 in b" in finding(result, "palettes").text
 
 
 def test_an_ignored_index_with_the_colour_of_a_class_is_refused(root):
     classes = WITH_COLORS.replace("142]}", "142], ids: [3]}") + "ignore_ids: [2]\n"
     (root / "toy.yaml").write_text(classes)
     write_labels(root, lambda i: COLORS)
-    report = run(config(root), jobs=1)
-    assert "index 2 is ignored, but has the color [0, 0, 142] of 'car'" in report.findings[0].text
+    result = check_data(config(root), jobs=1)
+    assert "index 2 is ignored, but has the color [0, 0, 142] of 'car'" in result.issues[0].text
 
 
 @pytest.mark.parametrize(
@@ -94,20 +95,20 @@ def test_palettes_that_say_nothing_else_pass(root, palette):
     if len(palette) < 256:
         (root / "toy.yaml").write_text(WITH_COLORS)
     write_labels(root, lambda i: palette)
-    assert run(config(root), jobs=1).findings == []
+    assert check_data(config(root), jobs=1).issues == []
     assert quick_check(*opened(root)) == []
 
 
 def test_a_grey_ramp_passes_where_a_class_is_black(root):
     (root / "toy.yaml").write_text(WITH_COLORS.replace("128, 64, 128", "0, 0, 0"))
     write_labels(root, lambda i: [(j, j, j) for j in range(256)])
-    assert run(config(root), jobs=1).findings == []
+    assert check_data(config(root), jobs=1).issues == []
     assert quick_check(*opened(root)) == []
 
 
 def test_palettes_that_differ_and_share_no_colour_elsewhere_pass(root):
     write_labels(root, lambda i: [(0, 0, 0), (10 * i, 1, 1), (3, 10 * i, 3)])
-    assert run(config(root), jobs=1).findings == []
+    assert check_data(config(root), jobs=1).issues == []
     assert quick_check(*opened(root)) == []
 
 
@@ -124,5 +125,5 @@ def test_the_palettes_of_known_data_sets_pass(root, name, first):
         label = Image.fromarray(values, mode="P")
         label.putpalette([value for color in default_palette(256) for value in color])
         label.save(path)
-    assert kinds(run(config(root), jobs=1)) == set()
+    assert kinds(check_data(config(root), jobs=1)) == set()
     assert quick_check(*opened(root)) == []

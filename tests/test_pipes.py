@@ -240,7 +240,8 @@ def test_findings_that_could_not_be_kept_are_refused_before_the_check(
 ):
     pipe("pipe")
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr("segtrain.data.check.checks.run", lambda *_, **__: pytest.fail("too late"))
+    check = "segtrain.commands.data_check.check_data"
+    monkeypatch.setattr(check, lambda *_, **__: pytest.fail("too late"))
     file = write_config(tmp_path / "c.yaml", small(tmp_path))
     assert segtrain(["data", "check", str(file), "--json", str(tmp_path / place)]) == 2
     assert re.search(rf"--json .*/{place}: is a {place}", capsys.readouterr().err)

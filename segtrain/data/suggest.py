@@ -1,8 +1,9 @@
 """Likely reasons why label ids do not fit a class file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from segtrain.data.classes import ClassFile
+from segtrain.text import MAX_NAME, printable
 
 _CITYSCAPES_CLASSES, _CITYSCAPES_LAST_ID = 19, 33
 # More unknown ids than this come from a photograph or from resizing with interpolation.
@@ -61,6 +62,28 @@ def looks_like_train_ids(counts: dict[int, int], class_file: ClassFile) -> bool:
     # A class with id 255 is the foreground of a 0/255 mask, not a raw id.
     last = max((i for c in class_file.classes for i in c.ids if i != 255), default=0)
     return max(ids) < class_file.num_classes <= last
+
+
+def train_ids(ids: Iterable[int]) -> str:
+    """A warning about `ids` that look like train ids."""
+    return (
+        f"no label holds an id above {max(i for i in ids if i != 255)}, although the class file "
+        "goes further: these may be train ids where raw ids are expected"
+    )
+
+
+def single_class(present: Sequence[str], *, is_mask: bool) -> str:
+    """Why labels with the classes `present`, at most one, cannot be what is meant.
+
+    is_mask: whether the labels are masks of 0 and 255.
+    """
+    occurs = f"only '{printable(present[0], MAX_NAME)}' ever" if present else "no class ever"
+    text = (
+        f"{occurs} occurs; every other pixel is ignored: check ids and ignore_ids in the class file"
+    )
+    if is_mask:
+        text += ". For a 0/255 mask give the foreground `ids: [255]` and set `ignore_ids: []`"
+    return text
 
 
 def _counts_from_zero(class_file: ClassFile) -> bool:

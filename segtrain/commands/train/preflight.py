@@ -11,7 +11,7 @@ from torch import nn
 
 from segtrain import __version__
 from segtrain.config import Config
-from segtrain.data.check.checks import quick_check
+from segtrain.data.check.quick import quick_check
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import bytes_in_flight, num_loader_workers
 from segtrain.data.photometric import check_extra

@@ -1,0 +1,37 @@
+"""`segtrain data check CONFIG`: reads both splits completely and lists all that is wrong or odd."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from segtrain.config import load_config
+from segtrain.data.check.full import check_data
+from segtrain.data.check.result import as_json, as_text
+from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError
+from segtrain.files import output_place, write_output
+from segtrain.text import printable_lines
+
+
+def main(args: argparse.Namespace) -> int:
+    """The exit code: 0 without errors (warnings are allowed), else 3."""
+    config = load_config(args.config, args.set)
+    with ExitStack() as stack:
+        if args.json is not None:
+            with _json_errors(args.json):
+                stack.enter_context(output_place(args.json))
+        result = check_data(config, jobs=args.jobs)
+        if args.json is not None:
+            with _json_errors(args.json):
+                write_output(args.json, as_json(result) + "\n")
+    text = as_text(result)
+    print("\n".join(printable_lines(text, len(text) + 1)))
+    return EXIT_OK if result.ok else EXIT_DATA
+
+
+@contextmanager
+def _json_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {(error.strerror or '').lower()}") from error

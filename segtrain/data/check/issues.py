@@ -1,0 +1,180 @@
+"""The issues of a data set, from its listing and the counts of all its pixels."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from segtrain.config import Config
+from segtrain.data.brightness import lost_bits, whole_split_problem
+from segtrain.data.check.bad_file import BadFile, by_reason
+from segtrain.data.check.palettes import class_problem, moved_colors
+from segtrain.data.check.result import Issue
+from segtrain.data.check.scan import SplitScan
+from segtrain.data.classes import ClassFile
+from segtrain.data.labels import unknown_colors, unknown_ids
+from segtrain.data.layouts import Listing, extra_labels_text, left_out_text
+from segtrain.data.suggest import looks_like_train_ids, single_class, train_ids
+from segtrain.text import printable
+
+ONE_SPLIT = "data.train_split and data.eval_split are the same: scores are of training images"
+
+
+def listing_issues(split: str, listing: Listing) -> Iterator[Issue]:
+    """Issues of the names of the files."""
+    if problems := listing.problems:
+        text = f"{len(problems)} files are missing or named wrongly"
+        yield Issue("error", split, "files", text, problems)
+    if clashes := listing.warnings:
+        text = f"{len(clashes)} names clash on some file systems"
+        yield Issue("warning", split, "names", text, clashes)
+    if files := listing.left_out:
+        places = list(map(printable, files))
+        yield Issue("warning", split, "formats", left_out_text(files), places)
+    if files := listing.extra_labels:
+        places = list(map(printable, files))
+        yield Issue("warning", split, "extra labels", extra_labels_text(files), places)
+
+
+def split_issues(scan: SplitScan, classes: ClassFile) -> Iterator[Issue]:
+    """Issues of the files of one split, whatever it is used for."""
+    yield from _file_issues(scan)
+    if scan.unknown:
+        yield _unknown_values(scan, classes)
+    if names := scan.all_ignored:
+        text = f"{len(names)} labels hold nothing but ignored pixels"
+        yield Issue("warning", scan.split, "all ignored", text, names)
+    if names := scan.turned:
+        text = f"{len(names)} images carry an EXIF orientation, which is ignored"
+        yield Issue("warning", scan.split, "orientation", text, names)
+    yield from _brightness_issues(scan)
+    yield from _palette_issues(scan, classes)
+    yield from _class_issues(scan, classes)
+
+
+def training_issues(scan: SplitScan, config: Config) -> Iterator[Issue]:
+    """Issues of the training split: images smaller than the crop, or fewer than a batch."""
+    crop_height, crop_width = config.augment.crop_size
+    short_side = config.data.short_side_px
+    total, small = scan.sizes.total(), 0
+    for size, count in scan.sizes.items():
+        height, width = _resized(size, short_side)
+        if round(height) < crop_height or round(width) < crop_width:
+            small += count
+    if small:
+        text = (
+            f"{small} of {total} images are smaller than augment.crop_size "
+            f"{[crop_height, crop_width]} and are padded with ignored pixels"
+        )
+        if 2 * small > total:
+            sizes = [_resized(size, short_side) for size in scan.sizes.elements()]
+            median = [int(side) for side in np.median(sizes, axis=0)]
+            text += f"; the median size is {median}"
+        yield Issue("warning", scan.split, "small", text)
+    batch = config.train.batch_size
+    if 0 < scan.num_pairs < batch:
+        text = (
+            f"{scan.num_pairs} images are fewer than train.batch_size {batch}: a batch repeats some"
+        )
+        yield Issue("warning", scan.split, "few", text)
+
+
+def shared_image_issues(scans: Sequence[SplitScan], *, is_one_split: bool) -> Iterator[Issue]:
+    """Images that occur more than once, in one split or in both."""
+    if is_one_split:
+        yield Issue("warning", "", "one split", ONE_SPLIT)
+    for scan in scans:
+        copies = [" = ".join(map(printable, names)) for names in scan.digests.values() if names[1:]]
+        if copies:
+            text = f"{len(copies)} images occur more than once"
+            yield Issue("warning", scan.split, "copies", text, copies)
+    if len(scans) == 2:
+        first, second = (scan.digests for scan in scans)
+        shared = [
+            f"{printable(first[digest][0])} = {printable(second[digest][0])}"
+            for digest in first
+            if digest in second
+        ]
+        if shared:
+            text = f"{len(shared)} images are in both splits: the scores will be too good"
+            yield Issue("warning", "", "both splits", text, shared)
+
+
+def _file_issues(scan: SplitScan) -> Iterator[Issue]:
+    """Files that cannot be read, and labels whose size is not that of the image."""
+    single = []
+    for reason, places in by_reason(scan.bad_files).items():
+        if places[1:]:
+            text = f"{len(places)} files cannot be read: {reason}"
+            yield Issue("error", scan.split, "unreadable", text, places)
+        else:
+            single.append(f"{places[0]}: {reason}")
+    if single:
+        text = f"{len(single)} files cannot be read"
+        yield Issue("error", scan.split, "unreadable", text, single)
+    if problems := scan.size_problems:
+        text = f"{len(problems)} labels differ from their image in size"
+        yield Issue("error", scan.split, "sizes", text, problems)
+
+
+def _unknown_values(scan: SplitScan, classes: ClassFile) -> Issue:
+    by_pixels = sorted(scan.unknown.items(), key=lambda item: -item[1].pixels)
+    if scan.values:
+        text = unknown_ids(scan.values, classes)
+    else:
+        text = unknown_colors({v: u.pixels for v, u in scan.unknown.items()}, classes)
+    places = [
+        f"{value}: {unknown.pixels} pixels in {len(unknown.labels)} labels, first "
+        + ", ".join(map(printable, unknown.labels[:3]))
+        for value, unknown in by_pixels
+    ]
+    return Issue("error", scan.split, "values", text, places)
+
+
+def _brightness_issues(scan: SplitScan) -> Iterator[Issue]:
+    images = scan.brightness
+    lost = [image for image in images if image.lost]
+    if problem := whole_split_problem(images):
+        places = [image.name for image in lost or images]
+        yield Issue("error", scan.split, "faint", problem, places)
+        return
+    if lost:
+        text = f"{len(lost)} {lost_bits(lost)}, if these are not just dark"
+        yield Issue("warning", scan.split, "faint", text, [image.name for image in lost])
+    if flat := [image.name for image in images if image.flat]:
+        text = f"{len(flat)} images are of a single colour"
+        yield Issue("warning", scan.split, "single colour", text, flat)
+
+
+def _palette_issues(scan: SplitScan, classes: ClassFile) -> Iterator[Issue]:
+    bad = [
+        BadFile(printable(name), problem)
+        for name, palette in scan.palettes.items()
+        if (problem := class_problem(palette, classes))
+    ]
+    for reason, places in by_reason(bad).items():
+        labels = "1 label" if len(places) == 1 else f"{len(places)} labels"
+        yield Issue("error", scan.split, "palette", f"in {labels} {reason}", places)
+    moved, is_permutation = moved_colors(scan.palettes)
+    if moved:
+        yield Issue("error" if is_permutation else "warning", scan.split, "palettes", moved)
+
+
+def _class_issues(scan: SplitScan, classes: ClassFile) -> Iterator[Issue]:
+    if not scan.pixels.any() and not scan.ignored_pixels:  # no label could be read
+        return
+    present = [name for name, pixels in zip(classes.names, scan.pixels, strict=True) if pixels]
+    absent = [name for name in classes.names if name not in present]
+    if classes.num_classes > 1 and len(present) < 2 and not scan.unknown:
+        text = single_class(present, is_mask=set(scan.values) == {0, 255})
+        yield Issue("error", scan.split, "one class", text)
+    elif absent:
+        text = f"{len(absent)} of {classes.num_classes} classes never occur"
+        yield Issue("warning", scan.split, "absent", text, absent)
+    if looks_like_train_ids(scan.values, classes):
+        yield Issue("warning", scan.split, "train ids", train_ids(scan.values))
+
+
+def _resized(size: tuple[int, int], short_side: int | None) -> tuple[float, float]:
+    """Height and width at which crops are taken from an image of this size."""
+    scale = short_side / min(size) if short_side else 1
+    return size[0] * scale, size[1] * scale
