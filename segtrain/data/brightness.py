@@ -1,7 +1,7 @@
-"""Images of which reading leaves next to nothing: few bits of 16, values of 0..1, a single colour.
+"""Images that are nearly empty after reading: few of 16 bits used, values of 0..1, one colour.
 
-Nothing fails there, and what is trained has seen nothing. A dark image is no mistake, a data set of
-dark images only is.
+No step fails with such images, but the model has seen nothing. One dark image is no mistake; a data
+set of dark images only is.
 """
 
 from collections.abc import Sequence
@@ -10,20 +10,20 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-# A sensor's 14 bits reach 63 of 255 when the high byte is taken of them, 12 bits reach 15.
+# Reading keeps the high byte: a sensor's 14 bits reach 63 of 255 then, 12 bits reach 15.
 _FAINT_16_BIT = 64
 _FAINT = 16
 _DEEP = 16
-# The brightest samples of a deep image that say nothing: burnt-in marks, hot pixels.
-_LEFT_OUT = 1000  # one of so many
+# Of a deep image the brightest sample in 1000 is left out: burnt-in marks, hot pixels.
+_LEFT_OUT = 1000
 
 
 class Brightness(NamedTuple):
-    """What of an image matters here.
+    """How bright one image is.
 
     name: its path or name, for messages.
-    depth: bits of a sample in the file.
-    peak: the largest sample once it is read, 0..255; of a deep image without the brightest 0.1 %.
+    depth: bits per sample in the file.
+    peak: largest sample after reading, 0..255; of a 16-bit image without the brightest 0.1 %.
     flat: whether all pixels are equal.
     """
 
@@ -34,28 +34,22 @@ class Brightness(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """Whether 16 bits were stored and so few of them used that the high byte is next to 0."""
+        """Whether the file has 16 bits and uses so few that the high byte is nearly 0."""
         return self.depth == _DEEP and self.peak < _FAINT_16_BIT
 
 
 def brightness(image: np.ndarray, depth: int, name: str) -> Brightness:
-    """Of an image (H, W, 3) uint8 as it was read from a file of `depth` bits a sample."""
+    """Of an image (H, W, 3) uint8, read from a file of `depth` bits per sample."""
     first = image[0, 0]
+    # The first row nearly always decides, and saves a pass over the image.
     flat = bool((image[0] == first).all()) and bool((image == first).all())
     peak = _high_percentile(image) if depth == _DEEP else int(image.max())
     return Brightness(name, depth, peak, flat)
 
 
-def _high_percentile(image: np.ndarray) -> int:
-    """The largest sample of (H, W, 3) uint8 when the brightest 0.1 % are left out."""
-    hist = cv2.calcHist([np.ascontiguousarray(image).reshape(-1)], [0], None, [256], [0, 256])
-    above = np.cumsum(hist.reshape(-1)[::-1])  # (256,): samples of at least 255, 254, ...
-    return 255 - int(np.argmax(above > image.size // _LEFT_OUT))
-
-
 def lost_bits(images: Sequence[Brightness]) -> str:
-    """What to say of 16-bit images that are `lost`."""
-    peak = max(one.peak for one in images)
+    """A message about 16-bit images that are `lost`."""
+    peak = max(image.peak for image in images)
     bits = 8 + peak.bit_length()
     return (
         f"16-bit images use at most {bits} of their 16 bits, and reading takes the high 8: "
@@ -65,16 +59,23 @@ def lost_bits(images: Sequence[Brightness]) -> str:
 
 
 def whole_split_problem(images: Sequence[Brightness]) -> str:
-    """Why images that are all like these cannot be what was meant; empty if they can."""
-    deep = [one for one in images if one.depth == _DEEP]
-    if deep and all(one.lost for one in deep):
+    """Why these images, if they are all, cannot be what is meant; empty if they can."""
+    deep = [image for image in images if image.depth == _DEEP]
+    if deep and all(image.lost for image in deep):
         return f"the {lost_bits(deep)}"
-    if images and all(one.flat for one in images):
-        return "every image is of a single colour; were they saved as they were meant?"
-    peak = max((one.peak for one in images), default=_FAINT)
+    if images and all(image.flat for image in images):
+        return "every image is of a single colour; were they saved correctly?"
+    peak = max((image.peak for image in images), default=_FAINT)
     if peak < _FAINT:
         return (
             f"nothing in the images is brighter than {peak} of 255: are they labels, or values of "
             "another unit such as 0..1? Rescale them to 0..255"
         )
     return ""
+
+
+def _high_percentile(image: np.ndarray) -> int:
+    """The largest sample of (H, W, 3) uint8 without the brightest 0.1 %."""
+    hist = cv2.calcHist([np.ascontiguousarray(image).reshape(-1)], [0], None, [256], [0, 256])
+    above = np.cumsum(hist.reshape(-1)[::-1])  # (256,): samples of at least 255, 254, ...
+    return 255 - int(np.argmax(above > image.size // _LEFT_OUT))

@@ -1,1 +1,1 @@
-"""Checks of a data set before device time is spent on it."""
+"""Checks of a data set before it costs time on a GPU."""

@@ -1,8 +1,8 @@
-"""Palettes of label files, which say what an index was meant to be where ids are read.
+"""Palettes of label files, compared with the class file and with each other.
 
-Ids are the indices, never the colours. Where an image of colours was reduced to a palette file by
-file, the indices are in another order in each file and the colours are still right: nothing fails,
-and training learns noise.
+segtrain reads the indices, never the colours. If a tool reduced RGB labels to a palette file by
+file, the colours are right, but each file has other indices. No step fails, and training learns
+noise.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,15 +14,15 @@ from segtrain.text import MAX_NAME, printable
 # The colour of each index that occurs in a label.
 Palette = Mapping[int, Color]
 _REPAIR = "if the colours are right and the indices are not, set data.label_format: colors"
-# Different palettes to compare with: an accident of one file is met early.
+# Different palettes to compare each label with.
 _MAX_COMPARED = 64
-_SHOWN = 3
+_MAX_SHOWN = 3
 
 
 def used_palette(colors: list[Color], values: Iterable[int]) -> dict[int, Color]:
     """The colours of those `values` that the palette `colors` of a label names.
 
-    Empty for a grey ramp, in which the colour is the index and says nothing more.
+    Empty for a grey ramp, where each colour only repeats its index.
     """
     if all(color == (i, i, i) for i, color in enumerate(colors)):
         return {}
@@ -30,10 +30,7 @@ def used_palette(colors: list[Color], values: Iterable[int]) -> dict[int, Color]
 
 
 def class_problem(palette: Palette, classes: ClassFile) -> str:
-    """Why a label of this palette contradicts the class file; empty if it does not.
-
-    An index contradicts it if its colour is the `color` that the file gives another class.
-    """
+    """Which indices have the `color` that the class file gives another class; empty if none."""
     owner = {classes.palette[i]: i for i in classes.given_colors}
     wrong = []
     for index, color in palette.items():
@@ -46,18 +43,18 @@ def class_problem(palette: Palette, classes: ClassFile) -> str:
             wrong.append(f"index {index} is {name}, but has the color {list(color)} of '{other}'")
     if not wrong:
         return ""
-    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    more = f"; and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
     return (
-        f"the palette contradicts class file {classes.name}: {'; '.join(wrong[:_SHOWN])}{more}; "
-        f"{_REPAIR}; if the indices are right, correct `color` in the class file"
+        f"the palette contradicts class file {classes.name}: {'; '.join(wrong[:_MAX_SHOWN])}{more};"
+        f" {_REPAIR}; if the indices are right, correct `color` in the class file"
     )
 
 
 def moved_colors(labels: Mapping[str, Palette]) -> tuple[str, bool]:
-    """Two labels of which one has the other's colours at other indices, as text, "" if none are.
+    """Names two labels that have one colour at different indices; "" if there are none.
 
-    Palettes that merely differ are no mistake. Returns also whether both labels hold exactly the
-    same colours.
+    Also returns whether the two labels hold exactly the same colours. Palettes that only have
+    different colours are no mistake.
 
     labels: the palette of each label by its name.
     """
@@ -65,15 +62,19 @@ def moved_colors(labels: Mapping[str, Palette]) -> tuple[str, bool]:
     compared: dict[tuple[tuple[int, Color], ...], str] = {}
     common: dict[int, Color] = {}
     for name, palette in labels.items():
-        if all(common.setdefault(i, color) == color for i, color in palette.items()):
-            compared.setdefault(tuple(palette.items()), name)
-            continue
-        for items, other in islice(compared.items(), _MAX_COMPARED):
+        # Most labels agree with all before them, and need no comparison with each palette.
+        agrees = all(common.setdefault(i, color) == color for i, color in palette.items())
+        for items, other in islice(compared.items(), 0 if agrees else _MAX_COMPARED):
             before = dict(items)
             moved = _moved(before, palette)
             if moved is None:
                 continue
-            text = _moved_text(other, name, before, moved)
+            i, j = moved
+            text = (
+                f"labels have the same colours at different indices: {list(before[i])} is {i} in "
+                f"{printable(other)} and {j} in {printable(name)}, and ids are the indices; were "
+                f"the palettes made file by file? {_REPAIR}"
+            )
             if set(before.values()) == set(palette.values()):
                 return text, True
             found = found or text
@@ -82,21 +83,9 @@ def moved_colors(labels: Mapping[str, Palette]) -> tuple[str, bool]:
 
 
 def _moved(before: Palette, now: Palette) -> tuple[int, int] | None:
-    """An index of `before` whose colour is at another index in `now`, and that index.
-
-    The first index holds another colour in `now`.
-    """
-    place = {color: i for i, color in now.items()}
+    """An index of `before` that has another colour in `now`, and where its colour is in `now`."""
+    index = {color: i for i, color in now.items()}
     for i, color in before.items():
-        if i in now and now[i] != color and color in place:
-            return i, place[color]
+        if i in now and now[i] != color and color in index:
+            return i, index[color]
     return None
-
-
-def _moved_text(first: str, second: str, before: Palette, moved: tuple[int, int]) -> str:
-    i, j = moved
-    return (
-        f"labels have the same colours at different indices: {list(before[i])} is {i} in "
-        f"{printable(first)} and {j} in {printable(second)}, and ids are the indices; were the "
-        f"palettes made file by file? {_REPAIR}"
-    )
