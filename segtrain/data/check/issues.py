@@ -117,16 +117,15 @@ def _file_issues(scan: SplitScan) -> Iterator[Issue]:
 
 
 def _unknown_values(scan: SplitScan, classes: ClassFile) -> Issue:
-    by_pixels = sorted(scan.unknown.items(), key=lambda item: -item[1].pixels)
     if scan.values:
         text = unknown_ids(scan.values, classes)
     else:
-        text = unknown_colors({v: u.pixels for v, u in scan.unknown.items()}, classes)
-    places = [
-        f"{value}: {unknown.pixels} pixels in {len(unknown.labels)} labels, first "
-        + ", ".join(map(printable, unknown.labels[:3]))
-        for value, unknown in by_pixels
-    ]
+        text = unknown_colors(scan.unknown, classes)
+    places = []
+    for value, num_pixels in scan.unknown.most_common():
+        labels = scan.unknown_labels[value]
+        first = ", ".join(map(printable, labels[:3]))
+        places.append(f"{value}: {num_pixels} pixels in {len(labels)} labels, first {first}")
     return Issue("error", scan.split, "values", text, places)
 
 

@@ -4,14 +4,12 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-import numpy as np
-
-from segtrain.data.brightness import brightness
 from segtrain.data.check.bad_file import BadFile, by_reason
-from segtrain.data.check.faint import faint_problem, faint_warnings
+from segtrain.data.check.faint import check_brightness, spread
 from segtrain.data.check.issues import ONE_SPLIT
 from segtrain.data.check.palettes import Palette, class_problem, moved_colors, used_palette
 from segtrain.data.classes import IGNORE_INDEX
@@ -37,7 +35,7 @@ _HEADER_THREADS = 16
 _SAMPLES = 4
 # Labels to look at before their ids are called train ids.
 _ID_SAMPLES = 32
-# Part of the classes whose raw id must differ from all train ids for that.
+# The part of the classes whose raw ids are no train ids must be at least this for that.
 _MIN_TELLING = 0.25
 
 
@@ -48,7 +46,7 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
         DataError: training would stop at this data: files that are not PNG or JPEG, sizes that
             differ, labels of a wrong kind (all are counted, the first ten shown); or, in the sample
             of pairs, files that cannot be read, unknown label values, a palette that contradicts
-            the class file, next to black images; or labels of a single class.
+            the class file, nearly black images; or labels of a single class.
     """
     if train.split == evaluation.split:
         return [ONE_SPLIT, *_check_split(train)]
@@ -56,17 +54,12 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
 
 
 def _check_split(dataset: SegDataset) -> list[str]:
-    depths = dict(enumerate(_check_headers(dataset)))
-    sample = range(0, len(dataset), max(1, len(dataset) // _SAMPLES))
-    labels, seen = [], []
-    for i in sample:
-        image, label = dataset[i]
-        labels.append(label)
-        seen.append(brightness(image, depths[i], printable(dataset.pairs[i].image)))
-    _refuse_single_class(dataset, labels)
-    if problem := faint_problem(dataset, depths, seen):
+    depths = _check_headers(dataset)
+    sample = [dataset.pairs[i] for i in spread(range(len(dataset)), _SAMPLES)]
+    _refuse_single_class(dataset, sample)
+    problem, warnings = check_brightness(dataset, dict(enumerate(depths)))
+    if problem:
         raise DataError(problem)
-    warnings = faint_warnings(dataset, seen)
     if dataset.label_format == "ids":
         lines = [_check_palettes(dataset, sample), _train_ids_warning(dataset, sample)]
         warnings += [f"split {dataset.split!r}: {line}" for line in lines if line]
@@ -75,17 +68,15 @@ def _check_split(dataset: SegDataset) -> list[str]:
 
 def _check_headers(dataset: SegDataset) -> list[int]:
     """The bit depth of each image; refuses pairs that cannot be read, as far as headers tell."""
+    check = partial(_check_header, label_format=dataset.label_format)
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        found = list(
-            pool.map(lambda pair: _check_header(pair, dataset.label_format), dataset.pairs)
-        )
-    bad_files = [result for result in found if isinstance(result, BadFile)]
+        found = list(pool.map(check, dataset.pairs))
+    bad_files = by_reason(result for result in found if isinstance(result, BadFile))
     if bad_files:
-        lines = [
-            f"{places[0]}: {reason}"
-            + (f" ({len(places)} files are like this)" if places[1:] else "")
-            for reason, places in by_reason(bad_files).items()
-        ]
+        lines = []
+        for reason, places in bad_files.items():
+            more = f" ({len(places)} files are like this)" if places[1:] else ""
+            lines.append(f"{places[0]}: {reason}{more}")
         raise DataError(first_lines(f"split {dataset.split!r}", lines))
     return found
 
@@ -105,50 +96,50 @@ def _check_header(pair: Pair, label_format: str) -> BadFile | int:
     return image.depth
 
 
-def _refuse_single_class(dataset: SegDataset, sample: Sequence[np.ndarray]) -> None:
+def _refuse_single_class(dataset: SegDataset, sample: Sequence[Pair]) -> None:
     """Refuses labels with a single class beside ignored pixels: any model scores 100 % there.
 
-    The sample nearly always holds two classes; if not, labels are read until a second is found.
+    Reads the labels of the sample, and more only until a second class is found.
     """
     classes = dataset.classes
-    values = {int(value) for label in sample for value in np.unique(label)}
-    rest = iter(dataset.pairs)
-    while classes.num_classes > 1 and len(values - {IGNORE_INDEX}) < 2:
-        pair = next(rest, None)
-        if pair is None:
-            names = [classes.names[i] for i in values - {IGNORE_INDEX}]
-            text = single_class(names, is_mask=_holds_masks(dataset))
-            raise DataError(f"split {dataset.split!r}: {text}")
-        label = read_label(pair.label, classes, dataset.label_format)
-        values.update(int(value) for value in np.unique(label))
+    values: set[int] = set()
+    for number, pair in enumerate([*sample, *dataset.pairs]):
+        is_settled = classes.num_classes == 1 or len(values - {IGNORE_INDEX}) > 1
+        if number >= len(sample) and is_settled:
+            return
+        values.update(count_ids(read_label(pair.label, classes, dataset.label_format)))
+    names = [classes.names[i] for i in values - {IGNORE_INDEX}]
+    if classes.num_classes > 1 and len(names) < 2:
+        text = single_class(names, is_mask=_holds_masks(dataset))
+        raise DataError(f"split {dataset.split!r}: {text}")
 
 
 def _holds_masks(dataset: SegDataset) -> bool:
     """Whether the first label is a mask of 0 and 255."""
     if dataset.label_format == "colors":
         return False
-    return set(np.unique(read_raw_label(dataset.pairs[0].label)).tolist()) == {0, 255}
+    return set(count_ids(read_raw_label(dataset.pairs[0].label))) == {0, 255}
 
 
-def _check_palettes(dataset: SegDataset, sample: Iterable[int]) -> str:
+def _check_palettes(dataset: SegDataset, sample: Sequence[Pair]) -> str:
     """What is odd about the palettes of the labels in `sample`; empty if nothing is.
 
     Raises:
         DataError: a palette contradicts the class file.
     """
     palettes: dict[str, Palette] = {}
-    for i in sample:
-        path = dataset.pairs[i].label
-        data = read_bytes(path)
-        palette = used_palette(decode_palette(data, path), count_ids(decode_raw_label(data, path)))
+    for pair in sample:
+        data = read_bytes(pair.label)
+        ids = count_ids(decode_raw_label(data, pair.label))
+        palette = used_palette(decode_palette(data, pair.label), ids)
         if problem := class_problem(palette, dataset.classes):
-            raise DataError(f"{printable(path)}: {problem}")
-        palettes[dataset.name(i)] = palette
+            raise DataError(f"{printable(pair.label)}: {problem}")
+        palettes[pair.name] = palette
     return moved_colors(palettes)[0]
 
 
-def _train_ids_warning(dataset: SegDataset, sample: Iterable[int]) -> str:
-    """A warning if the labels in `sample`, and then those of more labels, hold only train ids."""
+def _train_ids_warning(dataset: SegDataset, sample: Sequence[Pair]) -> str:
+    """A warning if the labels in `sample` and many others hold only train ids."""
     classes = dataset.classes
     # Where nearly all raw ids are train ids too, as in ADE20K with 1 to 150, a sample of labels
     # cannot tell them apart.
@@ -156,12 +147,9 @@ def _train_ids_warning(dataset: SegDataset, sample: Iterable[int]) -> str:
     if telling < _MIN_TELLING * classes.num_classes:
         return ""
     ids: Counter[int] = Counter()
-    for i in sample:
-        ids.update(count_ids(read_raw_label(dataset.pairs[i].label)))
-    rest = iter(dataset.pairs[:: max(1, len(dataset) // _ID_SAMPLES)])
-    while looks_like_train_ids(ids, classes):
-        pair = next(rest, None)
-        if pair is None:
-            return f"by a sample of labels, {train_ids(ids)}"
+    more = [dataset.pairs[i] for i in spread(range(len(dataset)), _ID_SAMPLES)]
+    for number, pair in enumerate([*sample, *more], start=1):
         ids.update(count_ids(read_raw_label(pair.label)))
-    return ""
+        if number >= len(sample) and not looks_like_train_ids(ids, classes):
+            return ""
+    return f"by a sample of labels, {train_ids(ids)}"

@@ -4,7 +4,7 @@ import hashlib
 import multiprocessing
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,7 +20,7 @@ from segtrain.data import decode, labels
 from segtrain.data.brightness import Brightness, brightness
 from segtrain.data.check.bad_file import BadFile
 from segtrain.data.check.palettes import Palette, used_palette
-from segtrain.data.classes import IGNORE_INDEX, ClassFile, Color
+from segtrain.data.classes import ClassFile, Color
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.listing import Pair
 from segtrain.errors import DataError, ExecutionError
@@ -33,47 +33,19 @@ _PLAIN_PROGRESS_S = 15
 
 
 @dataclass
-class PairScan:
-    """What one pair holds.
-
-    pixels: (K + 1,) int64, pixels of each class and, last, of what is ignored or unknown.
-    size: (height, width) of the image; None if it cannot be read.
-    turned: whether the image has an EXIF orientation.
-    values: pixels of each raw id; empty where labels hold colours.
-    unknown: pixels of each id or colour that the class file does not name.
-    digest: hash of the image file.
-    palette: the colours of the ids that occur; empty without a palette.
-    """
-
-    name: str
-    pixels: np.ndarray
-    bad_files: list[BadFile] = field(default_factory=list)
-    size_problem: str = ""
-    size: tuple[int, int] | None = None
-    turned: bool = False
-    values: dict[int, int] = field(default_factory=dict)
-    unknown: dict[Value, int] = field(default_factory=dict)
-    digest: bytes = b""
-    brightness: Brightness | None = None
-    palette: Palette = field(default_factory=dict)
-
-
-@dataclass
-class UnknownValue:
-    """Where an id or colour that the class file does not name occurs."""
-
-    pixels: int = 0
-    labels: list[str] = field(default_factory=list)
-
-
-@dataclass
 class SplitScan:
-    """The sum over the pairs of a split.
+    """What the pairs of a split hold, or one of them.
 
     pixels, images: (K,) int64, pixels of each class and number of images that hold it.
     pixels_beside: (K,) int64, valid pixels of all images that hold the class.
+    ignored_pixels: pixels that are ignored or unknown.
+    sizes: number of images of each (height, width).
+    values: pixels of each raw id; empty where labels hold colours.
+    unknown: pixels of each id or colour that the class file does not name.
+    unknown_labels: the labels that hold it.
+    turned: images with an EXIF orientation.
     digests: names of the images by the hash of their file.
-    palettes: by the names of the labels that have one.
+    palettes: the colours of the ids that occur, by the name of the label.
     """
 
     split: str
@@ -84,42 +56,40 @@ class SplitScan:
     ignored_pixels: int = 0
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     values: Counter[int] = field(default_factory=Counter)
-    unknown: dict[Value, UnknownValue] = field(default_factory=dict)
+    unknown: Counter[Value] = field(default_factory=Counter)
+    unknown_labels: dict[Value, list[str]] = field(default_factory=lambda: defaultdict(list))
     bad_files: list[BadFile] = field(default_factory=list)
     size_problems: list[str] = field(default_factory=list)
     turned: list[str] = field(default_factory=list)
     all_ignored: list[str] = field(default_factory=list)
-    digests: dict[bytes, list[str]] = field(default_factory=dict)
+    digests: dict[bytes, list[str]] = field(default_factory=lambda: defaultdict(list))
     brightness: list[Brightness] = field(default_factory=list)
     palettes: dict[str, Palette] = field(default_factory=dict)
 
-    def add(self, scan: PairScan) -> None:
-        """Adds the counts of one pair."""
-        pixels = scan.pixels[:-1]
-        self.pixels += pixels
-        self.images += pixels > 0
-        self.pixels_beside += (pixels > 0) * pixels.sum()
-        self.ignored_pixels += int(scan.pixels[-1])
-        self.values.update(scan.values)
-        for value, count in scan.unknown.items():
-            unknown = self.unknown.setdefault(value, UnknownValue())
-            unknown.pixels += count
-            unknown.labels.append(scan.name)
-        self.bad_files += scan.bad_files
-        if scan.size:
-            self.sizes[scan.size] += 1
-        if scan.size_problem:
-            self.size_problems.append(scan.size_problem)
-        if scan.turned:
-            self.turned.append(scan.name)
-        if scan.pixels[-1] and not pixels.any() and not scan.unknown:
-            self.all_ignored.append(scan.name)
-        if scan.digest:
-            self.digests.setdefault(scan.digest, []).append(scan.name)
-        if scan.brightness:
-            self.brightness.append(scan.brightness)
-        if scan.palette:
-            self.palettes[scan.name] = scan.palette
+    @classmethod
+    def empty(cls, split: str, num_pairs: int, num_classes: int) -> "SplitScan":
+        """A scan before the first pixel is counted."""
+        return cls(split, num_pairs, *np.zeros((3, num_classes), np.int64))
+
+    def add(self, pair: "SplitScan") -> None:
+        """Adds what one pair holds."""
+        self.pixels += pair.pixels
+        self.images += pair.images
+        self.pixels_beside += pair.pixels_beside
+        self.ignored_pixels += pair.ignored_pixels
+        self.sizes.update(pair.sizes)
+        self.values.update(pair.values)
+        self.unknown.update(pair.unknown)
+        for value, names in pair.unknown_labels.items():
+            self.unknown_labels[value] += names
+        self.bad_files += pair.bad_files
+        self.size_problems += pair.size_problems
+        self.turned += pair.turned
+        self.all_ignored += pair.all_ignored
+        for digest, names in pair.digests.items():
+            self.digests[digest] += names
+        self.brightness += pair.brightness
+        self.palettes |= pair.palettes
 
 
 def process_pool(jobs: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
@@ -141,8 +111,7 @@ def scan_split(dataset: SegDataset, pool: ProcessPoolExecutor | None) -> SplitSc
     Raises:
         ExecutionError: a process was killed.
     """
-    counts = np.zeros((3, dataset.classes.num_classes), np.int64)
-    total = SplitScan(dataset.split, len(dataset), *counts)
+    total = SplitScan.empty(dataset.split, len(dataset), dataset.classes.num_classes)
     work = partial(_scan_pair, classes=dataset.classes, label_format=dataset.label_format)
     try:
         scans = (
@@ -163,56 +132,63 @@ def scan_split(dataset: SegDataset, pool: ProcessPoolExecutor | None) -> SplitSc
     return total
 
 
-def _scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> PairScan:
-    scan = PairScan(pair.name, np.zeros(classes.num_classes + 1, np.int64))
+def _scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> SplitScan:
+    scan = SplitScan.empty("", 1, classes.num_classes)
     try:
         _scan_image(scan, pair)
     except DataError as error:
         scan.bad_files.append(BadFile.of(pair.image, error))
     try:
-        size = _scan_label(scan, pair, classes, label_format)
-        if scan.size:
-            scan.size_problem = size_problem(pair, scan.size, size)
+        _scan_label(scan, pair, classes, label_format)
     except DataError as error:
         scan.bad_files.append(BadFile.of(pair.label, error))
     return scan
 
 
-def _scan_image(scan: PairScan, pair: Pair) -> None:
+def _scan_image(scan: SplitScan, pair: Pair) -> None:
     data = decode.read_bytes(pair.image)
-    scan.digest = hashlib.blake2b(data, digest_size=16).digest()
+    scan.digests[hashlib.blake2b(data, digest_size=16).digest()] = [pair.name]
     image = decode.decode_image(data, pair.image)
-    scan.size = image.shape[0], image.shape[1]
+    scan.sizes[image.shape[:2]] = 1
     header = decode.decode_header(data, pair.image)
-    scan.turned = header.orientation != 1
-    scan.brightness = brightness(image, header.depth, pair.name)
+    if header.orientation != 1:
+        scan.turned = [pair.name]
+    scan.brightness = [brightness(image, header.depth, pair.name)]
 
 
-def _scan_label(
-    scan: PairScan, pair: Pair, classes: ClassFile, label_format: str
-) -> tuple[int, ...]:
-    """Counts the pixels of the label and returns its (height, width)."""
+def _scan_label(scan: SplitScan, pair: Pair, classes: ClassFile, label_format: str) -> None:
     data = decode.read_bytes(pair.label)
     if label_format == "colors":
         colors = decode.decode_colors(data, pair.label)
         label = labels.map_colors(colors, classes)
-        scan.unknown = labels.count_colors(colors[label < 0])
+        scan.unknown.update(labels.count_colors(colors[label < 0]))
         counts = np.bincount(label[label >= 0], minlength=256)
-        scan.pixels[:-1] = counts[: classes.num_classes]
-        scan.pixels[-1] = label.size - scan.pixels[:-1].sum()
-        return label.shape
-    raw = decode.decode_raw_label(data, pair.label)
-    scan.values = labels.count_ids(raw)
-    for raw_id, count in scan.values.items():
-        train_id = classes.train_id_of.get(raw_id, IGNORE_INDEX)
-        scan.pixels[min(train_id, classes.num_classes)] += count
-    scan.unknown = {i: n for i, n in scan.values.items() if i not in classes.train_id_of}
-    scan.palette = used_palette(decode.decode_palette(data, pair.label), scan.values)
-    return raw.shape
+        scan.pixels += counts[: classes.num_classes]
+    else:
+        label = decode.decode_raw_label(data, pair.label)
+        scan.values.update(labels.count_ids(label))
+        for raw_id, count in scan.values.items():
+            train_id = classes.train_id_of.get(raw_id)
+            if train_id is None:
+                scan.unknown[raw_id] = count
+            elif train_id < classes.num_classes:
+                scan.pixels[train_id] += count
+        if palette := used_palette(decode.decode_palette(data, pair.label), scan.values):
+            scan.palettes[pair.name] = palette
+    num_valid = scan.pixels.sum()
+    scan.images[:] = scan.pixels > 0
+    scan.pixels_beside[:] = scan.images * num_valid
+    scan.ignored_pixels = label.size - int(num_valid)
+    scan.unknown_labels.update({value: [pair.name] for value in scan.unknown})
+    if not num_valid and not scan.unknown:
+        scan.all_ignored = [pair.name]
+    for size in scan.sizes:
+        if problem := size_problem(pair, size, label.shape):
+            scan.size_problems = [problem]
 
 
-def _with_progress(scans: Iterable[PairScan], num_pairs: int, split: str) -> Iterator[PairScan]:
-    """`scans` under a progress bar; without a terminal a line every 15 s."""
+def _with_progress(scans: Iterable[SplitScan], num_pairs: int, split: str) -> Iterator[SplitScan]:
+    """`scans`, with a progress bar on a terminal, or else a line every 15 s."""
     if sys.stderr.isatty():
         yield from tqdm(scans, desc=printable(split), total=num_pairs, unit="pair", leave=False)
         return
