@@ -34,14 +34,12 @@ from segtrain.config import load_config
 from segtrain.data import fingerprint, open_dataset
 from segtrain.data.class_file import class_file_from_json, load_class_file
 from segtrain.data.dataset import SegDataset
+from segtrain.data.differences import class_differences, file_difference, label_difference
 from segtrain.data.fingerprint import (
     LabelHashing,
-    class_differences,
-    file_difference,
     fingerprint_from_json,
     fingerprint_to_json,
     hash_files,
-    label_difference,
 )
 from segtrain.data.listing import Pair
 from segtrain.errors import CheckpointError, DataError

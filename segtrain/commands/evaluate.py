@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from segtrain.checkpoint.contents import LoadedModel, load_with_data
-from segtrain.checkpoint.same_data import EvalData
+from segtrain.checkpoint.eval_data import EvalData
 from segtrain.config import Config, override_config
 from segtrain.config.warnings import changed_normalization
 from segtrain.data import open_dataset

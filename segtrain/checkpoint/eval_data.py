@@ -1,0 +1,88 @@
+"""Whether a model is evaluated on the data that its checkpoint knows."""
+
+import os
+
+from segtrain.checkpoint.contents import LoadedModel
+from segtrain.config import DataConfig
+from segtrain.data.dataset import SegDataset
+from segtrain.data.differences import class_differences, file_difference, label_difference
+from segtrain.data.fingerprint import DataFingerprint, LabelHashing, hash_files
+
+# If the user sets one of these to another value, other data are meant.
+_WHICH_DATA = ("root", "layout", "images_dir", "labels_dir", "label_format")
+
+
+class EvalData:
+    """Compares the evaluated split with the split of the same name at training.
+
+    Nothing is refused: evaluating on other data is legitimate, but the user must know. It has
+    threads, so call `close` at the end.
+
+    Args:
+        known: what the checkpoint says about the data; None: nothing.
+        data: how `dataset` was opened.
+    """
+
+    def __init__(
+        self,
+        trained: LoadedModel,
+        known: DataFingerprint | None,
+        data: DataConfig,
+        dataset: SegDataset,
+    ) -> None:
+        before = trained.config.data
+        names = (before.train_split, before.eval_split)
+        splits = {} if known is None else dict(zip(names, known.splits, strict=True))
+        self._split = splits.get(dataset.split)
+        self._trained, self._data, self._dataset = trained, data, dataset
+        is_meant = any(getattr(data, key) != getattr(before, key) for key in _WHICH_DATA)
+        self._severity = "note" if is_meant else "warning"
+        self._hashing: LabelHashing | None = None
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._hashing is not None:
+            self._hashing.close()
+
+    def file_lines(self) -> list[str]:
+        """What differs in classes, names and sizes, to show before the evaluation.
+
+        If no file differs, starts to hash the labels.
+
+        Raises:
+            DataError: a file is gone.
+        """
+        trained, dataset = self._trained, self._dataset
+        changes, _ = class_differences(trained.classes, dataset.classes, dataset.label_format)
+        is_meant = not _is_same_file(self._data.classes, trained.config.data.classes)
+        lines = [_line("note" if is_meant else "warning", change) for change in changes]
+        if self._split is not None:
+            now = hash_files(dataset, self._data.root)
+            if change := file_difference(self._split, now, dataset, self._data.root):
+                lines.append(_line(self._severity, change))
+            elif self._split.labels is not None:
+                self._hashing = LabelHashing([(dataset, self._split.pairs_per_hash)])
+        return lines
+
+    def label_lines(self) -> list[str]:
+        """What differs in the contents of labels, to show after the evaluation.
+
+        Raises:
+            DataError: a label cannot be read.
+        """
+        if self._hashing is None:
+            return []
+        self._hashing.wait()
+        (labels,) = self._hashing.result()
+        change = label_difference(self._split, labels, self._dataset)
+        return [_line(self._severity, change)] if change else []
+
+
+def _line(severity: str, change: str) -> str:
+    return f"{severity}: not the data of the training: {change}"
+
+
+def _is_same_file(first: str, second: str) -> bool:
+    """Whether two values of data.classes name the same file, or the same known data set."""
+    paths = {os.path.realpath(os.path.expanduser(name)) for name in (first, second)}
+    return first == second or len(paths) == 1

@@ -1,0 +1,103 @@
+"""How a data set differs from the one that a model was trained on, as lines for a message."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from segtrain.data.classes import ClassFile, Color
+from segtrain.data.dataset import SegDataset
+from segtrain.data.fingerprint import SplitFingerprint, hash_files
+from segtrain.text import printable
+
+
+def file_difference(
+    before: SplitFingerprint, now: SplitFingerprint, dataset: SegDataset, root: str
+) -> str:
+    """How the names, sizes or order of the files differ from `before`; empty if they do not.
+
+    Args:
+        now: the fingerprint of `dataset` at `root`.
+
+    Raises:
+        DataError: as `hash_files`.
+    """
+    if before.num_pairs == now.num_pairs and before.files == now.files:
+        return ""
+    if before.pairs_per_hash != now.pairs_per_hash:
+        now = hash_files(dataset, root, pairs_per_hash=before.pairs_per_hash)
+    differing = _differing(before.files, now.files)
+    images = [pair.image for pair in dataset.pairs]
+    place = _place(images, differing[0] if differing else 0, now.pairs_per_hash)
+    what = "names, sizes or order of the files differ"
+    if before.num_pairs != now.num_pairs:
+        what = f"{before.num_pairs} images there, {now.num_pairs} now"
+    return f"split {dataset.split}: {what}; the first difference is {place}"
+
+
+def label_difference(before: SplitFingerprint, labels: Sequence[str], dataset: SegDataset) -> str:
+    """How the contents of the labels differ from `before`; empty if they do not or are unknown.
+
+    Args:
+        before: of the same files, by names and sizes.
+        labels: the hashes now.
+    """
+    differing = [] if before.labels is None else _differing(before.labels, labels)
+    if not differing:
+        return ""
+    place = _place([pair.label for pair in dataset.pairs], differing[0], before.pairs_per_hash)
+    many = "labels hold"
+    if before.pairs_per_hash == 1:
+        many = "a label holds" if len(differing) == 1 else f"{len(differing)} labels hold"
+    return f"split {dataset.split}: {many} something else; the first is {place}"
+
+
+def class_differences(
+    before: ClassFile, now: ClassFile, label_format: str
+) -> tuple[list[str], list[str]]:
+    """Differences between two class files: those that change the labels, and the others.
+
+    If labels are read by ids, colours only change pictures. If they are read by colours, ids only
+    change the label maps that segtrain writes.
+    """
+    if before.names != now.names:
+        pairs = zip((*before.names, "none"), (*now.names, "none"), strict=False)
+        i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        return [
+            f"class file: {before.num_classes} classes there, {now.num_classes} now; class {i} is "
+            f"{old} there, {new} now"
+        ], []
+    ids = [
+        f"class file: ids of {old.name}: {list(old.ids)} there, {list(new.ids)} now"
+        for old, new in zip(before.classes, now.classes, strict=True)
+        if set(old.ids) != set(new.ids)
+    ]
+    if set(before.ignore_ids) != set(now.ignore_ids):
+        ignored = f"{list(before.ignore_ids)} there, {list(now.ignore_ids)} now"
+        ids.append(f"class file: ignore_ids: {ignored}")
+    names = (*now.names, "what is ignored")
+    colors = [
+        f"class file: color of {name}: {list(old)} there, {list(new)} now"
+        for name, old, new in zip(names, _colors(before), _colors(now), strict=True)
+        if old != new
+    ]
+    return (colors, ids) if label_format == "colors" else (ids, colors)
+
+
+def _colors(classes: ClassFile) -> list[Color]:
+    return [*classes.palette, classes.ignore_color]
+
+
+def _differing(before: Sequence[str], now: Sequence[str]) -> list[int]:
+    """The indices of the blocks that differ or that one side does not have."""
+    common = min(len(before), len(now))
+    differing = [i for i in range(common) if before[i] != now[i]]
+    return [*differing, *range(common, max(len(before), len(now)))]
+
+
+def _place(paths: Sequence[Path], block: int, pairs_per_hash: int) -> str:
+    """The file or files of a block."""
+    files = paths[block * pairs_per_hash : (block + 1) * pairs_per_hash]
+    if not files:
+        return f"after {printable(paths[-1])}, which is the last one now"
+    if len(files) == 1:
+        return printable(files[0])
+    return f"among the {len(files)} from {printable(files[0])} to {printable(files[-1])}"
