@@ -106,7 +106,6 @@ def seen(root, split="train"):
     dataset = open_dataset(config.data, split)
     found = hash_files(dataset, config.data.root)
     with closing(LabelHashing([(dataset, found.pairs_per_hash)])) as hashing:
-        assert hashing.wait()
         (labels,) = hashing.result()
     return dataset, found, labels
 
@@ -181,11 +180,10 @@ def test_large_splits_have_few_hashes_that_still_say_where_to_look(tmp_path):
 def test_a_label_that_cannot_be_read_is_an_error_of_the_data(data, tmp_path):
     dataset, _, _ = seen(changed(data, tmp_path / "b"))
     (tmp_path / "b/labels/train/4.png").unlink()
-    with closing(LabelHashing([(dataset, 1)])) as hashing:
-        assert hashing.wait()
-        with pytest.raises(DataError, match=r"labels/train/4\.png: no such file"):
-            hashing.result()
-    with pytest.raises(DataError, match=r"labels/train/4\.png: no such file"):
+    message = r"labels/train/4\.png: no such file"
+    with closing(LabelHashing([(dataset, 1)])) as hashing, pytest.raises(DataError, match=message):
+        hashing.result()
+    with pytest.raises(DataError, match=message):
         hash_files(dataset, str(tmp_path / "b"))
 
 
@@ -202,10 +200,10 @@ def test_hashing_can_be_ended_early(data, monkeypatch):
     monkeypatch.setattr(fingerprint, "read_bytes", read_bytes)
     hashing = LabelHashing([(dataset, 8)])
     reached.wait()
-    assert not hashing.wait(0)
+    assert hashing.result(0) is None
     hashing.close()
     go_on.set()
-    assert hashing.wait(60)
+    assert hashing.result(60) is not None
     assert len(read) == 1
 
 

@@ -72,7 +72,6 @@ class EvalData:
         """
         if self._hashing is None:
             return []
-        self._hashing.wait()
         (labels,) = self._hashing.result()
         change = label_difference(self._split, labels, self._dataset)
         return [_line(self._severity, change)] if change else []

@@ -175,9 +175,10 @@ class RunData:
 
     def _poll(self, timeout_s: float) -> list[str] | UserError | None:
         """The result of comparing the labels; None if it is not known within `timeout_s`."""
-        if self._result is None and self._hashing is not None and self._hashing.wait(timeout_s):
+        if self._result is None and self._hashing is not None:
             try:
-                self._result = self._compare_labels(self._hashing.result())
+                labels = self._hashing.result(timeout_s)
+                self._result = None if labels is None else self._compare_labels(labels)
             except UserError as error:
                 self._result = error
         return self._result

@@ -89,11 +89,9 @@ def fingerprint_from_json(text: str) -> DataFingerprint:
 def hash_files(
     dataset: SegDataset, root: str, *, pairs_per_hash: int | None = None
 ) -> SplitFingerprint:
-    """The fingerprint of `dataset` without the contents of its labels.
+    """The fingerprint of `dataset` in data.root, without the contents of its labels.
 
-    Args:
-        root: data.root.
-        pairs_per_hash: None: the smallest power of two that gives at most 64 hashes.
+    pairs_per_hash: None: the smallest power of two that gives at most 64 hashes.
 
     Raises:
         DataError: a file is gone, or its size cannot be read.
@@ -112,14 +110,13 @@ def hash_files(
 class LabelHashing:
     """Hashes the contents of labels in threads beside other work. Call `close` at the end.
 
-    Args:
-        splits: data sets, each with its pairs per hash.
+    splits: data sets, each with its pairs per hash.
     """
 
     def __init__(self, splits: Sequence[tuple[SegDataset, int]]) -> None:
         self._stopped = Event()
         self._pool = ThreadPoolExecutor(_LABEL_THREADS, thread_name_prefix="hash-labels")
-        self._futures = [
+        self._splits = [
             [
                 self._pool.submit(_hash_block_labels, block, self._stopped)
                 for block in _blocks(dataset.pairs, size)
@@ -127,22 +124,18 @@ class LabelHashing:
             for dataset, size in splits
         ]
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether `result` is known; waits for it, at most `timeout_s`."""
-        futures = [future for split in self._futures for future in split]
-        done, left = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
-        return not left or any(future.exception() for future in done)
-
-    def result(self) -> list[tuple[str, ...]]:
-        """The hashes of each split. Call it after `wait` has returned true.
+    def result(self, timeout_s: float | None = None) -> list[tuple[str, ...]] | None:
+        """The hashes of each split; None if they take longer than `timeout_s`.
 
         Raises:
             DataError: a label cannot be read.
         """
-        for future in (future for split in self._futures for future in split):
+        futures = [future for split in self._splits for future in split]
+        _, left = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
+        for future in futures:
             if future.done() and (error := future.exception()):
                 raise error
-        return [tuple(future.result() for future in split) for split in self._futures]
+        return None if left else [tuple(f.result() for f in split) for split in self._splits]
 
     def close(self) -> None:
         """Ends the threads after their present file. Otherwise the process could not exit."""

@@ -6,10 +6,9 @@ import numpy as np
 
 from segtrain.config import Config
 from segtrain.data.brightness import lost_bits, whole_split_problem
-from segtrain.data.check.bad_file import BadFile, by_reason
 from segtrain.data.check.palettes import class_problem, moved_colors
 from segtrain.data.check.result import Issue
-from segtrain.data.check.scan import SplitScan
+from segtrain.data.check.scan import BadFile, SplitScan, by_reason
 from segtrain.data.classes import ClassFile
 from segtrain.data.labels import unknown_colors, unknown_ids
 from segtrain.data.layouts import Listing, extra_labels_text, left_out_text

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from segtrain.data.check.bad_file import BadFile, by_reason
 from segtrain.data.check.faint import check_brightness, spread
 from segtrain.data.check.issues import ONE_SPLIT
 from segtrain.data.check.palettes import Palette, class_problem, moved_colors, used_palette
+from segtrain.data.check.scan import BadFile, by_reason
 from segtrain.data.classes import IGNORE_INDEX
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.decode import (
@@ -110,15 +110,10 @@ def _refuse_single_class(dataset: SegDataset, sample: Sequence[Pair]) -> None:
         values.update(count_ids(read_label(pair.label, classes, dataset.label_format)))
     names = [classes.names[i] for i in values - {IGNORE_INDEX}]
     if classes.num_classes > 1 and len(names) < 2:
-        text = single_class(names, is_mask=_holds_masks(dataset))
-        raise DataError(f"split {dataset.split!r}: {text}")
-
-
-def _holds_masks(dataset: SegDataset) -> bool:
-    """Whether the first label is a mask of 0 and 255."""
-    if dataset.label_format == "colors":
-        return False
-    return set(count_ids(read_raw_label(dataset.pairs[0].label))) == {0, 255}
+        is_mask = dataset.label_format == "ids" and (
+            count_ids(read_raw_label(dataset.pairs[0].label)).keys() == {0, 255}
+        )
+        raise DataError(f"split {dataset.split!r}: {single_class(names, is_mask=is_mask)}")
 
 
 def _check_palettes(dataset: SegDataset, sample: Sequence[Pair]) -> str:

@@ -11,6 +11,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -18,7 +20,6 @@ from tqdm import tqdm
 
 from segtrain.data import decode, labels
 from segtrain.data.brightness import Brightness, brightness
-from segtrain.data.check.bad_file import BadFile
 from segtrain.data.check.palettes import Palette, used_palette
 from segtrain.data.classes import ClassFile, Color
 from segtrain.data.dataset import SegDataset, size_problem
@@ -30,6 +31,27 @@ from segtrain.text import printable
 Value = int | Color
 _CHUNK = 8
 _PLAIN_PROGRESS_S = 15
+
+
+class BadFile(NamedTuple):
+    """A file that cannot be used, and why."""
+
+    place: str
+    reason: str
+
+    @classmethod
+    def of(cls, path: Path, error: DataError) -> "BadFile":
+        """The bad file at `path`, with which the message of `error` begins."""
+        place = printable(path)
+        return cls(place, str(error).removeprefix(f"{place}: "))
+
+
+def by_reason(files: Iterable[BadFile]) -> dict[str, list[str]]:
+    """The places for each reason: a wrong setting is wrong for all files and is reported once."""
+    places: dict[str, list[str]] = {}
+    for place, reason in files:
+        places.setdefault(reason, []).append(place)
+    return places
 
 
 @dataclass
