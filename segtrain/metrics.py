@@ -42,12 +42,7 @@ class Scores:
 
     def scalars(self, names: Sequence[str]) -> dict[str, float]:
         """The scores by their tags in TensorBoard and metrics.jsonl, without NaN."""
-        values = {
-            "eval/mIoU": self.mean_iou,
-            "eval/mAcc": self.mean_acc,
-            "eval/aAcc": self.pixel_acc,
-            "eval/fwIoU": self.freq_weighted_iou,
-        }
+        values = {f"eval/{name}": value for name, value in self.means().items()}
         values |= {f"eval/IoU/{n}": iou for n, iou in zip(names, self.iou, strict=True)}
         return {tag: value for tag, value in values.items() if not math.isnan(value)}
 
@@ -55,10 +50,7 @@ class Scores:
         """The scores for a JSON file; NaN becomes None, because JSON has no NaN."""
         classes = zip(names, self.iou, self.acc, self.class_frequency, strict=True)
         return {
-            "mIoU": _or_none(self.mean_iou),
-            "mAcc": _or_none(self.mean_acc),
-            "aAcc": _or_none(self.pixel_acc),
-            "fwIoU": _or_none(self.freq_weighted_iou),
+            **{name: _or_none(value) for name, value in self.means().items()},
             "num_pixels": self.num_pixels,
             "classes": [
                 {"name": n, "IoU": _or_none(iou), "acc": _or_none(acc), "share": _or_none(part)}
@@ -66,12 +58,18 @@ class Scores:
             ],
         }
 
+    def means(self) -> dict[str, float]:
+        """The scores over all classes by their usual names."""
+        return {
+            "mIoU": self.mean_iou,
+            "mAcc": self.mean_acc,
+            "aAcc": self.pixel_acc,
+            "fwIoU": self.freq_weighted_iou,
+        }
+
 
 class ConfusionMatrix:
-    """Pixels by label and predicted class.
-
-    counts: (K, K) int64 on `device`; rows are labels, columns predictions.
-    """
+    """`counts`: pixels of each label (row) and prediction (column), (K, K) int64 on `device`."""
 
     def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
         if not 1 <= num_classes <= IGNORE_INDEX:
@@ -150,10 +148,7 @@ def score_table(scores: Scores, names: Sequence[str]) -> list[str]:
     lines = [f"{'class':<{width}}  {'IoU':>6}  {'acc':>6}  {'share':>6}"]
     for name, *values in zip(names, scores.iou, scores.acc, scores.class_frequency, strict=True):
         lines.append("  ".join([f"{name:<{width}}", *map(_percent, values)]))
-    lines.append(
-        f"mIoU {_percent(scores.mean_iou)}  mAcc {_percent(scores.mean_acc)}  "
-        f"aAcc {_percent(scores.pixel_acc)}  fwIoU {_percent(scores.freq_weighted_iou)}"
-    )
+    lines.append("  ".join(f"{n} {_percent(value)}" for n, value in scores.means().items()))
     absent = [name for name, iou in zip(names, scores.iou, strict=True) if math.isnan(iou)]
     if absent:
         lines.append(f"left out of mIoU, neither labelled nor predicted: {', '.join(absent)}")

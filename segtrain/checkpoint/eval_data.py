@@ -18,9 +18,7 @@ class EvalData:
     Nothing is refused: evaluating on other data is legitimate, but the user must know. It has
     threads, so call `close` at the end.
 
-    Args:
-        known: what the checkpoint says about the data; None: nothing.
-        data: how `dataset` was opened.
+    known: what the checkpoint says about the data; None: nothing.
     """
 
     def __init__(
@@ -45,13 +43,7 @@ class EvalData:
             self._hashing.close()
 
     def file_lines(self) -> list[str]:
-        """What differs in classes, names and sizes, to show before the evaluation.
-
-        If no file differs, starts to hash the labels.
-
-        Raises:
-            DataError: a file is gone.
-        """
+        """What differs in classes, names and sizes. If no file does, starts to hash the labels."""
         trained, dataset = self._trained, self._dataset
         changes, _ = class_differences(trained.classes, dataset.classes, dataset.label_format)
         is_meant = not _is_same_file(self._data.classes, trained.config.data.classes)
@@ -65,11 +57,7 @@ class EvalData:
         return lines
 
     def label_lines(self) -> list[str]:
-        """What differs in the contents of labels, to show after the evaluation.
-
-        Raises:
-            DataError: a label cannot be read.
-        """
+        """What differs in the contents of labels; waits for their hashes."""
         if self._hashing is None:
             return []
         (labels,) = self._hashing.result()
@@ -82,6 +70,5 @@ def _line(severity: str, change: str) -> str:
 
 
 def _is_same_file(first: str, second: str) -> bool:
-    """Whether two values of data.classes name the same file, or the same known data set."""
     paths = {os.path.realpath(os.path.expanduser(name)) for name in (first, second)}
     return first == second or len(paths) == 1

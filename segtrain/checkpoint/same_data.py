@@ -36,16 +36,12 @@ class Resumed(NamedTuple):
 
 
 class RunData:
-    """Compares the data of a run with what its checkpoint says about them.
+    """Compares the data of a run, below `root`, with what its checkpoint says about them.
 
-    Rank 0 compares; on every other machine one rank looks at names and sizes. Making this object is
-    collective. It has threads, so call `close` at the end.
+    Making this object is collective. It has threads, so call `close` at the end.
 
-    Args:
-        sets: for training and for evaluation.
-        root: data.root.
-        resumed: None if training starts anew.
-        accept_changes: log differences instead of refusing them.
+    resumed: None if training starts anew.
+    accept_changes: log differences instead of refusing them.
 
     Raises:
         ConfigError: classes, names or sizes differ from the checkpoint.
@@ -81,11 +77,7 @@ class RunData:
             self._hashing.close()
 
     def start(self, patience_s: float) -> None:
-        """Starts to hash the labels; waits a little if they can be compared (collective).
-
-        Raises:
-            ConfigError, DataError: as `settle`.
-        """
+        """Starts to hash the labels; tries to `settle` if they can be compared (collective)."""
         if dist.is_main():
             sizes = [split.pairs_per_hash for split in self._splits]
             self._hashing = LabelHashing(list(zip(self._sets, sizes, strict=True)))
@@ -97,13 +89,9 @@ class RunData:
         return not self._settled and isinstance(self._poll(0), UserError)
 
     def settle(self, give_up: Callable[[float], bool]) -> bool:
-        """Waits for the hashes of the labels and compares them, once (collective).
+        """Whether the labels have been compared; waits for their hashes (collective).
 
-        Args:
-            give_up: whether to stop waiting after so many seconds; asked on rank 0 every second.
-
-        Returns:
-            whether they have been compared.
+        give_up: whether to stop waiting after so many seconds; asked on rank 0 every second.
 
         Raises:
             ConfigError: the contents of labels have changed.
@@ -127,15 +115,14 @@ class RunData:
         return self._settled
 
     def take_news(self) -> list[str]:
-        """Lines for the log since the last call."""
+        """New lines for the log."""
         news, self._news = self._news, []
         return news
 
     def record(self) -> str:
         """What a checkpoint must say about the data, on rank 0.
 
-        Until the labels have been compared, these are the old hashes. So a run that is resumed once
-        more compares them again.
+        Until the labels have been compared, it keeps the old hashes for the next resumption.
         """
         return fingerprint_to_json(DataFingerprint(*self._splits))
 
@@ -202,11 +189,7 @@ class RunData:
 
 
 def _agreed_fingerprint(sets: tuple[SegDataset, SegDataset], root: str) -> DataFingerprint:
-    """Names and sizes of the files, which must be equal on all machines (collective).
-
-    Raises:
-        DataError: they differ, or a file is gone.
-    """
+    """Names and sizes of the files, which must be equal on all machines (collective)."""
 
     def look() -> list[str] | None:
         if dist.local_rank() != 0:

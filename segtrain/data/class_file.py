@@ -17,24 +17,18 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from segtrain.config.messages import Finding, nearest, report, validate
 from segtrain.config.strict_yaml import Document, read_text, scan_yaml
-from segtrain.data.classes import (
-    IGNORE_INDEX,
-    MAX_CLASSES,
-    ClassFile,
-    Color,
-    SegClass,
-    default_palette,
-)
+from segtrain.data.classes import IGNORE_INDEX, ClassFile, Color, SegClass, default_palette
 from segtrain.errors import ConfigError
 from segtrain.text import MAX_NAME, name_problem, printable
 
 MAX_RAW_ID = 65535  # labels have at most 16 bits
+_MAX_CLASSES = 255  # train ids have 8 bits, and 255 is ignored
 _MAX_SHOWN = 10
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The first is the place in a wheel, the second in a checkout.
@@ -49,13 +43,10 @@ def load_class_file(
 ) -> ClassFile:
     """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
 
-    A value with a folder or an ending such as `.yaml` is a path.
-
-    Args:
-        label_format: with "colors" the file must give the colour of each class. A default colour
-            could stand for another class in the labels.
-        quoted: whether messages may quote the file. False where a checkpoint names it: a checkpoint
-            from elsewhere can name any file of this machine.
+    label_format: with "colors" the file must give the colour of each class. A default colour could
+        stand for another class in the labels.
+    quoted: whether messages may quote the file. False where a checkpoint names it: a checkpoint
+        from elsewhere can name any file of this machine.
 
     Raises:
         ConfigError: no such file, or one line for every mistake in it.
@@ -157,7 +148,7 @@ class _ClassFileEntry(_Section):
 
 class _StoredClassFile(_ClassFileEntry):
     name: str
-    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1, max_length=MAX_CLASSES)]
+    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1, max_length=_MAX_CLASSES)]
 
 
 def _parse(text: str, path: Path, *, needs_colors: bool) -> ClassFile:
@@ -168,8 +159,8 @@ def _parse(text: str, path: Path, *, needs_colors: bool) -> ClassFile:
     if isinstance(entry, list):
         refused = {problem.path for problem in document.problems}
         findings += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
-    elif len(entry.classes) > MAX_CLASSES:
-        many = f"{len(entry.classes)} classes; at most {MAX_CLASSES} fit in a label"
+    elif len(entry.classes) > _MAX_CLASSES:
+        many = f"{len(entry.classes)} classes; at most {_MAX_CLASSES} fit in a label"
         findings.append(Finding(("classes",), many))
     elif not findings:
         classes = _resolve(entry, path.stem)
@@ -185,33 +176,30 @@ def _parse(text: str, path: Path, *, needs_colors: bool) -> ClassFile:
 def _refuse_other_formats(document: Document) -> None:
     """Refuses class lists as other tools write them, with the form that is expected here."""
 
-    def refuse(key: str, expected: str) -> NoReturn:
-        line = document.lines[key,]
-        raise ConfigError(f"{document.source}:{line}: {key}: expected {expected}")
-
-    if ("names",) in document.lines and ("classes",) not in document.lines:
-        refuse(
-            "names", f"the key 'classes' with a list in the order of the ids, such as '{_EXAMPLE}'"
-        )
     classes = document.data.get("classes")
     # In `{0: a, 1: b}` each key is refused, and the whole mapping is missing in the data.
     has_bad_keys = any(
         p.path == ("classes",) and p.message.startswith("a key must") for p in document.problems
     )
-    if has_bad_keys or isinstance(classes, dict):
-        refuse(
-            "classes",
+    key = "classes"
+    if ("names",) in document.lines and ("classes",) not in document.lines:
+        key = "names"
+        expected = f"the key 'classes' with a list in the order of the ids, such as '{_EXAMPLE}'"
+    elif has_bad_keys or isinstance(classes, dict):
+        expected = (
             "a list, such as [background, crack], or a line '- {name: crack, ids: [1]}' for each "
-            "class",
+            "class"
         )
-    if isinstance(classes, list) and classes and {type(c) for c in classes} <= {int, float}:
+    elif isinstance(classes, list) and classes and {type(c) for c in classes} <= {int, float}:
         names = ", ".join(f'"{name}"' for name in classes[:3])
-        refuse(
-            "classes",
+        expected = (
             "names, got numbers; put names in quotes, such as "
             f"[{names}{', ...' if len(classes) > 3 else ''}], or give each class a word: "
-            "[background, crack]",
+            "[background, crack]"
         )
+    else:
+        return
+    raise ConfigError(f"{document.source}:{document.lines[key,]}: {key}: expected {expected}")
 
 
 def _with_names(data: dict[str, Any]) -> dict[str, Any]:
@@ -273,10 +261,7 @@ def _repeated(class_file: ClassFile) -> Iterator[Finding]:
 
 
 def _missing_colors(class_file: ClassFile, *, quoted: bool) -> str:
-    """Which classes have no colour in the file, by name or (not `quoted`) by number; empty: none.
-
-    For labels that hold colours.
-    """
+    """Which classes have no colour in the file, by name, or by number if not `quoted`."""
     missing = [i for i in range(class_file.num_classes) if i not in class_file.given_colors]
     if not missing:
         return ""

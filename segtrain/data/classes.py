@@ -8,7 +8,6 @@ from pydantic import Field
 
 # Equal to types.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
 IGNORE_INDEX = 255
-MAX_CLASSES = 255
 
 Color = tuple[int, int, int]
 

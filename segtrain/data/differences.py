@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from segtrain.data.classes import ClassFile, Color
+from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
 from segtrain.data.fingerprint import SplitFingerprint, hash_files
 from segtrain.text import printable
@@ -14,11 +14,7 @@ def file_difference(
 ) -> str:
     """How the names, sizes or order of the files differ from `before`; empty if they do not.
 
-    Args:
-        now: the fingerprint of `dataset` at `root`.
-
-    Raises:
-        DataError: as `hash_files`.
+    now: the fingerprint of `dataset` at `root`.
     """
     if before.num_pairs == now.num_pairs and before.files == now.files:
         return ""
@@ -36,9 +32,8 @@ def file_difference(
 def label_difference(before: SplitFingerprint, labels: Sequence[str], dataset: SegDataset) -> str:
     """How the contents of the labels differ from `before`; empty if they do not or are unknown.
 
-    Args:
-        before: of the same files, by names and sizes.
-        labels: the hashes now.
+    before: of the same files, by names and sizes.
+    labels: the hashes now.
     """
     differing = [] if before.labels is None else _differing(before.labels, labels)
     if not differing:
@@ -65,25 +60,21 @@ def class_differences(
             f"class file: {before.num_classes} classes there, {now.num_classes} now; class {i} is "
             f"{old} there, {new} now"
         ], []
-    ids = [
-        f"class file: ids of {old.name}: {list(old.ids)} there, {list(new.ids)} now"
-        for old, new in zip(before.classes, now.classes, strict=True)
-        if set(old.ids) != set(new.ids)
-    ]
+    ids, colors = [], []
+    for old, new in zip(before.classes, now.classes, strict=True):
+        if set(old.ids) != set(new.ids):
+            ids.append((f"ids of {old.name}", old.ids, new.ids))
+        if old.color != new.color:
+            colors.append((f"color of {old.name}", old.color, new.color))
     if set(before.ignore_ids) != set(now.ignore_ids):
-        ignored = f"{list(before.ignore_ids)} there, {list(now.ignore_ids)} now"
-        ids.append(f"class file: ignore_ids: {ignored}")
-    names = (*now.names, "what is ignored")
-    colors = [
-        f"class file: color of {name}: {list(old)} there, {list(new)} now"
-        for name, old, new in zip(names, _colors(before), _colors(now), strict=True)
-        if old != new
-    ]
-    return (colors, ids) if label_format == "colors" else (ids, colors)
-
-
-def _colors(classes: ClassFile) -> list[Color]:
-    return [*classes.palette, classes.ignore_color]
+        ids.append(("ignore_ids", before.ignore_ids, now.ignore_ids))
+    if before.ignore_color != now.ignore_color:
+        colors.append(("color of what is ignored", before.ignore_color, now.ignore_color))
+    id_lines, color_lines = (
+        [f"class file: {what}: {list(old)} there, {list(new)} now" for what, old, new in changes]
+        for changes in (ids, colors)
+    )
+    return (color_lines, id_lines) if label_format == "colors" else (id_lines, color_lines)
 
 
 def _differing(before: Sequence[str], now: Sequence[str]) -> list[int]:

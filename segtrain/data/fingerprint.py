@@ -78,11 +78,7 @@ def fingerprint_to_json(fingerprint: DataFingerprint) -> str:
 
 
 def fingerprint_from_json(text: str) -> DataFingerprint:
-    """The fingerprint in a checkpoint.
-
-    Raises:
-        pydantic.ValidationError: `text` is no fingerprint.
-    """
+    """Raises pydantic.ValidationError if `text` is no fingerprint."""
     return _ADAPTER.validate_json(text)
 
 

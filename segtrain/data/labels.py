@@ -20,7 +20,7 @@ def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -
     """Train ids (H, W) uint8 of the raw ids (H, W) uint8 or uint16.
 
     Raises:
-        DataError: ids that the class file does not name, each with its number of pixels.
+        DataError: ids that the class file does not name.
     """
     train_ids, known = _id_tables(tuple(class_file.train_id_of.items()))
     if raw.dtype == np.uint8:
@@ -57,7 +57,7 @@ def colors_to_train_ids(colors: np.ndarray, path: str | Path, class_file: ClassF
     """Train ids (H, W) uint8 of the exact colours (H, W, 3) uint8.
 
     Raises:
-        DataError: colours that the class file does not name, each with its number of pixels.
+        DataError: colours that the class file does not name.
     """
     label = map_colors(colors, class_file)
     if label.min() < 0:
@@ -76,7 +76,10 @@ def count_colors(colors: np.ndarray) -> dict[Color, int]:
     """Pixels of each colour in (..., 3) uint8, most frequent first."""
     values, counts = np.unique(_pack(colors), return_counts=True)
     order = np.argsort(-counts, kind="stable")
-    return {_unpack(int(values[i])): int(counts[i]) for i in order}
+    return {
+        (value >> 16, value >> 8 & 255, value & 255): count
+        for value, count in zip(values[order].tolist(), counts[order].tolist(), strict=True)
+    }
 
 
 def unknown_colors(counts: dict[Color, int], class_file: ClassFile) -> str:
@@ -105,8 +108,7 @@ def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np
     train_ids = np.full(1 << 16, IGNORE_INDEX, np.uint8)
     known = np.zeros(1 << 16, np.uint8)
     for raw, train_id in train_id_of:
-        train_ids[raw] = train_id
-        known[raw] = 1
+        train_ids[raw], known[raw] = train_id, 1
     return train_ids, known
 
 
@@ -114,21 +116,15 @@ def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np
 def _color_table(palette: tuple[Color, ...], ignored: Color | None) -> np.ndarray:
     """Train id of every 24-bit colour, -1 where there is none, (2**24,) int16."""
     table = np.full(1 << 24, -1, np.int16)
-    for train_id, (r, g, b) in enumerate(palette):
-        table[r << 16 | g << 8 | b] = train_id
+    table[_pack(np.array(palette))] = np.arange(len(palette))
     if ignored is not None:
-        r, g, b = ignored
-        table[r << 16 | g << 8 | b] = IGNORE_INDEX
+        table[_pack(np.array(ignored))] = IGNORE_INDEX
     return table
 
 
 def _pack(colors: np.ndarray) -> np.ndarray:
-    """0xRRGGBB of the colours (..., 3) uint8, (...,) int32."""
+    """0xRRGGBB of the colours (..., 3), (...,) int32."""
     packed = colors[..., 0].astype(np.int32) << 16
     packed |= colors[..., 1].astype(np.int32) << 8
     packed |= colors[..., 2]
     return packed
-
-
-def _unpack(color: int) -> Color:
-    return color >> 16, color >> 8 & 255, color & 255

@@ -32,12 +32,7 @@ def faint_lines(dataset: SegDataset) -> list[str]:
 def check_brightness(dataset: SegDataset, depths: Mapping[int, int]) -> tuple[str, list[str]]:
     """Why the images cannot be what is meant, empty if they can; and warnings about some of them.
 
-    Looks at more images as long as all are suspicious.
-
     depths: bits per sample of the images to choose from, by their index.
-
-    Raises:
-        DataError: an image cannot be read.
     """
 
     def look(i: int) -> Brightness:
@@ -47,6 +42,7 @@ def check_brightness(dataset: SegDataset, depths: Mapping[int, int]) -> tuple[st
     indices = list(depths)
     deep = [i for i in indices if depths[i] > 8]
     seen = [look(i) for i in [*spread(indices, _SAMPLES), *spread(deep, _DEEP_SAMPLES)]]
+    # Only while all images are suspicious are more needed.
     more = iter(spread(deep or indices, _MORE_SAMPLES))
     while problem := whole_split_problem(seen):
         i = next(more, None)

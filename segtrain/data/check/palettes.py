@@ -51,12 +51,9 @@ def class_problem(palette: Palette, classes: ClassFile) -> str:
 
 
 def moved_colors(labels: Mapping[str, Palette]) -> tuple[str, bool]:
-    """Names two labels that have one colour at different indices; "" if there are none.
+    """Names two labels with one colour at different indices, and whether all colours are equal.
 
-    Also returns whether the two labels hold exactly the same colours. Palettes that only have
-    different colours are no mistake.
-
-    labels: the palette of each label by its name.
+    Empty if there are none: palettes that only have different colours are no mistake.
     """
     found = ""
     compared: dict[tuple[tuple[int, Color], ...], str] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -72,9 +72,10 @@ class SplitScan:
 
     split: str
     num_pairs: int
-    pixels: np.ndarray
-    images: np.ndarray
-    pixels_beside: np.ndarray
+    num_classes: InitVar[int]
+    pixels: np.ndarray = field(init=False)
+    images: np.ndarray = field(init=False)
+    pixels_beside: np.ndarray = field(init=False)
     ignored_pixels: int = 0
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     values: Counter[int] = field(default_factory=Counter)
@@ -88,10 +89,8 @@ class SplitScan:
     brightness: list[Brightness] = field(default_factory=list)
     palettes: dict[str, Palette] = field(default_factory=dict)
 
-    @classmethod
-    def empty(cls, split: str, num_pairs: int, num_classes: int) -> "SplitScan":
-        """A scan before the first pixel is counted."""
-        return cls(split, num_pairs, *np.zeros((3, num_classes), np.int64))
+    def __post_init__(self, num_classes: int) -> None:
+        self.pixels, self.images, self.pixels_beside = np.zeros((3, num_classes), np.int64)
 
     def add(self, pair: "SplitScan") -> None:
         """Adds what one pair holds."""
@@ -133,7 +132,7 @@ def scan_split(dataset: SegDataset, pool: ProcessPoolExecutor | None) -> SplitSc
     Raises:
         ExecutionError: a process was killed.
     """
-    total = SplitScan.empty(dataset.split, len(dataset), dataset.classes.num_classes)
+    total = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
     work = partial(_scan_pair, classes=dataset.classes, label_format=dataset.label_format)
     try:
         scans = (
@@ -155,7 +154,7 @@ def scan_split(dataset: SegDataset, pool: ProcessPoolExecutor | None) -> SplitSc
 
 
 def _scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> SplitScan:
-    scan = SplitScan.empty("", 1, classes.num_classes)
+    scan = SplitScan("", 1, classes.num_classes)
     try:
         _scan_image(scan, pair)
     except DataError as error:
