@@ -384,7 +384,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_whole(tmp_path, mon
     """Two savings come before the reader has the manifest, or before it reads the file."""
     store = store_in(tmp_path)
     store.save_last(record(step=1))
-    reading = manifest.read
+    reading = manifest.read_entries
     busy = []
 
     def read(directory):
@@ -395,7 +395,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_whole(tmp_path, mon
                 store.save_last(record(step=step))
         return found or reading(directory)
 
-    monkeypatch.setattr(manifest, "read", read)
+    monkeypatch.setattr(manifest, "read_entries", read)
     assert load(store.last).step == (1 if moment == "after" else 3)
 
 

@@ -10,7 +10,7 @@ import pytest
 from processes import REPOSITORY
 from test_layouts import listed_by_the_disk
 
-from segtrain.files import local as files
+from segtrain import files
 
 
 def names(directory):
@@ -25,20 +25,20 @@ def fill(disk, *, room):
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(small_disk):
     path = small_disk / "config.yaml"
-    files.write_whole(path, "old")
+    files.write_atomic(path, "old")
     fill(small_disk, room=8192)
     with pytest.raises(OSError, match="No space left on device"):
-        files.write_whole(path, "new" * 9000)
+        files.write_atomic(path, "new" * 9000)
     assert path.read_text() == "old"
     assert names(small_disk) == ["config.yaml", "other"]
-    files.write_whole(path, "new")
+    files.write_atomic(path, "new")
     assert path.read_text() == "new"
 
 
 def test_a_write_reaches_the_disk_before_its_name(tmp_path):
     """The system calls of another process, in order: the bytes, the name, then its directory."""
     code = "import sys; from pathlib import Path; from segtrain import files\n"
-    code += "files.write_whole(Path(sys.argv[1]), 'text')"
+    code += "files.write_atomic(Path(sys.argv[1]), 'text')"
     trace = tmp_path / "trace"
     if shutil.which("strace") is None:
         pytest.skip("strace is not there")
@@ -57,7 +57,7 @@ def test_a_write_reaches_the_disk_before_its_name(tmp_path):
 def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "name").symlink_to("mine")
-    files.write_whole(tmp_path / "name", "new")
+    files.write_atomic(tmp_path / "name", "new")
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / "name").read_text() == "new"
     assert not (tmp_path / "name").is_symlink()
@@ -65,7 +65,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
 
 def test_what_an_earlier_process_of_the_same_id_left_is_no_obstacle(tmp_path):
     (tmp_path / f".name.{os.getpid()}.tmp").write_text("half")
-    files.write_whole(tmp_path / "name", "new")
+    files.write_atomic(tmp_path / "name", "new")
     assert names(tmp_path) == ["name"]
 
 

@@ -37,7 +37,7 @@ from segtrain.data.transforms import draw_placement
 from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.evaluation.settings import view_size
 from segtrain.evaluation.windows import window_starts
-from segtrain.files.torch_file import DamagedError, read
+from segtrain.files.torch_file import DamagedError, load_path
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 # Tables of characters would be kept below the current directory.
@@ -507,7 +507,7 @@ def test_an_archive_that_inflates_is_refused_before_it_does(tmp_path):
     bomb = zipped({"a/data.pkl": bytes(3 << 20)}, zipfile.ZIP_DEFLATED)
     (tmp_path / "last.pt").write_bytes(bomb)
     with pytest.raises(DamagedError, match="compressed"):
-        read(tmp_path / "last.pt")
+        load_path(tmp_path / "last.pt")
 
 
 def careless(path):

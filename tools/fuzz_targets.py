@@ -333,7 +333,7 @@ def _manifest(path: Path) -> None:
     last = path.with_name("last.pt")
     if not last.exists():
         last.write_bytes(_saved_checkpoint())
-    manifest.read(path.parent)
+    manifest.read_entries(path.parent)
     store = CheckpointManager(path.parent, keep_limit=2)
     store.tidy()
     store.newest()

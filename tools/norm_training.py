@@ -12,7 +12,6 @@ evaluated with each.
 """
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from segtrain.distributed.partition import partition
 from segtrain.errors import ConfigError
 from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
+from segtrain.files import write_atomic
 from segtrain.models import build_model
 from segtrain.models.normalize import Normalize
 from segtrain.norm import NormFactory, make_norm, precise_statistics
@@ -340,6 +340,4 @@ def to_json(content: Any) -> str:
 def write_text(path: Path, text: str) -> None:
     """Writes the file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    write_atomic(path, text, durable=False)

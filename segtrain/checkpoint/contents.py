@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from segtrain import __version__
+from segtrain import __version__, files
 from segtrain.checkpoint.optimizer_state import restore_optimizer, restore_scaler
 from segtrain.checkpoint.weights import check_fit, check_plain, load_weights
 from segtrain.config import Config
@@ -27,7 +27,6 @@ from segtrain.data.classes import ClassFile
 from segtrain.data.fingerprint import DataFingerprint, fingerprint_from_json
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import NotRegularError, manifest, torch_file
-from segtrain.files import local as files
 from segtrain.files.manifest import Entry, HashingFile
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
@@ -98,9 +97,9 @@ def unnamed(path: Path, record: Checkpoint) -> Iterator[tuple[Path, Entry]]:
                 file.flush()
                 os.fsync(file.fileno())
             load(temporary)
-            if manifest.digest_of(temporary) != hashing.digest():
+            if manifest.sha256_of(temporary) != hashing.sha256():
                 raise OSError("the disk gives back other bytes than were written")
-            yield temporary, Entry(record.step, hashing.num_bytes, hashing.digest())
+            yield temporary, Entry(record.step, hashing.num_bytes, hashing.sha256())
     except OSError as error:
         raise ExecutionError(f"{path}: cannot write the checkpoint: {error}") from error
 
@@ -171,7 +170,7 @@ def _read(path: Path) -> Any:
                 manifest.verify(path, file)
             except CheckpointError:
                 # The run that replaced the file has gone on with the manifest as well.
-                if files.is_at(file.fileno(), path):
+                if files.is_same_file(file.fileno(), path):
                     raise
                 continue
             file.seek(0)

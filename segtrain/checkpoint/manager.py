@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from segtrain import files
 from segtrain.checkpoint.contents import BEST, LAST, Checkpoint, load, num_bytes, unnamed
 from segtrain.errors import CheckpointError, ExecutionError
-from segtrain.files import local as files
 from segtrain.files import manifest
 from segtrain.files.manifest import MANIFEST, Entry
 from segtrain.run.log import say
@@ -87,14 +87,14 @@ class CheckpointManager:
             raise ExecutionError(
                 f"{error.filename or self.directory}: cannot be tidied up: {error.strerror}"
             ) from None
-        self._manifest = manifest.read_text(self.directory)
-        for name, listed in manifest.read(self.directory).items():
+        self._manifest = manifest.read_raw(self.directory)
+        for name, listed in manifest.read_entries(self.directory).items():
             path = self.directory / name
             if not listed or not os.path.lexists(path):
                 continue
             look, digest = _look(path), None
             with suppress(OSError):  # it cannot be read, or is a folder
-                digest = manifest.digest_of(path)
+                digest = manifest.sha256_of(path)
             found = [entry for entry in listed if entry.sha256 == digest]
             # A damaged file keeps an entry: it is to be found damaged, not unknown.
             self._entries[name] = (found or listed)[-1]
@@ -125,7 +125,7 @@ class CheckpointManager:
         if problems:
             raise CheckpointError("\n  ".join(problems))
         # A process that was killed in its first saving has announced last.pt; others come later.
-        lost = manifest.read(self.directory).keys() - {LAST}
+        lost = manifest.read_entries(self.directory).keys() - {LAST}
         if lost:
             raise CheckpointError(
                 f"{self.directory}: no {LAST}, though {MANIFEST} tells of {', '.join(sorted(lost))}"
@@ -178,7 +178,7 @@ class CheckpointManager:
     def _check_alone(self) -> None:
         """Refuses to write where another run has written since this one looked."""
         self._before_write()
-        now = manifest.read_text(self.directory)
+        now = manifest.read_raw(self.directory)
         if now is not None and now != self._manifest:
             raise ExecutionError(
                 f"{self.directory / MANIFEST}: another run has written checkpoints into this "
@@ -197,7 +197,7 @@ class CheckpointManager:
         try:
             look = _look(path)
             if look != self._checked.get(name):
-                if manifest.digest_of(path) != self._entries[name].sha256:
+                if manifest.sha256_of(path) != self._entries[name].sha256:
                     return False
                 self._checked[name] = look
         except OSError:
@@ -237,7 +237,7 @@ class CheckpointManager:
 
     def _candidates(self) -> list[Path]:
         """What training may go on from, newest first."""
-        recorded = manifest.read(self.directory)
+        recorded = manifest.read_entries(self.directory)
         named = [self.last, self.directory / PREVIOUS]
         # Without a manifest nothing tells the run's own from others of their name.
         kept = recorded or [path.name for path in _listed(self.directory)]

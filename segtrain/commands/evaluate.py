@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from segtrain import files
 from segtrain.checkpoint.contents import LoadedModel, load_with_data
 from segtrain.checkpoint.eval_data import EvalData
 from segtrain.config import Config, override_config
@@ -30,7 +31,6 @@ from segtrain.distributed import collectives as dist
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
-from segtrain.files import local as files
 from segtrain.metrics import ConfusionMatrix, score_table
 from segtrain.models.memory import check_windows
 from segtrain.norm import describe_norm
@@ -201,7 +201,7 @@ def _json_place(path: Path) -> Iterator[None]:
     _make_folder("--json", path.parent)
     with ExitStack() as stack:
         try:
-            stack.enter_context(files.output_place(path))
+            stack.enter_context(files.open_output(path))
         except OSError as error:
             raise ConfigError(f"--json {path}: {error.strerror}") from None
         yield

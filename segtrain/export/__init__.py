@@ -7,9 +7,8 @@ silently wrong at other sizes, and nobody would notice until the predictions dis
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +23,7 @@ from segtrain.export.formats import FORMATS, ONNX_OPSET, quiet, require_onnx
 from segtrain.export.graph import ExportModel
 from segtrain.export.verify import TOLERANCE, Comparison, cases, compare
 from segtrain.export.weights import check_weights, write_weights
-from segtrain.files import kind_of
+from segtrain.files import kind_of, temporary
 from segtrain.text import printable
 
 __all__ = ["Comparison", "ExportModel", "export_graph", "export_weights", "main"]
@@ -231,14 +230,10 @@ def _replaced(output: Path) -> Iterator[Path]:
     Raises:
         ExecutionError: the disk is full, or the directory cannot be written.
     """
-    draft = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with temporary(output, suffix=output.suffix) as draft:
             yield draft
-            os.replace(draft, output)
-        finally:
-            with suppress(OSError):  # on a disk that has become read-only; the first error counts
-                draft.unlink(missing_ok=True)
+            draft.replace(output)
     except OSError as error:
         raise ExecutionError(f"{output}: cannot be written: {error.strerror or error}") from error

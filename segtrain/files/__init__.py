@@ -1,33 +1,35 @@
 """Files that survive crashes and files from strangers: atomic writes, manifest, safe loading."""
 
-from segtrain.files.local import (
-    NotRegularError,
-    is_at,
+from segtrain.files.atomic import (
+    check_replaceable,
     is_temporary,
-    kind_of,
-    open_regular,
-    output_place,
-    read_bytes,
-    refuse_odd,
+    open_output,
     sync_directory,
     temporary,
-    walk,
+    write_atomic,
     write_output,
-    write_whole,
+)
+from segtrain.files.reading import (
+    NotRegularError,
+    is_same_file,
+    kind_of,
+    open_regular,
+    read_bytes,
+    walk,
 )
 
 __all__ = [
     "NotRegularError",
-    "is_at",
+    "check_replaceable",
+    "is_same_file",
     "is_temporary",
     "kind_of",
+    "open_output",
     "open_regular",
-    "output_place",
     "read_bytes",
-    "refuse_odd",
     "sync_directory",
     "temporary",
     "walk",
+    "write_atomic",
     "write_output",
-    "write_whole",
 ]

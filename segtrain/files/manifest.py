@@ -1,8 +1,7 @@
-"""The manifest beside the checkpoints of a run: which bytes each of them may hold.
+"""The manifest beside a run's checkpoints: the SHA-256 that each file must have.
 
-torch.load takes a flipped bit in a tensor for a weight. So a file's SHA-256 is written down before
-the file takes its name. While one replaces another the name has two entries; at every instant the
-file is one of them, and nothing has to happen to two files at once.
+torch.load cannot detect a flipped bit in a tensor. So a file's hash is written before its name is
+given to it. During a replace the manifest lists both hashes: a crash leaves a valid file either way.
 """
 
 import hashlib
@@ -12,54 +11,45 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from segtrain import files
 from segtrain.errors import CheckpointError
-from segtrain.files import local as files
 
 MANIFEST = "manifest.json"
 
-# An entry takes some 130 bytes.
-_MAX_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20  # an entry takes about 130 bytes
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}\.pt\Z")
 
 
 class Entry(NamedTuple):
-    """One state of a file.
-
-    step: the updates of training in it.
-    num_bytes, sha256: its size, and its hash in hexadecimal digits.
-    """
+    """One version of a file: its optimizer step, its size and its SHA-256 in hexadecimal."""
 
     step: int
     num_bytes: int
     sha256: str
 
 
-Entries = Mapping[str, Sequence[Entry]]
-
-
-def read(directory: Path) -> dict[str, list[Entry]]:
-    """The entries of every file name; none where there is no manifest.
+def read_entries(directory: Path) -> dict[str, list[Entry]]:
+    """The entries of every file name; empty if there is no manifest.
 
     Raises:
         CheckpointError: the manifest cannot be read.
     """
-    path = directory / MANIFEST
+    text = read_raw(directory)
     try:
-        text = read_text(directory)
         content = {} if text is None else json.loads(text)
-        return {_name(name): [_entry(one) for one in listed] for name, listed in content.items()}
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        return {_name(name): [_entry(fields) for fields in kept] for name, kept in content.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: damaged ({type(error).__name__}): it cannot tell whether the checkpoints "
-            "beside it are; remove it to use them unchecked"
+            f"{directory / MANIFEST}: damaged ({type(error).__name__}), so the checkpoints beside "
+            "it cannot be verified; remove it to use them unchecked"
         ) from None
 
 
-def read_text(directory: Path) -> bytes | None:
-    """The manifest as it stands on the disk; None if there is none.
+def read_raw(directory: Path) -> bytes | None:
+    """The bytes of the manifest; None if there is none.
 
     Raises:
-        CheckpointError: it is there and cannot be read.
+        CheckpointError: it exists and cannot be read.
     """
     path = directory / MANIFEST
     try:
@@ -68,84 +58,81 @@ def read_text(directory: Path) -> bytes | None:
         return None
     except OSError as error:
         raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}), so it cannot tell whether the checkpoints "
-            "beside it are damaged; remove it to use them unchecked"
+            f"{path}: cannot be read ({error.strerror}), so the checkpoints beside it cannot be "
+            "verified; remove it to use them unchecked"
         ) from None
 
 
 def _entry(fields: dict[str, object]) -> Entry:
     entry = Entry(**fields)
     if [type(field) for field in entry] != [int, int, str]:
-        raise ValueError("a field of another type")
+        raise ValueError("a field has another type")
     return entry
 
 
 def _name(name: str) -> str:
-    # What is named is opened: it must lie beside the manifest, and be no device.
+    # Files named here are opened: no name may lead out of the directory.
     if not _NAME.match(name):
-        raise ValueError("not a name of a checkpoint")
+        raise ValueError("not the name of a checkpoint")
     return name
 
 
-def write(directory: Path, entries: Entries) -> bytes:
-    """Replaces the manifest, whole or not at all; returns what it says now.
+def write(directory: Path, entries: Mapping[str, Sequence[Entry]]) -> bytes:
+    """Replaces the manifest atomically; returns its new bytes.
 
     Raises:
         OSError: it cannot be written.
     """
-    content = {name: [one._asdict() for one in listed] for name, listed in entries.items()}
+    content = {name: [entry._asdict() for entry in kept] for name, kept in entries.items()}
     text = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-    files.write_whole(directory / MANIFEST, text)
+    files.write_atomic(directory / MANIFEST, text)
     return text
 
 
-def digest_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits.
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a regular file, in hexadecimal.
 
     Raises:
-        OSError: it cannot be read, or is no plain file.
+        OSError: it cannot be read.
     """
     with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify(path: Path, file: IO[bytes]) -> None:
-    """Refuses an open file that is not what was saved under its name, `path`.
+    """Refuses an open file whose SHA-256 is not in the manifest beside `path`.
 
-    A file that the manifest does not name, or that has none beside it, passes: it was brought here.
+    A file without an entry passes: the user put it there.
 
     Raises:
-        CheckpointError: it holds something else, or the manifest is damaged.
-        OSError: it cannot be read.
+        CheckpointError: another SHA-256, or the manifest is damaged.
+        OSError: the file cannot be read.
     """
-    entries = read(path.parent).get(path.name)
+    entries = read_entries(path.parent).get(path.name)
     if not entries:
         return
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest not in {entry.sha256 for entry in entries}:
+    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 not in {entry.sha256 for entry in entries}:
         raise CheckpointError(
             f"{path}: damaged: these are not the bytes that were saved (by {MANIFEST})"
         )
 
 
 class HashingFile:
-    """Writes to `file` and takes the hash of what it is given, not of what the disk made of it."""
+    """A file to write to that also hashes the bytes it is given, not those the disk returns."""
 
     def __init__(self, file: IO[bytes]) -> None:
+        self.num_bytes = 0
+        self.flush = file.flush
         self._file = file
         self._hash = hashlib.sha256()
-        self.num_bytes = 0
 
     def write(self, data: bytes) -> int:
-        """As a file's."""
+        """Writes and hashes `data`; returns how many bytes were written."""
         self._hash.update(data)
         self.num_bytes += len(data)
         return self._file.write(data)
 
-    def flush(self) -> None:
-        """As a file's."""
-        self._file.flush()
-
-    def digest(self) -> str:
-        """The SHA-256 so far, in hexadecimal digits."""
+    def sha256(self) -> str:
+        """The SHA-256 of everything written so far, in hexadecimal."""
         return self._hash.hexdigest()

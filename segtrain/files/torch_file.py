@@ -1,4 +1,4 @@
-"""Files that torch.save wrote, from anywhere: nothing in them runs, and they grow no larger."""
+"""Loading files of torch.save from strangers: no code runs, and memory stays bounded."""
 
 import errno
 import os
@@ -13,27 +13,27 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from segtrain.files import local as files
+from segtrain import files
 
 
 class DamagedError(Exception):
-    """A file that is not what torch.save writes; says what is wrong with it."""
+    """A file is not what torch.save writes; says what is wrong with it."""
 
 
-_MAX_WORD = 20_000
-# What torch's unpickler runs into, depending on the byte that is wrong.
+_MAX_WORD = 20_000  # characters
+# What torch's unpickler raises, depending on which byte is wrong.
 _DAMAGED = (
     *(RuntimeError, EOFError, OSError, ValueError, TypeError, AttributeError, ImportError),
     *(LookupError, AssertionError, ArithmeticError, MemoryError, struct.error),
 )
 
 
-def read(path: Path) -> Any:
+def load_path(path: Path) -> Any:
     """The content of the file `path`, as `load`.
 
     Raises:
         as `load`.
-        OSError: there is none, or it is a folder, a pipe or a device.
+        OSError: no such file, or it is a folder, a pipe or a device.
     """
     with files.open_regular(path) as file:
         return load(file)
@@ -43,15 +43,15 @@ def load(file: IO[bytes]) -> Any:
     """The content of an open file: tensors, all on the CPU, and plain data.
 
     Raises:
-        pickle.UnpicklingError: it holds more than that, which could run code; or is no pickle.
+        pickle.UnpicklingError: it holds more, which could run code; or it is no pickle.
         DamagedError: it is damaged in any other way.
-        OSError: the disk does not give it back.
+        OSError: the disk fails.
     """
     try:
         _refuse_bombs(file, os.fstat(file.fileno()).st_size)
         file.seek(0)
         with warnings.catch_warnings():
-            # Of pickles that torch did not write, and refuses in the next moment.
+            # torch warns about foreign pickles just before it refuses them.
             warnings.simplefilter("ignore")
             return torch.load(file, map_location="cpu", weights_only=True)
     except _DAMAGED as error:
@@ -62,20 +62,21 @@ def load(file: IO[bytes]) -> Any:
 
 
 def _refuse_bombs(file: IO[bytes], size: int) -> None:
-    """What torch would take all memory or hours to refuse."""
+    """Refuses files on which torch would spend all memory, or hours."""
     if file.read(4) != b"PK\3\4":
         file.seek(0)
+        # torch's format before 1.6 begins with five pickles.
         _refuse_long_words(file, 5)
         return
     try:
         with zipfile.ZipFile(file) as archive:
-            # torch inflates members though it never writes such: 400 kB become 400 MB.
+            # torch.save never compresses, but torch.load inflates: 400 kB can become 400 MB.
             if sum(member.file_size for member in archive.infolist()) > size:
                 raise DamagedError("its members are compressed, which torch.save does not do")
             for name in archive.namelist():
                 if name.endswith("data.pkl"):
                     pickled = archive.read(name)
-                    # No text has more characters than bytes; most files end here.
+                    # A cheap test that most files pass: a word has no more letters than bytes.
                     if max(map(len, pickled.split()), default=0) > _MAX_WORD:
                         _refuse_long_words(BytesIO(pickled), 1)
     except (zipfile.BadZipFile, NotImplementedError) as error:
@@ -83,15 +84,12 @@ def _refuse_bombs(file: IO[bytes], size: int) -> None:
 
 
 def _refuse_long_words(file: IO[bytes], num_pickles: int) -> None:
-    """torch's complaint about a name or text is searched in quadratic time: 100 kB take minutes.
-
-    A file in torch's old format begins with five pickles.
-    """
+    """Refuses long words: torch puts them in an error that takes quadratic time to format."""
     try:
-        for number in range(num_pickles):
-            if number > 0:
+        for i in range(num_pickles):
+            if i > 0:
                 if not file.read(1):
-                    return  # fewer, of which torch refuses what it finds
+                    return  # fewer pickles; torch refuses the file
                 file.seek(-1, os.SEEK_CUR)
             for _, argument, _ in pickletools.genops(file):
                 if isinstance(argument, str) and len(argument) > _MAX_WORD:
@@ -99,17 +97,17 @@ def _refuse_long_words(file: IO[bytes], num_pickles: int) -> None:
                     if longest > _MAX_WORD:
                         raise DamagedError(f"a word of {longest} characters")
     except UnicodeDecodeError as error:
-        raise DamagedError("a name or text that is damaged") from error
+        raise DamagedError("a damaged name or text") from error
     except ValueError as error:
-        # torch may read on, such as a name that no line end follows.
+        # torch might read on, such as past a name without a line end.
         raise DamagedError(f"no whole pickle: {error}") from error
 
 
 def is_plain(value: object) -> bool:
-    """Whether `value` is a tensor with a real number of its own at each place.
+    """Whether `value` is a dense tensor of real numbers, each with memory of its own.
 
-    Sparse, quantized and expanded tensors and those without a storage load, and fail where they are
-    used; an expanded one can also be of any size.
+    Sparse, quantized and expanded tensors load and fail later, where they are used; a small file
+    can hold an expanded tensor of any size.
     """
     return (
         isinstance(value, Tensor)
@@ -121,7 +119,7 @@ def is_plain(value: object) -> bool:
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Whether places of `value` may share memory, as those of an expanded tensor do."""
+    """Whether elements may share memory, as those of an expanded tensor do."""
     if value.numel() == 0:
         return False
     reach = 0

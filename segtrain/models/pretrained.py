@@ -142,7 +142,7 @@ def _read(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        return torch_file.read(path)
+        return torch_file.load_path(path)
     except pickle.UnpicklingError:
         # torch's own words advise to load the file with all that it may run.
         raise CheckpointError(

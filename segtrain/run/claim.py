@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from segtrain import files
 from segtrain.errors import ConfigError, ExecutionError
-from segtrain.files import local as files
 from segtrain.text import printable
 
 LOCK = ".lock"
@@ -53,7 +53,7 @@ class Claim:
     def __exit__(self, *_: object) -> None:
         # Where the directory was deleted meanwhile, the file of its name may be another run's.
         with suppress(OSError):
-            if files.is_at(self._handle, self._path):
+            if files.is_same_file(self._handle, self._path):
                 self._path.unlink()
         os.close(self._handle)
         self._handle = None
@@ -68,7 +68,7 @@ class Claim:
             ExecutionError: another run has taken it, or the file cannot be made again.
         """
         try:
-            if self._handle is None or files.is_at(self._handle, self._path):
+            if self._handle is None or files.is_same_file(self._handle, self._path):
                 return
             self._directory.mkdir(parents=True, exist_ok=True)
             handle = _locked(self._path)
@@ -116,7 +116,7 @@ def _locked(path: Path) -> int:
         try:
             _lock(handle, path)
             # Another run may have removed this very file while it was being opened.
-            if files.is_at(handle, path):
+            if files.is_same_file(handle, path):
                 os.truncate(handle, 0)
                 with suppress(OSError):  # the disk is full; the name is for people to read
                     os.write(handle, f"{_this_process()}\n".encode())

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from segtrain import __version__
+from segtrain import __version__, files
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.config.loading import yaml_value
 from segtrain.data.protect import check_run_directory
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.files import local as files
 from segtrain.files.manifest import MANIFEST
 from segtrain.run.claim import cannot_write, use_by_others
 from segtrain.run.versions import LIBRARIES, library_version
@@ -236,7 +235,7 @@ def write_description(directory: Path, config: Config, devices: list[str]) -> No
     try:
         directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(environment(devices), indent=2) + "\n"
-        files.write_whole(directory / ENVIRONMENT, text)
+        files.write_atomic(directory / ENVIRONMENT, text)
         # Last: the directory counts as a run once its config stands there.
         write_config(directory, config)
     except OSError as error:
@@ -249,7 +248,7 @@ def write_config(directory: Path, config: Config) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    files.write_whole(directory / CONFIG, config_to_yaml(config))
+    files.write_atomic(directory / CONFIG, config_to_yaml(config))
 
 
 def other_versions(directory: Path) -> list[str]:

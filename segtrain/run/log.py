@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 import numpy as np
 from tqdm import tqdm
 
-from segtrain.files import open_regular, read_bytes, write_whole
+from segtrain.files import open_regular, read_bytes, write_atomic
 from segtrain.run.directory import LOG, METRICS
 from segtrain.text import printable, printable_lines
 
@@ -261,7 +261,7 @@ def _drop_after(metrics: Path, step: int, evaluated_step: int) -> None:
             continue
     text = "".join(kept).encode()
     if text != whole:
-        write_whole(metrics, text)
+        write_atomic(metrics, text)
 
 
 def say(line: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from segtrain.errors import ExecutionError
-from segtrain.files import refuse_odd, write_whole
+from segtrain.files import check_replaceable, write_atomic
 from segtrain.run.lettering import class_labels, numbered_labels, text_mask, title_text
 from segtrain.types import IGNORE_INDEX
 
@@ -174,8 +174,8 @@ def write_png(path: Path, picture: np.ndarray) -> None:
     assert ok, "PNG holds any 8 or 16 bit picture"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        refuse_odd(path)
-        write_whole(path, data.tobytes(), durable=False)
+        check_replaceable(path)
+        write_atomic(path, data.tobytes(), durable=False)
     except OSError as error:
         raise ExecutionError(f"{path}: cannot write the picture: {error.strerror}") from error
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from segtrain.data.classes import ClassFile
 from segtrain.errors import ConfigError
-from segtrain.files import NotRegularError, refuse_odd
+from segtrain.files import NotRegularError, check_replaceable
 from segtrain.run.pictures import colorize, legend, overlay, write_png
 from segtrain.text import printable
 
@@ -31,7 +31,7 @@ def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None
         raise ConfigError(f"--output {printable(output)}: is a file; expected a directory")
     for path in (output / name for name in (_LEGEND, *file_names(names))):
         try:
-            refuse_odd(path)
+            check_replaceable(path)
         except NotRegularError as error:
             raise ConfigError(f"--output {printable(path)}: {error.strerror}") from None
         except OSError:

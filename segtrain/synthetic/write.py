@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from segtrain.errors import ConfigError, DataError
-from segtrain.files import read_bytes, write_whole
+from segtrain.files import read_bytes, write_atomic
 from segtrain.synthetic.scene import draw_scene
 from segtrain.text import MAX_NAME, printable
 
@@ -90,7 +90,7 @@ def _claim(root: Path, settings: dict[str, object]) -> None:
             "found other files; name another folder"
         )
     root.mkdir(parents=True, exist_ok=True)
-    write_whole(record, json.dumps(settings, indent=2) + "\n", durable=False)
+    write_atomic(record, json.dumps(settings, indent=2) + "\n", durable=False)
 
 
 def _compare(record: Path, settings: dict[str, object]) -> None:
@@ -131,5 +131,5 @@ def _draw(root: Path, scenes: list[tuple[str, int]], size: tuple[int, int], seed
             written, data = cv2.imencode(".png", picture, _PNG)
             assert written, "OpenCV encodes every uint8 array as PNG"
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, data.tobytes(), durable=False)
+            write_atomic(path, data.tobytes(), durable=False)
     return len(scenes)

@@ -1,0 +1,140 @@
+"""Atomic writes: after a crash the old file is there or the new one, never a part of one."""
+
+import errno
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from segtrain.files.reading import NONBLOCK, NotRegularError, kind_of
+
+# A file name may have 255 bytes; a temporary name adds a dot, a process id and a suffix.
+_MAX_NAME_BYTES = 220
+
+
+@contextmanager
+def temporary(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
+    """A free name beside `path`, for a file that is to replace it; unused files are removed.
+
+    Raises:
+        OSError: a file that an earlier process left there cannot be removed.
+    """
+    name = path.name
+    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
+    draft = path.with_name(f".{name}.{os.getpid()}{suffix}")
+    # In containers, processes often have the same id as earlier ones.
+    draft.unlink(missing_ok=True)
+    try:
+        yield draft
+    finally:
+        # Fails on a disk that has become read-only; the first error says more.
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def is_temporary(path: Path, name: re.Pattern[str]) -> bool:
+    """Whether `temporary` made this name for a file whose whole name matches `name`."""
+    match = re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name)
+    return match is not None and name.fullmatch(match[1]) is not None
+
+
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Creates or replaces the file `path`; a symbolic link is replaced, not followed.
+
+    Args:
+        content: text is written as UTF-8.
+        durable: return only when the file would survive a loss of power.
+
+    Raises:
+        OSError: it cannot be written; nothing has changed then.
+    """
+    with temporary(path) as draft:
+        with draft.open("xb") as file:
+            file.write(_encoded(content))
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(path)
+        if durable:
+            sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes new names in `directory` survive a loss of power, as fsync does for contents."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems do not support it.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def write_output(path: Path, content: str | bytes) -> None:
+    """Writes a file that the user named: atomically, but links, pipes and devices in place.
+
+    Replacing /dev/stdout or /dev/null would take it from the whole machine.
+
+    Raises:
+        OSError: it cannot be written, or it is a pipe without a reader.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        with open(_open_in_place(path), "wb") as file:
+            file.write(_encoded(content))
+    else:
+        write_atomic(path, content, durable=False)
+
+
+@contextmanager
+def open_output(path: Path) -> Iterator[None]:
+    """Refuses at once what `write_output` could not write at the end of a long computation.
+
+    A pipe is held open meanwhile: its reader would take a close for the end of the data.
+
+    Raises:
+        NotRegularError: `path` is a folder, a socket, or a pipe without a reader.
+        OSError: a pipe without permission to write.
+    """
+    if path.is_dir() or path.is_socket():
+        raise NotRegularError(errno.EINVAL, f"is {kind_of(path)}; name a file", str(path))
+    handle = _open_in_place(path) if path.is_fifo() else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuses to replace a folder, pipe, socket or device; files and links may be replaced.
+
+    Raises:
+        NotRegularError: there is such a thing at `path`.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise NotRegularError(errno.EINVAL, f"is {kind_of(path)}; remove it", str(path))
+
+
+def _encoded(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
+
+
+def _open_in_place(path: Path) -> int:
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO and path.is_fifo():
+            raise NotRegularError(error.errno, "is a pipe that nobody reads", str(path)) from None
+        raise
+    os.set_blocking(handle, True)  # a slow reader is waited for
+    return handle

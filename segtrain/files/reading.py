@@ -1,0 +1,116 @@
+"""Reading files and folders that a user, a config or a checkpoint names.
+
+Only regular files are opened: a pipe without a writer would block for ever, and a device has no
+end. Folders are listed in the same order on every disk.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+# Without it, opening a pipe waits for the other end.
+NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISREG, "a file"),
+)
+
+
+class NotRegularError(OSError):
+    """A path leads to something that is not a regular file."""
+
+
+def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
+    """As `open`, but for regular files only.
+
+    Raises:
+        OSError: it cannot be opened; NotRegularError: it is a folder, a pipe, a device or a socket.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | NONBLOCK, 0o666)
+
+    file = open(path, mode, opener=opener, **options)  # noqa: SIM115 - the caller closes it
+    # Checked after opening: `path` could lead elsewhere a moment later.
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise NotRegularError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: as `open_regular`; or it holds more than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        content = file.read(-1 if max_bytes is None else max_bytes + 1)
+    if max_bytes is not None and len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
+    return content
+
+
+def is_same_file(handle: int, path: Path) -> bool:
+    """Whether `path` still leads to the open file `handle`."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def kind_of(path: Path) -> str:
+    """What there is at `path`, for messages: "a folder", "a pipe", ..."""
+    if path.is_symlink() and not path.exists():
+        return "a link to nothing"
+    mode = path.stat().st_mode
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
+
+
+def walk(folder: Path, *, hidden: bool) -> Iterator[tuple[Path, list[str]]]:
+    """`folder` and every folder below it, each with the sorted names of its files.
+
+    The order is the same on every disk. Each folder comes once: under its own name if that is below
+    `folder`, otherwise under the first link that leads to it.
+
+    Args:
+        hidden: include names that begin with a dot.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    seen: set[str] = set()
+    links = [folder]
+    while links:
+        # Follow links only when all folders reached without them are done.
+        links.sort()
+        stack = [links.pop(0)]
+        while stack:
+            here = stack.pop()
+            real = os.path.realpath(here)
+            if real in seen:
+                continue
+            seen.add(real)
+            with os.scandir(here) as entries:
+                found = sorted(
+                    (entry.name, _is_folder(entry), entry.is_symlink())
+                    for entry in entries
+                    if hidden or not entry.name.startswith(".")
+                )
+            yield here, [name for name, is_folder, _ in found if not is_folder]
+            folders = [(here / name, is_link) for name, is_folder, is_link in found if is_folder]
+            links += [path for path, is_link in folders if is_link]
+            stack += [path for path, is_link in reversed(folders) if not is_link]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
