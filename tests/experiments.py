@@ -131,7 +131,7 @@ def refusal(function: Callable[..., Any], *args: Any) -> tuple[str, int, str] | 
 
 def last(directory: Path) -> Any:
     """The record that a run would go on from."""
-    from segtrain.checkpoint.contents import load
+    from segtrain.checkpoint.format import load
 
     return load(directory / "checkpoints" / "last.pt")
 

@@ -13,22 +13,15 @@ import torch
 from experiments import experiment, write_config, write_data
 from torch import nn
 
-from segtrain.checkpoint import contents as checkpoint
-from segtrain.checkpoint.contents import (
-    Checkpoint,
-    experiment_record,
-    load,
-    load_initial,
-    load_model,
-    load_weights,
-    parse_experiment,
-    resolve,
-    restore,
-    save,
-)
+from segtrain.checkpoint import format as checkpoint_format
+from segtrain.checkpoint.experiment import experiment_fields, parse_experiment
+from segtrain.checkpoint.format import Checkpoint, load, save
+from segtrain.checkpoint.initial import load_initial
+from segtrain.checkpoint.loading import load_model, resolve
 from segtrain.checkpoint.manager import CheckpointManager
-from segtrain.checkpoint.optimizer_state import restore_scaler
 from segtrain.checkpoint.recovery import restore_config
+from segtrain.checkpoint.training_state import restore, restore_scaler
+from segtrain.checkpoint.weights import load_weights
 from segtrain.config import load_config
 from segtrain.data.class_file import class_file_from_json, load_class_file
 from segtrain.data.classes import ignoring_as
@@ -223,7 +216,7 @@ def small(tmp_path_factory):
     state.average.update(state.model, 1)
     saved = Checkpoint(
         step=1,
-        **experiment_record(config, classes),
+        **experiment_fields(config, classes),
         model=state.model.state_dict(),
         average=state.average.model.state_dict(),
         optimizer=state.optimizer.state_dict(),
@@ -281,7 +274,7 @@ def test_a_record_of_as_many_classes_as_there_can_be_is_loaded(small, tmp_path):
     (tmp_path / "many.yaml").write_text(f"classes:\n{names}\n")
     classes = load_class_file(str(tmp_path / "many.yaml"))
     config, *_ = small
-    written = experiment_record(config, classes)
+    written = experiment_fields(config, classes)
     save(tmp_path / "a.pt", record(**written))
     loaded = load(tmp_path / "a.pt")
     assert len(loaded.classes) > 20_000
@@ -292,7 +285,7 @@ def test_an_old_run_goes_on_ignoring_the_default_color_and_a_new_one_does_not(sm
     path = tmp_path / "own.yaml"
     path.write_text("classes: [{name: a, color: [1, 2, 3]}, {name: b, color: [9, 8, 7]}]\n")
     now = load_class_file(str(path))
-    written = experiment_record(small[0], now)["classes"]
+    written = experiment_fields(small[0], now)["classes"]
     new = class_file_from_json(written)
     # Earlier versions wrote the default colour out, and ignored it in labels.
     old = class_file_from_json(json.dumps({**json.loads(written), "ignore_color": [0, 0, 0]}))
@@ -323,9 +316,9 @@ def test_classes_that_contradict_themselves_are_refused_by_name(small):
     [
         ({"step": -5}, "step -5; expected 0 to"),
         ({"step": 10**30}, "step above 2"),
-        ({"step": 15, "evaluated": 60}, "evaluated at step 60; it was saved at step 15"),
+        ({"step": 15, "evaluated": 60}, "evaluated at step 60; expected 0 to 15"),
         ({"evaluated": -1}, "evaluated at step -1"),
-        ({"best": {"step": 4, "mean_iou": 0.5}}, "best mIoU at step 4; it was saved at step 3"),
+        ({"best": {"step": 4, "mean_iou": 0.5}}, "best mIoU at step 4; expected 0 to 3"),
         ({"best": {"step": -4, "mean_iou": 0.5}}, "best mIoU at step -4"),
         ({"best": {"step": 2, "mean_iou": math.inf}}, "best mIoU inf; expected 0 to 1"),
         ({"best": {"step": 2, "mean_iou": 1.01}}, "best mIoU 1.01; expected 0 to 1"),
@@ -462,7 +455,7 @@ def test_saving_reads_back_before_the_old_file_goes(tmp_path, monkeypatch):
     def unreadable(path):
         raise CheckpointError(f"{path}: damaged")
 
-    monkeypatch.setattr(checkpoint, "load", unreadable)
+    monkeypatch.setattr(checkpoint_format, "load", unreadable)
     with pytest.raises(CheckpointError):
         save(tmp_path / "a.pt", record(step=2))
     monkeypatch.undo()

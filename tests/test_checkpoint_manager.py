@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_checkpoint import names, record
 
-from segtrain.checkpoint.contents import load, save, unnamed
+from segtrain.checkpoint.format import load, save, write_temporary
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
@@ -21,7 +21,7 @@ from segtrain.run.claim import Claim
 def store_in(directory):
     """As a run opens it."""
     store = CheckpointManager(directory, keep_limit=2)
-    store.tidy()
+    store.clean_up()
     return store
 
 
@@ -58,7 +58,7 @@ def test_a_disk_that_fills_up_with_the_manifest_leaves_nothing_either(small_disk
     store = store_in(small_disk / "run")
     store.save_last(record(step=1, model=weights(1 << 20)))
     new = record(step=2, model=weights(1 << 20))
-    with unnamed(small_disk / "size.pt", new) as (temporary, _):
+    with write_temporary(small_disk / "size.pt", new) as (temporary, _):
         room = -(-temporary.stat().st_size // 4096) * 4096
     (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
     before = names(small_disk / "run")

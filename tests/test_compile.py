@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from segtrain.checkpoint.contents import load
+from segtrain.checkpoint.format import load
 from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import load_config
 from segtrain.data.loader import indices_of_rank

@@ -12,7 +12,9 @@ from experiments import refusal
 from PIL import Image
 from torch import nn
 
-from segtrain.checkpoint.contents import Checkpoint, LoadedModel, experiment_record, save
+from segtrain.checkpoint.experiment import experiment_fields
+from segtrain.checkpoint.format import Checkpoint, save
+from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import evaluate
 from segtrain.commands.evaluate import run_eval
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
@@ -328,7 +330,7 @@ def test_a_real_checkpoint_is_evaluated(cityscapes, tmp_path):
     model = build_model(config.model, num_classes=19)
     unused = {"average": None, "optimizer": None, "scaler": None, "best": None}
     record = Checkpoint(
-        step=3, **experiment_record(config, classes), model=model.state_dict(), **unused
+        step=3, **experiment_fields(config, classes), model=model.state_dict(), **unused
     )
     save(tmp_path / "last.pt", record)
     run_eval(arguments(str(tmp_path / "last.pt"), json=str(tmp_path / "scores.json")))

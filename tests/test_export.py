@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from segtrain import export
-from segtrain.checkpoint.contents import LoadedModel
+from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig, ModelConfig
 from segtrain.data.classes import ClassFile, SegClass

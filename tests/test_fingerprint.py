@@ -28,8 +28,9 @@ from experiments import (
 )
 from processes import logged_steps
 
-from segtrain.checkpoint import contents as checkpoint
-from segtrain.checkpoint.contents import load_initial, parse_data
+from segtrain.checkpoint.experiment import parse_data
+from segtrain.checkpoint.format import load, save
+from segtrain.checkpoint.initial import load_initial
 from segtrain.config import load_config
 from segtrain.data import fingerprint, open_dataset
 from segtrain.data.class_file import class_file_from_json, load_class_file
@@ -350,7 +351,7 @@ def test_the_same_data_elsewhere_go_on_with_the_same_bits(run_ranks, data, run, 
     assert_same_state(last(run), last(tmp_path / "alone"))
     assert losses(run) == losses(tmp_path / "alone")
     assert last(run).data == last(tmp_path / "alone").data
-    best = checkpoint.load(run / "checkpoints" / "best.pt")
+    best = load(run / "checkpoints" / "best.pt")
     assert best.data == last(run).data
     assert all(split.labels for split in known(best))
     log = (run / "train.log").read_text()
@@ -501,7 +502,7 @@ def test_a_damaged_fingerprint_is_a_damaged_checkpoint(run):
     content = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     torch.save(content | {"data": 3}, path)
     with pytest.raises(CheckpointError, match="damaged: data is a int"):
-        checkpoint.load(path)
+        load(path)
     assert fingerprint_to_json(fingerprint_from_json(record.data)) == record.data
 
 
@@ -532,7 +533,7 @@ def test_eval_warns_of_other_data_than_those_of_the_training(run, score, data, t
     record = last(run)
     config = record.config.replace(str(data), str(root))
     path = run / "checkpoints" / "last.pt"
-    checkpoint.save(path, record._replace(config=config))
+    save(path, record._replace(config=config))
     (run / "checkpoints" / manifest.MANIFEST).unlink()
     (line,) = score()
     start = "segtrain: warning: not the data of the training: split "

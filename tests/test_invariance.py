@@ -5,7 +5,7 @@ import pytest
 import torch
 from experiments import experiment, losses, train, write_config
 
-from segtrain.checkpoint.contents import load
+from segtrain.checkpoint.format import load
 from segtrain.distributed import collectives as dist
 
 

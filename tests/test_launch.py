@@ -14,7 +14,7 @@ import pytest
 from experiments import experiment, write_config, write_data
 from processes import REPOSITORY, Command, logged_steps
 
-from segtrain.checkpoint.contents import load
+from segtrain.checkpoint.format import load
 from segtrain.commands import launch
 from segtrain.commands.launch import adopt_environment, exit_code_of
 from segtrain.distributed import exit_status, slurm

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from experiments import experiment, losses, train, write_config
 from torch import nn
 
-from segtrain.checkpoint.contents import load, load_model
+from segtrain.checkpoint.format import load
+from segtrain.checkpoint.loading import load_model
 from segtrain.config import NormConfig, load_config
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError

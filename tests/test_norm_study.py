@@ -24,7 +24,7 @@ from norm_simulation import (
 from norm_training import TREATMENTS, Result, Study
 from torch import nn
 
-from segtrain.checkpoint.contents import load
+from segtrain.checkpoint.format import load
 from segtrain.config import load_config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import partition

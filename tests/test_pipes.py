@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from experiments import small, write_config
 
-from segtrain.checkpoint.contents import load, load_initial, resolve
+from segtrain.checkpoint.format import load
+from segtrain.checkpoint.initial import load_initial
+from segtrain.checkpoint.loading import resolve
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.cli import main as segtrain
 from segtrain.config import DataConfig, load_config
@@ -119,12 +121,12 @@ def test_a_manifest_is_a_plain_file_and_so_is_what_it_names(pipe, tmp_path):
     manifest.write(tmp_path, {"last.pt": [entry]})
     pipe("last.pt")
     store = CheckpointManager(tmp_path, keep_limit=1)
-    store.tidy()
+    store.clean_up()
     with pytest.raises(CheckpointError, match=r"last\.pt: not a regular file"):
         store.newest()
     pipe("manifest.json")
     with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read \(not a regular"):
-        store.tidy()
+        store.clean_up()
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])

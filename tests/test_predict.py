@@ -9,7 +9,7 @@ from PIL import Image
 from test_layouts import listed_by_the_disk
 from torch import nn
 
-from segtrain.checkpoint.contents import LoadedModel
+from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig
 from segtrain.data.classes import ClassFile, SegClass

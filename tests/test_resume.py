@@ -22,8 +22,8 @@ from experiments import (
 )
 from processes import Command, logged_steps
 
-from segtrain.checkpoint import contents as checkpoint
-from segtrain.checkpoint.contents import load
+from segtrain.checkpoint import format as checkpoint_format
+from segtrain.checkpoint.format import load
 from segtrain.distributed.processes import descendants, is_alive
 
 
@@ -108,7 +108,7 @@ def killed_at(where, step, config, directory, resume):
             if where == "training" and result.step == step:
                 die()
             if where == "checkpoint" and result.step == step:
-                checkpoint.HashingFile = DyingFile
+                checkpoint_format.HashingFile = DyingFile
             yield result
 
     command.train_steps = steps_until_death
@@ -332,7 +332,7 @@ def test_a_run_whose_checkpoints_have_been_removed_is_not_begun_anew(run_ranks, 
         (run / "checkpoints" / name).unlink()
     ((kind, code, said),) = run_ranks(1, refusal, train, config, run, True)
     assert (kind, code) == ("CheckpointError", 4)
-    assert "no last.pt, though manifest.json tells of best.pt, previous.pt: checkpoints" in said
+    assert "no last.pt, though manifest.json lists best.pt, previous.pt: checkpoints" in said
     assert (run / "metrics.jsonl").read_text() == before
 
 

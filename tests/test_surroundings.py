@@ -18,7 +18,7 @@ from experiments import (
 )
 from processes import Command
 
-from segtrain.checkpoint.contents import load
+from segtrain.checkpoint.format import load
 
 
 @pytest.mark.fault(22)

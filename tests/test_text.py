@@ -9,7 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from segtrain import cli
-from segtrain.checkpoint.contents import Checkpoint, experiment_record, load, parse_experiment, save
+from segtrain.checkpoint.experiment import experiment_fields, parse_experiment
+from segtrain.checkpoint.format import Checkpoint, load, save
 from segtrain.config import Config, DataConfig, config_to_yaml, parse_config
 from segtrain.data import open_dataset
 from segtrain.data.class_file import load_class_file
@@ -76,7 +77,7 @@ def test_a_checkpoint_with_such_names_is_refused(tmp_path, name):
     rest = dict.fromkeys(("average", "optimizer", "scaler", "best"))
     save(
         tmp_path / "a.pt",
-        Checkpoint(step=1, **experiment_record(config, classes), model={}, **rest),
+        Checkpoint(step=1, **experiment_fields(config, classes), model={}, **rest),
     )
     with pytest.raises(CheckpointError, match=r"a\.pt: .*classes\.0\.name") as caught:
         parse_experiment(load(tmp_path / "a.pt"), tmp_path / "a.pt")

@@ -17,7 +17,7 @@ from attacker import NOBODY, attack, listening
 from experiments import experiment, last, losses, train, write_config
 from processes import Command
 
-from segtrain.checkpoint.contents import load
+from segtrain.checkpoint.format import load
 from segtrain.distributed.processes import children
 
 pytestmark = pytest.mark.netns

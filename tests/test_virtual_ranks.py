@@ -9,7 +9,7 @@ import torch
 from experiments import experiment, losses, train, write_config
 from memory import LiveBytes
 
-from segtrain.checkpoint.contents import load
+from segtrain.checkpoint.format import load
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.offload import saved_on_host

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from segtrain.checkpoint.contents import load
+from segtrain.checkpoint.format import load
 from segtrain.distributed import heartbeat
 from segtrain.distributed.heartbeat import Heartbeat
 from segtrain.distributed.processes import children, descendants, is_alive

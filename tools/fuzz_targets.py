@@ -21,8 +21,12 @@ from fuzz_inputs import Mutator, mutate, mutate_png, mutate_zip
 from PIL import Image
 from torch import nn
 
-from segtrain.checkpoint import contents as checkpoint
+from segtrain.checkpoint.experiment import experiment_fields, parse_experiment
+from segtrain.checkpoint.format import FORMAT_VERSION, Checkpoint
+from segtrain.checkpoint.format import load as load_checkpoint
+from segtrain.checkpoint.initial import load_initial
 from segtrain.checkpoint.manager import CheckpointManager
+from segtrain.checkpoint.training_state import restore
 from segtrain.config import DataConfig, LossConfig, config_to_yaml, load_config, parse_config
 from segtrain.data import decode
 from segtrain.data.class_file import load_class_file
@@ -173,17 +177,17 @@ def _mutate_picture(rng: Random, data: bytes, words: Sequence[bytes]) -> bytes:
 
 
 def _checkpoint(path: Path) -> None:
-    record = checkpoint.load(path)
+    record = load_checkpoint(path)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     try:
-        checkpoint.load_initial(model, path)
+        load_initial(model, path)
     finally:
         state = _train_state(model)
-        checkpoint.restore(state, record, path)
+        restore(state, record, path)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     state.optimizer.step()
-    _, classes = checkpoint.parse_experiment(record, path)
+    _, classes = parse_experiment(record, path)
     use_classes(classes)
 
 
@@ -210,16 +214,16 @@ def checkpoint_content() -> dict[str, Any]:
     state.scaler.scale(torch.ones(1))
     data = DataConfig(layout="folders", root="x", classes="voc")
     config = parse_config(f"data: {json.dumps(data.model_dump(mode='json'))}", source="x")
-    record = checkpoint.Checkpoint(
+    record = Checkpoint(
         step=3,
-        **checkpoint.experiment_record(config, _CLASSES),
+        **experiment_fields(config, _CLASSES),
         model=state.model.state_dict(),
         average=state.model.state_dict(),
         optimizer=state.optimizer.state_dict(),
         scaler=state.scaler.state_dict(),
         best={"step": 2, "mean_iou": 0.5},
     )
-    return {"format": checkpoint.FORMAT_VERSION, "segtrain": "0", **record._asdict()}
+    return {"format": FORMAT_VERSION, "segtrain": "0", **record._asdict()}
 
 
 def _quantized(values: torch.Tensor) -> torch.Tensor:
@@ -335,7 +339,7 @@ def _manifest(path: Path) -> None:
         last.write_bytes(_saved_checkpoint())
     manifest.read_entries(path.parent)
     store = CheckpointManager(path.parent, keep_limit=2)
-    store.tidy()
+    store.clean_up()
     store.newest()
 
 

@@ -24,8 +24,9 @@ import torch
 from ghost_norm import RUNNING, GhostBatchNorm2d, compare_running, take_running
 from torch import nn
 
-from segtrain.checkpoint import contents as checkpoint
-from segtrain.checkpoint.contents import Checkpoint
+from segtrain.checkpoint.experiment import experiment_fields
+from segtrain.checkpoint.format import Checkpoint, save
+from segtrain.checkpoint.initial import load_initial
 from segtrain.config import Config, override_config
 from segtrain.data import open_dataset
 from segtrain.data.dataset import SegDataset
@@ -178,7 +179,7 @@ class Study:
         state, losses = train(config, treatment.norm(config), f"seed {seed} {treatment.name}")
         train_s = time.perf_counter() - began
         if treatment.name == "sync":
-            checkpoint.save(self._sync_weights(seed), _record(state, config))
+            save(self._sync_weights(seed), _record(state, config))
         running = compare_running(state.model)
         began = time.perf_counter()
         scores = {
@@ -243,7 +244,7 @@ def train(config: Config, norm: NormFactory, title: str) -> tuple[TrainState, li
     train_set = open_dataset(config.data, config.data.train_split)
     model = build_model(config.model, num_classes=train_set.classes.num_classes, norm=norm)
     if config.train.init_from is not None:
-        checkpoint.load_initial(model, config.train.init_from)
+        load_initial(model, config.train.init_from)
     state = make_state(model, config, device)
     step_sync = StepSync(lambda: False)
     losses = []
@@ -314,7 +315,7 @@ def _record(state: TrainState, config: Config) -> Checkpoint:
     classes = open_dataset(config.data, config.data.train_split).classes
     return Checkpoint(
         step=state.step,
-        **checkpoint.experiment_record(config, classes),
+        **experiment_fields(config, classes),
         model=state.model.state_dict(),
         average=None,
         optimizer=None,

@@ -2,7 +2,7 @@
 
 import os
 
-from segtrain.checkpoint.contents import LoadedModel
+from segtrain.checkpoint.loading import LoadedModel
 from segtrain.config import DataConfig
 from segtrain.data.dataset import SegDataset
 from segtrain.data.differences import class_differences, file_difference, label_difference

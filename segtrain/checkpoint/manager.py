@@ -1,7 +1,7 @@
-"""The checkpoints of one run on its disk: which are kept, and which one training goes on from.
+"""Which checkpoints a run keeps on disk, and which one it is resumed from.
 
-The folder may also hold files of the user's own. A file is the run's if it has the bytes that the
-manifest tells of under its name; no other file is ever counted, removed or written over.
+The directory may also hold the user's own files. A file is the run's if its SHA-256 is the one in
+the manifest; no other file is ever counted, removed or overwritten.
 """
 
 import os
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from segtrain import files
-from segtrain.checkpoint.contents import BEST, LAST, Checkpoint, load, num_bytes, unnamed
+from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, num_bytes, write_temporary
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
 from segtrain.files.manifest import MANIFEST, Entry
@@ -25,13 +25,13 @@ _WRITTEN = re.compile(rf"(last|previous|best|step_\d{{7,}})\.pt|{re.escape(MANIF
 
 
 class CheckpointManager:
-    """last.pt, the one before it, best.pt, and now and then one that is kept.
+    """Writes last.pt, previous.pt, best.pt and some step_N.pt, and finds the newest good one.
 
-    One process writes; `tidy` comes before its first write.
+    Only one process writes; it calls `clean_up` first.
 
     Args:
         keep_limit: how many step_N.pt are kept.
-        before_write: called before anything is written; raises if this process must not.
+        before_write: called before each write; raises if this process must not write.
     """
 
     def __init__(
@@ -40,82 +40,82 @@ class CheckpointManager:
         self.directory = directory
         self.keep_limit = keep_limit
         self._before_write = before_write
-        self._entries: dict[str, Entry] = {}  # of every file, as it is or should be
-        self._checked: dict[str, tuple[int, ...]] = {}  # how the files looked that are as entered
-        self._manifest: bytes | None = None  # as this process knows it
-        self.warnings: list[str] = []  # what `tidy` has found
+        self._entries: dict[str, Entry] = {}  # what each file should be
+        self._verified: dict[str, tuple[int, ...]] = {}  # the `_stat` of files that match
+        self._manifest: bytes | None = None  # as this process last saw or wrote it
+        self.warnings: list[str] = []  # from `clean_up`
 
     @property
     def last(self) -> Path:
-        """Where training goes on from."""
+        """The path of last.pt."""
         return self.directory / LAST
 
-    def save_last(self, record: Checkpoint) -> None:
-        """Replaces last.pt, which becomes previous.pt."""
-        self._put(LAST, record, keep_as=PREVIOUS)
+    def save_last(self, checkpoint: Checkpoint) -> None:
+        """Replaces last.pt; the old one becomes previous.pt."""
+        self._save(LAST, checkpoint, keep_as=PREVIOUS)
 
-    def save_best(self, record: Checkpoint) -> None:
-        """Replaces best.pt, which holds no optimizer: it is for use, not for going on."""
-        self._put(BEST, record._replace(optimizer=None, scaler=None))
+    def save_best(self, checkpoint: Checkpoint) -> None:
+        """Replaces best.pt, for inference: it holds no training state."""
+        self._save(BEST, checkpoint._replace(optimizer=None, scaler=None))
 
-    def keep(self, record: Checkpoint) -> None:
-        """Writes step_N.pt and removes the oldest that this run wrote beyond the limit."""
-        self._put(f"step_{record.step:07d}.pt", record)
-        for name in [name for name in self._entries if _KEPT.fullmatch(name)]:
+    def keep(self, checkpoint: Checkpoint) -> None:
+        """Writes step_N.pt and removes this run's oldest ones beyond the limit."""
+        self._save(f"step_{checkpoint.step:07d}.pt", checkpoint)
+        for name in list(filter(_KEPT.fullmatch, self._entries)):
             if not os.path.lexists(self.directory / name):
                 del self._entries[name]
-        kept = sorted((name for name in self._entries if self._is_kept(name)), key=_step)
-        for name in kept[: -self.keep_limit]:
+        own = filter(self._is_own, filter(_KEPT.fullmatch, self._entries))
+        for name in sorted(own, key=_step)[: -self.keep_limit]:
             try:
                 (self.directory / name).unlink()
             except OSError as error:
                 say(f"warning: {self.directory / name} cannot be removed: {error.strerror}")
             del self._entries[name]
 
-    def tidy(self) -> None:
-        """Removes what a process that was killed while saving has left behind.
+    def clean_up(self) -> None:
+        """Removes temporary files of a killed process, then reads the manifest.
 
         Raises:
             CheckpointError: the manifest is damaged.
             ExecutionError: the directory cannot be read or written.
         """
         try:
-            left = [path for path in _listed(self.directory) if files.is_temporary(path, _WRITTEN)]
-            for path in left:
-                path.unlink(missing_ok=True)
+            for path in _listed(self.directory):
+                if files.is_temporary(path, _WRITTEN):
+                    path.unlink(missing_ok=True)
         except OSError as error:
             raise ExecutionError(
                 f"{error.filename or self.directory}: cannot be tidied up: {error.strerror}"
             ) from None
         self._manifest = manifest.read_raw(self.directory)
-        for name, listed in manifest.read_entries(self.directory).items():
+        for name, entries in manifest.read_entries(self.directory).items():
             path = self.directory / name
-            if not listed or not os.path.lexists(path):
+            if not entries or not os.path.lexists(path):
                 continue
-            look, digest = _look(path), None
-            with suppress(OSError):  # it cannot be read, or is a folder
-                digest = manifest.sha256_of(path)
-            found = [entry for entry in listed if entry.sha256 == digest]
-            # A damaged file keeps an entry: it is to be found damaged, not unknown.
-            self._entries[name] = (found or listed)[-1]
-            if found:
-                self._checked[name] = look
-            elif name == BEST:  # the others are looked at where training goes on from
+            stat, sha256 = _stat(path), None
+            with suppress(OSError):  # unreadable, or a folder
+                sha256 = manifest.sha256_of(path)
+            matching = [entry for entry in entries if entry.sha256 == sha256]
+            # A damaged file keeps its entry, so that it counts as damaged, not as unknown.
+            self._entries[name] = (matching or entries)[-1]
+            if matching:
+                self._verified[name] = stat
+            elif name == BEST:  # `newest` looks at the others
                 self.warnings.append(
                     f"warning: {path} is damaged or not what this run wrote; the next better model "
                     "takes its name"
                 )
 
     def newest(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that can be loaded, if there is any; what is wrong with newer ones.
+        """The newest checkpoint that loads, if any, and what is wrong with newer ones.
 
-        By the steps in the manifest, never by the clock.
+        Newest by the step in the manifest, never by the clock.
 
         Raises:
-            CheckpointError: there are checkpoints, and none can be loaded; or there were.
+            CheckpointError: none of the checkpoints loads, or all have been removed.
         """
         problems = []
-        for path in self._candidates():
+        for path in self._newest_first():
             try:
                 load(path)
             except CheckpointError as error:
@@ -124,25 +124,25 @@ class CheckpointManager:
                 return path, problems
         if problems:
             raise CheckpointError("\n  ".join(problems))
-        # A process that was killed in its first saving has announced last.pt; others come later.
+        # If the very first save was killed, the manifest lists last.pt only.
         lost = manifest.read_entries(self.directory).keys() - {LAST}
         if lost:
             raise CheckpointError(
-                f"{self.directory}: no {LAST}, though {MANIFEST} tells of {', '.join(sorted(lost))}"
-                ": checkpoints have been removed; put one back, or begin a new run by --output, "
+                f"{self.directory}: no {LAST}, though {MANIFEST} lists {', '.join(sorted(lost))}: "
+                "checkpoints have been removed; put one back, or begin a new run by --output, "
                 f"from {BEST} by train.init_from if that is still there"
             )
         return None, []
 
-    def check_space(self, record: Checkpoint) -> None:
-        """Refuses to begin what could not be saved.
+    def check_space(self, checkpoint: Checkpoint) -> None:
+        """Refuses to train what could not be saved.
 
         Raises:
-            ExecutionError: the disk has no room for two checkpoints like `record`.
+            ExecutionError: the disk has no room for two checkpoints of this size.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            free, needed = shutil.disk_usage(self.directory).free, 2 * num_bytes(record)
+            free, needed = shutil.disk_usage(self.directory).free, 2 * num_bytes(checkpoint)
         except OSError as error:
             raise ExecutionError(f"{self.directory}: cannot be used: {error.strerror}") from None
         if free < needed:
@@ -151,32 +151,33 @@ class CheckpointManager:
                 f"{free / 1e6:.1f} MB left; make room, or choose another disk by --output"
             )
 
-    def _put(self, name: str, record: Checkpoint, *, keep_as: str | None = None) -> None:
+    def _save(self, name: str, checkpoint: Checkpoint, *, keep_as: str | None = None) -> None:
+        """Writes the file `name`; the old one, if it is the run's, is renamed to `keep_as`."""
         path = self.directory / name
-        self._check_alone()
-        with unnamed(path, record) as (temporary, entry):
-            # Once more: writing a large checkpoint takes a while.
-            self._check_alone()
-            before = self._entries[name] if self._is_own(name) else None
-            if before is None:
+        self._check_sole_writer()
+        with write_temporary(path, checkpoint) as (temporary, entry):
+            self._check_sole_writer()  # again, because writing takes a while
+            old = self._entries[name] if self._is_own(name) else None
+            if old is None:
                 keep_as = None
-            for one in (name, keep_as):
-                if one is not None and not self._is_own(one):
-                    self._put_aside(self.directory / one)
-            pending = {other: [one] for other, one in self._entries.items()}
-            pending[name] = [entry] if before is None else [before, entry]
+            for target in (name, keep_as):
+                if target is not None and not self._is_own(target):
+                    _set_aside(self.directory / target)
+            # Until the files are renamed, old and new content are valid under both names.
+            pending = {other: [known] for other, known in self._entries.items()}
+            pending[name] = [entry] if old is None else [old, entry]
             if keep_as is not None:
-                pending[keep_as] = [*pending.get(keep_as, []), before]
+                pending[keep_as] = [*pending.get(keep_as, []), old]
             self._manifest = manifest.write(self.directory, pending)
             if keep_as is not None:
-                self._copy_name(path, self.directory / keep_as)
-                self._enter(keep_as, before)
+                _link_or_rename(path, self.directory / keep_as)
+                self._set_entry(keep_as, old)
             temporary.replace(path)
-            self._enter(name, entry)
+            self._set_entry(name, entry)
             files.sync_directory(self.directory)
 
-    def _check_alone(self) -> None:
-        """Refuses to write where another run has written since this one looked."""
+    def _check_sole_writer(self) -> None:
+        """Refuses to write after another run has written into the directory."""
         self._before_write()
         now = manifest.read_raw(self.directory)
         if now is not None and now != self._manifest:
@@ -185,80 +186,74 @@ class CheckpointManager:
                 "directory meanwhile; this run stops before it replaces them"
             )
 
-    def _enter(self, name: str, entry: Entry) -> None:
+    def _set_entry(self, name: str, entry: Entry) -> None:
         self._entries[name] = entry
-        self._checked[name] = _look(self.directory / name)
+        self._verified[name] = _stat(self.directory / name)
 
     def _is_own(self, name: str) -> bool:
-        """Whether the file of this name is the one that was saved, whole."""
+        """Whether the file is what this run wrote; hashes it only if its `_stat` has changed."""
         path = self.directory / name
         if name not in self._entries:
             return False
         try:
-            look = _look(path)
-            if look != self._checked.get(name):
+            stat = _stat(path)
+            if stat != self._verified.get(name):
                 if manifest.sha256_of(path) != self._entries[name].sha256:
                     return False
-                self._checked[name] = look
+                self._verified[name] = stat
         except OSError:
             return False
         return True
 
-    def _is_kept(self, name: str) -> bool:
-        return _KEPT.fullmatch(name) is not None and self._is_own(name)
+    def _newest_first(self) -> list[Path]:
+        """The checkpoints that a run can be resumed from."""
+        entries = manifest.read_entries(self.directory)
+        # Without a manifest nothing tells the run's own files from the user's.
+        listed = entries or [path.name for path in _listed(self.directory)]
+        kept = sorted(filter(_KEPT.fullmatch, listed), key=_step, reverse=True)
 
-    @staticmethod
-    def _put_aside(path: Path) -> None:
-        """Gives what lies at `path`, which this run did not write, another name for good."""
-        if not os.path.lexists(path):
-            return
-        number = 1
-        while os.path.lexists(aside := path.with_name(f"{path.name}.old-{number}")):
-            if aside.exists() and path.exists() and aside.samefile(path):
-                return  # the saving that put it aside has failed
-            number += 1
+        def step(name: str) -> int:
+            return max((entry.step for entry in entries.get(name, ())), default=-1)
+
+        # The sort is stable: last.pt comes first among equal steps.
+        names = sorted((LAST, PREVIOUS, *kept), key=step, reverse=True)
+        return [path for name in names if os.path.lexists(path := self.directory / name)]
+
+
+def _set_aside(path: Path) -> None:
+    """Renames a file or folder that this run did not write, so that it is not overwritten."""
+    if not os.path.lexists(path):
+        return
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.old-{number}")):
+        if aside.exists() and path.exists() and aside.samefile(path):
+            return  # by an earlier save, which then failed
+        number += 1
+    try:
+        # A link: the old name stays until the new file replaces it.
+        aside.hardlink_to(path)
+    except OSError:  # a folder, or a disk without hard links
+        path.rename(aside)
+    say(f"warning: {path} was not as this run wrote it; it is kept as {aside.name}")
+
+
+def _link_or_rename(path: Path, other: Path) -> None:
+    """Hard-links `other` to `path`; renames `path` where links are unsupported."""
+    with files.temporary(other) as draft:
         try:
-            # Until the new file takes its place it stays there under its name as well.
-            aside.hardlink_to(path)
-        except OSError:  # a folder, or a disk without links
-            path.rename(aside)
-        say(f"warning: {path} was not as this run wrote it; it is kept as {aside.name}")
-
-    @staticmethod
-    def _copy_name(path: Path, other: Path) -> None:
-        """Calls the file at `path` `other` too, or, where a file has one name only, instead."""
-        with files.temporary(other) as draft:
-            try:
-                draft.hardlink_to(path)
-            except OSError:
-                path.replace(other)
-            else:
-                draft.replace(other)
-
-    def _candidates(self) -> list[Path]:
-        """What training may go on from, newest first."""
-        recorded = manifest.read_entries(self.directory)
-        named = [self.last, self.directory / PREVIOUS]
-        # Without a manifest nothing tells the run's own from others of their name.
-        kept = recorded or [path.name for path in _listed(self.directory)]
-        kept = sorted((name for name in kept if _KEPT.fullmatch(name)), key=_step, reverse=True)
-        named += [self.directory / name for name in kept]
-        existing = [path for path in named if os.path.lexists(path)]
-
-        def step(path: Path) -> int:
-            listed = recorded.get(path.name)
-            return max(entry.step for entry in listed) if listed else -1
-
-        # Stable: of equal steps the first named.
-        return sorted(existing, key=step, reverse=True)
+            draft.hardlink_to(path)
+        except OSError:
+            path.replace(other)
+        else:
+            draft.replace(other)
 
 
 def _step(kept: str) -> int:
     return int(_KEPT.fullmatch(kept)[1])
 
 
-def _look(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written or replaced."""
+def _stat(path: Path) -> tuple[int, ...]:
+    """Numbers that change when the file is written or replaced."""
     status = path.lstat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

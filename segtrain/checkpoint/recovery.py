@@ -1,18 +1,20 @@
-"""What a run directory has lost and its checkpoints still know."""
+"""Restoring a run's lost config.yaml from its checkpoints."""
 
 from pathlib import Path
 
-from segtrain.checkpoint.contents import check_sizes, load, parse_experiment
+from segtrain.checkpoint.experiment import parse_experiment
+from segtrain.checkpoint.format import load
+from segtrain.checkpoint.loading import check_sizes
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.run import directory as run_directory
 
 
 def restore_config(directory: Path) -> list[str]:
-    """Writes config.yaml of the run anew, if it is missing or empty; returns a line about that.
+    """Writes config.yaml of the run again if it is missing or empty; returns a log line then.
 
     Raises:
-        CheckpointError: no checkpoint can be loaded, or it is of another version of segtrain.
+        CheckpointError: no checkpoint can be loaded, or another version of segtrain wrote it.
         ExecutionError: the file cannot be written.
     """
     if not run_directory.has_lost_config(directory):
@@ -24,11 +26,13 @@ def restore_config(directory: Path) -> list[str]:
             f"{lost}: missing or empty, and there is no checkpoint to go on from; begin a new run "
             "by --output"
         )
-    record = load(path)
-    config, classes = parse_experiment(record, path)
-    check_sizes(record, config, classes, path)
+    checkpoint = load(path)
+    config, classes = parse_experiment(checkpoint, path)
+    check_sizes(checkpoint, config, classes, path)
     try:
         run_directory.write_config(directory, config)
     except OSError as error:
         raise ExecutionError(f"{lost}: cannot be written: {error.strerror}") from error
-    return [f"warning: {lost} was missing or empty: restored from {path.name}, step {record.step}"]
+    return [
+        f"warning: {lost} was missing or empty: restored from {path.name}, step {checkpoint.step}"
+    ]

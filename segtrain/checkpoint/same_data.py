@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from segtrain.checkpoint.contents import Checkpoint, parse_data, parse_experiment
+from segtrain.checkpoint.experiment import parse_data, parse_experiment
+from segtrain.checkpoint.format import Checkpoint
 from segtrain.data.dataset import SegDataset
 from segtrain.data.differences import class_differences, file_difference, label_difference
 from segtrain.data.fingerprint import (

@@ -1,4 +1,4 @@
-"""State dicts from checkpoints: whether they fit a model and hold usable numbers."""
+"""State dicts from checkpoints: do they fit the model, and are their numbers usable?"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,57 +15,54 @@ _MAX_LISTED = 10
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
-    """Copies a state dict into `model`, all of it or nothing.
+    """Copies a whole state dict into `model`, or nothing.
 
     Raises:
-        CheckpointError: as `check_fit`; or values are NaN, infinite or a negative variance. The
-            first ten tensors are named.
+        CheckpointError: as `check_fit`; or it holds NaN, infinities or a negative variance. The
+            message names the first ten tensors.
     """
     check_fit(model, weights, path)
-    own = model.state_dict()
-    findings = [
+    problems = [
         f"{key}: {problem}"
-        for key, value in own.items()
+        for key, value in model.state_dict().items()
         if (problem := _value_problem(key, weights[key], value.dtype))
     ]
-    if findings:
-        # A model with such a number predicts one class everywhere and raises no error.
+    if problems:
+        # Such a model predicts the same class everywhere, without any error.
         raise CheckpointError(
             f"{path}: damaged: the weights hold numbers that no training leaves; use another "
-            f"checkpoint\n{_listed(findings)}"
+            f"checkpoint\n{_listed(problems)}"
         )
     model.load_state_dict(weights)
 
 
 def check_fit(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
-    """Refuses a state dict whose keys or shapes are not those of `model`.
-
-    model: its tensors may be on the meta device.
+    """Refuses a state dict with other keys or shapes than `model`, which may be on "meta".
 
     Raises:
-        CheckpointError: keys are missing, unexpected, of another shape or no tensors; the first ten
-            are named.
+        CheckpointError: keys are missing, unexpected, of another shape or no tensors; the message
+            names the first ten.
     """
     check_plain(weights, path)
     own = model.state_dict()
-    findings = [f"{key}: missing in the checkpoint" for key in own.keys() - weights.keys()]
-    foreign = weights.keys() - own.keys()
-    findings += [f"{printable(key, MAX_NAME)}: not in the model" for key in foreign]
-    findings += [
+    problems = [f"{key}: missing in the checkpoint" for key in own.keys() - weights.keys()]
+    unknown = weights.keys() - own.keys()
+    problems += [f"{printable(key, MAX_NAME)}: not in the model" for key in unknown]
+    problems += [
         f"{key}: {tuple(weights[key].shape)} in the checkpoint, "
         f"{tuple(own[key].shape)} in the model"
         for key in own.keys() & weights.keys()
         if own[key].shape != weights[key].shape
     ]
-    if findings:
-        raise CheckpointError(f"{path}: the weights do not fit the model\n{_listed(findings)}")
+    if problems:
+        raise CheckpointError(f"{path}: the weights do not fit the model\n{_listed(problems)}")
 
 
 def check_plain(weights: dict[str, Any], path: Path) -> None:
-    """Refuses a state dict with anything but plain tensors under its names.
+    """Refuses a state dict that holds anything but plain tensors.
 
     Raises:
-        CheckpointError: the first ten keys of something else.
+        CheckpointError: names the first ten keys of something else.
     """
     odd = [key for key, value in weights.items() if type(key) is not str or not is_plain(value)]
     if odd:
@@ -74,22 +71,20 @@ def check_plain(weights: dict[str, Any], path: Path) -> None:
 
 
 def _value_problem(key: str, value: Tensor, dtype: torch.dtype) -> str:
-    """What is wrong with the numbers of `value` once they are `dtype`; empty if nothing."""
+    """What is wrong with the numbers in the model's `dtype`; empty if nothing."""
     # 1e300 in float64 is infinite in the model's float32.
     value = value.to(dtype)
     if value.is_floating_point() and not torch.isfinite(value).all():
         kind = "NaN" if value.isnan().any() else "infinite"
         return f"{int((~value.isfinite()).sum())} of {value.numel()} values are {kind}"
-    name = key.rpartition(".")[2]
-    if name == "running_var" and (value < 0).any():
-        return f"a variance below 0: {value.min().item():g}"
-    if name == "num_batches_tracked" and (value < 0).any():
-        return f"a count below 0: {value.min().item():g}"
+    what = {"running_var": "variance", "num_batches_tracked": "count"}.get(key.rpartition(".")[2])
+    if what is not None and (value < 0).any():
+        return f"a {what} below 0: {value.min().item():g}"
     return ""
 
 
-def _listed(findings: Iterable[str]) -> str:
-    findings = sorted(findings)
-    more = len(findings) - _MAX_LISTED
-    lines = findings[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
+def _listed(problems: Iterable[str]) -> str:
+    problems = sorted(problems)
+    more = len(problems) - _MAX_LISTED
+    lines = problems[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
     return "\n".join(f"  {line}" for line in lines)

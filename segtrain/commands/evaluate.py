@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from segtrain import files
-from segtrain.checkpoint.contents import LoadedModel, load_with_data
 from segtrain.checkpoint.eval_data import EvalData
+from segtrain.checkpoint.loading import LoadedModel, load_with_data
 from segtrain.config import Config, override_config
 from segtrain.config.warnings import changed_normalization
 from segtrain.data import open_dataset

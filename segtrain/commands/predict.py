@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from segtrain.checkpoint.contents import load_model
+from segtrain.checkpoint.loading import load_model
 from segtrain.config import Config, override_config
 from segtrain.data.brightness import Brightness, brightness, lost_bits, whole_split_problem
 from segtrain.data.classes import ClassFile

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 import segtrain
-from segtrain.checkpoint.contents import LoadedModel, load_model
+from segtrain.checkpoint.loading import LoadedModel, load_model
 from segtrain.config import config_to_yaml
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.evaluation.settings import InferenceSettings

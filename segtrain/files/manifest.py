@@ -1,7 +1,7 @@
 """The manifest beside a run's checkpoints: the SHA-256 that each file must have.
 
 torch.load cannot detect a flipped bit in a tensor. So a file's hash is written before its name is
-given to it. During a replace the manifest lists both hashes: a crash leaves a valid file either way.
+given to it. During a replace the manifest lists both hashes, so a crash leaves a valid file.
 """
 
 import hashlib

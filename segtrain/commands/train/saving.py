@@ -1,7 +1,7 @@
 """Checkpoints of a run. Nothing is saved before the weights and the data are known to be good."""
 
-from segtrain.checkpoint import contents as checkpoint
-from segtrain.checkpoint.contents import Checkpoint
+from segtrain.checkpoint.experiment import experiment_fields
+from segtrain.checkpoint.format import Checkpoint
 from segtrain.commands.train.setup import DATA_PATIENCE_S, Run
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
@@ -52,7 +52,7 @@ def checkpoint_of(run: Run) -> Checkpoint:
     state = run.state
     return Checkpoint(
         step=state.step,
-        **checkpoint.experiment_record(run.config, run.train_set.classes),
+        **experiment_fields(run.config, run.train_set.classes),
         model=state.model.state_dict(),
         average=None if state.average is None else state.average.model.state_dict(),
         optimizer=state.optimizer.state_dict(),

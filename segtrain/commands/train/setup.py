@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from segtrain import seed
-from segtrain.checkpoint import contents as checkpoint
+from segtrain.checkpoint.experiment import parse_experiment
+from segtrain.checkpoint.format import load
+from segtrain.checkpoint.initial import load_initial
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.recovery import restore_config
 from segtrain.checkpoint.same_data import Resumed, RunData
+from segtrain.checkpoint.training_state import restore
 from segtrain.commands.train.preflight import check_experiment, start_lines
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
@@ -150,7 +153,7 @@ def _find_checkpoint(
     """The newest checkpoint that is whole; None where training begins (collective)."""
 
     def newest() -> tuple[str | None, list[str], list[str]]:
-        checkpoints.tidy()
+        checkpoints.clean_up()
         path, problems = checkpoints.newest() if order.resume else (None, [])
         return path and path.name, problems, checkpoints.warnings
 
@@ -161,7 +164,7 @@ def _find_checkpoint(
             notes.append(f"warning: no checkpoint in {checkpoints.directory}: training begins anew")
         return None
     path = checkpoints.directory / name
-    resumed = Resumed(checkpoint.load(path), path)
+    resumed = Resumed(load(path), path)
     if problems:
         notes.append(f"warning: going on from {path} instead, step {resumed.record.step}")
     return resumed
@@ -177,7 +180,7 @@ def _open_data(
     sets = (train_set, eval_set)
     if resumed is not None and config.data.label_format == "colors":
         # Older versions ignored the default colour; a run goes on by the rule it began with.
-        _, before = checkpoint.parse_experiment(*resumed)
+        _, before = parse_experiment(*resumed)
         if ignoring_as(before, train_set.classes).ignores_color:
             for one in sets:
                 one.classes = replace(one.classes, ignores_color=True)
@@ -198,14 +201,14 @@ def _build_state(
         notes += _load_initial(model, config, classes.names)
     state = make_state(model, config, order.device)
     if resumed is not None:
-        checkpoint.restore(state, *resumed)
+        restore(state, *resumed)
     return state
 
 
 def _load_initial(model: SegModel, config: Config, class_names: Sequence[str]) -> list[str]:
     """Fills the model or its backbone, as the config asks; returns notes (collective)."""
     if config.train.init_from is not None:
-        return checkpoint.load_initial(model, config.train.init_from, class_names)
+        return load_initial(model, config.train.init_from, class_names)
     if config.model.pretrained is None:
         return []
     # The first rank of each machine downloads the file, then the others find it.

@@ -11,7 +11,8 @@ from segtrain.data.check.result import Issue
 from segtrain.data.check.scan import BadFile, SplitScan, by_reason
 from segtrain.data.classes import ClassFile
 from segtrain.data.labels import unknown_colors, unknown_ids
-from segtrain.data.layouts import Listing, extra_labels_text, left_out_text
+from segtrain.data.layouts import Listing
+from segtrain.data.listing import extra_labels_text, left_out_text
 from segtrain.data.suggest import looks_like_train_ids, single_class, train_ids
 from segtrain.text import printable
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from segtrain.data.check.class_weights import enet_weights, median_frequency_weights
 from segtrain.data.check.scan import SplitScan
-from segtrain.data.layouts import MAX_SHOWN
+from segtrain.data.listing import MAX_SHOWN
 from segtrain.text import MAX_NAME, printable
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's and the loss scale's part of a checkpoint, checked before training goes on."""
+"""Restoring weights, optimizer and loss scale, checked before training goes on."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,32 +7,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from segtrain.checkpoint.format import LAST, Checkpoint
+from segtrain.checkpoint.weights import load_weights
 from segtrain.errors import CheckpointError
 from segtrain.files.torch_file import is_plain
 from segtrain.text import MAX_NAME, printable
+from segtrain.training.engine import TrainState
+
+
+def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
+    """Sets `state` to what it was when `checkpoint` was saved; called on every rank.
+
+    Raises:
+        CheckpointError: it belongs to another model, or holds no training state.
+    """
+    if checkpoint.optimizer is None or checkpoint.scaler is None:
+        raise CheckpointError(f"{path}: holds no training state; go on with {LAST}")
+    load_weights(state.model, checkpoint.model, path)
+    if state.average is not None:
+        if checkpoint.average is None:
+            raise CheckpointError(f"{path}: holds no average of the weights (train.ema_decay)")
+        load_weights(state.average.model, checkpoint.average, path)
+    restore_optimizer(state.optimizer, checkpoint.optimizer, path)
+    # The run may not have used float16 before; a new scaler finds its scale within some steps.
+    if state.scaler.is_enabled() and checkpoint.scaler:
+        restore_scaler(state.scaler, checkpoint.scaler, path)
+    state.step = checkpoint.step
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], path: Path) -> None:
-    """Loads the momenta of `saved`; learning rates and the like stay those of the config.
+    """Loads the state of each weight; learning rates and other settings stay as configured.
 
     Raises:
-        CheckpointError: it is of another optimizer or other weights, or its numbers are damaged.
+        CheckpointError: it belongs to another optimizer or other weights, or its numbers are
+            damaged.
     """
-    # What the config says counts, not what it said: loading would bring the old values back.
+    # load_state_dict would bring back the settings of the old config.
     settings = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     try:
         optimizer.load_state_dict(saved)
-        misfits = _misfits(optimizer)
-    # Whatever lies where it looks for a dict, a list or a tensor.
+        misfit = _misfit(optimizer)
+    # A damaged dict has anything where torch expects a dict, a list or a tensor.
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        misfits = str(error) or type(error).__name__
-    if misfits:
+        misfit = str(error) or type(error).__name__
+    if misfit:
         raise CheckpointError(
             f"{path}: the optimizer's state belongs to another optimizer or to other groups of "
-            f"weights: {misfits}"
+            f"weights: {misfit}"
         )
     if damage := _damage(optimizer):
         raise CheckpointError(f"{path}: damaged: the optimizer's {damage}")
@@ -40,25 +64,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], p
         group.update(own)
 
 
-def restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any], path: Path) -> None:
-    """Loads the loss scale and what it grows by.
-
-    Raises:
-        CheckpointError: fields are missing, of another kind or out of range.
-    """
-    kinds = {key: type(value) for key, value in scaler.state_dict().items()}
-    if {key: type(value) for key, value in saved.items()} != kinds:
-        raise CheckpointError(f"{path}: the state of the loss scale is damaged")
-    for key, value in saved.items():
-        limit = _MAX_COUNT if isinstance(value, int) else _MAX_SCALE
-        # NaN is below nothing.
-        if not (abs(value) <= limit and _SCALER_RANGES[key](value)):
-            raise CheckpointError(f"{path}: damaged: the loss scale has an impossible {key}")
-    scaler.load_state_dict(saved)
-
-
-_MAX_SCALE = 2.0**127  # the scale is kept in float32
-_MAX_COUNT = 2**31 - 1  # and its counters in int32
+_MAX_SCALE = 2.0**127  # the scale is a float32
+_MAX_COUNT = 2**31 - 1  # its counters are int32
 _SCALER_RANGES: dict[str, Callable[[float], bool]] = {
     "scale": lambda value: value > 0,
     "growth_factor": lambda value: value > 1,
@@ -68,8 +75,25 @@ _SCALER_RANGES: dict[str, Callable[[float], bool]] = {
 }
 
 
-def _misfits(optimizer: torch.optim.Optimizer) -> str:
-    """What the next step would fail at; empty if nothing."""
+def restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any], path: Path) -> None:
+    """Loads the loss scale and its counters.
+
+    Raises:
+        CheckpointError: fields are missing, of another type or out of range.
+    """
+    types = {key: type(value) for key, value in scaler.state_dict().items()}
+    if {key: type(value) for key, value in saved.items()} != types:
+        raise CheckpointError(f"{path}: the state of the loss scale is damaged")
+    for key, value in saved.items():
+        limit = _MAX_COUNT if isinstance(value, int) else _MAX_SCALE
+        # NaN fails every comparison.
+        if not (abs(value) <= limit and _SCALER_RANGES[key](value)):
+            raise CheckpointError(f"{path}: damaged: the loss scale has an impossible {key}")
+    scaler.load_state_dict(saved)
+
+
+def _misfit(optimizer: torch.optim.Optimizer) -> str:
+    """Why the next step would fail; empty if it would not."""
     sgd = isinstance(optimizer, torch.optim.SGD)
     names = {"momentum_buffer"} if sgd else {"step", "exp_avg", "exp_avg_sq"}
     for parameter, values in optimizer.state.items():
@@ -84,7 +108,7 @@ def _misfits(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _damage(optimizer: torch.optim.Optimizer) -> str:
-    """What is wrong with the numbers of state that fits; empty if nothing."""
+    """The first impossible number in the state; empty if there is none."""
     seen: dict[int, Tensor] = {}
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
@@ -92,7 +116,7 @@ def _damage(optimizer: torch.optim.Optimizer) -> str:
                 continue
             where = f"{name} for weights of shape {tuple(parameter.shape)}"
             storage = value.untyped_storage().data_ptr()
-            # Steps write in place: one tensor's numbers would end in another.
+            # Steps write in place: an update of one tensor would change the other.
             if value.numel() and seen.setdefault(storage, value) is not value:
                 return f"{where} shares its memory with another one"
             if not torch.isfinite(value).all():

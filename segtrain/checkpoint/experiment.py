@@ -1,0 +1,60 @@
+"""What a checkpoint says about its run: the config, the classes and the data, as JSON."""
+
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from segtrain.checkpoint.format import Checkpoint
+from segtrain.config import Config
+from segtrain.data.class_file import class_file_from_json
+from segtrain.data.classes import ClassFile
+from segtrain.data.fingerprint import DataFingerprint, fingerprint_from_json
+from segtrain.errors import CheckpointError, ConfigError
+from segtrain.text import MAX_NAME, printable
+
+_CLASS_FILE = TypeAdapter(ClassFile)
+
+
+def experiment_fields(config: Config, classes: ClassFile) -> dict[str, str]:
+    """The fields `config` and `classes` of a Checkpoint."""
+    # When it is read, a missing ignore_color becomes the default colour, which labels may use.
+    default = set() if classes.ignores_color else {"ignore_color"}
+    # Indented, because `torch_file` refuses a long text without blanks.
+    return {
+        "config": config.model_dump_json(indent=1),
+        "classes": _CLASS_FILE.dump_json(classes, indent=1, exclude=default).decode(),
+    }
+
+
+def parse_experiment(checkpoint: Checkpoint, path: Path) -> tuple[Config, ClassFile]:
+    """The config and the classes of the run that wrote `checkpoint`.
+
+    Raises:
+        CheckpointError: this version of segtrain cannot read them.
+    """
+    try:
+        config = Config.model_validate_json(checkpoint.config)
+        return config, class_file_from_json(checkpoint.classes)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: its classes contradict themselves: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = printable(".".join(map(str, first["loc"])), MAX_NAME)
+        problem = printable(first["msg"], 2 * MAX_NAME)
+        raise CheckpointError(
+            f"{path}: its config does not fit this version of segtrain: {where}: {problem}"
+        ) from None
+
+
+def parse_data(checkpoint: Checkpoint, path: Path) -> DataFingerprint | None:
+    """The data of the run that wrote `checkpoint`; None if the checkpoint does not say.
+
+    Raises:
+        CheckpointError: this version of segtrain cannot read it.
+    """
+    if checkpoint.data is None:
+        return None
+    try:
+        return fingerprint_from_json(checkpoint.data)
+    except ValidationError:
+        raise CheckpointError(f"{path}: damaged: data is no fingerprint of a data set") from None

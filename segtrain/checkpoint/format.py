@@ -1,0 +1,220 @@
+"""The checkpoint format: tensors and plain data, written atomically and loaded weights-only.
+
+So a checkpoint from a stranger cannot run code.
+"""
+
+import math
+import os
+import pickle
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from segtrain import __version__, files
+from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.files import manifest, torch_file
+from segtrain.files.manifest import Entry, HashingFile
+from segtrain.text import MAX_NAME, printable
+
+FORMAT_VERSION = 1
+
+LAST, BEST = "last.pt", "best.pt"
+
+
+class Checkpoint(NamedTuple):
+    """The contents of a checkpoint.
+
+    step: optimizer steps done.
+    config, classes: the Config and the ClassFile as JSON.
+    model, average: state dicts; average is None without an average of the weights.
+    optimizer, scaler: state dicts of training; None in a checkpoint for inference only.
+    best: {"step": int, "mean_iou": float} of the best evaluation so far, or None.
+    evaluated: the step of the newest evaluation; 0: none.
+    data: the DataFingerprint as JSON; None in checkpoints of older versions of segtrain.
+    """
+
+    step: int
+    config: str
+    classes: str
+    model: dict[str, Any]
+    average: dict[str, Any] | None
+    optimizer: dict[str, Any] | None
+    scaler: dict[str, Any] | None
+    best: dict[str, Any] | None
+    evaluated: int = 0
+    data: str | None = None
+
+
+def save(path: Path, checkpoint: Checkpoint) -> None:
+    """Writes `checkpoint` to `path` atomically.
+
+    Raises:
+        ExecutionError, CheckpointError: as `write_temporary`.
+    """
+    with write_temporary(path, checkpoint) as (temporary, _):
+        temporary.replace(path)
+        files.sync_directory(path.parent)
+
+
+@contextmanager
+def write_temporary(path: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, Entry]]:
+    """Writes a temporary file beside `path`, fsyncs and verifies it; yields it with its entry.
+
+    It is loaded once: content that weights_only refuses, such as a NumPy number, must be found now
+    and not when the run is resumed.
+
+    Raises:
+        ExecutionError: the disk is full, or the directory cannot be written, here or by the caller.
+        CheckpointError: the checkpoint cannot be loaded again.
+    """
+    content = {"format": FORMAT_VERSION, "segtrain": __version__, **checkpoint._asdict()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        needed, free = num_bytes(content), shutil.disk_usage(path.parent).free
+        if free < needed:
+            raise OSError(
+                f"it takes {needed / 1e6:.1f} MB and the disk has {free / 1e6:.1f} MB left"
+            )
+        with files.temporary(path) as temporary:
+            with temporary.open("xb") as file:
+                hashing = HashingFile(file)
+                torch.save(content, hashing)
+                file.flush()
+                os.fsync(file.fileno())
+            load(temporary)
+            if manifest.sha256_of(temporary) != hashing.sha256():
+                raise OSError("the disk gives back other bytes than were written")
+            yield temporary, Entry(checkpoint.step, hashing.num_bytes, hashing.sha256())
+    except (OSError, RuntimeError) as error:
+        # While torch.save handles a failed write, it raises a RuntimeError of its own.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise ExecutionError(f"{path}: cannot write the checkpoint: {cause}") from cause
+
+
+def num_bytes(content: Any) -> int:
+    """About how many bytes a checkpoint, or a part of one, takes on disk."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes + 512  # its header in the archive
+    if isinstance(content, dict):
+        return num_bytes(list(content.values()))
+    if isinstance(content, list | tuple):
+        return sum(map(num_bytes, content))
+    return len(content) if isinstance(content, str) else 32
+
+
+def load(path: Path) -> Checkpoint:
+    """The checkpoint in `path`, its tensors on the CPU.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or segtrain did not write it.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        raise CheckpointError(f"{path}: this is a config; name a run directory or a checkpoint")
+    try:
+        content = _load_verified(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such checkpoint") from None
+    except files.NotRegularError:
+        raise CheckpointError(f"{path}: not a regular file") from None
+    except pickle.UnpicklingError:
+        # torch's own message recommends weights_only=False, which would run the code.
+        raise CheckpointError(
+            f"{path}: refused: it holds more than tensors and plain data, which could run code; or "
+            f"it is damaged, or no checkpoint at all{_others(path)}"
+        ) from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise CheckpointError(f"{path}: cannot be read: {reason}{_others(path)}") from None
+    except torch_file.DamagedError:
+        raise CheckpointError(
+            f"{path}: damaged, cut short or not a checkpoint{_others(path)}"
+        ) from None
+    return _parse(content, path)
+
+
+def _load_verified(path: Path) -> Any:
+    """The content of `path`, verified by the manifest; safe while a run replaces the file."""
+    while True:
+        # One open file for both: between two calls of open() a run could replace it.
+        with files.open_regular(path) as file:
+            try:
+                manifest.verify(path, file)
+            except CheckpointError:
+                # If a run has replaced the file meanwhile, the manifest is newer than `file`.
+                if files.is_same_file(file.fileno(), path):
+                    raise
+                continue
+            file.seek(0)
+            return torch_file.load(file)
+
+
+def _others(path: Path) -> str:
+    """The other checkpoints beside `path`, for the end of a message."""
+    names = sorted(other.name for other in path.parent.glob("*.pt") if other.name != path.name)
+    return f"; beside it there is {', '.join(names[:5])}" if names else ""
+
+
+_MAX_STEP = 2**53  # above it, readers of JSON numbers lose digits
+_STATE = (dict, OrderedDict)
+_OPTIONAL = (*_STATE, type(None))
+_TYPES: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "evaluated": (int,),
+    "config": (str,),
+    "classes": (str,),
+    "data": (str, type(None)),
+    "model": _STATE,
+    **dict.fromkeys(("average", "optimizer", "scaler", "best"), _OPTIONAL),
+}
+
+
+def _parse(content: Any, path: Path) -> Checkpoint:
+    if not isinstance(content, dict) or "format" not in content:
+        kind = "a bare state dict" if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"{path}: expected a checkpoint of segtrain, found {kind}")
+    if content["format"] is not FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format {printable(content['format'], MAX_NAME)}, written by segtrain "
+            f"{printable(content.get('segtrain'), MAX_NAME)}; "
+            f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
+        )
+    content = {"data": None} | content  # older versions did not write it
+    missing = [field for field in Checkpoint._fields if field not in content]
+    if missing:
+        raise CheckpointError(f"{path}: incomplete: {', '.join(missing)} missing")
+    for field, types in _TYPES.items():
+        if type(content[field]) not in types:
+            kind = type(content[field]).__name__
+            raise CheckpointError(f"{path}: damaged: {field} is a {kind}")
+    best = content["best"]
+    if best is not None and [type(best.get(key)) for key in ("step", "mean_iou")] != [int, float]:
+        raise CheckpointError(f"{path}: damaged: best has no step and mean_iou")
+    checkpoint = Checkpoint(**{field: content[field] for field in Checkpoint._fields})
+    if problem := _impossible_value(checkpoint):
+        raise CheckpointError(f"{path}: damaged: {problem}{_others(path)}")
+    return checkpoint
+
+
+def _impossible_value(checkpoint: Checkpoint) -> str:
+    """The first value that no run can have written; empty if there is none."""
+    best = checkpoint.best or {"step": 0, "mean_iou": 0.0}
+    for what, step, limit in (
+        ("step", checkpoint.step, _MAX_STEP),
+        ("evaluated at step", checkpoint.evaluated, checkpoint.step),
+        ("best mIoU at step", best["step"], checkpoint.step),
+    ):
+        if not 0 <= step <= limit:
+            # An integer of thousands of digits cannot be printed.
+            shown = str(step) if abs(step) <= _MAX_STEP else "above 2**53 in size"
+            return f"{what} {shown}; expected 0 to {limit}"
+    # NaN is the mIoU of a split where every pixel is ignored.
+    if not (0 <= best["mean_iou"] <= 1 or math.isnan(best["mean_iou"])):
+        return f"best mIoU {best['mean_iou']:g}; expected 0 to 1"
+    return ""

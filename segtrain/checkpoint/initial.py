@@ -1,0 +1,74 @@
+"""Starting a run from the weights of another one (train.init_from)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+
+from segtrain.checkpoint.format import Checkpoint, load
+from segtrain.checkpoint.loading import inference_weights, resolve
+from segtrain.checkpoint.weights import check_plain, load_weights
+from segtrain.data.class_file import class_file_from_json
+from segtrain.errors import CheckpointError, ConfigError
+
+
+def load_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] = ()) -> list[str]:
+    """Fills `model` with the weights of another run, the averaged ones if it has them.
+
+    Classifier layers stay random if the number of classes differs. If the same classes come in
+    another order, the channels of these layers are reordered.
+
+    Args:
+        class_names: the classes of `model` in order; (): not known.
+
+    Returns:
+        log lines: what was taken over and what was not.
+
+    Raises:
+        CheckpointError: as `load` and `resolve`; or any other layer does not fit.
+    """
+    file = resolve(spec)
+    checkpoint = load(file)
+    weights = dict(inference_weights(checkpoint))
+    check_plain(weights, file)
+    own = model.state_dict()
+    lines = [f"init       {file}, step {checkpoint.step}"]
+    lines += _reorder_classes(weights, _class_names(checkpoint, file), class_names)
+    for key in sorted(weights.keys() & own.keys()):
+        if ".classifier." in key and weights[key].shape != own[key].shape:
+            lines.append(
+                f"init       {key} stays random: {tuple(weights[key].shape)} there, "
+                f"{tuple(own[key].shape)} here"
+            )
+            weights[key] = own[key]
+    load_weights(model, weights, file)
+    return lines
+
+
+def _reorder_classes(
+    weights: dict[str, Any], there: Sequence[str], here: Sequence[str]
+) -> list[str]:
+    """Reorders the classifiers in `weights` from the classes `there` to `here`; log lines."""
+    differing = [i for i, (old, new) in enumerate(zip(there, here, strict=False)) if old != new]
+    if len(there) != len(here) or not differing:
+        return []
+    if set(there) != set(here):
+        i = differing[0]
+        return [
+            f"warning: init: {len(differing)} of {len(here)} classes have other names there: class "
+            f"{i} is {there[i]} there, {here[i]} here, and starts from its weights"
+        ]
+    order = [there.index(name) for name in here]
+    for key, value in weights.items():
+        if ".classifier." in key and value.shape[:1] == (len(order),):
+            weights[key] = value[order]
+    return ["init       the classes come in another order there; classifiers follow the one here"]
+
+
+def _class_names(checkpoint: Checkpoint, path: Path) -> tuple[str, ...]:
+    try:
+        return class_file_from_json(checkpoint.classes).names
+    except (ConfigError, ValidationError) as error:
+        raise CheckpointError(f"{path}: damaged: its classes cannot be read") from error
