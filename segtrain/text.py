@@ -1,27 +1,26 @@
-"""Text on its way out: to a terminal, a log, TensorBoard or a picture.
+"""Text that is safe to show: on a terminal, in a log, TensorBoard or a picture.
 
-File names, class names and whatever else stands in a file from elsewhere may hold sequences that
-recolour or overwrite a terminal, letters that turn the direction of a line, and any number of both.
+File names and class names from strangers may hold sequences that recolor a terminal or overwrite a
+line, and characters that reverse its direction.
 """
 
 from unicodedata import category
 
-# Longer than any path the system takes, so that no real one is cut.
-MAX_LINE = 5000
+MAX_LINE = 5000  # longer than any path, so that no real one is cut
 MAX_NAME = 100
 _MAX_LINES = 200
 
-# Control and format characters, halves of UTF-16 pairs, separators of lines and of paragraphs.
+# Control and format characters, surrogates, separators of lines and of paragraphs.
 _UNFIT = ("Cc", "Cf", "Cs", "Zl", "Zp")
-# These two join letters or keep them apart, and Persian or Hindi words need them.
+# Zero-width joiners, which Persian and Hindi words need.
 _JOINERS = "\u200c\u200d"
 
 
 def printable(text: object, limit: int = MAX_LINE) -> str:
-    """`text` on one line, fit for any terminal, with at most `limit` characters and dots.
+    """`text` on one line, safe for any terminal; at most `limit` characters, then dots.
 
-    Escaped as in Python: control and format characters (such as U+202E, which turns the direction
-    of a line), separators of lines and paragraphs, undecodable bytes and characters of no meaning.
+    Control and format characters, line separators, undecodable bytes and unassigned characters are
+    escaped as in Python.
     """
     shown = str(text)
     cut = len(shown) > limit
@@ -40,10 +39,7 @@ def printable_lines(text: str, limit: int = _MAX_LINES) -> list[str]:
 
 
 def name_problem(name: str) -> str:
-    """Why `name` cannot name a class; empty if it can.
-
-    Names stand in tables, in the tags of curves and in pictures.
-    """
+    """Why `name` cannot be shown as the name of a class; empty if it can."""
     if len(name) > MAX_NAME:
         return f"a name of {len(name)} characters; at most {MAX_NAME} are allowed"
     bad = next((c for c in name if category(c) in _UNFIT and c not in _JOINERS), "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY
 
-from segtrain.run import versions
+from segtrain.run.environment import library_version
 
 REPAIR = "pip install --force-reinstall --no-deps opencv-python-headless"
 
@@ -38,7 +38,7 @@ def test_versions_devices_and_memory_are_told():
     assert code == 0
     told = {line.split()[0] for line in said.splitlines()}
     assert {"segtrain", "Python", "torch", "onnx", "cores", "CUDA", "ranks"} <= told
-    assert f"torch                   {versions.library_version('torch')}\n" in said
+    assert f"torch                   {library_version('torch')}\n" in said
     assert "gloo" in said
     assert "Traceback" not in said
 
@@ -62,7 +62,7 @@ def test_a_library_that_is_too_old_is_a_warning(tmp_path):
     metadata.write_text(metadata.read_text() + needs)
     code, said = doctor(paths=[tmp_path])
     assert code == 0
-    assert f"warning: tqdm: {versions.library_version('tqdm')} is older than 999.1; pip in" in said
+    assert f"warning: tqdm: {library_version('tqdm')} is older than 999.1; pip in" in said
     assert "nosuch" not in said
 
 

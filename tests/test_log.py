@@ -17,10 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from segtrain.config import Config
-from segtrain.run import log
+from segtrain.run import progress
+from segtrain.run.console import say
 from segtrain.run.directory import MAIN_OPTIONS, flat
-from segtrain.run.log import ProgressBar, RunLog, say
-from segtrain.run.report import progress_words
+from segtrain.run.log import RunLog
+from segtrain.run.progress import ProgressBar, progress_words
 
 
 def lines(directory):
@@ -231,7 +232,7 @@ def full(text):
 
 @pytest.mark.fault(88)
 def test_a_console_that_nobody_reads_does_not_end_a_run():
-    code = "from segtrain.run.log import say\nfor i in range(5): say('x' * 70000)\n"
+    code = "from segtrain.run.console import say\nfor i in range(5): say('x' * 70000)\n"
     code += "import sys; print('went on', file=sys.stderr)"
     reader, writer = os.pipe()
     os.close(reader)
@@ -241,9 +242,9 @@ def test_a_console_that_nobody_reads_does_not_end_a_run():
 
 
 def test_without_a_terminal_progress_is_a_plain_line_now_and_then(monkeypatch, capsys):
-    monkeypatch.setattr(log, "_PLAIN_EVERY_S", 10)
+    monkeypatch.setattr(progress, "_PLAIN_EVERY_S", 10)
     now = [0.0]
-    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with ProgressBar(100, 90, "train", enabled=True) as bar:
         for _ in range(10):
             now[0] += 4
@@ -270,7 +271,7 @@ WORDS = progress_words(
 
 def drawn(columns, words, total=40_000):
     """The bar of a run of some hours after 12,000 steps."""
-    bar = log._Bar(total=total, desc="train", unit="step", ncols=columns, file=io.StringIO())
+    bar = progress._Bar(total=total, desc="train", unit="step", ncols=columns, file=io.StringIO())
     bar.words = words
     bar.n, bar.start_t = 12_000, bar._time() - 4210
     text = str(bar)
@@ -312,14 +313,14 @@ def test_before_the_first_evaluation_there_is_no_score():
 def test_on_a_terminal_progress_is_a_bar_and_the_log_file_has_plain_lines(tmp_path, columns):
     code = (
         "import logging, pathlib\n"
-        "from segtrain.run import log\n"
-        "log._PLAIN_EVERY_S = -1\n"
+        "from segtrain.run import console, log, progress\n"
+        "progress._PLAIN_EVERY_S = -1\n"
         f"log.logger.addHandler(log._LogFile(pathlib.Path({str(tmp_path / 'train.log')!r})))\n"
-        "with log.ProgressBar(3, 0, 'train', enabled=True) as bar:\n"
+        "with progress.ProgressBar(3, 0, 'train', enabled=True) as bar:\n"
         "    for i in range(3):\n"
         "        bar.describe(f'loss 0.{i}')\n"
         "        bar.update()\n"
-        "    log.say('a line')\n"
+        "    console.say('a line')\n"
     )
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))

@@ -32,6 +32,7 @@ from segtrain.files import (
 from segtrain.models.pretrained import load_backbone
 from segtrain.models.resnet import ResNet
 from segtrain.run import directory as run_directory
+from segtrain.run.environment import changed_versions
 from segtrain.run.pictures import write_png
 from segtrain.synthetic.write import write_dataset
 
@@ -137,7 +138,7 @@ def test_a_run_directory_holds_plain_files(pipe, tmp_path, data, name):
     pipe(f"run/{name}")
     with pytest.raises(ConfigError, match=f"{name}: expected a file, found a pipe; move it away"):
         run_directory.check_directory(tmp_path / "run", config, resume=True)
-    assert run_directory.other_versions(tmp_path / "run") == []
+    assert changed_versions(tmp_path / "run") == []
 
 
 def test_drawn_scenes_are_described_by_a_plain_file(pipe, tmp_path):

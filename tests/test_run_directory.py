@@ -13,6 +13,7 @@ from segtrain.config import load_config, override_config
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.run import directory as run_directory
 from segtrain.run.claim import LOCK, Claim
+from segtrain.run.environment import git_revision
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ def checkpoint_in(directory, name="last.pt"):
 
 def test_checkpoints_without_a_config_are_not_written_over(config, tmp_path):
     checkpoint_in(tmp_path, "best.pt")
-    with pytest.raises(ConfigError, match=r"checkpoints/best\.pt: stands where this run would"):
+    with pytest.raises(ConfigError, match=r"checkpoints/best\.pt: this run would overwrite it"):
         run_directory.check_directory(tmp_path, config, resume=False)
     assert (
         run_directory.check_directory(tmp_path, config, resume=True) == []
@@ -268,6 +269,6 @@ def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
         git("config", key, str(hook))
     (repository / "a").write_text("2")
     ran.unlink(missing_ok=True)
-    revision = run_directory.git_revision()
+    revision = git_revision()
     assert not ran.exists()
     assert len(revision) == 12

@@ -17,7 +17,8 @@ from segtrain.data.class_file import load_class_file
 from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from segtrain.metrics import ConfusionMatrix, score_table
-from segtrain.run.log import RunLog, say
+from segtrain.run.console import say
+from segtrain.run.log import RunLog
 from segtrain.run.pictures import confusion_picture, legend, panel
 from segtrain.text import MAX_NAME, name_problem, printable, printable_lines
 

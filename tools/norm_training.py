@@ -40,7 +40,7 @@ from segtrain.files import write_atomic
 from segtrain.models import build_model
 from segtrain.models.normalize import Normalize
 from segtrain.norm import NormFactory, make_norm, precise_statistics
-from segtrain.run.log import ProgressBar
+from segtrain.run.progress import ProgressBar
 from segtrain.seed import seed_everything
 from segtrain.training.engine import TrainState, make_state, train_steps
 from segtrain.training.step_sync import StepSync

@@ -16,7 +16,7 @@ from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load, num_bytes, 
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
 from segtrain.files.manifest import MANIFEST, Entry
-from segtrain.run.log import say
+from segtrain.run.console import say
 
 PREVIOUS = "previous.pt"
 

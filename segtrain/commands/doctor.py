@@ -14,7 +14,7 @@ from pathlib import Path
 
 from segtrain import __version__
 from segtrain.errors import EXIT_CONFIG, EXIT_OK
-from segtrain.run.versions import LIBRARIES, library_version
+from segtrain.run.environment import LIBRARIES, library_version
 from segtrain.text import printable
 
 _SHARED_MEMORY = Path("/dev/shm")

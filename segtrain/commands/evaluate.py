@@ -34,7 +34,7 @@ from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import ConfusionMatrix, score_table
 from segtrain.models.memory import check_windows
 from segtrain.norm import describe_norm
-from segtrain.run.log import say
+from segtrain.run.console import say
 from segtrain.run.pictures import panel, write_png
 from segtrain.text import printable
 

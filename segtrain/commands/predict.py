@@ -31,7 +31,7 @@ from segtrain.evaluation.settings import InferenceSettings
 from segtrain.evaluation.windows import num_windows
 from segtrain.models.memory import check_windows, is_out_of_memory
 from segtrain.run import prediction_files
-from segtrain.run.log import ProgressBar
+from segtrain.run.progress import ProgressBar
 from segtrain.text import printable
 
 # Everything else was decided when the model was trained.

@@ -13,7 +13,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.evaluation.inference import predict_label
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import ConfusionMatrix
-from segtrain.run.log import ProgressBar
+from segtrain.run.progress import ProgressBar
 
 Sample = tuple[np.ndarray, np.ndarray]
 

@@ -1,1 +1,1 @@
-"""A run directory: its files, log, pictures and reports."""
+"""The directory of a run: its files, lock, log and pictures."""

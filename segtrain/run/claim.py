@@ -14,14 +14,14 @@ from segtrain.errors import ConfigError, ExecutionError
 from segtrain.text import printable
 
 LOCK = ".lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system has no locks
 
 
 class Claim:
-    """While it is entered, no other run can use `directory`, which is made if need be.
+    """A context in which no other run can use `directory`, which is made if need be.
 
-    The kernel lifts the lock when this process ends, however it ends: nobody has to clear up after
-    a crash. On a file system without locks there is none.
+    The kernel releases the lock when this process ends, even by a crash. On a file system without
+    locks nothing is locked.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -31,12 +31,12 @@ class Claim:
         self._made = False
 
     def __enter__(self) -> Self:
-        """Takes the directory.
+        """Locks the directory.
 
         Raises:
             ConfigError: another run uses it, or it cannot be made or written.
         """
-        # A lock that is there already is that of a run that was killed.
+        # If there is a lock file already, a killed run made the directory.
         self._made = not self._directory.exists() or self._path.exists()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class Claim:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Where the directory was deleted meanwhile, the file of its name may be another run's.
+        # If the directory was deleted meanwhile, the lock file there may be another run's.
         with suppress(OSError):
             if files.is_same_file(self._handle, self._path):
                 self._path.unlink()
@@ -59,13 +59,13 @@ class Claim:
         self._handle = None
         if self._made:
             with suppress(OSError):
-                self._directory.rmdir()  # if nothing came of the run
+                self._directory.rmdir()  # if it is empty
 
     def renew(self) -> None:
-        """Takes the directory again if the lock file was deleted; to be called before writing.
+        """Locks the directory again if the lock file was deleted; called before each write.
 
         Raises:
-            ExecutionError: another run has taken it, or the file cannot be made again.
+            ExecutionError: another run has locked it, or the file cannot be made again.
         """
         try:
             if self._handle is None or files.is_same_file(self._handle, self._path):
@@ -92,33 +92,32 @@ def use_by_others(directory: Path) -> str | None:
         with files.open_regular(directory / LOCK, "r", errors="replace") as file:
             holder = printable(file.read(200).strip())
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
     except BlockingIOError:
         remedy = "wait for it to end"
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             return None
-        # Nothing tells whether the process is still there.
+        # Without locks, nothing tells whether the process has ended.
         remedy = f"if it has ended, delete {directory / LOCK}"
-    else:
-        return None
     return None if holder == _this_process() else f"in use by {holder or 'another run'}; {remedy}"
 
 
 class _HeldError(Exception):
-    """Another process holds a lock; says which."""
+    """Another process holds the lock; says which."""
 
 
 def _locked(path: Path) -> int:
     while True:
-        # Of a link the lock would lie elsewhere; opening a pipe would wait.
+        # A link would put the lock elsewhere, and opening a pipe would block.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         handle = os.open(path, flags, 0o644)
         try:
             _lock(handle, path)
-            # Another run may have removed this very file while it was being opened.
+            # Between open and lock, another run may have removed the file.
             if files.is_same_file(handle, path):
                 os.truncate(handle, 0)
-                with suppress(OSError):  # the disk is full; the name is for people to read
+                with suppress(OSError):  # a full disk; the name is only for people
                     os.write(handle, f"{_this_process()}\n".encode())
                 return handle
         except BaseException:
@@ -145,8 +144,8 @@ def _this_process() -> str:
 
 
 def cannot_write(directory: Path, error: OSError) -> str:
-    """The message that `directory` cannot be a run's."""
-    # Of the two names of a renaming the second one is the user's.
+    """The message that a run cannot write into `directory`."""
+    # A failed rename has two names; the second is the one that the user knows.
     path = error.filename2 or error.filename
     where = f" ({Path(path).name})" if path and Path(path) != directory else ""
     room = "make room, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""

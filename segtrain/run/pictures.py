@@ -11,43 +11,42 @@ import cv2
 import numpy as np
 from PIL import Image, ImageDraw
 
+from segtrain.data.classes import ClassFile
 from segtrain.errors import ExecutionError
 from segtrain.files import check_replaceable, write_atomic
 from segtrain.run.lettering import class_labels, numbered_labels, text_mask, title_text
-from segtrain.types import IGNORE_INDEX
+from segtrain.types import IGNORE_INDEX, Batch
 
 Rgb = tuple[int, int, int]
 
 BLACK, WHITE = (0, 0, 0), (255, 255, 255)
-_PAPER, _INK, _FAINT = (255, 255, 255), (32, 32, 32), (200, 200, 200)
+_INK, _GRID = (32, 32, 32), (200, 200, 200)
 _WRONG, _RIGHT, _IGNORED = (228, 26, 28), (235, 235, 235), (128, 128, 128)
-# Full cells of the confusion matrix; ColorBrewer's darkest blue.
-_FULL_CELL = (8, 48, 107)
+_FULL_CELL = (8, 48, 107)  # of the confusion matrix; ColorBrewer's darkest blue
 _FONT_PX = 14
 _LINE_PX = 20
 _GAP_PX = 6
 
 
 def color_table(palette: Sequence[Rgb], ignore_color: Rgb = BLACK) -> np.ndarray:
-    """The colour of every value a label can have, (256, 3) uint8; no class has `ignore_color`."""
+    """The color of every value of a label, (256, 3) uint8; `ignore_color` where it is no class."""
     table = np.full((256, 3), ignore_color, dtype=np.uint8)
     table[: len(palette)] = palette
     return table
 
 
 def colorize(label: np.ndarray, palette: Sequence[Rgb], ignore_color: Rgb = BLACK) -> np.ndarray:
-    """`label` in the colours of its classes."""
+    """`label` in the colors of its classes."""
     return color_table(palette, ignore_color)[label]
 
 
 def overlay(
     image: np.ndarray, label: np.ndarray, palette: Sequence[Rgb], alpha: float = 0.5
 ) -> np.ndarray:
-    """`image` under the colours of `label`, whose opacity is `alpha`; ignored pixels stay clear.
+    """`image` tinted with the colors of `label`; `alpha` is their opacity.
 
-    So do the pixels of a class whose colour is black: as a rule it is the background, and a tint of
-    black would only darken most of the picture. If black stands for something to look at, give that
-    class another colour in the class file; colour maps and legends show black as black.
+    Ignored pixels are not tinted, nor is a black class: usually it is the background, and black
+    would only darken most of the picture. `colorize` and `legend` show black as black.
 
     Raises:
         ValueError: image and label have different sizes.
@@ -55,13 +54,13 @@ def overlay(
     if image.shape[:2] != label.shape:
         raise ValueError(f"image {image.shape[:2]} and label {label.shape} differ in size")
     mixed = cv2.addWeighted(image, 1 - alpha, colorize(label, palette), alpha, 0)
-    clear = (color_table(palette) == BLACK).all(axis=1)[label]  # no class: black too
+    clear = (color_table(palette) == BLACK).all(axis=1)[label]  # ignored pixels are black too
     mixed[clear] = image[clear]
     return mixed
 
 
 def error_map(label: np.ndarray, pred: np.ndarray) -> np.ndarray:
-    """Where `pred` is wrong: red; right: near white; label ignored: grey."""
+    """Red where `pred` is wrong, near white where it is right, grey where the label is ignored."""
     picture = np.full((*label.shape, 3), _RIGHT, dtype=np.uint8)
     picture[label != pred] = _WRONG
     picture[label == IGNORE_INDEX] = _IGNORED
@@ -69,18 +68,17 @@ def error_map(label: np.ndarray, pred: np.ndarray) -> np.ndarray:
 
 
 def legend(names: Sequence[str], palette: Sequence[Rgb], width: int = 640) -> np.ndarray:
-    """A patch of colour and the name of each class, in as many columns as fit into `width` pixels.
+    """The color and the name of each class, in as many columns as fit into `width` pixels.
 
-    The picture is `width` wide whatever the names; a name that is longer than that is cut. Then all
-    have the number of the class first, so that names stay different which differ at their ends.
+    If a name does not fit at all, it is cut, and every name gets the number of its class in front:
+    names that differ at their ends must not look alike.
     """
     labels = class_labels(names)
     column_px = max(_text_width(label) for label in labels) + _LINE_PX + 3 * _GAP_PX
     if column_px > width:
         labels, column_px = numbered_labels(names), width
-    columns = max(1, width // column_px)
-    num_rows = math.ceil(len(labels) / columns)
-    picture = Image.new("RGB", (width, num_rows * _LINE_PX + _GAP_PX), _PAPER)
+    num_rows = math.ceil(len(labels) / max(1, width // column_px))
+    picture = Image.new("RGB", (width, num_rows * _LINE_PX + _GAP_PX), WHITE)
     draw = ImageDraw.Draw(picture)
     for i, (label, color) in enumerate(zip(labels, palette, strict=True)):
         # Down the columns, so that neighbours in the class file stay neighbours.
@@ -103,71 +101,86 @@ def panel(
 ) -> np.ndarray:
     """Image, label, prediction and errors side by side, with a title above and the legend below.
 
-    Each of the four is shrunk to at most `max_side_px` on its longer side. image, label and pred
-    have the same height and width.
+    Each is shrunk to at most `max_side_px` on its longer side. All three have the same size.
     """
     shrink = min(1.0, max_side_px / max(label.shape))
-    size = [max(1, round(side * shrink)) for side in label.shape]
-    image = cv2.resize(image, size[::-1], interpolation=cv2.INTER_AREA)
-    label, pred = (_nearest(array, size) for array in (label, pred))
+    height, width = (max(1, round(side * shrink)) for side in label.shape)
+    image = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
+    label, pred = (
+        cv2.resize(array, (width, height), interpolation=cv2.INTER_NEAREST)
+        for array in (label, pred)
+    )
     parts = {
         "image": image,
         "label": overlay(image, label, palette, alpha=0.6),
         "prediction": overlay(image, pred, palette, alpha=0.6),
         "errors": error_map(label, pred),
     }
-    gap = np.full((size[0], _GAP_PX, 3), _PAPER, dtype=np.uint8)
+    gap = np.full((height, _GAP_PX, 3), WHITE, dtype=np.uint8)
     row = np.hstack([x for part in parts.values() for x in (part, gap)][:-1])
-    width = row.shape[1]
-    headers = [_header(list(parts), width, step_px=size[1] + _GAP_PX)]
+    headers = [_header(list(parts), row.shape[1], step_px=width + _GAP_PX)]
     if title:
-        headers.insert(0, _header([title_text(title)], width, step_px=width))
-    return np.vstack([*headers, row, legend(names, palette, width)])
+        headers.insert(0, _header([title_text(title)], row.shape[1], step_px=0))
+    return np.vstack([*headers, row, legend(names, palette, row.shape[1])])
+
+
+def training_picture(batch: Batch, classes: ClassFile, num_images: int) -> np.ndarray:
+    """The first crops of a batch above their labels, with the legend."""
+    columns = []
+    for image, label in zip(batch.images[:num_images], batch.labels[:num_images], strict=True):
+        pixels = image.permute(1, 2, 0).numpy()
+        tinted = overlay(pixels, label.numpy(), classes.palette, alpha=0.6)
+        columns.append(np.pad(np.vstack([pixels, tinted]), ((0, 4), (0, 4), (0, 0))))
+    row = np.hstack(columns)
+    return np.vstack([row, legend(classes.names, classes.palette, row.shape[1])])
 
 
 def confusion_picture(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """The confusion matrix with each row divided by its sum: where the pixels of a class went.
+    """The confusion matrix, each row divided by its sum: where the pixels of a class went.
 
-    counts: (K, K) integers, rows label, columns prediction. Cells of at least half a percent show
-    their percentage while there are at most 40 classes; a class without pixels is a blank row.
+    counts: (K, K) integers, rows label, columns prediction. With at most 40 classes, cells of at
+    least 0.5 % show their percentage. The row of a class without pixels is blank.
     """
     names = class_labels(names)
     counts = np.asarray(counts, dtype=np.float64)
     totals = counts.sum(axis=1, keepdims=True)
-    shares = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)  # (K, K)
-    cell = 30 if len(names) <= 40 else 8
-    margin = max(_text_width(name) for name in names) + 2 * _GAP_PX if cell >= _FONT_PX else _GAP_PX
-    left, top = margin + _LINE_PX, margin + _LINE_PX
+    parts = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)  # (K, K)
+    has_text = len(names) <= 40
+    cell = 30 if has_text else 8
+    margin = max(map(_text_width, names)) + 2 * _GAP_PX if has_text else _GAP_PX
+    corner = margin + _LINE_PX
     side = cell * len(names)
-    picture = Image.new("RGB", (left + side + _GAP_PX, top + side + _GAP_PX), _PAPER)
-    blend = shares[..., None] * np.array(_FULL_CELL) + (1 - shares[..., None]) * np.array(_PAPER)
+    picture = Image.new("RGB", (corner + side + _GAP_PX, corner + side + _GAP_PX), WHITE)
+    blend = parts[..., None] * np.array(_FULL_CELL) + (1 - parts[..., None]) * np.array(WHITE)
     cells = blend.round().astype(np.uint8).repeat(cell, axis=0).repeat(cell, axis=1)
-    picture.paste(Image.fromarray(cells), (left, top))
+    picture.paste(Image.fromarray(cells), (corner, corner))
     draw = ImageDraw.Draw(picture)
-    _grid(draw, left, top, cell, len(names))
-    _text(draw, (left + side // 2, _GAP_PX), "prediction", anchor="mt")
-    _vertical_text(picture, (_GAP_PX // 2, top + side // 2), "label", middle=True)
-    if cell >= _FONT_PX:
+    for at in range(corner, corner + side + 1, cell):
+        draw.line((at, corner, at, corner + side), fill=_GRID)
+        draw.line((corner, at, corner + side, at), fill=_GRID)
+    _text(draw, (corner + side // 2, _GAP_PX), "prediction", anchor="mt")
+    _vertical_text(picture, (_GAP_PX // 2, corner + side // 2), "label", middle=True)
+    if has_text:
         for i, name in enumerate(names):
-            middle = i * cell + cell // 2
-            _text(draw, (left - _GAP_PX, top + middle), name, anchor="rm")
-            _vertical_text(picture, (left + middle - _LINE_PX // 2, top - _GAP_PX), name)
-        for i, j in zip(*np.nonzero(shares >= 0.005), strict=True):
-            place = (left + j * cell + cell // 2, top + i * cell + cell // 2)
-            ink = _PAPER if shares[i, j] > 0.5 else _INK
-            _text(draw, place, f"{100 * shares[i, j]:.0f}", anchor="mm", fill=ink, size=12)
+            middle = corner + i * cell + cell // 2
+            _text(draw, (corner - _GAP_PX, middle), name, anchor="rm")
+            _vertical_text(picture, (middle - _LINE_PX // 2, corner - _GAP_PX), name)
+        for i, j in zip(*np.nonzero(parts >= 0.005), strict=True):
+            place = (corner + j * cell + cell // 2, corner + i * cell + cell // 2)
+            ink = WHITE if parts[i, j] > 0.5 else _INK
+            _text(draw, place, f"{100 * parts[i, j]:.0f}", anchor="mm", fill=ink, size_px=12)
     return np.array(picture)
 
 
 def write_png(path: Path, picture: np.ndarray) -> None:
     """Writes a picture, or a label of one channel (uint8 or uint16), making the folder if needed.
 
-    The file is written whole; a link of its name is replaced, not followed.
+    The write is atomic; a link at `path` is replaced, not followed.
 
     Raises:
-        ExecutionError: the disk is full, the place cannot be written or is no plain file.
+        ExecutionError: the disk is full, or `path` cannot be written or is no regular file.
     """
-    # Encoded in memory and written by Python: cv2.imwrite reports a full disk with a bare False.
+    # Encoded in memory, because cv2.imwrite only returns False when the disk is full.
     if picture.ndim == 3:
         picture = cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)
     ok, data = cv2.imencode(".png", picture)
@@ -180,26 +193,15 @@ def write_png(path: Path, picture: np.ndarray) -> None:
         raise ExecutionError(f"{path}: cannot write the picture: {error.strerror}") from error
 
 
-def _nearest(array: np.ndarray, size: Sequence[int]) -> np.ndarray:
-    return cv2.resize(array, tuple(size[::-1]), interpolation=cv2.INTER_NEAREST)
-
-
 def _header(texts: Sequence[str], width: int, step_px: int) -> np.ndarray:
-    picture = Image.new("RGB", (width, _LINE_PX), _PAPER)
+    picture = Image.new("RGB", (width, _LINE_PX), WHITE)
     draw = ImageDraw.Draw(picture)
     for i, text in enumerate(texts):
-        # Painted from left to right, each over the overlong text before it.
+        # From left to right: each hides the end of an overlong text before it.
         x = i * step_px
-        draw.rectangle((x, 0, width, _LINE_PX), fill=_PAPER)
+        draw.rectangle((x, 0, width, _LINE_PX), fill=WHITE)
         _text(draw, (x, _LINE_PX // 2), text, anchor="lm")
     return np.array(picture)
-
-
-def _grid(draw: ImageDraw.ImageDraw, left: int, top: int, cell: int, num: int) -> None:
-    for i in range(num + 1):
-        at, end = i * cell, num * cell
-        draw.line((left + at, top, left + at, top + end), fill=_FAINT)
-        draw.line((left, top + at, left + end, top + at), fill=_FAINT)
 
 
 def _text_width(text: str) -> int:
@@ -213,13 +215,10 @@ def _text(
     *,
     anchor: str,
     fill: Rgb = _INK,
-    size: int = _FONT_PX,
+    size_px: int = _FONT_PX,
 ) -> None:
-    """Writes a line that is drawable; `anchor` says which point of it is at `place`.
-
-    Its first letter is l, m or r (left, middle, right) and its second t or m (top, middle).
-    """
-    mask = text_mask(text, size)
+    """Writes a line; `anchor`, of Pillow's letters l, m, r and t, m, is its point at `place`."""
+    mask = text_mask(text, size_px)
     height, width = mask.shape
     x = place[0] - {"l": 0, "m": width // 2, "r": width}[anchor[0]]
     y = place[1] - {"t": 0, "m": height // 2}[anchor[1]]
@@ -229,8 +228,8 @@ def _text(
 def _vertical_text(
     picture: Image.Image, place: tuple[int, int], text: str, *, middle: bool = False
 ) -> None:
-    """Writes upwards; `place` is the left and lower (or middle) end of the line."""
-    line = Image.new("RGB", (max(1, _text_width(text)), _LINE_PX), _PAPER)
+    """Writes upwards; `place` is the lower left end of the line, or the middle of its left side."""
+    line = Image.new("RGB", (max(1, _text_width(text)), _LINE_PX), WHITE)
     _text(ImageDraw.Draw(line), (0, _LINE_PX // 2), text, anchor="lm")
     line = line.rotate(90, expand=True)
     x, y = place

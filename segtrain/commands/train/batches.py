@@ -11,7 +11,7 @@ from segtrain.data.loader import (
 )
 from segtrain.data.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
-from segtrain.run.report import training_picture
+from segtrain.run.pictures import training_picture
 from segtrain.types import Batch
 
 

@@ -13,7 +13,7 @@ from segtrain.metrics import Scores
 from segtrain.models.normalize import Normalize
 from segtrain.norm import precise_statistics
 from segtrain.run.pictures import confusion_picture, panel
-from segtrain.run.report import score_line
+from segtrain.run.progress import score_text
 from segtrain.training.wrap import autocast, dtype_of
 from segtrain.types import Batch
 
@@ -46,7 +46,7 @@ def evaluate(run: Run) -> Scores:
         run.best = {"step": step, "mean_iou": scores.mean_iou}
         if dist.is_main():
             run.checkpoints.save_best(saving.checkpoint_of(run))
-    log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}  {score_line(run.best)}"])
+    log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}  {score_text(run.best)}"])
     return scores
 
 

@@ -11,8 +11,7 @@ from segtrain.data.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import exit_status, heartbeat
 from segtrain.run import directory as run_directory
-from segtrain.run.log import ProgressBar
-from segtrain.run.report import progress_words, score_line
+from segtrain.run.progress import ProgressBar, progress_words, score_text
 from segtrain.training.engine import train_steps
 from segtrain.training.meter import StepMeter
 
@@ -22,7 +21,7 @@ def train(run: Run) -> None:
     config, state = run.config, run.state
     if state.step > config.train.steps or run.evaluated == config.train.steps:
         beyond = "" if state.step == config.train.steps else f" (train.steps {config.train.steps})"
-        run.log.lines([f"already complete: {state.step} steps{beyond}, {score_line(run.best)}"])
+        run.log.lines([f"already complete: {state.step} steps{beyond}, {score_text(run.best)}"])
         return
     dist.run_on_rank0(lambda: run.checkpoints.check_space(saving.checkpoint_of(run)))
     # From here on there is something to save.

@@ -21,7 +21,7 @@ from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
 from segtrain.run import directory as run_directory
-from segtrain.run.versions import library_version
+from segtrain.run.environment import library_version
 from segtrain.training.optim import base_lr, learning_rate
 
 

@@ -28,6 +28,7 @@ from segtrain.models.pretrained import load_backbone
 from segtrain.norm import make_norm
 from segtrain.run import directory as run_directory
 from segtrain.run.claim import Claim
+from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.training.engine import TrainState, make_state
 from segtrain.training.step_sync import StepSync
@@ -226,7 +227,7 @@ def _describe(order: Order, changes: list[str], devices: list[str], notes: list[
 
     def write() -> list[str]:
         if order.resume:
-            others = run_directory.other_versions(directory)
+            others = changed_versions(directory)
             found = [f"warning: the run had {other}: numbers may differ" for other in others]
         elif (directory / run_directory.CONFIG).exists():
             found = [

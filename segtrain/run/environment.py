@@ -1,0 +1,74 @@
+"""environment.json: the versions, devices and git revision that a run was trained with."""
+
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from segtrain import __version__, files
+from segtrain.text import MAX_NAME, printable
+
+ENVIRONMENT = "environment.json"
+
+LIBRARIES = ("torch", "torchvision", "albumentations", "opencv-python-headless", "numpy", "pillow")
+"""The libraries on which the numbers of a run depend."""
+
+_MAX_BYTES = 1 << 20  # far more than the file ever holds
+
+
+def library_version(package: str) -> str | None:
+    """The version of an installed package, without importing it; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def environment_json(devices: list[str]) -> str:
+    """The content of environment.json; `devices` has the device name of every rank."""
+    content = {
+        "segtrain": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "libraries": {name: library_version(name) for name in LIBRARIES},
+        "devices": devices,
+        "git": git_revision(),
+        "command": sys.argv,
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def changed_versions(directory: Path) -> list[str]:
+    """A line for each version that differs from the environment.json in `directory`."""
+    try:
+        saved = json.loads(files.read_bytes(directory / ENVIRONMENT, _MAX_BYTES))
+        before = _versions(saved)
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # only people read it: a damaged one stops nothing
+    now = _versions(json.loads(environment_json([])))
+    return [
+        f"{name} {printable(before[name] or 'none', MAX_NAME)} there, {now[name] or 'none'} now"
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
+
+
+def git_revision() -> str | None:
+    """The commit of the working directory; None outside of git.
+
+    Never `git status`: it would run programs that the repository's own configuration names, and the
+    repository may have come with an unpacked data set.
+    """
+    command = ["git", "-c", "core.fsmonitor=false", "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _versions(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: content[name] for name in ("segtrain", "python")} | content["libraries"]
