@@ -157,7 +157,7 @@ def test_a_file_brought_from_elsewhere_is_loaded_unchecked(tmp_path):
 def test_a_damaged_manifest_is_refused_by_name(tmp_path, content):
     store_in(tmp_path).save_last(record(step=1))
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged .*; remove it"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged, .*; remove it"):
         load(tmp_path / "last.pt")
     (tmp_path / "manifest.json").unlink()
     assert load(tmp_path / "last.pt").step == 1

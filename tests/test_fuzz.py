@@ -35,9 +35,8 @@ from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.data.layouts import list_split, scan_layout
 from segtrain.data.transforms import draw_placement
 from segtrain.errors import ConfigError, DataError, UserError
-from segtrain.evaluation.settings import view_size
-from segtrain.evaluation.windows import window_starts
-from segtrain.files.torch_file import DamagedError, load_path
+from segtrain.evaluation.inference import view_size, window_starts
+from segtrain.files.torch_file import DamagedError, load
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 # Tables of characters would be kept below the current directory.
@@ -506,8 +505,11 @@ def test_a_long_word_in_a_pickle_does_not_take_minutes_to_refuse(name, pickled, 
 def test_an_archive_that_inflates_is_refused_before_it_does(tmp_path):
     bomb = zipped({"a/data.pkl": bytes(3 << 20)}, zipfile.ZIP_DEFLATED)
     (tmp_path / "last.pt").write_bytes(bomb)
-    with pytest.raises(DamagedError, match="compressed"):
-        load_path(tmp_path / "last.pt")
+    with (
+        (tmp_path / "last.pt").open("rb") as file,
+        pytest.raises(DamagedError, match="compressed"),
+    ):
+        load(file)
 
 
 def careless(path):

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -344,8 +345,8 @@ def _manifest(path: Path) -> None:
 
 
 def _manifests() -> list[bytes]:
-    entry = manifest.Entry(3, 100, "0" * 64)._asdict()
-    whole = manifest.Entry(3, 1, hashlib.sha256(_saved_checkpoint()).hexdigest())._asdict()
+    entry = asdict(manifest.Entry(3, 100, "0" * 64))
+    whole = asdict(manifest.Entry(3, 1, hashlib.sha256(_saved_checkpoint()).hexdigest()))
     content = {"last.pt": [whole, entry], "best.pt": [entry, entry], "step_0000003.pt": [entry]}
     return [json.dumps(content, indent=2).encode(), json.dumps({"last.pt": []}).encode()]
 

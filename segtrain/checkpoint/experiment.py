@@ -27,11 +27,7 @@ def experiment_fields(config: Config, classes: ClassFile) -> dict[str, str]:
 
 
 def parse_experiment(checkpoint: Checkpoint, path: Path) -> tuple[Config, ClassFile]:
-    """The config and the classes of the run that wrote `checkpoint`.
-
-    Raises:
-        CheckpointError: this version of segtrain cannot read them.
-    """
+    """The config and the classes of the run; CheckpointError if this version cannot read them."""
     try:
         config = Config.model_validate_json(checkpoint.config)
         return config, class_file_from_json(checkpoint.classes)
@@ -47,11 +43,7 @@ def parse_experiment(checkpoint: Checkpoint, path: Path) -> tuple[Config, ClassF
 
 
 def parse_data(checkpoint: Checkpoint, path: Path) -> DataFingerprint | None:
-    """The data of the run that wrote `checkpoint`; None if the checkpoint does not say.
-
-    Raises:
-        CheckpointError: this version of segtrain cannot read it.
-    """
+    """The data of the run; None if the checkpoint, of an older version, does not say."""
     if checkpoint.data is None:
         return None
     try:

@@ -27,35 +27,22 @@ LAST, BEST = "last.pt", "best.pt"
 
 
 class Checkpoint(NamedTuple):
-    """The contents of a checkpoint.
+    """The contents of a checkpoint; the names of the fields are part of the file format."""
 
-    step: optimizer steps done.
-    config, classes: the Config and the ClassFile as JSON.
-    model, average: state dicts; average is None without an average of the weights.
-    optimizer, scaler: state dicts of training; None in a checkpoint for inference only.
-    best: {"step": int, "mean_iou": float} of the best evaluation so far, or None.
-    evaluated: the step of the newest evaluation; 0: none.
-    data: the DataFingerprint as JSON; None in checkpoints of older versions of segtrain.
-    """
-
-    step: int
-    config: str
-    classes: str
+    step: int  # optimizer steps done
+    config: str  # the Config as JSON
+    classes: str  # the ClassFile as JSON
     model: dict[str, Any]
-    average: dict[str, Any] | None
-    optimizer: dict[str, Any] | None
+    average: dict[str, Any] | None  # the averaged weights, if the run keeps them
+    optimizer: dict[str, Any] | None  # it and `scaler` are None if the file is for inference only
     scaler: dict[str, Any] | None
-    best: dict[str, Any] | None
-    evaluated: int = 0
-    data: str | None = None
+    best: dict[str, Any] | None  # "step" (int) and "mean_iou" (float) of the best evaluation
+    evaluated: int = 0  # the step of the newest evaluation; 0: none
+    data: str | None = None  # the DataFingerprint as JSON; older versions did not write it
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes `checkpoint` to `path` atomically.
-
-    Raises:
-        ExecutionError, CheckpointError: as `write_temporary`.
-    """
+    """Writes `checkpoint` to `path` atomically; raises as `write_temporary`."""
     with write_temporary(path, checkpoint) as (temporary, _):
         temporary.replace(path)
         files.sync_directory(path.parent)
@@ -110,11 +97,7 @@ def num_bytes(content: Any) -> int:
 
 
 def load(path: Path) -> Checkpoint:
-    """The checkpoint in `path`, its tensors on the CPU.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or segtrain did not write it.
-    """
+    """The checkpoint in `path`, on the CPU; CheckpointError if it is damaged or not segtrain's."""
     if path.suffix in (".yaml", ".yml"):
         raise CheckpointError(f"{path}: this is a config; name a run directory or a checkpoint")
     try:
@@ -185,7 +168,7 @@ def _parse(content: Any, path: Path) -> Checkpoint:
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
-    content = {"data": None} | content  # older versions did not write it
+    content = {"data": None} | content
     missing = [field for field in Checkpoint._fields if field not in content]
     if missing:
         raise CheckpointError(f"{path}: incomplete: {', '.join(missing)} missing")

@@ -17,17 +17,14 @@ from segtrain.errors import CheckpointError, ConfigError
 def load_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] = ()) -> list[str]:
     """Fills `model` with the weights of another run, the averaged ones if it has them.
 
-    Classifier layers stay random if the number of classes differs. If the same classes come in
-    another order, the channels of these layers are reordered.
+    Classifier layers stay random if the number of classes differs; if the same classes come in
+    another order, their channels are reordered. CheckpointError if any other layer does not fit.
 
     Args:
         class_names: the classes of `model` in order; (): not known.
 
     Returns:
         log lines: what was taken over and what was not.
-
-    Raises:
-        CheckpointError: as `load` and `resolve`; or any other layer does not fit.
     """
     file = resolve(spec)
     checkpoint = load(file)

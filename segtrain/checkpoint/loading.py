@@ -31,9 +31,7 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> Loade
     """The model of a run directory or checkpoint, in evaluation mode.
 
     Its batch norms are plain nn.BatchNorm2d. If the run averaged its weights, it has the averages.
-
-    Raises:
-        CheckpointError: as `load` and `resolve`, or the weights do not fit the config beside them.
+    Raises CheckpointError if there is no checkpoint, or its weights do not fit its config.
     """
     return load_with_data(path, device=device)[0]
 
@@ -58,11 +56,7 @@ def inference_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def resolve(run_or_file: str | Path) -> Path:
-    """The given checkpoint file, or the best (otherwise the last) one of a run directory.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The given checkpoint file, or the best (otherwise the last) one of a run directory."""
     path = Path(run_or_file)
     if path.is_file():
         return path
@@ -84,9 +78,6 @@ def check_sizes(checkpoint: Checkpoint, config: Config, classes: ClassFile, path
     """Refuses a config that describes another model than the weights; allocates no memory.
 
     A config of a few characters can ask for more memory than any machine has.
-
-    Raises:
-        CheckpointError: as `check_fit`.
     """
     try:
         with torch.device("meta"):

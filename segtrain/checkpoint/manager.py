@@ -21,7 +21,8 @@ from segtrain.run.console import say
 PREVIOUS = "previous.pt"
 
 _KEPT = re.compile(r"step_(\d{7,})\.pt")
-_WRITTEN = re.compile(rf"(last|previous|best|step_\d{{7,}})\.pt|{re.escape(MANIFEST)}")
+# As `files.temporary` names them: those of other programs are left alone.
+_TEMPORARY = re.compile(r"\.((last|previous|best|step_\d{7,})\.pt|manifest\.json)\.\d+\.tmp")
 
 
 class CheckpointManager:
@@ -75,13 +76,11 @@ class CheckpointManager:
     def clean_up(self) -> None:
         """Removes temporary files of a killed process, then reads the manifest.
 
-        Raises:
-            CheckpointError: the manifest is damaged.
-            ExecutionError: the directory cannot be read or written.
+        CheckpointError if the manifest is damaged, ExecutionError if the disk fails.
         """
         try:
             for path in _listed(self.directory):
-                if files.is_temporary(path, _WRITTEN):
+                if _TEMPORARY.fullmatch(path.name):
                     path.unlink(missing_ok=True)
         except OSError as error:
             raise ExecutionError(
@@ -109,10 +108,8 @@ class CheckpointManager:
     def newest(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that loads, if any, and what is wrong with newer ones.
 
-        Newest by the step in the manifest, never by the clock.
-
-        Raises:
-            CheckpointError: none of the checkpoints loads, or all have been removed.
+        Newest by the step in the manifest, never by the clock. CheckpointError if none loads, or if
+        all have been removed.
         """
         problems = []
         for path in self._newest_first():
@@ -135,11 +132,7 @@ class CheckpointManager:
         return None, []
 
     def check_space(self, checkpoint: Checkpoint) -> None:
-        """Refuses to train what could not be saved.
-
-        Raises:
-            ExecutionError: the disk has no room for two checkpoints of this size.
-        """
+        """Raises ExecutionError if the disk has no room for two checkpoints of this size."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             free, needed = shutil.disk_usage(self.directory).free, 2 * num_bytes(checkpoint)

@@ -13,9 +13,7 @@ from segtrain.run import directory as run_directory
 def restore_config(directory: Path) -> list[str]:
     """Writes config.yaml of the run again if it is missing or empty; returns a log line then.
 
-    Raises:
-        CheckpointError: no checkpoint can be loaded, or another version of segtrain wrote it.
-        ExecutionError: the file cannot be written.
+    CheckpointError if no checkpoint can be loaded, ExecutionError if the file cannot be written.
     """
     if not run_directory.has_lost_config(directory):
         return []

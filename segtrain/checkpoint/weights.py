@@ -17,9 +17,7 @@ _MAX_LISTED = 10
 def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
     """Copies a whole state dict into `model`, or nothing.
 
-    Raises:
-        CheckpointError: as `check_fit`; or it holds NaN, infinities or a negative variance. The
-            message names the first ten tensors.
+    CheckpointError if it does not fit, or holds NaN, infinities or a negative variance.
     """
     check_fit(model, weights, path)
     problems = [
@@ -37,12 +35,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
 
 
 def check_fit(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
-    """Refuses a state dict with other keys or shapes than `model`, which may be on "meta".
-
-    Raises:
-        CheckpointError: keys are missing, unexpected, of another shape or no tensors; the message
-            names the first ten.
-    """
+    """Raises CheckpointError if keys or shapes are not those of `model`, which may be on "meta"."""
     check_plain(weights, path)
     own = model.state_dict()
     problems = [f"{key}: missing in the checkpoint" for key in own.keys() - weights.keys()]
@@ -59,11 +52,7 @@ def check_fit(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
 
 
 def check_plain(weights: dict[str, Any], path: Path) -> None:
-    """Refuses a state dict that holds anything but plain tensors.
-
-    Raises:
-        CheckpointError: names the first ten keys of something else.
-    """
+    """Raises CheckpointError if a state dict holds anything but plain tensors."""
     odd = [key for key, value in weights.items() if type(key) is not str or not is_plain(value)]
     if odd:
         names = ", ".join(printable(key, MAX_NAME) for key in odd[:_MAX_LISTED])

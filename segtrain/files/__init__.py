@@ -2,7 +2,6 @@
 
 from segtrain.files.atomic import (
     check_replaceable,
-    is_temporary,
     open_output,
     sync_directory,
     temporary,
@@ -22,7 +21,6 @@ __all__ = [
     "NotRegularError",
     "check_replaceable",
     "is_same_file",
-    "is_temporary",
     "kind_of",
     "open_output",
     "open_regular",

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,11 +16,7 @@ _MAX_NAME_BYTES = 220
 
 @contextmanager
 def temporary(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
-    """A free name beside `path`, for a file that is to replace it; unused files are removed.
-
-    Raises:
-        OSError: a file that an earlier process left there cannot be removed.
-    """
+    """A free name beside `path`, for a file that is to replace it; an unused file is removed."""
     name = path.name
     if len(os.fsencode(name)) > _MAX_NAME_BYTES:
         name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
@@ -36,21 +31,12 @@ def temporary(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
             draft.unlink(missing_ok=True)
 
 
-def is_temporary(path: Path, name: re.Pattern[str]) -> bool:
-    """Whether `temporary` made this name for a file whose whole name matches `name`."""
-    match = re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name)
-    return match is not None and name.fullmatch(match[1]) is not None
-
-
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
     """Creates or replaces the file `path`; a symbolic link is replaced, not followed.
 
     Args:
         content: text is written as UTF-8.
         durable: return only when the file would survive a loss of power.
-
-    Raises:
-        OSError: it cannot be written; nothing has changed then.
     """
     with temporary(path) as draft:
         with draft.open("xb") as file:
@@ -80,9 +66,6 @@ def write_output(path: Path, content: str | bytes) -> None:
     """Writes a file that the user named: atomically, but links, pipes and devices in place.
 
     Replacing /dev/stdout or /dev/null would take it from the whole machine.
-
-    Raises:
-        OSError: it cannot be written, or it is a pipe without a reader.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         with open(_open_in_place(path), "wb") as file:
@@ -93,13 +76,9 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def open_output(path: Path) -> Iterator[None]:
-    """Refuses at once what `write_output` could not write at the end of a long computation.
+    """Raises OSError at once for what `write_output` could not write after a long computation.
 
     A pipe is held open meanwhile: its reader would take a close for the end of the data.
-
-    Raises:
-        NotRegularError: `path` is a folder, a socket, or a pipe without a reader.
-        OSError: a pipe without permission to write.
     """
     if path.is_dir() or path.is_socket():
         raise NotRegularError(errno.EINVAL, f"is {kind_of(path)}; name a file", str(path))
@@ -112,11 +91,7 @@ def open_output(path: Path) -> Iterator[None]:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuses to replace a folder, pipe, socket or device; files and links may be replaced.
-
-    Raises:
-        NotRegularError: there is such a thing at `path`.
-    """
+    """Raises NotRegularError for a folder, pipe, socket or device; files and links are fine."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -5,11 +5,12 @@ given to it. During a replace the manifest lists both hashes, so a crash leaves 
 """
 
 import hashlib
-import json
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Annotated
+
+from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from segtrain import files
 from segtrain.errors import CheckpointError
@@ -17,96 +18,67 @@ from segtrain.errors import CheckpointError
 MANIFEST = "manifest.json"
 
 _MAX_BYTES = 16 << 20  # an entry takes about 130 bytes
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}\.pt\Z")
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """One version of a file: its optimizer step, its size and its SHA-256 in hexadecimal."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     step: int
     num_bytes: int
     sha256: str
 
 
-def read_entries(directory: Path) -> dict[str, list[Entry]]:
-    """The entries of every file name; empty if there is no manifest.
+# Files named here are opened: no name may lead out of the directory.
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,100}\.pt$")]
+_ENTRIES = TypeAdapter(dict[_Name, list[Entry]])
 
-    Raises:
-        CheckpointError: the manifest cannot be read.
-    """
-    text = read_raw(directory)
+
+def read_entries(directory: Path) -> dict[str, list[Entry]]:
+    """The entries of every file name; empty if there is no manifest."""
+    raw = read_raw(directory)
     try:
-        content = {} if text is None else json.loads(text)
-        return {_name(name): [_entry(fields) for fields in kept] for name, kept in content.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{directory / MANIFEST}: damaged ({type(error).__name__}), so the checkpoints beside "
-            "it cannot be verified; remove it to use them unchecked"
-        ) from None
+        return {} if raw is None else _ENTRIES.validate_json(raw)
+    except ValidationError:
+        raise _unusable(directory, "damaged") from None
 
 
 def read_raw(directory: Path) -> bytes | None:
-    """The bytes of the manifest; None if there is none.
-
-    Raises:
-        CheckpointError: it exists and cannot be read.
-    """
-    path = directory / MANIFEST
+    """The bytes of the manifest; None if there is none."""
     try:
-        return files.read_bytes(path, _MAX_BYTES)
+        return files.read_bytes(directory / MANIFEST, _MAX_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}), so the checkpoints beside it cannot be "
-            "verified; remove it to use them unchecked"
-        ) from None
+        raise _unusable(directory, f"cannot be read ({error.strerror})") from None
 
 
-def _entry(fields: dict[str, object]) -> Entry:
-    entry = Entry(**fields)
-    if [type(field) for field in entry] != [int, int, str]:
-        raise ValueError("a field has another type")
-    return entry
-
-
-def _name(name: str) -> str:
-    # Files named here are opened: no name may lead out of the directory.
-    if not _NAME.match(name):
-        raise ValueError("not the name of a checkpoint")
-    return name
+def _unusable(directory: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory / MANIFEST}: {reason}, so the checkpoints beside it cannot be verified; "
+        "remove it to use them unchecked"
+    )
 
 
 def write(directory: Path, entries: Mapping[str, Sequence[Entry]]) -> bytes:
-    """Replaces the manifest atomically; returns its new bytes.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    content = {name: [entry._asdict() for entry in kept] for name, kept in entries.items()}
-    text = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+    """Replaces the manifest atomically; returns its new bytes."""
+    text = _ENTRIES.dump_json(dict(sorted(entries.items())), indent=2) + b"\n"
     files.write_atomic(directory / MANIFEST, text)
     return text
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a regular file, in hexadecimal.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The SHA-256 of a regular file, in hexadecimal."""
     with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify(path: Path, file: IO[bytes]) -> None:
-    """Refuses an open file whose SHA-256 is not in the manifest beside `path`.
+    """Raises CheckpointError if the SHA-256 of an open file is not in the manifest beside `path`.
 
     A file without an entry passes: the user put it there.
-
-    Raises:
-        CheckpointError: another SHA-256, or the manifest is damaged.
-        OSError: the file cannot be read.
     """
     entries = read_entries(path.parent).get(path.name)
     if not entries:

@@ -27,11 +27,7 @@ class NotRegularError(OSError):
 
 
 def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
-    """As `open`, but for regular files only.
-
-    Raises:
-        OSError: it cannot be opened; NotRegularError: it is a folder, a pipe, a device or a socket.
-    """
+    """As `open`, but raises NotRegularError for a folder, a pipe, a device or a socket."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | NONBLOCK, 0o666)
@@ -45,11 +41,7 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
 
 
 def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
-    """The content of a regular file.
-
-    Raises:
-        OSError: as `open_regular`; or it holds more than `max_bytes`.
-    """
+    """The content of a regular file; raises OSError if it holds more than `max_bytes`."""
     with open_regular(path) as file:
         content = file.read(-1 if max_bytes is None else max_bytes + 1)
     if max_bytes is not None and len(content) > max_bytes:
@@ -76,41 +68,26 @@ def kind_of(path: Path) -> str:
 def walk(folder: Path, *, hidden: bool) -> Iterator[tuple[Path, list[str]]]:
     """`folder` and every folder below it, each with the sorted names of its files.
 
-    The order is the same on every disk. Each folder comes once: under its own name if that is below
-    `folder`, otherwise under the first link that leads to it.
+    Each folder comes once: under its own name if that is below `folder`, otherwise under the first
+    link that leads to it. Raises OSError if a folder cannot be read.
 
-    Args:
-        hidden: include names that begin with a dot.
-
-    Raises:
-        OSError: a folder cannot be read.
+    hidden: include names that begin with a dot.
     """
+
+    def fail(error: OSError) -> None:
+        raise error
+
     seen: set[str] = set()
     links = [folder]
     while links:
         # Follow links only when all folders reached without them are done.
         links.sort()
-        stack = [links.pop(0)]
-        while stack:
-            here = stack.pop()
+        for here, folders, names in os.walk(links.pop(0), onerror=fail):
             real = os.path.realpath(here)
             if real in seen:
+                folders.clear()
                 continue
             seen.add(real)
-            with os.scandir(here) as entries:
-                found = sorted(
-                    (entry.name, _is_folder(entry), entry.is_symlink())
-                    for entry in entries
-                    if hidden or not entry.name.startswith(".")
-                )
-            yield here, [name for name, is_folder, _ in found if not is_folder]
-            folders = [(here / name, is_link) for name, is_folder, is_link in found if is_folder]
-            links += [path for path, is_link in folders if is_link]
-            stack += [path for path, is_link in reversed(folders) if not is_link]
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
+            folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
+            links += [path for name in folders if (path := Path(here, name)).is_symlink()]
+            yield Path(here), sorted(name for name in names if hidden or not name.startswith("."))

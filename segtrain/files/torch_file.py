@@ -7,13 +7,10 @@ import struct
 import warnings
 import zipfile
 from io import BytesIO
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
-
-from segtrain import files
 
 
 class DamagedError(Exception):
@@ -28,24 +25,12 @@ _DAMAGED = (
 )
 
 
-def load_path(path: Path) -> Any:
-    """The content of the file `path`, as `load`.
-
-    Raises:
-        as `load`.
-        OSError: no such file, or it is a folder, a pipe or a device.
-    """
-    with files.open_regular(path) as file:
-        return load(file)
-
-
 def load(file: IO[bytes]) -> Any:
     """The content of an open file: tensors, all on the CPU, and plain data.
 
     Raises:
         pickle.UnpicklingError: it holds more, which could run code; or it is no pickle.
-        DamagedError: it is damaged in any other way.
-        OSError: the disk fails.
+        DamagedError, OSError: it is damaged in another way; the disk fails.
     """
     try:
         _refuse_bombs(file, os.fstat(file.fileno()).st_size)
@@ -92,10 +77,10 @@ def _refuse_long_words(file: IO[bytes], num_pickles: int) -> None:
                     return  # fewer pickles; torch refuses the file
                 file.seek(-1, os.SEEK_CUR)
             for _, argument, _ in pickletools.genops(file):
-                if isinstance(argument, str) and len(argument) > _MAX_WORD:
-                    longest = max(map(len, argument.split()), default=0)
-                    if longest > _MAX_WORD:
-                        raise DamagedError(f"a word of {longest} characters")
+                words = argument.split() if isinstance(argument, str) else ()
+                longest = max(map(len, words), default=0)
+                if longest > _MAX_WORD:
+                    raise DamagedError(f"a word of {longest} characters")
     except UnicodeDecodeError as error:
         raise DamagedError("a damaged name or text") from error
     except ValueError as error:
@@ -106,8 +91,7 @@ def _refuse_long_words(file: IO[bytes], num_pickles: int) -> None:
 def is_plain(value: object) -> bool:
     """Whether `value` is a dense tensor of real numbers, each with memory of its own.
 
-    Sparse, quantized and expanded tensors load and fail later, where they are used; a small file
-    can hold an expanded tensor of any size.
+    Sparse, quantized and expanded tensors would load and fail later, or fill the memory.
     """
     return (
         isinstance(value, Tensor)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.files import torch_file
+from segtrain.files import open_regular, torch_file
 from segtrain.text import MAX_NAME, printable
 
 _SUFFIXES = (".pth", ".pt", ".safetensors")
@@ -142,7 +142,8 @@ def _read(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        return torch_file.load_path(path)
+        with open_regular(path) as file:
+            return torch_file.load(file)
     except pickle.UnpicklingError:
         # torch's own words advise to load the file with all that it may run.
         raise CheckpointError(

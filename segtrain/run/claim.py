@@ -31,11 +31,7 @@ class Claim:
         self._made = False
 
     def __enter__(self) -> Self:
-        """Locks the directory.
-
-        Raises:
-            ConfigError: another run uses it, or it cannot be made or written.
-        """
+        """Locks the directory; ConfigError if another run uses it or it cannot be written."""
         # If there is a lock file already, a killed run made the directory.
         self._made = not self._directory.exists() or self._path.exists()
         try:
@@ -62,10 +58,9 @@ class Claim:
                 self._directory.rmdir()  # if it is empty
 
     def renew(self) -> None:
-        """Locks the directory again if the lock file was deleted; called before each write.
+        """Locks again if the lock file was deleted; called before each write.
 
-        Raises:
-            ExecutionError: another run has locked it, or the file cannot be made again.
+        ExecutionError if another run has locked the directory, or the file cannot be made again.
         """
         try:
             if self._handle is None or files.is_same_file(self._handle, self._path):

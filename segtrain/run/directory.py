@@ -26,15 +26,11 @@ _HARMLESS = (
     *("train.compile", "train.timeout_s", "log.", "checkpoint."),
 )
 
+# The options by which people compare runs.
 MAIN_OPTIONS = (
-    "model.arch",
-    "model.backbone",
-    "seed",
-    "train.batch_size",
-    "train.lr",
-    "train.steps",
+    *("model.arch", "model.backbone", "seed"),
+    *("train.batch_size", "train.lr", "train.steps"),
 )
-"""The options by which people compare runs."""
 
 
 def check_directory(
@@ -42,7 +38,7 @@ def check_directory(
 ) -> list[str]:
     """Refuses a directory that this run must not write into.
 
-    A new run may replace a run without checkpoints: nothing is lost.
+    A new run may replace a run that has saved no checkpoint.
 
     Args:
         accept_changes: with `resume`, go on with a config that differs.
@@ -110,13 +106,9 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def write_description(directory: Path, config: Config, devices: list[str]) -> None:
-    """Writes config.yaml (complete) and environment.json into `directory`.
+    """Writes config.yaml (complete) and environment.json; ConfigError if it cannot.
 
-    Args:
-        devices: the device name of every rank.
-
-    Raises:
-        ConfigError: the directory cannot be made or written.
+    devices: the device name of every rank.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -128,11 +120,7 @@ def write_description(directory: Path, config: Config, devices: list[str]) -> No
 
 
 def write_config(directory: Path, config: Config) -> None:
-    """Writes config.yaml, complete, into `directory`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes config.yaml, complete, into `directory`; raises OSError."""
     files.write_atomic(directory / CONFIG, config_to_yaml(config))
 
 
@@ -143,43 +131,42 @@ def _check_usable(directory: Path) -> None:
         raise ConfigError(f"{above}: a file stands where the run directory should be")
     if not os.access(above, os.W_OK):
         raise ConfigError(f"{above}: may not be written; choose another directory by --output")
-    for name, is_right, expected in (
-        (CONFIG, Path.is_file, "a file"),
-        (ENVIRONMENT, Path.is_file, "a file"),
-        (CHECKPOINTS, Path.is_dir, "a folder"),
-    ):
-        path = directory / name
-        # A file that is a link to nothing is replaced; a folder cannot be made in its place.
-        exists = os.path.lexists(path) if name == CHECKPOINTS else path.exists()
-        if exists and not is_right(path):
+    for path in (directory / CONFIG, directory / ENVIRONMENT):
+        if path.exists() and not path.is_file():
             found = files.kind_of(path)
-            raise ConfigError(f"{path}: expected {expected}, found {found}; move it away")
+            raise ConfigError(f"{path}: expected a file, found {found}; move it away")
+    path = directory / CHECKPOINTS
+    # Unlike a file, a folder cannot replace a link to nothing.
+    if os.path.lexists(path) and not path.is_dir():
+        found = files.kind_of(path)
+        raise ConfigError(f"{path}: expected a folder, found {found}; move it away")
 
 
 def _check_new(directory: Path, config: Config) -> None:
     """Refuses a directory with anything that a new run would overwrite."""
     check_run_directory(directory, config.data)
+    other = "choose another directory by --output"
     if (directory / CONFIG).exists():
-        if has_saved(directory):
-            gone, delete = "", ""
-            if not any((directory / CHECKPOINTS).glob("*.pt")):
-                gone, delete = ", whose checkpoints are not there", "delete it, "
+        if any((directory / CHECKPOINTS).glob("*.pt")):
             raise ConfigError(
-                f"{directory}: holds a run already{gone}; go on with it by --resume, {delete}or "
-                "choose another directory by --output"
+                f"{directory}: holds a run already; go on with it by --resume, or {other}"
+            )
+        if has_saved(directory):
+            raise ConfigError(
+                f"{directory}: holds a run already, whose checkpoints are not there; go on with it "
+                f"by --resume, delete it, or {other}"
             )
         if not is_run(directory):
             raise ConfigError(
                 f"{directory}: holds a {CONFIG} that no run has written and that would be "
-                "replaced; choose another directory by --output"
+                f"replaced; {other}"
             )
         if problem := use_by_others(directory):
-            raise ConfigError(f"{directory}: {problem}, or choose another directory by --output")
+            raise ConfigError(f"{directory}: {problem}, or {other}")
     if found := _checkpoints(directory):
         raise ConfigError(
             f"{found[0]}: this run would overwrite it, and there is no {CONFIG} of the run that "
-            "wrote it; go on from it by --resume, move it away, or choose another directory by "
-            "--output"
+            f"wrote it; go on from it by --resume, move it away, or {other}"
         )
 
 

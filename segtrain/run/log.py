@@ -178,12 +178,9 @@ class _LogFile(logging.FileHandler):
 
 
 def _check_not_deleted(path: Path, handle: int) -> None:
-    """Refuses to write after `path`, open as `handle`, was deleted or renamed.
+    """Raises OSError if `path`, open as `handle`, was deleted or renamed.
 
     A new file at `path` would begin in the middle of the run.
-
-    Raises:
-        OSError: it was deleted or renamed.
     """
     if os.fstat(handle).st_nlink == 0 or not path.exists():
         raise FileNotFoundError(errno.ENOENT, "deleted during the run", str(path))

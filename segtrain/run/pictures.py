@@ -47,9 +47,6 @@ def overlay(
 
     Ignored pixels are not tinted, nor is a black class: usually it is the background, and black
     would only darken most of the picture. `colorize` and `legend` show black as black.
-
-    Raises:
-        ValueError: image and label have different sizes.
     """
     if image.shape[:2] != label.shape:
         raise ValueError(f"image {image.shape[:2]} and label {label.shape} differ in size")
@@ -99,9 +96,9 @@ def panel(
     title: str = "",
     max_side_px: int = 512,
 ) -> np.ndarray:
-    """Image, label, prediction and errors side by side, with a title above and the legend below.
+    """Image, label, prediction and errors side by side, each at most `max_side_px` long.
 
-    Each is shrunk to at most `max_side_px` on its longer side. All three have the same size.
+    The title is above, the legend below. All three arrays have the same height and width.
     """
     shrink = min(1.0, max_side_px / max(label.shape))
     height, width = (max(1, round(side * shrink)) for side in label.shape)
@@ -159,12 +156,12 @@ def confusion_picture(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
         draw.line((at, corner, at, corner + side), fill=_GRID)
         draw.line((corner, at, corner + side, at), fill=_GRID)
     _text(draw, (corner + side // 2, _GAP_PX), "prediction", anchor="mt")
-    _vertical_text(picture, (_GAP_PX // 2, corner + side // 2), "label", middle=True)
+    _text(draw, (_GAP_PX // 2, corner + side // 2), "label", anchor="lm", upwards=True)
     if has_text:
         for i, name in enumerate(names):
             middle = corner + i * cell + cell // 2
             _text(draw, (corner - _GAP_PX, middle), name, anchor="rm")
-            _vertical_text(picture, (middle - _LINE_PX // 2, corner - _GAP_PX), name)
+            _text(draw, (middle, corner - _GAP_PX), name, anchor="mb", upwards=True)
         for i, j in zip(*np.nonzero(parts >= 0.005), strict=True):
             place = (corner + j * cell + cell // 2, corner + i * cell + cell // 2)
             ink = WHITE if parts[i, j] > 0.5 else _INK
@@ -173,12 +170,9 @@ def confusion_picture(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
 
 
 def write_png(path: Path, picture: np.ndarray) -> None:
-    """Writes a picture, or a label of one channel (uint8 or uint16), making the folder if needed.
+    """Writes a picture, or a label of one channel (uint8 or uint16), atomically; makes its folder.
 
-    The write is atomic; a link at `path` is replaced, not followed.
-
-    Raises:
-        ExecutionError: the disk is full, or `path` cannot be written or is no regular file.
+    ExecutionError if the disk is full, or `path` cannot be written or is no regular file.
     """
     # Encoded in memory, because cv2.imwrite only returns False when the disk is full.
     if picture.ndim == 3:
@@ -216,21 +210,13 @@ def _text(
     anchor: str,
     fill: Rgb = _INK,
     size_px: int = _FONT_PX,
+    upwards: bool = False,
 ) -> None:
-    """Writes a line; `anchor`, of Pillow's letters l, m, r and t, m, is its point at `place`."""
+    """Writes a line; `anchor` is the point of its box at `place`: l, m or r, then t, m or b."""
     mask = text_mask(text, size_px)
+    if upwards:
+        mask = np.rot90(mask)
     height, width = mask.shape
     x = place[0] - {"l": 0, "m": width // 2, "r": width}[anchor[0]]
-    y = place[1] - {"t": 0, "m": height // 2}[anchor[1]]
+    y = place[1] - {"t": 0, "m": height // 2, "b": height}[anchor[1]]
     draw.bitmap((x, y), Image.fromarray(mask), fill=fill)
-
-
-def _vertical_text(
-    picture: Image.Image, place: tuple[int, int], text: str, *, middle: bool = False
-) -> None:
-    """Writes upwards; `place` is the lower left end of the line, or the middle of its left side."""
-    line = Image.new("RGB", (max(1, _text_width(text)), _LINE_PX), WHITE)
-    _text(ImageDraw.Draw(line), (0, _LINE_PX // 2), text, anchor="lm")
-    line = line.rotate(90, expand=True)
-    x, y = place
-    picture.paste(line, (x, y - line.height // 2 if middle else y - line.height))

@@ -20,8 +20,7 @@ from segtrain.distributed.partition import batch_findings, partition, smallest_b
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
-from segtrain.run import directory as run_directory
-from segtrain.run.environment import library_version
+from segtrain.run.environment import git_revision, library_version
 from segtrain.training.optim import base_lr, learning_rate
 
 
@@ -154,7 +153,7 @@ def start_lines(
         # torchvision's version from its metadata: importing it takes two seconds more.
         f"segtrain {__version__}  torch {torch.__version__}"
         f"  torchvision {library_version('torchvision') or 'none'}"
-        f"  git {run_directory.git_revision() or 'none'}",
+        f"  git {git_revision() or 'none'}",
         f"devices    {ranks} x {devices[0]}, {train.precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {_batch_words(config, ranks)}",
