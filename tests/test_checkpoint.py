@@ -30,7 +30,7 @@ from segtrain.models import build_model
 from segtrain.training.engine import make_state
 
 
-def record(step=3, **fields):
+def checkpoint(step=3, **fields):
     values = {
         "config": "{}",
         "classes": "{}",
@@ -49,28 +49,28 @@ def names(directory):
 
 
 def test_what_was_saved_is_loaded(tmp_path):
-    save(tmp_path / "new" / "a.pt", record())
+    save(tmp_path / "new" / "a.pt", checkpoint())
     loaded = load(tmp_path / "new" / "a.pt")
     plain = {"model": {}, "optimizer": {}}
-    assert loaded._replace(**plain) == record(**plain)
-    assert torch.equal(loaded.model["weight"], record().model["weight"])
+    assert loaded._replace(**plain) == checkpoint(**plain)
+    assert torch.equal(loaded.model["weight"], checkpoint().model["weight"])
     assert torch.equal(loaded.optimizer["state"][0]["momentum"], torch.ones(2))
 
 
 @pytest.mark.fault(48)
-def test_what_could_not_be_loaded_again_is_noticed_when_it_is_saved(tmp_path):
-    """A NumPy number saves well and is refused by weights_only: too late at the resumption."""
-    save(tmp_path / "a.pt", record(step=1))
+def test_what_cannot_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
+    """weights_only refuses a NumPy number, which torch.save accepts."""
+    save(tmp_path / "a.pt", checkpoint(step=1))
     with pytest.raises(CheckpointError, match="more than tensors and plain data"):
-        save(tmp_path / "a.pt", record(step=2, best={"step": 2, "mean_iou": np.float64(0.5)}))
+        save(tmp_path / "a.pt", checkpoint(step=2, best={"step": 2, "mean_iou": np.float64(0.5)}))
     assert load(tmp_path / "a.pt").step == 1
     assert names(tmp_path) == ["a.pt"]
 
 
 @pytest.mark.fault(34)
-def test_every_way_of_damage_is_a_checkpoint_error(tmp_path):
+def test_any_damage_is_a_checkpoint_error(tmp_path):
     path = tmp_path / "a.pt"
-    save(path, record())
+    save(path, checkpoint())
     whole = path.read_bytes()
     rng = random.Random(0)
     damaged = [whole[:n] for n in range(0, len(whole), 29)]
@@ -83,9 +83,9 @@ def test_every_way_of_damage_is_a_checkpoint_error(tmp_path):
 
 
 @pytest.mark.fault(35)
-def test_a_flipped_bit_never_ends_in_another_error(tmp_path):
+def test_a_flipped_bit_is_loaded_or_a_checkpoint_error(tmp_path):
     path = tmp_path / "a.pt"
-    save(path, record())
+    save(path, checkpoint())
     whole = path.read_bytes()
     rng = random.Random(0)
     refused = 0
@@ -111,7 +111,7 @@ class Malicious:
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("through", ["torch", "pickle"])
 def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, through):
-    content = {"format": 1, **record()._asdict(), "best": Malicious(tmp_path / "sentinel")}
+    content = {"format": 1, **checkpoint()._asdict(), "best": Malicious(tmp_path / "sentinel")}
     path = tmp_path / "a.pt"
     if through == "torch":
         torch.save(content, path)
@@ -139,8 +139,8 @@ def test_other_files_of_torch_are_refused_with_what_was_found(tmp_path, content,
         load(tmp_path / "a.pt")
 
 
-def test_a_refusal_is_in_our_words_and_names_what_lies_beside(tmp_path):
-    """torch's advise to load with weights_only=False, which may run code."""
+def test_a_refusal_does_not_quote_torch_and_names_the_files_beside(tmp_path):
+    """torch recommends weights_only=False, which may run code."""
     for name in ("best.pt", "last.pt"):
         (tmp_path / name).write_bytes(bytes(range(256)) * 20)
     with pytest.raises(CheckpointError) as caught:
@@ -149,21 +149,21 @@ def test_a_refusal_is_in_our_words_and_names_what_lies_beside(tmp_path):
     assert str(caught.value).endswith("; beside it there is best.pt")
 
 
-def test_a_config_in_place_of_a_run_is_told_apart(tmp_path):
+def test_a_config_in_place_of_a_checkpoint_is_refused_as_such(tmp_path):
     (tmp_path / "my.yaml").write_text("data: {}\n")
     with pytest.raises(CheckpointError, match="is a config; name a run directory"):
         load(tmp_path / "my.yaml")
 
 
 @pytest.mark.parametrize("name", ["missing.pt", "."])
-def test_what_is_no_file_is_refused(tmp_path, name):
+def test_a_missing_file_and_a_folder_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError):
         load(tmp_path / name)
 
 
 def test_the_best_checkpoint_holds_no_training_state(tmp_path):
     store = CheckpointManager(tmp_path, keep_limit=1)
-    store.save_best(record())
+    store.save_best(checkpoint())
     best = load(tmp_path / "best.pt")
     assert best.optimizer is None
     assert best.scaler is None
@@ -171,15 +171,15 @@ def test_the_best_checkpoint_holds_no_training_state(tmp_path):
         restore(None, best, tmp_path / "best.pt")
 
 
-def test_a_run_means_its_best_checkpoint_else_its_last(tmp_path):
+def test_a_run_directory_means_its_best_checkpoint_otherwise_its_last(tmp_path):
     with pytest.raises(CheckpointError, match="no such run or checkpoint"):
         resolve(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match=r"no checkpoints/best\.pt or checkpoints/last\.pt"):
         resolve(tmp_path)
     store = CheckpointManager(tmp_path / "checkpoints", keep_limit=1)
-    store.save_last(record())
+    store.save_last(checkpoint())
     assert resolve(tmp_path) == store.last
-    store.save_best(record())
+    store.save_best(checkpoint())
     assert resolve(tmp_path).name == "best.pt"
     assert resolve(store.last) == store.last
 
@@ -202,7 +202,7 @@ def test_weights_of_another_model_are_listed_and_none_is_copied():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A config, its classes and a record of a training state that has moved."""
+    """A config, its classes and a checkpoint of a training state that has moved."""
     root = tmp_path_factory.mktemp("small")
     write_data(root, num_images=1)
     options = experiment(root, model={"backbone": "mobilenet_v2"}, train={"ema_decay": 0.9})
@@ -232,7 +232,7 @@ def new_state(config, seed=1):
     return make_state(model, config, torch.device("cpu"))
 
 
-def test_a_record_restores_the_whole_state(small, tmp_path):
+def test_a_checkpoint_restores_the_whole_state(small, tmp_path):
     config, _, saved = small
     save(tmp_path / "a.pt", saved)
     state = new_state(config, seed=2)
@@ -249,7 +249,7 @@ def test_a_record_restores_the_whole_state(small, tmp_path):
     assert all((momentum != 0).all() for momentum in momenta)
 
 
-def test_a_record_without_an_average_cannot_go_on_with_one(small):
+def test_a_checkpoint_without_an_average_cannot_go_on_with_one(small):
     config, _, saved = small
     with pytest.raises(CheckpointError, match=r"no average of the weights \(train\.ema_decay\)"):
         restore(new_state(config), saved._replace(average=None), Path("a.pt"))
@@ -269,19 +269,19 @@ def test_a_loaded_model_is_the_average_in_evaluation_mode_with_plain_batch_norm(
     assert any(not torch.equal(saved.average[key], saved.model[key]) for key in saved.model)
 
 
-def test_a_record_of_as_many_classes_as_there_can_be_is_loaded(small, tmp_path):
+def test_a_checkpoint_of_255_classes_is_loaded(small, tmp_path):
     names = "\n".join(f"- a class with a name of some length, number {i}" for i in range(255))
     (tmp_path / "many.yaml").write_text(f"classes:\n{names}\n")
     classes = load_class_file(str(tmp_path / "many.yaml"))
     config, *_ = small
     written = experiment_fields(config, classes)
-    save(tmp_path / "a.pt", record(**written))
+    save(tmp_path / "a.pt", checkpoint(**written))
     loaded = load(tmp_path / "a.pt")
     assert len(loaded.classes) > 20_000
     assert parse_experiment(loaded, tmp_path / "a.pt")[1].num_classes == 255
 
 
-def test_an_old_run_goes_on_ignoring_the_default_color_and_a_new_one_does_not(small, tmp_path):
+def test_only_an_old_run_ignores_the_default_color(small, tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text("classes: [{name: a, color: [1, 2, 3]}, {name: b, color: [9, 8, 7]}]\n")
     now = load_class_file(str(path))
@@ -325,14 +325,16 @@ def test_classes_that_contradict_themselves_are_refused_by_name(small):
         ({"best": {"step": 2, "mean_iou": -0.1}}, "best mIoU -0.1; expected 0 to 1"),
     ],
 )
-def test_a_record_that_contradicts_itself_is_refused(tmp_path, fields, said):
-    torch.save({"format": 1, "segtrain": "0", **record()._asdict(), **fields}, tmp_path / "a.pt")
+def test_a_checkpoint_that_contradicts_itself_is_refused(tmp_path, fields, said):
+    torch.save(
+        {"format": 1, "segtrain": "0", **checkpoint()._asdict(), **fields}, tmp_path / "a.pt"
+    )
     with pytest.raises(CheckpointError, match=r"a\.pt: damaged: " + said):
         load(tmp_path / "a.pt")
 
 
 def test_the_best_score_of_a_split_that_is_ignored_everywhere_is_loaded(tmp_path):
-    save(tmp_path / "a.pt", record(best={"step": 2, "mean_iou": math.nan}))
+    save(tmp_path / "a.pt", checkpoint(best={"step": 2, "mean_iou": math.nan}))
     assert math.isnan(load(tmp_path / "a.pt").best["mean_iou"])
 
 
@@ -356,7 +358,7 @@ def spoilt(weights, key, value):
     ],
 )
 def test_weights_that_no_training_leaves_are_refused_by_name(small, tmp_path, key, value, said):
-    """Such a model predicts one class everywhere, and nothing fails."""
+    """Such a model predicts the same class everywhere, without any error."""
     config, _, saved = small
     key = next(name for name in saved.model if name.endswith(key))
     for field in ("model", "average"):
@@ -391,7 +393,7 @@ def test_momenta_that_a_step_cannot_go_on_from_are_refused(small, make, said):
 
 
 def test_momenta_that_share_their_memory_are_refused(small):
-    """An update in place of one would be one of the other."""
+    """An update in place of one tensor would change the other."""
     config, _, saved = small
     numbers = torch.zeros(
         max(v["momentum_buffer"].numel() for v in saved.optimizer["state"].values())
@@ -449,14 +451,14 @@ def test_a_config_of_a_larger_model_than_the_weights_is_refused_before_it_is_bui
     assert names(tmp_path) == ["checkpoints"]
 
 
-def test_saving_reads_back_before_the_old_file_goes(tmp_path, monkeypatch):
-    save(tmp_path / "a.pt", record(step=1))
+def test_a_new_file_is_loaded_once_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    save(tmp_path / "a.pt", checkpoint(step=1))
 
     def unreadable(path):
         raise CheckpointError(f"{path}: damaged")
 
     monkeypatch.setattr(checkpoint_format, "load", unreadable)
     with pytest.raises(CheckpointError):
-        save(tmp_path / "a.pt", record(step=2))
+        save(tmp_path / "a.pt", checkpoint(step=2))
     monkeypatch.undo()
     assert load(tmp_path / "a.pt").step == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import names, record
+from test_checkpoint import checkpoint, names
 
 from segtrain.checkpoint.format import load, save, write_temporary
 from segtrain.checkpoint.manager import CheckpointManager
@@ -19,7 +19,7 @@ from segtrain.run.claim import Claim
 
 
 def store_in(directory):
-    """As a run opens it."""
+    """The manager of a run that has just started."""
     store = CheckpointManager(directory, keep_limit=2)
     store.clean_up()
     return store
@@ -38,26 +38,26 @@ def flip_a_bit(path, where):
 @pytest.mark.fault(25)
 def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(small_disk):
     store = store_in(small_disk / "run")
-    store.save_last(record(step=1, model=weights(1 << 20)))
+    store.save_last(checkpoint(step=1, model=weights(1 << 20)))
     # Enough for the estimate, which takes a letter for a byte, and not for the file.
     room = 500_000
     fill = shutil.disk_usage(small_disk).free - room
     (small_disk / "other").write_bytes(bytes(fill))
     before = names(small_disk / "run")
     with pytest.raises(ExecutionError, match=r"last\.pt: cannot write .*No space left"):
-        store.save_last(record(step=2, config="\u8a9e" * 400_000))
+        store.save_last(checkpoint(step=2, config="\u8a9e" * 400_000))
     assert names(small_disk / "run") == before
     assert load(store.last).step == 1
     (small_disk / "other").unlink()
-    store.save_last(record(step=3))
+    store.save_last(checkpoint(step=3))
     assert load(store.newest()[0]).step == 3
 
 
 @pytest.mark.fault(25)
-def test_a_disk_that_fills_up_with_the_manifest_leaves_nothing_either(small_disk):
+def test_a_disk_that_is_full_at_the_manifest_leaves_the_old_checkpoint_too(small_disk):
     store = store_in(small_disk / "run")
-    store.save_last(record(step=1, model=weights(1 << 20)))
-    new = record(step=2, model=weights(1 << 20))
+    store.save_last(checkpoint(step=1, model=weights(1 << 20)))
+    new = checkpoint(step=2, model=weights(1 << 20))
     with write_temporary(small_disk / "size.pt", new) as (temporary, _):
         room = -(-temporary.stat().st_size // 4096) * 4096
     (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
@@ -69,31 +69,31 @@ def test_a_disk_that_fills_up_with_the_manifest_leaves_nothing_either(small_disk
 
 
 @pytest.mark.fault(25)
-def test_room_is_looked_for_before_anything_is_written(small_disk):
+def test_free_space_is_checked_before_anything_is_written(small_disk):
     store = store_in(small_disk / "run")
     with pytest.raises(ExecutionError, match=r"it takes 5\.\d MB and the disk has 4\.\d MB left"):
-        store.save_last(record(model=weights(5 << 20)))
-    store.check_space(record(model=weights(1 << 20)))
+        store.save_last(checkpoint(model=weights(5 << 20)))
+    store.check_space(checkpoint(model=weights(1 << 20)))
     with pytest.raises(ExecutionError, match=r"two checkpoints take 6\.\d MB .* by --output"):
-        store.check_space(record(model=weights(3 << 20)))
+        store.check_space(checkpoint(model=weights(3 << 20)))
 
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("where", [0.001, 0.3, 0.6, 0.9, 0.999])
-def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, where):
-    """By itself torch.load takes it for a weight."""
+def test_a_flipped_bit_is_found_anywhere_in_the_file(tmp_path, where):
+    """torch.load alone would load it as a weight."""
     store = store_in(tmp_path)
-    store.save_last(record(step=1, model=weights(100_000)))
+    store.save_last(checkpoint(step=1, model=weights(100_000)))
     flip_a_bit(store.last, where)
     with pytest.raises(CheckpointError, match=r"last\.pt: damaged: these are not the bytes"):
         load(store.last)
 
 
 @pytest.mark.fault(46)
-def test_a_damaged_last_checkpoint_is_passed_over_for_the_one_before(tmp_path):
+def test_a_damaged_last_checkpoint_is_skipped_for_the_previous_one(tmp_path):
     store = store_in(tmp_path)
     for step in (1, 2, 3):
-        store.save_last(record(step=step))
+        store.save_last(checkpoint(step=step))
     flip_a_bit(store.last, 0.5)
     path, problems = store_in(tmp_path).newest()
     assert (path.name, load(path).step) == ("previous.pt", 2)
@@ -102,23 +102,23 @@ def test_a_damaged_last_checkpoint_is_passed_over_for_the_one_before(tmp_path):
 
 
 @pytest.mark.fault(46)
-def test_the_good_one_is_not_replaced_by_the_damaged_one(tmp_path):
+def test_a_damaged_last_does_not_replace_a_good_previous(tmp_path):
     store = store_in(tmp_path)
     for step in (1, 2):
-        store.save_last(record(step=step))
+        store.save_last(checkpoint(step=step))
     flip_a_bit(store.last, 0.5)
     store = store_in(tmp_path)
-    store.save_last(record(step=2))
+    store.save_last(checkpoint(step=2))
     assert load(tmp_path / "previous.pt").step == 1
     assert load(store.last).step == 2
 
 
 @pytest.mark.fault(46)
-def test_a_kept_checkpoint_serves_where_it_is_the_newest_good_one(tmp_path):
+def test_a_kept_checkpoint_is_used_if_it_is_the_newest_good_one(tmp_path):
     store = store_in(tmp_path)
     for step in (10, 20):
-        store.save_last(record(step=step))
-        store.keep(record(step=step + 1))
+        store.save_last(checkpoint(step=step))
+        store.keep(checkpoint(step=step + 1))
     for name in ("last.pt", "step_0000021.pt"):
         flip_a_bit(tmp_path / name, 0.5)
     path, problems = store_in(tmp_path).newest()
@@ -127,10 +127,10 @@ def test_a_kept_checkpoint_serves_where_it_is_the_newest_good_one(tmp_path):
 
 
 @pytest.mark.fault(46)
-def test_nothing_but_damage_is_refused_with_every_file_named(tmp_path):
+def test_if_all_are_damaged_the_error_names_every_file(tmp_path):
     store = store_in(tmp_path)
     for step in (1, 2):
-        store.save_last(record(step=step))
+        store.save_last(checkpoint(step=step))
     for name in ("last.pt", "previous.pt"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"last\.pt: damaged.*\n.*previous\.pt: damaged"):
@@ -138,24 +138,24 @@ def test_nothing_but_damage_is_refused_with_every_file_named(tmp_path):
 
 
 @pytest.mark.fault(32)
-def test_the_newest_is_told_by_its_step_and_not_by_the_clock(tmp_path):
+def test_the_newest_is_found_by_its_step_not_by_the_clock(tmp_path):
     store = store_in(tmp_path)
-    store.keep(record(step=5))
-    store.keep(record(step=7))
+    store.keep(checkpoint(step=5))
+    store.keep(checkpoint(step=7))
     os.utime(tmp_path / "step_0000005.pt", (4e9, 4e9))
     os.utime(tmp_path / "step_0000007.pt", (0, 0))
     assert store_in(tmp_path).newest()[0].name == "step_0000007.pt"
 
 
 def test_a_file_brought_from_elsewhere_is_loaded_unchecked(tmp_path):
-    store_in(tmp_path).save_last(record(step=1))
-    save(tmp_path / "other.pt", record(step=9))
+    store_in(tmp_path).save_last(checkpoint(step=1))
+    save(tmp_path / "other.pt", checkpoint(step=9))
     assert load(tmp_path / "other.pt").step == 9
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"last.pt": [{}]}', b'{"last.pt": 3}'])
 def test_a_damaged_manifest_is_refused_by_name(tmp_path, content):
-    store_in(tmp_path).save_last(record(step=1))
+    store_in(tmp_path).save_last(checkpoint(step=1))
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"manifest\.json: damaged, .*; remove it"):
         load(tmp_path / "last.pt")
@@ -166,20 +166,18 @@ def test_a_damaged_manifest_is_refused_by_name(tmp_path, content):
 def test_only_the_newest_kept_checkpoints_stay(tmp_path):
     store = store_in(tmp_path)
     for step in (9_999_998, 9_999_999, 10_000_000):
-        store.keep(record(step=step))
+        store.keep(checkpoint(step=step))
     assert names(tmp_path) == ["manifest.json", "step_10000000.pt", "step_9999999.pt"]
 
 
-def test_where_files_have_one_name_only_there_are_two_checkpoints_all_the_same(
-    tmp_path, monkeypatch
-):
+def test_without_hard_links_there_are_two_checkpoints_too(tmp_path, monkeypatch):
     def no_links(self, target):
         raise OSError("Operation not permitted")
 
     monkeypatch.setattr(Path, "hardlink_to", no_links)
     store = store_in(tmp_path)
     for step in (1, 2, 3):
-        store.save_last(record(step=step))
+        store.save_last(checkpoint(step=step))
     assert load(store.last).step == 3
     assert load(tmp_path / "previous.pt").step == 2
     assert names(tmp_path) == ["last.pt", "manifest.json", "previous.pt"]
@@ -189,13 +187,13 @@ def save_forever(directory, start):
     store = store_in(directory)
     for step in range(start, 1_000_000):
         content = {"weight": torch.full((200_000,), float(step))}
-        store.save_last(record(step=step, model=content))
+        store.save_last(checkpoint(step=step, model=content))
         if step % 3 == 0:
-            store.keep(record(step=step, model=content))
+            store.keep(checkpoint(step=step, model=content))
 
 
 @pytest.mark.fault(3)
-def test_killed_at_any_instant_of_saving_a_checkpoint_can_be_loaded(tmp_path, forkserver):
+def test_killed_at_any_moment_of_saving_a_checkpoint_can_be_loaded(tmp_path, forkserver):
     rng = random.Random(0)
     step = 1
     for _ in range(8):
@@ -225,7 +223,7 @@ def test_killed_at_any_instant_of_saving_a_checkpoint_can_be_loaded(tmp_path, fo
 
 
 def test_a_lock_is_not_inherited(tmp_path):
-    """A child that outlives its run must not keep the directory closed."""
+    """A child process that outlives its run must not keep the directory locked."""
     with Claim(tmp_path / "run"):
         child = subprocess.Popen(["sleep", "60"], close_fds=False)
     try:
@@ -243,7 +241,7 @@ def hold(directory, pipe):
 
 
 @pytest.mark.fault(29, 30)
-def test_a_run_in_use_is_refused_and_a_dead_one_s_lock_is_taken_over(tmp_path, forkserver):
+def test_a_run_in_use_is_refused_and_the_lock_of_a_dead_run_is_taken_over(tmp_path, forkserver):
     from segtrain.errors import ConfigError
 
     mine, theirs = forkserver.Pipe()
@@ -265,19 +263,19 @@ def test_a_run_in_use_is_refused_and_a_dead_one_s_lock_is_taken_over(tmp_path, f
     assert not (tmp_path / "run").exists()
 
 
-def test_a_user_s_own_copies_are_neither_counted_nor_removed(tmp_path):
-    """Whatever they are called, and though they took the name of one of the run's."""
+def test_the_user_s_own_files_are_neither_counted_nor_removed(tmp_path):
+    """Under any name, even under that of a checkpoint of the run."""
     store = store_in(tmp_path)
-    store.keep(record(step=10))
+    store.keep(checkpoint(step=10))
     own = {}
     for name in ("step_mine.pt", "step_0000005.pt", "step_best of all.pt", "step_0000010.pt"):
         own[name] = f"the content of {name}".encode()
         (tmp_path / name).unlink(missing_ok=True)
         (tmp_path / name).write_bytes(own[name])
     for step in (20, 30, 40):
-        store.keep(record(step=step))
+        store.keep(checkpoint(step=step))
     store = store_in(tmp_path)
-    store.keep(record(step=50))
+    store.keep(checkpoint(step=50))
     kept = {path.name: path for path in tmp_path.glob("step_*.pt")}
     assert {name: kept.pop(name).read_bytes() for name in own} == own
     assert sorted(kept) == ["step_0000040.pt", "step_0000050.pt"]
@@ -287,18 +285,18 @@ def test_a_user_s_own_copies_are_neither_counted_nor_removed(tmp_path):
     ]
 
 
-def test_what_the_run_did_not_write_is_put_aside_and_said(tmp_path, capsys):
-    """Before a run, between two parts of it, and in the midst of one."""
+def test_files_that_the_run_did_not_write_are_renamed_with_a_warning(tmp_path, capsys):
+    """Files from before the run, from between two parts of it, and from during one."""
     names_of = ("last.pt", "previous.pt", "best.pt", "step_0000003.pt")
     for name in names_of:
         (tmp_path / name).write_bytes(b"before " + name.encode())
     store = store_in(tmp_path)
 
     def save_all(step):
-        store.save_last(record(step=step))
-        store.save_last(record(step=step))
-        store.save_best(record(step=step))
-        store.keep(record(step=3))
+        store.save_last(checkpoint(step=step))
+        store.save_last(checkpoint(step=step))
+        store.save_best(checkpoint(step=step))
+        store.keep(checkpoint(step=3))
 
     save_all(1)
     store = store_in(tmp_path)
@@ -320,18 +318,18 @@ def test_what_the_run_did_not_write_is_put_aside_and_said(tmp_path, capsys):
     assert len(names(tmp_path)) == 1 + 4 * len(names_of)
 
 
-def test_a_folder_in_the_place_of_a_checkpoint_is_put_aside(tmp_path):
+def test_a_folder_in_the_place_of_a_checkpoint_is_renamed(tmp_path):
     store = store_in(tmp_path)
-    store.save_last(record(step=1))
+    store.save_last(checkpoint(step=1))
     (tmp_path / "best.pt").mkdir()
     (tmp_path / "best.pt" / "mine.txt").touch()
     store = store_in(tmp_path)
-    store.save_best(record(step=1))
+    store.save_best(checkpoint(step=1))
     assert load(tmp_path / "best.pt").step == 1
     assert names(tmp_path / "best.pt.old-1") == ["mine.txt"]
 
 
-def test_only_what_saving_leaves_behind_is_tidied_up(tmp_path):
+def test_only_temporary_files_of_saving_are_cleaned_up(tmp_path):
     mine = [".notes.tmp", ".last.pt.tmp", ".last.pt.aB3x.tmp", ".other.pt.12.tmp", "last.pt.12.tmp"]
     left = [".last.pt.12.tmp", ".best.pt.7.tmp", ".step_0000012.pt.7.tmp", ".manifest.json.7.tmp"]
     for name in mine + left:
@@ -340,11 +338,11 @@ def test_only_what_saving_leaves_behind_is_tidied_up(tmp_path):
     assert names(tmp_path) == sorted(mine)
 
 
-def test_a_user_s_own_copy_is_not_gone_on_from(tmp_path):
-    """It may be of another run; the message names it."""
+def test_a_run_is_not_resumed_from_the_user_s_own_file(tmp_path):
+    """It may belong to another run; the message names it."""
     store = store_in(tmp_path)
-    store.save_last(record(step=1))
-    save(tmp_path / "step_0000900.pt", record(step=900))
+    store.save_last(checkpoint(step=1))
+    save(tmp_path / "step_0000900.pt", checkpoint(step=900))
     assert store_in(tmp_path).newest()[0] == store.last
     store.last.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"last\.pt: damaged.*"):
@@ -352,38 +350,38 @@ def test_a_user_s_own_copy_is_not_gone_on_from(tmp_path):
 
 
 @pytest.mark.fault(46)
-def test_a_disk_that_cannot_read_the_last_checkpoint_costs_steps_only(tmp_path):
+def test_an_unreadable_last_checkpoint_costs_steps_only(tmp_path):
     """The file opens, and its first byte is an I/O error."""
     store = store_in(tmp_path)
     for step in (1, 2):
-        store.save_last(record(step=step))
+        store.save_last(checkpoint(step=step))
     store.last.unlink()
     store.last.symlink_to("/proc/self/mem")
     store = store_in(tmp_path)
     path, (problem,) = store.newest()
     assert (path.name, load(path).step) == ("previous.pt", 1)
     assert f"{store.last}: cannot be read: input/output error; beside it there is prev" in problem
-    store.save_last(record(step=2))
+    store.save_last(checkpoint(step=2))
     assert load(store.last).step == 2
     assert load(tmp_path / "previous.pt").step == 1
 
 
-def test_a_disk_that_becomes_read_only_is_told(small_disk):
+def test_a_disk_that_becomes_read_only_is_an_execution_error(small_disk):
     store = store_in(small_disk / "run")
-    store.save_last(record(step=1))
+    store.save_last(checkpoint(step=1))
     (small_disk / "run" / ".last.pt.1.tmp").touch()
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(ExecutionError, match=r"last\.pt: cannot write .*Read-only file system"):
-        store.save_last(record(step=2))
-    with pytest.raises(ExecutionError, match=r"last\.pt\.1\.tmp: cannot be tidied up: Read-only"):
+        store.save_last(checkpoint(step=2))
+    with pytest.raises(ExecutionError, match=r"last\.pt\.1\.tmp: cannot be cleaned up: Read-only"):
         store_in(small_disk / "run")
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_whole(tmp_path, monkeypatch, moment):
-    """Two savings come before the reader has the manifest, or before it reads the file."""
+    """Two saves happen before the manifest is read, or between it and the file."""
     store = store_in(tmp_path)
-    store.save_last(record(step=1))
+    store.save_last(checkpoint(step=1))
     reading = manifest.read_entries
     busy = []
 
@@ -392,7 +390,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_whole(tmp_path, mon
         if not busy:
             busy.append(True)
             for step in (2, 3):
-                store.save_last(record(step=step))
+                store.save_last(checkpoint(step=step))
         return found or reading(directory)
 
     monkeypatch.setattr(manifest, "read_entries", read)
@@ -400,16 +398,16 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_whole(tmp_path, mon
 
 
 def test_a_run_stops_before_it_writes_where_another_one_has_written(tmp_path):
-    """Also where there are no locks."""
+    """Also on a file system without locks."""
     first = store_in(tmp_path)
-    first.save_last(record(step=1))
+    first.save_last(checkpoint(step=1))
     second = store_in(tmp_path)
-    second.save_last(record(step=2))
+    second.save_last(checkpoint(step=2))
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for write in (first.save_last, first.save_best, first.keep):
         with pytest.raises(ExecutionError, match=r"manifest\.json: another run has written"):
-            write(record(step=3))
+            write(checkpoint(step=3))
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     shutil.rmtree(tmp_path)  # with what the other one wrote
-    first.save_last(record(step=3))
+    first.save_last(checkpoint(step=3))
     assert load(first.last).step == 3

@@ -11,7 +11,7 @@ from segtrain.errors import ConfigError, ExecutionError
 from segtrain.run.claim import LOCK, Claim
 
 
-def test_a_lock_that_was_only_deleted_is_made_again(tmp_path):
+def test_a_deleted_lock_file_is_made_again(tmp_path):
     run = tmp_path / "runs" / "run"
     with Claim(run) as claim:
         claim.renew()
@@ -27,7 +27,7 @@ def test_a_lock_that_was_only_deleted_is_made_again(tmp_path):
     assert not run.exists()
 
 
-def test_the_lock_of_a_run_that_has_gone_is_taken(tmp_path):
+def test_the_lock_of_a_run_that_has_ended_is_taken(tmp_path):
     with Claim(tmp_path) as claim:
         (tmp_path / LOCK).unlink()
         (tmp_path / LOCK).write_text("process 1 on another machine\n")
@@ -41,7 +41,7 @@ def enter(directory, pipe):
         time.sleep(60)
 
 
-def test_where_another_run_has_come_the_first_one_stops(tmp_path, forkserver):
+def test_a_run_stops_if_another_one_has_locked_its_directory(tmp_path, forkserver):
     mine, theirs = forkserver.Pipe()
     with Claim(tmp_path) as claim:
         (tmp_path / LOCK).unlink()
@@ -61,7 +61,7 @@ def test_where_another_run_has_come_the_first_one_stops(tmp_path, forkserver):
     assert (tmp_path / LOCK).read_text() == holder
 
 
-def test_a_lock_that_cannot_be_made_again_is_told(tmp_path):
+def test_a_lock_that_cannot_be_made_again_is_an_error(tmp_path):
     with Claim(tmp_path) as claim:
         (tmp_path / LOCK).unlink()
         (tmp_path / LOCK).mkdir()
@@ -78,7 +78,7 @@ def test_a_folder_that_the_user_made_stays(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_full_disk_keeps_nobody_from_his_run(small_disk):
+def test_on_a_full_disk_the_lock_works(small_disk):
     with (small_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
         while other.write(bytes(4096)):
             pass
@@ -97,7 +97,7 @@ def test_no_lock_is_taken_on_anything_but_a_file(tmp_path, make):
 
 
 def losing_its_lock(config, run, *, to_another):
-    """What a run ends with whose lock file is deleted after its first step, and what it says."""
+    """The error of a run whose lock file is deleted after its first step, and its checkpoints."""
     from segtrain.commands.train import loop as command
 
     whole, left = command.train_steps, []
@@ -115,7 +115,7 @@ def losing_its_lock(config, run, *, to_another):
     return before, sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def test_a_run_that_has_lost_its_directory_saves_nothing_into_it(run_ranks, tmp_path, data):
+def test_a_run_that_has_lost_its_lock_to_another_saves_nothing(run_ranks, tmp_path, data):
     options = small(data, train={"steps": 2}, checkpoint={"every_steps": 1})
     config = write_config(tmp_path / "c.yaml", options)
     (alone,) = run_ranks(1, losing_its_lock, config, tmp_path / "alone", to_another=False)

@@ -1,4 +1,4 @@
-"""Writing files whole, and listing folders."""
+"""Atomic writes, and reading files and folders."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def test_a_write_reaches_the_disk_before_its_name(tmp_path):
     ]
 
 
-def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+def test_a_link_is_replaced_and_its_target_stays(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "name").symlink_to("mine")
     files.write_atomic(tmp_path / "name", "new")
@@ -63,7 +63,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
     assert not (tmp_path / "name").is_symlink()
 
 
-def test_what_an_earlier_process_of_the_same_id_left_is_no_obstacle(tmp_path):
+def test_a_leftover_of_an_earlier_process_with_the_same_id_is_replaced(tmp_path):
     (tmp_path / f".name.{os.getpid()}.tmp").write_text("half")
     files.write_atomic(tmp_path / "name", "new")
     assert names(tmp_path) == ["name"]
@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path):
         list(files.walk(tmp_path / "file", hidden=True))
 
 
-def test_a_file_that_is_made_is_no_program(tmp_path):
+def test_a_new_file_is_not_executable(tmp_path):
     old = os.umask(0o022)
     try:
         files.open_regular(tmp_path / "log", "a").close()

@@ -89,8 +89,8 @@ def hparams_table(directory):
     return [column.name for column in table.hparam_infos], [m.name.tag for m in table.metric_infos]
 
 
-def test_the_table_of_hyperparameters_begins_with_what_runs_are_told_apart_by(tmp_path):
-    """It sorts by name, lists the columns of one run only, and shows the first five at first."""
+def test_the_table_of_hyperparameters_begins_with_the_main_options(tmp_path):
+    """TensorBoard sorts by name, takes the columns of one run, and first shows five."""
     for name, changes in (("a", {}), ("b", {"train": {"ema_decay": 0.9}, "seed": 3})):
         options = {"data": {"layout": "camvid", "root": "x", "classes": "camvid"}} | changes
         with RunLog(tmp_path / name, enabled=True) as run:
@@ -106,7 +106,7 @@ def test_the_table_of_hyperparameters_begins_with_what_runs_are_told_apart_by(tm
         "train.lr",
         "train.steps",
     ]
-    # Whichever of the runs is listed, nothing that another one changed may be missing.
+    # The columns are those of one run: they must include what other runs changed.
     assert sorted(columns) == sorted(all_options)
     accumulator = EventAccumulator(str(tmp_path / "b"))
     accumulator.Reload()
@@ -116,8 +116,8 @@ def test_the_table_of_hyperparameters_begins_with_what_runs_are_told_apart_by(tm
     assert values["seed"].number_value == 3
 
 
-def test_what_lies_beyond_the_point_of_resumption_is_dropped(tmp_path):
-    """A run that was killed logged steps that its last checkpoint does not hold."""
+def test_values_after_the_step_of_resumption_are_dropped(tmp_path):
+    """A killed run has logged steps after its last checkpoint."""
     with RunLog(tmp_path, enabled=True) as run:
         for step in range(1, 8):
             run.scalars(step, {"train/loss": 1.0})
@@ -129,7 +129,7 @@ def test_what_lies_beyond_the_point_of_resumption_is_dropped(tmp_path):
     assert points(board(tmp_path), "train/loss") == wanted
 
 
-def test_nothing_is_left_of_a_run_that_begins_again_at_step_0(tmp_path):
+def test_a_run_that_begins_again_at_step_0_drops_everything(tmp_path):
     for loss in (1.0, 2.0):
         with RunLog(tmp_path, enabled=True) as run:
             run.scalars(1, {"train/loss": loss})
@@ -137,7 +137,7 @@ def test_nothing_is_left_of_a_run_that_begins_again_at_step_0(tmp_path):
     assert points(board(tmp_path), "train/loss") == [(1, 2.0)]
 
 
-def test_an_evaluation_that_is_repeated_is_not_there_twice(tmp_path):
+def test_a_repeated_evaluation_is_logged_once(tmp_path):
     """The checkpoint of step 4 was written before the evaluation of step 4."""
     with RunLog(tmp_path, enabled=True) as run:
         for step, values in [(2, "eval/mIoU"), (4, "train/loss"), (4, "eval/mIoU")]:
@@ -231,7 +231,7 @@ def full(text):
 
 
 @pytest.mark.fault(88)
-def test_a_console_that_nobody_reads_does_not_end_a_run():
+def test_a_closed_console_does_not_end_a_run():
     code = "from segtrain.run.console import say\nfor i in range(5): say('x' * 70000)\n"
     code += "import sys; print('went on', file=sys.stderr)"
     reader, writer = os.pipe()
@@ -241,7 +241,7 @@ def test_a_console_that_nobody_reads_does_not_end_a_run():
     assert (done.returncode, done.stderr) == (0, "went on\n")
 
 
-def test_without_a_terminal_progress_is_a_plain_line_now_and_then(monkeypatch, capsys):
+def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_PLAIN_EVERY_S", 10)
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
@@ -343,7 +343,7 @@ def test_on_a_terminal_progress_is_a_bar_and_the_log_file_has_plain_lines(tmp_pa
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_files_that_cannot_be_written_cost_themselves_and_not_the_run(tmp_path, capsys, make):
+def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path, capsys, make):
     for name in ("metrics.jsonl", "train.log"):
         make(tmp_path / name)
     with RunLog(tmp_path, enabled=True, start_step=2) as run:
@@ -358,7 +358,7 @@ def test_files_that_cannot_be_written_cost_themselves_and_not_the_run(tmp_path, 
 
 
 @pytest.mark.fault(26)
-def test_a_disk_that_is_full_at_a_resumption_leaves_nothing_behind(small_disk, capfd):
+def test_a_disk_that_is_full_at_a_resumption_keeps_the_old_lines(small_disk, capfd):
     lines = "".join(f'{{"step": {step}, "train/loss": 1.0}}\n' for step in range(1, 2001))
     (small_disk / "metrics.jsonl").write_text(lines)
     with (small_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
@@ -369,12 +369,12 @@ def test_a_disk_that_is_full_at_a_resumption_leaves_nothing_behind(small_disk, c
     said = capfd.readouterr()
     assert "warning: metrics.jsonl cannot be written any more" in said.out
     assert "Traceback" not in said.err
-    # Not even the new line: behind the old ones it would run back.
+    # Not even the new line: after the dropped steps the curve would run back.
     assert (small_disk / "metrics.jsonl").read_text() == lines
     assert list(small_disk.glob("*.tmp")) + list(small_disk.glob(".*")) == []
 
 
-def test_nothing_is_written_where_nothing_is_dropped(tmp_path):
+def test_metrics_are_not_rewritten_if_nothing_is_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
     before = (tmp_path / "metrics.jsonl").stat()
     with RunLog(tmp_path, enabled=True, start_step=1):

@@ -56,7 +56,7 @@ def test_overlay_at_the_ends_is_the_image_or_the_colours(alpha):
 
 
 def test_overlay_leaves_a_black_class_clear():
-    """Under a tint of black the background, most of the picture, would be half as bright."""
+    """Tinted with black, the background would be half as bright."""
     image, label = noise(4, 6), labels(4, 6)
     palette = [(0, 0, 0), (0, 200, 0), (0, 0, 1)]
     picture = overlay(image, label, palette)
@@ -83,7 +83,7 @@ def test_overlay_leaves_its_arguments_alone():
     assert np.array_equal(image, noise(4, 6))
 
 
-def test_errors_are_red_and_ignored_pixels_are_neither_right_nor_wrong():
+def test_errors_are_red_and_ignored_pixels_are_grey():
     right, wrong, ignored = error_map(
         np.array([[0, 1, IGNORE_INDEX]], dtype=np.uint8), np.array([[0, 2, 2]], dtype=np.uint8)
     )[0].tolist()
@@ -140,7 +140,7 @@ def test_a_name_is_drawn_in_its_own_letters_if_the_font_has_them(opencv):
     assert class_labels(names) == wanted
 
 
-def test_letters_a_font_draws_are_no_question_marks(opencv):
+def test_letters_of_the_font_are_not_drawn_as_question_marks(opencv):
     for letter in "äß漢" if opencv == "newest" else "a%~":
         drawn = text_mask(letter, 14)
         assert drawn.any()
@@ -231,13 +231,13 @@ def test_written_labels_are_read_back_as_they_were(dtype, tmp_path):
     assert np.array_equal(cv2.imread(str(tmp_path / "a.png"), cv2.IMREAD_UNCHANGED), label)
 
 
-def test_place_that_cannot_be_written_is_named(tmp_path):
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ExecutionError, match=r"file/a\.png: cannot write"):
         write_png(tmp_path / "file" / "a.png", noise(2, 3))
 
 
-def test_a_picture_replaces_a_link_and_not_what_it_leads_to(tmp_path):
+def test_a_picture_replaces_a_link_and_not_its_target(tmp_path):
     write_png(tmp_path / "important.png", noise(2, 3))
     (tmp_path / "a.png").symlink_to("important.png")
     write_png(tmp_path / "a.png", noise(5, 7))

@@ -49,7 +49,7 @@ def test_an_existing_run_is_refused_without_resume_and_accepted_with_it(config, 
     run_directory.check_directory(run, config, resume=True)
 
 
-def test_a_run_that_has_saved_nothing_may_be_begun_anew_with_another_config(config, tmp_path):
+def test_a_run_that_has_saved_nothing_may_be_replaced_with_another_config(config, tmp_path):
     run_directory.write_description(tmp_path, config, ["cpu"])
     (tmp_path / "checkpoints").mkdir()
     assert (
@@ -64,8 +64,8 @@ def test_a_config_that_no_run_has_written_is_not_replaced(config, tmp_path):
         run_directory.check_directory(tmp_path, config, resume=False)
 
 
-def test_a_run_at_work_is_not_begun_anew(config, tmp_path, monkeypatch):
-    """On a file system without locks the file that a killed run left is taken for one at work."""
+def test_a_live_run_is_not_replaced(config, tmp_path, monkeypatch):
+    """Without locks, the lock file of a killed run counts as that of a live run."""
     run = tmp_path / "run"
     run_directory.write_description(run, config, ["cpu"])
     with Claim(run):
@@ -105,13 +105,13 @@ def test_a_directory_that_may_not_be_written_is_refused(config, tmp_path, monkey
         run_directory.check_directory(tmp_path / "run", config, resume=False)
 
 
-def test_a_directory_that_cannot_be_made_is_a_mistake_of_the_user(config, tmp_path):
+def test_a_directory_that_cannot_be_made_is_a_config_error(config, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write the run directory: .*--output"):
         run_directory.write_description(tmp_path / "file" / "run", config, ["cpu"])
 
 
-def test_a_run_in_the_folder_of_the_images_is_refused_unless_it_is_there(config, tmp_path):
+def test_a_new_run_in_the_folder_of_the_images_is_refused(config, tmp_path):
     run = tmp_path / "images" / "run"  # the data set lies in tmp_path
     with pytest.raises(ConfigError, match=r"would write into .*/images, where .*--output runs/my"):
         run_directory.check_directory(run, config, resume=False)
@@ -146,7 +146,7 @@ def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
     assert run_directory.check_directory(tmp_path, restored, resume=True) == []
 
 
-def test_a_run_without_a_checkpoint_that_differs_is_told_how_to_begin_anew(config, tmp_path):
+def test_for_another_config_without_a_checkpoint_the_error_says_to_begin_anew(config, tmp_path):
     run_directory.write_description(tmp_path, config, ["cpu"])
     with pytest.raises(ConfigError, match="no checkpoint: without --resume it is begun anew"):
         run_directory.check_directory(tmp_path, changed(config, "train", lr=1.0), resume=True)
@@ -161,7 +161,7 @@ def test_a_run_without_a_checkpoint_that_differs_is_told_how_to_begin_anew(confi
         ("train", {"timeout_s": 30.0}),
     ],
 )
-def test_what_does_not_change_the_model_may_change_at_a_resumption(
+def test_options_that_do_not_change_the_model_may_differ_at_a_resumption(
     config, tmp_path, section, option
 ):
     run_directory.write_description(tmp_path, config, ["cpu"])
@@ -203,7 +203,7 @@ def checkpoint_in(directory, name="last.pt"):
     (directory / "checkpoints" / name).write_bytes(b"content")
 
 
-def test_checkpoints_without_a_config_are_not_written_over(config, tmp_path):
+def test_checkpoints_without_a_config_are_not_overwritten(config, tmp_path):
     checkpoint_in(tmp_path, "best.pt")
     with pytest.raises(ConfigError, match=r"checkpoints/best\.pt: this run would overwrite it"):
         run_directory.check_directory(tmp_path, config, resume=False)
@@ -213,7 +213,7 @@ def test_checkpoints_without_a_config_are_not_written_over(config, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", bytes(4096)])
-def test_an_empty_config_is_left_to_the_checkpoint_if_there_is_one(config, tmp_path, content):
+def test_an_empty_config_is_restored_only_from_a_checkpoint(config, tmp_path, content):
     (tmp_path / run_directory.CONFIG).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.yaml: empty, .*no checkpoint.*again, with"):
         run_directory.check_directory(tmp_path, config, resume=True)
@@ -221,7 +221,7 @@ def test_an_empty_config_is_left_to_the_checkpoint_if_there_is_one(config, tmp_p
     assert run_directory.check_directory(tmp_path, config, resume=True) == []
 
 
-def test_a_config_that_is_damaged_otherwise_is_refused_with_the_way_out(config, tmp_path):
+def test_a_damaged_config_is_refused_with_the_repair(config, tmp_path):
     checkpoint_in(tmp_path)
     (tmp_path / run_directory.CONFIG).write_text("train: {lr: [}\n")
     with pytest.raises(ConfigError, match=r"config\.yaml:1: (.|\n)*move it away: --resume writes"):
@@ -240,14 +240,16 @@ def test_a_config_that_is_damaged_otherwise_is_refused_with_the_way_out(config, 
         ("checkpoints", lambda path: path.symlink_to("x"), "expected a folder, found a link to no"),
     ],
 )
-def test_what_is_of_another_kind_is_refused_by_name(config, tmp_path, name, make, said, resume):
+def test_a_folder_or_pipe_in_the_place_of_a_file_is_refused(
+    config, tmp_path, name, make, said, resume
+):
     make(tmp_path / name)
     with pytest.raises(ConfigError, match=f"{name}: {said}.*; move it away"):
         run_directory.check_directory(tmp_path, config, resume=resume)
 
 
 def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
-    """It may have come with an unpacked data set: git runs what its configuration names."""
+    """It may come from an unpacked data set, and git runs programs that its configuration names."""
     ran = tmp_path / "ran"
     hook = tmp_path / "hook"
     hook.write_text(f"#!/bin/sh\necho x >> {ran}\ncat\n")

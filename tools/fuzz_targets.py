@@ -178,17 +178,17 @@ def _mutate_picture(rng: Random, data: bytes, words: Sequence[bytes]) -> bytes:
 
 
 def _checkpoint(path: Path) -> None:
-    record = load_checkpoint(path)
+    checkpoint = load_checkpoint(path)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     try:
         load_initial(model, path)
     finally:
         state = _train_state(model)
-        restore(state, record, path)
+        restore(state, checkpoint, path)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     state.optimizer.step()
-    _, classes = parse_experiment(record, path)
+    _, classes = parse_experiment(checkpoint, path)
     use_classes(classes)
 
 
@@ -215,7 +215,7 @@ def checkpoint_content() -> dict[str, Any]:
     state.scaler.scale(torch.ones(1))
     data = DataConfig(layout="folders", root="x", classes="voc")
     config = parse_config(f"data: {json.dumps(data.model_dump(mode='json'))}", source="x")
-    record = Checkpoint(
+    checkpoint = Checkpoint(
         step=3,
         **experiment_fields(config, _CLASSES),
         model=state.model.state_dict(),
@@ -224,7 +224,7 @@ def checkpoint_content() -> dict[str, Any]:
         scaler=state.scaler.state_dict(),
         best={"step": 2, "mean_iou": 0.5},
     )
-    return {"format": FORMAT_VERSION, "segtrain": "0", **record._asdict()}
+    return {"format": FORMAT_VERSION, "segtrain": "0", **checkpoint._asdict()}
 
 
 def _quantized(values: torch.Tensor) -> torch.Tensor:

@@ -39,17 +39,13 @@ class CheckpointManager:
         self, directory: Path, *, keep_limit: int, before_write: Callable[[], None] = lambda: None
     ) -> None:
         self.directory = directory
+        self.last = directory / LAST
         self.keep_limit = keep_limit
         self._before_write = before_write
         self._entries: dict[str, Entry] = {}  # what each file should be
         self._verified: dict[str, tuple[int, ...]] = {}  # the `_stat` of files that match
         self._manifest: bytes | None = None  # as this process last saw or wrote it
         self.warnings: list[str] = []  # from `clean_up`
-
-    @property
-    def last(self) -> Path:
-        """The path of last.pt."""
-        return self.directory / LAST
 
     def save_last(self, checkpoint: Checkpoint) -> None:
         """Replaces last.pt; the old one becomes previous.pt."""
@@ -84,7 +80,7 @@ class CheckpointManager:
                     path.unlink(missing_ok=True)
         except OSError as error:
             raise ExecutionError(
-                f"{error.filename or self.directory}: cannot be tidied up: {error.strerror}"
+                f"{error.filename or self.directory}: cannot be cleaned up: {error.strerror}"
             ) from None
         self._manifest = manifest.read_raw(self.directory)
         for name, entries in manifest.read_entries(self.directory).items():

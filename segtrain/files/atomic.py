@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -92,11 +91,7 @@ def open_output(path: Path) -> Iterator[None]:
 
 def check_replaceable(path: Path) -> None:
     """Raises NotRegularError for a folder, pipe, socket or device; files and links are fine."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):
         raise NotRegularError(errno.EINVAL, f"is {kind_of(path)}; remove it", str(path))
 
 

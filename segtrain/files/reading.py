@@ -14,13 +14,6 @@ from typing import IO, Any
 # Without it, opening a pipe waits for the other end.
 NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISREG, "a file"),
-)
-
 
 class NotRegularError(OSError):
     """A path leads to something that is not a regular file."""
@@ -61,8 +54,13 @@ def kind_of(path: Path) -> str:
     """What there is at `path`, for messages: "a folder", "a pipe", ..."""
     if path.is_symlink() and not path.exists():
         return "a link to nothing"
-    mode = path.stat().st_mode
-    return next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
+    kinds = {
+        "a folder": path.is_dir,
+        "a pipe": path.is_fifo,
+        "a socket": path.is_socket,
+        "a file": path.is_file,
+    }
+    return next((kind for kind, is_kind in kinds.items() if is_kind()), "a device")
 
 
 def walk(folder: Path, *, hidden: bool) -> Iterator[tuple[Path, list[str]]]:

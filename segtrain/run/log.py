@@ -208,11 +208,7 @@ def _drop_later(metrics: Path, step: int, evaluated_step: int) -> None:
 
 
 def _write_hparams(
-    board: Any,
-    options: dict[str, Any],
-    scores: dict[str, float],
-    step: int,
-    first: Collection[str],
+    board: Any, options: dict[str, Any], scores: dict[str, float], step: int, first: Collection[str]
 ) -> None:
     """As SummaryWriter.add_hparams, but into the event file of `board` and with ordered columns."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData

@@ -28,16 +28,11 @@ _LINE_PX = 20
 _GAP_PX = 6
 
 
-def color_table(palette: Sequence[Rgb], ignore_color: Rgb = BLACK) -> np.ndarray:
-    """The color of every value of a label, (256, 3) uint8; `ignore_color` where it is no class."""
+def colorize(label: np.ndarray, palette: Sequence[Rgb], ignore_color: Rgb = BLACK) -> np.ndarray:
+    """`label` in the colors of its classes; `ignore_color` for every value that is no class."""
     table = np.full((256, 3), ignore_color, dtype=np.uint8)
     table[: len(palette)] = palette
-    return table
-
-
-def colorize(label: np.ndarray, palette: Sequence[Rgb], ignore_color: Rgb = BLACK) -> np.ndarray:
-    """`label` in the colors of its classes."""
-    return color_table(palette, ignore_color)[label]
+    return table[label]
 
 
 def overlay(
@@ -50,8 +45,9 @@ def overlay(
     """
     if image.shape[:2] != label.shape:
         raise ValueError(f"image {image.shape[:2]} and label {label.shape} differ in size")
-    mixed = cv2.addWeighted(image, 1 - alpha, colorize(label, palette), alpha, 0)
-    clear = (color_table(palette) == BLACK).all(axis=1)[label]  # ignored pixels are black too
+    colors = colorize(label, palette)
+    mixed = cv2.addWeighted(image, 1 - alpha, colors, alpha, 0)
+    clear = (colors == BLACK).all(axis=2)  # ignored pixels are black too
     mixed[clear] = image[clear]
     return mixed
 
