@@ -261,14 +261,14 @@ def _config_copy(args: argparse.Namespace) -> int:
 
 def _config_schema(args: argparse.Namespace) -> int:
     from segtrain.config import config_schema
-    from segtrain.files import open_output, write_output
+    from segtrain.files import reserve_output, write_output
 
     text = json.dumps(config_schema(), indent=2) + "\n"
     if args.output is None:
         print(text, end="")
         return EXIT_OK
     try:
-        with open_output(args.output):
+        with reserve_output(args.output):
             write_output(args.output, text)
     except OSError as error:
         raise ConfigError(f"--output {args.output}: {(error.strerror or '').lower()}") from None

@@ -35,7 +35,8 @@ from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.data.layouts import list_split, scan_layout
 from segtrain.data.transforms import draw_placement
 from segtrain.errors import ConfigError, DataError, UserError
-from segtrain.evaluation.inference import view_size, window_starts
+from segtrain.evaluation.settings import view_size
+from segtrain.evaluation.windows import window_starts
 from segtrain.files.torch_file import DamagedError, load
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))

@@ -24,9 +24,9 @@ from segtrain.errors import CheckpointError, ConfigError, DataError, ExecutionEr
 from segtrain.files import (
     NotRegularError,
     manifest,
-    open_output,
     open_regular,
     read_bytes,
+    reserve_output,
     write_output,
 )
 from segtrain.models.pretrained import load_backbone
@@ -206,7 +206,7 @@ def test_a_pipe_that_nobody_reads_is_no_output(pipe, tmp_path):
     for path in (pipe("x"), tmp_path / "link"):
         with pytest.raises(OSError, match="is a pipe that nobody reads"):
             write_output(path, "text")
-        with pytest.raises(OSError, match="is a pipe that nobody reads"), open_output(path):
+        with pytest.raises(OSError, match="is a pipe that nobody reads"), reserve_output(path):
             pytest.fail("too late")
         if path.name == "x":
             (tmp_path / "link").symlink_to("x")
@@ -220,7 +220,7 @@ def test_the_reader_of_a_pipe_is_kept_until_the_work_is_done(pipe, tmp_path):
     ):
         while True:  # until it has opened the pipe
             try:
-                with open_output(path):
+                with reserve_output(path):
                     write_output(path, "x" * 200_000)
                 break
             except OSError:

@@ -205,7 +205,7 @@ def checkpoint_in(directory, name="last.pt"):
 
 def test_checkpoints_without_a_config_are_not_overwritten(config, tmp_path):
     checkpoint_in(tmp_path, "best.pt")
-    with pytest.raises(ConfigError, match=r"checkpoints/best\.pt: this run would overwrite it"):
+    with pytest.raises(ConfigError, match=r"holds best\.pt, but no config\.yaml of the run"):
         run_directory.check_directory(tmp_path, config, resume=False)
     assert (
         run_directory.check_directory(tmp_path, config, resume=True) == []

@@ -75,9 +75,10 @@ class CheckpointManager:
         CheckpointError if the manifest is damaged, ExecutionError if the disk fails.
         """
         try:
-            for path in _listed(self.directory):
-                if _TEMPORARY.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # there is no directory yet
+                for path in list(self.directory.iterdir()):
+                    if _TEMPORARY.fullmatch(path.name):
+                        path.unlink(missing_ok=True)
         except OSError as error:
             raise ExecutionError(
                 f"{error.filename or self.directory}: cannot be cleaned up: {error.strerror}"
@@ -198,7 +199,7 @@ class CheckpointManager:
         """The checkpoints that a run can be resumed from."""
         entries = manifest.read_entries(self.directory)
         # Without a manifest nothing tells the run's own files from the user's.
-        listed = entries or [path.name for path in _listed(self.directory)]
+        listed = entries or [path.name for path in self.directory.glob("step_*.pt")]
         kept = sorted(filter(_KEPT.fullmatch, listed), key=_step, reverse=True)
 
         def step(name: str) -> int:
@@ -245,7 +246,3 @@ def _stat(path: Path) -> tuple[int, ...]:
     """Numbers that change when the file is written or replaced."""
     status = path.lstat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _listed(directory: Path) -> list[Path]:
-    return sorted(directory.iterdir()) if directory.is_dir() else []

@@ -201,7 +201,7 @@ def _json_place(path: Path) -> Iterator[None]:
     _make_folder("--json", path.parent)
     with ExitStack() as stack:
         try:
-            stack.enter_context(files.open_output(path))
+            stack.enter_context(files.reserve_output(path))
         except OSError as error:
             raise ConfigError(f"--json {path}: {error.strerror}") from None
         yield

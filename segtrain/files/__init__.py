@@ -2,7 +2,7 @@
 
 from segtrain.files.atomic import (
     check_replaceable,
-    open_output,
+    reserve_output,
     sync_directory,
     temporary,
     write_atomic,
@@ -22,9 +22,9 @@ __all__ = [
     "check_replaceable",
     "is_same_file",
     "kind_of",
-    "open_output",
     "open_regular",
     "read_bytes",
+    "reserve_output",
     "sync_directory",
     "temporary",
     "walk",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from segtrain.files.reading import NONBLOCK, NotRegularError, kind_of
+from segtrain.files.reading import NotRegularError, kind_of
 
 # A file name may have 255 bytes; a temporary name adds a dot, a process id and a suffix.
 _MAX_NAME_BYTES = 220
@@ -74,7 +74,7 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def open_output(path: Path) -> Iterator[None]:
+def reserve_output(path: Path) -> Iterator[None]:
     """Raises OSError at once for what `write_output` could not write after a long computation.
 
     A pipe is held open meanwhile: its reader would take a close for the end of the data.
@@ -101,7 +101,7 @@ def _encoded(content: str | bytes) -> bytes:
 
 def _open_in_place(path: Path) -> int:
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NONBLOCK, 0o666)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ENXIO and path.is_fifo():
             raise NotRegularError(error.errno, "is a pipe that nobody reads", str(path)) from None

@@ -11,9 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-# Without it, opening a pipe waits for the other end.
-NONBLOCK = getattr(os, "O_NONBLOCK", 0)
-
 
 class NotRegularError(OSError):
     """A path leads to something that is not a regular file."""
@@ -23,7 +20,8 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
     """As `open`, but raises NotRegularError for a folder, a pipe, a device or a socket."""
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | NONBLOCK, 0o666)
+        # Without O_NONBLOCK, opening a pipe waits for the other end.
+        return os.open(name, flags | os.O_NONBLOCK, 0o666)
 
     file = open(path, mode, opener=opener, **options)  # noqa: SIM115 - the caller closes it
     # Checked after opening: `path` could lead elsewhere a moment later.

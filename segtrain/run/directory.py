@@ -145,29 +145,22 @@ def _check_usable(directory: Path) -> None:
 def _check_new(directory: Path, config: Config) -> None:
     """Refuses a directory with anything that a new run would overwrite."""
     check_run_directory(directory, config.data)
-    other = "choose another directory by --output"
+    problem = None
     if (directory / CONFIG).exists():
         if any((directory / CHECKPOINTS).glob("*.pt")):
-            raise ConfigError(
-                f"{directory}: holds a run already; go on with it by --resume, or {other}"
-            )
-        if has_saved(directory):
-            raise ConfigError(
-                f"{directory}: holds a run already, whose checkpoints are not there; go on with it "
-                f"by --resume, delete it, or {other}"
-            )
-        if not is_run(directory):
-            raise ConfigError(
-                f"{directory}: holds a {CONFIG} that no run has written and that would be "
-                f"replaced; {other}"
-            )
-        if problem := use_by_others(directory):
-            raise ConfigError(f"{directory}: {problem}, or {other}")
-    if found := _checkpoints(directory):
-        raise ConfigError(
-            f"{found[0]}: this run would overwrite it, and there is no {CONFIG} of the run that "
-            f"wrote it; go on from it by --resume, move it away, or {other}"
-        )
+            problem = "holds a run already; go on with it by --resume"
+        elif has_saved(directory):
+            problem = "holds a run already, whose checkpoints are not there; go on with it by "
+            problem += "--resume, delete it"
+        elif not is_run(directory):
+            problem = f"holds a {CONFIG} that no run has written; move it away"
+        else:
+            problem = use_by_others(directory)
+    elif found := _checkpoints(directory):
+        problem = f"holds {found[0].name}, but no {CONFIG} of the run that wrote it; go on from it "
+        problem += "by --resume, move it away"
+    if problem:
+        raise ConfigError(f"{directory}: {problem}, or choose another directory by --output")
 
 
 def _refused_changes(directory: Path, differences: Mapping[str, str], before: Config) -> str:
