@@ -87,7 +87,7 @@ class RunData:
 
     def has_failed(self) -> bool:
         """Whether `settle` is going to raise, as far as this rank knows; only rank 0 ever does."""
-        return not self._settled and isinstance(self._poll(0), UserError)
+        return isinstance(self._poll(0), UserError)
 
     def settle(self, give_up: Callable[[float], bool]) -> bool:
         """Whether the labels have been compared; waits for their hashes (collective).

@@ -1,6 +1,7 @@
 """How a data set differs from the one that a model was trained on, as lines for a message."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from segtrain.data.classes import ClassFile
@@ -79,9 +80,7 @@ def class_differences(
 
 def _differing(before: Sequence[str], now: Sequence[str]) -> list[int]:
     """The indices of the blocks that differ or that one side does not have."""
-    common = min(len(before), len(now))
-    differing = [i for i in range(common) if before[i] != now[i]]
-    return [*differing, *range(common, max(len(before), len(now)))]
+    return [i for i, (old, new) in enumerate(zip_longest(before, now)) if old != new]
 
 
 def _place(paths: Sequence[Path], block: int, pairs_per_hash: int) -> str:
