@@ -175,7 +175,6 @@ def _parse(text: str, path: Path, *, needs_colors: bool) -> ClassFile:
 
 def _refuse_other_formats(document: Document) -> None:
     """Refuses class lists as other tools write them, with the form that is expected here."""
-
     classes = document.data.get("classes")
     # In `{0: a, 1: b}` each key is refused, and the whole mapping is missing in the data.
     has_bad_keys = any(
