@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from memory import ClonesAsHost
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -76,7 +77,7 @@ def shared_step(mode):
     model, cpu = net(), torch.device("cpu")
 
     def work(part):
-        host = offload.saved_on_host(cpu, model.parameters(), on_copy=lambda _: None)
+        host = offload.saved_on_host(cpu, model.parameters(), copies=ClonesAsHost())
         with torch.autograd.set_multithreading_enabled(False), host:
             x = part.clone().requires_grad_()
             y = model(x) if mode is None else checkpoint(model, x, use_reentrant=mode)

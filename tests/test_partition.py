@@ -14,16 +14,16 @@ def config(text):
 @pytest.mark.parametrize(
     ("train", "ranks", "said"),
     [
-        ("batch_size: 4", 5, "4 images leave some of 5 ranks without one; use at least 5"),
+        ("batch_size: 4", 5, "4 images leave some of 5 ranks without an image; use at least 5"),
         (
             "batch_size: 8, accumulate_steps: 3",
             4,
-            "8 images in 3 passes leave some of 4 ranks without one; use at least 12",
+            "8 images in 3 passes leave some of 4 ranks without an image; use at least 12",
         ),
         (
             "batch_size: 8, virtual_ranks: 3",
             3,
-            "8 images leave some of 3 x 3 virtual ranks without one; use at least 9",
+            "8 images leave some of 3 x 3 virtual ranks without an image; use at least 9",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def test_fewer_images_in_a_batch_than_ranks_are_refused(tmp_path, data):
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
     command = Command(tmp_path, "train", config, "--nproc", 3, "--output", run)
     assert command.wait() == 2
-    said = "2 images leave some of 3 ranks without one; use at least 3"
+    said = "2 images leave some of 3 ranks without an image; use at least 3"
     assert command.errors == f"segtrain: train.batch_size: {said}\n"
     assert not run.exists()
 

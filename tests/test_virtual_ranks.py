@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import experiment, losses, train, write_config
-from memory import LiveBytes
+from memory import ClonesAsHost, LiveBytes
 
 from segtrain.checkpoint.format import load
 from segtrain.distributed import collectives as dist
@@ -187,7 +187,7 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     plain = engine._forward_backward
     original = engine.saved_on_host
     engine._forward_backward = in_this_thread
-    engine.saved_on_host = partial(saved_on_host, on_copy=mode.forget)
+    engine.saved_on_host = partial(saved_on_host, copies=ClonesAsHost(mode.forget))
     try:
         step = engine._forward_backward
         if virtual > 1:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from segtrain.config import LossConfig, ModelConfig
+from segtrain.distributed.offload import OnHost
 from segtrain.models import build_model, resnet
 from segtrain.norm import SyncBatchNorm2d
 from segtrain.training.losses import SegLoss
@@ -60,6 +61,24 @@ class LiveBytes(TorchDispatchMode):
                     self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.live())
         return result
+
+
+class ClonesAsHost:
+    """Lets `saved_on_host` work on a CPU: clones take the place of copies to a host and back.
+
+    on_host: called with each clone that counts as the host's.
+    """
+
+    def __init__(self, on_host: Callable[[Tensor], None] = lambda _: None) -> None:
+        self._on_host = on_host
+
+    def to_host(self, tensor: Tensor) -> OnHost:
+        host = tensor.detach().clone()
+        self._on_host(host)
+        return OnHost(host, tensor.device, None)
+
+    def to_device(self, on_host: OnHost) -> Tensor:
+        return on_host.host.clone()
 
 
 def saved_bytes(function: Callable[[], Tensor]) -> tuple[int, Tensor]:

@@ -1,55 +1,84 @@
-"""What a forward pass keeps for its backward pass, in host memory instead of on the device."""
+"""Keeps what a forward pass saves for its backward pass in host memory instead of on the device."""
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Below this a copy costs more than it frees.
+# A smaller copy costs more than the memory that it frees.
 _LEAST_BYTES = 1 << 16
 
 
-class _OnHost(NamedTuple):
-    """A tensor whose content is on the host, or will be when `copied` has passed."""
+class OnHost(NamedTuple):
+    """A tensor whose content is on the host, once the device has passed `copied`."""
 
     host: Tensor
     device: torch.device
-    copied: Any  # torch.cuda.Event, or None
+    copied: "torch.cuda.Event | None"
 
 
-class _Traffic:
-    """The way to the host and back, for the tensors of one thread."""
+class CudaCopies:
+    """Copies through pinned memory on a stream of its own, in parallel to the computation."""
 
-    def __init__(self, staying: set[int], pack: Any, unpack: Any) -> None:
-        self._staying = staying
-        self._pack = pack
-        self._unpack = unpack
-        # What came back lately and need not travel to the host again. Weakly, and by the storage:
-        # its place in memory may have become another tensor's by then.
-        self._returned: deque[tuple[StorageWeakRef, _OnHost]] = deque(maxlen=8)
+    def __init__(self, device: torch.device) -> None:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        self._stream = _streams[device]
 
-    def send(self, tensor: Tensor) -> Tensor | _OnHost:
-        if tensor.nbytes < _LEAST_BYTES or tensor.data_ptr() in self._staying:
+    def to_host(self, tensor: Tensor) -> OnHost:
+        """A copy of `tensor` on the host."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor.detach(), non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        # The allocator must not reuse the memory before it has been copied.
+        tensor.record_stream(self._stream)
+        return OnHost(host, tensor.device, copied)
+
+    def to_device(self, on_host: OnHost) -> Tensor:
+        """A copy of the tensor on its device."""
+        torch.cuda.current_stream(on_host.device).wait_event(on_host.copied)
+        return on_host.host.to(on_host.device, non_blocking=True)
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class _Offloader:
+    """Moves the tensors of one thread."""
+
+    def __init__(self, copies: CudaCopies, parameters: Iterable[Tensor]) -> None:
+        self._copies = copies
+        # By their memory: autograd saves another Tensor object of the same parameter.
+        self._parameters = {parameter.data_ptr() for parameter in parameters}
+        # The last tensors that came back, which need not be copied to the host again. Weak
+        # references to their storage: its memory may belong to another tensor by then.
+        self._returned: deque[tuple[StorageWeakRef, OnHost]] = deque(maxlen=8)
+
+    def send(self, tensor: Tensor) -> Tensor | OnHost:
+        if tensor.nbytes < _LEAST_BYTES or tensor.data_ptr() in self._parameters:
             return tensor
-        return self._pack(tensor)
+        return self._copies.to_host(tensor)
 
-    def send_again(self, tensor: Tensor) -> Tensor | _OnHost:
+    def send_again(self, tensor: Tensor) -> Tensor | OnHost:
         storage = tensor.untyped_storage()
-        for returned, packed in self._returned:
-            if returned.cdata == storage._cdata and packed.host.shape == tensor.shape:
-                return packed
+        for returned, on_host in self._returned:
+            if returned.cdata == storage._cdata and on_host.host.shape == tensor.shape:
+                return on_host
         return self.send(tensor)
 
-    def fetch(self, packed: Tensor | _OnHost) -> Tensor:
-        if not isinstance(packed, _OnHost):
-            return packed
-        tensor = self._unpack(packed)
-        self._returned.append((StorageWeakRef(tensor.untyped_storage()), packed))
+    def fetch(self, sent: Tensor | OnHost) -> Tensor:
+        if not isinstance(sent, OnHost):
+            return sent
+        tensor = self._copies.to_device(sent)
+        self._returned.append((StorageWeakRef(tensor.untyped_storage()), sent))
         return tensor
 
 
@@ -61,87 +90,39 @@ def saved_on_host(
     device: torch.device,
     parameters: Iterable[Tensor] = (),
     *,
-    on_copy: Callable[[Tensor], None] | None = None,
+    copies: CudaCopies | None = None,
 ) -> Iterator[None]:
-    """Inside, tensors that autograd saves travel to the host and come back when they are needed.
+    """Inside, tensors that autograd saves are copied to the host, and back when they are needed.
 
-    On CUDA into pinned memory on a stream of their own, beside the computation. On a CPU the host's
-    memory is the device's, so the tensors stay where they are.
+    On a CPU the tensors stay where they are.
 
     Args:
-        parameters: what stays on the device anyway and is not copied.
-        on_copy: makes a CPU behave like a device, for measurements: tensors are copied both ways,
-            and this is called with each copy that counts as the host's.
+        parameters: tensors that stay on the device anyway and are not copied.
+        copies: replaces CudaCopies, so that a CPU can be tested as if it were a device.
     """
-    if device.type == "cuda":
-        pack, unpack = _pack_cuda(_copy_stream(device)), _unpack_cuda
-    elif on_copy is not None:
-        pack, unpack = _pack_copy(on_copy), _unpack_copy
-    else:
+    if copies is None and device.type == "cuda":
+        copies = CudaCopies(device)
+    if copies is None:
         yield
         return
-    # By their memory: what autograd saves of a parameter is another object.
-    staying = {parameter.data_ptr() for parameter in parameters}
-    _this_thread.traffic = traffic = _Traffic(staying, pack, unpack)
+    _this_thread.offloader = offloader = _Offloader(copies, parameters)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(traffic.send, traffic.fetch):
+        with torch.autograd.graph.saved_tensors_hooks(offloader.send, offloader.fetch):
             yield
     finally:
-        del _this_thread.traffic
+        del _this_thread.offloader
 
 
-def offload(tensor: Tensor) -> Any:
-    """`tensor`, or what stands for it on the host inside `saved_on_host`, for use across a wait.
+def offload(tensor: Tensor) -> Tensor | OnHost:
+    """Moves `tensor` to the host while a virtual rank waits; outside `saved_on_host`, `tensor`.
 
-    The caller drops its own references and gets the tensor back by `reload`.
+    The caller drops its own references and gets the tensor back from `reload`.
     """
-    traffic = getattr(_this_thread, "traffic", None)
-    return tensor if traffic is None else traffic.send_again(tensor)
+    offloader = getattr(_this_thread, "offloader", None)
+    return tensor if offloader is None else offloader.send_again(tensor)
 
 
-def reload(parked: Any) -> Tensor:
-    """The tensor that was put away."""
-    traffic = getattr(_this_thread, "traffic", None)
-    return parked if traffic is None else traffic.fetch(parked)
-
-
-def _pack_copy(on_copy: Callable[[Tensor], None]) -> Callable[[Tensor], _OnHost]:
-    def pack(tensor: Tensor) -> _OnHost:
-        host = tensor.detach().clone()
-        on_copy(host)
-        return _OnHost(host, tensor.device, None)
-
-    return pack
-
-
-def _unpack_copy(packed: _OnHost) -> Tensor:
-    return packed.host.clone()
-
-
-_streams: dict[torch.device, Any] = {}
-
-
-def _copy_stream(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
-
-
-def _pack_cuda(stream: Any) -> Callable[[Tensor], _OnHost]:
-    def pack(tensor: Tensor) -> _OnHost:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
-            host.copy_(tensor.detach(), non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(stream)
-        # The allocator must not give the memory away before it has been read.
-        tensor.record_stream(stream)
-        return _OnHost(host, tensor.device, copied)
-
-    return pack
-
-
-def _unpack_cuda(packed: _OnHost) -> Tensor:
-    torch.cuda.current_stream(packed.device).wait_event(packed.copied)
-    return packed.host.to(packed.device, non_blocking=True)
+def reload(offloaded: Tensor | OnHost) -> Tensor:
+    """The tensor that `offload` moved to the host."""
+    offloader = getattr(_this_thread, "offloader", None)
+    return offloaded if offloader is None else offloader.fetch(offloaded)

@@ -1,42 +1,44 @@
-"""How ranks share a batch. Without torch, so that what cannot be shared is told at once."""
+"""How ranks divide a batch. Imports no torch, so that a wrong batch size is refused at once."""
 
 from segtrain.config import Config
 
 
 def partition(total: int, parts: int, index: int) -> range:
-    """The positions of `range(total)` that part `index` of `parts` takes: contiguous, and the first
-    `total % parts` parts hold one more."""
+    """The positions of `range(total)` in part `index` of `parts`.
+
+    Parts are contiguous; the first `total % parts` of them are longer by 1.
+    """
     small, extra = divmod(total, parts)
     start = index * small + min(index, extra)
     return range(start, start + small + (index < extra))
 
 
 def smallest_batch(config: Config, ranks: int, ranks_here: int) -> int:
-    """The fewest images whose pixels make the statistics of one pass.
+    """The fewest images over which batch norm takes its statistics in a pass.
 
     Args:
-        ranks: of all machines.
-        ranks_here: of this one.
+        ranks: on all machines together.
+        ranks_here: on this machine.
     """
     train, norm = config.train, config.norm
     images = train.batch_size // train.accumulate_steps
     extents = {"world": ranks, "node": ranks_here}
     extent = 1 if norm.kind == "local" else extents.get(norm.extent, norm.extent)
-    shares = [len(partition(images, ranks, rank)) for rank in range(ranks)]
-    return min(sum(shares[first : first + extent]) for first in range(0, ranks, extent))
+    sizes = [len(partition(images, ranks, rank)) for rank in range(ranks)]
+    return min(sum(sizes[first : first + extent]) for first in range(0, ranks, extent))
 
 
 def batch_findings(config: Config, ranks: int, ranks_here: int) -> list[str]:
-    """What is wrong with the batch for so many ranks; `smallest_batch` has the arguments."""
+    """What is wrong with the batch size for so many ranks; arguments as for `smallest_batch`."""
     train = config.train
     smallest_pass = train.batch_size // train.accumulate_steps
-    shares = ranks * train.virtual_ranks
-    if smallest_pass < shares:
+    parts = ranks * train.virtual_ranks
+    if smallest_pass < parts:
         per_pass = "" if train.accumulate_steps == 1 else f" in {train.accumulate_steps} passes"
         virtual = "" if train.virtual_ranks == 1 else f" x {train.virtual_ranks} virtual"
         return [
             f"train.batch_size: {train.batch_size} images{per_pass} leave some of {ranks}{virtual} "
-            f"ranks without one; use at least {shares * train.accumulate_steps}"
+            f"ranks without an image; use at least {parts * train.accumulate_steps}"
         ]
     if config.norm.kind in ("sync", "local") and smallest_batch(config, ranks, ranks_here) == 1:
         return [

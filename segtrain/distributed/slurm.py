@@ -1,4 +1,4 @@
-"""SLURM: what srun tells a task, in torch's words, and the job started once more."""
+"""SLURM: srun's variables translated into torch's, and requeueing the job."""
 
 import os
 import re
@@ -9,9 +9,9 @@ from segtrain.errors import ConfigError, ExecutionError
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started several tasks of which this is one.
+    """Whether this process is one of several tasks that srun started.
 
-    The batch script itself has most of these variables too, but is no step.
+    The batch script has most of these variables too, but no step id.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
     return "SLURM_STEP_ID" in environ and tasks != "1"
@@ -20,11 +20,11 @@ def is_task(environ: Mapping[str, str]) -> bool:
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """torch's variables for a task that srun started.
 
-    The first host of the step is the meeting point; the port comes from the numbers of job and
-    step, so that two of them on one host do not meet.
+    MASTER_ADDR is the first host of the step. MASTER_PORT comes from the ids of job and step, so
+    that two of them on the same host do not meet.
 
     Raises:
-        ConfigError: a variable of srun's is missing, or the first host cannot be told.
+        ConfigError: a variable of srun is missing, or the first host is unknown.
     """
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
@@ -46,10 +46,10 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
-    """A variable's value.
+    """The value of the variable `name`.
 
     Raises:
-        ConfigError: it is no number.
+        ConfigError: it is not a non-negative integer.
     """
     text = environ[name]
     if not text.isascii() or not text.isdigit():
@@ -58,38 +58,39 @@ def number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
-    """From srun's list, in which `4(x2),3` stands for nodes with 4, 4 and 3 tasks; else 1."""
-    listed = []
+    """From srun's list, in which `4(x2),3` means nodes with 4, 4 and 3 tasks; 1 if unknown."""
+    tasks = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
-            listed += [int(match[1])] * int(match[2] or 1)
+            tasks += [int(match[1])] * int(match[2] or 1)
     node = int(environ.get("SLURM_NODEID", "0"))
-    return listed[node] if node < len(listed) else 1
+    return tasks[node] if node < len(tasks) else 1
 
 
 def _first_host(nodes: str) -> str:
     try:
-        listed = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        )
+        return _run("scontrol", "show", "hostnames", nodes).split()[0]
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
             f"environment: cannot tell the first host of {nodes!r} ({error}); set MASTER_ADDR"
         ) from None
-    return listed.stdout.split()[0]
 
 
 def requeue() -> None:
-    """Has SLURM start this job once more; the run goes on where it was saved.
+    """Asks SLURM to start this job again; it then resumes the run.
 
     Raises:
         ExecutionError: SLURM refuses.
     """
     command = ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]
     try:
-        subprocess.run(command, capture_output=True, text=True, check=True)
+        _run(*command)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        reason = getattr(error, "stderr", None) or str(error)
         raise ExecutionError(
-            f"{' '.join(command)}: {said.strip()}; the run is saved, go on with --resume"
+            f"{' '.join(command)}: {reason.strip()}; the run is saved, go on with --resume"
         ) from None
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

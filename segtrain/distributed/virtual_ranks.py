@@ -1,9 +1,8 @@
-"""Several threads of one process that advance in lockstep: virtual ranks.
+"""Virtual ranks: threads of one process that take turns, each with its part of a batch.
 
-Each thread works on its share of a batch. One is at work at a time; where they need a sum over all
-shares, each hands in its part and lets the next one go on, and the last combines the parts. So a
-device holds the workspace of one share, and whatever the shares add up to is the same as if they
-were one batch.
+Only one thread runs at a time. Where the threads need a sum over all parts, each hands in its own
+and lets the next thread run; the last thread combines the parts. So the device holds the workspace
+of one part at a time, and the statistics are those of the whole batch.
 """
 
 import threading
@@ -15,12 +14,12 @@ T = TypeVar("T")
 _this_thread = threading.local()
 
 
-class _LeftError(Exception):
-    """Raised in a thread that waits while another one has failed."""
+class _OtherFailedError(Exception):
+    """Raised in a waiting thread when another thread has failed."""
 
 
 class VirtualRanks:
-    """A group of threads that take turns; made anew for every run of them."""
+    """A group of `num_slots` threads that take turns; make a new group for every `run`."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -32,7 +31,7 @@ class VirtualRanks:
         self._error: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """What the functions return, one in each slot, run side by side.
+        """What the functions return, called in a thread each.
 
         Raises:
             the first exception of any of them, after all threads have ended.
@@ -40,14 +39,14 @@ class VirtualRanks:
         results: list[Any] = [None] * self.num_slots
 
         def work(slot: int) -> None:
-            _this_thread.lockstep, _this_thread.slot = self, slot
+            _this_thread.group, _this_thread.slot = self, slot
             try:
-                self._wait(slot)
+                self._wait_for_turn(slot)
                 results[slot] = functions[slot]()
-                self._leave(slot)
-            except _LeftError:
+                self._finish(slot)
+            except _OtherFailedError:
                 pass
-            except BaseException as error:  # `run` raises it in the thread that waits for all
+            except BaseException as error:  # raised again below, in the caller's thread
                 self._fail(error)
 
         threads = [
@@ -59,7 +58,7 @@ class VirtualRanks:
         try:
             for thread in threads:
                 thread.join()
-        except BaseException as error:  # an interrupt of the main thread ends all of them
+        except BaseException as error:  # Ctrl-C in the caller's thread ends all of them
             self._fail(error)
             for thread in threads:
                 thread.join()
@@ -68,37 +67,39 @@ class VirtualRanks:
         return results
 
     def meet(self, part: Any, combine: Callable[[list[Any]], T]) -> T:
-        """`combine` of all slots' parts in the order of slots, called once, in every slot."""
+        """`combine` of all threads' parts in the order of slots; every thread gets the result.
+
+        `combine` is called once.
+        """
         slot = _this_thread.slot
-        with self._changed:
-            self._parts[slot] = part
+        self._parts[slot] = part
         if slot == self.num_slots - 1:
             if any(self._done):
                 ended = [i for i, done in enumerate(self._done) if done]
                 raise RuntimeError(f"virtual ranks {ended} have ended, rank {slot} waits for them")
-            # Outside the lock: an interrupt must get through while other processes are waited for.
+            # Not under the lock: Ctrl-C must get through while this waits for other processes.
             self._combined = combine(self._parts)
-        self._pass_on(slot)
-        self._wait(slot)
+        self._next_turn(slot)
+        self._wait_for_turn(slot)
         return self._combined
 
-    def _pass_on(self, slot: int) -> None:
+    def _next_turn(self, slot: int) -> None:
         with self._changed:
             self._turn = (slot + 1) % self.num_slots
             self._changed.notify_all()
 
-    def _wait(self, slot: int) -> None:
+    def _wait_for_turn(self, slot: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._turn == slot or self._error is not None)
             if self._error is not None:
-                raise _LeftError
+                raise _OtherFailedError
 
-    def _leave(self, slot: int) -> None:
+    def _finish(self, slot: int) -> None:
         self._done[slot] = True
         if slot == self.num_slots - 1 and not all(self._done):
             waiting = [i for i, done in enumerate(self._done) if not done]
             raise RuntimeError(f"virtual rank {slot} has ended, {waiting} wait for it")
-        self._pass_on(slot)
+        self._next_turn(slot)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -108,10 +109,10 @@ class VirtualRanks:
 
 
 def current() -> VirtualRanks | None:
-    """The lockstep this thread belongs to."""
-    return getattr(_this_thread, "lockstep", None)
+    """The group this thread belongs to; None outside of virtual ranks."""
+    return getattr(_this_thread, "group", None)
 
 
 def slot() -> int:
-    """This thread's number in its lockstep; 0 outside."""
+    """This thread's number in its group; 0 outside of virtual ranks."""
     return getattr(_this_thread, "slot", 0)
