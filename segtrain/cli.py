@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from segtrain import __version__
-from segtrain.distributed import exit_status, signals
+from segtrain.distributed import signals
+from segtrain.distributed.exit_status import is_first_to_print, write_exit_status
+from segtrain.distributed.launcher_folder import has_launcher
 from segtrain.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     args.argv = argv  # the launcher starts the same command once more for each rank
-    return _run_as_rank(args) if exit_status.is_wanted() else _run(args)
+    return _run_as_rank(args) if has_launcher() else _run(args)
 
 
 def _replace_closed_streams() -> None:
@@ -119,10 +121,10 @@ def _run_as_rank(args: argparse.Namespace) -> int:
         sys.stdout.flush()
     except UserError as error:
         code, consequence = error.exit_code, isinstance(error, LostRanksError)
-        if not consequence and exit_status.is_first_to_say(str(error)):
+        if not consequence and is_first_to_print(str(error)):
             _show(str(error))
     finally:
-        exit_status.tell(code, consequence=consequence)
+        write_exit_status(code, consequence=consequence)
     # Having stopped when asked to is no failure: torch elastic must not start the ranks again.
     return EXIT_OK if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else code
 

@@ -4,6 +4,7 @@ File names and class names from strangers may hold sequences that recolor a term
 line, and characters that reverse its direction.
 """
 
+import sys
 from unicodedata import category
 
 MAX_LINE = 5000  # longer than any path, so that no real one is cut
@@ -50,3 +51,8 @@ def name_problem(name: str) -> str:
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def say(line: str) -> None:
+    """Prints `line`, which may quote anything, to stderr."""
+    print(f"segtrain: {printable(line)}", file=sys.stderr)

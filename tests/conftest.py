@@ -159,7 +159,7 @@ def _result(rank: int, pipe: Any) -> Any:
 def _rank_main(pipe: Any, device: str, rank: int, world_size: int, port: int, task: bytes) -> None:
     import torch
 
-    from segtrain.distributed import collectives as dist
+    from segtrain.distributed.process_group import device_for, process_group
 
     os.environ.update(
         RANK=str(rank),
@@ -172,7 +172,7 @@ def _rank_main(pipe: Any, device: str, rank: int, world_size: int, port: int, ta
     torch.set_num_threads(1)
     try:
         function, args, kwargs = pickle.loads(task)
-        with dist.process_group(dist.device_for(device), timeout_s=60):
+        with process_group(device_for(device), timeout_s=60):
             pipe.send_bytes(pickle.dumps((function(*args, **kwargs), None)))
     except BaseException:  # the test shows it, whatever it is
         pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from segtrain.distributed import exit_status, heartbeat
-from segtrain.distributed.heartbeat import Heartbeat
-from segtrain.distributed.processes import children, descendants, is_alive
+from segtrain.distributed import launcher_folder
+from segtrain.distributed.heartbeat import Heartbeat, read_heartbeats
+from segtrain.distributed.machine import children, descendants, is_alive
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 240
@@ -73,17 +73,17 @@ class Command:
         """The ids of the processes that the launcher has started, in the order of ranks."""
         return [pid for pid in children(self.process.pid) if b"segtrain" in _command_line(pid)]
 
-    def progress(self) -> list[Heartbeat]:
-        """The last words of the ranks."""
+    def heartbeats(self) -> list[Heartbeat]:
+        """The last heartbeats of the ranks."""
         for pid in self.ranks():
-            root = _environ(pid).get(exit_status.VARIABLE)
+            root = _environ(pid).get(launcher_folder.VARIABLE)
             if root is not None and Path(root).is_dir():
-                return heartbeat.read(Path(root))
+                return read_heartbeats(Path(root))
         return []
 
     def wait_for_phase(self, phase: str) -> None:
         """Returns as soon as rank 0 is in `phase`."""
-        self.wait_until(lambda: any(one[:1] + one[2:3] == (0, phase) for one in self.progress()))
+        self.wait_until(lambda: any((r.rank, r.phase) == (0, phase) for r in self.heartbeats()))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _TIMEOUT_S

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed import exit_status, network
+from segtrain.distributed import launcher_folder, machine, process_group
 from segtrain.errors import DataError
 
 
@@ -78,8 +78,8 @@ def test_ranks_of_one_machine_listen_on_its_loopback(tmp_path, monkeypatch, alre
     """gloo and NCCL would else listen where the machine's name leads; a user's choice stays."""
     tmp_path.chmod(0o700)
     for name, value in (
-        (exit_status.VARIABLE, str(tmp_path)),
-        (exit_status.ONE_MACHINE, "1"),
+        (launcher_folder.VARIABLE, str(tmp_path)),
+        (launcher_folder.ONE_MACHINE, "1"),
         ("RANK", "0"),
         ("MASTER_ADDR", "127.0.0.1"),
         ("MASTER_PORT", "0"),
@@ -89,7 +89,7 @@ def test_ranks_of_one_machine_listen_on_its_loopback(tmp_path, monkeypatch, alre
         monkeypatch.setenv(name, value or "")
         if value is None:
             monkeypatch.delenv(name)
-    dist._choose_interface()
-    wanted = already or network.loopback_interface()
+    process_group._choose_interface()
+    wanted = already or machine.loopback_interface()
     assert wanted is not None
     assert [os.environ[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")] == [wanted] * 2

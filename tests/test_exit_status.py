@@ -6,8 +6,14 @@ import stat
 
 import pytest
 
-from segtrain.distributed import exit_status, heartbeat
-from segtrain.distributed.heartbeat import Heartbeat
+from segtrain.distributed import heartbeat, launcher_folder
+from segtrain.distributed.exit_status import (
+    is_first_to_print,
+    message_file,
+    read_exit_statuses,
+    write_exit_status,
+)
+from segtrain.distributed.heartbeat import Heartbeat, beat, read_heartbeats
 
 NOBODY = 65534
 
@@ -17,7 +23,7 @@ def root(tmp_path, monkeypatch):
     """A launcher's folder, in the environment of its rank 0."""
     folder = tmp_path / "root"
     folder.mkdir(mode=0o700)
-    monkeypatch.setenv(exit_status.VARIABLE, str(folder))
+    monkeypatch.setenv(launcher_folder.VARIABLE, str(folder))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.setattr(heartbeat, "_file", None)
@@ -27,16 +33,16 @@ def root(tmp_path, monkeypatch):
 
 
 def write_everything():
-    heartbeat.at("training", 7)
-    exit_status.tell(3)
-    return exit_status.is_first_to_say("words")
+    beat("training", 7)
+    write_exit_status(3)
+    return is_first_to_print("words")
 
 
 def read_everything(root):
-    return exit_status.read(root), heartbeat.read(root)
+    return read_exit_statuses(root), read_heartbeats(root)
 
 
-def test_what_is_told_is_read_and_is_for_this_user_alone(root):
+def test_what_is_written_is_read_and_is_for_this_user_alone(root):
     old = os.umask(0)
     try:
         assert write_everything()
@@ -57,7 +63,7 @@ def test_a_folder_that_another_user_could_have_planted_is_left_alone(root, tmp_p
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (root / "0").mkdir()
-    for name in ("0.now", "0.json", "0.tmp", f"{exit_status.said_name('words')}"):
+    for name in ("0.now", "0.json", "0.json.tmp", message_file("words")):
         (root / "0" / name).symlink_to(victim)
     match planted:
         case "root":
@@ -66,18 +72,18 @@ def test_a_folder_that_another_user_could_have_planted_is_left_alone(root, tmp_p
             os.chown(root / "0", NOBODY, NOBODY)
         case "open to all":
             root.chmod(0o777)
-    assert write_everything()  # as if nobody had said it: better twice than never
+    assert write_everything()  # better printed twice than never
     assert victim.read_text() == "mine"
     assert victim.lstat().st_nlink == 1
     assert read_everything(root) == ([], [])
-    assert exit_status.keep_root(root) is (planted == "attempt")
+    assert launcher_folder.ensure_folder(root) is (planted == "attempt")
 
 
 def test_links_in_its_own_folder_are_not_followed(root, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (root / "0").mkdir(mode=0o700)
-    for name in ("0.now", "0.json", "0.tmp"):
+    for name in ("0.now", "0.json", "0.json.tmp"):
         (root / "0" / name).symlink_to(victim)
     write_everything()
     assert victim.read_text() == "mine"
@@ -91,9 +97,9 @@ def test_notes_that_make_no_sense_are_passed_over(root, words):
     (root / "0" / "0.json").write_text(words)
     (root / "0" / "1.json").write_text(json.dumps({"code": 0}))
     assert read_everything(root) == ([], [])
-    heartbeat.at("training", 7)
-    assert [one.step for one in heartbeat.read(root)] == [7]
-    assert isinstance(heartbeat.read(root)[0], Heartbeat)
+    beat("training", 7)
+    assert [rank.step for rank in read_heartbeats(root)] == [7]
+    assert isinstance(read_heartbeats(root)[0], Heartbeat)
 
 
 def test_a_folder_that_was_removed_is_made_again(root):
@@ -102,8 +108,8 @@ def test_a_folder_that_was_removed_is_made_again(root):
         path.rmdir() if path.is_dir() else path.unlink()
     assert read_everything(root) == ([], [])
     write_everything()
-    assert not root.exists()  # it is the launcher's to make
-    assert exit_status.keep_root(root)
+    assert not root.exists()  # only the launcher creates it
+    assert launcher_folder.ensure_folder(root)
     write_everything()
     (note,), (rank,) = read_everything(root)
     assert (note.code, rank.step) == (3, 7)

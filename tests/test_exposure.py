@@ -17,7 +17,7 @@ from attacker import NOBODY, attack, listening
 from experiments import small, write_config
 from processes import Command
 
-from segtrain.distributed.processes import descendants
+from segtrain.distributed.machine import descendants
 
 
 def is_loopback(address):

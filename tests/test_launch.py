@@ -16,10 +16,16 @@ from processes import REPOSITORY, Command, logged_steps
 
 from segtrain.checkpoint.format import load
 from segtrain.commands import launch
-from segtrain.commands.launch import adopt_environment, exit_code_of
-from segtrain.distributed import exit_status, slurm
-from segtrain.distributed.exit_status import ExitStatus
+from segtrain.commands.launch import adopt_environment
+from segtrain.distributed import launcher, launcher_folder, slurm
+from segtrain.distributed.exit_status import (
+    ExitStatus,
+    is_first_to_print,
+    read_exit_statuses,
+    write_exit_status,
+)
 from segtrain.distributed.heartbeat import Heartbeat
+from segtrain.distributed.launcher import exit_code_of
 from segtrain.errors import ConfigError
 
 TORCHRUN = {
@@ -45,7 +51,7 @@ SRUN = {
 @pytest.fixture
 def environ(monkeypatch):
     """The environment without any rank in it; changes to it are undone."""
-    for name in [*TORCHRUN, *SRUN, "LOCAL_WORLD_SIZE", exit_status.VARIABLE]:
+    for name in [*TORCHRUN, *SRUN, "LOCAL_WORLD_SIZE", launcher_folder.VARIABLE]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return os.environ
@@ -130,16 +136,22 @@ def test_missing_variables_of_srun_are_named(environ):
 
 
 @pytest.mark.parametrize(("node", "serves"), [(0, {"is_host": "True"}), (1, {"is_host": "False"})])
-def test_machine_0_serves_the_meeting_point(node, serves):
+def test_machine_0_serves_the_meeting_point(monkeypatch, node, serves):
     """torch would compare names, and give every launcher that is told no id one of its own."""
     args = argparse.Namespace(
+        argv=["train"],
         nnodes=2,
         node_rank=node,
         rdzv_endpoint="127.0.0.1:29400",
         rdzv_id=None,
+        max_restarts=0,
         output="runs/x",
     )
-    config = launch._launch_config(args, 3, "/tmp")
+    started = []
+    monkeypatch.setattr(launcher, "run_ranks", lambda *_, **options: started.append(options))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    launch._start_ranks(args, 3)
+    config = launcher._launch_config(3, folder=Path("/tmp"), **started[0])
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 3)
     assert (config.rdzv_endpoint, config.run_id) == ("127.0.0.1:29400", "segtrain")
     assert serves.items() <= config.rdzv_configs.items()
@@ -181,9 +193,9 @@ def test_the_exit_code_is_that_of_the_cause(codes, statuses, stopped_by, wanted)
     assert exit_code_of(notes(*codes), statuses, stopped_by) == wanted
 
 
-def test_a_rank_that_hung_is_told_with_its_phase_and_step(capsys):
+def test_a_rank_that_hung_is_named_with_its_phase_and_step(capsys):
     hung = [Heartbeat(1, pid=1, phase="evaluation", step=40, since=0.0)]
-    assert exit_code_of(notes("lost", None), {0: 6}, None, hung=hung) == 6
+    assert exit_code_of(notes("lost", None), {0: 6}, None, killed=hung) == 6
     said = capsys.readouterr().err
     assert said.startswith("segtrain: rank 1 did not answer the others: it hung in evaluation, aft")
     assert said.count("\n") == 1
@@ -192,7 +204,7 @@ def test_a_rank_that_hung_is_told_with_its_phase_and_step(capsys):
 def test_a_rank_that_was_slow_to_leave_is_not_blamed_for_the_death_of_another(capsys):
     slow = [Heartbeat(2, pid=1, phase="evaluation", step=40, since=0.0)]
     statuses = {1: -signal.SIGKILL, 2: -signal.SIGKILL}
-    assert exit_code_of(notes("lost", None, None), statuses, None, hung=slow) == 6
+    assert exit_code_of(notes("lost", None, None), statuses, None, killed=slow) == 6
     assert capsys.readouterr().err.startswith("segtrain: rank 1 was ended by SIGKILL")
 
 
@@ -204,20 +216,20 @@ def test_a_death_that_no_rank_could_report_is_told(capsys):
 
 
 def test_only_the_last_attempt_counts(tmp_path, environ):
-    environ.update(TORCHRUN | {exit_status.VARIABLE: str(tmp_path)})
+    environ.update(TORCHRUN | {launcher_folder.VARIABLE: str(tmp_path)})
     for attempt, code in (("9", 6), ("10", 0)):
         environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-        exit_status.tell(None)
-        exit_status.tell(code)
+        write_exit_status(None)
+        write_exit_status(code)
     del environ["TORCHELASTIC_RESTART_COUNT"]
-    assert [(note.rank, note.code) for note in exit_status.read(tmp_path)] == [(1, 0)]
+    assert [(note.rank, note.code) for note in read_exit_statuses(tmp_path)] == [(1, 0)]
 
 
 def test_the_same_words_are_said_by_one_rank_only(tmp_path, environ):
-    environ.update(TORCHRUN | {exit_status.VARIABLE: str(tmp_path)})
-    assert exit_status.is_first_to_say("no such file")
-    assert not exit_status.is_first_to_say("no such file")
-    assert exit_status.is_first_to_say("another")
+    environ.update(TORCHRUN | {launcher_folder.VARIABLE: str(tmp_path)})
+    assert is_first_to_print("no such file")
+    assert not is_first_to_print("no such file")
+    assert is_first_to_print("another")
 
 
 def small(root, /, **sections):

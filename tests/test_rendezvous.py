@@ -12,12 +12,11 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from segtrain.distributed.rendezvous import (
-    SECRET_VARIABLE,
     SignedBackend,
-    is_this_machine,
+    is_loopback,
     listening_store,
-    shared_secret,
 )
+from segtrain.distributed.shared_secret import SECRET_VARIABLE, shared_secret
 from segtrain.errors import ConfigError, ExecutionError
 
 
@@ -142,9 +141,9 @@ def test_a_name_that_leads_back_listens_where_others_can_come(monkeypatch):
     with socket.socket(fileno=options["master_listen_fd"]) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
     assert exposed
-    assert not is_this_machine("node0")
-    assert is_this_machine("127.0.0.2")
-    assert is_this_machine("localhost")
+    assert not is_loopback("node0")
+    assert is_loopback("127.0.0.2")
+    assert is_loopback("localhost")
 
 
 def test_a_taken_port_is_told():

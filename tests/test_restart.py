@@ -13,7 +13,7 @@ import pytest
 from experiments import assert_same_state, last, small, train, write_config
 from processes import GONE_WITHIN_S, Command, left_after
 
-from segtrain.distributed.processes import descendants
+from segtrain.distributed.machine import descendants
 
 
 @pytest.mark.fault(14)
@@ -52,7 +52,7 @@ def test_the_launcher_outlives_its_temporary_folder(tmp_path, data):
         def is_new():
             while mark.exists():  # the ranks write there, and that can end it
                 shutil.rmtree(root, ignore_errors=True)
-            return len(command.progress()) == 2
+            return len(command.heartbeats()) == 2
 
         command.wait_until(is_new)
         assert stat.S_IMODE(root.stat().st_mode) == 0o700

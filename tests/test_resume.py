@@ -24,7 +24,7 @@ from processes import Command, logged_steps
 
 from segtrain.checkpoint import format as checkpoint_format
 from segtrain.checkpoint.format import load
-from segtrain.distributed.processes import descendants, is_alive
+from segtrain.distributed.machine import descendants, is_alive
 
 
 @pytest.mark.fault(1, 5, 16)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from segtrain.distributed import collectives as dist
+from segtrain.distributed import process_group
 from segtrain.distributed.shared_sum import MAX_BYTES, SharedSum, is_possible
 from segtrain.errors import LostRanksError
 
@@ -120,12 +121,12 @@ def where_memory_fails(place):
     def fail(*args, **kwargs):
         raise OSError("No space left on device")
 
-    dist._stop_sharing_memory()
+    dist.use_shared_sum(None)
     if place == "create":
         SharedSum.create = fail
     elif dist.rank() == 1:
         SharedSum.__init__ = fail
-    dist._share_memory(timeout_s=60)
+    dist.use_shared_sum(process_group._open_shared_sum(timeout_s=60))
     assert dist._shared_sum is None
     return dist.all_reduce_sum(torch.ones(2)).tolist()
 

@@ -10,7 +10,7 @@ import pytest
 from experiments import experiment, last, refusal, small, stopped_after, train, write_config
 from processes import GONE_WITHIN_S, REPOSITORY, Command, left_after
 
-from segtrain.distributed.processes import descendants
+from segtrain.distributed.machine import descendants
 from segtrain.distributed.signals import SignalFlags, exit_code
 
 
@@ -153,10 +153,10 @@ def test_ranks_that_do_not_come_are_missed_in_words():
         port = probe.getsockname()[1]
     code = (
         "import torch\n"
-        "from segtrain.distributed import collectives as dist\n"
+        "from segtrain.distributed.process_group import process_group\n"
         "from segtrain.errors import LostRanksError\n"
         "try:\n"
-        "    with dist.process_group(torch.device('cpu'), timeout_s=1): pass\n"
+        "    with process_group(torch.device('cpu'), timeout_s=1): pass\n"
         "except LostRanksError as error: print(error.exit_code, error)\n"
     )
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -7,7 +7,7 @@ import pytest
 from experiments import curve, last, small, write_config, write_data
 from processes import Command
 
-from segtrain.distributed.processes import descendants
+from segtrain.distributed.machine import descendants
 
 # A clock that is set back by an hour when the file beside it appears, in every process of the run.
 CLOCK = """

@@ -18,7 +18,7 @@ from experiments import experiment, last, losses, train, write_config
 from processes import Command
 
 from segtrain.checkpoint.format import load
-from segtrain.distributed.processes import children
+from segtrain.distributed.machine import children
 
 pytestmark = pytest.mark.netns
 

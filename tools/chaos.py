@@ -28,9 +28,8 @@ from typing import NamedTuple
 import torch
 
 from segtrain.checkpoint.format import load
-from segtrain.distributed import heartbeat
-from segtrain.distributed.heartbeat import Heartbeat
-from segtrain.distributed.processes import children, descendants, is_alive
+from segtrain.distributed.heartbeat import Heartbeat, read_heartbeats
+from segtrain.distributed.machine import children, descendants, is_alive
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
 RANKS = 2
@@ -104,7 +103,7 @@ class Campaign:
         for notes in self._temporary.glob("segtrain-*"):
             # They may come and go while they are being read.
             with contextlib.suppress(OSError):
-                return [rank for rank in heartbeat.read(notes) if is_alive(rank.pid)]
+                return [rank for rank in read_heartbeats(notes) if is_alive(rank.pid)]
         return []
 
     def kill(self, victim: str, phase: str, step: int, rng: random.Random) -> Kill:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.process_group import device_for, process_group
 from segtrain.training.malloc import keep_freed_memory
 
 _TIMEOUT_S = 600
@@ -151,6 +152,6 @@ def _on_rank(
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
-    device = dist.device_for(device_name)
-    with dist.process_group(device, timeout_s=_TIMEOUT_S):
+    device = device_for(device_name)
+    with process_group(device, timeout_s=_TIMEOUT_S):
         return function(device, *args)

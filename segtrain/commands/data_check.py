@@ -9,7 +9,7 @@ from segtrain.config import load_config
 from segtrain.data.check.full import check_data
 from segtrain.data.check.result import as_json, as_text
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError
-from segtrain.files import open_output, write_output
+from segtrain.files import reserve_output, write_output
 from segtrain.text import printable_lines
 
 
@@ -19,7 +19,7 @@ def main(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if args.json is not None:
             with _json_errors(args.json):
-                stack.enter_context(open_output(args.json))
+                stack.enter_context(reserve_output(args.json))
         result = check_data(config, jobs=args.jobs)
         if args.json is not None:
             with _json_errors(args.json):

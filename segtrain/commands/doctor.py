@@ -10,14 +10,12 @@ import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
-from pathlib import Path
 
 from segtrain import __version__
+from segtrain.distributed.machine import SHARED_MEMORY, num_cores
 from segtrain.errors import EXIT_CONFIG, EXIT_OK
 from segtrain.run.environment import LIBRARIES, library_version
 from segtrain.text import printable
-
-_SHARED_MEMORY = Path("/dev/shm")
 
 # What Docker gives a container that is not told otherwise: a few batches.
 _LITTLE_MEMORY_BYTES = 64 << 20
@@ -44,11 +42,9 @@ def _facts() -> Iterator[tuple[str, str]]:
     for name in (*LIBRARIES, *_OPTIONAL):
         optional = " (segtrain export --format onnx needs it)" if name in _OPTIONAL else ""
         yield name, library_version(name) or f"none{optional}"
-    cores = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    yield "cores", f"{usable} of {cores}"
-    if _SHARED_MEMORY.is_dir():
-        memory = shutil.disk_usage(_SHARED_MEMORY)
+    yield "cores", f"{num_cores()} of {os.cpu_count()}"
+    if SHARED_MEMORY.is_dir():
+        memory = shutil.disk_usage(SHARED_MEMORY)
         yield "shared memory", f"{memory.free / 1e6:.0f} of {memory.total / 1e6:.0f} MB free"
     yield "C++ compiler", shutil.which(_compiler()) or "none"
     if library_version("torch") is not None:
@@ -85,11 +81,11 @@ def _warnings() -> Iterator[str]:
         found = library_version(name)
         if found is not None and _numbers(found) < _numbers(floor):
             yield f"{name}: {found} is older than {floor}; pip install --upgrade '{name}>={floor}'"
-    if _SHARED_MEMORY.is_dir():
-        total = shutil.disk_usage(_SHARED_MEMORY).total
+    if SHARED_MEMORY.is_dir():
+        total = shutil.disk_usage(SHARED_MEMORY).total
         if total < _LITTLE_MEMORY_BYTES:
             yield (
-                f"{_SHARED_MEMORY}: {total / 1e6:.1f} MB are little for loader workers; give the "
+                f"{SHARED_MEMORY}: {total / 1e6:.1f} MB are little for loader workers; give the "
                 "container more (docker run --shm-size 8g), or set data.num_workers to 0"
             )
     if shutil.which(_compiler()) is None:

@@ -28,6 +28,7 @@ from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import default_workers
 from segtrain.data.protect import check_pictures
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
@@ -48,7 +49,7 @@ def run_eval(args: argparse.Namespace) -> int:
     args: checkpoint (run directory or file), set, split, device, json, save_predictions, overlays,
         num_overlays.
     """
-    device = dist.device_for(args.device)
+    device = device_for(args.device)
     loaded, known = load_with_data(args.checkpoint, device=device)
     config = _config(loaded.config, args)
     split = args.split or config.data.eval_split
@@ -68,7 +69,7 @@ def run_eval(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if args.json:
             stack.enter_context(_json_place(Path(args.json)))
-        stack.enter_context(dist.process_group(device, timeout_s=config.train.timeout_s))
+        stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         _check_same_step(args.checkpoint, loaded.step)
         if dist.is_main():
             data = EvalData(loaded, known, config.data, dataset)

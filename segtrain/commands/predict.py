@@ -23,7 +23,7 @@ from segtrain.data.find_images import Source, find_images, skipped_files
 from segtrain.data.listing import first_lines
 from segtrain.data.prefetch import prefetch
 from segtrain.data.protect import check_pictures
-from segtrain.distributed.collectives import device_for
+from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.inference import predict_label
 from segtrain.evaluation.large_images import SettingsBySize

@@ -25,6 +25,7 @@ from segtrain.config import DataConfig
 from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.machine import num_cores
 from segtrain.distributed.partition import partition
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
@@ -99,8 +100,7 @@ def indices_of_rank(batch_size: int, passes: int, rank: int, world_size: int) ->
 
 def default_workers(ranks_here: int) -> int:
     """Loader processes per rank if the config sets none: this machine's cores, shared evenly."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(8, (cores or 1) // ranks_here)
+    return min(8, num_cores() // ranks_here)
 
 
 def num_loader_workers(config: DataConfig) -> int:

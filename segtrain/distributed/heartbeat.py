@@ -1,7 +1,6 @@
-"""What this rank is doing, for whoever has to say where it was lost.
+"""What each rank is doing, written to a file: a rank that hangs or was killed cannot say it.
 
-A rank that hangs or was killed cannot say so itself. So each writes its phase and step into a file
-of the launcher's directory, in place: a system call, a few times a step.
+A heartbeat is written in place, with one system call, a few times a step.
 """
 
 import os
@@ -10,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from segtrain.distributed import exit_status
+from segtrain.distributed import launcher_folder
 
 Phase = Literal["setup", "training", "evaluation", "checkpoint"]
 
@@ -18,10 +17,10 @@ _NUM_BYTES = 80
 
 
 class Heartbeat(NamedTuple):
-    """The last word of one rank.
+    """The last heartbeat of a rank.
 
     step: updates done.
-    since: when it came there, by time.monotonic(), which all processes of a machine share.
+    since: when it was written, by time.monotonic(), which all processes of a machine share.
     """
 
     rank: int
@@ -31,43 +30,42 @@ class Heartbeat(NamedTuple):
     since: float
 
 
-_here: tuple[str, int] = ("setup", 0)
+_last: tuple[str, int] = ("setup", 0)
 _file: int | None = None
 
 
-def at(phase: Phase, step: int) -> None:
-    """Says that this rank is in `phase` after `step` updates."""
-    global _here
-    _here = phase, step
-    if exit_status.is_wanted():
+def beat(phase: Phase, step: int) -> None:
+    """Records that this rank is in `phase` after `step` updates."""
+    global _last
+    _last = phase, step
+    if launcher_folder.has_launcher():
         _write(f"{os.getpid()} {phase} {step} {time.monotonic():.3f}")
 
 
-def _write(words: str) -> None:
+def _write(text: str) -> None:
     global _file
     try:
-        if _file is not None and os.fstat(_file).st_nlink == 0:  # removed: begin a new one
+        if _file is not None and os.fstat(_file).st_nlink == 0:  # the file was removed
             os.close(_file)
             _file = None
         if _file is None:
-            _file = exit_status.create(f"{os.environ['RANK']}.now", os.O_WRONLY)
-        os.pwrite(_file, words.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
+            _file = launcher_folder.open_file(f"{os.environ['RANK']}.now")
+        os.pwrite(_file, text.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
     except OSError:
         pass  # the launcher is gone, or its disk full
 
 
-def where() -> str:
-    """The same in words."""
-    phase, step = _here
+def describe() -> str:
+    """This rank's last heartbeat in words."""
+    phase, step = _last
     return f"in {phase}, after step {step}"
 
 
-def read(directory: Path) -> list[Heartbeat]:
-    """The last words of the ranks of the last attempt, in the order of ranks."""
+def read_heartbeats(root: Path) -> list[Heartbeat]:
+    """Those of the last attempt in the launcher's folder `root`, in the order of ranks."""
     found = []
-    for name, text in exit_status.notes(directory, ".now").items():
-        words = text.split()
-        with suppress(ValueError):  # else it is being written for the first time
-            pid, phase, step, since = words
+    for name, text in launcher_folder.read_files(root, ".now").items():
+        with suppress(ValueError):  # the rank is writing its first
+            pid, phase, step, since = text.split()
             found.append(Heartbeat(int(name), int(pid), phase, int(step), float(since)))
     return sorted(found)

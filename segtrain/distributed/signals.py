@@ -1,6 +1,6 @@
 """Signals ask the training loop to stop; the loop decides when.
 
-A handler only sets a flag: a collective inside a handler would meet the other ranks at another
+A handler only sets a flag. A collective inside a handler would meet the other ranks at another
 place of the program.
 """
 
@@ -9,127 +9,126 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from segtrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 
-# Names the launcher's process, in the environment of the ranks that it starts.
+# Holds the launcher's process id, in the environment of the ranks that it starts.
 LAUNCHER = "SEGTRAIN_LAUNCHER"
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
 
-# How long a rank may take to stop in good order when nobody is left to wait for it.
+# How long a rank may take to save and stop after its launcher has died.
 _ORPHAN_S = 8
 
 _launcher: int | None = None
 
 
 class SignalFlags:
-    """What signals have asked this rank for.
+    """What signals have asked this rank to do.
 
     SIGTERM, SIGHUP and SIGINT ask to stop; after SIGINT, a second signal ends the process at once.
     SIGUSR1 asks to save and go on or, with `stop_on_usr1`, to stop as well.
     """
 
     def __init__(self, *, stop_on_usr1: bool = False) -> None:
-        self.signal: int | None = None  # the one to stop
+        self.signal: int | None = None  # the last that asked to stop
         self._stop_on_usr1 = stop_on_usr1
         self._save = False
 
     def install(self) -> None:
-        """Takes over the signals; only in the main thread."""
-        signal.signal(signal.SIGUSR1, self._handle if self._stop_on_usr1 else self._handle_save)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            if number != signal.SIGHUP or not hangup_is_ignored():
-                signal.signal(number, self._handle)
+        """Installs the handlers; only in the main thread."""
+        signal.signal(signal.SIGUSR1, self._stop if self._stop_on_usr1 else self._request_save)
+        _handle_stop_signals(self._stop)
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
+    def _stop(self, number: int, _: FrameType | None) -> None:
         # The launcher passes a second Ctrl-C on as SIGTERM.
         if self.signal == signal.SIGINT:
             os._exit(EXIT_INTERRUPTED)
         self.signal = number
         if _launcher is not None and os.getppid() != _launcher:
-            signal.alarm(_ORPHAN_S)  # unhandled, it ends the process
+            signal.alarm(_ORPHAN_S)  # SIGALRM has no handler, so it ends the process
 
-    def _handle_save(self, _: int, __: FrameType | None) -> None:
+    def _request_save(self, _: int, __: FrameType | None) -> None:
         self._save = True
 
     def stop_requested(self) -> bool:
-        """Whether this rank is to stop."""
+        """Whether this rank has been asked to stop."""
         return self.signal is not None
 
     def pop_save_request(self) -> bool:
         """Whether this rank has been asked to save since the last call."""
-        due, self._save = self._save, False
-        return due
+        requested, self._save = self._save, False
+        return requested
 
 
-class LauncherSignals:
-    """The signals of the launcher: the first one has it stop the ranks in good order.
+def raise_on_stop_signal(error: Callable[[int], Exception], kill: Callable[[], None]) -> None:
+    """For the launcher: the first stop signal raises, so that the ranks are asked to stop.
 
-    Later ones are ignored, since schedulers repeat themselves while the checkpoint is being
-    written; but after SIGINT, as in the ranks, a second signal ends everything at once.
+    Later signals are ignored, since schedulers repeat them while the ranks save; but after SIGINT a
+    second signal ends everything at once, as in the ranks.
 
     Args:
-        error: what the first signal raises, given its number.
-        kill: ends the ranks that would not end with this process by themselves.
+        error: makes the exception from the number of the first signal.
+        kill: ends the ranks at once.
     """
+    first: int | None = None
 
-    def __init__(self, error: Callable[[int], Exception], kill: Callable[[], None]) -> None:
-        self._error = error
-        self._kill = kill
-        self._first: int | None = None
-        self._over = False
-
-    def install(self) -> None:
-        """Takes over the signals; only in the main thread."""
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            if number != signal.SIGHUP or not hangup_is_ignored():
-                signal.signal(number, self._handle)
-
-    def ignore(self) -> None:
-        """For when the ranks have ended: what is left to do takes no time."""
-        self._over = True
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        if self._over:
-            return
-        if self._first is None:
-            self._first = number
-            raise self._error(number)
-        if self._first == signal.SIGINT:
-            self._kill()
+    def handle(number: int, _: FrameType | None) -> None:
+        nonlocal first
+        if first is None:
+            first = number
+            raise error(number)
+        if first == signal.SIGINT:
+            kill()
             os._exit(EXIT_INTERRUPTED)
 
+    _handle_stop_signals(handle)
 
-def hangup_is_ignored() -> bool:
-    """Whether the command was started by nohup, which is to outlive its terminal."""
-    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+def ignore_stop_signals() -> None:
+    """For the launcher after its ranks have ended: the rest takes no time."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _handle_stop_signals(handler: Callable[[int, FrameType | None], Any]) -> None:
+    for number in _STOP_SIGNALS:
+        # nohup has SIGHUP ignored, so that the command outlives its terminal.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def exit_code(number: int) -> int:
-    """How a process ends that stopped in good order because of signal `number`."""
+    """The exit code of a process that stopped in good order because of signal `number`."""
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
 
 
-def follow_launcher() -> None:
-    """Has this rank end with its launcher, and quietly while there is nothing to save yet.
+def exit_at_once(number: int, _: FrameType | None) -> None:
+    """A handler that ends the process without a traceback."""
+    os._exit(exit_code(number))
 
-    Without a handler in Python a signal also ends a rank that waits inside a library.
+
+def follow_launcher() -> None:
+    """Lets this rank end together with its launcher, without a traceback while it is set up.
+
+    The default handlers also end a rank that waits inside a library; handlers in Python do not.
     """
     global _launcher
     _launcher = int(os.environ.get(LAUNCHER, os.getppid()))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     die_with_parent()
-    if os.getppid() != _launcher:  # it was gone before the kernel was asked
+    if os.getppid() != _launcher:  # the launcher died before the kernel was asked
         os._exit(EXIT_TERMINATED)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Has the kernel send signal `number` when this process's parent dies, even by SIGKILL (Linux).
+    """Asks the kernel to send `number` when this process's parent dies, even by SIGKILL (Linux).
 
-    Otherwise ranks would train on unseen after their launcher is gone, and loader workers would
-    hold their dead rank's connections open, so that the others wait for it.
+    Otherwise ranks would train on after their launcher has died, and loader workers would keep the
+    connections of their dead rank open, so that the other ranks wait for it.
     """
     if sys.platform == "linux":
         import ctypes

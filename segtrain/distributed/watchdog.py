@@ -1,6 +1,6 @@
-"""Ends ranks that hang: the launcher's watch over them.
+"""Kills ranks that hang.
 
-The others notice one that does not come, by their timeout, and leave; it is deaf to SIGTERM too.
+A hung rank ignores SIGTERM. Once the others time out, the launcher kills it with SIGKILL.
 """
 
 import os
@@ -10,21 +10,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from segtrain.distributed import exit_status, heartbeat
-from segtrain.distributed.heartbeat import Heartbeat
-from segtrain.distributed.processes import is_alive
+from segtrain.distributed.exit_status import read_exit_statuses
+from segtrain.distributed.heartbeat import Heartbeat, read_heartbeats
+from segtrain.distributed.launcher_folder import ensure_folder, last_attempt
+from segtrain.distributed.machine import is_alive
 
-# From the first rank that gives up waiting to SIGKILL for those that have not.
+# From the first rank that times out to SIGKILL for those that have not ended.
 PATIENCE_S = 10.0
+_INTERVAL_S = 0.2
 
 
 class Watchdog:
-    """Watches the notes in the launcher's `directory` from a thread, as a context manager."""
+    """Watches the ranks from a thread, by the launcher's `folder`; a context manager."""
 
-    def __init__(self, directory: Path, *, patience_s: float = PATIENCE_S) -> None:
-        self.ended: list[Heartbeat] = []  # of the last attempt, with what they were doing
-        self._directory = directory
-        self._patience_s = patience_s
+    def __init__(self, folder: Path) -> None:
+        self.killed: list[Heartbeat] = []  # of the last attempt, with what they were doing
+        self._folder = folder
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -37,22 +38,23 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        noticed = attempt = None
-        while not self._over.wait(0.2):
-            if not exit_status.keep_root(self._directory):
-                continue  # somebody else's: what stands there is not to be believed
-            current = exit_status.last_attempt(self._directory)
+        timed_out_at = attempt = None
+        while not self._over.wait(_INTERVAL_S):
+            if not ensure_folder(self._folder):
+                continue  # another user's: its content cannot be trusted
+            current = last_attempt(self._folder)
             if current != attempt:
-                attempt, noticed, self.ended = current, None, []
-            notes = exit_status.read(self._directory)
-            if noticed is None and any(note.consequence for note in notes):
-                noticed = time.monotonic()
-            if noticed is None or time.monotonic() - noticed < self._patience_s:
-                continue
-            left = {note.rank for note in notes if note.code is not None}
-            known = {one.rank for one in self.ended}
-            for rank in heartbeat.read(self._directory):
-                if rank.rank not in left | known and is_alive(rank.pid):
-                    self.ended.append(rank)
-                    with suppress(ProcessLookupError):
-                        os.kill(rank.pid, signal.SIGKILL)
+                attempt, timed_out_at, self.killed = current, None, []
+            statuses = read_exit_statuses(self._folder)
+            if timed_out_at is None and any(status.consequence for status in statuses):
+                timed_out_at = time.monotonic()
+            if timed_out_at is not None and time.monotonic() - timed_out_at >= PATIENCE_S:
+                self._kill_others({status.rank for status in statuses if status.code is not None})
+
+    def _kill_others(self, ended: set[int]) -> None:
+        done = ended | {killed.rank for killed in self.killed}
+        for rank in read_heartbeats(self._folder):
+            if rank.rank not in done and is_alive(rank.pid):
+                self.killed.append(rank)
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGKILL)

@@ -3,7 +3,6 @@
 import argparse
 import json
 import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
+from segtrain.distributed.machine import num_cores
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import read_bytes, write_atomic
 from segtrain.synthetic.scene import draw_scene
@@ -61,7 +61,7 @@ def write_dataset(
     # A file is complete when it appears under its name: its presence is enough.
     missing = [one for one in scenes if not all(path.is_file() for path in _paths(root, *one))]
     chunks = [missing[i : i + _CHUNK] for i in range(0, len(missing), _CHUNK)]
-    processes = min(jobs or os.cpu_count() or 1, len(chunks))
+    processes = min(jobs or num_cores(), len(chunks))
     with tqdm(total=len(missing), desc="drawing", unit="image", disable=not missing) as bar:
         if processes <= 1:
             for chunk in chunks:

@@ -25,7 +25,7 @@ def evaluate(run: Run) -> Scores:
     """
     saving.settle(run)
     config, step, classes, log = run.config, run.state.step, run.eval_set.classes, run.log
-    heartbeat.at("evaluation", step)
+    heartbeat.beat("evaluation", step)
     if config.norm.precise_batches is not None:
         _take_precise_statistics(run, config.norm.precise_batches)
     matrix = evaluate_dataset(

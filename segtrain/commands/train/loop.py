@@ -9,7 +9,9 @@ from segtrain.commands.train.evaluation import evaluate
 from segtrain.commands.train.setup import Run
 from segtrain.data.loader import worker_failures
 from segtrain.distributed import collectives as dist
-from segtrain.distributed import exit_status, heartbeat
+from segtrain.distributed import heartbeat
+from segtrain.distributed.exit_status import write_exit_status
+from segtrain.distributed.launcher_folder import has_launcher
 from segtrain.run import directory as run_directory
 from segtrain.run.progress import ProgressBar, progress_words, score_text
 from segtrain.training.engine import train_steps
@@ -26,8 +28,8 @@ def train(run: Run) -> None:
     dist.run_on_rank0(lambda: run.checkpoints.check_space(saving.checkpoint_of(run)))
     # From here on there is something to save.
     run.signal_flags.install()
-    if exit_status.is_wanted():
-        exit_status.tell(None)
+    if has_launcher():
+        write_exit_status(None)
     if run.evaluated < state.step and _is_due(config.eval.every_steps, run):
         evaluate(run)  # the evaluation was cut short
     if state.step < config.train.steps:
@@ -53,7 +55,7 @@ def _train_steps(run: Run) -> None:
         step_sync=run.step_sync,
     )
     meter = StepMeter(config.train.batch_size, run.device)
-    heartbeat.at("training", state.step)
+    heartbeat.beat("training", state.step)
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
         for result in steps:
             meter.update(result)
@@ -64,7 +66,7 @@ def _train_steps(run: Run) -> None:
             bar.update()
             with _not_timed(meter):
                 _keep_cadences(run)
-            heartbeat.at("training", state.step)
+            heartbeat.beat("training", state.step)
 
 
 def _keep_cadences(run: Run) -> None:

@@ -16,6 +16,7 @@ from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import bytes_in_flight, num_loader_workers
 from segtrain.data.photometric import check_extra
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.machine import SHARED_MEMORY
 from segtrain.distributed.partition import batch_findings, partition, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
@@ -102,28 +103,24 @@ def _memory_findings(config: Config, num_classes: int, device: torch.device) -> 
     return [finding for finding in findings if finding is not None]
 
 
-# Where the loader's workers lay down their batches.
-_SHARED_MEMORY = Path("/dev/shm")
-
-
 def _shared_memory_finding(config: Config) -> str | None:
     """What is wrong with the shared memory of this machine; None: nothing.
 
     A worker that finds it full is ended by SIGBUS, hours later perhaps.
     """
     workers, train = num_loader_workers(config.data), config.train
-    if workers == 0 or sys.platform != "linux" or not _SHARED_MEMORY.is_dir():
+    if workers == 0 or sys.platform != "linux" or not SHARED_MEMORY.is_dir():
         return None
     smallest_pass = train.batch_size // train.accumulate_steps
     images = -(-smallest_pass // dist.world_size())
     needed = dist.local_world_size() * bytes_in_flight(
         config.augment.crop_size, images, num_workers=workers, prefetch=config.data.prefetch
     )
-    free = shutil.disk_usage(_SHARED_MEMORY).free
+    free = shutil.disk_usage(SHARED_MEMORY).free
     if needed <= free:
         return None
     return (
-        f"{_SHARED_MEMORY}: the loader's batches take up to {needed / 1e6:.1f} MB "
+        f"{SHARED_MEMORY}: the loader's batches take up to {needed / 1e6:.1f} MB "
         f"({dist.local_world_size()} ranks x {workers} workers x {config.data.prefetch} batches of "
         f"{images} images) and {free / 1e6:.1f} MB are free; use fewer data.num_workers, a smaller "
         "data.prefetch, or give the container more shared memory (docker run --shm-size)"

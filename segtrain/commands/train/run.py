@@ -14,6 +14,7 @@ from segtrain.commands.train.setup import Order, Run, set_up
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat, slurm
+from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import exit_code
 from segtrain.errors import EXIT_OK
 from segtrain.run import directory as run_directory
@@ -40,8 +41,8 @@ def run(
     """
     if device.type == "cpu":
         keep_freed_memory()
-    heartbeat.at("setup", 0)
-    with dist.process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
+    heartbeat.beat("setup", 0)
+    with process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
         resume = _all_resume(directory, resume, restarted)
         order = Order(
             config,

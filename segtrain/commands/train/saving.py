@@ -13,7 +13,7 @@ STOP_PATIENCE_S = 15.0
 
 def save(run: Run) -> None:
     """Replaces last.pt (collective)."""
-    heartbeat.at("checkpoint", run.state.step)
+    heartbeat.beat("checkpoint", run.state.step)
     settle(run)
     if dist.is_main():
         run.checkpoints.save_last(checkpoint_of(run))

@@ -1,6 +1,5 @@
 """The full check of a data set: every pair of both splits is read."""
 
-import os
 from dataclasses import replace
 
 from segtrain.config import Config
@@ -15,6 +14,7 @@ from segtrain.data.check.scan import process_pool, scan_split
 from segtrain.data.class_file import load_class_file
 from segtrain.data.dataset import SegDataset
 from segtrain.data.layouts import scan_layout
+from segtrain.distributed.machine import num_cores
 from segtrain.errors import DataError
 
 _PAIRS_PER_PROCESS = 128
@@ -59,5 +59,4 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
 
 def _num_processes(jobs: int | None, num_pairs: int) -> int:
     """At most `jobs`, and each with enough pairs to pay for its start."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(jobs or cores or 1, -(-num_pairs // _PAIRS_PER_PROCESS)))
+    return max(1, min(jobs or num_cores(), -(-num_pairs // _PAIRS_PER_PROCESS)))

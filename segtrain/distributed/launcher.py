@@ -1,0 +1,236 @@
+"""Starts the ranks of this machine by torch elastic, watches them, and tells how the run ended."""
+
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from segtrain.distributed import launcher_folder, machine, rendezvous, signals
+from segtrain.distributed.exit_status import ExitStatus, read_exit_statuses
+from segtrain.distributed.heartbeat import Heartbeat, read_heartbeats
+from segtrain.distributed.watchdog import Watchdog
+from segtrain.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_SYSTEM,
+    EXIT_TERMINATED,
+    ExecutionError,
+)
+from segtrain.text import say
+
+_STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
+
+# From the first signal to SIGKILL: time enough to finish a step and write a checkpoint.
+_SHUTDOWN_TIMEOUT_S = 120
+
+
+class Machines(NamedTuple):
+    """Several machines on which the same command is started.
+
+    endpoint: HOST:PORT where their launchers meet.
+    node_rank: the number of this machine, where 0 serves the endpoint; None: torch compares names.
+    run_id: names the run, if several meet at the same endpoint.
+    secret_file: the key of the run (see `shared_secret`).
+    """
+
+    num: int
+    endpoint: str
+    node_rank: int | None
+    run_id: str
+    secret_file: Path
+
+
+def run_ranks(
+    command: Sequence[str],
+    num_ranks: int,
+    *,
+    max_restarts: int = 0,
+    machines: Machines | None = None,
+) -> int:
+    """Runs `command` in `num_ranks` processes here, waits for them; the exit code of the run.
+
+    Args:
+        max_restarts: how often to start all ranks again after a failure.
+        machines: None if all ranks are on this machine.
+
+    Raises:
+        ExecutionError: the launchers of several machines did not meet or lost each other.
+    """
+    with tempfile.TemporaryDirectory(prefix="segtrain-", ignore_cleanup_errors=True) as directory:
+        folder = Path(directory)
+        _set_environment(folder, num_ranks, one_machine=machines is None)
+        signal.signal(signal.SIGUSR1, lambda *_: _signal_ranks(signal.SIGUSR1, folder))
+        signals.raise_on_stop_signal(
+            lambda number: SignalException("asked to stop", sigval=signal.Signals(number)),
+            kill=partial(_kill_ranks, folder),
+        )
+        statuses: dict[int, int] = {}
+        stopped_by = None
+        watchdog = Watchdog(folder)
+        try:
+            config = _launch_config(num_ranks, max_restarts, machines, folder)
+            with watchdog:
+                elastic_launch(config, command[0])(*command[1:])
+                signals.ignore_stop_signals()
+        except ChildFailedError as error:
+            statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except SignalException as error:
+            stopped_by = error.sigval
+        except RendezvousError as error:
+            where = "this machine" if machines is None else machines.endpoint
+            raise ExecutionError(
+                f"the launchers did not meet at {where}, or lost each other: {error}; resume from "
+                "the last checkpoint by --resume, on all machines"
+            ) from error
+        signals.ignore_stop_signals()
+        notes = read_exit_statuses(folder)
+        return exit_code_of(notes, statuses, stopped_by, killed=watchdog.killed)
+
+
+def _set_environment(folder: Path, num_ranks: int, *, one_machine: bool) -> None:
+    """Sets what the ranks inherit from this process."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.num_cores() // num_ranks)))
+    os.environ |= {launcher_folder.VARIABLE: str(folder), signals.LAUNCHER: str(os.getpid())}
+    if one_machine:
+        os.environ[launcher_folder.ONE_MACHINE] = "1"
+    # Set, it would have rank 0 serve a store of its own, on every interface.
+    os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
+    # torch elastic logs failures as tracebacks; the ranks have told them already. Its loggers have
+    # levels of their own, and this process logs nothing else.
+    logging.disable()
+
+
+def _launch_config(
+    num_ranks: int, max_restarts: int, machines: Machines | None, folder: Path
+) -> LaunchConfig:
+    rendezvous.register()
+    options = {
+        "nproc_per_node": num_ranks,
+        "max_restarts": max_restarts,
+        "monitor_interval": 0.1,
+        "start_method": "spawn",
+        # The default creates an empty directory in every run and leaves it behind.
+        "logs_specs": DefaultLogsSpecs(log_dir=str(folder)),
+        # None: torch's handler raises at every signal, wherever the launcher is.
+        "signals_to_handle": "",
+        "shutdown_timeout": _SHUTDOWN_TIMEOUT_S,
+        **(_one_machine() if machines is None else _meeting_point(machines)),
+    }
+    # Older versions of torch have no shutdown_timeout and wait 30 s.
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    return LaunchConfig(**{key: value for key, value in options.items() if key in known})
+
+
+def _one_machine() -> dict[str, Any]:
+    return {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "rdzv_backend": rendezvous.ONE_MACHINE,
+        "run_id": uuid.uuid4().hex,
+        # Otherwise torch looks up this machine's name, which fails on many laptops.
+        "local_addr": "127.0.0.1",
+    }
+
+
+def _meeting_point(machines: Machines) -> dict[str, Any]:
+    host, _, port = machines.endpoint.rpartition(":")
+    host = host.strip("[]")
+    serves = {} if machines.node_rank is None else {"is_host": str(machines.node_rank == 0)}
+    all_here = rendezvous.is_loopback(host)  # several launchers on one machine
+    return {
+        "min_nodes": machines.num,
+        "max_nodes": machines.num,
+        "rdzv_backend": rendezvous.MACHINES,
+        "run_id": machines.run_id,
+        "rdzv_endpoint": machines.endpoint,
+        "rdzv_configs": {**serves, "secret_file": str(machines.secret_file)},
+        "local_addr": host if all_here else machine.address_toward(host, int(port)),
+    }
+
+
+def _signal_ranks(number: int, folder: Path) -> None:
+    ours = machine.children(os.getpid())
+    for rank in read_heartbeats(folder):
+        if rank.pid in ours:  # otherwise the heartbeat is old
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
+
+
+def _kill_ranks(folder: Path) -> None:
+    """Kills the ranks at once; a rank without a heartbeat yet ends with this process."""
+    _signal_ranks(signal.SIGKILL, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def exit_code_of(
+    statuses: Sequence[ExitStatus],
+    failures: Mapping[int, int],
+    stopped_by: int | None,
+    killed: Sequence[Heartbeat] = (),
+) -> int:
+    """The exit code of the run; prints what no rank could print itself.
+
+    Args:
+        statuses: what the ranks have written, by time.
+        failures: the exit code of each process that failed, as far as known; negative: a signal.
+        stopped_by: the signal that the launcher got and passed on to the ranks.
+        killed: the ranks that the watchdog killed.
+    """
+    for status in statuses:
+        if status.code not in (None, EXIT_OK, *_STOPPED) and not status.consequence:
+            return status.code  # the first cause; its rank has printed it
+    if stopped_by is not None:
+        cut_off = [status.rank for status in statuses if status.code is None]
+        if cut_off and stopped_by != signal.SIGINT:
+            say(
+                f"rank {cut_off[0]} did not stop within {_SHUTDOWN_TIMEOUT_S} s and was killed; "
+                "resume from the last checkpoint by --resume"
+            )
+            return EXIT_SYSTEM
+        return signals.exit_code(stopped_by)
+    explained = {status.rank for status in statuses if status.code is not None}
+    explained |= {rank.rank for rank in killed}
+    for rank, code in failures.items():
+        if rank not in explained:
+            return _silent_death(rank, code)
+    for rank in killed:
+        say(
+            f"rank {rank.rank} did not answer the others: it hung in {rank.phase}, after step "
+            f"{rank.step}, and was killed; resume from the last checkpoint by --resume"
+        )
+        return EXIT_SYSTEM
+    for status in statuses:
+        if status.code in _STOPPED:
+            return status.code
+    if any(status.consequence for status in statuses):
+        say("lost connection to another machine; see its log for the cause")
+    return EXIT_SYSTEM if failures else EXIT_OK
+
+
+def _silent_death(rank: int, code: int) -> int:
+    """The exit code of the run after a rank ended without writing its status."""
+    if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # before training began
+        return signals.exit_code(-code)
+    if code in _STOPPED:
+        return code
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    say(
+        f"rank {rank} {how}{hint}; the other ranks were stopped; resume from the last checkpoint "
+        "by --resume"
+    )
+    return EXIT_SYSTEM

@@ -1,0 +1,83 @@
+"""This machine: its cores, shared memory, processes and network interfaces. Imports no torch."""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from pathlib import Path
+
+# Linux: files here are memory that processes can share.
+SHARED_MEMORY = Path("/dev/shm")
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def num_cores() -> int:
+    """The cores that this process may use, which a container or a scheduler can restrict."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def is_alive(pid: int) -> bool:
+    """Whether process `pid` exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` has started and that still belong to it, sorted."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        listed = [task.joinpath("children").read_text().split() for task in tasks]
+    except OSError:
+        return []
+    return sorted(int(child) for found in listed for child in found)
+
+
+def descendants(pid: int) -> list[int]:
+    """`pid`, its children, their children and so on."""
+    return [pid, *(found for child in children(pid) for found in descendants(child))]
+
+
+def address_toward(host: str, port: int) -> str | None:
+    """This machine's own address on the way to `host`, by which other machines can reach it.
+
+    None if there is no way to `host`, or only over the loopback. The host name would not do: on
+    many machines it resolves to 127.0.1.1.
+    """
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            address = probe.getsockname()[0]
+    except OSError:
+        return None
+    return None if ipaddress.ip_address(address).is_loopback else address
+
+
+def interface_toward(host: str, port: int) -> str | None:
+    """The name of this machine's interface on the way to `host`; None if unknown."""
+    address = address_toward(host, port)
+    return None if address is None or ":" in address else _interface_with(address)
+
+
+def loopback_interface() -> str | None:
+    """The name of the interface that leads to this machine only; None if unknown."""
+    return _interface_with("127.0.0.1")
+
+
+def _interface_with(address: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:  # this interface has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

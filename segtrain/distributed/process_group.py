@@ -1,0 +1,145 @@
+"""Joining the process group: the device of this rank, and how the ranks find each other.
+
+For programs of your own, started by torchrun or without ranks:
+
+    from segtrain.distributed.process_group import device_for, process_group
+
+    device = device_for("auto")
+    with process_group(device, timeout_s=600):
+        ...  # everything collective
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import heartbeat, launcher_folder, machine
+from segtrain.distributed.shared_sum import SharedSum, is_possible
+from segtrain.errors import ConfigError, LostRanksError
+
+
+def device_for(name: str) -> torch.device:
+    """The device of this rank for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: there is no CUDA device, or this machine has fewer devices than ranks.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no CUDA device is visible to torch; use --device cpu")
+    if dist.local_rank() >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--nproc: rank {dist.local_rank()} of this machine has no device of its own, "
+            f"there are {torch.cuda.device_count()}; start at most that many ranks"
+        )
+    return torch.device("cuda", dist.local_rank())
+
+
+@contextmanager
+def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
+    """Joins the group that RANK, WORLD_SIZE, MASTER_ADDR ... describe; leaves it at the end.
+
+    Without these variables the process stays alone. A group that exists already is used and kept.
+    The ranks of one machine on CPUs add small tensors through shared memory. Collective.
+
+    Raises:
+        LostRanksError: other ranks did not come, or their connection was lost.
+    """
+    if "RANK" not in os.environ or dist.is_distributed():
+        yield
+        return
+    heartbeat.beat("setup", 0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _choose_interface()
+    try:
+        torch_dist.init_process_group(
+            **_store_arguments(),
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            # With the device, NCCL connects at once instead of in the first collective.
+            device_id=device if device.type == "cuda" else None,
+        )
+        if device.type == "cpu":
+            dist.use_shared_sum(_open_shared_sum(timeout_s))
+        yield
+    except RuntimeError as error:
+        # gloo's errors have no type of their own; they begin with the place in its source.
+        if not isinstance(error, torch_dist.DistError) and "/gloo/" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise LostRanksError(
+            f"rank {os.environ['RANK']}: lost the connection to the other ranks "
+            f"{heartbeat.describe()}; the log of another rank may tell the cause ({reason})"
+        ) from error
+    except LostRanksError as error:
+        raise LostRanksError(f"{error}, {heartbeat.describe()}") from error
+    finally:
+        dist.forget_groups()
+        dist.use_shared_sum(None)
+        if dist.is_distributed():
+            torch_dist.destroy_process_group()
+
+
+def _choose_interface() -> None:
+    """Sets the network interface on which gloo and NCCL listen, unless the user has set it.
+
+    If all ranks are on this machine, that is the loopback, which others cannot reach. Otherwise
+    gloo listens where rank 0 is reached: by default it would follow this machine's host name.
+    """
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    libraries = ["GLOO"]
+    if launcher_folder.store_file() is not None:
+        libraries = ["GLOO", "NCCL"]
+        interface = machine.loopback_interface()
+    elif host and port.isdigit():
+        interface = machine.interface_toward(host, int(port))
+    else:
+        return
+    for library in libraries:
+        if interface is not None:
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+
+
+def _store_arguments() -> dict[str, Any]:
+    """For init_process_group; empty: a TCPStore at MASTER_ADDR."""
+    path = launcher_folder.store_file()
+    if path is None:
+        return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A TCPStore would listen on every interface and let any client change its values.
+    return {"store": torch_dist.FileStore(str(path), size), "rank": rank, "world_size": size}
+
+
+def _open_shared_sum(timeout_s: float) -> SharedSum | None:
+    """Sums through shared memory; None unless all ranks can take part. Collective."""
+    size = dist.world_size()
+    if size == 1 or dist.local_world_size() != size or not is_possible():
+        return None
+    path = None
+    if dist.is_main():
+        with suppress(OSError):  # no room: gloo adds up instead
+            path = SharedSum.create(size)
+    path = dist.broadcast_object(path)
+    if path is None:
+        return None
+    try:
+        mine = SharedSum(path, dist.rank(), size, timeout_s=timeout_s)
+    except OSError:  # a rank in another container does not see the file
+        mine = None
+    everyone_can = all(dist.all_gather_object(mine is not None))
+    if dist.is_main():
+        os.unlink(path)
+    if mine is not None and not everyone_can:
+        mine.close()
+        return None
+    return mine
