@@ -6,7 +6,6 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from segtrain import __version__, files
 from segtrain.text import MAX_NAME, printable
@@ -45,10 +44,11 @@ def changed_versions(directory: Path) -> list[str]:
     """A line for each version that differs from the environment.json in `directory`."""
     try:
         saved = json.loads(files.read_bytes(directory / ENVIRONMENT, _MAX_BYTES))
-        before = _versions(saved)
+        before = {name: saved[name] for name in ("segtrain", "python")} | saved["libraries"]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # only people read it: a damaged one stops nothing
-    now = _versions(json.loads(environment_json([])))
+    now = {"segtrain": __version__, "python": platform.python_version()}
+    now |= {name: library_version(name) for name in LIBRARIES}
     return [
         f"{name} {printable(before[name] or 'none', MAX_NAME)} there, {now[name] or 'none'} now"
         for name in now
@@ -68,7 +68,3 @@ def git_revision() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _versions(content: dict[str, Any]) -> dict[str, Any]:
-    return {name: content[name] for name in ("segtrain", "python")} | content["libraries"]
