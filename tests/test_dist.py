@@ -90,6 +90,6 @@ def test_ranks_of_one_machine_listen_on_its_loopback(tmp_path, monkeypatch, alre
         if value is None:
             monkeypatch.delenv(name)
     process_group._choose_interface()
-    wanted = already or machine.loopback_interface()
+    wanted = already or machine.interface_with("127.0.0.1")
     assert wanted is not None
     assert [os.environ[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")] == [wanted] * 2

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from segtrain.distributed import heartbeat, launcher_folder
+from segtrain.distributed import launcher_folder
 from segtrain.distributed.exit_status import (
     is_first_to_print,
     message_file,
@@ -26,10 +26,7 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setenv(launcher_folder.VARIABLE, str(folder))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    monkeypatch.setattr(heartbeat, "_file", None)
-    yield folder
-    if heartbeat._file is not None:
-        os.close(heartbeat._file)
+    return folder
 
 
 def write_everything():
@@ -63,7 +60,7 @@ def test_a_folder_that_another_user_could_have_planted_is_left_alone(root, tmp_p
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (root / "0").mkdir()
-    for name in ("0.now", "0.json", "0.json.tmp", message_file("words")):
+    for name in ("0.now", "0.json", message_file("words")):
         (root / "0" / name).symlink_to(victim)
     match planted:
         case "root":
@@ -83,7 +80,7 @@ def test_links_in_its_own_folder_are_not_followed(root, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (root / "0").mkdir(mode=0o700)
-    for name in ("0.now", "0.json", "0.json.tmp"):
+    for name in ("0.now", "0.json"):
         (root / "0" / name).symlink_to(victim)
     write_everything()
     assert victim.read_text() == "mine"

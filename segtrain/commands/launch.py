@@ -51,7 +51,15 @@ def train(args: argparse.Namespace, config: Config) -> int:
     # 3. Refuse the run directory before anything slow; the ranks check it again.
     for line in wrong:
         say(f"warning: {line}")
-    _check_directory(args, config, restarted)
+    from segtrain.run import directory as run_directory
+
+    directory = Path(args.output)
+    run_directory.check_directory(
+        directory,
+        config,
+        resume=args.resume or (restarted and (directory / run_directory.CONFIG).exists()),
+        accept_changes=args.accept_changes,
+    )
 
     # 4. Without other ranks, this process trains; otherwise it starts them.
     num_ranks = num_ranks_here(args.nproc)
@@ -108,18 +116,6 @@ def num_ranks_here(nproc: str) -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-def _check_directory(args: argparse.Namespace, config: Config, restarted: bool) -> None:
-    from segtrain.run import directory as run_directory
-
-    directory = Path(args.output)
-    run_directory.check_directory(
-        directory,
-        config,
-        resume=args.resume or (restarted and (directory / run_directory.CONFIG).exists()),
-        accept_changes=args.accept_changes,
-    )
 
 
 def _run_training(args: argparse.Namespace, config: Config, restarted: bool) -> int:

@@ -7,7 +7,8 @@ other until the timeout. Only this room imports torch.distributed.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -107,20 +108,23 @@ def _exists(group: ProcessGroup) -> bool:
     return group in torch_dist.distributed_c10d._world.pg_map
 
 
-def forget_groups() -> None:
-    """Empties the table of `group_of`, when the groups are destroyed."""
-    _groups.clear()
-
-
 _shared_sum: SharedSum | None = None
 
 
 def use_shared_sum(shared_sum: SharedSum | None) -> None:
-    """From now on `all_reduce_sum` adds small tensors by `shared_sum`; the one before is closed."""
+    """Lets `all_reduce_sum` add small tensors by `shared_sum`; closes the one used before."""
     global _shared_sum
     if _shared_sum is not None:
         _shared_sum.close()
     _shared_sum = shared_sum
+
+
+def leave_groups() -> None:
+    """Destroys all groups."""
+    use_shared_sum(None)
+    _groups.clear()
+    if is_distributed():
+        torch_dist.destroy_process_group()
 
 
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -131,16 +135,9 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     virtual = virtual_ranks.current()
     if virtual is None:
         return _sum_processes(tensor, group)
-    total = virtual.meet(tensor, lambda parts: _sum_processes(_sum(parts), group))
+    total = virtual.meet(tensor, lambda parts: _sum_processes(reduce(torch.add, parts), group))
     # Each virtual rank gets its own copy, so in-place edits cannot leak.
     return tensor.copy_(total)
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def _sum_processes(tensor: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -35,7 +35,7 @@ def write_exit_status(code: int | None, *, consequence: bool = False) -> None:
     status = ExitStatus(rank, code, consequence, time.time())
     # If the launcher is gone or its disk full, only the exit code of the process is left.
     with suppress(OSError):
-        launcher_folder.replace_file(f"{rank}.json", json.dumps(status).encode())
+        launcher_folder.write_file(f"{rank}.json", json.dumps(status))
 
 
 def read_exit_statuses(root: Path) -> list[ExitStatus]:
@@ -52,7 +52,7 @@ def read_exit_statuses(root: Path) -> list[ExitStatus]:
 def is_first_to_print(message: str) -> bool:
     """Whether no other rank of this machine has asked for `message`, so that it appears once."""
     try:
-        os.close(launcher_folder.open_file(message_file(message), os.O_EXCL))
+        launcher_folder.write_file(message_file(message), new=True)
     except FileExistsError:
         return False
     except OSError:

@@ -1,7 +1,4 @@
-"""What each rank is doing, written to a file: a rank that hangs or was killed cannot say it.
-
-A heartbeat is written in place, with one system call, a few times a step.
-"""
+"""What each rank is doing, written to a file: a rank that hangs or was killed cannot say it."""
 
 import os
 import time
@@ -12,8 +9,6 @@ from typing import Literal, NamedTuple
 from segtrain.distributed import launcher_folder
 
 Phase = Literal["setup", "training", "evaluation", "checkpoint"]
-
-_NUM_BYTES = 80
 
 
 class Heartbeat(NamedTuple):
@@ -31,28 +26,16 @@ class Heartbeat(NamedTuple):
 
 
 _last: tuple[str, int] = ("setup", 0)
-_file: int | None = None
 
 
 def beat(phase: Phase, step: int) -> None:
-    """Records that this rank is in `phase` after `step` updates."""
+    """Records that this rank is in `phase` after `step` updates, for a launcher if there is one."""
     global _last
     _last = phase, step
     if launcher_folder.has_launcher():
-        _write(f"{os.getpid()} {phase} {step} {time.monotonic():.3f}")
-
-
-def _write(text: str) -> None:
-    global _file
-    try:
-        if _file is not None and os.fstat(_file).st_nlink == 0:  # the file was removed
-            os.close(_file)
-            _file = None
-        if _file is None:
-            _file = launcher_folder.open_file(f"{os.environ['RANK']}.now")
-        os.pwrite(_file, text.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
-    except OSError:
-        pass  # the launcher is gone, or its disk full
+        text = f"{os.getpid()} {phase} {step} {time.monotonic():.3f}"
+        with suppress(OSError):  # the launcher is gone, or its disk full
+            launcher_folder.write_file(f"{os.environ['RANK']}.now", text)
 
 
 def describe() -> str:

@@ -119,7 +119,13 @@ def _launch_config(
 ) -> LaunchConfig:
     rendezvous.register()
     options = {
+        "min_nodes": 1,
+        "max_nodes": 1,
         "nproc_per_node": num_ranks,
+        "run_id": uuid.uuid4().hex,
+        "rdzv_backend": rendezvous.ONE_MACHINE,
+        # Otherwise torch looks up this machine's name, which fails on many laptops.
+        "local_addr": "127.0.0.1",
         "max_restarts": max_restarts,
         "monitor_interval": 0.1,
         "start_method": "spawn",
@@ -128,22 +134,11 @@ def _launch_config(
         # None: torch's handler raises at every signal, wherever the launcher is.
         "signals_to_handle": "",
         "shutdown_timeout": _SHUTDOWN_TIMEOUT_S,
-        **(_one_machine() if machines is None else _meeting_point(machines)),
+        **({} if machines is None else _meeting_point(machines)),
     }
     # Older versions of torch have no shutdown_timeout and wait 30 s.
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     return LaunchConfig(**{key: value for key, value in options.items() if key in known})
-
-
-def _one_machine() -> dict[str, Any]:
-    return {
-        "min_nodes": 1,
-        "max_nodes": 1,
-        "rdzv_backend": rendezvous.ONE_MACHINE,
-        "run_id": uuid.uuid4().hex,
-        # Otherwise torch looks up this machine's name, which fails on many laptops.
-        "local_addr": "127.0.0.1",
-    }
 
 
 def _meeting_point(machines: Machines) -> dict[str, Any]:

@@ -59,18 +59,8 @@ def address_toward(host: str, port: int) -> str | None:
     return None if ipaddress.ip_address(address).is_loopback else address
 
 
-def interface_toward(host: str, port: int) -> str | None:
-    """The name of this machine's interface on the way to `host`; None if unknown."""
-    address = address_toward(host, port)
-    return None if address is None or ":" in address else _interface_with(address)
-
-
-def loopback_interface() -> str | None:
-    """The name of the interface that leads to this machine only; None if unknown."""
-    return _interface_with("127.0.0.1")
-
-
-def _interface_with(address: str) -> str | None:
+def interface_with(address: str | None) -> str | None:
+    """The name of the interface with this IPv4 address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())

@@ -4,10 +4,7 @@ from segtrain.config import Config
 
 
 def partition(total: int, parts: int, index: int) -> range:
-    """The positions of `range(total)` in part `index` of `parts`.
-
-    Parts are contiguous; the first `total % parts` of them are longer by 1.
-    """
+    """The positions in part `index`: contiguous, the first `total % parts` parts longer by 1."""
     small, extra = divmod(total, parts)
     start = index * small + min(index, extra)
     return range(start, start + small + (index < extra))
@@ -16,9 +13,7 @@ def partition(total: int, parts: int, index: int) -> range:
 def smallest_batch(config: Config, ranks: int, ranks_here: int) -> int:
     """The fewest images over which batch norm takes its statistics in a pass.
 
-    Args:
-        ranks: on all machines together.
-        ranks_here: on this machine.
+    ranks, ranks_here: on all machines together and on this one.
     """
     train, norm = config.train, config.norm
     images = train.batch_size // train.accumulate_steps

@@ -1,12 +1,10 @@
 """Joining the process group: the device of this rank, and how the ranks find each other.
 
-For programs of your own, started by torchrun or without ranks:
+from segtrain.distributed.process_group import device_for, process_group
 
-    from segtrain.distributed.process_group import device_for, process_group
-
-    device = device_for("auto")
-    with process_group(device, timeout_s=600):
-        ...  # everything collective
+device = device_for("auto")
+with process_group(device, timeout_s=600):
+    ...  # train; the program may be started by torchrun, by srun through segtrain, or alone
 """
 
 import os
@@ -84,10 +82,7 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     except LostRanksError as error:
         raise LostRanksError(f"{error}, {heartbeat.describe()}") from error
     finally:
-        dist.forget_groups()
-        dist.use_shared_sum(None)
-        if dist.is_distributed():
-            torch_dist.destroy_process_group()
+        dist.leave_groups()
 
 
 def _choose_interface() -> None:
@@ -97,16 +92,14 @@ def _choose_interface() -> None:
     gloo listens where rank 0 is reached: by default it would follow this machine's host name.
     """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    libraries = ["GLOO"]
+    address, libraries = None, ["GLOO"]
     if launcher_folder.store_file() is not None:
-        libraries = ["GLOO", "NCCL"]
-        interface = machine.loopback_interface()
+        address, libraries = "127.0.0.1", ["GLOO", "NCCL"]
     elif host and port.isdigit():
-        interface = machine.interface_toward(host, int(port))
-    else:
-        return
-    for library in libraries:
-        if interface is not None:
+        address = machine.address_toward(host, int(port))
+    interface = machine.interface_with(address)
+    if interface is not None:
+        for library in libraries:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
 
 

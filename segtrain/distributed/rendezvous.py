@@ -13,6 +13,7 @@ import ipaddress
 import socket
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -92,43 +93,31 @@ class SignedBackend(RendezvousBackend):
         return MACHINES
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """As the base class says.
-
-        Raises:
-            RendezvousStateError: the state was not signed with the key of this run.
-        """
-        response = self._backend.get_state()
-        if response is None:
-            return None
-        signed, token = response
-        return self._verified(signed), token
+        """As the base class says; RendezvousStateError: not signed with the key of this run."""
+        return self._verified(self._backend.get_state())
 
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """As the base class says.
-
-        Raises:
-            RendezvousStateError: as `get_state`, if there was another state.
-        """
-        response = self._backend.set_state(self._digest(state) + state, token)
-        if response is None:
-            return None
-        signed, new_token, has_set = response
-        return self._verified(signed), new_token, has_set
+        """As the base class says; RendezvousStateError: as `get_state`."""
+        return self._verified(self._backend.set_state(self._digest(state) + state, token))
 
     def _digest(self, state: bytes) -> bytes:
         message = len(self._run_id).to_bytes(8, "big") + self._run_id + state
         return hmac.digest(self._secret, message, _DIGEST)
 
-    def _verified(self, signed: bytes) -> bytes:
+    def _verified(self, response: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+        """The answer of the backend, without the signature of its state."""
+        if response is None:
+            return None
+        signed, *rest = response
         digest, state = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
         if not hmac.compare_digest(digest, self._digest(state)):
             raise RendezvousStateError(
                 "the state was not written with the key of this run: the machines have different "
                 "keys, or somebody else writes there"
             )
-        return state
+        return (state, *rest)
 
 
 class Machines(DynamicRendezvousHandler):
@@ -188,14 +177,11 @@ def _meeting_store(params: RendezvousParameters) -> Store:
 
 
 def listening_store(host: str, port: int) -> tuple[TCPStore, bool]:
-    """A store that listens at this machine's address `host` only; port 0 means any free port.
+    """A store that listens at `host`, and whether it listens on every interface instead.
 
-    It listens on every interface where the others could not reach it otherwise: behind a router
-    that translates addresses, `host` is no address of this machine, and on many machines /etc/hosts
-    maps the host name to the loopback.
-
-    Returns:
-        the store, and whether it listens on every interface.
+    It has to where the others could not reach it otherwise: behind a router that translates
+    addresses, `host` is no address of this machine, and on many machines /etc/hosts maps the host
+    name to the loopback. Port 0 means any free port.
 
     Raises:
         OSError: the port is taken, or the name unknown.
@@ -204,7 +190,14 @@ def listening_store(host: str, port: int) -> tuple[TCPStore, bool]:
     leads_back = ipaddress.ip_address(address[0]).is_loopback and not is_loopback(host)
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        exposed = leads_back or not _binds(listener, address)
+        exposed = leads_back
+        if not exposed:
+            try:
+                listener.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                exposed = True
         if exposed:
             listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
         listener.listen(_BACKLOG)
@@ -227,14 +220,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _binds(listener: socket.socket, address: tuple[object, ...]) -> bool:
-    """Binds `listener`; False if `address` is no address of this machine."""
-    try:
-        listener.bind(address)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        return False
-    return True

@@ -47,10 +47,7 @@ class SharedSum:
     rank locks a byte of the file. The kernel unlocks it when the process ends, which the others
     notice.
 
-    Args:
-        path: the file that `create` made on one rank.
-        rank, size: this process's number and the number of processes.
-        timeout_s: how long to wait for the others.
+    path: made by `create` on one of `size` ranks.
     """
 
     def __init__(self, path: str, rank: int, size: int, *, timeout_s: float) -> None:
@@ -68,11 +65,7 @@ class SharedSum:
 
     @staticmethod
     def create(size: int) -> str:
-        """The path of a new file for `size` ranks; remove it after all have opened it.
-
-        Raises:
-            OSError: there is no room.
-        """
+        """The path of a new file for `size` ranks, to be removed when all have opened it."""
         file, path = tempfile.mkstemp(prefix="segtrain-", dir=SHARED_MEMORY)
         try:
             # Reserves the memory now: later, a lack of it would end the process by SIGBUS.
@@ -136,9 +129,9 @@ class SharedSum:
                 self._check_missing(now - began)
 
     def _check_missing(self, waited_s: float) -> None:
-        missing = [int(rank) for rank in np.flatnonzero(self._announced < self._count)]
+        missing = np.flatnonzero(self._announced < self._count)
         for rank in missing:
-            if self._has_ended(rank):
+            if self._has_ended(int(rank)):
                 raise LostRanksError(f"rank {self.rank}: rank {rank} has ended")
         if waited_s > self._timeout_s:
             raise LostRanksError(

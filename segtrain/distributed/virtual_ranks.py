@@ -31,11 +31,7 @@ class VirtualRanks:
         self._error: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """What the functions return, called in a thread each.
-
-        Raises:
-            the first exception of any of them, after all threads have ended.
-        """
+        """What the functions return, each called in its thread; raises the first exception."""
         results: list[Any] = [None] * self.num_slots
 
         def work(slot: int) -> None:
@@ -44,9 +40,7 @@ class VirtualRanks:
                 self._wait_for_turn(slot)
                 results[slot] = functions[slot]()
                 self._finish(slot)
-            except _OtherFailedError:
-                pass
-            except BaseException as error:  # raised again below, in the caller's thread
+            except BaseException as error:  # the first of all threads is raised below
                 self._fail(error)
 
         threads = [
@@ -67,10 +61,7 @@ class VirtualRanks:
         return results
 
     def meet(self, part: Any, combine: Callable[[list[Any]], T]) -> T:
-        """`combine` of all threads' parts in the order of slots; every thread gets the result.
-
-        `combine` is called once.
-        """
+        """`combine` of all threads' parts in the order of slots, called once, in every thread."""
         slot = _this_thread.slot
         self._parts[slot] = part
         if slot == self.num_slots - 1:
