@@ -78,7 +78,7 @@ def run_ranks(
             lambda number: SignalException("asked to stop", sigval=signal.Signals(number)),
             kill=partial(_kill_ranks, folder),
         )
-        statuses: dict[int, int] = {}
+        failures: dict[int, int] = {}
         stopped_by = None
         watchdog = Watchdog(folder)
         try:
@@ -87,7 +87,7 @@ def run_ranks(
                 elastic_launch(config, command[0])(*command[1:])
                 signals.ignore_stop_signals()
         except ChildFailedError as error:
-            statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException as error:
             stopped_by = error.sigval
         except RendezvousError as error:
@@ -97,8 +97,8 @@ def run_ranks(
                 "the last checkpoint by --resume, on all machines"
             ) from error
         signals.ignore_stop_signals()
-        notes = read_exit_statuses(folder)
-        return exit_code_of(notes, statuses, stopped_by, killed=watchdog.killed)
+        statuses = read_exit_statuses(folder)
+        return exit_code_of(statuses, failures, stopped_by, killed=watchdog.killed)
 
 
 def _set_environment(folder: Path, num_ranks: int, *, one_machine: bool) -> None:
@@ -202,10 +202,11 @@ def exit_code_of(
     for rank, code in failures.items():
         if rank not in explained:
             return _silent_death(rank, code)
-    for rank in killed:
+    if killed:
+        rank, _, phase, step, _ = killed[0]
         say(
-            f"rank {rank.rank} did not answer the others: it hung in {rank.phase}, after step "
-            f"{rank.step}, and was killed; resume from the last checkpoint by --resume"
+            f"rank {rank} did not answer the others: it hung in {phase}, after step {step}, and "
+            "was killed; resume from the last checkpoint by --resume"
         )
         return EXIT_SYSTEM
     for status in statuses:

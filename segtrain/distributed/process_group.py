@@ -1,10 +1,12 @@
 """Joining the process group: the device of this rank, and how the ranks find each other.
 
-from segtrain.distributed.process_group import device_for, process_group
+In a program of your own, started by torchrun or alone:
 
-device = device_for("auto")
-with process_group(device, timeout_s=600):
-    ...  # train; the program may be started by torchrun, by srun through segtrain, or alone
+    from segtrain.distributed.process_group import device_for, process_group
+
+    device = device_for("auto")
+    with process_group(device, timeout_s=600):
+        train(device)
 """
 
 import os

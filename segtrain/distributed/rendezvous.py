@@ -68,6 +68,10 @@ class OneMachine(StaticTCPRendezvous):
     def __init__(self, params: RendezvousParameters) -> None:
         super().__init__("127.0.0.1", 0, rank=0, world_size=1, run_id=params.run_id, timeout=0)
 
+    def get_backend(self) -> str:
+        """As the base class says."""
+        return ONE_MACHINE
+
     def next_rendezvous(self) -> RendezvousInfo:
         """A new store for each attempt, so that none sees the values of another."""
         no_server = RendezvousStoreInfo(self.master_addr, self.master_port)
