@@ -140,16 +140,17 @@ def _start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
     from segtrain.distributed.launcher import Machines, run_ranks
 
     command = [sys.executable, *_safe_path(), "-m", "segtrain", *args.argv]
-    if getattr(args, "nnodes", 1) == 1:  # `segtrain eval` has no such option
-        return run_ranks(command, num_ranks, max_restarts=getattr(args, "max_restarts", 0))
-    machines = Machines(
-        num=args.nnodes,
-        endpoint=args.rdzv_endpoint,
-        node_rank=args.node_rank,
-        run_id=args.rdzv_id or "segtrain",
-        secret_file=Path(args.output, SECRET_FILE),
-    )
-    return run_ranks(command, num_ranks, max_restarts=args.max_restarts, machines=machines)
+    machines = None
+    if getattr(args, "nnodes", 1) > 1:  # `segtrain eval` has no such option
+        machines = Machines(
+            num=args.nnodes,
+            endpoint=args.rdzv_endpoint,
+            node_rank=args.node_rank,
+            run_id=args.rdzv_id or "segtrain",
+            secret_file=Path(args.output, SECRET_FILE),
+        )
+    max_restarts = getattr(args, "max_restarts", 0)
+    return run_ranks(command, num_ranks, max_restarts=max_restarts, machines=machines)
 
 
 def _safe_path() -> list[str]:

@@ -1,4 +1,5 @@
-"""Ranks: starting them, finding each other, exchanging tensors, noticing that some are lost.
+"""Ranks: starting them, joining their process group, exchanging tensors, noticing lost ranks.
 
-Modules are imported by name, so that `segtrain --help` does not wait for torch.
+`process_group` and `collectives` serve every program; `launcher` and the files beside it serve the
+ranks that segtrain starts itself. Import modules by name: `segtrain --help` must not import torch.
 """

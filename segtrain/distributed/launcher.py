@@ -23,13 +23,7 @@ from segtrain.distributed import launcher_folder, machine, rendezvous, signals
 from segtrain.distributed.exit_status import ExitStatus, read_exit_statuses
 from segtrain.distributed.heartbeat import Heartbeat, read_heartbeats
 from segtrain.distributed.watchdog import Watchdog
-from segtrain.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_SYSTEM,
-    EXIT_TERMINATED,
-    ExecutionError,
-)
+from segtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_SYSTEM, EXIT_TERMINATED, ExecutionError
 from segtrain.text import say
 
 _STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
@@ -63,9 +57,7 @@ def run_ranks(
 ) -> int:
     """Runs `command` in `num_ranks` processes here, waits for them; the exit code of the run.
 
-    Args:
-        max_restarts: how often to start all ranks again after a failure.
-        machines: None if all ranks are on this machine.
+    After a failure all ranks are started again, at most `max_restarts` times.
 
     Raises:
         ExecutionError: the launchers of several machines did not meet or lost each other.

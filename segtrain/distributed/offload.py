@@ -87,10 +87,7 @@ _this_thread = threading.local()
 
 @contextmanager
 def saved_on_host(
-    device: torch.device,
-    parameters: Iterable[Tensor] = (),
-    *,
-    copies: CudaCopies | None = None,
+    device: torch.device, parameters: Iterable[Tensor] = (), *, copies: CudaCopies | None = None
 ) -> Iterator[None]:
     """Inside, tensors that autograd saves are copied to the host, and back when they are needed.
 
