@@ -5,12 +5,16 @@ import time
 import pytest
 import yaml
 
-from segtrain.config.strict_yaml import MAX_BYTES, checked, parse_value, read_yaml, scan_yaml
+from segtrain.config.mistakes import report
+from segtrain.config.strict_yaml import MAX_BYTES, parse_value, read_text, scan_yaml
 from segtrain.errors import ConfigError
 
 
 def read(text):
-    return checked(scan_yaml(text, source="f.yaml"))
+    document = scan_yaml(text, source="f.yaml")
+    if document.mistakes:
+        raise ConfigError("\n".join(report(document.mistakes, {}, source="f.yaml")))
+    return document
 
 
 def refusal(text):
@@ -142,15 +146,15 @@ def test_bytes_that_are_no_settings_are_refused(tmp_path, content, message):
     path = tmp_path / "x y.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        read_yaml(path)
+        read_text(path)
     assert str(caught.value).startswith(f"{path}{message}")
 
 
 def test_a_missing_file_and_a_directory_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read: no such file"):
-        read_yaml(tmp_path / "no.yaml")
+        read_text(tmp_path / "no.yaml")
     with pytest.raises(ConfigError, match="cannot be read: is a directory"):
-        read_yaml(tmp_path)
+        read_text(tmp_path)
 
 
 @pytest.mark.fault(83)

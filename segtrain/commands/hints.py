@@ -4,9 +4,10 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from segtrain.config import FOREIGN_KEYS, Config
+from segtrain.config import Config
 from segtrain.config.loading import yaml_value
-from segtrain.config.messages import nearest
+from segtrain.config.options import FOREIGN_KEYS
+from segtrain.config.suggest import nearest
 
 # Of options by one name in several sections the first is meant.
 _SECTIONS = ("train", "data", "augment", "model", "loss", "eval", "norm", "log", "checkpoint")

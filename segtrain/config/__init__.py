@@ -1,7 +1,12 @@
 """The experiment file: its options, how it is loaded, and what is said about mistakes in it."""
 
+from segtrain.config.loading import (
+    config_to_yaml,
+    load_config,
+    override_config,
+    parse_config,
+)
 from segtrain.config.options import (
-    FOREIGN_KEYS,
     AugmentConfig,
     CheckpointConfig,
     Config,
@@ -14,14 +19,9 @@ from segtrain.config.options import (
     NormConfig,
     TrainConfig,
     config_schema,
-    config_to_yaml,
-    load_config,
-    override_config,
-    parse_config,
 )
 
 __all__ = [
-    "FOREIGN_KEYS",
     "AugmentConfig",
     "CheckpointConfig",
     "Config",

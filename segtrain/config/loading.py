@@ -1,106 +1,73 @@
-"""Settings files: YAML text and `--set` overrides to a checked model, and a model back to YAML."""
+"""From YAML text and `--set` options to a checked Config, and back to YAML."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
-from segtrain.config.messages import Finding, is_section, report, validate
-from segtrain.config.strict_yaml import KeyPath, dotted, parse_value, plain_value, scan_yaml
+from segtrain.config.messages import validate
+from segtrain.config.mistakes import KeyPath, Place, dotted, report
+from segtrain.config.options import FOREIGN_KEYS, SECTIONS, Config
+from segtrain.config.strict_yaml import Document, parse_value, plain_value, read_text, scan_yaml
 from segtrain.errors import ConfigError
 from segtrain.text import printable
 
-Model = TypeVar("Model", bound=BaseModel)
-
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*\Z")
-# What may be meant as KEY=VALUE: "train.lr 0.1", "train.lr: 0.1".
+# Other ways to write KEY=VALUE: "train.lr 0.1", "train.lr: 0.1".
 _SPELLED = re.compile(r"([A-Za-z_]+(?:\.[A-Za-z_]+)+)(?::?[ ]+|:)([^ =]+)\Z")
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*\Z")
+# Text without quotes here, but booleans to other YAML readers.
+_BOOLEANS = ("yes", "no", "on", "off", "y", "n", "true", "false", "null")
 
 
-def parse_settings(
-    model: type[Model],
-    text: str,
-    *,
-    source: str,
-    overrides: Sequence[str] = (),
-    hints: Mapping[str, str] | None = None,
-) -> Model:
-    """The YAML `text` with `section.key=value` overrides applied, as a checked `model`.
-
-    Args:
-        source: the name of the file, for messages.
-        hints: see `validation.validate`.
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The experiment in the YAML file `path`, with `section.key=value` overrides applied.
 
     Raises:
-        ConfigError: one line for every mistake in the file and the overrides.
+        ConfigError: one line for every mistake, with `file:line` or `--set key`.
     """
-    document = scan_yaml(text, source=source)
-    places = {path: ((0, line), f"{source}:{line}") for path, line in document.lines.items()}
-    findings = [Finding(path, text, line=line) for path, line, text in document.problems]
-    return _check(model, document.data, overrides, findings, places, source, hints)
+    return parse_config(read_text(path), source=str(path), overrides=overrides)
 
 
-def override_settings(
-    settings: Model,
-    overrides: Sequence[str],
-    *,
-    source: str,
-    hints: Mapping[str, str] | None = None,
-) -> Model:
-    """`settings` with `section.key=value` overrides applied and checked again.
+def parse_config(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
+    """As `load_config`, from YAML `text`; messages call it `source`."""
+    return _checked(scan_yaml(text, source=source), overrides)
 
-    Args:
-        source: where the settings came from, for messages.
+
+def override_config(config: Config, overrides: Sequence[str], *, source: str) -> Config:
+    """`config` with `section.key=value` overrides applied and checked again.
+
+    source: where the config came from, such as a checkpoint, for messages.
     """
-    return _check(type(settings), settings.model_dump(), overrides, [], {}, source, hints)
+    return _checked(Document(source, config.model_dump(), {}, ()), overrides)
 
 
-def _check(
-    model: type[Model],
-    data: dict[str, Any],
-    overrides: Sequence[str],
-    findings: list[Finding],
-    places: dict[KeyPath, tuple[tuple[int, int], str]],
-    source: str,
-    hints: Mapping[str, str] | None,
-) -> Model:
+def _checked(document: Document, overrides: Sequence[str]) -> Config:
+    data, places, mistakes = document.data, document.places, list(document.mistakes)
     unplaced = []
     for i, text in enumerate(overrides):
         try:
             path, value = _parse_override(text)
-            _set(data, path, value, model)
+            _set(data, path, value)
         except ConfigError as error:
             unplaced.append(str(error))
             continue
-        findings = [f for f in findings if not _overlap(f.path, path)]
+        # The override replaces what the file says there, even a mistake.
+        mistakes = [m for m in mistakes if not _overlap(m.path, path)]
         places = {p: place for p, place in places.items() if p[: len(path)] != path}
-        for length in range(1, len(path) + 1):  # a section that only the override names
-            place = ((1, i), f"--set {dotted(path)}")
-            places[path[:length]] = (
-                place if length == len(path) else places.get(path[:length], place)
-            )
-    checked = validate(model, data, hints=hints)
+        for length in range(len(path), 0, -1):  # the sections too, where the file has none
+            places.setdefault(path[:length], Place((1, i), f"--set {dotted(path)}"))
+    checked = validate(Config, data, hints=FOREIGN_KEYS)
     if isinstance(checked, list):
         # A value that was refused is missing from the data, which is no second mistake.
-        refused = [f.path for f in findings]
-        findings += [f for f in checked if not any(_overlap(f.path, p) for p in refused if p)]
-    if findings or unplaced:
-
-        def place(finding: Finding) -> tuple[tuple[int, int], str]:
-            if finding.line is not None:
-                return (0, finding.line), f"{source}:{finding.line}"
-            for path in (finding.path, *finding.related):
-                if path in places:
-                    return places[path]
-            parents = (finding.path[:n] for n in range(len(finding.path) - 1, 0, -1))
-            return next((places[path] for path in parents if path in places), ((0, 0), source))
-
-        lines = [_for_shell(line) for line in report(findings, place)]
+        refused = [m.path for m in mistakes if m.path]
+        mistakes += [m for m in checked if not any(_overlap(m.path, path) for path in refused)]
+    if mistakes or unplaced:
+        lines = [_for_shell(line) for line in report(mistakes, places, source=document.source)]
         raise ConfigError("\n".join([*lines, *unplaced]))
-    assert not isinstance(checked, list)
+    assert isinstance(checked, Config)
     return checked
 
 
@@ -112,6 +79,7 @@ def _for_shell(line: str) -> str:
 
 
 def _overlap(a: KeyPath, b: KeyPath) -> bool:
+    """Whether one of the two is the other or a section around it."""
     shared = min(len(a), len(b))
     return a[:shared] == b[:shared]
 
@@ -128,9 +96,9 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
     return tuple(key.split(".")), parse_value(value, source=f"--set {key}")
 
 
-def _set(data: dict[str, Any], path: KeyPath, value: Any, model: type[BaseModel]) -> None:
-    """Puts `value` at `path` of `data`, making sections on the way."""
-    if is_section(model, path):
+def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Puts `value` at `path` of `data`; adds sections that are missing."""
+    if len(path) == 1 and path[0] in SECTIONS:
         raise ConfigError(f"--set {dotted(path)}: is a section; set its keys one by one")
     for i, part in enumerate(path[:-1]):
         data = data.setdefault(part, {})
@@ -139,23 +107,25 @@ def _set(data: dict[str, Any], path: KeyPath, value: Any, model: type[BaseModel]
     data[path[-1]] = value
 
 
-def to_yaml(settings: BaseModel) -> str:
-    """Every field in order, one line each below its section; reads back as an equal model.
-
-    Floats are written so that other YAML readers see floats too (`1.0e-05`, never `1e-05`).
-    """
-    blocks = []
-    for key, value in settings.model_dump(mode="json").items():
-        if isinstance(value, dict) and value:
-            lines = [f"  {name}: {yaml_value(item)}" for name, item in value.items()]
-            blocks.append("\n".join([f"{key}:", *lines]))
+def config_to_yaml(config: Config) -> str:
+    """The whole experiment as YAML, every option in order; loads back as an equal config."""
+    lines = []
+    for key, value in config.model_dump(mode="json").items():
+        if isinstance(value, dict):
+            lines += [
+                f"{key}:",
+                *(f"  {name}: {yaml_value(item)}" for name, item in value.items()),
+            ]
         else:
-            blocks.append(f"{key}: {yaml_value(value)}")
-    return "\n".join(blocks) + "\n"
+            lines.append(f"{key}: {yaml_value(value)}")
+    return "\n".join(lines) + "\n"
 
 
 def yaml_value(value: Any) -> str:
-    """`value` on one line, as `--set` and the files of settings read it."""
+    """`value` on one line, as `--set` and the config files read it.
+
+    Other YAML readers see floats too: `1.0e-05`, never `1e-05`.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -176,8 +146,7 @@ def _text(text: str) -> str:
         plain = _PLAIN.match(text) is not None and plain_value(text) == text
     except ValueError:
         plain = False
-    # yes, no, on and off are text here and booleans elsewhere.
-    if plain and text.lower() not in ("yes", "no", "on", "off", "y", "n", "true", "false", "null"):
+    if plain and text.lower() not in _BOOLEANS:
         return text
     quoted = yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True).strip()
     # Format characters too: YAML and Python escape in the same way.

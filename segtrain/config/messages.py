@@ -1,75 +1,57 @@
-"""Checks parsed YAML against a pydantic model and lists every mistake in plain words.
+"""Checks data against a pydantic model and describes every mistake in plain words.
 
-What a value should have been is read from the model's JSON schema, so one description serves all of
-pydantic's kinds of error and stays true when a field changes.
+What a key expects is read from the model's JSON schema, so the messages follow the fields.
 """
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from functools import cache, reduce
+from operator import getitem
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from segtrain.config.strict_yaml import KeyPath, dotted, plain_value
+from segtrain.config.mistakes import MAX_SHOWN, KeyPath, Mistake, dotted
+from segtrain.config.strict_yaml import plain_value
+from segtrain.config.suggest import did_you_mean, nearest
 from segtrain.text import printable
 
 Model = TypeVar("Model", bound=BaseModel)
+Schema = dict[str, Any]
 
-_MAX_SHOWN = 60
-_PLAUSIBLE = 1e6  # no larger number is meant for each of several sides
-
-
-class Finding(NamedTuple):
-    """One mistake: the key it is about (empty: the whole file) and what is wrong with it.
-
-    related: other keys that take part, whose place is shown when the first is written nowhere.
-    line: where it is in the file, if that is not simply the line of the key.
-    """
-
-    path: KeyPath
-    message: str
-    related: tuple[KeyPath, ...] = ()
-    line: int | None = None
+# The hint "did you mean [512, 512]?" is for the sides of crops, and no crop is larger.
+_LARGEST_SIDE = 1e6
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+_BOOLEANS = {"yes": "true", "on": "true", "1": "true", "true": "true"}
+_BOOLEANS |= {"no": "false", "off": "false", "0": "false", "false": "false"}
 
 
 def validate(
     model: type[Model], data: Mapping[str, Any], *, hints: Mapping[str, str] | None = None
-) -> Model | list[Finding]:
+) -> Model | list[Mistake]:
     """`data` as a `model`, or all that is wrong with it.
 
     Lists are accepted for tuples and integers for floats; nothing else is converted.
 
     Args:
-        hints: for keys that people bring from other tools, what to write instead.
+        hints: what to write instead of keys that other tools use.
     """
     try:
         return model.model_validate(_tuples(data))
     except ValidationError as error:
-        schema = _schema_of(model)
         errors = error.errors()
+    mistakes: dict[Mistake, None] = {}  # in order, each once
+    for one in errors:
+        loc = one["loc"]
+        inner = any(e["loc"][: len(loc)] == loc and len(e["loc"]) > len(loc) for e in errors)
         # A list whose items are all wrong counts as empty too, which is no second mistake.
-        errors = [e for e in errors if e["type"] != "too_short" or not _has_inner(e, errors)]
-        described = (_describe(e, data, schema, hints or {}) for e in errors)
-        findings: dict[Finding, None] = {f: None for group in described for f in group}
-        return list(findings)
-
-
-def _has_inner(error: Any, errors: Sequence[Any]) -> bool:
-    depth = len(error["loc"])
-    return any(e["loc"][:depth] == error["loc"] and len(e["loc"]) > depth for e in errors)
-
-
-def is_section(model: type[BaseModel], path: KeyPath) -> bool:
-    """Whether `path` names a group of keys rather than a value."""
-    schema = _schema_of(model)
-    found, node = _walk(path, schema)
-    return found == path and "properties" in node
+        if one["type"] != "too_short" or not inner:
+            mistakes |= dict.fromkeys(_describe(one, data, _schema_of(model), hints or {}))
+    return list(mistakes)
 
 
 @cache
-def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
+def _schema_of(model: type[BaseModel]) -> Schema:
     return model.model_json_schema()
 
 
@@ -83,43 +65,43 @@ def _tuples(value: Any) -> Any:
 
 
 def _describe(
-    error: Any, data: Mapping[str, Any], schema: dict[str, Any], hints: Mapping[str, str]
-) -> Iterator[Finding]:
+    error: Any, data: Mapping[str, Any], schema: Schema, hints: Mapping[str, str]
+) -> Iterator[Mistake]:
     path, node = _walk(error["loc"], schema)
-    if error["type"] == "extra_forbidden":
-        yield Finding(error["loc"], _unknown_key(error["loc"], schema, hints))
-    elif error["type"] == "missing" and path == error["loc"]:
+    kind = error["type"]
+    if kind == "extra_forbidden":
+        yield Mistake(error["loc"], _unknown_key(error["loc"], schema, hints))
+    elif kind == "value_error":
+        for line in str(error["ctx"]["error"]).splitlines():
+            yield _from_validator(line, path, schema)
+    elif kind == "missing" and path == error["loc"]:
+        what = _expected(node, schema)
         if "properties" in node:
             what = f"a section with {', '.join(node.get('required', []))}"
-        else:
-            meaning = f" ({node['description']})" if "description" in node else ""
-            what = f"{expected(node, schema)}{meaning}"
-        yield Finding(path, f"is required: {what}")
-    elif error["type"] == "value_error":
-        for line in str(error["ctx"]["error"]).splitlines():
-            yield _named_finding(line, path, schema)
+        elif "description" in node:
+            what += f" ({node['description']})"
+        yield Mistake(path, f"is required: {what}")
     else:
-        value = _value_at(data, path)
-        out_of_range = error["type"] in ("greater_than", "greater_than_equal", "less_than")
-        got = _show(value, with_kind=not (out_of_range or error["type"] == "less_than_equal"))
-        hint = _value_hint(value, node, schema)
-        yield Finding(path, f"expected {expected(node, schema)}, got {got}{hint}")
+        value = reduce(getitem, path, data)
+        got = _show(value, with_kind=kind not in _OUT_OF_RANGE)
+        hint = _hint(value, node)
+        yield Mistake(path, f"expected {_expected(node, schema)}, got {got}{hint}")
 
 
-def _named_finding(line: str, path: KeyPath, schema: dict[str, Any]) -> Finding:
-    """The finding in a validator's `key: message`, where the message may name further keys."""
+def _from_validator(line: str, path: KeyPath, schema: Schema) -> Mistake:
+    """The mistake in a validator's `key: message`; the message may name further keys."""
     words = [tuple(word.split(".")) for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", line)]
     keys = [(*path, *word) for word in words if _walk((*path, *word), schema)[0] == (*path, *word)]
     first, separator, message = line.partition(": ")
-    if separator and keys and dotted(keys[0]) == dotted((*path, *first.split("."))):
-        return Finding(keys[0], message, tuple(keys[1:]))
-    return Finding(path, line, tuple(keys))
+    if separator and keys and keys[0] == (*path, *first.split(".")):
+        return Mistake(keys[0], message, related=tuple(keys[1:]))
+    return Mistake(path, line, related=tuple(keys))
 
 
-def _walk(loc: KeyPath, schema: dict[str, Any]) -> tuple[KeyPath, dict[str, Any]]:
-    """The part of `loc` that has a meaning of its own, and its schema.
+def _walk(loc: KeyPath, schema: Schema) -> tuple[KeyPath, Schema]:
+    """The key that a message about `loc` names, and its schema.
 
-    An item of a list of plain values belongs to the list: `crop_size[1]` is shown as `crop_size`.
+    An item of a list of numbers or texts belongs to the list: `crop_size[1]` becomes `crop_size`.
     """
     node, path = schema, ()
     for part in loc:
@@ -135,8 +117,8 @@ def _walk(loc: KeyPath, schema: dict[str, Any]) -> tuple[KeyPath, dict[str, Any]
     return path, node
 
 
-def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """`node` with a reference or an `X | null` opened, keeping its own description."""
+def _resolve(node: Schema, schema: Schema) -> Schema:
+    """`node` with references and `X | null` replaced by what they mean; keeps its description."""
     if "anyOf" in node:
         options = [_resolve(option, schema) for option in node["anyOf"]]
         others = [option for option in options if option.get("type") != "null"]
@@ -148,40 +130,25 @@ def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     return node
 
 
-def _value_at(data: Any, path: KeyPath) -> Any:
-    for part in path:
-        data = data[part]
-    return data
-
-
-def expected(node: dict[str, Any], schema: dict[str, Any]) -> str:
-    """What a value of the JSON schema `node` is, in words: `an integer above 0, or null`."""
-    node = _resolve(node, schema)
-    text = _expected_one(node, schema)
+def _expected(node: Schema, schema: Schema) -> str:
+    """What the value of a resolved `node` must be, such as `an integer above 0, or null`."""
+    kind = node.get("type")
+    if "enum" in node:
+        text = f"one of {', '.join(str(value) for value in node['enum'])}"
+    elif kind == "string" and "pattern" in node:
+        text = f"text that matches {node['pattern']}"
+    elif kind == "string":
+        text = "text that is not empty" if node.get("minLength") else "text"
+    elif kind == "array":
+        text = _expected_list(node, schema)
+    elif kind in ("integer", "number"):
+        text = f"{'an integer' if kind == 'integer' else 'a number'}{_limits(node)}"
+    else:
+        text = "true or false" if kind == "boolean" else "keys and values"
     return f"{text}, or null" if node.get("nullable") else text
 
 
-def _expected_one(node: dict[str, Any], schema: dict[str, Any]) -> str:
-    if "enum" in node:
-        return f"one of {', '.join(str(value) for value in node['enum'])}"
-    match node.get("type"):
-        case "integer":
-            return f"an integer{_limits(node)}"
-        case "number":
-            return f"a number{_limits(node)}"
-        case "boolean":
-            return "true or false"
-        case "string" if "pattern" in node:
-            return f"text that matches {node['pattern']}"
-        case "string":
-            return "text that is not empty" if node.get("minLength") else "text"
-        case "array":
-            return _expected_list(node, schema)
-        case _:
-            return "keys and values"
-
-
-def _expected_list(node: dict[str, Any], schema: dict[str, Any]) -> str:
+def _expected_list(node: Schema, schema: Schema) -> str:
     low, high = node.get("minItems"), node.get("maxItems")
     length = f"{low} " if low == high and low is not None else ""
     what = "a list" if low is None or length else "a list, not empty,"
@@ -191,10 +158,10 @@ def _expected_list(node: dict[str, Any], schema: dict[str, Any]) -> str:
     return f"{what} of {length}{kind}{_limits(item)}"
 
 
-def _limits(node: dict[str, Any]) -> str:
+def _limits(node: Schema) -> str:
     low, high = node.get("minimum"), node.get("maximum")
     above, below = node.get("exclusiveMinimum"), node.get("exclusiveMaximum")
-    if below is not None and below > 2**53:  # a limit of the representation: not worth a word
+    if below is not None and below > 2**53:  # the limit of 64 bits, which nobody reaches
         below = None
     start = f"from {low}" if low is not None else f"above {above}" if above is not None else ""
     end = f"to {high}" if high is not None else f"below {below}" if below is not None else ""
@@ -210,54 +177,49 @@ def _show(value: Any, *, with_kind: bool) -> str:
     if isinstance(value, Mapping):
         return "keys and values"
     if isinstance(value, list | tuple):
-        return f"[{_cut(', '.join(_show(item, with_kind=False) for item in value))}]"
+        items = ", ".join(_show(item, with_kind=False) for item in value)
+        return f"[{printable(items, MAX_SHOWN)}]"
     if isinstance(value, bool):
         text, kind = str(value).lower(), "boolean"
     elif isinstance(value, str):
-        text, kind = f"'{_cut(value)}'", "text"
+        text, kind = f"'{printable(value, MAX_SHOWN)}'", "text"
     else:
         text, kind = repr(value), "integer" if isinstance(value, int) else "float"
     return f"{text} ({kind})" if with_kind else text
 
 
-def _cut(text: str) -> str:
-    return printable(text, _MAX_SHOWN)
-
-
-def _value_hint(value: Any, node: dict[str, Any], schema: dict[str, Any]) -> str:
-    """The likely repair, or nothing."""
+def _hint(value: Any, node: Schema) -> str:
+    """The likely repair, as the end of a message, or ""."""
     kind = node.get("type")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if "enum" in node and kind == "string":
         # "deeplabv3+" is the usual name of deeplabv3plus, and another network than deeplabv3.
-        near = nearest(str(value).replace("+", "plus"), node["enum"])
-        return f"; did you mean {near}?" if near else ""
+        return did_you_mean(str(value).replace("+", "plus"), node["enum"])
     if kind == "boolean" and isinstance(value, str | int) and not isinstance(value, bool):
-        meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}
-        meant |= {"no": "false", "off": "false", "0": "false", "false": "false"}
-        near = meant.get(str(value).lower())
-        return f"; did you mean {near}?" if near else ""
+        meant = _BOOLEANS.get(str(value).lower())
+        return f"; did you mean {meant}?" if meant else ""
     if kind == "string" and isinstance(value, int | float):
         return "; for text, put it in quotes"
     if kind in ("integer", "number") and isinstance(value, str):
-        try:
-            number = plain_value(value)
-        except ValueError:
-            return ""
-        return "" if number is None or isinstance(number, str | bool) else "; remove the quotes"
+        return "; remove the quotes" if _is_number(value) else ""
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         return f"; write {value:.0f}"
     if kind == "array" and isinstance(value, str):
         return _list_hint(value, node)
-    if kind == "array" and isinstance(value, int | float) and not isinstance(value, bool):
-        if not 0 <= value <= _PLAUSIBLE:
-            return ""
-        count = node.get("minItems", 1)
-        return f"; did you mean [{', '.join([str(value)] * count)}]?"
+    if kind == "array" and is_number and 0 <= value <= _LARGEST_SIDE:
+        return f"; did you mean [{', '.join([str(value)] * node.get('minItems', 1))}]?"
     return ""
 
 
-def _list_hint(text: str, node: dict[str, Any]) -> str:
-    """`64,64`, `(64, 64)` and `64x64` as the list that is meant; empty for other text."""
+def _is_number(text: str) -> bool:
+    try:
+        return type(plain_value(text)) in (int, float)
+    except ValueError:
+        return False
+
+
+def _list_hint(text: str, node: Schema) -> str:
+    """For `64,64`, `(64, 64)` and `64x64` the list that is meant; empty for other text."""
     words = [word for word in re.split(r"[\s,;x*()\[\]]+", text.strip().lower()) if word]
     low, high = node.get("minItems", 1), node.get("maxItems", len(words))
     if not low <= len(words) <= high or not all(re.fullmatch(r"[0-9.e+-]{1,20}", w) for w in words):
@@ -265,61 +227,26 @@ def _list_hint(text: str, node: dict[str, Any]) -> str:
     return f"; did you mean [{', '.join(words)}]?"
 
 
-def _unknown_key(loc: KeyPath, schema: dict[str, Any], hints: Mapping[str, str]) -> str:
-    """Nearest valid keys: here, the same word in another section, or anything close."""
+def _unknown_key(loc: KeyPath, schema: Schema, hints: Mapping[str, str]) -> str:
+    """What may be meant: a similar key here, the same key elsewhere, a hint, a similar key."""
     key = str(loc[-1])
-    _, node = _walk(loc[:-1], schema)
-    siblings = list(node.get("properties", {}))
+    here = list(_walk(loc[:-1], schema)[1].get("properties", {}))
     elsewhere = [path for path in _all_keys(schema) if path[:-1] != loc[:-1]]
-    exact = [path for path in elsewhere if path[-1] == key]
-    if near := nearest(key, siblings):
+    same = [dotted(path) for path in elsewhere if path[-1] == key]
+    if near := nearest(key, here):
         return f"unknown key; did you mean '{near}'?"
-    if exact:
-        return f"unknown key; did you mean {' or '.join(dotted(path) for path in exact)}?"
+    if same:
+        return f"unknown key; did you mean {' or '.join(same)}?"
     if key in hints:
         return f"unknown key; {hints[key]}"
-    if near := nearest(key, [str(path[-1]) for path in elsewhere]):
-        return f"unknown key; did you mean {dotted(next(p for p in elsewhere if p[-1] == near))}?"
-    return f"unknown key; expected one of {', '.join(siblings)}" if siblings else "unknown key"
+    # In reverse: of the same key in several sections the first is shown.
+    if hint := did_you_mean(key, {str(path[-1]): dotted(path) for path in reversed(elsewhere)}):
+        return f"unknown key{hint}"
+    return f"unknown key; expected one of {', '.join(here)}" if here else "unknown key"
 
 
-def _all_keys(schema: dict[str, Any]) -> Iterator[KeyPath]:
+def _all_keys(schema: Schema) -> Iterator[KeyPath]:
     for name, field in schema.get("properties", {}).items():
         yield (name,)
         for inner in _resolve(field, schema).get("properties", {}):
             yield (name, inner)
-
-
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` may be a misspelling or a part of, or None if none is like it.
-
-    At difflib's usual cutoff of 0.6 "unet" is like "pspnet".
-    """
-    candidates = list(candidates)
-    near = difflib.get_close_matches(word, candidates, n=1, cutoff=0.75)
-    parts = [one for one in candidates if _is_part(word, one) or _is_part(one, word)]
-    return next(iter([*near, *difflib.get_close_matches(word, parts, n=1, cutoff=0)]), None)
-
-
-def _is_part(short: str, long: str) -> bool:
-    """Whether all words of `short` are words of `long`: "crop" and "crop_size"."""
-    words = re.findall(r"[a-z]{3,}", short.lower())
-    return bool(words) and set(words) <= set(re.findall(r"[a-z]{3,}", long.lower()))
-
-
-def report(
-    findings: list[Finding], place: Callable[[Finding], tuple[tuple[int, int], str]]
-) -> list[str]:
-    """One line a finding, in the order of the places.
-
-    Args:
-        place: how to sort a finding and what to show before it, such as `file.yaml:12` or
-            `--set train.lr`.
-    """
-    lines = []
-    for finding in findings:
-        order, where = place(finding)
-        key = dotted(finding.path)
-        label = "" if not key or where.endswith(f" {key}") else f" {key}:"
-        lines.append((order, f"{where}:{label} {finding.message}"))
-    return [line for _, line in sorted(lines, key=lambda pair: pair[0])]

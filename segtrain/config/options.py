@@ -4,14 +4,10 @@ The defaults are the common recipe of the field (PSPNet, arXiv:1612.01105, secti
 file says only what differs. Nothing here imports torch: a wrong file is refused at once.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from segtrain.config.loading import override_settings, parse_settings, to_yaml
-from segtrain.config.strict_yaml import read_text
 
 # torch counts in 64 bits.
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
@@ -31,10 +27,26 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    def without_effect(self, *rules: tuple[str, bool, str]) -> Iterator[tuple[str, str]]:
+        """(key, reason) of each option that has no effect although it differs from its default.
 
-def _refuse(*problems: str | Literal[False]) -> None:
-    """Raises one ValueError with all `problems` that are not False, one `key: message` a line."""
-    found = [problem for problem in problems if problem]
+        rules: keys, separated by blanks; whether they have an effect; the reason why not.
+        """
+        for keys, effective, reason in rules:
+            for key in keys.split():
+                default = type(self).model_fields[key].default
+                if not effective and getattr(self, key) != default:
+                    yield key, reason
+
+    def _no_effect(self, *rules: tuple[str, bool, str]) -> list[str]:
+        """A mistake for each such option: silently ignored, it would make another recipe."""
+        found = self.without_effect(*rules)
+        return [f"{key}: has no effect with {reason}; remove it" for key, reason in found]
+
+
+def _refuse(*mistakes: str | Literal[False]) -> None:
+    """Raises a ValueError with each of `mistakes` that is not False, a line `key: message`."""
+    found = [mistake for mistake in mistakes if mistake]
     if found:
         raise ValueError("\n".join(found))
 
@@ -178,32 +190,25 @@ class ModelConfig(Section):
     dropout: FractionBelow1 = Field(0.1, description="channel dropout before each classifier")
 
     @model_validator(mode="after")
-    def _takes_effect(self) -> Self:
-        """A recipe's option that this architecture ignores would be another recipe in silence."""
+    def _has_effect(self) -> Self:
         resnet, deeplab = self.backbone.startswith("resnet"), self.arch != "pspnet"
+        backbone, arch = f"backbone {self.backbone}", f"arch {self.arch}"
         blocks = 2 if self.backbone == "resnet18" else 3
-        conditions = {
-            "stem": (resnet, f"backbone {self.backbone}"),
-            "multi_grid": (resnet, f"backbone {self.backbone}"),
-            "recompute_norm": (resnet, f"backbone {self.backbone}"),
-            "contract_dilation": (self.output_stride < 32, "output_stride 32"),
-            "ppm_bins": (not deeplab, f"arch {self.arch}"),
-            "aspp_rates": (deeplab, f"arch {self.arch}"),
-            "separable": (deeplab, f"arch {self.arch}"),
-            "low_level_channels": (self.arch == "deeplabv3plus", f"arch {self.arch}"),
-            "aux_channels": (self.aux_head, "aux_head false"),
-        }
+        no_effect = self._no_effect(
+            ("stem multi_grid recompute_norm", resnet, backbone),
+            ("contract_dilation", self.output_stride < 32, "output_stride 32"),
+            ("ppm_bins", not deeplab, arch),
+            ("aspp_rates separable", deeplab, arch),
+            ("low_level_channels", self.arch == "deeplabv3plus", arch),
+            ("aux_channels", self.aux_head, "aux_head false"),
+        )
         _refuse(
-            *(
-                f"{name}: has no effect with {reason}; remove it"
-                for name, (effective, reason) in conditions.items()
-                if not effective and getattr(self, name) != type(self).model_fields[name].default
-            ),
+            *no_effect,
             resnet
             and self.multi_grid is not None
             and len(self.multi_grid) != blocks
             and f"multi_grid: expected {blocks} numbers, one for each block of the last stage of "
-            f"backbone {self.backbone}, got {list(self.multi_grid)}",
+            f"{backbone}, got {list(self.multi_grid)}",
         )
         return self
 
@@ -242,25 +247,23 @@ class NormConfig(Section):
     eps: PositiveFloat = Field(1e-5, description="added to the variance")
 
     @model_validator(mode="after")
-    def _takes_effect(self) -> Self:
-        """An option that this kind ignores would be another experiment in silence."""
-        batch = self.kind in ("sync", "local")
+    def _has_effect(self) -> Self:
+        kind = f"kind {self.kind}"
         parted = self.kind == "local" or (self.kind == "sync" and self.extent != "world")
-        effective = {
-            "extent": (self.kind == "sync", f"kind {self.kind}"),
-            "running": (parted, f"kind {self.kind} over {self.extent}"),
-            "precise_batches": (batch, f"kind {self.kind}"),
-            "momentum": (batch, f"kind {self.kind}"),
-            "num_groups": (self.kind == "group", f"kind {self.kind}"),
-        }
         _refuse(
-            *(
-                f"{name}: has no effect with {reason}; remove it"
-                for name, (has_effect, reason) in effective.items()
-                if not has_effect and getattr(self, name) != type(self).model_fields[name].default
+            *self._no_effect(
+                ("extent", self.kind == "sync", kind),
+                ("running", parted, f"{kind} over {self.extent}"),
+                ("precise_batches momentum", self.is_batch_norm, kind),
+                ("num_groups", self.kind == "group", kind),
             )
         )
         return self
+
+    @property
+    def is_batch_norm(self) -> bool:
+        """Whether batches are normalized by their own statistics."""
+        return self.kind in ("sync", "local")
 
 
 class LossConfig(Section):
@@ -426,7 +429,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _enough_values(self) -> Self:
         _refuse(
-            self.norm.kind in ("sync", "local")
+            self.norm.is_batch_norm
             and self.train.batch_size // self.train.accumulate_steps == 1
             and "train.batch_size: a pass of one image has one value a channel after global "
             "pooling, and batch norm needs two; use at least 2 images a pass "
@@ -436,7 +439,7 @@ class Config(Section):
             and "train.virtual_ranks: need norm.kind sync over the world; with other statistics "
             "train.accumulate_steps is as good",
             self.model.recompute_norm
-            and self.norm.kind not in ("sync", "local")
+            and not self.norm.is_batch_norm
             and f"model.recompute_norm: has no effect with norm.kind {self.norm.kind}; remove it",
             self.norm.kind == "frozen"
             and self.train.init_from is None
@@ -446,62 +449,42 @@ class Config(Section):
         return self
 
 
-# What people bring from semseg, mmsegmentation, torchvision and others, and how it is said here.
-FOREIGN_KEYS = {
-    "num_classes": "the class file in data.classes decides it",
-    "ignore_index": "ignored ids are in the class file, data.classes",
-    "ignore_label": "ignored ids are in the class file, data.classes",
-    "class_names": "names are in the class file, data.classes",
-    "epochs": "the length is train.steps; an epoch is images / train.batch_size steps",
-    "num_epochs": "the length is train.steps; an epoch is images / train.batch_size steps",
-    "max_epochs": "the length is train.steps; an epoch is images / train.batch_size steps",
-    "max_iters": "did you mean train.steps?",
-    "iters": "did you mean train.steps?",
-    "learning_rate": "did you mean train.lr?",
-    "base_lr": "did you mean train.lr?",
-    "batch_size_per_gpu": "train.batch_size counts over all ranks",
-    "samples_per_gpu": "train.batch_size counts over all ranks",
-    "workers": "did you mean data.num_workers?",
-    "amp": "did you mean train.precision?",
-    "fp16": "did you mean train.precision?",
-    "sync_bn": "did you mean norm.kind?",
-    "gpus": "the number of processes is an option of the command: --nproc",
-    "output_dir": "the run directory is an option of the command: --output",
-    "work_dir": "the run directory is an option of the command: --output",
-    "resume": "resuming is an option of the command: --resume",
-    "layers": "did you mean model.backbone?",
-    "encoder": "did you mean model.backbone?",
-    "_base_": "there is no inheritance; a file says what differs from the defaults",
-    "defaults": "there is no inheritance; a file says what differs from the defaults",
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 }
 
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The experiment in the YAML file `path`, with `section.key=value` overrides applied.
-
-    Raises:
-        ConfigError: one line for every mistake, with `file:line` or `--set key`.
-    """
-    return parse_config(read_text(path), source=str(path), overrides=overrides)
-
-
-def parse_config(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
-    """The experiment in YAML `text`, which `source` names in messages; see `load_config`."""
-    return parse_settings(Config, text, source=source, overrides=overrides, hints=FOREIGN_KEYS)
-
-
-def override_config(config: Config, overrides: Sequence[str], *, source: str) -> Config:
-    """`config` with `section.key=value` overrides, by the same checks.
-
-    Args:
-        source: where the config came from, such as the checkpoint, for messages.
-    """
-    return override_settings(config, overrides, source=source, hints=FOREIGN_KEYS)
-
-
-def config_to_yaml(config: Config) -> str:
-    """The whole experiment as YAML, every option in order; loads back as an equal config."""
-    return to_yaml(config)
+# Keys of semseg, mmsegmentation, torchvision and others, and what to write here instead.
+FOREIGN_KEYS = {
+    "num_classes": "the class file in data.classes decides it",
+    **dict.fromkeys(
+        ("ignore_index", "ignore_label"), "ignored ids are in the class file, data.classes"
+    ),
+    "class_names": "names are in the class file, data.classes",
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "max_epochs"),
+        "the length is train.steps; an epoch is images / train.batch_size steps",
+    ),
+    **dict.fromkeys(("max_iters", "iters"), "did you mean train.steps?"),
+    **dict.fromkeys(("learning_rate", "base_lr"), "did you mean train.lr?"),
+    **dict.fromkeys(
+        ("batch_size_per_gpu", "samples_per_gpu"), "train.batch_size counts over all ranks"
+    ),
+    "workers": "did you mean data.num_workers?",
+    **dict.fromkeys(("amp", "fp16"), "did you mean train.precision?"),
+    "sync_bn": "did you mean norm.kind?",
+    "gpus": "the number of processes is an option of the command: --nproc",
+    **dict.fromkeys(
+        ("output_dir", "work_dir"), "the run directory is an option of the command: --output"
+    ),
+    "resume": "resuming is an option of the command: --resume",
+    **dict.fromkeys(("layers", "encoder"), "did you mean model.backbone?"),
+    **dict.fromkeys(
+        ("_base_", "defaults"),
+        "there is no inheritance; a file says what differs from the defaults",
+    ),
+}
 
 
 def config_schema() -> dict[str, Any]:

@@ -6,21 +6,21 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from segtrain.config.messages import nearest
 from segtrain.config.strict_yaml import read_text
+from segtrain.config.suggest import did_you_mean
 from segtrain.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# In a wheel the files lie in the package, in a checkout at the top. Beside an installed package
-# another project may have a folder of that name, so only the first that is there counts.
+# In a wheel the configs are inside the package, in a checkout beside it. Only the first folder that
+# exists counts: beside an installed package, `configs` may belong to another project.
 _DIRECTORIES = (_PACKAGE / "_data" / "configs", _PACKAGE.parent / "configs")
 _SUFFIXES = (".yaml", ".yml")
-# In own_data.yaml: lines that everybody has to change.
+# Marks the lines of own_data.yaml that everybody has to change.
 _MARK = "# <--"
 
 
 class Found(NamedTuple):
-    """The file that CONFIG means; `note` says which one where that may be unexpected, else ""."""
+    """The file that CONFIG means, and a note where that may be unexpected, else ""."""
 
     path: Path
     note: str = ""
@@ -40,11 +40,11 @@ def describe(name: str) -> str:
 def find(text: str) -> Found:
     """The config file that `text` means: a path, or the name of a config that comes with segtrain.
 
-    A file of that very name in the current folder goes first; a folder does not count.
+    A file of exactly this name in the current folder takes precedence; a folder does not.
 
     Raises:
-        ConfigError: there is no such file, or `NAME.yaml` lies in the current folder while `NAME`
-            comes with segtrain, so that either may be meant.
+        ConfigError: there is no such file; or `NAME.yaml` is in the current folder and `NAME` comes
+            with segtrain, so either may be meant.
     """
     shipped = _shipped().get(text)
     is_folder = os.path.isdir(text)  # Path's own methods raise at names that are too long
@@ -52,11 +52,10 @@ def find(text: str) -> Found:
         note = f"using the file {text} in this folder, not segtrain's config of this name"
         return Found(Path(text), note if shipped else "")
     if shipped is not None:
-        beside = [text + suffix for suffix in _SUFFIXES if os.path.exists(text + suffix)]
-        if beside:
+        for beside in (text + suffix for suffix in _SUFFIXES if os.path.exists(text + suffix)):
             raise ConfigError(
-                f"{text}: names a config that comes with segtrain, but {beside[0]} lies in this "
-                f"folder; write {beside[0]} to use it, or take a copy of the other: "
+                f"{text}: names a config that comes with segtrain, but {beside} lies in this "
+                f"folder; write {beside} to use it, or take a copy of the other: "
                 f"segtrain config copy {text} {text}_2.yaml"
             )
         return Found(shipped, f"using segtrain's config {text}: {shipped}")
@@ -70,7 +69,7 @@ def find(text: str) -> Found:
     except FileNotFoundError:
         raise ConfigError(_not_there(text)) from None
     except (OSError, ValueError):
-        pass  # reading it tells why
+        pass  # reading the file gives the reason
     return Found(Path(text))
 
 
@@ -82,9 +81,8 @@ def copy(name: str, target: Path) -> list[str]:
     """
     shipped = _shipped()
     if name not in shipped:
-        near = nearest(name, shipped)
-        hint = f"did you mean {near}?" if near else f"expected one of {', '.join(names())}"
-        raise ConfigError(f"{name}: no config of this name comes with segtrain; {hint}")
+        hint = did_you_mean(name, names()) or f"; expected one of {', '.join(names())}"
+        raise ConfigError(f"{name}: no config of this name comes with segtrain{hint}")
     if target.is_dir():
         raise ConfigError(f"{target}: is a directory; name the file: {target / name}.yaml")
     if target.suffix not in _SUFFIXES:
@@ -113,7 +111,7 @@ def _shipped() -> dict[str, Path]:
 
 
 def _not_there(text: str) -> str:
-    """What to say about a config that does not exist."""
+    """The message about a config that does not exist."""
     path, shipped = Path(text), _shipped()
     if pair := re.match(r"(?:data|model|cfg|config)=(.+)", text):
         return (
@@ -123,20 +121,17 @@ def _not_there(text: str) -> str:
     there = os.listdir(path.parent) if os.path.isdir(path.parent) else []
     files = {Path(name).stem: path.parent / name for name in there if name.endswith(_SUFFIXES)}
     if path.name != text or path.suffix:
+        hint = did_you_mean(path.stem, files)
         if path.stem in shipped:
             hint = f"; the config that comes with segtrain is called {path.stem}"
-        else:
-            near = nearest(path.stem, files)
-            hint = f"; did you mean {files[near]}?" if near else ""
         return f"{text}: cannot be read: no such file or directory{hint}"
     choices = {name: name for name in shipped} | files
-    near = text if text in files else nearest(text, choices)
-    hint = f"did you mean {choices[near]}?" if near else "see 'segtrain config list'"
-    return f"{text}: no such file, and no config of this name comes with segtrain; {hint}"
+    hint = did_you_mean(text, choices) or "; see 'segtrain config list'"
+    return f"{text}: no such file, and no config of this name comes with segtrain{hint}"
 
 
 def _lines_to_change(text: str) -> list[str]:
-    """The marked lines with their numbers; where there is none, that of the data set's folder."""
+    """The marked lines with their numbers; if none is marked, the line of the data set's folder."""
     numbered = list(enumerate(text.splitlines(), start=1))
     body = [(number, line) for number, line in numbered if not line.startswith("#")]
     marked = [(number, line) for number, line in body if _MARK in line]

@@ -1,7 +1,7 @@
-"""YAML without surprises: every value means what it looks like, or it is refused with its line.
+"""YAML without surprises: a value means what it looks like, or it is refused with its line.
 
-PyYAML follows YAML 1.1, where `1e-3` is text, `010` is 8, `12:30` is 750, `yes` is true and a
-repeated key silently wins. Here a plain value is one of
+PyYAML follows YAML 1.1: `1e-3` is text, `010` is 8, `12:30` is 750, `yes` is true, and of a
+repeated key the last wins silently. Here a value without quotes is one of
 
     null ~                    nothing
     true false                the only booleans; yes, no, on and off are text
@@ -9,9 +9,9 @@ repeated key silently wins. Here a plain value is one of
     0.5 1e-3 .5 2.            floats
     anything else             text
 
-and spellings that YAML readers disagree about (`012`, `0x1f`, `1_000`, `12:30`, `.inf`, `None`) are
-refused rather than guessed; in quotes they are text. Anchors, aliases, merge keys, tags, repeated
-keys, empty values, several documents and absurd sizes are refused too.
+Spellings that YAML readers disagree about (`012`, `0x1f`, `1_000`, `12:30`, `.inf`, `None`) are
+refused; in quotes they are text. Anchors, aliases, merge keys, tags, repeated keys, empty values,
+several documents and absurd sizes are refused too.
 """
 
 import re
@@ -20,25 +20,22 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
+from segtrain.config.mistakes import MAX_SHOWN, KeyPath, Mistake, Place, dotted, line_of
 from segtrain.errors import ConfigError
 from segtrain.files import open_regular
 from segtrain.text import printable
 
-KeyPath = tuple[str | int, ...]
-
 # Far above any experiment or class file (ADE20K's has 6 kB and 600 values), and read in a second.
 MAX_BYTES = 100_000
-MAX_NODES = 10_000
-MAX_DEPTH = 20
+_MAX_NODES = 10_000
+_MAX_DEPTH = 20
 _MAX_DIGITS = 40
-# What a message quotes of a file: enough to find the place, and no more of what it may hold.
-_MAX_SHOWN = 60
-# Halves of UTF-16 pairs, which quoted text can spell ("\ud83d") and no file can hold.
+# Halves of UTF-16 pairs. A quoted text can spell them ("\ud83d"), but no UTF-8 file can hold them.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)\Z")
 _FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?\Z")
-# What PyYAML or another YAML reader would take for something else than it looks like, and why.
+# Values that YAML readers disagree about, and why they are refused.
 # No two repeats side by side may match the same characters: a long value would take minutes.
 _AMBIGUOUS = (
     (re.compile(r"[-+]?0[0-9_]+\Z"), "some readers take the leading 0 for octal"),
@@ -51,42 +48,33 @@ _AMBIGUOUS = (
 )
 
 
-class Problem(NamedTuple):
-    """One mistake: the key it is about (empty: the file), its line from 1, and what is wrong."""
-
-    path: KeyPath
-    line: int
-    message: str
-
-
 class Document(NamedTuple):
     """A parsed file.
 
     source: the name to show in messages, usually the path as given.
-    data: the mapping at the top; only dict, list, str, int, float, bool and None inside.
-    lines: line (from 1) of every key and list item, by its path, such as ("train", "lr") or
-    ("augment", "extra", 0, "name").
-    problems: values that were refused; they are not in `data`.
+    data: the mapping at the top, without the values that were refused; only dict, list, str, int,
+        float, bool and None inside.
+    lines: the line, from 1, of every key and list item.
+    mistakes: the values that were refused.
     """
 
     source: str
     data: dict[str, Any]
     lines: dict[KeyPath, int]
-    problems: tuple[Problem, ...] = ()
+    mistakes: tuple[Mistake, ...]
 
-
-def read_yaml(path: str | Path) -> Document:
-    """The mapping in the file `path`.
-
-    Raises:
-        ConfigError: the file cannot be read or is not the YAML described above; all refused values
-            are listed.
-    """
-    return checked(scan_yaml(read_text(path), source=str(path)))
+    @property
+    def places(self) -> dict[KeyPath, Place]:
+        """`lines` for `mistakes.report`."""
+        return {path: line_of(self.source, line) for path, line in self.lines.items()}
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a settings file: UTF-8 without a byte order mark, at most MAX_BYTES."""
+    """The text of a settings file: UTF-8 without a byte order mark, at most MAX_BYTES.
+
+    Raises:
+        ConfigError: the file cannot be read, is too large or is no such text.
+    """
     shown = printable(path)
     try:
         with open_regular(path) as file:
@@ -111,13 +99,13 @@ def read_text(path: str | Path) -> str:
 
 
 def scan_yaml(text: str, *, source: str, example: str = "") -> Document:
-    """The mapping in `text`, with refused values in `problems` for the caller to report.
+    """The mapping in `text`; values that were refused are left out and listed in `mistakes`.
 
     Args:
-        example: a line of such a file, for the message where there is no mapping.
+        example: a line of such a file, for the message if there is no mapping.
 
     Raises:
-        ConfigError: the text has no readable structure at all; with `source:line`.
+        ConfigError: the text has no readable structure at all.
     """
     try:
         root = _compose(text)
@@ -131,42 +119,17 @@ def scan_yaml(text: str, *, source: str, example: str = "") -> Document:
         raise ConfigError(f"{source}:{_line(root)}: {found} at the top; {expected}")
     builder = _Builder()
     data = builder.mapping(root, ())
-    return Document(source, data, builder.lines, tuple(builder.problems))
-
-
-def checked(document: Document) -> Document:
-    """`document`, if nothing in it was refused; a ConfigError with one line a problem otherwise."""
-    if document.problems:
-        raise ConfigError("\n".join(describe(document.source, p) for p in document.problems))
-    return document
-
-
-def describe(source: str, problem: Problem) -> str:
-    """`file.yaml:12: train.lr: what is wrong`."""
-    key = f" {dotted(problem.path)}:" if problem.path else ""
-    return f"{source}:{problem.line}:{key} {problem.message}"
-
-
-def dotted(path: KeyPath) -> str:
-    """`path` as people write it: `augment.extra[0].name`."""
-    text = ""
-    for part in path:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            name = printable(part, _MAX_SHOWN)
-            text += f".{name}" if text else name
-    return text
+    return Document(source, data, builder.lines, tuple(builder.mistakes))
 
 
 def parse_value(text: str, *, source: str) -> Any:
     """One value from a command line, by the rules of the files.
 
-    Text that starts with a bracket, brace or quote is YAML (`[512, 1024]`, `{p: 0.5}`, `"012"`);
-    anything else is one plain value, so paths may hold `#`, `: ` and other signs of YAML.
+    Text that starts with a bracket, brace or quote is YAML (`[512, 1024]`, `{p: 0.5}`, `"012"`).
+    Other text is one value as it stands, so a path may contain `#` or `: `.
 
     Raises:
-        ConfigError: with `source`.
+        ConfigError: the text is refused; `source` names it in the message.
     """
     text = text.strip()
     if not text:
@@ -182,20 +145,20 @@ def parse_value(text: str, *, source: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
     if root is None or (isinstance(root, yaml.MappingNode) and not root.flow_style):
-        raise ConfigError(f"{source}: expected one value, got {printable(text, _MAX_SHOWN)}")
+        raise ConfigError(f"{source}: expected one value, got {printable(text, MAX_SHOWN)}")
     builder = _Builder()
     value = builder.value(root, ())
-    for problem in builder.problems:
-        key = f" {dotted(problem.path)}:" if problem.path else ""
-        raise ConfigError(f"{source}:{key} {problem.message}")
+    for mistake in builder.mistakes:
+        key = f" {dotted(mistake.path)}:" if mistake.path else ""
+        raise ConfigError(f"{source}:{key} {mistake.message}")
     return value
 
 
 def plain_value(text: str) -> str | int | float | bool | None:
-    """What unquoted `text` means.
+    """What `text` without quotes means.
 
     Raises:
-        ValueError: it means different things to different YAML readers, or is no finite number.
+        ValueError: YAML readers disagree about it, or it is a number that is too large.
     """
     if text == "":
         raise ValueError("has no value; remove the key, or write null for nothing")
@@ -205,7 +168,7 @@ def plain_value(text: str) -> str | int | float | bool | None:
         return text == "true"
     for pattern, reason in _AMBIGUOUS:
         if pattern.match(text):
-            shown = printable(text, _MAX_SHOWN)
+            shown = printable(text, MAX_SHOWN)
             raise ValueError(f"{shown} is refused: {reason}; for text, put it in quotes")
     is_int = _INT.match(text) is not None
     if not is_int and not _FLOAT.match(text):
@@ -226,7 +189,7 @@ class _StructureError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes without features that hide what a file says, and without guessing types."""
+    """Composes nodes; refuses features that hide what a file says, and guesses no types."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (the name is PyYAML's)
     depth = 0
@@ -240,17 +203,17 @@ class _Loader(yaml.SafeLoader):
             tag = printable(tag.replace("tag:yaml.org,2002:", "!!"), 40)
             self._refuse(event, f"tags such as {tag} are not allowed; put text in quotes")
         self.num_nodes += 1
-        if self.num_nodes > MAX_NODES:
-            self._refuse(event, f"more than {MAX_NODES} values; this is no file of settings")
-        if self.depth == MAX_DEPTH:
-            self._refuse(event, f"nested deeper than {MAX_DEPTH} levels")
+        if self.num_nodes > _MAX_NODES:
+            self._refuse(event, f"more than {_MAX_NODES} values; this is no file of settings")
+        if self.depth == _MAX_DEPTH:
+            self._refuse(event, f"nested deeper than {_MAX_DEPTH} levels")
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
-    def _refuse(self, event: yaml.Event, problem: str) -> NoReturn:
-        raise _StructureError(event.start_mark.line + 1, problem)
+    def _refuse(self, event: yaml.Event, message: str) -> NoReturn:
+        raise _StructureError(event.start_mark.line + 1, message)
 
 
 def _compose(text: str) -> yaml.Node | None:
@@ -267,12 +230,12 @@ def _compose(text: str) -> yaml.Node | None:
         raise _StructureError(mark.line + 1, _explain(error, text, mark)) from None
     except (ValueError, OverflowError):  # of int() and chr(), which PyYAML leaves to its callers
         line = loader.line + 1 if loader else 1
-        problem = "no such character (\\U in quotes goes up to 0010FFFF), or no such %YAML version"
-        raise _StructureError(line, problem) from None
+        message = "no such character (\\U in quotes goes up to 0010FFFF), or no such %YAML version"
+        raise _StructureError(line, message) from None
 
 
 def _explain(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark) -> str:
-    """PyYAML's complaint in the words of someone who did not write a parser."""
+    """PyYAML's complaint without the words of a parser."""
     problem = error.problem or "is not YAML"
     before = (text.split("\n")[mark.line : mark.line + 1] or [""])[0][: mark.column]
     if "found character '\\t'" in problem or "\t" in before[len(before.rstrip()) :]:
@@ -292,31 +255,25 @@ def _explain(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark) -> str:
         return "more text after the end of the first value; check brackets and indentation"
     if "<block end>" in problem or "<block mapping start>" in problem:
         return "the indentation does not fit the lines above"
-    return printable(problem.replace("the node content", "a value"), _MAX_SHOWN)
+    return printable(problem.replace("the node content", "a value"), MAX_SHOWN)
 
 
 class _Builder:
-    """Turns nodes into plain Python values and notes lines and problems on the way."""
+    """Turns nodes into Python values; collects the lines of keys and the values it refuses."""
 
     def __init__(self) -> None:
         self.lines: dict[KeyPath, int] = {}
-        self.problems: list[Problem] = []
+        self.mistakes: list[Mistake] = []
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self._item(child, (*path, i)) for i, child in enumerate(node.value)]
-        if node.style is not None:  # quoted or a block of text
-            if bad := _SURROGATE.search(node.value):
-                self._refuse(node, path, _no_character(bad.group()))
-                return None
-            return node.value
         try:
-            return plain_value(node.value)
+            return _scalar(node)
         except ValueError as error:
-            self._refuse(node, path, str(error))
-            return None
+            return self._refuse(node, path, str(error))
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
@@ -330,9 +287,9 @@ class _Builder:
                 self._refuse(key_node, child_path, f"is given twice, first on line {first}")
                 continue
             self.lines[child_path] = _line(key_node)
-            num_problems = len(self.problems)
+            num_mistakes = len(self.mistakes)
             value = self.value(child, child_path)
-            if all(problem.path != child_path for problem in self.problems[num_problems:]):
+            if all(mistake.path != child_path for mistake in self.mistakes[num_mistakes:]):
                 mapping[key] = value
         return mapping
 
@@ -341,34 +298,36 @@ class _Builder:
         return self.value(node, path)
 
     def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
-        """The key that `node` spells, or None after noting why it is none."""
+        """The key that `node` spells; None if it is refused."""
         if not isinstance(node, yaml.ScalarNode):
-            self._refuse(node, path, "a key must be text, got a list or mapping")
-            return None
-        if node.style is not None:
-            if bad := _SURROGATE.search(node.value):
-                self._refuse(node, path, _no_character(bad.group()))
-                return None
-            return node.value
-        if node.value == "<<":
-            self._refuse(node, path, "merge keys (<<) are not allowed; repeat the values")
-            return None
+            return self._refuse(node, path, "a key must be text, got a list or mapping")
+        if node.style is None and node.value == "<<":
+            return self._refuse(node, path, "merge keys (<<) are not allowed; repeat the values")
         try:
-            key = plain_value(node.value)
-        except ValueError:
+            key = _scalar(node)
+        except ValueError as error:
+            if node.style is not None:
+                return self._refuse(node, path, str(error))
             key = None
-        if not isinstance(key, str):
-            got = printable(node.value, _MAX_SHOWN) or "nothing"
-            self._refuse(node, path, f"a key must be text, got {got}")
-            return None
-        return key
+        if isinstance(key, str):
+            return key
+        got = printable(node.value, MAX_SHOWN) or "nothing"
+        return self._refuse(node, path, f"a key must be text, got {got}")
 
     def _refuse(self, node: yaml.Node, path: KeyPath, message: str) -> None:
-        self.problems.append(Problem(path, _line(node), message))
+        self.mistakes.append(Mistake(path, message, _line(node)))
 
 
-def _no_character(half: str) -> str:
-    return f"{half!a} is half a character; write the character itself, or \\U and eight digits"
+def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
+    """What a single value means; a ValueError says why it is refused."""
+    if node.style is None:
+        return plain_value(node.value)
+    if half := _SURROGATE.search(node.value):
+        raise ValueError(
+            f"{half.group()!a} is half a character; write the character itself, or \\U and eight "
+            "digits"
+        )
+    return node.value
 
 
 def _line(node: yaml.Node) -> int:

@@ -21,8 +21,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from segtrain.config.messages import Finding, nearest, report, validate
+from segtrain.config.messages import validate
+from segtrain.config.mistakes import Mistake, report
 from segtrain.config.strict_yaml import Document, read_text, scan_yaml
+from segtrain.config.suggest import did_you_mean
 from segtrain.data.classes import IGNORE_INDEX, ClassFile, Color, SegClass, default_palette
 from segtrain.errors import ConfigError
 from segtrain.text import MAX_NAME, name_problem, printable
@@ -101,8 +103,7 @@ def _find(name_or_path: str) -> Path:
     if path.exists():
         return path
     beside = {p.stem: p for end in ("*.yaml", "*.yml") for p in path.parent.glob(end)}
-    near = nearest(path.stem, beside)
-    hint = f"; did you mean {printable(beside[near])}?" if near else ""
+    hint = did_you_mean(path.stem, {stem: printable(p) for stem, p in beside.items()})
     if not path.is_absolute():
         here = printable(Path.cwd())
         hint += f" (looked for from {here}; --set data.classes=PATH names another)"
@@ -114,10 +115,9 @@ def _find_known(name: str) -> Path:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
     known = known_names()
-    problem = f"data.classes: no class file named '{printable(name, MAX_NAME)}'"
-    if near := nearest(name, known):
-        raise ConfigError(f"{problem}; did you mean {near}?")
-    raise ConfigError(f"{problem}; expected one of {', '.join(known)}, or a path ending in .yaml")
+    expected = f"; expected one of {', '.join(known)}, or a path ending in .yaml"
+    hint = did_you_mean(name, known) or expected
+    raise ConfigError(f"data.classes: no class file named '{printable(name, MAX_NAME)}'{hint}")
 
 
 class _Section(BaseModel):
@@ -154,23 +154,23 @@ class _StoredClassFile(_ClassFileEntry):
 def _parse(text: str, path: Path, *, needs_colors: bool) -> ClassFile:
     document = scan_yaml(text, source=printable(path), example=_EXAMPLE)
     _refuse_other_formats(document)
-    findings = [Finding(key, message, line=line) for key, line, message in document.problems]
+    mistakes = list(document.mistakes)
     entry = validate(_ClassFileEntry, _with_names(document.data))
     if isinstance(entry, list):
-        refused = {problem.path for problem in document.problems}
-        findings += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
+        refused = {mistake.path for mistake in document.mistakes}
+        mistakes += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
     elif len(entry.classes) > _MAX_CLASSES:
         many = f"{len(entry.classes)} classes; at most {_MAX_CLASSES} fit in a label"
-        findings.append(Finding(("classes",), many))
-    elif not findings:
+        mistakes.append(Mistake(("classes",), many))
+    elif not mistakes:
         classes = _resolve(entry, path.stem)
-        findings += _repeated(classes)
+        mistakes += _repeated(classes)
         if needs_colors and (problem := _missing_colors(classes, quoted=True)):
             first = min(set(range(classes.num_classes)) - classes.given_colors)
-            findings.append(Finding(("classes", first), problem))
-        if not findings:
+            mistakes.append(Mistake(("classes", first), problem))
+        if not mistakes:
             return classes
-    raise ConfigError("\n".join(report(findings, lambda finding: _place(document, finding))))
+    raise ConfigError("\n".join(report(mistakes, document.places, source=document.source)))
 
 
 def _refuse_other_formats(document: Document) -> None:
@@ -178,7 +178,7 @@ def _refuse_other_formats(document: Document) -> None:
     classes = document.data.get("classes")
     # In `{0: a, 1: b}` each key is refused, and the whole mapping is missing in the data.
     has_bad_keys = any(
-        p.path == ("classes",) and p.message.startswith("a key must") for p in document.problems
+        p.path == ("classes",) and p.message.startswith("a key must") for p in document.mistakes
     )
     key = "classes"
     if ("names",) in document.lines and ("classes",) not in document.lines:
@@ -234,29 +234,29 @@ def _resolve(entry: _ClassFileEntry, name: str) -> ClassFile:
     )
 
 
-def _repeated(class_file: ClassFile) -> Iterator[Finding]:
+def _repeated(class_file: ClassFile) -> Iterator[Mistake]:
     """Names, ids and colours that are given twice."""
     names: set[str] = set()
     colors: dict[Color, str] = {}
     ids: dict[int, str] = {}
     for i, c in enumerate(class_file.classes):
         if c.name in names:
-            yield Finding(("classes", i, "name"), f"'{c.name}' is the name of two classes")
+            yield Mistake(("classes", i, "name"), f"'{c.name}' is the name of two classes")
         names.add(c.name)
         if (other := colors.setdefault(c.color, c.name)) != c.name:
-            yield Finding(("classes", i, "color"), f"{list(c.color)} is also {other}")
+            yield Mistake(("classes", i, "color"), f"{list(c.color)} is also {other}")
         for raw in c.ids:
             if raw in ids:
-                yield Finding(("classes", i, "ids"), f"{raw} is also an id of {ids[raw]}")
+                yield Mistake(("classes", i, "ids"), f"{raw} is also an id of {ids[raw]}")
             ids[raw] = c.name
     for i, raw in enumerate(class_file.ignore_ids):
         if raw in ids:
-            yield Finding(("ignore_ids",), f"{raw} is also an id of {ids[raw]}")
+            yield Mistake(("ignore_ids",), f"{raw} is also an id of {ids[raw]}")
         elif raw in class_file.ignore_ids[:i]:
-            yield Finding(("ignore_ids",), f"{raw} is given twice")
+            yield Mistake(("ignore_ids",), f"{raw} is given twice")
     color = class_file.ignore_color
     if class_file.ignores_color and (other := colors.get(color)):
-        yield Finding(("ignore_color",), f"{list(color)} is also {other}")
+        yield Mistake(("ignore_color",), f"{list(color)} is also {other}")
 
 
 def _missing_colors(class_file: ClassFile, *, quoted: bool) -> str:
@@ -275,11 +275,3 @@ def _missing_colors(class_file: ClassFile, *, quoted: bool) -> str:
         f"no `color`: {shown}; give each class its colour in the labels, such as "
         f"{{name: {names[0] if quoted else 'crack'}, color: [255, 0, 0]}}"
     )
-
-
-def _place(document: Document, finding: Finding) -> tuple[tuple[int, int], str]:
-    """`file:line` of the nearest key or item above the finding that is written in the file."""
-    above = (finding.path[:length] for length in range(len(finding.path), 0, -1))
-    lines = (document.lines[path] for path in above if path in document.lines)
-    line = finding.line or next(lines, 0)
-    return (0, line), f"{document.source}:{line}" if line else document.source

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from segtrain.config import DataConfig
-from segtrain.config.messages import nearest
+from segtrain.config.suggest import did_you_mean
 from segtrain.data.listing import IMAGE_SUFFIXES, first_names
 from segtrain.errors import DataError
 from segtrain.files import walk
@@ -31,8 +31,7 @@ def data_root(data: DataConfig) -> Path:
     if root.exists():
         raise DataError(f"data.root: {printable(root)} is not a folder")
     beside = [path.name for path in root.parent.iterdir()] if root.parent.is_dir() else []
-    near = nearest(root.name, beside)
-    hint = f"; did you mean {printable(root.parent / near)}?" if near else ""
+    hint = did_you_mean(root.name, {name: printable(root.parent / name) for name in beside})
     # The usual mistake is a relative path, which starts in the working directory.
     where = "" if root.is_absolute() else f" in {printable(Path.cwd())}"
     raise DataError(f"data.root: there is no folder {printable(root)}{where}{hint}")

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from segtrain.config import AugmentConfig, ExtraTransform
-from segtrain.config.messages import nearest
+from segtrain.config.suggest import nearest
 from segtrain.errors import ConfigError
 
 _BLUR_KERNEL_PX = (5, 5)  # semseg, util/transform.py RandomGaussianBlur
