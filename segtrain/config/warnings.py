@@ -1,38 +1,25 @@
-"""Options of a valid experiment that change nothing, or not what they seem to."""
+"""Options of a valid experiment that have no effect, or probably not the one that is meant."""
 
-from pydantic import BaseModel
-
-from segtrain.config import Config
 from segtrain.config.loading import yaml_value
+from segtrain.config.options import Config
 
 
 def config_warnings(config: Config) -> list[str]:
-    """One line for every option that was changed from its default and has no effect as things are.
+    """One line for each such option.
 
-    Options of the architecture are not here: `ModelConfig` refuses them.
+    Options of the model and of norm that have no effect are not here: loading refuses them.
     """
-    lines = []
-    for names, effective, reason in _conditions(config):
-        section, *keys = names.split()
-        part = getattr(config, section)
-        lines += [
-            f"{section}.{key}: {yaml_value(getattr(part, key))} has no effect: {reason}"
-            for key in keys
-            if not effective and getattr(part, key) != _default(part, key)
-        ]
-    return lines + _surprises(config)
+    return [*_without_effect(config), *_without_normalization(config), *_unlikely(config)]
 
 
 def wrong_units(config: Config) -> list[str]:
-    """One line if `data.mean`, one if `data.std` is in torchvision's units of 0..1, not 0..255.
+    """One line for `data.mean` and for `data.std` where it is in torchvision's units of 0..1.
 
-    No check of `Config` itself: a run that was started with such numbers needs them to the end.
+    `Config` itself accepts them: a run that was started with such numbers must be resumed with
+    them.
     """
     mean, std = config.data.mean, config.data.std
-    wrong = {
-        "mean": any(mean) and max(map(abs, mean)) <= 1,
-        "std": max(std) < 1,
-    }
+    wrong = {"mean": any(mean) and max(map(abs, mean)) <= 1, "std": max(std) < 1}
     return [
         f"data.{key}: {list(values)} is in units of 0..1, and pixels are 0..255 here; "
         f"write [{', '.join(f'{255 * value:.6g}' for value in values)}]"
@@ -42,18 +29,64 @@ def wrong_units(config: Config) -> list[str]:
 
 
 def changed_normalization(trained: Config, config: Config) -> list[str]:
-    """What is wrong, or only other, with `data.mean` and `data.std` that `trained` had not."""
+    """Notes and warnings about `data.mean` and `data.std` that differ from the training's."""
     before, now = trained.data, config.data
     changed = [key for key in ("mean", "std") if getattr(before, key) != getattr(now, key)]
     wrong = {line.partition(":")[0]: line for line in wrong_units(config)}
-    lines = [
-        f"warning: {wrong[f'data.{key}']}"
-        if f"data.{key}" in wrong
-        else f"note: data.{key}: {list(getattr(now, key))} here, {list(getattr(before, key))} in "
-        "the training"
-        for key in changed
-    ]
+    lines = []
+    for key in changed:
+        if line := wrong.get(f"data.{key}"):
+            lines.append(f"warning: {line}")
+        else:
+            here, there = list(getattr(now, key)), list(getattr(before, key))
+            lines.append(f"note: data.{key}: {here} here, {there} in the training")
     return lines + [f"warning: {line}" for line in _without_normalization(config) if changed]
+
+
+def _without_effect(config: Config) -> list[str]:
+    data, augment, train, loss = config.data, config.augment, config.train, config.loss
+    steps = train.steps
+    sgd, optimizer = train.optimizer == "sgd", f"train.optimizer is {train.optimizer}"
+    folders = data.layout == "folders"
+    evaluates = config.eval.every_steps is None or config.eval.every_steps <= steps
+    keeps = config.checkpoint.keep_every_steps is not None
+    rules = {
+        "data": [
+            ("images_dir labels_dir", folders, f"layout {data.layout} has its own directories"),
+            ("prefetch", data.num_workers != 0, "data.num_workers is 0"),
+        ],
+        "augment": [
+            ("rotate_prob", augment.rotate_deg > 0, "augment.rotate_deg is 0"),
+            ("rotate_deg", augment.rotate_prob > 0, "augment.rotate_prob is 0"),
+            (
+                "brightness contrast saturation hue",
+                augment.color_prob > 0,
+                "augment.color_prob is 0",
+            ),
+        ],
+        "loss": [
+            ("ohem_threshold ohem_min_kept", loss.kind == "ohem", f"loss.kind is {loss.kind}"),
+            ("aux_weight", config.model.aux_head, "model.aux_head is false"),
+        ],
+        "train": [
+            ("momentum nesterov", sgd, optimizer),
+            ("betas", not sgd, optimizer),
+            ("warmup_start", train.warmup_steps > 0, "train.warmup_steps is 0"),
+            ("min_lr", train.poly_power > 0, "train.poly_power is 0, a constant learning rate"),
+        ],
+        "eval": [
+            ("crop_size overlap", config.eval.mode == "slide", "eval.mode is whole"),
+            ("every_steps", evaluates, "train.steps is less"),
+        ],
+        "log": [("every_steps", config.log.every_steps <= steps, "train.steps is less")],
+        "checkpoint": [("keep_limit", keeps, "checkpoint.keep_every_steps is null")],
+    }
+    return [
+        f"{name}.{key}: {yaml_value(getattr(section, key))} has no effect: {reason}"
+        for name in rules
+        for section in [getattr(config, name)]
+        for key, reason in section.without_effect(*rules[name])
+    ]
 
 
 def _without_normalization(config: Config) -> list[str]:
@@ -67,40 +100,8 @@ def _without_normalization(config: Config) -> list[str]:
     ]
 
 
-def _conditions(config: Config) -> list[tuple[str, bool, str]]:
-    """(section and its keys, whether they take effect, why not)."""
-    data, augment, train, loss = config.data, config.augment, config.train, config.loss
-    sgd = train.optimizer == "sgd"
-    folders = data.layout == "folders"
-    return [
-        ("data images_dir labels_dir", folders, f"layout {data.layout} has its own directories"),
-        ("data prefetch", data.num_workers != 0, "data.num_workers is 0"),
-        ("augment rotate_prob", augment.rotate_deg > 0, "augment.rotate_deg is 0"),
-        ("augment rotate_deg", augment.rotate_prob > 0, "augment.rotate_prob is 0"),
-        (
-            "augment brightness contrast saturation hue",
-            augment.color_prob > 0,
-            "augment.color_prob is 0",
-        ),
-        ("loss ohem_threshold ohem_min_kept", loss.kind == "ohem", f"loss.kind is {loss.kind}"),
-        ("loss aux_weight", config.model.aux_head, "model.aux_head is false"),
-        ("train momentum nesterov", sgd, f"train.optimizer is {train.optimizer}"),
-        ("train betas", not sgd, f"train.optimizer is {train.optimizer}"),
-        ("train warmup_start", train.warmup_steps > 0, "train.warmup_steps is 0"),
-        ("train min_lr", train.poly_power > 0, "train.poly_power is 0, a constant learning rate"),
-        ("eval crop_size overlap", config.eval.mode == "slide", "eval.mode is whole"),
-        ("eval every_steps", _reached(config.eval.every_steps, train.steps), "train.steps is less"),
-        ("log every_steps", _reached(config.log.every_steps, train.steps), "train.steps is less"),
-        (
-            "checkpoint keep_limit",
-            bool(config.checkpoint.keep_every_steps),
-            "checkpoint.keep_every_steps is null",
-        ),
-    ]
-
-
-def _surprises(config: Config) -> list[str]:
-    lines = _without_normalization(config)
+def _unlikely(config: Config) -> list[str]:
+    lines = []
     model, crop = config.model, config.augment.crop_size
     if model.aux_head and config.loss.aux_weight == 0:
         lines.append("loss.aux_weight: 0 trains the auxiliary head on nothing; set model.aux_head")
@@ -111,11 +112,3 @@ def _surprises(config: Config) -> list[str]:
             f"model.align_corners; sizes of 8 k + 1, such as {wanted}, do"
         )
     return lines
-
-
-def _reached(every_steps: int | None, steps: int) -> bool:
-    return every_steps is None or every_steps <= steps
-
-
-def _default(part: BaseModel, key: str) -> object:
-    return type(part).model_fields[key].default
