@@ -270,7 +270,7 @@ def test_errors_become_messages_and_exit_codes(monkeypatch, capsys, error, code,
     def fail(args):
         raise error
 
-    monkeypatch.setattr(cli, "_config_schema", fail)
+    monkeypatch.setattr("segtrain.commands.config.write_schema", fail)
     assert cli.main(["config", "schema"]) == code
     assert capsys.readouterr().err == shown
 
@@ -279,7 +279,7 @@ def test_a_mistake_in_the_program_keeps_its_traceback(monkeypatch):
     def fail(args):
         raise KeyError("bug")
 
-    monkeypatch.setattr(cli, "_config_schema", fail)
+    monkeypatch.setattr("segtrain.commands.config.write_schema", fail)
     with pytest.raises(KeyError):
         cli.main(["config", "schema"])
 
@@ -288,7 +288,7 @@ def test_a_full_disk_that_is_not_behind_stdout_is_not_hidden(monkeypatch, capfd)
     def fail(args):
         raise OSError(errno.ENOSPC, "No space left on device", "elsewhere")
 
-    monkeypatch.setattr(cli, "_config_schema", fail)
+    monkeypatch.setattr("segtrain.commands.config.write_schema", fail)
     with pytest.raises(OSError, match="elsewhere"):
         cli.main(["config", "schema"])
     assert capfd.readouterr() == ("", "")
@@ -298,7 +298,7 @@ def test_a_broken_pipe_that_is_not_stdout_is_not_hidden(monkeypatch):
     def fail(args):
         raise BrokenPipeError
 
-    monkeypatch.setattr(cli, "_config_schema", fail)
+    monkeypatch.setattr("segtrain.commands.config.write_schema", fail)
     with pytest.raises(BrokenPipeError):
         cli.main(["config", "schema"])
 

@@ -91,7 +91,7 @@ def test_errors_reach_the_terminal_escaped_and_cut(monkeypatch, capsys, text):
     def fail(args):
         raise DataError(f"{text}: bad\nsecond")
 
-    monkeypatch.setattr(cli, "_config_schema", fail)
+    monkeypatch.setattr("segtrain.commands.config.write_schema", fail)
     assert cli.main(["config", "schema"]) == 3
     first, second = capsys.readouterr().err.splitlines()
     assert is_fit(first)

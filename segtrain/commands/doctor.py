@@ -23,7 +23,7 @@ _LITTLE_MEMORY_BYTES = 64 << 20
 _OPTIONAL = ("onnx", "onnxscript", "onnxruntime")
 
 
-def main() -> int:
+def main(_: object = None) -> int:
     """Prints what there is, then what is wrong; returns the exit code, 2 if nothing can train."""
     for name, value in _facts():
         print(f"{name:<24}{printable(value)}")

@@ -1,11 +1,14 @@
-"""What CONFIG, --resume and --output of `segtrain train` mean together: which file, which run."""
+"""`segtrain train`: the config and the run that its arguments mean, then the start of the ranks."""
 
+import argparse
 import os
 import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from segtrain.config import recipes
+from segtrain.commands.config import show_warnings
+from segtrain.commands.streams import show
+from segtrain.config import load_config, recipes
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
 
@@ -13,26 +16,45 @@ _CHECKPOINT = ".pt"
 
 
 class Target(NamedTuple):
-    """The config to train, the directory of the run, and a note on the config's place or ""."""
+    """The config to train and the directory of the run.
+
+    note: where the config is, if that may be unexpected, else "".
+    """
 
     config: Path
     directory: Path
     note: str = ""
 
-    @property
-    def is_own(self) -> bool:
-        """Whether the config is the one that the run itself wrote."""
-        return self.config == self.directory / run_directory.CONFIG
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code; `args.output` becomes the run directory."""
+    is_first = "RANK" not in os.environ  # what is said here is said once, not by every rank
+    target = train_target(args.config, resume=args.resume, output=args.output)
+    args.output = target.directory
+    if target.note and is_first:
+        show(target.note)
+    is_own = target.config == target.directory / run_directory.CONFIG
+    if args.resume and is_own and run_directory.has_lost_config(target.directory):
+        from segtrain.checkpoint.recovery import restore_config
+
+        for line in restore_config(target.directory):
+            show(line)
+    config = load_config(target.config, args.set)
+    if is_first:
+        show_warnings(config)
+    from segtrain.commands import launch
+
+    return launch.train(args, config)
 
 
 def train_target(text: str, *, resume: bool, output: Path | None) -> Target:
     """What `segtrain train TEXT` works on.
 
-    `text` is a config, or, to go on with a run, its directory or the config.yaml in it.
+    `text` is a config or, with `resume`, the directory of a run or the config.yaml in it.
 
     Raises:
-        ConfigError: there is no such config; or `text` means a run, and without `resume`, or with
-            another directory in `output`, it is not clear what is wanted.
+        ConfigError: there is no such config; or `text` means a run, but `resume` is missing or
+            `output` is another directory, so it is not clear what is wanted.
     """
     run = _run_of(text)
     if run is None:
@@ -42,7 +64,7 @@ def train_target(text: str, *, resume: bool, output: Path | None) -> Target:
     elsewhere = output is not None and os.path.realpath(output) != os.path.realpath(run)
     if elsewhere and Path(text).name == run_directory.CONFIG:  # another run with the same config
         return Target(config, output)
-    # A checkpoint is refused: training goes on from the newest, whichever is named.
+    # A checkpoint is refused: training resumes from the newest, whichever is named.
     if resume and not elsewhere and not text.endswith(_CHECKPOINT):
         return Target(config, run)
     new = output if elsewhere else Path("runs") / f"{run.resolve().name}_2"
@@ -56,7 +78,7 @@ def train_target(text: str, *, resume: bool, output: Path | None) -> Target:
 
 
 def _run_of(text: str) -> Path | None:
-    """The run whose directory, config.yaml or checkpoint `text` is; None if it is of no run."""
+    """The run whose directory, config.yaml or checkpoint `text` names; None if it names none."""
     path = Path(text)
     if path.name == run_directory.CONFIG:
         path = path.parent

@@ -1,0 +1,64 @@
+"""`segtrain config`: list, copy, show and schema; and the configs that other commands load."""
+
+import argparse
+import json
+
+from segtrain.commands.streams import show
+from segtrain.config import Config, config_schema, config_to_yaml, load_config, recipes
+from segtrain.config.warnings import config_warnings, wrong_units
+from segtrain.errors import EXIT_OK, ConfigError
+from segtrain.files import reserve_output, write_output
+
+
+def load_named(args: argparse.Namespace) -> Config:
+    """The config that the command line names; `args.config` becomes the path of its file."""
+    found = recipes.find(args.config)
+    if found.note:
+        show(found.note)
+    args.config = str(found.path)
+    return load_config(args.config, args.set)
+
+
+def show_warnings(config: Config) -> None:
+    """Writes a line to stderr for every option that has no effect or an unlikely one."""
+    for line in config_warnings(config):
+        show(f"warning: {line}")
+
+
+def print_config(args: argparse.Namespace) -> int:
+    """`segtrain config show`."""
+    config = load_named(args)
+    print(config_to_yaml(config), end="")
+    show_warnings(config)
+    for line in wrong_units(config):
+        show(f"warning: {line}")
+    return EXIT_OK
+
+
+def print_names(_: argparse.Namespace) -> int:
+    """`segtrain config list`."""
+    names = recipes.names()
+    for name in names:
+        print(f"{name:{max(map(len, names))}}  {recipes.describe(name)}")
+    return EXIT_OK
+
+
+def copy(args: argparse.Namespace) -> int:
+    """`segtrain config copy`."""
+    for line in recipes.copy(args.name, args.file):
+        print(line)
+    return EXIT_OK
+
+
+def write_schema(args: argparse.Namespace) -> int:
+    """`segtrain config schema`."""
+    text = json.dumps(config_schema(), indent=2) + "\n"
+    if args.output is None:
+        print(text, end="")
+        return EXIT_OK
+    try:
+        with reserve_output(args.output):
+            write_output(args.output, text)
+    except OSError as error:
+        raise ConfigError(f"--output {args.output}: {(error.strerror or '').lower()}") from None
+    return EXIT_OK

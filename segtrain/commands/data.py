@@ -1,0 +1,16 @@
+"""`segtrain data`: check."""
+
+import argparse
+
+from segtrain.commands.config import load_named
+from segtrain.config.warnings import wrong_units
+from segtrain.errors import ConfigError
+
+
+def check(args: argparse.Namespace) -> int:
+    """`segtrain data check`: refuses a wrong config before anything heavy is imported."""
+    if found := wrong_units(load_named(args)):
+        raise ConfigError("\n".join(found))
+    from segtrain.commands import data_check
+
+    return data_check.main(args)
