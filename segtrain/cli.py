@@ -233,7 +233,7 @@ def _add_export(commands: Commands) -> None:
     add = _add_command(
         commands,
         "export",
-        "export:main",
+        "commands.export:main",
         help="write a model for other programs",
         description="Write a trained model for other programs; the file is run and compared with "
         "the model before it gets its name.",

@@ -39,7 +39,7 @@ def calls(monkeypatch):
     stand_ins = {
         "segtrain.commands.launch": launch,
         "segtrain.commands.predict": module,
-        "segtrain.export": module,
+        "segtrain.commands.export": module,
         "segtrain.synthetic": module,
         "segtrain.commands.data_check": module,
     }

@@ -15,11 +15,13 @@ from torch import nn
 
 from segtrain import export
 from segtrain.checkpoint.loading import LoadedModel
+from segtrain.commands import export as command
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig, ModelConfig
 from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.export import formats, verify
+from segtrain.export import weights as stored
 from segtrain.export.graph import Case, ExportModel
 from segtrain.models import SegModel, build_model, pspnet
 from segtrain.models.blocks import ConvNormReLU, FeatureChannels, Features
@@ -404,12 +406,12 @@ def test_safetensors_holds_the_weights_bit_for_bit_under_their_own_keys(tmp_path
 @pytest.mark.fault(90)
 def test_a_weight_that_changed_in_the_file_is_found(tmp_path):
     weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}
-    export.write_weights(weights, {}, tmp_path / "w")
+    stored.write_weights(weights, {}, tmp_path / "w")
     data = bytearray((tmp_path / "w").read_bytes())
     data[-1] ^= 1
     (tmp_path / "w").write_bytes(data)
     with pytest.raises(ExecutionError, match="1 tensors differ from the model's: "):
-        export.check_weights(weights, None, tmp_path / "w")
+        stored.check_weights(weights, None, tmp_path / "w")
 
 
 def request(**changes):
@@ -434,13 +436,13 @@ def test_a_missing_onnx_package_is_named_with_the_command_that_installs_it(monke
         lambda name, *a: None if name == "onnxscript" else find(name, *a),
     )
     with pytest.raises(ConfigError, match=r"pip install 'onnxscript>=[0-9.]+'$"):
-        export.main(request())
+        command.main(request())
 
 
 def test_options_without_effect_on_weights_are_refused_together():
     options = {"normalize": "uint8", "argmax": True, "size": [64, 96]}
     with pytest.raises(ConfigError) as refusal:
-        export.main(request(format="safetensors", output="model", **options))
+        command.main(request(format="safetensors", output="model", **options))
     assert [line.split(":")[0] for line in str(refusal.value).splitlines()] == [
         "--normalize",
         "--argmax",
@@ -459,7 +461,7 @@ def test_options_without_effect_on_weights_are_refused_together():
 )
 def test_the_ending_of_another_format_is_refused(format, output, meant, instead):
     with pytest.raises(ConfigError) as refusal:
-        export.main(request(format=format, output=output))
+        command.main(request(format=format, output=output))
     said = f"is for --format {meant}; for --format {format} write --output {instead}"
     assert str(refusal.value).endswith(said)
 
@@ -471,9 +473,9 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_the_command_writes_the_file_and_tells_what_it_compared(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export, "load_model", lambda source: loaded_model(Tiny()))
+    monkeypatch.setattr(command, "load_model", lambda source: loaded_model(Tiny()))
     output = tmp_path / "new" / "model.ts"
-    assert export.main(request(format="torchscript", output=str(output), argmax=True)) == 0
+    assert command.main(request(format="torchscript", output=str(output), argmax=True)) == 0
     out = capsys.readouterr().out
     assert "131x222" in out
     assert "100.0000%" in out
@@ -482,19 +484,19 @@ def test_the_command_writes_the_file_and_tells_what_it_compared(tmp_path, monkey
 
 
 def test_a_file_that_is_there_is_kept_unless_told_otherwise(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "load_model", lambda source: loaded_model(Tiny()))
+    monkeypatch.setattr(command, "load_model", lambda source: loaded_model(Tiny()))
     output = tmp_path / "best.safetensors"
     output.write_text("precious")
     with pytest.raises(ConfigError, match=r"best\.safetensors: exists; .*--overwrite"):
-        export.main(request(format="safetensors", output=str(output)))
+        command.main(request(format="safetensors", output=str(output)))
     assert output.read_text() == "precious"
-    assert export.main(request(format="safetensors", output=str(output), overwrite=True)) == 0
+    assert command.main(request(format="safetensors", output=str(output), overwrite=True)) == 0
     assert output.read_bytes() != b"precious"
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="pipe: is a pipe; name a file"):
-        export.main(request(format="safetensors", output=str(tmp_path / "pipe"), overwrite=True))
+        command.main(request(format="safetensors", output=str(tmp_path / "pipe"), overwrite=True))
     with pytest.raises(ConfigError, match="is a directory"):
-        export.main(request(format="safetensors", output=str(tmp_path), overwrite=True))
+        command.main(request(format="safetensors", output=str(tmp_path), overwrite=True))
 
 
 @pytest.fixture(scope="module")
@@ -608,9 +610,9 @@ def test_every_format_says_what_predict_does_to_images(
 ):
     loaded = with_data(loaded_model(Tiny()), short_side_px=short_side_px)
     loaded = with_eval(loaded, mode="slide", crop_size=(64, 96), flip=True, scales=(0.5, 1.0))
-    monkeypatch.setattr(export, "load_model", lambda source: loaded)
+    monkeypatch.setattr(command, "load_model", lambda source: loaded)
     file = tmp_path / "file"
-    assert export.main(request(format=format, output=str(file))) == 0
+    assert command.main(request(format=format, output=str(file))) == 0
     out = capsys.readouterr().out
     assert ("of at least 9 px a side" in out) == (format == "pt2")
     (line,) = [one for one in out.splitlines() if "predict" in one]

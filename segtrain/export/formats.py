@@ -1,8 +1,4 @@
-"""Writing and reading back the formats that hold a graph: ONNX, torch.export and TorchScript.
-
-A writer gets an open model and a file name and leaves a whole file there; a reader gives a function
-from images to the file's own result, through the runtime that the file is meant for.
-"""
+"""The formats that hold a graph, written and read back: ONNX, torch.export and TorchScript."""
 
 import importlib.util
 import json
@@ -23,8 +19,8 @@ from segtrain.export.graph import ExportModel
 
 Run = Callable[[Tensor], Tensor]
 
-# The opset torch's exporter translates to, so no version converter runs after it; onnxruntime has
-# had it since 1.14 and TensorRT since 8.6.
+# What torch's exporter writes without a version converter; onnxruntime has it since 1.14, TensorRT
+# since 8.6.
 ONNX_OPSET = 18
 
 # Name of the metadata entry (JSON) inside .pt2 and TorchScript archives.
@@ -40,9 +36,9 @@ _ONNX_PACKAGES = {
 class Format(NamedTuple):
     """One way to store a graph.
 
-    write(graph, example, fixed, metadata, file): `example` is traced; `fixed` keeps its height and
-        width, otherwise they are free; the batch always is.
-    read(file): the file's graph as a function, on the CPU.
+    write(graph, example, fixed, metadata, file): traces the images `example`. `fixed`: the file
+        takes images of their height and width only. The batch size is always free.
+    read(file): the file's graph as a function, on the CPU, in the runtime that it is meant for.
     """
 
     write: Callable[[ExportModel, Tensor, bool, dict[str, str], Path], None]
@@ -50,7 +46,7 @@ class Format(NamedTuple):
 
 
 def require_onnx() -> None:
-    """Raises ConfigError, with the command that repairs it, where an ONNX package is missing."""
+    """Raises ConfigError, with the command that installs it, if an ONNX package is missing."""
     missing = [p for name, p in _ONNX_PACKAGES.items() if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -76,7 +72,7 @@ def _write_onnx(
         verbose=False,
     )
     proto = program.model_proto
-    # The exporter notes the source lines, with their paths, behind every node.
+    # The exporter stores paths and lines of the source code in every node.
     for part in (*proto.graph.node, *proto.graph.value_info, *proto.graph.initializer):
         part.ClearField("metadata_props")
         part.ClearField("doc_string")
@@ -89,7 +85,7 @@ def _read_onnx(file: Path) -> Run:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # a failure is raised as well; it need not be printed too
+    options.log_severity_level = 4  # a failure is raised too
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
@@ -113,8 +109,8 @@ def _read_pt2(file: Path) -> Run:
 def _write_torchscript(
     graph: ExportModel, example: Tensor, fixed: bool, metadata: dict[str, str], file: Path
 ) -> None:
-    # Tracing follows sizes as tensors, so the graph holds for every size, `fixed` or not. The file
-    # is compared at other sizes afterwards, which check_trace does not do.
+    # Tracing keeps sizes as tensors, so the graph takes every size, `fixed` or not. check_trace is
+    # off: it compares at the traced size only, and compare() does more.
     del fixed
     traced = torch.jit.trace(_OnAnyDevice(graph), (example,), check_trace=False)
     with file.open("wb") as stream:
@@ -134,10 +130,9 @@ FORMATS = {
 
 
 class _OnAnyDevice(nn.Module):
-    """`graph` with every `arange` made on the device of the images.
+    """`graph` with every `arange` on the device of the images.
 
-    The tracer writes the device that it sees into the file: traced on the CPU, pyramid pooling
-    would fail on a GPU.
+    The tracer stores devices as constants: traced on a CPU, pyramid pooling would fail on a GPU.
     """
 
     def __init__(self, graph: ExportModel) -> None:
@@ -145,7 +140,7 @@ class _OnAnyDevice(nn.Module):
         self.graph = graph
 
     def forward(self, images: Tensor) -> Tensor:
-        """As ExportModel."""
+        """As ExportModel's."""
         with _ArangeFrom(images):
             return self.graph(images)
 
@@ -172,10 +167,9 @@ class _ArangeFrom(TorchFunctionMode):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the exporters from writing on the console.
+    """Hides what exporters print: deprecations, traced constants and, on failure, whole graphs.
 
-    They announce deprecations (torch.jit as a whole), constants that tracing made (which the
-    comparison finds if they matter) and, on failure, whole graphs beside the exception they raise.
+    A constant that matters is found by the comparison, and a failure is raised as well.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""What goes into an exported file: images in, one tensor out, in plain evaluation mode."""
+"""The module that is exported: images in, one tensor out, in evaluation mode."""
 
 from typing import Literal, NamedTuple
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from segtrain.models.normalize import Normalize
 
-# Corners of the coarse random picture that check images are stretched from.
+# Example images are a random picture of this size, stretched, and some noise.
 _COARSE = (4, 6)
 
 
@@ -21,13 +21,13 @@ class Case(NamedTuple):
 
 
 class ExportModel(nn.Module):
-    """A segmentation model with the normalization and the argmax that go into the file with it.
+    """A segmentation model with normalization before it and argmax after it, as asked for.
 
-    model: returns SegLogits; put into evaluation mode and float32.
+    model: returns SegLogits; it is put into evaluation mode and float32.
     mean, std: as in the config, in units of 0..255.
-    normalize: dtype of the input in 0..255 that the file normalizes itself; None: the file takes
-        float32 images that the caller has normalized.
-    argmax: the result is a label map (N, H, W) uint8 of train ids, not logits (N, K, H, W).
+    normalize: the input is RGB of 0..255 in this dtype, which the file normalizes; None: the input
+        is float32 and normalized already.
+    argmax: the result is train ids (N, H, W) uint8, not logits (N, K, H, W).
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class ExportModel(nn.Module):
     def example(self, case: Case) -> Tensor:
         """Images (N, 3, H, W) in the form that `forward` takes, the same on every call.
 
-        They vary over their whole extent: in noise alone every pooling window has nearly the same
-        mean, and a graph that pools over the wrong windows would pass.
+        Not noise alone: there all pooling windows have nearly the same mean, so a graph that pools
+        over the wrong windows would pass.
         """
         rng = torch.Generator().manual_seed(sum(case))
         coarse = torch.rand(case.batch, 3, *_COARSE, generator=rng)
@@ -73,7 +73,7 @@ class ExportModel(nn.Module):
         return images if self.normalize == "uint8" else images.float()
 
     def describe(self, *, fixed_size: tuple[int, int] | None, min_side_px: int) -> dict[str, str]:
-        """What a caller must know of input and output, in words, for the file's metadata."""
+        """Input and output in words, for the file's metadata."""
         value = {
             None: "float32, (pixel - mean) / std by channel",
             "uint8": "uint8, 0..255",

@@ -21,10 +21,10 @@ UNSEEN = (Case(1, 131, 222), Case(2, 225, 128))
 
 
 class Comparison(NamedTuple):
-    """The file beside the model, on one batch.
+    """How far the file is from the model on one batch.
 
-    difference: largest one, as a share of the largest logit. Between label maps: how much smaller
-        than the best logit that of the chosen class is, at most.
+    difference: the largest one, relative to the largest logit. For label maps: how far the logit of
+        the file's class lies below the best one, at most.
     agreement: share of pixels with the same class.
     problem: why the two could not be compared; None if they were.
     """
@@ -41,9 +41,9 @@ class Comparison(NamedTuple):
 
 
 def cases(fixed_size: tuple[int, int] | None, min_side_px: int = 1) -> tuple[Case, ...]:
-    """The batches to compare; the first is the one to trace with.
+    """The batches to compare; the first is traced.
 
-    min_side_px: the least side that the file is said to take; it is compared there if not 1.
+    min_side_px: the smallest side that the file takes; above 1 it is compared too.
     """
     if fixed_size is None:
         least = (Case(1, min_side_px, min_side_px),) if min_side_px > 1 else ()
@@ -53,7 +53,7 @@ def cases(fixed_size: tuple[int, int] | None, min_side_px: int = 1) -> tuple[Cas
 
 @torch.no_grad()
 def compare(run: Run, graph: ExportModel, case: Case) -> Comparison:
-    """What `run`, the file read back, gives on one batch beside what `graph` gives in PyTorch.
+    """Compares `run`, the file read back, with `graph` on one batch.
 
     Raises:
         CheckpointError: the model itself gives NaN or infinity.
@@ -84,9 +84,9 @@ def compare(run: Run, graph: ExportModel, case: Case) -> Comparison:
 
 
 def _lost_logit(logits: Tensor, labels: Tensor) -> Tensor:
-    """How far below the best logit the chosen one lies, at most; infinity for a class >= K.
+    """How far the logit of a pixel's label lies below its best one, at most; inf for a label >= K.
 
-    Two classes whose logits are equal to rounding may swap; anything else is a fault.
+    Rounding may swap two classes whose logits are almost equal.
     """
     if int(labels.max()) >= logits.shape[1]:
         return logits.new_tensor(float("inf"))

@@ -1,0 +1,97 @@
+"""`segtrain export`: a checkpoint as ONNX, .pt2, TorchScript or safetensors."""
+
+import argparse
+from pathlib import Path
+
+from segtrain.checkpoint.loading import LoadedModel, load_model
+from segtrain.errors import EXIT_OK, ConfigError
+from segtrain.evaluation.inference import InferenceSettings
+from segtrain.export.formats import ONNX_OPSET, require_onnx
+from segtrain.export.verify import TOLERANCE, Comparison
+from segtrain.export.write import export_graph, export_weights, min_side_px
+from segtrain.files import kind_of
+from segtrain.text import printable
+
+# The usual endings of each format's files; the first is suggested.
+_ENDINGS = {
+    "onnx": (".onnx",),
+    "pt2": (".pt2",),
+    "torchscript": (".pt", ".pth", ".ts", ".torchscript"),
+    "safetensors": (".safetensors",),
+}
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code.
+
+    args: source (run directory or checkpoint), format, output, normalize (None, "uint8" or
+        "float32"), argmax, size (None or [height, width]), overwrite.
+    """
+    output = Path(args.output)
+    _check_request(args, output)
+    loaded = load_model(args.source)
+    if args.format == "safetensors":
+        count = export_weights(loaded, output)
+        print(f"{count} tensors read back, equal bit for bit")
+    else:
+        compared = export_graph(
+            loaded,
+            output,
+            format=args.format,
+            normalize=args.normalize,
+            argmax=args.argmax,
+            size=tuple(args.size) if args.size else None,
+        )
+        print("\n".join(_table(compared)))
+        if args.size is None and (least := min_side_px(loaded, args.format)) > 1:
+            print(f"takes images of at least {least} px a side (metadata: min_side_px)")
+    print(_how_to_use(loaded, any_size=args.size is None))
+    opset = f", opset {ONNX_OPSET}" if args.format == "onnx" else ""
+    mib = output.stat().st_size / 2**20
+    print(f"wrote {printable(output)} ({args.format}{opset}, {mib:.1f} MiB)")
+    return EXIT_OK
+
+
+def _check_request(args: argparse.Namespace, output: Path) -> None:
+    problems = []
+    if output.is_dir():
+        problems.append(f"--output {output}: is a directory; name the file")
+    elif output.exists() and not output.is_file():  # replacing it would take it from everyone
+        problems.append(f"--output {output}: is {kind_of(output)}; name a file")
+    elif output.exists() and not args.overwrite:
+        problems.append(f"--output {output}: exists; choose another name or pass --overwrite")
+    meant = [name for name, ends in _ENDINGS.items() if output.suffix.lower() in ends]
+    if meant and args.format not in meant:
+        problems.append(
+            f"--output {output}: a name in {output.suffix} is for --format {meant[0]}; for "
+            f"--format {args.format} write --output {output.with_suffix(_ENDINGS[args.format][0])}"
+        )
+    if args.format == "safetensors":
+        options = {"--normalize": args.normalize, "--argmax": args.argmax, "--size": args.size}
+        problems += [
+            f"{name}: no effect on --format safetensors, which holds weights only"
+            for name, value in options.items()
+            if value
+        ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if args.format == "onnx":
+        require_onnx()
+
+
+def _table(compared: list[Comparison]) -> list[str]:
+    lines = ["  size (px)  batch  max difference  same class"]
+    for i, (case, difference, agreement, _) in enumerate(compared):
+        size = f"{case.height}x{case.width}"
+        note = "  (traced)" if i == 0 else ""
+        lines.append(f"{size:>11}  {case.batch:5d}  {difference:14.1e}  {agreement:10.4%}{note}")
+    return [*lines, f"differences are shares of the largest logit; {TOLERANCE:.0e} is allowed"]
+
+
+def _how_to_use(loaded: LoadedModel, *, any_size: bool) -> str:
+    """What a program must do around the file to get what `segtrain predict` gives."""
+    settings = InferenceSettings.from_config(loaded.config)
+    line = f"not in the file, done by predict: {settings.describe()}"
+    if settings.short_side_px is not None and any_size:
+        line += f"; resize images to a short side of {settings.short_side_px} px yourself"
+    return f"{line} (metadata: short_side_px, inference)"

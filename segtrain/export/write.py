@@ -1,0 +1,141 @@
+"""Writes a model to a file. The file gets its name only after it agreed with the model.
+
+Exporters sometimes write graphs that are silently wrong at other sizes than the traced one. So a
+graph is read back and run at several sizes; weights are compared bit for bit.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from segtrain import __version__
+from segtrain.checkpoint.loading import LoadedModel
+from segtrain.config import config_to_yaml
+from segtrain.errors import ExecutionError
+from segtrain.evaluation.inference import InferenceSettings
+from segtrain.export.formats import FORMATS, quiet
+from segtrain.export.graph import ExportModel
+from segtrain.export.verify import TOLERANCE, Comparison, cases, compare
+from segtrain.export.weights import check_weights, write_weights
+from segtrain.files import temporary
+
+
+def export_graph(
+    loaded: LoadedModel,
+    output: Path,
+    *,
+    format: Literal["onnx", "pt2", "torchscript"],
+    normalize: Literal["uint8", "float32"] | None = None,
+    argmax: bool = False,
+    size: tuple[int, int] | None = None,
+) -> list[Comparison]:
+    """Writes the model's graph to `output` and returns how it compared with the model.
+
+    normalize, argmax: what goes into the graph, see ExportModel.
+    size: (height, width) of all images in px; None: any. The batch size is always free.
+
+    Raises:
+        ExecutionError: the exporter failed, or the file differs from the model. `output` is then
+            what it was before. The checkpoint is good, so this is no CheckpointError.
+    """
+    data = loaded.config.data
+    graph = ExportModel(
+        loaded.model, mean=data.mean, std=data.std, normalize=normalize, argmax=argmax
+    )
+    least = min_side_px(loaded, format) if size is None else 1
+    metadata = {**_metadata(loaded), **graph.describe(fixed_size=size, min_side_px=least)}
+    batches = cases(size, least)
+    example = graph.example(batches[0])
+    with _replaced(output) as draft:
+        with quiet():
+            try:
+                FORMATS[format].write(graph, example, size is not None, metadata, draft)
+                run = FORMATS[format].read(draft)
+            except (RuntimeError, ValueError) as error:
+                raise ExecutionError(
+                    f"{output}: the {format} exporter of torch {torch.__version__} failed: "
+                    f"{str(error).strip()[:1000]}"
+                ) from error
+            compared = [compare(run, graph, case) for case in batches]
+        if not all(comparison.passed for comparison in compared):
+            raise ExecutionError(_refusal(output, format, compared))
+    return compared
+
+
+def export_weights(loaded: LoadedModel, output: Path) -> int:
+    """Writes the weights to `output` as safetensors and returns the number of tensors.
+
+    Keys are those of the run's model; the metadata holds the resolved config and the classes.
+
+    Raises:
+        ExecutionError: what was read back differs from what was written.
+    """
+    weights = loaded.model.state_dict()
+    metadata = {**_metadata(loaded), "config": config_to_yaml(loaded.config)}
+    with _replaced(output) as draft:
+        write_weights(weights, metadata, draft)
+        check_weights(weights, metadata, draft)
+    return len(weights)
+
+
+def min_side_px(loaded: LoadedModel, format: str) -> int:
+    """The least height and width that a file of this format for any size takes.
+
+    torch.export makes a constant of a side of a single feature, and refuses images that have one.
+    """
+    return loaded.config.model.output_stride + 1 if format == "pt2" else 1
+
+
+def _refusal(output: Path, format: str, compared: list[Comparison]) -> str:
+    lines = [f"{output}: not written: the {format} file differs from the model"]
+    for comparison in compared:
+        if not comparison.passed:
+            batch, height, width = comparison.case
+            what = comparison.problem or (
+                f"max difference {comparison.difference:.1e} of the largest logit, "
+                f"at most {TOLERANCE:.0e} expected; "
+                f"{comparison.agreement:.2%} of the pixels have the same class"
+            )
+            lines.append(f"  at {height}x{width}, batch {batch}: {what}")
+    lines.append("  --size HEIGHT WIDTH writes a file for that one size, if this one is for others")
+    return "\n".join(lines)
+
+
+def _metadata(loaded: LoadedModel) -> dict[str, str]:
+    config, classes = loaded.config, loaded.classes
+    settings = InferenceSettings.from_config(config)
+    return {
+        "segtrain_version": __version__,
+        "torch_version": torch.__version__,
+        "model": f"{config.model.arch} {config.model.backbone}",
+        "step": str(loaded.step),
+        "class_names": json.dumps(list(classes.names)),
+        "class_ids": json.dumps(list(classes.write_ids)),
+        "class_colors": json.dumps([list(color) for color in classes.palette]),
+        "mean": json.dumps(list(config.data.mean)),
+        "std": json.dumps(list(config.data.std)),
+        # What predict does around the network. An image of another size than in training gives
+        # wrong classes without any error.
+        "short_side_px": json.dumps(settings.short_side_px),
+        "inference": json.dumps(settings.to_dict()),
+    }
+
+
+@contextmanager
+def _replaced(output: Path) -> Iterator[Path]:
+    """A name beside `output` to write to; it becomes `output` when the block ends without error.
+
+    Raises:
+        ExecutionError: the disk is full, or the directory cannot be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with temporary(output, suffix=output.suffix) as draft:
+            yield draft
+            draft.replace(output)
+    except OSError as error:
+        raise ExecutionError(f"{output}: cannot be written: {error.strerror or error}") from error
