@@ -1,6 +1,6 @@
 """`segtrain doctor`: what this machine and this installation offer, and what is wrong with them.
 
-It needs no library itself: it is for installations that lack some.
+It runs without any library: it is for installations that lack some.
 """
 
 import os
@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 
 from segtrain import __version__
-from segtrain.distributed.machine import SHARED_MEMORY, num_cores
+from segtrain.distributed.machine import SHARED_MEMORY, compiler, num_cores
 from segtrain.errors import EXIT_CONFIG, EXIT_OK
 from segtrain.run.environment import LIBRARIES, library_version
 from segtrain.text import printable
 
-# What Docker gives a container that is not told otherwise: a few batches.
+# Docker's default for a container, which holds a few batches.
 _LITTLE_MEMORY_BYTES = 64 << 20
-
 _OPTIONAL = ("onnx", "onnxscript", "onnxruntime")
 
 
@@ -27,12 +26,11 @@ def main(_: object = None) -> int:
     """Prints what there is, then what is wrong; returns the exit code, 2 if nothing can train."""
     for name, value in _facts():
         print(f"{name:<24}{printable(value)}")
-    fatal, warnings = list(_missing()), list(_warnings())
-    for line in [f"error: {line}" for line in fatal] + [f"warning: {line}" for line in warnings]:
+    missing = [f"error: {line}" for line in _missing()]
+    lines = missing + [f"warning: {line}" for line in _warnings()]
+    for line in lines or ["nothing is wrong"]:
         print(printable(line))
-    if not fatal and not warnings:
-        print("nothing is wrong")
-    return EXIT_CONFIG if fatal else EXIT_OK
+    return EXIT_CONFIG if missing else EXIT_OK
 
 
 def _facts() -> Iterator[tuple[str, str]]:
@@ -46,7 +44,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     if SHARED_MEMORY.is_dir():
         memory = shutil.disk_usage(SHARED_MEMORY)
         yield "shared memory", f"{memory.free / 1e6:.0f} of {memory.total / 1e6:.0f} MB free"
-    yield "C++ compiler", shutil.which(_compiler()) or "none"
+    yield "C++ compiler", compiler()[1] or "none"
     if library_version("torch") is not None:
         yield from _facts_of_torch()
 
@@ -88,16 +86,13 @@ def _warnings() -> Iterator[str]:
                 f"{SHARED_MEMORY}: {total / 1e6:.1f} MB are little for loader workers; give the "
                 "container more (docker run --shm-size 8g), or set data.num_workers to 0"
             )
-    if shutil.which(_compiler()) is None:
-        yield f"{_compiler()}: not to be found; train.compile needs a C++ compiler (CXX names it)"
-
-
-def _compiler() -> str:
-    return os.environ.get("CXX", "g++")
+    name, path = compiler()
+    if path is None:
+        yield f"{name}: not to be found; train.compile needs a C++ compiler (CXX names it)"
 
 
 def _needed() -> dict[str, str]:
-    """The least version of every library that segtrain needs, as its own metadata tell."""
+    """The least version of every library that segtrain needs, from its own metadata."""
     try:
         lines = [line for line in requires("segtrain") or [] if "extra ==" not in line]
     except PackageNotFoundError:  # run from its sources

@@ -1,14 +1,13 @@
 """`segtrain eval`: a checkpoint scored on a split of its data set.
 
-Every rank runs this and evaluates its share of the images; rank 0 reports. Predictions and overlays
-are written by the rank that made them.
+Every rank runs this on its part of the images and writes pictures of them; rank 0 reports.
 """
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,29 +17,31 @@ import torch
 
 from segtrain import files
 from segtrain.checkpoint.eval_data import EvalData
-from segtrain.checkpoint.loading import LoadedModel, load_with_data
+from segtrain.checkpoint.loading import load_with_data
 from segtrain.config import Config, override_config
 from segtrain.config.warnings import changed_normalization
 from segtrain.data import open_dataset
 from segtrain.data.check.faint import faint_lines
 from segtrain.data.classes import ClassFile, ignoring_as
 from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import default_workers
+from segtrain.data.loader import num_loader_workers
 from segtrain.data.protect import check_pictures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.inference import InferenceSettings
 from segtrain.metrics import ConfusionMatrix, score_table
 from segtrain.models.memory import check_windows
 from segtrain.norm import describe_norm
-from segtrain.run.console import say
+from segtrain.run.log import say
 from segtrain.run.pictures import panel, write_png
 from segtrain.text import printable
 
 # Everything else was decided when the model was trained.
 _SETTABLE = ("data.", "eval.", "train.precision")
+
+Writer = Callable[[Prediction], None]
 
 
 def run_eval(args: argparse.Namespace) -> int:
@@ -49,44 +50,48 @@ def run_eval(args: argparse.Namespace) -> int:
     args: checkpoint (run directory or file), set, split, device, json, save_predictions, overlays,
         num_overlays.
     """
+    # 1. The model, the experiment and the data.
     device = device_for(args.device)
     loaded, known = load_with_data(args.checkpoint, device=device)
     config = _config(loaded.config, args)
     split = args.split or config.data.eval_split
     dataset = open_dataset(config.data, split, hidden=_named_by_checkpoint(args))
+
+    # 2. What cannot work is refused before it takes time.
+    num_classes = loaded.classes.num_classes
     _check_classes(loaded.classes, dataset.classes)
     dataset.classes = ignoring_as(loaded.classes, dataset.classes)
-    check_windows(
-        config, loaded.classes.num_classes, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    )
-    names = [dataset.name(i) for i in range(len(dataset))]
-    for option in ("--save-predictions", "--overlays"):
-        if folder := getattr(args, option[2:].replace("-", "_")):
-            check_pictures(option, Path(folder), names, config.data, splits=[split])
-    callbacks = _receivers(args, dataset, config.data.layout)
+    check_windows(config, num_classes, device, dist.local_world_size())
+    writers = _writers(args, dataset, config, split)
 
-    settings = InferenceSettings.from_config(config)
     with ExitStack() as stack:
         if args.json:
             stack.enter_context(_json_place(Path(args.json)))
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         _check_same_step(args.checkpoint, loaded.step)
+
+        # 3. What differs from the training.
         if dist.is_main():
             data = EvalData(loaded, known, config.data, dataset)
             stack.callback(data.close)
             _warn(changed_normalization(loaded.config, config))
             _warn(data.file_lines())
-            _warn([f"warning: {line}" for line in faint_lines(dataset)])
+            _warn(f"warning: {line}" for line in faint_lines(dataset))
+
+        # 4. All ranks predict and count.
+        settings = InferenceSettings.from_config(config)
         matrix = evaluate_dataset(
-            _prepare(loaded, config, device),
+            _prepare(loaded.model, config, device),
             dataset,
             settings,
             device=device,
-            num_classes=loaded.classes.num_classes,
+            num_classes=num_classes,
             progress=True,
-            num_threads=_num_threads(config),
-            callbacks=callbacks,
+            num_threads=max(1, num_loader_workers(config.data)),
+            callbacks=writers,
         )
+
+        # 5. Rank 0 reports.
         if dist.is_main():
             for warning in dataset.warnings:
                 say(f"warning: {warning}")
@@ -96,13 +101,47 @@ def run_eval(args: argparse.Namespace) -> int:
                 "split": split,
                 "num_images": len(dataset),
             }
-            _report(matrix, about, config, settings, loaded.classes.names)
+            scores = _scores(matrix, loaded.classes.names, about, settings, config)
+            for line in score_table(matrix.scores(), loaded.classes.names):
+                say(line)
+            say("{checkpoint}, step {step}, {num_images} images of split {split}".format(**about))
+            say(f"{settings.describe()}; trained with {scores['norm']}")
             _warn(data.label_lines())
             if args.json:
-                _write_json(
-                    Path(args.json), _record(matrix, about, config, settings, loaded.classes.names)
-                )
+                _write_json(Path(args.json), scores)
     return EXIT_OK
+
+
+def _config(trained: Config, args: argparse.Namespace) -> Config:
+    config = override_config(trained, args.set, source=str(args.checkpoint))
+    foreign = [text for text in args.set if not text.strip().startswith(_SETTABLE)]
+    if foreign:
+        what = "the checkpoint decides this; eval takes data.*, eval.* and train.precision"
+        raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
+    return config
+
+
+def _named_by_checkpoint(args: argparse.Namespace) -> set[str]:
+    """The files whose lines no message may show: a checkpoint from elsewhere can name any file."""
+    by_user = {text.partition("=")[0].strip() for text in args.set}
+    by_user |= {"data.eval_split"} if args.split else set()
+    return {"data.classes", "data.eval_split"} - by_user
+
+
+def _check_classes(trained: ClassFile, data: ClassFile) -> None:
+    """Refuses a data set whose train ids mean other classes than the model's."""
+    if list(trained.names) == list(data.names):
+        return
+    pairs = enumerate(zip(trained.names, data.names, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(trained.num_classes, data.num_classes))
+    there, here = (
+        names[first] if first < len(names) else "none" for names in (trained.names, data.names)
+    )
+    raise DataError(
+        f"class file {data.name}: {data.num_classes} classes, the model was trained on "
+        f"{trained.num_classes}; class {first} is {here} here and {there} there; "
+        "evaluate with the class file of the training, --set data.classes=..."
+    )
 
 
 def _check_same_step(checkpoint: str | Path, step: int) -> None:
@@ -116,134 +155,75 @@ def _check_same_step(checkpoint: str | Path, step: int) -> None:
         )
 
 
-def _warn(lines: Sequence[str]) -> None:
+def _warn(lines: Iterable[str]) -> None:
     for line in lines:
         print(f"segtrain: {printable(line)}", file=sys.stderr)
 
 
-def _config(trained: Config, args: argparse.Namespace) -> Config:
-    foreign = [text for text in args.set if not text.strip().startswith(_SETTABLE)]
-    config = override_config(trained, args.set, source=str(args.checkpoint))
-    if foreign:
-        raise ConfigError(
-            "\n".join(
-                f"--set {text}: the checkpoint decides this; eval takes data.*, eval.* and "
-                "train.precision"
-                for text in foreign
-            )
-        )
-    return config
-
-
-def _named_by_checkpoint(args: argparse.Namespace) -> set[str]:
-    """The files whose lines no message may show: a checkpoint from elsewhere can name any file."""
-    by_user = {text.partition("=")[0].strip() for text in args.set}
-    by_user |= {"data.eval_split"} if args.split else set()
-    return {"data.classes", "data.eval_split"} - by_user
-
-
-def _prepare(loaded: LoadedModel, config: Config, device: torch.device) -> torch.nn.Module:
+def _prepare(model: torch.nn.Module, config: Config, device: torch.device) -> torch.nn.Module:
     if config.train.precision == "float64":
-        loaded.model.double()
+        model.double()
     if config.train.channels_last and device.type == "cuda":
-        loaded.model.to(memory_format=torch.channels_last)
-    return loaded.model
+        model.to(memory_format=torch.channels_last)
+    return model
 
 
-def _num_threads(config: Config) -> int:
-    if config.data.num_workers is not None:
-        return max(1, config.data.num_workers)
-    return max(1, default_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+def _writers(
+    args: argparse.Namespace, dataset: SegDataset, config: Config, split: str
+) -> list[Writer]:
+    """What writes the pictures of each prediction; their folders are made here."""
+    names = [dataset.name(i) for i in range(len(dataset))]
+    folders = {"--save-predictions": args.save_predictions, "--overlays": args.overlays}
+    folders = {option: Path(folder) for option, folder in folders.items() if folder}
+    for option, folder in folders.items():
+        check_pictures(option, folder, names, config.data, splits=[split])
+    for option, folder in folders.items():
+        _make_folder(option, folder)
+    writers = []
+    if folder := folders.get("--save-predictions"):
+        writers.append(_prediction_writer(folder, dataset, layout=config.data.layout))
+    if folder := folders.get("--overlays"):
+        writers.append(_overlay_writer(folder, dataset, num=args.num_overlays))
+    return writers
 
 
-def _check_classes(trained: ClassFile, data: ClassFile) -> None:
-    """Refuses a data set whose train ids mean other classes than the model's."""
-    if list(trained.names) == list(data.names):
-        return
-    pairs = enumerate(zip(trained.names, data.names, strict=False))
-    first = next((i for i, (a, b) in pairs if a != b), min(trained.num_classes, data.num_classes))
-    found = [
-        names[first] if first < len(names) else "none" for names in (trained.names, data.names)
-    ]
-    raise DataError(
-        f"class file {data.name}: {data.num_classes} classes, the model was trained on "
-        f"{trained.num_classes}; class {first} is {found[1]} here and {found[0]} there; "
-        "evaluate with the class file of the training, --set data.classes=..."
-    )
-
-
-def _receivers(
-    args: argparse.Namespace, dataset: SegDataset, layout: str
-) -> list[Callable[[Prediction], None]]:
-    callbacks: list[Callable[[Prediction], None]] = []
-    if args.save_predictions:
-        folder = _make_folder("--save-predictions", Path(args.save_predictions))
-        callbacks.append(PredictionWriter(folder, dataset, layout=layout))
-    if args.overlays:
-        folder = _make_folder("--overlays", Path(args.overlays))
-        callbacks.append(OverlayWriter(folder, dataset, num=args.num_overlays))
-    return callbacks
-
-
-def _make_folder(option: str, folder: Path) -> Path:
-    """Makes `folder` before any time is spent on predictions that could not be kept."""
+def _make_folder(option: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{option} {folder}: cannot make this folder: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{option} {folder}: this folder cannot be written")
-    return folder
 
 
-@contextmanager
-def _json_place(path: Path) -> Iterator[None]:
-    """Refuses a place for --json that could not be written after the evaluation."""
-    _make_folder("--json", path.parent)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(files.reserve_output(path))
-        except OSError as error:
-            raise ConfigError(f"--json {path}: {error.strerror}") from None
-        yield
+def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Writer:
+    """Writes a PNG of raw class ids, at the size of the label, under the name of the image.
 
-
-class PredictionWriter:
-    """Writes each prediction as a PNG of raw class ids, at the size of the label.
-
-    For the layout `cityscapes` the name is what its evaluation server looks for, a file
-    <city>_<sequence>_<frame>*.png anywhere below the folder; for the others it is the image's own.
+    For the layout `cityscapes` its evaluation server expects <city>_<sequence>_<frame>*.png,
+    anywhere below the folder.
     """
+    ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
+    ids = dataset.classes.write_ids
+    raw_ids = np.array(ids, dtype=np.uint8 if max(ids) < 256 else np.uint16)
 
-    def __init__(self, folder: Path, dataset: SegDataset, *, layout: str) -> None:
-        self._folder = folder
-        self._dataset = dataset
-        self._ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
-        ids = dataset.classes.write_ids
-        self._ids = np.array(ids, dtype=np.uint8 if max(ids) < 256 else np.uint16)
+    def write(prediction: Prediction) -> None:
+        name = dataset.name(prediction.index) + ending
+        write_png(folder / name, raw_ids[prediction.pred])
 
-    def __call__(self, prediction: Prediction) -> None:
-        """Writes one."""
-        name = self._dataset.name(prediction.index) + self._ending
-        write_png(self._folder / name, self._ids[prediction.pred])
+    return write
 
 
-class OverlayWriter:
+def _overlay_writer(folder: Path, dataset: SegDataset, *, num: int) -> Writer:
     """Writes image, label, prediction and errors side by side, for `num` images of the data set.
 
     They are spread evenly over the data set, so the choice does not depend on the ranks.
     """
+    chosen = set(np.linspace(0, len(dataset) - 1, num).round().astype(int).tolist())
 
-    def __init__(self, folder: Path, dataset: SegDataset, *, num: int) -> None:
-        self._folder = folder
-        self._dataset = dataset
-        self._chosen = set(np.linspace(0, len(dataset) - 1, num).round().astype(int).tolist())
-
-    def __call__(self, prediction: Prediction) -> None:
-        """Writes one, if it was chosen."""
-        if prediction.index not in self._chosen:
+    def write(prediction: Prediction) -> None:
+        if prediction.index not in chosen:
             return
-        name, classes = self._dataset.name(prediction.index), self._dataset.classes
+        name, classes = dataset.name(prediction.index), dataset.classes
         picture = panel(
             prediction.image,
             prediction.label,
@@ -252,28 +232,17 @@ class OverlayWriter:
             names=classes.names,
             title=name,
         )
-        write_png(self._folder / f"{name}.png", picture)
+        write_png(folder / f"{name}.png", picture)
+
+    return write
 
 
-def _report(
+def _scores(
     matrix: ConfusionMatrix,
+    names: Iterable[str],
     about: dict[str, Any],
-    config: Config,
     settings: InferenceSettings,
-    names: Sequence[str],
-) -> None:
-    for line in score_table(matrix.scores(), names):
-        say(line)
-    say("{checkpoint}, step {step}, {num_images} images of split {split}".format(**about))
-    say(f"{settings.describe()}; trained with {describe_norm(config.norm)}")
-
-
-def _record(
-    matrix: ConfusionMatrix,
-    about: dict[str, Any],
     config: Config,
-    settings: InferenceSettings,
-    names: Sequence[str],
 ) -> dict[str, Any]:
     """What --json writes: the same bytes on any number of ranks."""
     return {
@@ -285,9 +254,20 @@ def _record(
     }
 
 
-def _write_json(path: Path, record: dict[str, Any]) -> None:
-    """Writes the file whole or not at all."""
+@contextmanager
+def _json_place(path: Path) -> Iterator[None]:
+    """Refuses, before the evaluation, a place for --json that could not be written after it."""
+    _make_folder("--json", path.parent)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(files.reserve_output(path))
+        except OSError as error:
+            raise ConfigError(f"--json {path}: {error.strerror}") from None
+        yield
+
+
+def _write_json(path: Path, scores: dict[str, Any]) -> None:
     try:
-        files.write_output(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+        files.write_output(path, json.dumps(scores, indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise ExecutionError(f"{path}: cannot write the scores: {error.strerror}") from error

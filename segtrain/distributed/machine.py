@@ -3,6 +3,7 @@
 import fcntl
 import ipaddress
 import os
+import shutil
 import socket
 import struct
 from pathlib import Path
@@ -71,3 +72,9 @@ def interface_with(address: str | None) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def compiler() -> tuple[str, str | None]:
+    """The C++ compiler that torch.compile would call, and its path; None: it is not installed."""
+    name = os.environ.get("CXX", "g++")
+    return name, shutil.which(name)

@@ -1,7 +1,7 @@
-"""Whether an experiment can fit into memory at all, told before anything is allocated.
+"""Refuses an experiment that cannot fit into memory, before anything is allocated.
 
-The bounds are what certainly has to be held: the images and the scores of every class at their
-size. A training takes several times as much, so what passes may still be too large.
+Only a lower bound is checked: the images, and the scores of every class at their size. Training
+takes several times as much, so what passes may still be too large.
 """
 
 import os
@@ -15,12 +15,12 @@ from segtrain.errors import ConfigError
 
 # Bytes a pixel: three of image and one of label; and the normalized image in float32.
 _STORED, _NORMALIZED = 4, 12
-# The limit of a container, which the size of the machine does not tell.
+# The limit of a container, which may be less than the memory of the machine.
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The memory of `device`; of a CPU that of the machine, or what a container may use of it."""
+    """The memory of `device`; for a CPU what the machine has or the container may use of it."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
@@ -39,7 +39,7 @@ def training_finding(
         ranks: how many of them share the device's memory.
     """
     height, width = config.augment.crop_size
-    # A compiled loss need not write the scores down.
+    # A compiled loss may never store the scores.
     scores = 0 if config.train.compile else 4 * num_classes
     needed = ranks * images * height * width * (_STORED + _NORMALIZED + scores)
     what = f"augment.crop_size: {images} crops of {height}x{width}{_on_each(ranks)} take"
@@ -62,10 +62,12 @@ def window_finding(
 
 
 def check_windows(config: Config, num_classes: int, device: torch.device, ranks: int = 1) -> None:
-    """Raises ConfigError if `window_finding` finds something; arguments as there."""
-    ranks = ranks if device.type == "cpu" else 1
-    finding = window_finding(config, num_classes, device, ranks)
-    if finding is not None:
+    """Raises ConfigError with what `window_finding` finds.
+
+    ranks: the ranks on this machine.
+    """
+    sharing = ranks if device.type == "cpu" else 1
+    if finding := window_finding(config, num_classes, device, sharing):
         raise ConfigError(finding)
 
 

@@ -1,4 +1,4 @@
-"""The start of training: what is checked before device time is spent, and what is said."""
+"""Before training: what is checked before device time is spent, and the lines that are logged."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import bytes_in_flight, num_loader_workers
 from segtrain.data.photometric import check_extra
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import SHARED_MEMORY
+from segtrain.distributed.machine import SHARED_MEMORY, compiler
 from segtrain.distributed.partition import batch_findings, partition, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
@@ -28,102 +28,91 @@ from segtrain.training.optim import base_lr, learning_rate
 def check_experiment(
     config: Config, train_set: SegDataset, eval_set: SegDataset, *, device: torch.device
 ) -> list[str]:
-    """Refuses what can be known to fail later (collective: rank 0 looks at the files for all).
-
-    Returns what is odd about the data, a line for each thing.
+    """Refuses an experiment that would fail later; returns what is odd about the data (collective).
 
     Raises:
         ConfigError: batch and ranks, classes and weights, or augmentations do not fit together; or
             there is no compiler, or too little memory, of the device or shared.
         DataError: images and labels do not fit together.
     """
+    num_classes = train_set.classes.num_classes
+    # 1. What is the same on all ranks.
     findings = [
         *batch_findings(config, dist.world_size(), dist.local_world_size()),
-        *_class_findings(config, train_set.classes.num_classes),
-        *_compiler_findings(config.train.compile),
+        *_class_findings(config, num_classes),
+        *(_compile_findings() if config.train.compile else []),
     ]
     if findings:
         raise ConfigError("\n".join(findings))
-    # Each machine has its own.
-    num_classes = train_set.classes.num_classes
-    here = _memory_findings(config, num_classes, device) or [_shared_memory_finding(config)]
-    for finding in dist.all_gather_object(next((one for one in here if one), None)):
+    # 2. Each machine has its own memory.
+    here = _device_memory_finding(config, num_classes, device) or _shared_memory_finding(config)
+    for finding in dist.all_gather_object(here):
         if finding is not None:
             raise ConfigError(finding)
+    # 3. Files and augmentations; rank 0 reads the files for all.
     check_extra(config.augment)
     return dist.run_on_rank0(lambda: quick_check(train_set, eval_set))
 
 
 def _class_findings(config: Config, num_classes: int) -> list[str]:
     weights = config.loss.class_weights
-    if weights is not None and len(weights) != num_classes:
-        return [
-            f"loss.class_weights: {len(weights)} numbers for the {num_classes} classes of "
-            f"{config.data.classes}"
-        ]
-    return []
+    if weights is None or len(weights) == num_classes:
+        return []
+    return [
+        f"loss.class_weights: {len(weights)} numbers for the {num_classes} classes of "
+        f"{config.data.classes}"
+    ]
 
 
-def _compiler_findings(needed: bool) -> list[str]:
-    compiler = os.environ.get("CXX", "g++")
-    if needed and shutil.which(compiler) is None:
+def _compile_findings() -> list[str]:
+    name, path = compiler()
+    if path is None:
         return [
-            f"train.compile: needs a C++ compiler, and {compiler} is not to be found; install it, "
+            f"train.compile: needs a C++ compiler, and {name} is not to be found; install it, "
             "name another one in the environment variable CXX, or set train.compile to false"
         ]
-    return _cache_findings() if needed else []
-
-
-def _cache_findings() -> list[str]:
-    """What is wrong with torch's cache of compiled code, which it runs without asking whose it is.
-
-    It lies in the temporary folder, under a name that others can tell and take first.
-    """
     from torch._inductor.runtime.runtime_utils import cache_dir
 
-    path = cache_dir()  # made by this call, if by nobody before
-    found = os.lstat(path)
+    # torch runs the code in its cache without asking who wrote it. The cache is in the temporary
+    # folder, under a name that other users can guess and create first.
+    cache = cache_dir()  # created by this call if it does not exist
+    found = os.lstat(cache)
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
         return []
     return [
-        f"train.compile: {path}, torch's cache of compiled code, can be written by other users; "
+        f"train.compile: {cache}, torch's cache of compiled code, can be written by other users; "
         "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
     ]
 
 
-def _memory_findings(config: Config, num_classes: int, device: torch.device) -> list[str]:
+def _device_memory_finding(config: Config, num_classes: int, device: torch.device) -> str | None:
     train = config.train
     images = train.batch_size // train.accumulate_steps
     at_a_time = -(-images // (dist.world_size() * train.virtual_ranks))
     ranks = dist.local_world_size() if device.type == "cpu" else 1
-    findings = [
-        training_finding(config, num_classes, at_a_time, device, ranks),
-        window_finding(config, num_classes, device, ranks),
-    ]
-    return [finding for finding in findings if finding is not None]
+    return training_finding(config, num_classes, at_a_time, device, ranks) or window_finding(
+        config, num_classes, device, ranks
+    )
 
 
 def _shared_memory_finding(config: Config) -> str | None:
-    """What is wrong with the shared memory of this machine; None: nothing.
-
-    A worker that finds it full is ended by SIGBUS, hours later perhaps.
-    """
+    """Why the loader's batches may not fit; a worker that finds no space dies by SIGBUS."""
     workers, train = num_loader_workers(config.data), config.train
     if workers == 0 or sys.platform != "linux" or not SHARED_MEMORY.is_dir():
         return None
-    smallest_pass = train.batch_size // train.accumulate_steps
-    images = -(-smallest_pass // dist.world_size())
-    needed = dist.local_world_size() * bytes_in_flight(
-        config.augment.crop_size, images, num_workers=workers, prefetch=config.data.prefetch
+    ranks, prefetch = dist.local_world_size(), config.data.prefetch
+    images = -(-(train.batch_size // train.accumulate_steps) // dist.world_size())
+    needed = ranks * bytes_in_flight(
+        config.augment.crop_size, images, num_workers=workers, prefetch=prefetch
     )
     free = shutil.disk_usage(SHARED_MEMORY).free
     if needed <= free:
         return None
     return (
         f"{SHARED_MEMORY}: the loader's batches take up to {needed / 1e6:.1f} MB "
-        f"({dist.local_world_size()} ranks x {workers} workers x {config.data.prefetch} batches of "
-        f"{images} images) and {free / 1e6:.1f} MB are free; use fewer data.num_workers, a smaller "
-        "data.prefetch, or give the container more shared memory (docker run --shm-size)"
+        f"({ranks} ranks x {workers} workers x {prefetch} batches of {images} images) and "
+        f"{free / 1e6:.1f} MB are free; use fewer data.num_workers, a smaller data.prefetch, or "
+        "give the container more shared memory (docker run --shm-size)"
     )
 
 
@@ -136,18 +125,17 @@ def start_lines(
     devices: list[str],
     step: int,
 ) -> list[str]:
-    """What a person wants to know before walking away, in at most 15 lines.
+    """The experiment in at most 15 lines, for the log.
 
     Args:
         devices: the device of every rank.
         step: updates that a resumed run has done already.
     """
-    train = config.train
-    ranks = len(devices)
+    train, ranks = config.train, len(devices)
     epochs = train.steps * train.batch_size / len(train_set.pairs)
     parameters = sum(p.numel() for p in model.parameters())
     return [
-        # torchvision's version from its metadata: importing it takes two seconds more.
+        # library_version imports nothing: torchvision would take two seconds.
         f"segtrain {__version__}  torch {torch.__version__}"
         f"  torchvision {library_version('torchvision') or 'none'}"
         f"  git {git_revision() or 'none'}",
@@ -170,10 +158,10 @@ def start_lines(
 
 def _batch_words(config: Config, ranks: int) -> str:
     train = config.train
-    shares = [len(partition(train.batch_size, ranks, rank)) for rank in range(ranks)]
-    split = f"{ranks} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
-    words = f"{split} = {train.batch_size} images of {config.augment.crop_size[0]}x"
-    words += str(config.augment.crop_size[1])
+    sizes = [len(partition(train.batch_size, ranks, rank)) for rank in range(ranks)]
+    split = f"{ranks} x {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+    height, width = config.augment.crop_size
+    words = f"{split} = {train.batch_size} images of {height}x{width}"
     if train.virtual_ranks > 1:
         words += f", each rank's in {train.virtual_ranks} shares in lockstep"
     if train.accumulate_steps > 1:
@@ -183,11 +171,10 @@ def _batch_words(config: Config, ranks: int) -> str:
 
 def _norm_words(config: Config, ranks: int) -> str:
     words = describe_norm(config.norm)
-    if config.norm.kind not in ("sync", "local"):
+    if not config.norm.is_batch_norm:
         return words
-    return (
-        f"{words}; statistics over {smallest_batch(config, ranks, dist.local_world_size())} images"
-    )
+    images = smallest_batch(config, ranks, dist.local_world_size())
+    return f"{words}; statistics over {images} images"
 
 
 def _weights_words(config: Config, step: int) -> str:
