@@ -2,19 +2,15 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from segtrain.config import Config
 from segtrain.config.loading import yaml_value
-from segtrain.config.options import FOREIGN_KEYS
+from segtrain.config.options import FOREIGN_KEYS, SECTIONS
 from segtrain.config.suggest import nearest
 
-# Of options by one name in several sections the first is meant.
+# If several sections have an option of the same name, the first of these is meant.
 _SECTIONS = ("train", "data", "augment", "model", "loss", "eval", "norm", "log", "checkpoint")
-_ALL = {("train",), ("data", "check"), ("config", "show")}
-_SOME = {"eval": ("eval.", "data."), "predict": ("eval.",)}
-
-
 # Commands of other tools.
 _COMMANDS = {
     **dict.fromkeys(("fit", "tune", "finetune"), "train"),
@@ -26,16 +22,45 @@ _COMMANDS = {
     **dict.fromkeys(("convert", "deploy"), "export"),
     **dict.fromkeys(("info", "env", "checks"), "doctor"),
 }
-_RUN = ("eval", "predict", "export")
+
+# The options that --set of each command may change, by the beginning of their names.
+_ON_CONFIGS = ("train", "data check", "config show")
+_SETTABLE = dict.fromkeys(_ON_CONFIGS, ("",)) | {"eval": ("eval.", "data."), "predict": ("eval.",)}
+
 _OUTPUT = ("o", "out", "out_dir", "outdir", "output_dir", "save_dir", "work_dir", "project")
 _WEIGHTS = ("weights", "checkpoint", "ckpt", "model", "model_path", "resume_from")
-_SIDE = re.compile(r"[0-9]{1,6}\Z")
+_SIDE = ("imgsz", "img_size", "image_size", "img")
+_NO_OPTION = "is written without an option: segtrain {command} {value}"
+# Options of other tools; the commands of segtrain that get the hint; the hint; and an example of
+# {value}, for an option without one.
+_OPTIONS = (
+    (("config", "cfg", "config_file"), _ON_CONFIGS, f"the config {_NO_OPTION}", "my.yaml"),
+    (
+        ("data",),
+        _ON_CONFIGS,
+        "the config tells of the data, and is written without an option: segtrain {command} "
+        "my.yaml; --set data.root=FOLDER names another folder",
+        "",
+    ),
+    (_OUTPUT, ("train", "predict"), "write --output {value}", "DIR"),
+    (_OUTPUT, ("export",), "write --output {value}", "FILE"),
+    (_OUTPUT, ("eval",), "write --save-predictions {value}, or --json FILE for the scores", "DIR"),
+    (_WEIGHTS, ("eval", "predict", "export"), f"the run or checkpoint {_NO_OPTION}", "runs/own"),
+    (_WEIGHTS[:3], ("train",), "to start from a model, write --set train.init_from={value}", "RUN"),
+    (
+        ("source", "input", "images"),
+        ("predict",),
+        "images are written without an option: segtrain predict runs/own photos/",
+        "",
+    ),
+    (_SIDE, _ON_CONFIGS, "write --set 'augment.crop_size=[{value}, {value}]'", "512"),
+    (_SIDE, ("export",), "write --size {value} {value}", "512"),
+)
 
 
 def after_error(message: str, argv: Sequence[str]) -> str:
     """The end of argparse's message about the command line `argv`, from "; " on, or ""."""
-    choice = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
-    if choice:
+    if choice := re.search(r"argument COMMAND: invalid choice: '([^']*)'", message):
         known = _COMMANDS.get(choice[1].lower())
         if known == "data check" and argv[:1] == ["data"]:
             return ""
@@ -44,70 +69,51 @@ def after_error(message: str, argv: Sequence[str]) -> str:
         return "; write height and width, such as --size 512 512"
     if message.startswith("argument --device: invalid choice"):
         number = re.search(r"choice: '(?:cuda:|gpu:?)?([0-9]+(?:,[0-9]+)*)'", message)
-        first = f"CUDA_VISIBLE_DEVICES={number[1]} segtrain ... " if number else ""
-        return f"; to choose a GPU, write {first}--device cuda" if number else ""
+        if number is None:
+            return ""
+        visible = f"CUDA_VISIBLE_DEVICES={number[1]}"
+        return f"; to choose a GPU, write {visible} segtrain ... --device cuda"
     if message.startswith("the following arguments are required"):
-        for word in argv[1:]:
-            name, _, value = word.partition("=")
-            if word.startswith("-") and (hint := _of_other_tools(name, value, argv)):
-                return hint
-    return ""
-
-
-def _of_other_tools(word: str, value: str, argv: Sequence[str]) -> str:
-    """What to write instead of an option that other tools have, from "; " on, or ""."""
-    command, name = argv[0], word.lstrip("-").replace("-", "_")
-    of_all = command == "train" or tuple(argv[:2]) in _ALL
-    shown = shlex.quote(value) if value else ""
-    called = " ".join(argv[:2] if command in ("data", "config") else argv[:1])
-    if name in ("config", "cfg", "config_file") and of_all:
-        file = shown or "my.yaml"
-        return f"; the config is written without an option: segtrain {called} {file}"
-    if name == "data" and of_all:
-        return (
-            f"; the config tells of the data, and is written without an option: segtrain {called} "
-            "my.yaml; --set data.root=FOLDER names another folder"
-        )
-    if name in _OUTPUT and command in ("train", "predict", "export"):
-        what = "FILE" if command == "export" else "DIR"
-        return f"; write --output {shown or what}"
-    if name in _OUTPUT and command == "eval":
-        return f"; write --save-predictions {shown or 'DIR'}, or --json FILE for the scores"
-    if name in _WEIGHTS and command in _RUN:
-        run = shown or "runs/own"
-        return f"; the run or checkpoint is written without an option: segtrain {command} {run}"
-    if name in ("weights", "checkpoint", "ckpt") and command == "train":
-        return f"; to start from a model, write --set train.init_from={shown or 'RUN'}"
-    if name in ("source", "input", "images") and command == "predict":
-        return "; images are written without an option: segtrain predict runs/own photos/"
-    if name in ("imgsz", "img_size", "image_size", "img") and of_all:
-        side = value if _SIDE.match(value) else "512"
-        return f"; write --set 'augment.crop_size=[{side}, {side}]'"
-    if name in ("imgsz", "img_size", "image_size", "img") and command == "export":
-        side = value if _SIDE.match(value) else "512"
-        return f"; write --size {side} {side}"
+        options = (word.partition("=") for word in argv[1:])
+        return _first(_of_other_tools(name, value, argv) for name, _, value in options)
     return ""
 
 
 def instead_of(unknown: Sequence[str], argv: Sequence[str]) -> str:
-    """An example of what to write instead of the first of `unknown` that is like an option.
-
-    Returns:
-        the end of a message, from "; " on; empty if nothing is like it.
+    """The end of a message, from "; " on: what to write instead of an unknown option.
 
     Args:
         unknown: the words of the command line `argv` that no option takes.
+
+    Returns:
+        an example for the first of them that is similar to an option; "" if none is.
     """
-    for word, value in _candidates(unknown, argv):
-        if word.startswith("-") and (hint := _of_other_tools(word, value, argv)):
-            return hint
-    if not ({tuple(argv[:1]), tuple(argv[:2])} & _ALL or argv[0] in _SOME):
+    found = _candidates(unknown, argv)
+    if hint := _first(_of_other_tools(name, value, argv) for name, value in found):
+        return hint
+    settable = _SETTABLE.get(_command(argv), ())
+    if not settable:
         return ""
-    for word, value in _candidates(unknown, argv):
-        if hint := _hint(word, value):
-            allowed = _SOME.get(argv[0], ("",))
-            key = re.search(r"--set '?(\S+?)=", hint)
-            return hint if key is None or key[1].startswith(allowed) else ""
+    hint = _first(_setting(name, value) for name, value in found)
+    key = re.search(r"--set '?(\S+?)=", hint)
+    return hint if key is None or key[1].startswith(settable) else ""
+
+
+def _first(hints: Iterator[str]) -> str:
+    return next(filter(None, hints), "")
+
+
+def _command(argv: Sequence[str]) -> str:
+    return " ".join(argv[:2] if argv[:1] in (["data"], ["config"]) else argv[:1])
+
+
+def _of_other_tools(word: str, value: str, argv: Sequence[str]) -> str:
+    name, command = word.lstrip("-").replace("-", "_"), _command(argv)
+    for names, commands, hint, example in _OPTIONS:
+        if word.startswith("-") and name in names and command in commands:
+            is_usable = value and (names is not _SIDE or re.fullmatch(r"[0-9]{1,6}", value))
+            shown = shlex.quote(value) if is_usable else example
+            return "; " + hint.format(command=command, value=shown)
     return ""
 
 
@@ -125,9 +131,11 @@ def _candidates(unknown: Sequence[str], argv: Sequence[str]) -> list[tuple[str, 
     return found
 
 
-def _hint(word: str, value: str) -> str:
+def _setting(word: str, value: str) -> str:
+    """The --set that may be meant by `word`: a key, its last part, or something similar."""
     name = word.lstrip("-").rstrip(":").replace("-", "_")
-    keys = _keys()
+    # Of keys with the same last part the first counts.
+    keys = {key.rpartition(".")[2]: key for key in reversed(_keys())}
     key = name if name in keys.values() else keys.get(name)
     if key is None and (word.startswith("-") or name in FOREIGN_KEYS):
         near = name if name in FOREIGN_KEYS else nearest(name, [*keys, *FOREIGN_KEYS])
@@ -142,13 +150,8 @@ def _hint(word: str, value: str) -> str:
     return f"; write --set {shlex.quote(f'{key}={value or _usual(key)}')}"
 
 
-def _keys() -> dict[str, str]:
-    """The last word of every option, and its whole name."""
-    keys: dict[str, str] = {"seed": "seed"}
-    for section in reversed(_SECTIONS):
-        fields = Config.model_fields[section].annotation.model_fields
-        keys |= {key: f"{section}.{key}" for key in fields}
-    return keys
+def _keys() -> list[str]:
+    return [f"{name}.{key}" for name in _SECTIONS for key in SECTIONS[name].model_fields] + ["seed"]
 
 
 def _usual(key: str) -> str:
