@@ -1,16 +1,14 @@
-"""Batch norm that does not know how many devices there are.
+"""Batch norm whose result does not depend on the number of devices.
 
     from segtrain.norm import SyncBatchNorm2d, convert
 
-functional.py is the arithmetic, composite.py the same from differentiable pieces, sync.py the
-modules, partial.py statistics over some of the ranks, recompute.py the same with half the memory,
-kinds.py what a config can name, convert.py the exchange in a finished model, precise.py statistics
-of a whole data set, uneven.py ranks with different numbers of batches, debug.py a watch over the
-meetings of the ranks.
+kernels.py and functional.py are the arithmetic, sync.py the modules, composite.py allows second
+derivatives, partial.py shares statistics among some of the ranks, recompute.py halves the memory,
+kinds.py makes what a config names, convert.py replaces the layers of a finished model, precise.py
+takes the statistics of a whole data set, loops.py helps training loops of your own.
 """
 
 from segtrain.norm.convert import convert
-from segtrain.norm.debug import watch_ranks
 from segtrain.norm.functional import sync_batch_norm
 from segtrain.norm.kinds import (
     FrozenBatchNorm2d,
@@ -19,6 +17,7 @@ from segtrain.norm.kinds import (
     make_inference_norm,
     make_norm,
 )
+from segtrain.norm.loops import until_all_end, watch_ranks
 from segtrain.norm.partial import PartialBatchNorm2d, settle_statistics
 from segtrain.norm.precise import precise_statistics
 from segtrain.norm.recompute import norm_relu_conv
@@ -30,7 +29,6 @@ from segtrain.norm.sync import (
     make_groups,
     normalize_together,
 )
-from segtrain.norm.uneven import until_all_end
 
 __all__ = [
     "FrozenBatchNorm2d",

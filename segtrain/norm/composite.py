@@ -1,8 +1,8 @@
-"""Synchronized batch norm from differentiable pieces, for gradients of gradients.
+"""Synchronized batch norm that can be differentiated any number of times, for gradient penalties.
 
-The fast function (functional.py) computes its backward pass by hand and can be differentiated once.
-Here autograd does all of it, through an all_reduce whose derivative is an all_reduce: exact to any
-order, slower, and with every intermediate kept.
+functional.py computes its backward pass by hand and can be differentiated once. Here autograd does
+it, through an all_reduce whose derivative is an all_reduce: exact, but slower, and autograd keeps
+every intermediate tensor.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from segtrain.norm.functional import Moments, packed_moments, unpacked_moments
 
 
 class _AllSum(torch.autograd.Function):
-    """The sum over the ranks; every rank's gradient reaches every rank's summand."""
+    """The sum over the ranks; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -36,10 +36,10 @@ def composite_batch_norm(
     eps: float,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Moments]:
-    """As `sync_batch_norm`, differentiable any number of times.
+    """As `sync_batch_norm`, differentiable any number of times (collective).
 
-    Collective once forward and at least once in every backward pass that reaches it; all ranks must
-    take the same derivatives in the same order.
+    Every backward pass through it is collective too: all ranks must take the same derivatives in
+    the same order.
     """
     channels = x.shape[1]
     over = [dim for dim in range(x.dim()) if dim != 1]

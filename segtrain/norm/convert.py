@@ -1,4 +1,4 @@
-"""Exchange of a finished module's batch norm layers, both ways."""
+"""Replaces the batch norm layers of a module by synchronized ones, or back."""
 
 from typing import Literal
 
@@ -24,26 +24,26 @@ _TO_LOCAL: dict[type[nn.Module], type[nn.Module]] = {
     PartialBatchNorm2d: nn.BatchNorm2d,
 }
 _KNOWN = (*_TO_SYNC, *_TO_LOCAL)
-# What only the layers of this package have.
+# Attributes that only the layers of this package have.
 _OWN = ("process_group", "on_one_value", "double_backward", "extent", "running", "_seen")
 
 
 def convert(
     module: nn.Module, to: Literal["sync", "local"] = "sync", *, process_group: Group = None
 ) -> nn.Module:
-    """`module` with its batch norm layers exchanged in place; itself a batch norm, its counterpart.
+    """Replaces the batch norm layers inside `module`, in place; returns `module`.
 
-    Parameters and buffers are the same tensors afterwards, so an optimizer made before stays valid;
-    training mode, hooks and layers that stand in several places are kept too. Converting twice
-    changes nothing, and an error leaves the module as it was.
+    If `module` is itself a batch norm, returns its replacement. Parameters and buffers stay the
+    same tensors, so an optimizer made before stays valid. Training mode, hooks and layers that are
+    used in several places are kept. Converting twice changes nothing, and an error leaves the
+    module as it was.
 
     Args:
-        to: "sync" exchanges nn.BatchNorm1d, 2d and 3d for SyncBatchNorm1d, 2d and 3d; "local" back.
-        process_group: as in SyncBatchNorm, for "sync"; given, also of layers that are so already.
+        to: "sync" replaces nn.BatchNorm1d, 2d and 3d by SyncBatchNorm1d, 2d and 3d; "local" back.
+        process_group: for "sync", as in SyncBatchNorm; layers that are synchronized get it too.
 
     Raises:
-        TypeError: a layer derives from a batch norm class without being it: the exchange would
-            silently drop what the subclass adds.
+        TypeError: a layer is of a subclass; what the subclass adds would be lost.
         ValueError: `to` is something else.
     """
     if to not in ("sync", "local"):
@@ -52,23 +52,22 @@ def convert(
         _check(layer, to, path)
     done: dict[nn.Module, nn.Module] = {}
 
-    def exchange(layer: nn.Module) -> nn.Module:
+    def replace(layer: nn.Module) -> nn.Module:
         if layer not in done:
-            done[layer] = _exchanged(layer, to, process_group)
-            # Not named_children, which leaves out the second place of a layer in its parent.
+            done[layer] = _replacement(layer, to, process_group)
+            # named_children would skip a layer that its parent holds under a second name.
             for name, child in layer._modules.items():
                 if child is not None:
-                    setattr(layer, name, exchange(child))
+                    setattr(layer, name, replace(child))
         return done[layer]
 
-    return exchange(module)
+    return replace(module)
 
 
 def _check(layer: nn.Module, to: str, path: str) -> None:
-    """Refuses a batch norm that neither is what it should become nor can become it."""
     if not isinstance(layer, nn.modules.batchnorm._BatchNorm) or type(layer) in _KNOWN:
         return
-    # The others are local already.
+    # A subclass of torch's layers is local already.
     if to == "sync" or isinstance(layer, SyncBatchNorm):
         raise TypeError(
             f"{path or 'the module'} is a {type(layer).__name__}: only batch norm layers of 1, 2 "
@@ -76,17 +75,14 @@ def _check(layer: nn.Module, to: str, path: str) -> None:
         )
 
 
-def _exchanged(layer: nn.Module, to: str, process_group: Group) -> nn.Module:
-    table = _TO_SYNC if to == "sync" else _TO_LOCAL
-    if type(layer) in table:
-        return _rebuilt(layer, table[type(layer)], process_group)
-    if to == "sync" and process_group is not None and type(layer) in _TO_LOCAL:
-        layer.process_group = as_ranks(process_group)
-    return layer
-
-
-def _rebuilt(layer: nn.Module, kind: type[nn.Module], process_group: Group) -> nn.Module:
-    extra = {"process_group": process_group} if issubclass(kind, SyncBatchNorm) else {}
+def _replacement(layer: nn.Module, to: str, process_group: Group) -> nn.Module:
+    """What takes the place of `layer`: a new batch norm, or `layer` itself."""
+    kind = (_TO_SYNC if to == "sync" else _TO_LOCAL).get(type(layer))
+    if kind is None:
+        if to == "sync" and process_group is not None and type(layer) in _TO_LOCAL:
+            layer.process_group = as_ranks(process_group)
+        return layer
+    extra = {"process_group": process_group} if to == "sync" else {}
     new = kind(
         layer.num_features,
         eps=layer.eps,
@@ -95,10 +91,9 @@ def _rebuilt(layer: nn.Module, kind: type[nn.Module], process_group: Group) -> n
         track_running_stats=False,
         **extra,
     )
-    # Everything a module is, hooks and tensors included, lies in its __dict__; what is left of the
-    # new one are the attributes that only its class has.
+    # __dict__ holds everything of a module, hooks and tensors too. Attributes that only the new
+    # class has keep their values.
     new.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in extra})
-    if not isinstance(new, SyncBatchNorm):
-        for name in _OWN:
-            new.__dict__.pop(name, None)
+    for name in _OWN if to == "local" else ():
+        new.__dict__.pop(name, None)
     return new

@@ -1,11 +1,10 @@
 """Batch norm over the pixels of several ranks: the arithmetic, without modules or buffers.
 
-Forward. Each rank takes the mean m and the biased variance v of its own n values a channel with a
-stable kernel and sends one float64 vector [n m, n (v + m^2), n]; one all_reduce later every rank
-holds the moments of the whole batch. E[x^2] - E[x]^2 is safe here, and only here, because the sums
-are in float64 and v was computed about the local mean: the error of the variance stays at float32
-rounding for |mean| / std up to 1e4, where the same sums in float32 have lost every digit. A rank
-without values sends zeros, which is exact, and different heights and widths need no special case.
+Forward. Each rank takes the mean m and biased variance v of its own n values per channel and sends
+one float64 vector [n m, n (v + m^2), n]. After one all_reduce every rank holds the moments of the
+whole batch. E[x^2] - E[x]^2 is safe here because the sums are in float64 and v was computed about
+the local mean: the error of the variance stays at float32 rounding for |mean| / std up to 1e4,
+where float32 sums have lost every digit. A rank without values sends zeros, which is exact.
 
 Backward. With xhat = (x - mean) / std, S1 = sum(dy) and S2 = sum(dy xhat) over all ranks,
 
@@ -41,7 +40,7 @@ class Moments(NamedTuple):
     """The statistics of one layer over all ranks.
 
     mean (C,), biased variance (C,): float32, or float64 for float64 input; 0 if count is 0.
-    count: () float64, the number of values a channel.
+    count: () float64, the number of values per channel.
     """
 
     mean: Tensor
@@ -50,7 +49,7 @@ class Moments(NamedTuple):
 
 
 class NormInput(NamedTuple):
-    """What one layer normalizes, and with what.
+    """The input and the parameters of one layer.
 
     x: (N, C, ...) floating point; N may differ between ranks and be 0.
     weight, bias: (C,) or None.
@@ -72,9 +71,7 @@ def sync_batch_norm(
 ) -> tuple[Tensor, Moments]:
     """`x` normalized with the statistics of all ranks in `group`, and these (collective).
 
-    Args:
-        x: (N, C, ...) floating point; N may differ between ranks and be 0.
-        weight, bias: (C,) or None.
+    The arguments are those of NormInput.
 
     Returns:
         y like `x`, also in memory format, and the statistics. Only y is differentiable, once.
@@ -86,21 +83,15 @@ def sync_batch_norm(
 def sync_batch_norms(
     inputs: Sequence[NormInput], *, group: ProcessGroup | None = None
 ) -> tuple[list[Tensor], list[Moments]]:
-    """Several layers whose inputs do not depend on each other, at the price of one (collective).
+    """As `sync_batch_norm` for several independent layers, with one all_reduce (collective).
 
-    All statistics travel in one all_reduce, and in the backward pass, which runs when the gradients
-    of all outputs are there, so do their sums. An element-wise sum does not know what stands beside
-    it: the numbers are bit for bit those of separate calls. All ranks must pass the same layers in
-    the same order.
-
-    Returns:
-        one y and one Moments for each input, as `sync_batch_norm`.
+    The backward pass runs when the gradients of all outputs are there, again with one all_reduce.
+    The numbers are bit for bit those of separate calls. All ranks must pass the same layers in the
+    same order.
     """
-    tensors = [t for one in inputs for t in (one.x, one.weight, one.bias)]
-    results = _SyncBatchNorms.apply([one.eps for one in inputs], group, *tensors)
-    return list(results[: len(inputs)]), [
-        Moments(*results[i : i + 3]) for i in range(len(inputs), len(results), 3)
-    ]
+    tensors = [t for layer in inputs for t in (layer.x, layer.weight, layer.bias)]
+    results = _SyncBatchNorms.apply([layer.eps for layer in inputs], group, *tensors)
+    return list(results[: len(inputs)]), _as_moments(results[len(inputs) :])
 
 
 class _SyncBatchNorms(torch.autograd.Function):
@@ -110,27 +101,26 @@ class _SyncBatchNorms(torch.autograd.Function):
     def forward(
         ctx: Any, eps: list[float], group: ProcessGroup | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        xs = [dense(x) for x in tensors[::3]]
+        xs = [dense_like(x, x) for x in tensors[::3]]
         weights, biases = tensors[1::3], tensors[2::3]
         moments = global_moments(xs, group)
-        ctx.save_for_backward(*xs, *weights, *(t for one in moments for t in one))
+        statistics = [t for layer in moments for t in layer]
+        ctx.save_for_backward(*xs, *weights, *statistics)
         ctx.eps, ctx.group = eps, group
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*statistics)
         ys = [
             normalized(x, w, b, mean, var, e)
             for x, w, b, (mean, var, _), e in zip(xs, weights, biases, moments, eps, strict=True)
         ]
-        statistics = [t for one in moments for t in one]
-        ctx.mark_non_differentiable(*statistics)
         return (*ys, *statistics)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        num = len(ctx.eps)
-        xs, weights, statistics = _thirds(ctx.saved_tensors, num)
-        moments = [Moments(*statistics[i : i + 3]) for i in range(0, 3 * num, 3)]
+        num, saved = len(ctx.eps), ctx.saved_tensors
+        xs, weights, moments = saved[:num], saved[num : 2 * num], _as_moments(saved[2 * num :])
         # An output that nobody used has no gradient; its sums are zeros like a rank's without x.
         dense_grads = [
             torch.zeros_like(x) if grad is None else dense_like(grad, x)
@@ -145,34 +135,30 @@ class _SyncBatchNorms(torch.autograd.Function):
         ]
         # A virtual rank does not keep its input on the device while it waits for the others.
         parked = [offload(x) for x in xs]
-        del xs
-        # All ranks reduce whenever this runs, even if this one needs no gradient of x: a rank that
-        # stays away would leave the others waiting.
-        totals = _split(
-            dist.all_reduce_sum(_joined(sums).to(torch.float64, copy=True), ctx.group), sums
-        )
+        del xs, saved
+        # Also if this rank needs no gradient of x: the others would wait for it.
+        whole = dist.all_reduce_sum(_joined(sums).to(torch.float64, copy=True), ctx.group)
+        totals = _split(whole, sums)
 
         results: list[Any] = [None, None]
         for i, (mean, _, count) in enumerate(moments):
             needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2 + 3 * i : 5 + 3 * i]
-            weight, bias_dtype = weights[i], ctx.bias_dtypes[i]
             grad_x = None
             if needs_x:
                 means = (totals[i] / count.clamp(min=1)).to(mean.dtype)
                 x = reload(parked[i])
-                grad_x = input_gradient(dense_grads[i], x, weight, mean, inv_stds[i], means)
+                grad_x = input_gradient(dense_grads[i], x, weights[i], mean, inv_stds[i], means)
             total, dot = sums[i].chunk(2)
             results += [
                 grad_x,
-                dot.to(weight.dtype) if needs_weight else None,
-                total.to(bias_dtype) if needs_bias else None,
+                dot.to(weights[i].dtype) if needs_weight else None,
+                total.to(ctx.bias_dtypes[i]) if needs_bias else None,
             ]
         return tuple(results)
 
 
-def _thirds(saved: tuple[Tensor, ...], num: int) -> tuple[Sequence[Tensor], ...]:
-    """Inputs, weights and statistics of `num` layers, as they were saved."""
-    return saved[:num], saved[num : 2 * num], saved[2 * num :]
+def _as_moments(tensors: Sequence[Tensor]) -> list[Moments]:
+    return [Moments(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
 
 
 def global_moments(
@@ -192,17 +178,17 @@ def global_moments(
 
 
 def _joined(vectors: Sequence[Tensor]) -> Tensor:
-    """What several layers have to say, in one vector (a copy only if there are several)."""
+    """One vector for one all_reduce; a copy only if there are several."""
     return torch.cat(list(vectors)) if len(vectors) > 1 else vectors[0]
 
 
 def _split(whole: Tensor, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The parts of `whole` that stand where `_joined` put these vectors."""
-    return whole.split([len(one) for one in vectors]) if len(vectors) > 1 else [whole]
+    """`whole`, made by `_joined`, in the parts that `vectors` had."""
+    return whole.split([len(vector) for vector in vectors]) if len(vectors) > 1 else [whole]
 
 
 def packed_moments(mean: Tensor, var: Tensor, num_values: int) -> Tensor:
-    """[n mean, n (var + mean^2), n] in float64, (2 C + 1,): sums that add up over ranks."""
+    """[n mean, n (var + mean^2), n] in float64, (2 C + 1,), which may be added over ranks."""
     mean = mean.double()
     square = torch.addcmul(var.double(), mean, mean)
     return torch.cat([mean, square, mean.new_ones(1)]).mul_(num_values)
@@ -212,29 +198,24 @@ def unpacked_moments(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean (C,), biased variance (C,) and count () in float64, from summed `packed_moments`."""
     count = total[-1]
     mean, square = (total[:-1] / count.clamp(min=1)).chunk(2)
-    # Rounding can leave a constant channel a hair below zero.
+    # Rounding can make the variance of a constant channel slightly negative.
     return mean, torch.addcmul(square, mean, mean, value=-1).clamp_(min=0), count
 
 
 def unbiased(var: Tensor, count: Tensor | float) -> Tensor:
-    """A biased variance (C,) over `count` () values with Bessel's factor; of one value as it is."""
+    """A biased variance (C,) times Bessel's factor for `count` () values; of one value as it is."""
     if isinstance(count, Tensor):
         return var * (count / (count - 1).clamp_(min=1)).to(var.dtype)
     return var * (count / max(count - 1, 1))
 
 
-def dense(x: Tensor) -> Tensor:
-    """`x` without gaps, in the memory format it has."""
-    return x.contiguous(memory_format=_memory_format(x))
-
-
 def dense_like(grad: Tensor, x: Tensor) -> Tensor:
-    """`grad` in the memory format of `x`: the kernels pair elements by their place in memory."""
-    return grad.contiguous(memory_format=_memory_format(x))
+    """`grad` without gaps in the memory format of `x`.
 
-
-def _memory_format(x: Tensor) -> torch.memory_format:
-    # The stride of the channels tells, also for a slice, which is contiguous in neither format.
-    if x.is_contiguous() or x.stride(1) != 1:
-        return torch.contiguous_format
-    return _CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    The kernels pair elements by their place in memory.
+    """
+    # A slice is contiguous in neither format, but the stride of its channels tells.
+    format = torch.contiguous_format
+    if not x.is_contiguous() and x.stride(1) == 1:
+        format = _CHANNELS_LAST.get(x.dim(), format)
+    return grad.contiguous(memory_format=format)

@@ -1,9 +1,9 @@
-"""One rank's passes over its values: statistics, normalization, and the two of the backward pass.
+"""One rank's passes over its values: statistics, normalization, and two for the backward pass.
 
-Made of kernels that torch has for every device. On a CPU its own batch norm is not the best of
-them: it reads contiguous input one value at a time, and adds up channels-last input in one float32
-run over all pixels, so that a mean of 10,000 standard deviations makes the variance nine times too
-large. What is used instead depends on the layout.
+All are kernels of torch. On a CPU torch's own batch norm is not the best choice: it reads
+contiguous input value by value, and adds channels-last input in one float32 sum over all pixels, so
+a mean of 10,000 standard deviations makes the variance nine times too large. So the kernel is
+chosen by the layout.
 """
 
 import torch
@@ -16,9 +16,9 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device).unbind()
     mean, var = _moments(x)
-    # Reading the answer back costs nothing on a CPU; CUDA's kernels do not need it.
+    # On a CPU reading the answer costs nothing; CUDA's kernels are exact enough.
     if x.device.type == "cpu" and not torch.compiler.is_compiling() and _lies_far(mean, var):
-        # Numbers near each other are subtracted without rounding.
+        # Subtracting a number that is close to another is exact.
         center = mean.to(x.dtype)
         offset, var = _moments(x - _along(x, center))
         mean = center.double() + offset
@@ -26,16 +26,16 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lies_far(mean: Tensor, var: Tensor) -> bool:
-    """Whether a channel's mean is so many standard deviations from 0 that float32 sums suffer."""
+    """Whether a mean is over 100 standard deviations from 0, too far for sums in float32."""
     return torch.addcmul(var, mean, mean, value=-1e-4).min().item() < 0
 
 
-# The longest run of values that one float32 accumulator takes.
+# The most values that one float32 accumulator adds up.
 _RUN = 2048
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`local_moments` by a kernel that accumulates in float32, where it is not better."""
+    """`local_moments` by the fastest kernel for layout and dtype; float32 or wider."""
     length = x.numel() // x.shape[1]
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
         if x.is_contiguous() and length >= 256 * len(x):
@@ -43,46 +43,46 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
         if length > _RUN and _is_channels_last(x):
             return _moments_by_runs(x, _num_runs(length))
     wide = wide_dtype(x)
-    # Running buffers of the wide type make the kernel return it too: for bfloat16 input alone it
-    # would round the statistics to bfloat16.
+    # The kernel returns the dtype of the running buffers. Without any it would round the
+    # statistics of bfloat16 input to bfloat16.
     buffers = [None, None] if x.dtype == wide else list(x.new_zeros(2, x.shape[1], dtype=wide))
     mean, var = torch.batch_norm_update_stats(x, *buffers, 0.0)
     return mean.double(), var.double()
 
 
 def _moments_by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a contiguous tensor on a CPU, several times as fast as by batch norm's own kernel.
+    """For a contiguous tensor on a CPU, several times as fast as batch norm's own kernel.
 
-    That takes one value at a time. Group norm's, with a group for each channel of each image, is
-    vectorized and takes runs of values; it also writes its result, which nobody needs.
+    Group norm's kernel, with a group for each channel of each image, is vectorized. Its output,
+    the normalized tensor, is not needed.
     """
     num_rows, num_channels = x.shape[:2]
     length = x[0, 0].numel()
     _, means, inv_stds = torch.native_group_norm(
         x, None, None, num_rows, num_channels, length, num_channels, 0.0
     )
-    # A constant row has an infinite inverse, and variance 0 again.
+    # A constant row has an infinite inverse, so its variance becomes 0.
     return _merged(means, inv_stds.double().pow_(-2))
 
 
 def _num_runs(length: int) -> int:
-    """How many runs `length` pixels make: if it can be, so many that they are equally long."""
+    """In how many runs to cut `length` pixels; of equal length, if possible."""
     fewest = -(-length // _RUN)
     equal = (num for num in range(fewest, 8 * fewest) if length % num == 0)
     return next(equal, fewest)
 
 
 def _moments_by_runs(x: Tensor, num_runs: int) -> tuple[Tensor, Tensor]:
-    """Of a channels-last tensor on a CPU, ten times as exact as by one run over all pixels.
+    """For a channels-last tensor on a CPU, ten times as exact as one run over all pixels.
 
-    The kernel adds up one pixel after another in float32. To it, the channels of `num_runs`
-    neighbouring pixels are so many channels more; the runs come together in float64.
+    The kernel adds up pixels one by one in float32. Here it sees the channels of `num_runs`
+    neighbouring pixels as separate channels, and the runs are merged in float64.
     """
     num_channels = x.shape[1]
     pixels = x.movedim(1, -1).reshape(-1, num_channels)
     height = len(pixels) // num_runs
     whole, rest = pixels[: height * num_runs], pixels[height * num_runs :]
-    # (1, C', height, 1) with the channels innermost: the layout for which the kernel is vectorized.
+    # (1, C', height, 1) with the channels innermost: for this layout the kernel is vectorized.
     wide = whole.view(1, height, 1, -1).movedim(-1, 1)
     mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
     mean, var = _merged(mean.view(num_runs, -1), var.view(num_runs, -1))
@@ -95,7 +95,7 @@ def _moments_by_runs(x: Tensor, num_runs: int) -> tuple[Tensor, Tensor]:
 
 
 def _merged(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Both (C,) float64, of n parts with equally many values whose own (n, C) are given."""
+    """Mean and variance (C,) float64 of n equally large parts, from those of the parts (n, C)."""
     mean = means.mean(0, dtype=torch.float64)
     gaps = means - mean
     return mean, torch.addcmul(variances, gaps, gaps).mean(0)
@@ -104,9 +104,9 @@ def _merged(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
 def normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
 ) -> Tensor:
-    """`x` with the statistics given: (x - mean) / sqrt(var + eps) * weight + bias."""
-    # A parameter may be float16 (module.half()); the kernels want it in the statistics' type.
-    weight, bias = _like_statistics(weight, mean), _like_statistics(bias, mean)
+    """(x - mean) / sqrt(var + eps) * weight + bias."""
+    # A parameter may be float16 (module.half()); the kernels expect the dtype of the statistics.
+    weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
     if not _is_pixelwise(x, mean):
         return F.batch_norm(x, mean, var, weight, bias, eps=eps)
     scale = (var + eps).rsqrt_()
@@ -120,7 +120,7 @@ def backward_sums(grad: Tensor, x: Tensor, mean: Tensor, inv_std: Tensor) -> Ten
     """This rank's [sum(dy), sum(dy xhat)], (2 C,), about the statistics of all ranks."""
     if x.numel() == 0:
         return torch.zeros(2 * x.shape[1], dtype=mean.dtype, device=x.device)
-    # They are the gradients of weight and bias: all that is asked for.
+    # The sums are the gradients of bias and weight; only these are computed.
     mask = [False, True, True]
     _, dot, total = torch.ops.aten.native_batch_norm_backward(
         grad, x, torch.ones_like(mean), None, None, mean, inv_std, True, 0.0, mask
@@ -142,7 +142,7 @@ def input_gradient(
     """
     mean_grad, mean_dot = means.chunk(2)
     scale = inv_std if weight is None else inv_std * weight.to(inv_std.dtype)
-    # The terms without dy are an affine function of x a channel: shift - slope * x.
+    # The terms without dy are shift - slope * x, with one shift and slope per channel.
     slope = (inv_std * mean_dot).mul_(scale)
     if _is_pixelwise(x, mean):
         shift = (slope * mean).addcmul_(mean_grad, scale, value=-1)
@@ -154,12 +154,12 @@ def input_gradient(
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The type of the statistics of `x`: float32, or float64 for float64."""
+    """The dtype of the statistics of `x`: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _is_pixelwise(x: Tensor, statistics: Tensor) -> bool:
-    """Whether an element-wise function is the faster kernel: it rounds as batch norm's does."""
+    """Whether elementwise functions are faster than batch norm's kernel; they round alike."""
     return x.device.type == "cpu" and x.dtype == statistics.dtype and _is_channels_last(x)
 
 
@@ -171,8 +171,3 @@ def _is_channels_last(x: Tensor) -> bool:
 def _along(x: Tensor, per_channel: Tensor) -> Tensor:
     """(C,) shaped to be broadcast over `x` (N, C, ...)."""
     return per_channel.view(-1, *[1] * (x.dim() - 2))
-
-
-def _like_statistics(parameter: Tensor | None, statistics: Tensor) -> Tensor | None:
-    """A weight or bias in the type of the statistics, as the kernels want it."""
-    return None if parameter is None else parameter.to(statistics.dtype)

@@ -12,11 +12,18 @@ from segtrain.norm.partial import PartialBatchNorm2d
 from segtrain.norm.sync import SyncBatchNorm2d
 
 NormFactory = Callable[[int], nn.Module]
-"""Makes the norm layer for a number of channels; models take it as an argument."""
+"""Makes the norm layer for a number of channels; an argument of the models."""
+
+
+_RUNNING_WORDS = {
+    "rank0": "of rank 0",
+    "mean": "the mean over the groups",
+    "pooled": "pooled over all ranks",
+}
 
 
 def make_norm(config: NormConfig) -> NormFactory:
-    """The layer that `config` asks for; `settle_statistics` has to follow every backward pass."""
+    """The layers that `config` asks for; call `settle_statistics` after every backward pass."""
     if config.kind == "group":
         return partial(_group_norm, config.num_groups, eps=config.eps)
     options = {"eps": config.eps, "momentum": config.momentum}
@@ -29,45 +36,38 @@ def make_norm(config: NormConfig) -> NormFactory:
 
 
 def make_inference_norm(config: NormConfig) -> NormFactory:
-    """The plain layer of torch that computes the same in evaluation mode, with the same keys."""
+    """torch's own layers with the same keys and the same results in evaluation mode."""
     if config.kind == "group":
         return make_norm(config)
     return partial(nn.BatchNorm2d, eps=config.eps)
 
 
 def describe_norm(config: NormConfig) -> str:
-    """`config` in words, for people: whose statistics train, and which ones evaluate."""
+    """`config` in words: whose statistics are used in training, and which in evaluation."""
     if config.kind == "group":
         return f"group norm, at most {config.num_groups} groups"
     if config.kind == "frozen":
         return "frozen batch norm, statistics of the initial weights"
-    if config.kind == "sync" and config.extent == "world":
+    if config.kind == "local":
+        words = "local batch norm"
+    elif config.extent == "world":
         words = "synchronized batch norm"
+    elif config.extent == "node":
+        words = "batch norm synchronized within each machine"
     else:
-        if config.kind == "local":
-            words = "local batch norm"
-        elif config.extent == "node":
-            words = "batch norm synchronized within each machine"
-        else:
-            words = f"batch norm synchronized within groups of {config.extent} ranks"
+        words = f"batch norm synchronized within groups of {config.extent} ranks"
+    if config.kind == "local" or config.extent != "world":
         words += f", running statistics {_RUNNING_WORDS[config.running]}"
     if config.precise_batches is not None:
         words += f", precise over {config.precise_batches} batches"
     return words
 
 
-_RUNNING_WORDS = {
-    "rank0": "of rank 0",
-    "mean": "the mean over the groups",
-    "pooled": "pooled over all ranks",
-}
-
-
 class FrozenBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm that takes its running statistics as constants, in training too.
+    """Batch norm with constant running statistics, in training too; weight and bias are trained.
 
-    They come with the weights that training starts from; those of random weights, 0 and 1, do not
-    normalize anything. Weight and bias are trained.
+    The statistics come with the weights that training starts from. With random weights they are 0
+    and 1, which normalizes nothing.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -78,5 +78,5 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 
 
 def _group_norm(num_groups: int, channels: int, *, eps: float) -> nn.GroupNorm:
-    # Widths such as 48 have no 32 groups; the nearest smaller number that divides both has.
+    # 48 channels cannot be divided into 32 groups, but into gcd(32, 48) = 16.
     return nn.GroupNorm(math.gcd(num_groups, channels), channels, eps=eps)

@@ -1,4 +1,4 @@
-"""Batch norm over some of the ranks, with running statistics of all of them."""
+"""Batch norm over groups of ranks, with running statistics of all ranks."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,23 +16,22 @@ Running = Literal["rank0", "mean", "pooled"]
 
 
 class PartialBatchNorm2d(SyncBatchNorm2d):
-    """Batch norm whose training statistics are those of the ranks near by.
+    """Batch norm whose training statistics are those of a group of ranks.
 
-    Each group normalizes by its own values, so the result depends on the number of ranks. What it
-    is evaluated with is one set of running statistics, the same on all ranks: `settle_statistics`
-    merges the groups' batches into it, and must be called after every backward pass.
+    Each group normalizes by its own values, so the result depends on the number of ranks. The
+    running statistics are the same on all ranks: call `settle_statistics` after every backward
+    pass, which merges the groups' batches into them. Evaluation before that is a RuntimeError.
 
     Args:
-        extent: the ranks that share statistics: this many neighbours (1: none), or "node" for those
-            of one machine.
-        running: what of the groups' statistics is tracked. "rank0": those of rank 0's group, what
-            DistributedDataParallel's broadcast of buffers leads to; "mean": the average of means
-            and of variances over the groups; "pooled": mean and variance of all values together,
-            which is what full synchronization tracks.
+        extent: the ranks of a group: this many neighbours (1: each rank alone), or "node" for the
+            ranks of one machine.
+        running: what the running statistics track. "rank0": rank 0's group, as the broadcast of
+            buffers by DistributedDataParallel does; "mean": the average of means and of variances
+            over the groups; "pooled": mean and variance of all values together, as full
+            synchronization does.
 
-    Other arguments but `process_group`, shapes and errors: as SyncBatchNorm; a group of one rank
-    refuses one value per channel, as nn.BatchNorm2d does. Evaluation before `settle_statistics` is
-    a RuntimeError.
+    All else is as in SyncBatchNorm, but there is no `process_group`, and a group of one rank
+    refuses one value per channel, as nn.BatchNorm2d does.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
             return self._forward_nothing(input)
         dtype = torch.promote_types(input.dtype, torch.float32)
         mean, var = torch.zeros(2, self.num_features, dtype=dtype, device=input.device)
-        # A momentum of 1 makes the kernel leave the statistics of the batch in the buffers.
+        # With a momentum of 1 the kernel writes the statistics of the batch into the buffers.
         y = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
         count = input.numel() // self.num_features
         biased = var * ((count - 1) / count)
@@ -67,9 +66,9 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         return y
 
     def _forward_nothing(self, input: Tensor) -> Tensor:
-        """A batch without values, which torch's kernel refuses: it counts as a batch all the same.
+        """A batch without values, which torch's kernel refuses.
 
-        All ranks must have seen as many when the statistics are settled.
+        It is tracked too: all ranks must have as many batches when the statistics are settled.
         """
         zeros, ones = torch.zeros(self.num_features), torch.ones(self.num_features)
         like = {"dtype": torch.promote_types(input.dtype, torch.float32), "device": input.device}
@@ -111,18 +110,18 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         return f"{super().extra_repr()}, extent={self.extent}, running={self.running}"
 
     def forget(self) -> None:
-        """Drops what has been seen since the statistics were settled."""
+        """Drops the batches since the statistics were settled."""
         self._seen.clear()
 
     def _contributions(self) -> Iterator[Tensor]:
-        """For each batch seen, what this rank adds to the sum over all ranks, (2 C + 1,)."""
-        leads = self._ranks()[0] == dist.rank()  # one rank speaks for its group
+        """For each batch, what this rank adds to the sum over all ranks, (2 C + 1,)."""
+        leads = self._ranks()[0] == dist.rank()  # one rank contributes for its group
         counts_in = leads and (self.running != "rank0" or dist.rank() == 0)
         for mean, var, count in self._seen:
             if self.running == "pooled":
                 part = packed_moments(mean, var, 1) * count
             else:
-                # A group that saw no value has no say.
+                # A group without values does not count.
                 part = torch.cat([mean, unbiased(var, count), mean.new_ones(1)]).double()
                 part *= count > 0
             yield part if counts_in else torch.zeros_like(part)
@@ -133,17 +132,17 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
             mean, var, count = unpacked_moments(total)
             var = unbiased(var, count)
         else:
-            count = total[-1]  # of the groups that spoke
+            count = total[-1]  # the number of groups with values
             mean, var = (total[:-1] / count.clamp(min=1)).view(2, -1)
         self._update(mean, var, seen=count > 0)
 
 
 @torch.no_grad()
 def settle_statistics(module: nn.Module) -> None:
-    """Brings the running statistics of partial batch norms up to date (collective).
+    """Updates the running statistics of partial batch norms (collective).
 
-    One all_reduce for all layers and all batches since the last call; nothing where the module has
-    no such layer. All ranks end with the same bits.
+    One all_reduce for all layers and all batches since the last call; none if there is no such
+    layer. All ranks end with the same bits.
     """
     layers = [
         layer for layer in module.modules() if isinstance(layer, PartialBatchNorm2d) and layer._seen

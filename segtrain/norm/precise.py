@@ -1,4 +1,4 @@
-"""Running statistics that are those of a whole data set instead of a fading memory of batches."""
+"""Running statistics over a whole data set instead of a moving average over batches."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,19 +26,18 @@ def precise_statistics(
 ) -> int:
     """Sets every running mean and variance to that of all values in all `batches` (collective).
 
-    The running average of training weighs the newest batches most and was taken while the weights
-    moved (Wu and Johnson, arXiv:2105.07576, section 3). Here the weights stand still, batch norm
-    normalizes by the batch as in training, everything else is in evaluation mode, and the moments
-    of all batches of all ranks are pooled exactly: each value counts once, however the batches are
-    cut. The variance gets Bessel's factor. Modes and `num_batches_tracked` are left as they were.
-    Every layer is set, also one that training had left in evaluation mode.
+    The moving average of training weighs the newest batches most, and the weights changed meanwhile
+    (Wu and Johnson, arXiv:2105.07576, section 3). Here the weights are fixed, batch norm normalizes
+    by the batch as in training, and other layers are in evaluation mode. The moments of all batches
+    of all ranks are pooled exactly, each value counts once, and the variance is unbiased. Every
+    layer is set, even if it was in evaluation mode; modes and `num_batches_tracked` do not change.
 
     Args:
         batches: this rank's; layers that share statistics need as many on every rank.
         forward: runs the model on a batch; None: module(batch).
 
     Returns:
-        the number of layers that were set; 0 changes nothing and runs nothing.
+        the number of layers that were set; without any, nothing runs.
     """
     layers = [
         layer
@@ -86,12 +85,9 @@ def _set(
 ) -> None:
     """One all_reduce for all layers; those that saw no value on any rank keep what they had."""
     sizes = [2 * layer.num_features + 1 for layer in layers]
-    nothing = [
-        layer.running_mean.new_zeros(size, dtype=torch.float64)
-        for layer, size in zip(layers, sizes, strict=True)
-    ]
-    parts = [sums.get(layer, zeros) for layer, zeros in zip(layers, nothing, strict=True)]
-    whole = dist.all_reduce_sum(torch.cat(parts), group)
+    for layer, size in zip(layers, sizes, strict=True):
+        sums.setdefault(layer, layer.running_mean.new_zeros(size, dtype=torch.float64))
+    whole = dist.all_reduce_sum(torch.cat([sums[layer] for layer in layers]), group)
     for layer, part in zip(layers, whole.split(sizes), strict=True):
         mean, var, count = unpacked_moments(part)
         if count > 0:

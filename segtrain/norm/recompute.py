@@ -1,9 +1,8 @@
-"""Batch norm, ReLU and the convolution after them as one function that keeps one tensor.
+"""Batch norm, ReLU and the convolution after them as one function that keeps one tensor, not two.
 
-Autograd keeps the input of the batch norm for its backward pass and the output of the ReLU for that
-of the convolution. The second follows from the first and the statistics at hand: computing it again
-costs one elementwise pass and no communication (as In-Place ABN does, arXiv:1712.02616, but with an
-exact ReLU and nothing inverted).
+Autograd keeps the input of the batch norm and the output of the ReLU for the backward pass. The
+output follows from the input and the statistics: computing it again costs one elementwise pass and
+no communication (as in In-Place ABN, arXiv:1712.02616, but with an exact ReLU and no inversion).
 """
 
 from typing import Any
@@ -16,12 +15,7 @@ from torch.autograd.function import once_differentiable
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.collectives import ProcessGroup
 from segtrain.distributed.offload import offload, reload
-from segtrain.norm.functional import (
-    Moments,
-    dense,
-    dense_like,
-    global_moments,
-)
+from segtrain.norm.functional import Moments, dense_like, global_moments
 from segtrain.norm.kernels import backward_sums, input_gradient, normalized
 from segtrain.norm.sync import SyncBatchNorm, has_hooks
 
@@ -30,25 +24,22 @@ def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
     """conv(relu(norm(x))), keeping `x` alone for the backward pass (collective in training).
 
     Outputs, gradients and running statistics are those of the three modules; differentiable once.
-    Layers that are not synchronized batch norms in training run as they are, and so do those with
-    hooks or `double_backward`. Convolutions have no bias.
+    Other layers than synchronized batch norms in training run as they are, and so do those with
+    hooks or `double_backward`. The convolution must have no bias.
     """
     if not (isinstance(norm, SyncBatchNorm) and norm.shares_calls()) or has_hooks(conv):
         return conv(F.relu(norm(x), inplace=True))
     norm._check_input_dim(x)
+    assert conv.bias is None
+    assert conv.padding_mode == "zeros"
+    geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
     shared = norm._sharing_size() > 1
     group = norm._group() if shared else None
     y, *moments = _NormReLUConv.apply(
-        x, norm.weight, norm.bias, conv.weight, norm.eps, shared, group, _geometry(conv)
+        x, norm.weight, norm.bias, conv.weight, norm.eps, shared, group, geometry
     )
     norm._track(x, Moments(*moments), group)
     return y
-
-
-def _geometry(conv: nn.Conv2d) -> tuple[Any, ...]:
-    assert conv.bias is None
-    assert conv.padding_mode == "zeros"
-    return conv.stride, conv.padding, conv.dilation, conv.groups
 
 
 class _NormReLUConv(torch.autograd.Function):
@@ -64,35 +55,25 @@ class _NormReLUConv(torch.autograd.Function):
         group: ProcessGroup | None,
         geometry: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
-        x = dense(x)
+        x = dense_like(x, x)
         (moments,) = global_moments([x], group, shared=shared)
         ctx.eps, ctx.shared, ctx.group, ctx.geometry = eps, shared, group, geometry
-        device = x.device.type
-        ctx.compute_dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else kernel.dtype
-        )
+        device, dtype = x.device.type, kernel.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        ctx.compute_dtype = dtype
         ctx.save_for_backward(x, weight, bias, kernel, *moments)
         ctx.mark_non_differentiable(*moments)
         z = _activated(x, weight, bias, moments, eps)
-        stride, padding, dilation, groups = geometry
-        y = F.conv2d(
-            z.to(ctx.compute_dtype),
-            kernel.to(ctx.compute_dtype),
-            None,
-            stride,
-            padding,
-            dilation,
-            groups,
-        )
+        y = F.conv2d(z.to(dtype), kernel.to(dtype), None, *geometry)
         return (y, *moments)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, kernel, *statistics = ctx.saved_tensors
-        moments = Moments(*statistics)
+        x, weight, bias, kernel, mean, var, count = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
-        z = _activated(x, weight, bias, moments, ctx.eps)
+        z = _activated(x, weight, bias, Moments(mean, var, count), ctx.eps)
         grad_z, grad_kernel, _ = torch.ops.aten.convolution_backward(
             grad.to(ctx.compute_dtype),
             z.to(ctx.compute_dtype),
@@ -107,7 +88,6 @@ class _NormReLUConv(torch.autograd.Function):
             [True, ctx.needs_input_grad[3], False],
         )
         grad_z = dense_like(grad_z.to(x.dtype), x).masked_fill_(z <= 0, 0)
-        mean, var, count = moments
         inv_std = (var + ctx.eps).rsqrt_()
         local = backward_sums(grad_z, x, mean, inv_std)
         totals = local.to(torch.float64, copy=True)
@@ -121,20 +101,13 @@ class _NormReLUConv(torch.autograd.Function):
             means = (totals / count.clamp(min=1)).to(mean.dtype)
             grad_x = input_gradient(grad_z, x, weight, mean, inv_std, means)
         total, dot = local.chunk(2)
-        return (
-            grad_x,
-            dot.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            total.to(bias.dtype) if ctx.needs_input_grad[2] else None,
-            None if grad_kernel is None else grad_kernel.to(kernel.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        grad_weight = dot.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = total.to(bias.dtype) if ctx.needs_input_grad[2] else None
+        grad_kernel = None if grad_kernel is None else grad_kernel.to(kernel.dtype)
+        return grad_x, grad_weight, grad_bias, grad_kernel, None, None, None, None
 
 
 def _activated(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Moments, eps: float
 ) -> Tensor:
-    mean, var, _ = moments
-    return F.relu_(normalized(x, weight, bias, mean, var, eps))
+    return F.relu_(normalized(x, weight, bias, moments.mean, moments.var, eps))

@@ -26,11 +26,11 @@ Group = ProcessGroup | Sequence[int] | Literal["node"] | None
 class SyncBatchNorm(_BatchNorm):
     """Batch norm whose training statistics are those of all ranks' values together, exactly.
 
-    Any split of the batch over the ranks is right: different numbers of images, different heights
-    and widths, ranks without any. It runs on CPU and CUDA, has the state-dict keys of
-    nn.BatchNorm2d, and is nn.BatchNorm2d where there is one rank. In training every rank of the
-    group must come here, forward and backward; evaluation uses the running statistics and never
-    communicates (without running statistics: those of this rank's batch).
+    Any split of the batch over the ranks gives the same result: different numbers of images,
+    different heights and widths, ranks without images. It runs on CPU and CUDA and has the
+    state-dict keys of nn.BatchNorm2d; on one rank it is nn.BatchNorm2d. In training all ranks of
+    the group must call it, forward and backward. Evaluation never communicates: it uses the
+    running statistics or, without any, those of this rank's batch.
 
     It does not derive from nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
 
@@ -39,13 +39,12 @@ class SyncBatchNorm(_BatchNorm):
         eps, momentum, affine, track_running_stats: as in nn.BatchNorm2d; momentum None is the
             cumulative average.
         process_group: the ranks that share statistics: a process group, a sequence of ranks, "node"
-            for the ranks of this machine, None for all. Kept as numbers, so that the module can be
-            copied and pickled.
-        on_one_value: what to do when the whole group has one value a channel, whose variance says
-            nothing: "normalize" returns the bias, "raise" a ValueError. The check reads the count
-            back from the device, in layers where this rank has at most one value.
-        double_backward: compute from differentiable pieces, for gradient penalties and the like;
-            slower. Without it a second derivative is refused.
+            for the ranks of this machine, None for all. It is stored as rank numbers, so that the
+            module can be copied and pickled.
+        on_one_value: if the whole group has one value per channel, its variance means nothing:
+            "normalize" returns the bias, "raise" raises a ValueError. The check reads the count
+            from the device, in layers where this rank has at most one value.
+        double_backward: allow second derivatives, as for gradient penalties; slower.
 
     Shape: (N, C, ...) to the same, with 2 to 5 dimensions.
     """
@@ -97,8 +96,8 @@ class SyncBatchNorm(_BatchNorm):
         return y
 
     def _recompute(self, input: Tensor) -> Tensor:
-        """As nn.BatchNorm2d in training, for a batch that has been counted."""
-        # Copies, not None: checkpointing compares what is saved with what was saved before.
+        """As nn.BatchNorm2d in training, without tracking the batch again."""
+        # Copies, not None: checkpointing compares the saved tensors with those of the first time.
         mean, var = (
             None if b is None else b.clone() for b in (self.running_mean, self.running_var)
         )
@@ -112,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
         )
 
     def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
-        """Checks and takes in the statistics of a batch, of which `input` is this rank's part."""
+        """Checks the statistics of a batch, whose part on this rank is `input`, and tracks them."""
         few = self.on_one_value == "raise" and input.numel() <= input.shape[1]
         if few and moments.count == 1:
             raise ValueError(
@@ -123,14 +122,14 @@ class SyncBatchNorm(_BatchNorm):
         if not recomputing() and virtual_ranks.slot() == 0:
             mean, var, count = moments
             if count.device.type == "cpu" and not torch.compiler.is_compiling():
-                # Python's numbers save ten operations; on a GPU, reading would wait for the device.
+                # A Python number saves ten operations; on a GPU reading it would wait.
                 count = count.item()
-            # A batch without a value on any rank must leave no trace.
+            # A batch without values on any rank changes nothing.
             self._update(mean, unbiased(var, count), seen=count > 0)
 
     @torch.no_grad()
     def _update(self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor | bool) -> None:
-        """Moves the running statistics toward a batch's, if `seen` ()."""
+        """Moves the running statistics toward a batch's, if `seen`."""
         if self.running_mean is None or self.running_var is None:
             return
         self.num_batches_tracked.add_(seen)
@@ -139,15 +138,15 @@ class SyncBatchNorm(_BatchNorm):
         else:
             factor = self.momentum * (seen.to(mean.dtype) if isinstance(seen, Tensor) else seen)
         for running, batch in ((self.running_mean, mean), (self.running_var, unbiased_var)):
-            # In the wide type, then rounded once: the buffers may be float16 (module.half()).
+            # The buffers may be float16 (module.half()): compute in the wide type, round once.
             wide = running.to(batch.dtype).lerp_(batch, factor)
             if wide is not running:
                 running.copy_(wide)
 
     def shares_calls(self) -> bool:
-        """Whether a function may do this layer's work together with that of others.
+        """Whether one function may compute this layer together with others.
 
-        In evaluation there is nothing to share, and hooks expect a call of their own.
+        Not in evaluation, where there is nothing to share, nor with hooks, which need their call.
         """
         return self.training and not self.double_backward and not has_hooks(self)
 
@@ -169,12 +168,11 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
-    """Each tensor through its own norm layer, with one collective for all of them (collective).
+    """Each tensor through its own norm layer, with one all_reduce for all layers (collective).
 
-    None may depend on the result of another: branches that run side by side. The numbers are bit
-    for bit those of one layer after another. Layers that share no statistics, being in evaluation
-    mode, of another kind or group, or with hooks, which expect a call of their own, run by
-    themselves.
+    For independent branches: no input may depend on another's result. The numbers are bit for bit
+    those of one layer after another. If a layer is in evaluation mode, has hooks, or is of another
+    kind or group, the layers run one by one.
     """
     pairs = list(pairs)
     if not _can_share(pairs):
@@ -185,15 +183,15 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
     outputs, moments = sync_batch_norms(
         [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs], group=group
     )
-    for (x, layer), one in zip(pairs, moments, strict=True):
-        layer._track(x, one, group)
+    for (x, layer), statistics in zip(pairs, moments, strict=True):
+        layer._track(x, statistics, group)
     return outputs
 
 
 def make_groups(module: nn.Module) -> None:
     """Makes the process groups of all norm layers of `module` (collective).
 
-    Else the first forward pass does, which a compiled one cannot.
+    Otherwise the first forward pass makes them, but a compiled one cannot.
     """
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
@@ -232,7 +230,7 @@ class SyncBatchNorm3d(SyncBatchNorm):
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody expects to be told of every call of `module`."""
+    """Whether `module` has hooks, which need every call of it."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -242,15 +240,15 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def recomputing() -> bool:
-    """Whether activation checkpointing runs the forward pass again, inside the backward pass.
+    """Whether activation checkpointing repeats the forward pass, inside the backward pass.
 
-    The collective is repeated, on all ranks alike, but the batch has already been counted.
+    Then all ranks repeat the collective, but the batch has been tracked already.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
-    """What a layer keeps of its `process_group`.
+    """`process_group` as a layer stores it.
 
     Raises:
         ValueError: it is no group, or this process is not in it.

@@ -1,35 +1,62 @@
-"""A watch over the ranks' meetings, for finding out who stays away and who is waited for."""
+"""For training loops of your own: ranks with different numbers of batches or different branches."""
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.collectives import ProcessGroup
 from segtrain.norm.sync import SyncBatchNorm
+
+T = TypeVar("T")
+
+
+def until_all_end(
+    batches: Iterable[T],
+    empty: T,
+    *,
+    group: ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[T]:
+    """Yields this rank's `batches`, then `empty` until all ranks have no more (collective).
+
+    If a rank just stopped, the others would wait for it in the next batch norm. An empty batch adds
+    zeros to the statistics. Divide a sum of losses by a count over all ranks: the mean over no
+    pixels is NaN.
+
+    Args:
+        empty: a batch with N = 0, such as images of shape (0, 3, H, W).
+        device: that of the process group, so a GPU for NCCL.
+    """
+    iterator, end = iter(batches), object()
+    while True:
+        batch = next(iterator, end)
+        if not dist.all_reduce_sum(torch.tensor(float(batch is not end), device=device), group):
+            return
+        yield empty if batch is end else batch
 
 
 @contextmanager
 def watch_ranks(module: nn.Module) -> Iterator[dict[str, float]]:
-    """Inside, every synchronized batch norm of `module` first compares notes with the other ranks.
+    """Compares, before each collective of `module`'s batch norms, which layer each rank is in.
 
-    A model that branches differently on two ranks makes them meet in different layers. Without the
-    watch that is a hang, an error about sizes or, where the widths happen to agree, a wrong result.
-    Slow: an exchange of names before every collective, and no shared ones. Use it on all ranks for
-    a step or two.
+    If a model branches differently on two ranks, they communicate in different layers. Without the
+    watch that is a hang, an error about sizes or, for equal sizes, a wrong result. It is slow: use
+    it on all ranks for a step or two.
 
     Yields:
         the seconds this rank has waited for the others, by layer, forward and backward together.
 
     Raises:
-        ValueError: the module, or a part of it, is compiled, and would not call the watch.
-        RuntimeError: the ranks are in different layers, by name, or one does not come at all until
-            the timeout of the process group.
+        ValueError: the module or a part of it is compiled, so its hooks would not run.
+        RuntimeError: the ranks are in different layers, or a rank did not come before the timeout
+            of the process group.
     """
     waits: dict[str, float] = defaultdict(float)
     handles = []
@@ -53,7 +80,7 @@ def _before_forward(meet: Any, layer: nn.Module, args: tuple[Tensor]) -> None:
 
 
 def _after_forward(meet: Any, layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-    # The gradient of the output is there just before the backward pass of the layer begins.
+    # The gradient of the output is computed just before the backward pass of the layer.
     if layer.training and output.requires_grad:
         output.register_hook(lambda grad: meet("backward"))
 
