@@ -3,6 +3,7 @@
 It runs without any library: it is for installations that lack some.
 """
 
+import argparse
 import os
 import platform
 import re
@@ -22,7 +23,7 @@ _LITTLE_MEMORY_BYTES = 64 << 20
 _OPTIONAL = ("onnx", "onnxscript", "onnxruntime")
 
 
-def main(_: object = None) -> int:
+def main(_: argparse.Namespace) -> int:
     """Prints what there is, then what is wrong; returns the exit code, 2 if nothing can train."""
     for name, value in _facts():
         print(f"{name:<24}{printable(value)}")

@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,7 @@ def _overlay_writer(folder: Path, dataset: SegDataset, *, num: int) -> Writer:
 
 def _scores(
     matrix: ConfusionMatrix,
-    names: Iterable[str],
+    names: Sequence[str],
     about: dict[str, Any],
     settings: InferenceSettings,
     config: Config,
