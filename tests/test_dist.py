@@ -1,4 +1,4 @@
-"""What the ranks tell each other besides tensors."""
+"""What ranks exchange besides tensors, and the interface on which they listen."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Ranks through the real command; and which exit code comes out of what the ranks left behind."""
+"""Ranks started by the real command, and the exit code of a run."""
 
 import argparse
 import os
@@ -208,7 +208,7 @@ def test_a_rank_that_was_slow_to_leave_is_not_blamed_for_the_death_of_another(ca
     assert capsys.readouterr().err.startswith("segtrain: rank 1 was ended by SIGKILL")
 
 
-def test_a_death_that_no_rank_could_report_is_told(capsys):
+def test_a_death_that_no_rank_could_report_is_reported(capsys):
     exit_code_of(notes("lost", None), {1: -signal.SIGKILL}, None)
     said = capsys.readouterr().err
     assert said.startswith("segtrain: rank 1 was ended by SIGKILL (out of memory?)")
@@ -225,7 +225,7 @@ def test_only_the_last_attempt_counts(tmp_path, environ):
     assert [(note.rank, note.code) for note in read_exit_statuses(tmp_path)] == [(1, 0)]
 
 
-def test_the_same_words_are_said_by_one_rank_only(tmp_path, environ):
+def test_the_same_message_is_printed_by_a_single_rank(tmp_path, environ):
     environ.update(TORCHRUN | {launcher_folder.VARIABLE: str(tmp_path)})
     assert is_first_to_print("no such file")
     assert not is_first_to_print("no such file")

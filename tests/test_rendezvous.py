@@ -1,4 +1,4 @@
-"""How launchers meet: the key that machines share, and what is refused before it is unpickled."""
+"""The rendezvous: the key that machines share, and states refused before they are unpickled."""
 
 import os
 import pickle
@@ -32,14 +32,14 @@ def backends(*secrets, run_ids=("run", "run")):
     return plain, *(SignedBackend(plain, secret, run_id) for secret, run_id in pairs)
 
 
-def test_a_signed_state_is_read_by_whoever_has_the_key():
-    _, one, other = backends(b"k" * 32, b"k" * 32)
-    assert one.get_state() is None
-    state, token, has_set = one.set_state(b"first")
+def test_a_signed_state_is_read_with_the_same_key():
+    _, first, second = backends(b"k" * 32, b"k" * 32)
+    assert first.get_state() is None
+    state, token, has_set = first.set_state(b"first")
     assert (state, has_set) == (b"first", True)
-    assert other.get_state() == (b"first", token)
-    assert other.set_state(b"second", token)[0::2] == (b"second", True)
-    assert one.set_state(b"too late", token)[0::2] == (b"second", False)
+    assert second.get_state() == (b"first", token)
+    assert second.set_state(b"second", token)[0::2] == (b"second", True)
+    assert first.set_state(b"too late", token)[0::2] == (b"second", False)
 
 
 @pytest.mark.parametrize("forged", [pickle.dumps(print), b"", b"\0" * 31, b"\0" * 200])
@@ -57,10 +57,10 @@ def test_a_state_without_the_digest_is_refused(forged):
     [((b"a" * 32, b"b" * 32), ("run", "run")), ((b"a" * 32, b"a" * 32), ("run", "another"))],
 )
 def test_another_key_or_another_run_does_not_fit(secrets, run_ids):
-    _, one, other = backends(*secrets, run_ids=run_ids)
-    one.set_state(b"state")
+    _, first, second = backends(*secrets, run_ids=run_ids)
+    first.set_state(b"state")
     with pytest.raises(RendezvousStateError):
-        other.get_state()
+        second.get_state()
 
 
 def test_the_first_machine_writes_a_key_for_its_user_alone(tmp_path):
@@ -90,7 +90,7 @@ def test_a_key_that_others_could_read_or_have_written_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe", "short"])
-def test_what_is_no_key_is_refused_without_waiting(tmp_path, kind):
+def test_a_file_that_is_not_a_key_is_refused_without_waiting(tmp_path, kind):
     path = tmp_path / ".secret"
     match kind:
         case "link":
@@ -159,7 +159,7 @@ def test_a_key_in_the_environment_may_be_any_bytes(tmp_path, monkeypatch):
     assert len(shared_secret(tmp_path / ".secret")) == 32
 
 
-def test_what_a_killed_process_left_keeps_nobody_from_making_a_key(tmp_path, monkeypatch):
+def test_a_key_is_made_although_a_killed_process_left_half_a_key(tmp_path, monkeypatch):
     """In containers the name of the host and the id of the process are often the same."""
     made = []
     link = os.link
