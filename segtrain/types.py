@@ -1,8 +1,11 @@
 """The few records that travel between modules."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # reading a class file needs IGNORE_INDEX, but not the seconds of this import
+    from torch import Tensor
 
 # Labels are train ids 0 .. K-1 in one byte each; this value marks pixels that count for nothing.
 IGNORE_INDEX = 255

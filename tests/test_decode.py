@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segtrain import types
 from segtrain.data import decode
-from segtrain.data.classes import IGNORE_INDEX, ClassFile, SegClass
+from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import DataError
 
 GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
@@ -341,7 +340,3 @@ def test_image_equals_opencv_on_an_ordinary_file(saved):
     expected = np.random.default_rng(3).integers(0, 256, (7, 13, 3), dtype=np.uint8)
     data = cv2.imencode(".png", expected[..., ::-1])[1].tobytes()
     np.testing.assert_array_equal(decode.read_image(saved(data)), expected)
-
-
-def test_ignored_pixels_have_the_value_that_losses_expect():
-    assert IGNORE_INDEX == types.IGNORE_INDEX

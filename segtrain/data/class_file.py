@@ -25,9 +25,10 @@ from segtrain.config.messages import validate
 from segtrain.config.mistakes import Mistake, report
 from segtrain.config.strict_yaml import Document, read_text, scan_yaml
 from segtrain.config.suggest import did_you_mean
-from segtrain.data.classes import IGNORE_INDEX, ClassFile, Color, SegClass, default_palette
+from segtrain.data.classes import ClassFile, Color, SegClass, default_palette
 from segtrain.errors import ConfigError
 from segtrain.text import MAX_NAME, name_problem, printable
+from segtrain.types import IGNORE_INDEX
 
 MAX_RAW_ID = 65535  # labels have at most 16 bits
 _MAX_CLASSES = 255  # train ids have 8 bits, and 255 is ignored

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-# Equal to types.IGNORE_INDEX, which cannot be imported here without torch; a test compares them.
-IGNORE_INDEX = 255
+from segtrain.types import IGNORE_INDEX
 
 Color = tuple[int, int, int]
 

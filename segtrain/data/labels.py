@@ -6,10 +6,11 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from segtrain.data.classes import IGNORE_INDEX, ClassFile, Color
+from segtrain.data.classes import ClassFile, Color
 from segtrain.data.suggest import ignoring, repair_for_ids
 from segtrain.errors import DataError
 from segtrain.text import printable
+from segtrain.types import IGNORE_INDEX
 
 _MAX_SHOWN = 10
 # More colours than 8-bit labels have values.

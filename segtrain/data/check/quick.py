@@ -12,7 +12,6 @@ from segtrain.data.check.faint import check_brightness, spread
 from segtrain.data.check.issues import ONE_SPLIT
 from segtrain.data.check.palettes import Palette, class_problem, moved_colors, used_palette
 from segtrain.data.check.scan import BadFile, by_reason
-from segtrain.data.classes import IGNORE_INDEX
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.decode import (
     decode_palette,
@@ -28,6 +27,7 @@ from segtrain.data.layouts import Pair, first_lines
 from segtrain.data.suggest import looks_like_train_ids, single_class, train_ids
 from segtrain.errors import DataError
 from segtrain.text import printable
+from segtrain.types import IGNORE_INDEX
 
 # Reading headers waits for the disk, not for the processor.
 _HEADER_THREADS = 16
