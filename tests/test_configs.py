@@ -65,7 +65,7 @@ def test_its_lines_fit(path):
 @every_config
 def test_its_model_gives_one_logit_for_each_class_at_the_size_of_the_crop(path, monkeypatch):
     # Autocast does not know the meta device, on which sizes are computed without numbers.
-    monkeypatch.setattr("segtrain.models.pspnet._without_autocast", lambda _: nullcontext())
+    monkeypatch.setattr("segtrain.models.pspnet.without_autocast", lambda _: nullcontext())
     config = load_config(path)
     crop = config.augment.crop_size
     with torch.device("meta"):

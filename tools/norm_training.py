@@ -39,12 +39,12 @@ from segtrain.evaluation.settings import InferenceSettings
 from segtrain.files import write_atomic
 from segtrain.models import build_model
 from segtrain.models.normalize import Normalize
+from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import NormFactory, make_norm, precise_statistics
 from segtrain.run.progress import ProgressBar
 from segtrain.seed import seed_everything
 from segtrain.training.engine import TrainState, make_state, train_steps
 from segtrain.training.step_sync import StepSync
-from segtrain.training.wrap import autocast, dtype_of
 from segtrain.types import Batch
 
 # Training goes on from trained weights: a smaller step than from random ones.
@@ -304,7 +304,7 @@ def _take_precise(model: nn.Module, config: Config, num_batches: int) -> None:
     normalize = Normalize(config.data.mean, config.data.std).to(dtype=dtype_of(config.train))
 
     def forward(batch: Batch) -> None:
-        with autocast(config.train, torch.device("cpu")):
+        with autocast(autocast_dtype(config.train), torch.device("cpu")):
             model(normalize(batch.images))
 
     steps = config.train.steps

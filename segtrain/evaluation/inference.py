@@ -19,7 +19,6 @@ on both sides, which is cut off the result.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -30,6 +29,7 @@ from segtrain.evaluation.resize import resized_tiles
 from segtrain.evaluation.settings import InferenceSettings, Size, view_sizes
 from segtrain.evaluation.windows import Logits, Tile, slide
 from segtrain.models.normalize import normalize
+from segtrain.models.precision import autocast
 
 
 def _ignore(count: int) -> None:
@@ -139,9 +139,6 @@ def _joined(tiles: Iterator[Tile], size: Size) -> Tensor:
 
 def _logits(model: nn.Module, settings: InferenceSettings, images: Tensor) -> Tensor:
     """(N, K, H, W) in float32, or float64 if the model is."""
-    precision: AbstractContextManager[None] = nullcontext()
-    if settings.autocast is not None:
-        precision = torch.autocast(images.device.type, dtype=settings.autocast)
-    with precision:
+    with autocast(settings.autocast, images.device):
         logits = model(images).out
     return logits if logits.dtype == torch.float64 else logits.float()

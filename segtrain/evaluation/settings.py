@@ -9,10 +9,9 @@ import torch
 
 from segtrain.config import Config
 from segtrain.models.normalize import Color
+from segtrain.models.precision import autocast_dtype
 
 Size = tuple[int, int]
-
-_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class InferenceSettings:
             align_corners=config.model.align_corners,
             mean=config.data.mean,
             std=config.data.std,
-            autocast=_AUTOCAST.get(config.train.precision),
+            autocast=autocast_dtype(config.train),
         )
 
     def to_dict(self) -> dict[str, Any]:

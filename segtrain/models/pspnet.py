@@ -1,7 +1,6 @@
 """PSPNet (arXiv:1612.01105)."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from segtrain.models.blocks import (
     conv2d,
     resize,
 )
+from segtrain.models.precision import without_autocast
 from segtrain.norm import NormFactory, normalize_together
 
 
@@ -84,7 +84,7 @@ def adaptive_avg_pools(x: Tensor, bins: Sequence[int]) -> list[Tensor]:
     """
     rows = [_cells(x.shape[-2], b, x.device) for b in bins]  # (b, H) each
     columns = [_cells(x.shape[-1], b, x.device) for b in bins]  # (b, W) each
-    with _without_autocast(x.device.type):
+    with without_autocast(x.device):
         wide = at_least_float32(x)
         sums = wide @ torch.cat(columns).to(wide.dtype).mT  # (N, C, H, sum(bins))
         pooled = []
@@ -92,14 +92,6 @@ def adaptive_avg_pools(x: Tensor, bins: Sequence[int]) -> list[Tensor]:
             area = row.sum(1, keepdim=True) * column.sum(1)  # (b, b)
             pooled.append(((row.to(wide.dtype) @ part) / area).to(x.dtype))
     return pooled
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Keeps autocast from doing the products in half precision."""
-    # Where there is nothing to switch off, the switch would only be a scar in exported graphs.
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
 
 
 def _cells(size: int, bins: int, device: torch.device) -> Tensor:

@@ -22,12 +22,13 @@ from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.partition import partition
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.models.normalize import Normalize
+from segtrain.models.precision import dtype_of
 from segtrain.norm import settle_statistics
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
 from segtrain.training.step_sync import StepSync
-from segtrain.training.wrap import dtype_of, share_weights, wrap
+from segtrain.training.wrap import share_weights, wrap
 from segtrain.types import Batch, DropoutMasks
 
 

@@ -1,6 +1,5 @@
 """The model with its loss as one module, compiled if asked, and equal on all ranks at the start."""
 
-from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 
 import torch
@@ -9,21 +8,10 @@ from torch import Tensor, nn
 from segtrain.config import TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
+from segtrain.models.precision import autocast, autocast_dtype
 from segtrain.norm import make_groups
 from segtrain.training.losses import SegLoss, StepLoss
 from segtrain.types import DropoutMasks
-
-
-def dtype_of(train: TrainConfig) -> torch.dtype:
-    """The type of weights and images; mixed precision is autocast's, over float32 weights."""
-    return torch.float64 if train.precision == "float64" else torch.float32
-
-
-def autocast(train: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Mixed precision for a forward pass, if the config asks for it."""
-    if train.precision in ("bfloat16", "float16"):
-        return torch.autocast(device.type, getattr(torch, train.precision))
-    return nullcontext()
 
 
 class ModelWithLoss(nn.Module):
@@ -37,11 +25,11 @@ class ModelWithLoss(nn.Module):
         super().__init__()
         self.model = model
         self.criterion = criterion
-        self.options = train
+        self.autocast_dtype = autocast_dtype(train)
 
     def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> StepLoss:
         """The sums for normalized images (N, 3, H, W) and int64 labels (N, H, W) (collective)."""
-        with autocast(self.options, images.device):
+        with autocast(self.autocast_dtype, images.device):
             logits = self.model(images, dropout)
         return self.criterion(logits, labels)
 

@@ -11,10 +11,10 @@ from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import Scores
 from segtrain.models.normalize import Normalize
+from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import precise_statistics
 from segtrain.run.pictures import confusion_picture, panel
 from segtrain.run.progress import score_text
-from segtrain.training.wrap import autocast, dtype_of
 from segtrain.types import Batch
 
 
@@ -85,7 +85,7 @@ def _take_precise_statistics(run: Run, num_batches: int) -> None:
     model = run.state.eval_model
 
     def forward(batch: Batch) -> None:
-        with autocast(train, run.device):
+        with autocast(autocast_dtype(train), run.device):
             model(normalize(batch.images.to(run.device)))
 
     precise_statistics(model, batches.until(run, run.state.step + num_batches), forward)
