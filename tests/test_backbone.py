@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 
 from segtrain.config import ModelConfig
-from segtrain.models.backbone import build_backbone
+from segtrain.models import build_backbone
 from segtrain.models.mobilenet import mobilenet_v2, mobilenet_v3_large
 from segtrain.models.resnet import ResNet
 
@@ -65,7 +65,7 @@ def test_resnet_equals_torchvision(name):
     ours = loaded(on_meta(lambda: ResNet(name)), reference, ("fc.",))
     x = images(40, 57)
     with torch.no_grad():
-        torch.testing.assert_close(ours(x)[:3], resnet_features(reference, x), rtol=0, atol=0)
+        torch.testing.assert_close(ours(x), resnet_features(reference, x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("output_stride", "dilate"), [(8, (False, True, True)), (16, (0, 0, 1))])
@@ -77,7 +77,7 @@ def test_contracted_resnet50_equals_torchvisions_dilated_one(output_stride, dila
     ours = loaded(on_meta(build), reference, ("fc.",))
     x = images(41, 64)
     with torch.no_grad():
-        torch.testing.assert_close(ours(x)[:3], resnet_features(reference, x), rtol=0, atol=0)
+        torch.testing.assert_close(ours(x), resnet_features(reference, x), rtol=0, atol=0)
 
 
 def test_training_resnet18_equals_torchvision():
@@ -110,7 +110,7 @@ def test_mobilenet_v2_equals_torchvision():
     x = images(40, 57)
     with torch.no_grad():
         expected = mobilenet_features(reference, x, 18)
-        torch.testing.assert_close(ours(x)[:3], (expected[3], expected[13], expected[17]))
+        torch.testing.assert_close(ours(x), (expected[3], expected[13], expected[17]))
 
 
 @pytest.mark.parametrize("dilated", [False, True])
@@ -123,7 +123,7 @@ def test_mobilenet_v3_equals_torchvision(dilated):
     x = images(40, 57)
     with torch.no_grad():
         expected = mobilenet_features(reference, x, 17)
-        torch.testing.assert_close(ours(x)[:3], (expected[3], expected[12], expected[16]))
+        torch.testing.assert_close(ours(x), (expected[3], expected[12], expected[16]))
 
 
 def test_mobilenet_v3_keeps_its_eps_and_the_factorys_momentum():
@@ -220,7 +220,7 @@ def test_feature_sizes_are_the_input_divided_rounded_up(name, stem, output_strid
     for height, width in ((32, 64), (33, 7), (49, 90)):
         with torch.no_grad():
             features = backbone(torch.zeros(2, 3, height, width))
-        for feature, channels, stride in zip(features[:3], backbone.channels, strides, strict=True):
+        for feature, channels, stride in zip(features, backbone.channels, strides, strict=True):
             expected = (2, channels, math.ceil(height / stride), math.ceil(width / stride))
             assert feature.shape == expected, (height, width)
 

@@ -9,11 +9,11 @@ from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import SyncBatchNorm2d
 
-# 61 layers, or 59 with the 7x7 stem: four downsamples share their bn3's collective, the grids of
-# the PPM one, the auxiliary head that of the block behind it.
+# 61 layers, or 59 with the 7x7 stem: four downsamples share the collective of their bn3, the four
+# grids of the PPM share one, and the auxiliary head shares that of the head's last convolution.
 PSPNET = {"arch": "pspnet", "backbone": "resnet50", "head_channels": 8, "aux_channels": 8}
-# 62 layers without an auxiliary head: likewise, with the five branches of the ASPP and the
-# low-level features.
+# 62 layers without an auxiliary head: likewise, the five branches of the ASPP share one, and the
+# low-level features share that of its projection.
 PLUS = {"arch": "deeplabv3plus", "backbone": "resnet50", "head_channels": 8, "aux_head": False}
 MOBILE = {"arch": "deeplabv3plus", "backbone": "mobilenet_v2", "head_channels": 8}
 

@@ -72,7 +72,7 @@ class ThreeConvolutions(nn.Module):
         self.low = nn.Conv2d(8, 8, 3, stride=4, padding=1)
         self.out = nn.Conv2d(8, 16, 3, stride=2, padding=1)
 
-    def forward(self, x, branches=None):
+    def forward(self, x):
         low = self.low(self.stem(x))
         return Features(low, low, self.out(low))
 

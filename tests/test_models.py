@@ -1,6 +1,7 @@
 """Whole models against torchvision's, against formulas written down again, and their contract."""
 
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torchvision
 from torch import nn
 
 from segtrain.config import ModelConfig
-from segtrain.models import build_model
+from segtrain.models import BACKBONES, MODELS, build_model
 from segtrain.models.blocks import FeatureChannels, Features
 from segtrain.models.deeplab import ASPP, DeepLabV3PlusHead
 from segtrain.models.pspnet import PSPHead, PyramidPooling, adaptive_avg_pools
@@ -192,6 +193,22 @@ def test_model_without_auxiliary_head_has_none():
     assert model.aux_head is None
     assert model(normal(2, 3, 32, 40)).aux is None
     assert model.dropout_channels == (8, None)
+
+
+@pytest.mark.parametrize(("option", "table"), [("arch", MODELS), ("backbone", BACKBONES)])
+def test_the_config_knows_the_models_that_there_are(option, table):
+    assert get_args(ModelConfig.model_fields[option].annotation) == tuple(table)
+
+
+def test_heads_that_run_together_have_the_logits_of_separate_calls():
+    model = built(small("deeplabv3plus", separable=True, dropout=0.5)).train()
+    x, masks = normal(2, 3, 33, 40), (torch.rand(2, 8, 1, 1), torch.rand(2, 6, 1, 1))
+    features = model.backbone(x)
+    for logits, head, mask in zip(
+        model(x, DropoutMasks(*masks)), (model.head, model.aux_head), masks, strict=True
+    ):
+        alone = F.interpolate(head(features, mask), size=(33, 40), mode="bilinear")
+        torch.testing.assert_close(logits, alone, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -126,10 +126,10 @@ def measure_step(config: ModelConfig, *, size: int, batch_size: int, num_classes
         layers.append(num_bytes)
         return y
 
-    triple = resnet._activated_conv
+    triple = resnet._norm_relu_conv
     others = [p for parameter in model.parameters() for p in (parameter, parameter.grad)]
     with LiveBytes([*others, *model.buffers(), images, labels]) as mode:
-        with patch.object(resnet, "_activated_conv", counted):
+        with patch.object(resnet, "_norm_relu_conv", counted):
             logits = model(images, DropoutMasks())
         out, aux = criterion(logits, labels)
         del logits

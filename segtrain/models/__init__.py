@@ -2,25 +2,47 @@
 
     from segtrain.models import build_model
 
-A model never loads weights by itself: pretrained.py fills a backbone, checkpoint.py everything.
+A backbone is a module that maps images (N, 3, H, W) to `Features` and has
+
+    channels: FeatureChannels, the widths of the features
+    name, classifier_keys, stem_keys: what pretrained.py needs to fill it
+
+A head derives from `blocks.Head`. To add either: one file, one line in the table below, and the
+name in config/options.py. No model loads weights by itself.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
-from segtrain.models.backbone import build_backbone
-from segtrain.models.blocks import AuxHead, Branches, at_least_float32, resize
+from segtrain.models.blocks import AuxHead, Head, at_least_float32, resize, run_together
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
+from segtrain.models.mobilenet import build_mobilenet
 from segtrain.models.pspnet import PSPHead
+from segtrain.models.resnet import build_resnet
 from segtrain.norm import NormFactory
 from segtrain.types import DropoutMasks, SegLogits
 
-__all__ = ["MODELS", "DropoutChannels", "SegModel", "build_model"]
+__all__ = ["BACKBONES", "MODELS", "DropoutChannels", "SegModel", "build_backbone", "build_model"]
 
-MODELS = {"pspnet": PSPHead, "deeplabv3": DeepLabV3Head, "deeplabv3plus": DeepLabV3PlusHead}
-"""The head of each architecture."""
+BACKBONES: dict[str, Callable[..., nn.Module]] = {
+    "resnet18": build_resnet,
+    "resnet34": build_resnet,
+    "resnet50": build_resnet,
+    "resnet101": build_resnet,
+    "mobilenet_v2": build_mobilenet,
+    "mobilenet_v3_large": build_mobilenet,
+}
+"""`model.backbone`: what is called with (model config, norm=factory)."""
+
+MODELS: dict[str, Callable[..., Head]] = {
+    "pspnet": PSPHead,
+    "deeplabv3": DeepLabV3Head,
+    "deeplabv3plus": DeepLabV3PlusHead,
+}
+"""`model.arch`: what is called with (model config, channels, num_classes=K, norm=factory)."""
 
 
 class DropoutChannels(NamedTuple):
@@ -42,8 +64,8 @@ class SegModel(nn.Module):
     def __init__(
         self,
         backbone: nn.Module,
-        head: nn.Module,
-        aux_head: nn.Module | None,
+        head: Head,
+        aux_head: Head | None,
         *,
         dropout: float,
         align_corners: bool,
@@ -66,25 +88,32 @@ class SegModel(nn.Module):
     def forward(self, images: Tensor, dropout: DropoutMasks | None = None) -> SegLogits:
         """Logits of normalized images (N, 3, H, W), at their size, in float32 or wider.
 
-        Args:
-            dropout: multiplied before the classifiers in training, for a draw that does not depend
-                on the rank; a mask that is None is drawn from torch's generator.
+        dropout: masks for the classifiers in training, drawn by the caller so that they do not
+            depend on the rank; a mask that is None is drawn from torch's generator.
         """
-        masks = DropoutMasks() if dropout is None else dropout
+        masks = dropout or DropoutMasks()
         size = images.shape[-2:]
-        features = self.backbone(images, self._branches())
-        out = self._full_size(self.head(features, masks.out), size)
+        features = self.backbone(images)
         if not self.training or self.aux_head is None:
-            return SegLogits(out)
-        return SegLogits(out, self._full_size(self.aux_head(features, masks.aux), size))
-
-    def _branches(self) -> Branches:
-        aux = self.aux_head.conv if self.training and self.aux_head is not None else None
-        return Branches(low=getattr(self.head, "low", None), aux=aux)
+            return SegLogits(self._full_size(self.head(features, masks.out), size))
+        # The steps of `Head.forward`, so that both heads share a collective for their statistics.
+        heads = (self.head, self.aux_head)
+        joined = [head.join(features) for head in heads]
+        convolved = run_together([head.conv for head in heads], joined)
+        out, aux = (
+            self._full_size(head.classifier(x, mask), size)
+            for head, x, mask in zip(heads, convolved, masks, strict=True)
+        )
+        return SegLogits(out, aux)
 
     def _full_size(self, logits: Tensor, size: tuple[int, int]) -> Tensor:
         # Interpolating in half precision would make ties of neighbouring classes.
         return resize(at_least_float32(logits), size, align_corners=self.align_corners)
+
+
+def build_backbone(model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> nn.Module:
+    """The backbone that `model` names, with random weights from torch's generator."""
+    return BACKBONES[model.backbone](model, norm=norm)
 
 
 def build_model(
@@ -92,22 +121,16 @@ def build_model(
 ) -> SegModel:
     """The network that `model` describes, with random weights from torch's generator.
 
-    Args:
-        norm: makes the norm layer for a number of channels, with momentum and eps of its choice
-            (MobileNetV3 alone has an eps of its own). The state-dict keys are those of the layers
-            it makes; batch norm of either kind has the same.
+    norm: makes the norm layer for a number of channels. Its layers are used as they are, except
+        that MobileNetV3 sets their eps.
     """
     backbone = build_backbone(model, norm=norm)
-    head = MODELS[model.arch](model, backbone.channels, num_classes=num_classes, norm=norm)
+    options = {"num_classes": num_classes, "norm": norm}
+    head = MODELS[model.arch](model, backbone.channels, **options)
     aux_head = None
     if model.aux_head:
-        aux_head = AuxHead(
-            backbone.channels.aux,
-            model.aux_channels,
-            num_classes=num_classes,
-            dropout=model.dropout,
-            norm=norm,
-        )
+        width = backbone.channels.aux
+        aux_head = AuxHead(width, model.aux_channels, dropout=model.dropout, **options)
     return SegModel(
         backbone, head, aux_head, dropout=model.dropout, align_corners=model.align_corners
     )

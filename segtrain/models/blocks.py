@@ -1,6 +1,6 @@
 """The pieces that backbones and heads share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,15 +13,14 @@ from segtrain.norm import NormFactory, normalize_together
 class Features(NamedTuple):
     """What every backbone returns, each (N, C, h, w) with h = ceil(H / stride).
 
-    low: stride 4. aux: the stage before the last, stride min(16, output_stride). out: the last
-    stage, stride output_stride. low_branch, aux_branch: what the `Branches` made of low and aux.
+    low: stride 4.
+    aux: the stage before the last, stride min(16, output_stride).
+    out: the last stage, stride output_stride.
     """
 
     low: Tensor
     aux: Tensor
     out: Tensor
-    low_branch: Tensor | None = None
-    aux_branch: Tensor | None = None
 
 
 class FeatureChannels(NamedTuple):
@@ -33,7 +32,7 @@ class FeatureChannels(NamedTuple):
 
 
 class StagePlan(NamedTuple):
-    """How one stage of a backbone walks over its input; the dilations are of 3x3 kernels."""
+    """The stride of one stage, and the dilations of its 3x3 kernels."""
 
     stride: int
     first_dilation: int
@@ -45,9 +44,9 @@ def plan_stages(
 ) -> list[StagePlan]:
     """Strides until `output_stride` is reached and dilations instead of strides from there on.
 
-    With `contract_dilation` the kernel that used to stride keeps its own dilation and only those
-    after it are widened: they meet the same pixels as in the network of stride 32 that the
-    pretrained weights come from, so its output is a subset of the dilated one's.
+    contract_dilation: the kernel that lost its stride keeps the dilation of the stage before, only
+        those after it are widened. The stage then sees the same pixels as in the pretrained network
+        of stride 32, whose output is a subset of the dilated one's.
     """
     plans = []
     reached, dilation = stem_stride, 1
@@ -70,7 +69,7 @@ def conv2d(
     groups: int = 1,
     bias: bool = False,
 ) -> nn.Conv2d:
-    """A convolution that keeps the size, up to its stride; initialized as torchvision's ResNets."""
+    """A convolution padded to keep the size (up to its stride), initialized as in torchvision."""
     conv = nn.Conv2d(
         in_channels,
         out_channels,
@@ -98,7 +97,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class ConvNormReLU(nn.Module):
-    """Convolution without bias, norm, ReLU."""
+    """Convolution without bias, norm, ReLU: (N, in_channels, h, w) to (N, out_channels, h, w)."""
 
     def __init__(
         self,
@@ -107,16 +106,19 @@ class ConvNormReLU(nn.Module):
         kernel: int,
         *,
         norm: NormFactory,
-        dilation: int = 1,
         groups: int = 1,
     ) -> None:
         super().__init__()
-        self.conv = conv2d(in_channels, out_channels, kernel, dilation=dilation, groups=groups)
+        self.conv = conv2d(in_channels, out_channels, kernel, groups=groups)
         self.norm = norm(out_channels)
 
+    def before_norm(self, x: Tensor) -> Tensor:
+        """The input of the last norm, for `run_together`."""
+        return self.conv(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in_channels, h, w) to (N, out_channels, h, w)."""
-        return F.relu(self.norm(self.conv(x)), inplace=True)
+        """The activations."""
+        return F.relu(self.norm(self.before_norm(x)), inplace=True)
 
 
 class SeparableConvNormReLU(nn.Module):
@@ -130,9 +132,36 @@ class SeparableConvNormReLU(nn.Module):
         self.depthwise = ConvNormReLU(in_channels, in_channels, 3, norm=norm, groups=in_channels)
         self.pointwise = ConvNormReLU(in_channels, out_channels, 1, norm=norm)
 
+    @property
+    def norm(self) -> nn.Module:
+        """The last norm."""
+        return self.pointwise.norm
+
+    def before_norm(self, x: Tensor) -> Tensor:
+        """The input of the last norm, for `run_together`."""
+        return self.pointwise.conv(self.depthwise(x))
+
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, h, w) to (N, out_channels, h, w)."""
         return self.pointwise(self.depthwise(x))
+
+
+ConvBlock = ConvNormReLU | SeparableConvNormReLU
+
+
+def run_together(blocks: Sequence[ConvBlock], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Each block's output for its own input.
+
+    The numbers are those of separate calls. In training the last norms share one collective, so no
+    input may depend on another block's output.
+    """
+    pairs = [(block.before_norm(x), block.norm) for block, x in zip(blocks, inputs, strict=True)]
+    return norm_relu_together(pairs)
+
+
+def norm_relu_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
+    """ReLU of each tensor after its own norm, with one collective for the statistics of all."""
+    return [F.relu(y, inplace=True) for y in normalize_together(pairs)]
 
 
 class Classifier(nn.Module):
@@ -149,9 +178,7 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """(N, in_channels, h, w) to (N, K, h, w).
 
-        Args:
-            mask: (N, in_channels, 1, 1), multiplied in training; None: drawn from torch's
-                generator.
+        mask: (N, in_channels, 1, 1), multiplied in training; None: drawn from torch's generator.
         """
         if self.training and mask is not None:
             x = x * mask.to(x.dtype)
@@ -160,28 +187,29 @@ class Classifier(nn.Module):
         return self.conv(x)
 
 
-class Branches(NamedTuple):
-    """A head's first convolutions on features that the backbone goes on with.
+class Head(nn.Module):
+    """The base of all heads: `join`, then `conv`, then `classifier`.
 
-    The backbone runs them, each beside the block that reads the same features, so that the two
-    share one collective for their statistics.
+    A subclass makes `conv` and `classifier` in __init__ and writes `join`. The three steps stand
+    apart because `SegModel` runs the `conv` of the head and of the auxiliary head together.
     """
 
-    low: ConvNormReLU | None = None
-    aux: ConvNormReLU | None = None
+    conv: ConvBlock
+    classifier: Classifier
+
+    def join(self, features: Features) -> Tensor:
+        """One tensor made of the features: the input of `conv`."""
+        raise NotImplementedError
+
+    def forward(self, features: Features, mask: Tensor | None) -> Tensor:
+        """Logits (N, K, h, w) at the size of `join(features)`.
+
+        mask: (N, C, 1, 1), the dropout before the classifier; None: drawn from torch's generator.
+        """
+        return self.classifier(self.conv(self.join(features)), mask)
 
 
-def normalize_beside(
-    y: Tensor, norm: nn.Module, x: Tensor, branch: ConvNormReLU | None
-) -> tuple[Tensor, Tensor | None]:
-    """`y` through `norm`, and `x` through `branch`, with one collective for both."""
-    if branch is None:
-        return norm(y), None
-    y, beside = normalize_together([(y, norm), (branch.conv(x), branch.norm)])
-    return y, F.relu(beside, inplace=True)
-
-
-class AuxHead(nn.Module):
+class AuxHead(Head):
     """The auxiliary classifier: 3x3 convolution, norm, ReLU, dropout, 1x1 (arXiv:1612.01105)."""
 
     def __init__(
@@ -197,7 +225,6 @@ class AuxHead(nn.Module):
         self.conv = ConvNormReLU(in_channels, channels, 3, norm=norm)
         self.classifier = Classifier(channels, num_classes, dropout=dropout)
 
-    def forward(self, features: Features, mask: Tensor | None) -> Tensor:
-        """Logits (N, K, h, w) at the size of `features.aux`."""
-        x = self.conv(features.aux) if features.aux_branch is None else features.aux_branch
-        return self.classifier(x, mask)
+    def join(self, features: Features) -> Tensor:
+        """The features of the stage before the last."""
+        return features.aux

@@ -3,22 +3,25 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
 from segtrain.models.blocks import (
     Classifier,
+    ConvBlock,
     ConvNormReLU,
     FeatureChannels,
     Features,
+    Head,
     SeparableConvNormReLU,
     conv2d,
+    norm_relu_together,
     resize,
+    run_together,
 )
-from segtrain.norm import NormFactory, normalize_together
+from segtrain.norm import NormFactory
 
-# The papers' rates for strides 16 and 8; 32 continues the row: the same reach in pixels.
+# The papers' rates for strides 16 and 8; those for 32 have the same reach in image pixels.
 _RATES = {8: (12, 24, 36), 16: (6, 12, 18), 32: (3, 6, 9)}
 
 
@@ -56,32 +59,27 @@ class ASPP(nn.Module):
         self.norms = nn.ModuleList(norm(width) for _ in self.convs)
         self.project = ConvNormReLU(width * len(self.convs), width, 1, norm=norm)
 
+    def branches(self, x: Tensor) -> Tensor:
+        """The branches of (N, in_channels, h, w), concatenated: the input of `project`."""
+        dilated = [x] * (len(self.convs) - 2)
+        if self.depthwise:
+            filtered = [conv(x) for conv in self.depthwise]
+            dilated = norm_relu_together(zip(filtered, self.depthwise_norms, strict=True))
+        inputs = [x, *dilated, x.mean((2, 3), keepdim=True)]
+        convolved = [conv(y) for conv, y in zip(self.convs, inputs, strict=True)]
+        *local, pooled = norm_relu_together(zip(convolved, self.norms, strict=True))
+        return torch.cat([*local, pooled.expand_as(local[0])], dim=1)
+
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, h, w) to (N, width, h, w)."""
-        inputs = [x, *self._dilated_inputs(x), x.mean((2, 3), keepdim=True)]
-        branches = [conv(y) for conv, y in zip(self.convs, inputs, strict=True)]
-        normalized = normalize_together(zip(branches, self.norms, strict=True))
-        *local, pooled = [F.relu(y, inplace=True) for y in normalized]
-        return self.project(torch.cat([*local, pooled.expand_as(local[0])], dim=1))
-
-    def _dilated_inputs(self, x: Tensor) -> list[Tensor]:
-        if not self.depthwise:
-            return [x] * (len(self.convs) - 2)
-        filtered = [conv(x) for conv in self.depthwise]
-        normalized = normalize_together(zip(filtered, self.depthwise_norms, strict=True))
-        return [F.relu(y, inplace=True) for y in normalized]
+        return self.project(self.branches(x))
 
 
-class DeepLabV3Head(nn.Module):
+class DeepLabV3Head(Head):
     """ASPP, 3x3 convolution, norm, ReLU, dropout and 1x1 convolution, as torchvision's."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        channels: FeatureChannels,
-        *,
-        num_classes: int,
-        norm: NormFactory,
+        self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
     ) -> None:
         super().__init__()
         width = model.head_channels or 256
@@ -89,25 +87,20 @@ class DeepLabV3Head(nn.Module):
         self.conv = _conv3x3(model, width, width, norm)
         self.classifier = Classifier(width, num_classes, dropout=model.dropout)
 
-    def forward(self, features: Features, mask: Tensor | None) -> Tensor:
-        """Logits (N, K, h, w) at the size of `features.out`."""
-        return self.classifier(self.conv(self.aspp(features.out)), mask)
+    def join(self, features: Features) -> Tensor:
+        """At the size of `features.out`."""
+        return self.aspp(features.out)
 
 
-class DeepLabV3PlusHead(nn.Module):
+class DeepLabV3PlusHead(Head):
     """ASPP joined with low-level features, two 3x3 convolutions, dropout and 1x1 convolution.
 
-    Concatenated as [low-level, ASPP], the order of VainF and detectron2. Two convolutions are the
-    paper's choice (table 2), detectron2's and mmsegmentation's; VainF has one.
+    Concatenated as [low-level, ASPP], the order of VainF and detectron2. The paper (table 2),
+    detectron2 and mmsegmentation have two convolutions; VainF has one.
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        channels: FeatureChannels,
-        *,
-        num_classes: int,
-        norm: NormFactory,
+        self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
     ) -> None:
         super().__init__()
         width = model.head_channels or 256
@@ -120,11 +113,17 @@ class DeepLabV3PlusHead(nn.Module):
         )
         self.classifier = Classifier(width, num_classes, dropout=model.dropout)
 
-    def forward(self, features: Features, mask: Tensor | None) -> Tensor:
-        """Logits (N, K, h, w) at the size of `features.low`."""
-        low = self.low(features.low) if features.low_branch is None else features.low_branch
-        high = resize(self.aspp(features.out), low.shape[-2:], align_corners=self.align_corners)
-        return self.classifier(self.decoder(torch.cat([low, high], dim=1)), mask)
+    @property
+    def conv(self) -> ConvBlock:
+        """The last convolution; checkpoints know it as part of the decoder."""
+        return self.decoder[1]
+
+    def join(self, features: Features) -> Tensor:
+        """At the size of `features.low`."""
+        inputs = [self.aspp.branches(features.out), features.low]
+        high, low = run_together([self.aspp.project, self.low], inputs)
+        high = resize(high, low.shape[-2:], align_corners=self.align_corners)
+        return self.decoder[0](torch.cat([low, high], dim=1))
 
 
 def _aspp(model: ModelConfig, in_channels: int, width: int, norm: NormFactory) -> ASPP:
@@ -134,7 +133,7 @@ def _aspp(model: ModelConfig, in_channels: int, width: int, norm: NormFactory) -
 
 def _conv3x3(
     model: ModelConfig, in_channels: int, out_channels: int, norm: NormFactory
-) -> nn.Module:
+) -> ConvBlock:
     if model.separable:
         return SeparableConvNormReLU(in_channels, out_channels, norm=norm)
     return ConvNormReLU(in_channels, out_channels, 3, norm=norm)

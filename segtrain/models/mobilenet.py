@@ -1,36 +1,25 @@
 """MobileNetV2 and MobileNetV3-Large with torchvision's state-dict keys, dilated."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segtrain.models.blocks import (
-    Branches,
-    ConvNormReLU,
-    FeatureChannels,
-    Features,
-    conv2d,
-    normalize_beside,
-    plan_stages,
-)
+from segtrain.config import ModelConfig
+from segtrain.models.blocks import FeatureChannels, Features, conv2d, plan_stages
 from segtrain.norm import NormFactory
 
-# eps belongs to the architecture: V3 was trained with it (torchvision, mobilenetv3.py), and under
-# 1e-5 its pretrained channels of tiny variance come out several times too large.
+# V3's pretrained weights belong to this eps (torchvision, mobilenetv3.py): under 1e-5, channels of
+# tiny variance come out several times too large.
 _V3_EPS = 1e-3
 
 
 class MobileNet(nn.Module):
     """The convolutional part of a MobileNet: images to `Features`.
 
-    Made by `mobilenet_v2` and `mobilenet_v3_large`.
-
-    Attributes:
-        channels: of the features.
-        classifier_keys: prefixes of the keys of a classification checkpoint without a place here.
-        stem_keys: none; there is only one stem.
+    Args:
+        low, aux: positions in `layers` of the last layer of stride 4, and of the last one before
+            the stage that brings stride 32.
     """
 
     stem_keys: tuple[str, ...] = ()
@@ -50,24 +39,26 @@ class MobileNet(nn.Module):
         self.features = nn.Sequential(*layers)
         self.channels = channels
         self.classifier_keys = classifier_keys
-        self._low = low
-        self._aux = aux
+        self._low, self._aux = low, aux
 
-    def forward(self, images: Tensor, branches: Branches | None = None) -> Features:
-        """Features of normalized images (N, 3, H, W), and the branches'."""
-        branches = branches or Branches()
+    def forward(self, images: Tensor) -> Features:
+        """Features of normalized images (N, 3, H, W)."""
         x = low = aux = images
-        low_branch = aux_branch = None
         for i, layer in enumerate(self.features):
-            if i == self._low + 1:
+            x = layer(x)
+            if i == self._low:
                 low = x
-                x, low_branch = layer.forward_beside(x, branches.low)
-            elif i == self._aux + 1:
+            if i == self._aux:
                 aux = x
-                x, aux_branch = layer.forward_beside(x, branches.aux)
-            else:
-                x = layer(x)
-        return Features(low, aux, x, low_branch, aux_branch)
+        return Features(low, aux, x)
+
+
+def build_mobilenet(model: ModelConfig, *, norm: NormFactory) -> MobileNet:
+    """The MobileNet that `model` describes."""
+    build = mobilenet_v2 if model.backbone == "mobilenet_v2" else mobilenet_v3_large
+    return build(
+        output_stride=model.output_stride, contract_dilation=model.contract_dilation, norm=norm
+    )
 
 
 # arXiv:1801.04381, table 2: expansion, output channels, blocks, stride.
@@ -87,8 +78,8 @@ def mobilenet_v2(
 ) -> MobileNet:
     """MobileNetV2 up to its last inverted residual, dilated as VainF's.
 
-    The 1x1 convolution to 1280 channels (features.18) serves ImageNet's classifier and is left out,
-    as in VainF and mmsegmentation.
+    As in VainF and mmsegmentation, features.18 is left out: it widens to 1280 channels for the
+    classifier of ImageNet.
     """
     plans = plan_stages(
         [stride for *_, stride in _V2_STAGES],
@@ -100,13 +91,13 @@ def mobilenet_v2(
     layers: list[nn.Module] = [_conv_norm(3, channels, 3, nn.ReLU6, stride=2, norm=norm)]
     for (expansion, out_channels, num_blocks, _), plan in zip(_V2_STAGES, plans, strict=True):
         for i in range(num_blocks):
+            stride = plan.stride if i == 0 else 1
+            dilation = plan.first_dilation if i == 0 else plan.dilation
             layers.append(
                 _InvertedResidualV2(
-                    channels,
-                    out_channels,
-                    expansion=expansion,
-                    stride=plan.stride if i == 0 else 1,
-                    dilation=plan.first_dilation if i == 0 else plan.dilation,
+                    *(channels, out_channels, expansion),
+                    stride=stride,
+                    dilation=dilation,
                     norm=norm,
                 )
             )
@@ -126,8 +117,8 @@ class _InvertedResidualV2(nn.Module):
         self,
         in_channels: int,
         out_channels: int,
-        *,
         expansion: int,
+        *,
         stride: int,
         dilation: int,
         norm: NormFactory,
@@ -146,12 +137,6 @@ class _InvertedResidualV2(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
         return y.add_(x) if self.shortcut else y
-
-    def forward_beside(
-        self, x: Tensor, branch: ConvNormReLU | None
-    ) -> tuple[Tensor, Tensor | None]:
-        y, beside = _layers_beside(self.conv, x, branch)
-        return y.add_(x) if self.shortcut else y, beside
 
 
 class _V3Block(NamedTuple):
@@ -189,7 +174,7 @@ def mobilenet_v3_large(
     """MobileNetV3-Large up to its last convolution (960 channels), as torchvision's DeepLabV3.
 
     torchvision's segmentation models dilate the strided block too: contract_dilation=False. The
-    norm layers get eps 1e-3 whatever `norm` chooses; everything else about them is `norm`'s.
+    norm layers get eps 1e-3, whatever `norm` chooses.
     """
 
     def norm_v3(channels: int) -> nn.Module:
@@ -206,11 +191,8 @@ def mobilenet_v3_large(
     channels = 16
     layers: list[nn.Module] = [_conv_norm(3, channels, 3, nn.Hardswish, stride=2, norm=norm_v3)]
     for block, plan in zip(_V3_BLOCKS, plans, strict=True):
-        layers.append(
-            _InvertedResidualV3(
-                channels, block, stride=plan.stride, dilation=plan.first_dilation, norm=norm_v3
-            )
-        )
+        options = {"stride": plan.stride, "dilation": plan.first_dilation, "norm": norm_v3}
+        layers.append(_InvertedResidualV3(channels, block, **options))
         channels = block.out
     layers.append(_conv_norm(channels, 960, 1, nn.Hardswish, norm=norm_v3))
     return MobileNet(
@@ -238,17 +220,12 @@ class _InvertedResidualV3(nn.Module):
             layers.append(_SqueezeExcitation(hidden))
         layers.append(_conv_norm(hidden, block.out, 1, None, norm=norm))
         self.block = nn.Sequential(*layers)
+        # A stride that became a dilation brings no shortcut, as in torchvision.
         self.shortcut = block.stride == 1 and in_channels == block.out
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.block(x)
         return y.add_(x) if self.shortcut else y
-
-    def forward_beside(
-        self, x: Tensor, branch: ConvNormReLU | None
-    ) -> tuple[Tensor, Tensor | None]:
-        y, beside = _layers_beside(self.block, x, branch)
-        return y.add_(x) if self.shortcut else y, beside
 
 
 class _SqueezeExcitation(nn.Module):
@@ -265,18 +242,6 @@ class _SqueezeExcitation(nn.Module):
         return x * F.hardsigmoid(self.fc2(F.relu(self.fc1(means), inplace=True)))
 
 
-def _layers_beside(
-    layers: nn.Sequential, x: Tensor, branch: ConvNormReLU | None
-) -> tuple[Tensor, Tensor | None]:
-    """The layers of a block that begins with an expansion, and the branch on its input."""
-    (conv, norm, activation), *others = layers
-    y, beside = normalize_beside(conv(x), norm, x, branch)
-    y = activation(y)
-    for layer in others:
-        y = layer(y)
-    return y, beside
-
-
 def _multiple_of_8(channels: int) -> int:
     """The nearest multiple of 8, the next one if that loses more than a tenth."""
     rounded = max(8, (channels + 4) // 8 * 8)
@@ -287,18 +252,13 @@ def _conv_norm(
     in_channels: int,
     out_channels: int,
     kernel: int,
-    activation: Callable[..., nn.Module] | None,
+    activation: type[nn.Module] | None,
     *,
     norm: NormFactory,
-    stride: int = 1,
-    dilation: int = 1,
-    groups: int = 1,
+    **conv: int,
 ) -> nn.Sequential:
     """Convolution, norm and activation under the keys 0, 1 and 2."""
-    conv = conv2d(
-        in_channels, out_channels, kernel, stride=stride, dilation=dilation, groups=groups
-    )
-    layers = [conv, norm(out_channels)]
+    layers = [conv2d(in_channels, out_channels, kernel, **conv), norm(out_channels)]
     if activation is not None:
         layers.append(activation(inplace=True))
     return nn.Sequential(*layers)

@@ -1,9 +1,8 @@
-"""PSPNet (arXiv:1612.01105)."""
+"""PSPNet's head (arXiv:1612.01105): pyramid pooling and a 3x3 convolution."""
 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
@@ -12,12 +11,14 @@ from segtrain.models.blocks import (
     ConvNormReLU,
     FeatureChannels,
     Features,
+    Head,
     at_least_float32,
     conv2d,
+    norm_relu_together,
     resize,
 )
 from segtrain.models.precision import without_autocast
-from segtrain.norm import NormFactory, normalize_together
+from segtrain.norm import NormFactory
 
 
 class PyramidPooling(nn.Module):
@@ -41,25 +42,19 @@ class PyramidPooling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, h, w) to (N, out_channels, h, w)."""
         pooled = adaptive_avg_pools(x, self.bins)
-        reduced = [conv(y) for conv, y in zip(self.convs, pooled, strict=True)]
-        normalized = normalize_together(zip(reduced, self.norms, strict=True))
-        activated = [F.relu(y, inplace=True) for y in normalized]
+        convolved = [conv(y) for conv, y in zip(self.convs, pooled, strict=True)]
+        activated = norm_relu_together(zip(convolved, self.norms, strict=True))
         size = x.shape[-2:]
         return torch.cat(
             [x, *(resize(y, size, align_corners=self.align_corners) for y in activated)], dim=1
         )
 
 
-class PSPHead(nn.Module):
+class PSPHead(Head):
     """Pyramid pooling, 3x3 convolution, norm, ReLU, dropout and 1x1 convolution."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        channels: FeatureChannels,
-        *,
-        num_classes: int,
-        norm: NormFactory,
+        self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
     ) -> None:
         super().__init__()
         width = model.head_channels or 512
@@ -69,18 +64,18 @@ class PSPHead(nn.Module):
         self.conv = ConvNormReLU(self.ppm.out_channels, width, 3, norm=norm)
         self.classifier = Classifier(width, num_classes, dropout=model.dropout)
 
-    def forward(self, features: Features, mask: Tensor | None) -> Tensor:
-        """Logits (N, K, h, w) at the size of `features.out`."""
-        return self.classifier(self.conv(self.ppm(features.out)), mask)
+    def join(self, features: Features) -> Tensor:
+        """At the size of `features.out`."""
+        return self.ppm(features.out)
 
 
 def adaptive_avg_pools(x: Tensor, bins: Sequence[int]) -> list[Tensor]:
     """F.adaptive_avg_pool2d(x, b) for every b in `bins`: a list of (N, C, b, b) in x's dtype.
 
-    Cell i of b covers the pixels floor(i n / b) to ceil((i + 1) n / b) - 1, as in torch. The sums
-    are matrix products with 0/1 matrices built from the size at hand, in float32 or wider: torch's
-    own operator bakes the size of the first input into an exported graph. The columns of all
-    grids are summed in one product, so the input is read once.
+    Two matrix products with 0/1 matrices, in float32 or wider: torch's own operator fixes the size
+    of the first input in an exported graph. Cell i of b covers the pixels floor(i n / b) to
+    ceil((i + 1) n / b) - 1, as in torch. The columns of all grids are summed in one product, so
+    the input is read once.
     """
     rows = [_cells(x.shape[-2], b, x.device) for b in bins]  # (b, H) each
     columns = [_cells(x.shape[-1], b, x.device) for b in bins]  # (b, W) each
