@@ -13,7 +13,7 @@ import torch
 from segtrain.config import Config
 from segtrain.errors import ConfigError
 
-# Bytes a pixel: three of image and one of label; and the normalized image in float32.
+# Bytes a pixel: image and label, one byte a channel; and the normalized image in float32.
 _STORED, _NORMALIZED = 4, 12
 # The limit of a container, which may be less than the memory of the machine.
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -34,9 +34,8 @@ def training_finding(
 ) -> str | None:
     """Why training crops cannot fit into the memory of `device`; None: they may.
 
-    Args:
-        images: the most images that a rank holds at a time.
-        ranks: how many of them share the device's memory.
+    images: the most that a rank holds at a time.
+    ranks: how many share the device's memory.
     """
     height, width = config.augment.crop_size
     # A compiled loss may never store the scores.

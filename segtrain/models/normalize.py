@@ -1,4 +1,4 @@
-"""From the bytes of an image to the numbers a network sees; done on the device."""
+"""Pixels of 0..255 to the numbers that a network sees; done on the device."""
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,17 @@ def normalize(
 
     images: uint8, or float in units of 0..255 like `mean` and `std`.
     """
-    # Built from a list on the CPU and moved: three floats, and no wait for the device.
+    # From a list on the CPU and then moved: the host does not wait for the device.
     mean_t = torch.tensor(mean, dtype=dtype).to(images.device, non_blocking=True).view(3, 1, 1)
     std_t = torch.tensor(std, dtype=dtype).to(images.device, non_blocking=True).view(3, 1, 1)
-    # In place where it is safe: an image of 12 million pixels takes 144 MB.
+    # In place: an image of 12 million pixels takes 144 MB.
     return (images.to(dtype) - mean_t).div_(std_t)
 
 
 class Normalize(nn.Module):
-    """`normalize` as a module, for the training step and for export with the model.
+    """`normalize` as a module, for the training step and for export; in the dtype of its buffers.
 
-    The buffers are not part of the state dict: they come from the config. The output has their
-    dtype: float32, or what `.double()` or `.to(dtype)` made of it.
+    The buffers come from the config and are not part of the state dict.
     """
 
     mean: Tensor

@@ -1,7 +1,7 @@
 """ImageNet weights for a backbone: torchvision's by name, or a file in torchvision's layout.
 
-A key that finds no partner is never passed over: it belongs to a part that the backbone does not
-have and is reported by name, or the load is refused with all such keys in one message.
+Every key of the file ends in the backbone, in the report (keys of other parts, such as a
+classifier) or in an error that lists all keys without a place.
 """
 
 import pickle
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import open_regular, torch_file
@@ -23,37 +23,24 @@ from segtrain.text import MAX_NAME, printable
 _SUFFIXES = (".pth", ".pt", ".safetensors")
 # Where training programs put the weights beside other state (torchvision's and semseg's trainers).
 _NESTED = ("state_dict", "model", "model_state")
-# The other parts of a segmentation model, once its backbone's keys are told by their prefix.
+# The other parts of a segmentation model whose backbone has the prefix "backbone.".
 _HEADS = ("head.", "aux_head.", "classifier.", "aux_classifier.")
 _COUNTER = "num_batches_tracked"
 _SHOWN = 10
 
-
-class Backbone(Protocol):
-    """What of a backbone its loading needs; see `ResNet` and `MobileNet`."""
-
-    name: str
-    classifier_keys: tuple[str, ...]
-    stem_keys: tuple[str, ...]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Its parameters and buffers."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any:
-        """Takes them over, strictly."""
+State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class PretrainedReport:
-    """What became of the keys of the file and of the backbone.
+    """What happened to the keys of the file and of the backbone.
 
     Attributes:
         source: the URL or path.
-        loaded: number of tensors taken over.
+        loaded: number of tensors loaded.
         ignored: keys of the file for parts that the backbone does not have.
-        random: keys of the backbone that stay random, because its deep stem differs from the
-            file's 7x7 stem.
-        counters: number of batch counters that the file lacks, as old files do; they start at 0.
+        random: keys of the backbone that stay random: its stem is deep, the file's is 7x7.
+        counters: number of batch counters missing from the file, as in old files; they start at 0.
     """
 
     source: str
@@ -63,7 +50,7 @@ class PretrainedReport:
     counters: int = 0
 
     def lines(self) -> list[str]:
-        """One line of the start-up log for each kind of finding."""
+        """The lines for the start-up log."""
         lines = [f"pretrained  {self.source}  {self.loaded} tensors"]
         if self.ignored:
             lines.append(f"pretrained  ignored, of other parts: {_listed(self.ignored)}")
@@ -77,14 +64,15 @@ class PretrainedReport:
         return lines
 
 
-def load_backbone(backbone: Backbone, spec: str, *, progress: bool = False) -> PretrainedReport:
-    """Fills `backbone` with the weights that `spec` names.
+def load_backbone(backbone: nn.Module, spec: str, *, progress: bool = False) -> PretrainedReport:
+    """Fills `backbone` with the weights that `spec` names, or leaves it as it is and raises.
 
-    A file may hold a whole classifier, the keys may carry the prefixes "module." and "backbone.",
-    and the weights may lie under "state_dict" or "model". torchvision caches what it downloads; let
-    one process of a machine call this before the others.
+    A file may hold a whole classifier, its keys may have the prefixes "module." and "backbone.",
+    and the weights may lie under "state_dict" or "model". torchvision caches its downloads; let one
+    process of a machine call this before the others.
 
     Args:
+        backbone: with `name`, `classifier_keys` and `stem_keys` (see segtrain/models/__init__.py).
         spec: a weight of torchvision's model of the same name, such as IMAGENET1K_V1 or DEFAULT, or
             a .pth, .pt (loaded weights-only) or .safetensors file.
         progress: shows the download on stderr.
@@ -95,15 +83,16 @@ def load_backbone(backbone: Backbone, spec: str, *, progress: bool = False) -> P
             of another shape or not finite.
     """
     if Path(spec).suffix in _SUFFIXES or Path(spec).is_file():
-        source, state = spec, _read(Path(spec))
+        source, content = spec, _read(Path(spec))
     else:
-        source, state = _fetch(backbone.name, spec, progress)
-    return _fill(backbone, _own_keys(_unwrapped(state, source)), source)
+        source, content = _fetch(backbone.name, spec, progress)
+    state, heads = _without_prefixes(_state_dict(content, source))
+    return _fill(backbone, state, heads, source)
 
 
 def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
     """URL and content of torchvision's weights `spec` for the model `name`."""
-    from torchvision.models import get_model_weights  # slow to import and needed here alone
+    from torchvision.models import get_model_weights  # slow to import, and only needed here
 
     known = get_model_weights(name)
     try:
@@ -115,10 +104,9 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
             f"a file; files end in {', '.join(_SUFFIXES)}"
         ) from None
     cache = Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
+    options = {"check_hash": True, "map_location": "cpu", "weights_only": True}
     try:
-        state = weights.get_state_dict(
-            progress=progress, check_hash=True, map_location="cpu", weights_only=True
-        )
+        return weights.url, weights.get_state_dict(progress=progress, **options)
     except (OSError, HTTPException) as error:
         raise CheckpointError(
             f"model.pretrained: {spec}: cannot fetch {weights.url}: {error}; fetch it by hand and "
@@ -131,7 +119,6 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
             f"model.pretrained: {spec}: {weights.url} or its copy {cache} is damaged: {problem}; "
             "delete the copy and try again"
         ) from error
-    return weights.url, state
 
 
 def _read(path: Path) -> Any:
@@ -145,25 +132,23 @@ def _read(path: Path) -> Any:
         with open_regular(path) as file:
             return torch_file.load(file)
     except pickle.UnpicklingError:
-        # torch's own words advise to load the file with all that it may run.
+        # torch's own message advises to load the file unsafely.
         raise CheckpointError(
             f"model.pretrained: {path}: refused: it holds more than weights, which could run code; "
             "or it is damaged, or no torch file; save the state dict alone, or as safetensors"
         ) from None
-    # safetensors knows kinds of number that torch does not (KeyError).
+    # KeyError: safetensors knows number types that torch does not.
     except (torch_file.DamagedError, safetensors.SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(
             f"model.pretrained: {path}: cannot be read: {_first_line(error)}"
         ) from error
 
 
-def _unwrapped(content: Any, source: str) -> dict[str, Tensor]:
-    """The state dict in `content`, which may lie under a key of its own."""
+def _state_dict(content: Any, source: str) -> State:
+    """The state dict in `content`: itself, or what lies under one of its keys."""
     if isinstance(content, Mapping):
-        for key in _NESTED:
-            if isinstance(content.get(key), Mapping):
-                content = content[key]
-                break
+        nested = (content[key] for key in _NESTED if isinstance(content.get(key), Mapping))
+        content = next(nested, content)
     if not isinstance(content, Mapping) or not content:
         raise CheckpointError(
             f"model.pretrained: {source}: expected a state dict, got {type(content).__name__}"
@@ -181,68 +166,54 @@ def _unwrapped(content: Any, source: str) -> dict[str, Tensor]:
     return dict(content)
 
 
-def _own_keys(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def _without_prefixes(state: State) -> tuple[State, list[str]]:
     """The tensors under the backbone's own keys, and the keys of a segmentation model's heads."""
     if all(key.startswith("module.") for key in state):
         state = {key.removeprefix("module."): value for key, value in state.items()}
     if not any(key.startswith("backbone.") for key in state):
         return state, []
     heads = [key for key in state if key.startswith(_HEADS)]
-    return {
-        key.removeprefix("backbone."): value for key, value in state.items() if key not in heads
-    }, heads
+    own = {k.removeprefix("backbone."): v for k, v in state.items() if k not in heads}
+    return own, heads
 
 
-def _fill(
-    backbone: Backbone, content: tuple[dict[str, Tensor], list[str]], source: str
-) -> PretrainedReport:
-    """Takes over what fits, all of it or nothing."""
-    state, ignored = content
+def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> PretrainedReport:
+    """Loads what fits, all of it or nothing."""
     wanted = backbone.state_dict()
-    ignored += [key for key in state if key.startswith(backbone.classifier_keys)]
-    random: list[str] = []
+    leave_out, random = backbone.classifier_keys, []
     if backbone.stem_keys and state.get("conv1.weight", torch.empty(0)).shape[2:] == (7, 7):
         # bn1 would fit by its shape, but its statistics are those of another convolution.
-        ignored += [key for key in state if key.startswith(backbone.stem_keys)]
+        leave_out = leave_out + backbone.stem_keys
         random = [key for key in wanted if key.startswith(backbone.stem_keys)]
-
+    ignored = [key for key in state if key.startswith(leave_out)]
     offered = {key: value for key, value in state.items() if key not in ignored}
     missing = [key for key in wanted if key not in offered and key not in random]
     counters = [key for key in missing if key.endswith(_COUNTER)]
     _refuse_misfits(wanted, offered, [key for key in missing if key not in counters], source)
 
-    for key in counters:
-        offered[key] = torch.zeros_like(wanted[key])
-    backbone.load_state_dict({**wanted, **offered})
+    zeros = {key: torch.zeros_like(wanted[key]) for key in counters}
+    backbone.load_state_dict({**wanted, **offered, **zeros})
     return PretrainedReport(
-        source=source,
-        loaded=len(offered) - len(counters),
-        ignored=tuple(ignored),
-        random=tuple(random),
-        counters=len(counters),
+        source, len(offered), (*heads, *ignored), tuple(random), counters=len(counters)
     )
 
 
-def _refuse_misfits(
-    wanted: dict[str, Tensor], offered: dict[str, Tensor], missing: list[str], source: str
-) -> None:
+def _refuse_misfits(wanted: State, offered: State, missing: list[str], source: str) -> None:
     shapes, infinite = [], []
-    for key in wanted.keys() & offered.keys():
+    for key in sorted(wanted.keys() & offered.keys()):
         expected, found = tuple(wanted[key].shape), tuple(offered[key].shape)
         if expected != found:
             shapes.append(f"{key} (expected {expected}, found {found})")
         elif not torch.isfinite(offered[key]).all():
             infinite.append(key)
-    findings = {
+    misfits = {
         "missing from the file": missing,
         "in the file but not in the backbone": [key for key in offered if key not in wanted],
-        "of another shape": sorted(shapes),
-        "not finite": sorted(infinite),
+        "of another shape": shapes,
+        "not finite": infinite,
     }
-    if any(findings.values()):
-        lines = [
-            f"  {len(keys)} {kind}: {_listed(keys)}" for kind, keys in findings.items() if keys
-        ]
+    lines = [f"  {len(keys)} {kind}: {_listed(keys)}" for kind, keys in misfits.items() if keys]
+    if lines:
         raise CheckpointError(
             f"model.pretrained: {source} does not fit model.backbone and model.stem; expected the "
             "layout of torchvision's model of that name:\n" + "\n".join(lines)
@@ -250,7 +221,7 @@ def _refuse_misfits(
 
 
 def _listed(keys: Iterable[str]) -> str:
-    """The first few, and how many more."""
+    """The first few keys and the number of the others."""
     keys = list(keys)
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return ", ".join(printable(key, MAX_NAME) for key in keys[:_SHOWN]) + more
