@@ -1,4 +1,7 @@
-"""The oracles are torch's own mean and mmsegmentation's sampler, written out pixel by pixel."""
+"""The oracles are torch's own mean, and mmsegmentation's sampler, written out
+for the whole batch."""
+
+from typing import get_args
 
 import pytest
 import torch
@@ -6,11 +9,27 @@ import torch.nn.functional as F
 
 from segtrain.config import LossConfig
 from segtrain.distributed import collectives as dist
-from segtrain.training.losses import SegLoss, cross_entropy, label_weight, ohem_cross_entropy
+from segtrain.training.losses import LOSSES, LossOptions, SegLoss
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 K, H, W = 4, 5, 7
 CLASS_WEIGHTS = torch.tensor([1.0, 2.5, 0.25, 0.0])
+
+
+CPU = torch.device("cpu")
+
+
+def cross_entropy(logits, labels, *, class_weights=None):
+    return LOSSES["cross_entropy"](LossOptions(LossConfig(), class_weights)).sums(logits, labels)
+
+
+def ohem_cross_entropy(logits, labels, *, threshold, min_kept, class_weights=None):
+    config = LossConfig(kind="ohem", ohem_threshold=threshold, ohem_min_kept=min_kept)
+    return LOSSES["ohem"](LossOptions(config, class_weights)).sums(logits, labels)
+
+
+def seg_loss(**config):
+    return SegLoss(LossConfig(**config), CPU)
 
 
 def scene(num_images, seed=0, dtype=torch.float64):
@@ -59,8 +78,8 @@ def test_labels_that_are_all_ignored_weigh_nothing_and_pull_nowhere(class_weight
 
 def test_half_precision_logits_are_widened_before_the_softmax():
     logits, labels = scene(2, dtype=torch.bfloat16)
-    wide, _ = cross_entropy(logits.float(), labels)
-    assert cross_entropy(logits, labels).total == wide
+    wide = cross_entropy(logits.float(), labels)
+    assert torch.equal(cross_entropy(logits, labels), wide)
 
 
 def test_millions_of_pixels_are_summed_without_float32_rounding():
@@ -76,8 +95,9 @@ def test_millions_of_pixels_are_summed_without_float32_rounding():
 
 def test_label_weight_counts_valid_pixels_or_adds_their_class_weights():
     labels = torch.tensor([[[0, 1, 1], [2, 3, IGNORE_INDEX]]])
-    assert label_weight(labels, None).item() == 5
-    assert label_weight(labels, CLASS_WEIGHTS).item() == 1 + 2.5 + 2.5 + 0.25 + 0
+    assert seg_loss().label_weight(labels).item() == 5
+    weighted = seg_loss(class_weights=tuple(CLASS_WEIGHTS.tolist()))
+    assert weighted.label_weight(labels).item() == 1 + 2.5 + 2.5 + 0.25 + 0
 
 
 def reference_mining(logits, labels, threshold, min_kept):
@@ -144,21 +164,50 @@ def test_class_weights_weigh_the_mined_pixels_but_do_not_choose_them():
 
 def test_both_heads_have_the_configured_loss():
     logits, labels = scene(2)
-    config = LossConfig(class_weights=tuple(CLASS_WEIGHTS.tolist()))
-    loss = SegLoss(config, torch.device("cpu"))
+    loss = seg_loss(class_weights=tuple(CLASS_WEIGHTS.tolist()))
     out, aux = loss(SegLogits(logits, logits.flip(0)), labels)
-    assert out == cross_entropy(logits, labels, class_weights=CLASS_WEIGHTS)
-    assert aux == cross_entropy(logits.flip(0), labels, class_weights=CLASS_WEIGHTS)
-    assert loss(SegLogits(logits), labels).aux is None
-    assert loss.label_weight(labels) == out.weight
+    assert torch.equal(out, cross_entropy(logits, labels, class_weights=CLASS_WEIGHTS))
+    assert torch.equal(aux, cross_entropy(logits.flip(0), labels, class_weights=CLASS_WEIGHTS))
+    assert len(loss(SegLogits(logits), labels)) == 1
+    assert loss.label_weight(labels) == out[1]
+
+
+def test_means_are_sums_over_weights_and_nan_without_an_auxiliary_head():
+    totals = torch.tensor([[6.0, 4], [3, 2]], dtype=torch.float64)
+    assert seg_loss().means(totals).tolist() == [1.5, 1.5]
+    out, aux = seg_loss().means(totals[:1])
+    assert out == 1.5
+    assert aux.isnan()
+
+
+def test_the_objective_has_the_gradient_of_the_weighted_sum_of_both_heads():
+    totals = torch.tensor([[6.0, 4], [3, 2]], dtype=torch.float64)
+    mine = torch.tensor([[2.0, 1], [1, 1]], dtype=torch.float64, requires_grad=True)
+    seg_loss(aux_weight=0.5).objective(mine, totals).backward()
+    assert mine.grad[:, 0].tolist() == [1 / 4, 0.5 / 2]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_batch_of_ignored_pixels_alone_has_a_loss_of_zero_and_no_gradient(kind):
+    logits, labels = scene(2)
+    logits.requires_grad_()
+    loss = seg_loss(kind=kind)
+    sums = loss(SegLogits(logits), torch.full_like(labels, IGNORE_INDEX))
+    assert loss.means(sums.detach())[0] == 0
+    (gradient,) = torch.autograd.grad(loss.objective(sums, sums.detach()), logits)
+    assert gradient.count_nonzero() == 0
+
+
+def test_the_config_knows_the_losses_that_there_are():
+    assert get_args(LossConfig.model_fields["kind"].annotation) == tuple(LOSSES)
 
 
 def test_accumulated_passes_share_the_number_of_pixels_to_keep():
     """Else four passes would keep four times as many easy pixels as the batch at once."""
     logits, labels = scene(3)
     config = LossConfig(kind="ohem", ohem_threshold=0.0, ohem_min_kept=41)
-    out, _ = SegLoss(config, torch.device("cpu"), passes=4)(SegLogits(logits), labels)
-    assert out.weight == 11
+    ((_, weight),) = SegLoss(config, CPU, passes=4)(SegLogits(logits), labels)
+    assert weight == 11
 
 
 CASES = {

@@ -131,10 +131,10 @@ def measure_step(config: ModelConfig, *, size: int, batch_size: int, num_classes
     with LiveBytes([*others, *model.buffers(), images, labels]) as mode:
         with patch.object(resnet, "_norm_relu_conv", counted):
             logits = model(images, DropoutMasks())
-        out, aux = criterion(logits, labels)
+        sums = criterion(logits, labels)
         del logits
         forward = mode.live()
-        (out.total / out.weight + aux.total / aux.weight).backward()
+        criterion.objective(sums, sums.detach()).backward()
     return StepBytes(sum(layers), forward, mode.peak)
 
 

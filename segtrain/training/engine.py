@@ -197,12 +197,10 @@ def _forward_backward(
     `weight` is the fraction of the step's valid pixels, over all ranks, that lies in this pass.
     """
     sums = state.wrapped(*part)
-    pixels, means = step_sync.reduce(sums)
-    objective = sums.out.total / pixels[0]
-    if sums.aux is not None:
-        objective = objective + state.criterion.aux_weight * sums.aux.total / pixels[1]
+    totals = step_sync.reduce(sums)
+    objective = state.criterion.objective(sums, totals)
     state.scaler.scale(objective * weight).backward()
-    return means
+    return state.criterion.means(totals)
 
 
 def _as_virtual_ranks(

@@ -1,12 +1,26 @@
-"""Losses as sums over pixels.
+"""The losses, exact over any number of ranks.
 
 A mean over each rank's pixels, averaged over the ranks, is not the mean over all pixels: a rank
-whose crops are mostly ignored would weigh as much as a full one. So a loss here returns this rank's
-sum and this rank's weight, and the engine divides the sums of all ranks by all their weights.
+whose crops are mostly ignored would weigh as much as a full one. So every loss has two halves:
+
+    sums(logits, labels)   what this rank's pixels add up to: a float64 tensor, differentiable
+    value(totals)          the loss as a function of the sums of all ranks together
+
+Between the two, `StepSync.reduce` adds up the sums of all ranks, in the one collective of the step.
+A mean over pixels has two sums, the losses and the weights, and divides them. `value` sees the same totals on all
+ranks, so each rank knows d value / d totals, needs no further exchange for its backward pass, and
+the gradients of the parameters add up to those of the whole batch (`SegLoss.objective`).
+
+To add a loss: a class with these two methods, one line in LOSSES, and its name in
+`LossConfig.kind` (config/options.py).
+
+Gradient accumulation calls a loss once for each pass of a step: its sums are those of one pass,
+like batch statistics. The step weighs the passes by their valid pixels, so means over pixels are
+those of the whole batch.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,84 +30,151 @@ from segtrain.config import LossConfig
 from segtrain.distributed import collectives as dist
 from segtrain.types import IGNORE_INDEX, SegLogits
 
+# OHEM: in units in the last place; two interpolations of logits up to 64.
+_ROUNDING = 256
 
-class PixelSum(NamedTuple):
-    """A loss before division: `total / weight` over all ranks is the mean.
 
-    total: () float64, sum of the pixels' losses on this rank, differentiable.
-    weight: () float64, what these pixels count: their number, or the sum of their class weights.
+class LossOptions(NamedTuple):
+    """What a loss is made from.
+
+    class_weights: `config.class_weights` (K,) on the device of the logits, or None.
+    passes: the parts that a batch is cut into (train.accumulate_steps).
     """
 
-    total: Tensor
-    weight: Tensor
+    config: LossConfig
+    class_weights: Tensor | None = None
+    passes: int = 1
 
 
-class StepLoss(NamedTuple):
-    """The terms of the training loss on this rank; `aux` is None without an auxiliary head."""
+class Loss(Protocol):
+    """A loss in two halves; see the top of this file. Made from `LossOptions`."""
 
-    out: PixelSum
-    aux: PixelSum | None
+    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """This rank's sums, float64 and of the same shape on all ranks.
 
-
-def cross_entropy(
-    logits: Tensor, labels: Tensor, *, class_weights: Tensor | None = None
-) -> PixelSum:
-    """Cross entropy summed over the pixels that are not ignored.
-
-    With class weights w this is torch's weighted mean once divided:
-    sum(w[label] * loss) / sum(w[label]).
-
-    Args:
         logits: (N, K, H, W).
         labels: (N, H, W) int64, 0 .. K-1 or IGNORE_INDEX.
-        class_weights: (K,).
+        """
+
+    def value(self, totals: Tensor) -> Tensor:
+        """The loss (), of the sums of all ranks; 0 if all pixels are ignored."""
+
+
+class PixelMean:
+    """The weighted mean of `pixel_losses` over the pixels that are not ignored.
+
+    With class weights w this is torch's: sum(w[label] * loss) / sum(w[label]).
     """
-    return _weighted_sum(_pixel_losses(logits, labels), labels, class_weights)
+
+    def __init__(self, options: LossOptions) -> None:
+        self.options = options
+
+    def pixel_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of every pixel, (N, H, W) float32 or wider, finite where it is ignored."""
+        raise NotImplementedError
+
+    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """(2,): the weighted losses and the weights."""
+        return self._weighted(self.pixel_losses(logits, labels), labels)
+
+    def value(self, totals: Tensor) -> Tensor:
+        """The mean."""
+        total, weight = totals
+        return total / torch.where(weight == 0, 1.0, weight)
+
+    def _weighted(self, losses: Tensor, labels: Tensor) -> Tensor:
+        weights = _pixel_weights(labels, self.options.class_weights)
+        total = (losses * weights).sum(dtype=torch.float64)
+        return torch.stack([total, weights.sum(dtype=torch.float64)])
 
 
-def label_weight(labels: Tensor, class_weights: Tensor | None) -> Tensor:
-    """What the pixels of `labels` (N, H, W) count together, () float64: 1 each or their class's
-    weight, and 0 where they are ignored."""
-    return _pixel_weights(labels, class_weights).sum(dtype=torch.float64)
+class CrossEntropy(PixelMean):
+    """Cross entropy."""
+
+    def pixel_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """-log(probability of the label), 0 where it is ignored."""
+        # Not reduced here: on CUDA torch adds up with atomics, whose order changes from run to run.
+        return F.cross_entropy(_wide(logits), labels, ignore_index=IGNORE_INDEX, reduction="none")
 
 
-def ohem_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    threshold: float,
-    min_kept: int,
-    class_weights: Tensor | None = None,
-) -> PixelSum:
-    """Cross entropy of the hard pixels: those whose true class has a probability below `threshold`,
-    and at least the `min_kept` hardest of the whole batch (collective).
+class OHEM(CrossEntropy):
+    """Cross entropy of the hard pixels: those whose true class has a probability below
+    `ohem_threshold`, and at least the `ohem_min_kept` hardest of all ranks.
 
-    The batch is that of all ranks, so the pixels are those that one process would choose (online
-    hard example mining, arXiv:1604.03540, in the per-pixel form of mmsegmentation's
-    OHEMPixelSampler, which counts `min_kept` per image and drops pixels as hard as the last one
-    kept; here these are kept too, and so are all pixels if there are fewer than `min_kept`).
+    Online hard example mining (arXiv:1604.03540) by pixel, as mmsegmentation's OHEMPixelSampler,
+    with two differences: that one counts `min_kept` for each image, and drops pixels as hard as the
+    last one kept. Here these are kept, and so are all pixels if there are fewer than `min_kept`.
+    Class weights weigh the pixels kept but do not decide which.
+    """
+
+    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """(2,): the weighted losses and the weights of the hard pixels (collective)."""
+        config = self.options.config
+        losses = self.pixel_losses(logits, labels)
+        with torch.no_grad():
+            # The loss is -log(probability), so the hardest pixels have the largest.
+            hardness = losses.masked_fill(labels == IGNORE_INDEX, -math.inf)
+            min_kept = math.ceil(config.ohem_min_kept / self.options.passes)
+            limit = _just_below(_kth_largest_of_all_ranks(hardness.flatten(), min_kept))
+            threshold = config.ohem_threshold
+            easy_loss = -math.log(threshold) if threshold > 0 else math.inf
+            easy = (hardness <= easy_loss) & (hardness < limit)
+            kept = labels.masked_fill(easy, IGNORE_INDEX)
+        return self._weighted(losses, kept)
+
+
+LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy, "ohem": OHEM}
+"""`loss.kind`: what is called with `LossOptions`."""
+
+
+class SegLoss:
+    """The training loss of a config: the same loss for the head and the auxiliary head.
 
     Args:
-        logits: (N, K, H, W).
-        labels: (N, H, W) int64, 0 .. K-1 or IGNORE_INDEX.
-        class_weights: (K,); they weigh the pixels kept but do not decide which.
+        device: where the logits and labels will be.
+        passes: the parts that a batch is cut into.
     """
-    losses = _pixel_losses(logits, labels)
-    with torch.no_grad():
-        # The loss is -log(probability), so the hardest pixels have the largest.
-        hardness = losses.masked_fill(labels == IGNORE_INDEX, -math.inf)
-        limit = _just_below(_kth_largest_of_all_ranks(hardness.flatten(), min_kept))
-        easy_loss = -math.log(threshold) if threshold > 0 else math.inf
-        easy = (hardness <= easy_loss) & (hardness < limit)
-        kept = labels.masked_fill(easy, IGNORE_INDEX)
-    return _weighted_sum(losses, kept, class_weights)
+
+    def __init__(self, config: LossConfig, device: torch.device, *, passes: int = 1) -> None:
+        self.aux_weight = config.aux_weight
+        weights = config.class_weights
+        self._class_weights = None if weights is None else torch.tensor(weights, device=device)
+        self._loss = LOSSES[config.kind](LossOptions(config, self._class_weights, passes))
+
+    def __call__(self, logits: SegLogits, labels: Tensor) -> Tensor:
+        """The sums of this rank, (heads, ...), for logits (N, K, H, W) and int64 labels (N, H, W).
+
+        heads: 2, or 1 without an auxiliary head.
+        """
+        aux = [] if logits.aux is None else [self._loss.sums(logits.aux, labels)]
+        return torch.stack([self._loss.sums(logits.out, labels), *aux])
+
+    def means(self, totals: Tensor) -> Tensor:
+        """(2,) float64: the loss of the head and of the auxiliary head, NaN without one."""
+        means = torch.stack([self._loss.value(total) for total in totals])
+        return F.pad(means, (0, 2 - len(means)), value=torch.nan)
+
+    def objective(self, sums: Tensor, totals: Tensor) -> Tensor:
+        """What this rank differentiates, (): its gradient is this rank's part of the gradient of
+        `out + aux_weight * aux` over all ranks. Its value means nothing.
+
+        sums: of this rank; totals: of all ranks.
+        """
+        parts = []
+        for weight, local, total in zip((1.0, self.aux_weight), sums, totals, strict=False):
+            # In value the total; to autograd, this rank's sums plus a constant.
+            part = weight * local
+            parts.append(self._loss.value(total + (part - part.detach())))
+        return torch.stack(parts).sum()
+
+    def label_weight(self, labels: Tensor) -> Tensor:
+        """What the pixels of int64 labels (N, H, W) count before any mining, () float64: 1 each or
+        their class's weight, and 0 where they are ignored."""
+        return _pixel_weights(labels, self._class_weights).sum(dtype=torch.float64)
 
 
-def _pixel_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of every pixel, (N, H, W) float32 or wider, 0 where it is ignored."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # Not reduced here: on CUDA torch adds up with atomics, whose order changes from run to run.
-    return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:
@@ -106,17 +187,9 @@ def _pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:
     return table[labels]
 
 
-def _weighted_sum(losses: Tensor, labels: Tensor, class_weights: Tensor | None) -> PixelSum:
-    """The sum of the pixels' losses (N, H, W) that `labels` does not ignore."""
-    weights = _pixel_weights(labels, class_weights)
-    return PixelSum((losses * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64))
-
-
 def _kth_largest_of_all_ranks(values: Tensor, k: int) -> Tensor:
-    """The k-th largest of all ranks' `values` together, or -inf if there are fewer.
-
-    No rank can own more than k of the k largest, so k values of each are enough.
-    """
+    """The k-th largest of all ranks' `values` together, or -inf if there are fewer."""
+    # No rank can own more than k of the k largest, so k values of each are enough.
     largest = values.new_full((k,), -math.inf)
     mine = values.topk(min(k, len(values)), sorted=False).values
     largest[: len(mine)] = mine
@@ -127,47 +200,7 @@ def _kth_largest_of_all_ranks(values: Tensor, k: int) -> Tensor:
 def _just_below(limit: Tensor) -> Tensor:
     """`limit`, lowered by what rounding may put between equally hard pixels.
 
-    Enlarged logits repeat along the border of an image, and which of them come out a bit larger
-    depends on the last bits of the features, and thereby on the split of the batch over ranks.
+    Enlarged logits repeat along the border of an image. Which of them come out a bit larger depends
+    on the last bits of the features, and these on the split of the batch over ranks.
     """
     return limit - _ROUNDING * torch.finfo(limit.dtype).eps * limit.abs().clamp(min=1)
-
-
-# In units in the last place: two interpolations of logits up to 64.
-_ROUNDING = 256
-
-
-class SegLoss:
-    """The training loss of a config: the same pixel loss for both heads.
-
-    Args:
-        device: where the logits and labels will be.
-        passes: the parts that a batch is cut into; `ohem_min_kept` is shared among them.
-    """
-
-    def __init__(self, config: LossConfig, device: torch.device, *, passes: int = 1) -> None:
-        self.aux_weight = config.aux_weight
-        weights = config.class_weights
-        self._class_weights = None if weights is None else torch.tensor(weights, device=device)
-        self._min_kept = math.ceil(config.ohem_min_kept / passes)
-        self._config = config
-
-    def __call__(self, logits: SegLogits, labels: Tensor) -> StepLoss:
-        """The sums of this rank for logits (N, K, H, W) and int64 labels (N, H, W)."""
-        aux = None if logits.aux is None else self._pixel_loss(logits.aux, labels)
-        return StepLoss(self._pixel_loss(logits.out, labels), aux)
-
-    def label_weight(self, labels: Tensor) -> Tensor:
-        """What the pixels of int64 labels (N, H, W) count before any mining, () float64."""
-        return label_weight(labels, self._class_weights)
-
-    def _pixel_loss(self, logits: Tensor, labels: Tensor) -> PixelSum:
-        if self._config.kind == "cross_entropy":
-            return cross_entropy(logits, labels, class_weights=self._class_weights)
-        return ohem_cross_entropy(
-            logits,
-            labels,
-            threshold=self._config.ohem_threshold,
-            min_kept=self._min_kept,
-            class_weights=self._class_weights,
-        )

@@ -1,4 +1,4 @@
-"""What the ranks agree on in each step: losses, valid pixels, and whether to stop, save or fail.
+"""What the ranks agree on in each step: the sums of the loss, and whether to stop, save or fail.
 
 Everything rides in one small all-reduce between forward and backward. The flags are read one step
 later, when they have long arrived, so that the host never waits for the device. Before anything
@@ -13,26 +13,9 @@ from torch import Tensor
 
 from segtrain.distributed import collectives as dist
 from segtrain.errors import NonFiniteError
-from segtrain.training.losses import StepLoss
 
 # A loss scale that halves this often without one good step has left the range of float16.
 MAX_OVERFLOWS = 50
-
-
-class _Sums(NamedTuple):
-    """The all-reduced vector of one pass, by name; each value () float64, a sum over the ranks."""
-
-    loss: Tensor
-    weight: Tensor  # of the valid pixels
-    aux_loss: Tensor
-    aux_weight: Tensor
-    bad_losses: Tensor  # ranks whose loss is not finite
-    stop_requests: Tensor
-    save_requests: Tensor
-
-    def over_ranks(self) -> "_Sums":
-        """Sums over all ranks (collective)."""
-        return _Sums(*dist.all_reduce_sum(torch.stack(self)))
 
 
 class _Flags(NamedTuple):
@@ -78,28 +61,16 @@ class StepSync:
         self._pass_flags: list[Tensor] = []  # (4,) each: the first four of _Flags
         self._pending: _PendingFlags | None = None
 
-    def reduce(self, sums: StepLoss) -> tuple[Tensor, Tensor]:
-        """Pixel weights and mean losses over all ranks, each (2,) float64: head, auxiliary head.
-
-        Collective. If every pixel of every rank is ignored, the weight is returned as 1, so that
-        loss and gradients are 0. Without an auxiliary head its mean is NaN.
-        """
-        out, aux = sums
-        zero = out.weight.new_zeros((), dtype=torch.float64)
-        losses = (out.total, out.weight, *(aux or (zero, zero)))
-        local = torch.stack([value.detach().double() for value in losses])
-        bad_here = (~local.isfinite().all()).double()
-        stop, save = local.new_tensor([self._stop_requested(), self._save_requested()])
-        total = _Sums(*local, bad_here, stop, save).over_ranks()
-
-        flags = [total.bad_losses, bad_here, total.stop_requests, total.save_requests]
-        self._pass_flags.append(torch.stack(flags))
-        weights = torch.stack([total.weight, total.aux_weight])
-        weights = torch.where(weights == 0, 1.0, weights)
-        means = torch.stack([total.loss, total.aux_loss]) / weights
-        if aux is None:
-            means[1] = torch.nan
-        return weights, means
+    def reduce(self, sums: Tensor) -> Tensor:
+        """The sums of the loss over all ranks, float64, in the shape of `sums` (collective)."""
+        local = sums.detach().double().flatten()
+        bad_here = (~local.isfinite().all()).double().view(1)
+        requests = local.new_tensor([self._stop_requested(), self._save_requested()])
+        # The layout of the vector: sums of the loss, ranks with a bad one, requests.
+        total = dist.all_reduce_sum(torch.cat([local, bad_here, requests]))
+        sums_of_all, bad_ranks, requests_of_all = total.split([len(local), 1, 2])
+        self._pass_flags.append(torch.cat([bad_ranks, bad_here, requests_of_all]))
+        return sums_of_all.view(sums.shape)
 
     def record(self, step: int, grad_norm: Tensor, names: list[str]) -> None:
         """Takes the flags of update number `step` and acts on those of the one before (collective).

@@ -10,7 +10,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.models.precision import autocast, autocast_dtype
 from segtrain.norm import make_groups
-from segtrain.training.losses import SegLoss, StepLoss
+from segtrain.training.losses import SegLoss
 from segtrain.types import DropoutMasks
 
 
@@ -27,7 +27,7 @@ class ModelWithLoss(nn.Module):
         self.criterion = criterion
         self.autocast_dtype = autocast_dtype(train)
 
-    def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> StepLoss:
+    def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
         """The sums for normalized images (N, 3, H, W) and int64 labels (N, H, W) (collective)."""
         with autocast(self.autocast_dtype, images.device):
             logits = self.model(images, dropout)
