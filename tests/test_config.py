@@ -100,8 +100,8 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ),
         (
             "loss: {kind: cross-entropy}",
-            "f.yaml:2: loss.kind: expected one of cross_entropy, ohem, got 'cross-entropy' (text); "
-            "did you mean cross_entropy?",
+            "f.yaml:2: loss.kind: expected one of cross_entropy, ohem, dice, got 'cross-entropy' "
+            "(text); did you mean cross_entropy?",
         ),
         (
             "model: {output_stride: 4}",

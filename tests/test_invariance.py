@@ -60,7 +60,8 @@ def test_ranks_train_alike_with_everything_at_once(run_ranks, tmp_path, data, ca
         print(f"\nfloat64, {many} ranks against 1: 20 steps {apart:.1e}")
 
 
-def test_adamw_accumulation_and_another_model_do_not_see_the_ranks(run_ranks, tmp_path, data):
+@pytest.mark.parametrize("kind", ["cross_entropy", "dice"])
+def test_adamw_accumulation_and_another_model_do_not_see_the_ranks(run_ranks, tmp_path, data, kind):
     options = experiment(
         data,
         augment={"crop_size": [33, 41]},
@@ -74,7 +75,7 @@ def test_adamw_accumulation_and_another_model_do_not_see_the_ranks(run_ranks, tm
             "batch_size": 7,
         },
         model={"arch": "deeplabv3plus", "backbone": "mobilenet_v2", "aux_head": False},
-        loss={"aux_weight": 0.0},
+        loss={"kind": kind, "aux_weight": 0.0},
     )
     options["model"].pop("aux_channels")
     one, _ = curve(run_ranks, tmp_path, options, 1)

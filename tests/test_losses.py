@@ -1,6 +1,7 @@
-"""The oracles are torch's own mean, and mmsegmentation's sampler, written out
+"""The oracles are torch's own mean, mmsegmentation's sampler and the formula of dice, written out
 for the whole batch."""
 
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 
 from segtrain.config import LossConfig
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.training.losses import LOSSES, LossOptions, SegLoss
+from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 K, H, W = 4, 5, 7
@@ -208,6 +211,111 @@ def test_accumulated_passes_share_the_number_of_pixels_to_keep():
     config = LossConfig(kind="ohem", ohem_threshold=0.0, ohem_min_kept=41)
     ((_, weight),) = SegLoss(config, CPU, passes=4)(SegLogits(logits), labels)
     assert weight == 11
+
+
+def reference_dice(logits, labels):
+    """1 - 2 sum(p g) / (sum(p^2) + sum(g^2)), class by class over the valid pixels."""
+    valid = labels != IGNORE_INDEX
+    p = logits.softmax(1).movedim(1, -1)[valid]  # (pixels, K)
+    g = F.one_hot(labels[valid], K).to(p.dtype)
+    losses = [
+        1 - 2 * (p[:, k] * g[:, k]).sum() / (p[:, k].square().sum() + g[:, k].square().sum())
+        for k in range(K)
+        if g[:, k].any()
+    ]
+    return sum(losses) / len(losses)
+
+
+def dice_of(logits, labels):
+    """The whole training loss of one rank, differentiable."""
+    loss = seg_loss(kind="dice")
+    return loss.objective(sums := loss(SegLogits(logits), labels), sums.detach())
+
+
+def test_dice_of_two_pixels_is_that_computed_by_hand():
+    """Probabilities 3/4, 1/4 and 1/2, 1/2; labels 0 and 1; a third pixel is ignored."""
+    logits = torch.tensor([[3.0, 1], [1, 1], [9, 1]]).double().log().T.reshape(1, 2, 1, 3)
+    labels = torch.tensor([[[0, 1, IGNORE_INDEX]]])
+    first = 2 * (3 / 4) / (9 / 16 + 1 / 4 + 1)
+    second = 2 * (1 / 2) / (1 / 16 + 1 / 4 + 1)
+    wanted = 1 - (first + second) / 2
+    assert dice_of(logits, labels).item() == pytest.approx(wanted, rel=1e-14)
+
+
+def test_dice_is_zero_for_a_perfect_prediction_and_leaves_absent_classes_out():
+    labels = scene(2)[1].clamp(max=K - 2)  # also where it is ignored; class K - 1 is absent
+    logits = 1e3 * F.one_hot(labels, K).movedim(-1, 1).double()
+    assert dice_of(logits, labels).item() == pytest.approx(0, abs=1e-14)
+
+
+def test_dice_and_its_gradient_are_those_of_the_formula():
+    logits, labels = scene(3)
+    labels[labels == 2] = 1  # one class is absent
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    found, wanted = dice_of(ours, labels), reference_dice(theirs, labels)
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
+    gradients = (torch.autograd.grad(y, x)[0] for y, x in ((found, ours), (wanted, theirs)))
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-17)
+
+
+def test_dice_has_the_gradient_of_finite_differences():
+    logits, labels = scene(1)
+    logits, labels = logits[..., :2, :3].contiguous(), labels[:, :2, :3]
+    loss = LOSSES["dice"](LossOptions(LossConfig(kind="dice")))
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: loss.value(loss.sums(x, labels)), logits)
+
+
+def test_dice_refuses_class_weights():
+    with pytest.raises(ValueError, match="class_weights: has no effect with kind dice"):
+        LossConfig(kind="dice", class_weights=(1.0, 2.0))
+
+
+def dice_of_rank(splits):
+    """The losses of both heads over all ranks, and this rank's gradient."""
+    logits, labels = (part.split(splits)[dist.rank()] for part in uneven_scene())
+    logits = logits.clone().requires_grad_()
+    loss = seg_loss(kind="dice")
+    sums = loss(SegLogits(logits, 2 * logits), labels)
+    totals = StepSync(lambda: False).reduce(sums)
+    (gradient,) = torch.autograd.grad(loss.objective(sums, totals), logits)
+    return loss.means(totals), gradient
+
+
+@pytest.mark.parametrize("splits", [(5, 1), (1, 4, 1)])
+def test_dice_over_ranks_is_that_of_the_joined_batch(run_ranks, splits):
+    """Unequal parts, one of them without a valid pixel, classes that only one rank sees."""
+    ranks = run_ranks(len(splits), dice_of_rank, splits)
+    logits, labels = uneven_scene()
+    logits.requires_grad_()
+    wanted = torch.stack([reference_dice(x, labels) for x in (logits, 2 * logits)])
+    (gradient,) = torch.autograd.grad(wanted[0] + 0.4 * wanted[1], logits)
+    for means, _ in ranks:
+        torch.testing.assert_close(means, wanted.detach(), rtol=1e-12, atol=0)
+    parts = torch.cat([part for _, part in ranks])
+    torch.testing.assert_close(parts, gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_virtual_ranks_have_the_dice_of_the_whole_batch():
+    logits, labels = uneven_scene()
+
+    def work(part):
+        logit, label = part
+        logit = logit.clone().requires_grad_()
+        loss = seg_loss(kind="dice")
+        sums = loss(SegLogits(logit), label)
+        totals = StepSync(lambda: False).reduce(sums)
+        return loss.means(totals)[0], torch.autograd.grad(loss.objective(sums, totals), logit)[0]
+
+    parts = zip(logits.split([4, 2]), labels.split([4, 2]), strict=True)
+    results = VirtualRanks(2).run([partial(work, part) for part in parts])
+    logits.requires_grad_()
+    wanted = reference_dice(logits, labels)
+    (gradient,) = torch.autograd.grad(wanted, logits)
+    for mean, _ in results:
+        torch.testing.assert_close(mean, wanted.detach(), rtol=1e-12, atol=0)
+    found = torch.cat([part for _, part in results])
+    torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-15)
 
 
 CASES = {

@@ -267,10 +267,12 @@ class NormConfig(Section):
 
 
 class LossConfig(Section):
-    """What is minimized: a sum over the valid pixels of all ranks, divided by their number."""
+    """What is minimized, over the valid pixels of all ranks together."""
 
-    kind: Literal["cross_entropy", "ohem"] = Field(
-        "cross_entropy", description="ohem: cross entropy over the hardest pixels only"
+    kind: Literal["cross_entropy", "ohem", "dice"] = Field(
+        "cross_entropy",
+        description="ohem: cross entropy over the hardest pixels only; dice: soft Dice (V-Net), "
+        "mean over the classes that the labels of a pass show",
     )
     aux_weight: NonNegativeFloat = Field(0.4, description="weight of the auxiliary head's loss")
     class_weights: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None = Field(
@@ -286,7 +288,12 @@ class LossConfig(Section):
     @model_validator(mode="after")
     def _some_weight(self) -> Self:
         weights = self.class_weights
-        _refuse(weights is not None and not any(weights) and "class_weights: all weights are 0")
+        _refuse(
+            weights is not None and not any(weights) and "class_weights: all weights are 0",
+            weights is not None
+            and self.kind == "dice"
+            and "class_weights: has no effect with kind dice; remove it",
+        )
         return self
 
 

@@ -7,7 +7,8 @@ whose crops are mostly ignored would weigh as much as a full one. So every loss 
     value(totals)          the loss as a function of the sums of all ranks together
 
 Between the two, `StepSync.reduce` adds up the sums of all ranks, in the one collective of the step.
-A mean over pixels has two sums, the losses and the weights, and divides them. `value` sees the same totals on all
+A mean over pixels has two sums, the losses and the weights, and divides them. Dice has sums for
+each class, and everything non-linear in it is in `value`. `value` sees the same totals on all
 ranks, so each rank knows d value / d totals, needs no further exchange for its backward pass, and
 the gradients of the parameters add up to those of the whole batch (`SegLoss.objective`).
 
@@ -16,7 +17,7 @@ To add a loss: a class with these two methods, one line in LOSSES, and its name 
 
 Gradient accumulation calls a loss once for each pass of a step: its sums are those of one pass,
 like batch statistics. The step weighs the passes by their valid pixels, so means over pixels are
-those of the whole batch.
+those of the whole batch; dice is not.
 """
 
 import math
@@ -123,7 +124,35 @@ class OHEM(CrossEntropy):
         return self._weighted(losses, kept)
 
 
-LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy, "ohem": OHEM}
+class Dice:
+    """1 - soft Dice, mean over the classes (V-Net, arXiv:1606.04797, section 3).
+
+    For class k, with the probabilities p and the labels g (1 where the label is k, else 0) of all
+    valid pixels of the batch: D_k = 2 sum(p g) / (sum(p^2) + sum(g^2)). Classes that no label of
+    the batch shows are left out of the mean: their D_k is 0 whatever the model predicts.
+    """
+
+    def __init__(self, options: LossOptions) -> None:
+        pass
+
+    def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """(3, K): sum(p g), sum(p^2) and sum(g^2) of each class."""
+        probabilities = _wide(logits).softmax(1)
+        classes = torch.arange(logits.shape[1], device=labels.device).view(1, -1, 1, 1)
+        truth = labels.unsqueeze(1) == classes  # (N, K, H, W); no class where it is ignored
+        valid = (labels != IGNORE_INDEX).unsqueeze(1)
+        parts = (probabilities * truth, probabilities.square() * valid, truth)
+        return torch.stack([part.sum((0, 2, 3), dtype=torch.float64) for part in parts])
+
+    def value(self, totals: Tensor) -> Tensor:
+        """The mean of 1 - D_k over the classes that labels show."""
+        overlap, predicted, labelled = totals  # (K,) each
+        present = labelled > 0
+        dice = 2 * overlap / torch.where(present, predicted + labelled, 1.0)
+        return ((1 - dice) * present).sum() / present.sum().clamp(min=1)
+
+
+LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy, "ohem": OHEM, "dice": Dice}
 """`loss.kind`: what is called with `LossOptions`."""
 
 
