@@ -1,0 +1,118 @@
+"""The code blocks under "Extending" in segtrain/README.md do what they say."""
+
+import re
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, TrainConfig
+from segtrain.data import open_dataset
+from segtrain.data.layouts import LAYOUTS
+from segtrain.data.transforms import TrainTransform
+from segtrain.models import BACKBONES, MODELS, build_model
+from segtrain.training.engine import make_state, train_steps
+from segtrain.training.losses import LOSSES
+from segtrain.training.step_sync import StepSync
+from segtrain.types import Batch
+
+README = (Path(__file__).parent.parent / "segtrain" / "README.md").read_text()
+SECTION = re.split(r"^## ", README.partition("## Extending\n")[2], flags=re.MULTILINE)[0]
+CPU = torch.device("cpu")
+
+
+def code(title):
+    """The code block below the heading that begins with `title`."""
+    text = SECTION.partition(f"### {title}")[2].partition("\n### ")[0]
+    (block,) = re.findall(r"```(?:python|yaml)\n(.*?)```", text, flags=re.DOTALL)
+    return block
+
+
+@pytest.fixture(autouse=True)
+def restored_tables():
+    tables = (LOSSES, BACKBONES, MODELS, LAYOUTS)
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+def add(title):
+    exec(compile(code(title), title, "exec"), {})
+
+
+def config(**choices):
+    """A small experiment. `choices` are set as if options.py allowed the names already."""
+    whole = Config(
+        data=DataConfig(layout="folders", root="x", classes="x"),
+        model=ModelConfig(backbone="resnet18", head_channels=8, aux_channels=8),
+        train=TrainConfig(steps=1, batch_size=2),
+    )
+    for key, name in choices.items():
+        section, _, option = key.partition("__")
+        changed = getattr(whole, section).model_copy(update={option: name})
+        whole = whole.model_copy(update={section: changed})
+    return whole
+
+
+def train_one_step(experiment):
+    torch.manual_seed(0)
+    state = make_state(build_model(experiment.model, num_classes=3), experiment, CPU)
+    images = torch.randint(256, (2, 3, 33, 41), dtype=torch.uint8)
+    batch = Batch(images, (images.sum(1) % 3).to(torch.uint8), ["a", "b"])
+    before = state.model.head.classifier.conv.weight.detach().clone()
+    sync = StepSync(lambda: False)
+    (result,) = train_steps(state, [batch], experiment, device=CPU, rows=[[0, 1]], step_sync=sync)
+    assert result.loss.isfinite()
+    assert not torch.equal(state.model.head.classifier.conv.weight, before)
+    return result.loss
+
+
+def test_the_loss_trains_and_is_less_than_cross_entropy():
+    """Focal loss is cross entropy times a factor below 1."""
+    add("A loss")
+    assert train_one_step(config(loss__kind="focal")) < train_one_step(config())
+
+
+@pytest.mark.parametrize("output_stride", [8, 16, 32])
+def test_the_backbone_trains_and_keeps_its_strides(output_stride):
+    add("A backbone")
+    experiment = config(model__backbone="tiny", model__output_stride=output_stride)
+    train_one_step(experiment)
+    features = build_model(experiment.model, num_classes=3).backbone(torch.zeros(2, 3, 64, 96))
+    strides = [64 // feature.shape[2] for feature in features]
+    assert strides == [4, min(16, output_stride), output_stride]
+
+
+def test_the_head_trains():
+    add("A head")
+    train_one_step(config(model__arch="fcn"))
+
+
+def test_the_layout_lists_a_data_set(tmp_path):
+    add("A data layout")
+    (tmp_path / "classes.yaml").write_text("classes: [ground, plant]\nignore_ids: [255]\n")
+    (tmp_path / "train").mkdir()
+    cv2.imwrite(str(tmp_path / "train/a.jpg"), np.zeros((6, 8, 3), np.uint8))
+    cv2.imwrite(str(tmp_path / "train/a.png"), np.ones((6, 8), np.uint8))
+    names = {"data__root": str(tmp_path), "data__classes": str(tmp_path / "classes.yaml")}
+    dataset = open_dataset(config(data__layout="side_by_side", **names).data, "train")
+    assert [pair.name for pair in dataset.pairs] == ["a"]
+
+
+def test_the_transform_changes_the_image():
+    options = yaml.safe_load(code("A transform"))["augment"]
+    options["extra"][0]["args"]["p"] = 1.0
+    augment = AugmentConfig(crop_size=(8, 8), scale_range=(1.0, 1.0), flip_prob=0.0)
+    noisy = AugmentConfig.model_validate(augment.model_dump() | options, strict=False)
+    image, label = np.full((8, 8, 3), 100, np.uint8), np.zeros((8, 8), np.uint8)
+    plain, changed = (
+        TrainTransform(how, mean=(0, 0, 0))(image, label, np.random.default_rng(0))[0]
+        for how in (augment, noisy)
+    )
+    assert (plain == 100).all()
+    assert not (changed == 100).all()
