@@ -1,12 +1,13 @@
 """MobileNetV2 and MobileNetV3-Large with torchvision's state-dict keys, dilated."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
-from segtrain.models.blocks import FeatureChannels, Features, conv2d, plan_stages
+from segtrain.models.blocks import FeatureChannels, Features, StagePlan, conv2d, plan_stages
 from segtrain.norm import NormFactory
 
 # V3's pretrained weights belong to this eps (torchvision, mobilenetv3.py): under 1e-5, channels of
@@ -61,18 +62,6 @@ def build_mobilenet(model: ModelConfig, *, norm: NormFactory) -> MobileNet:
     )
 
 
-# arXiv:1801.04381, table 2: expansion, output channels, blocks, stride.
-_V2_STAGES = (
-    (1, 16, 1, 1),
-    (6, 24, 2, 2),
-    (6, 32, 3, 2),
-    (6, 64, 4, 2),
-    (6, 96, 3, 1),
-    (6, 160, 3, 2),
-    (6, 320, 1, 1),
-)
-
-
 def mobilenet_v2(
     *, output_stride: int = 32, contract_dilation: bool = True, norm: NormFactory = nn.BatchNorm2d
 ) -> MobileNet:
@@ -81,91 +70,18 @@ def mobilenet_v2(
     As in VainF and mmsegmentation, features.18 is left out: it widens to 1280 channels for the
     classifier of ImageNet.
     """
-    plans = plan_stages(
-        [stride for *_, stride in _V2_STAGES],
-        stem_stride=2,
-        output_stride=output_stride,
-        contract_dilation=contract_dilation,
-    )
-    channels = 32
-    layers: list[nn.Module] = [_conv_norm(3, channels, 3, nn.ReLU6, stride=2, norm=norm)]
-    for (expansion, out_channels, num_blocks, _), plan in zip(_V2_STAGES, plans, strict=True):
-        for i in range(num_blocks):
-            stride = plan.stride if i == 0 else 1
-            dilation = plan.first_dilation if i == 0 else plan.dilation
-            layers.append(
-                _InvertedResidualV2(
-                    *(channels, out_channels, expansion),
-                    stride=stride,
-                    dilation=dilation,
-                    norm=norm,
-                )
-            )
-            channels = out_channels
+    plans = _plans(tuple(_v2_blocks()), output_stride, contract_dilation)
     return MobileNet(
         "mobilenet_v2",
-        layers,
+        [
+            _conv_norm(3, 32, 3, nn.ReLU6, norm=norm, stride=2),
+            *_inverted_residuals(32, plans, key="conv", norm=norm),
+        ],
         low=3,
         aux=13,
         channels=FeatureChannels(low=24, aux=96, out=320),
         classifier_keys=("classifier.", "features.18."),
     )
-
-
-class _InvertedResidualV2(nn.Module):
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        expansion: int,
-        *,
-        stride: int,
-        dilation: int,
-        norm: NormFactory,
-    ) -> None:
-        super().__init__()
-        hidden = in_channels * expansion
-        layers: list[nn.Module] = []
-        if expansion != 1:
-            layers.append(_conv_norm(in_channels, hidden, 1, nn.ReLU6, norm=norm))
-        depthwise = {"stride": stride, "dilation": dilation, "groups": hidden}
-        layers.append(_conv_norm(hidden, hidden, 3, nn.ReLU6, norm=norm, **depthwise))
-        layers += [conv2d(hidden, out_channels, 1), norm(out_channels)]
-        self.conv = nn.Sequential(*layers)
-        self.shortcut = stride == 1 and in_channels == out_channels
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return y.add_(x) if self.shortcut else y
-
-
-class _V3Block(NamedTuple):
-    kernel: int
-    expanded: int
-    out: int
-    squeeze: bool
-    activation: type[nn.Module]
-    stride: int
-
-
-# arXiv:1905.02244, table 1.
-_V3_BLOCKS = (
-    _V3Block(3, 16, 16, False, nn.ReLU, 1),
-    _V3Block(3, 64, 24, False, nn.ReLU, 2),
-    _V3Block(3, 72, 24, False, nn.ReLU, 1),
-    _V3Block(5, 72, 40, True, nn.ReLU, 2),
-    _V3Block(5, 120, 40, True, nn.ReLU, 1),
-    _V3Block(5, 120, 40, True, nn.ReLU, 1),
-    _V3Block(3, 240, 80, False, nn.Hardswish, 2),
-    _V3Block(3, 200, 80, False, nn.Hardswish, 1),
-    _V3Block(3, 184, 80, False, nn.Hardswish, 1),
-    _V3Block(3, 184, 80, False, nn.Hardswish, 1),
-    _V3Block(3, 480, 112, True, nn.Hardswish, 1),
-    _V3Block(3, 672, 112, True, nn.Hardswish, 1),
-    _V3Block(5, 672, 160, True, nn.Hardswish, 2),
-    _V3Block(5, 960, 160, True, nn.Hardswish, 1),
-    _V3Block(5, 960, 160, True, nn.Hardswish, 1),
-)
 
 
 def mobilenet_v3_large(
@@ -182,22 +98,14 @@ def mobilenet_v3_large(
         layer.eps = _V3_EPS
         return layer
 
-    plans = plan_stages(
-        [block.stride for block in _V3_BLOCKS],
-        stem_stride=2,
-        output_stride=output_stride,
-        contract_dilation=contract_dilation,
-    )
-    channels = 16
-    layers: list[nn.Module] = [_conv_norm(3, channels, 3, nn.Hardswish, stride=2, norm=norm_v3)]
-    for block, plan in zip(_V3_BLOCKS, plans, strict=True):
-        options = {"stride": plan.stride, "dilation": plan.first_dilation, "norm": norm_v3}
-        layers.append(_InvertedResidualV3(channels, block, **options))
-        channels = block.out
-    layers.append(_conv_norm(channels, 960, 1, nn.Hardswish, norm=norm_v3))
+    plans = _plans(_V3_BLOCKS, output_stride, contract_dilation)
     return MobileNet(
         "mobilenet_v3_large",
-        layers,
+        [
+            _conv_norm(3, 16, 3, nn.Hardswish, norm=norm_v3, stride=2),
+            *_inverted_residuals(16, plans, key="block", norm=norm_v3),
+            _conv_norm(160, 960, 1, nn.Hardswish, norm=norm_v3),
+        ],
         low=3,
         aux=12,
         channels=FeatureChannels(low=24, aux=112, out=960),
@@ -205,26 +113,97 @@ def mobilenet_v3_large(
     )
 
 
-class _InvertedResidualV3(nn.Module):
-    def __init__(
-        self, in_channels: int, block: _V3Block, *, stride: int, dilation: int, norm: NormFactory
-    ) -> None:
-        super().__init__()
+class _Block(NamedTuple):
+    """An inverted residual. expanded, out: channels; squeeze: with squeeze-and-excitation."""
+
+    kernel: int
+    expanded: int
+    out: int
+    squeeze: bool
+    activation: type[nn.Module]
+    stride: int
+
+
+def _v2_blocks() -> Iterator[_Block]:
+    channels = 32
+    # arXiv:1801.04381, table 2.
+    for expansion, out, num_blocks, stride in (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    ):
+        for i in range(num_blocks):
+            first = stride if i == 0 else 1
+            yield _Block(3, channels * expansion, out, False, nn.ReLU6, first)
+            channels = out
+
+
+# arXiv:1905.02244, table 1.
+_V3_BLOCKS = (
+    _Block(3, 16, 16, False, nn.ReLU, 1),
+    _Block(3, 64, 24, False, nn.ReLU, 2),
+    _Block(3, 72, 24, False, nn.ReLU, 1),
+    _Block(5, 72, 40, True, nn.ReLU, 2),
+    _Block(5, 120, 40, True, nn.ReLU, 1),
+    _Block(5, 120, 40, True, nn.ReLU, 1),
+    _Block(3, 240, 80, False, nn.Hardswish, 2),
+    _Block(3, 200, 80, False, nn.Hardswish, 1),
+    _Block(3, 184, 80, False, nn.Hardswish, 1),
+    _Block(3, 184, 80, False, nn.Hardswish, 1),
+    _Block(3, 480, 112, True, nn.Hardswish, 1),
+    _Block(3, 672, 112, True, nn.Hardswish, 1),
+    _Block(5, 672, 160, True, nn.Hardswish, 2),
+    _Block(5, 960, 160, True, nn.Hardswish, 1),
+    _Block(5, 960, 160, True, nn.Hardswish, 1),
+)
+
+
+def _plans(
+    blocks: Sequence[_Block], output_stride: int, contract_dilation: bool
+) -> list[tuple[_Block, StagePlan]]:
+    """Every block with its stride and dilations."""
+    plans = plan_stages(
+        [block.stride for block in blocks],
+        stem_stride=2,
+        output_stride=output_stride,
+        contract_dilation=contract_dilation,
+    )
+    return list(zip(blocks, plans, strict=True))
+
+
+def _inverted_residuals(
+    channels: int, plans: list[tuple[_Block, StagePlan]], *, key: str, norm: NormFactory
+) -> Iterator[nn.Module]:
+    """The blocks behind a layer of `channels`. torchvision calls the layers of a block `key`."""
+    for block, plan in plans:
         hidden, activation = block.expanded, block.activation
-        layers: list[nn.Module] = []
-        if hidden != in_channels:
-            layers.append(_conv_norm(in_channels, hidden, 1, activation, norm=norm))
-        depthwise = {"stride": stride, "dilation": dilation, "groups": hidden}
-        layers.append(_conv_norm(hidden, hidden, block.kernel, activation, norm=norm, **depthwise))
+        parts: list[nn.Module] = []
+        if hidden != channels:
+            parts.append(_conv_norm(channels, hidden, 1, activation, norm=norm))
+        depthwise = {"stride": plan.stride, "dilation": plan.first_dilation, "groups": hidden}
+        parts.append(_conv_norm(hidden, hidden, block.kernel, activation, norm=norm, **depthwise))
         if block.squeeze:
-            layers.append(_SqueezeExcitation(hidden))
-        layers.append(_conv_norm(hidden, block.out, 1, None, norm=norm))
-        self.block = nn.Sequential(*layers)
+            parts.append(_SqueezeExcitation(hidden))
+        projection = _conv_norm(hidden, block.out, 1, None, norm=norm)
+        parts += projection if key == "conv" else [projection]  # V2's keys have one level less
         # A stride that became a dilation brings no shortcut, as in torchvision.
-        self.shortcut = block.stride == 1 and in_channels == block.out
+        shortcut = block.stride == 1 and channels == block.out
+        yield _InvertedResidual(key, parts, shortcut=shortcut)
+        channels = block.out
+
+
+class _InvertedResidual(nn.Module):
+    def __init__(self, key: str, parts: list[nn.Module], *, shortcut: bool) -> None:
+        super().__init__()
+        self.key, self.shortcut = key, shortcut
+        self.add_module(key, nn.Sequential(*parts))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.block(x)
+        y = getattr(self, self.key)(x)
         return y.add_(x) if self.shortcut else y
 
 
