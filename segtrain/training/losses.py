@@ -3,21 +3,22 @@
 A mean over each rank's pixels, averaged over the ranks, is not the mean over all pixels: a rank
 whose crops are mostly ignored would weigh as much as a full one. So every loss has two halves:
 
-    sums(logits, labels)   what this rank's pixels add up to: a float64 tensor, differentiable
-    value(totals)          the loss as a function of the sums of all ranks together
+    sums(logits, labels)   what the pixels of this rank add up to: a float64 tensor, differentiable
+    value(totals)          the loss, computed from the sums of all ranks
 
-Between the two, `StepSync.reduce` adds up the sums of all ranks, in the one collective of the step.
-A mean over pixels has two sums, the losses and the weights, and divides them. Dice has sums for
-each class, and everything non-linear in it is in `value`. `value` sees the same totals on all
-ranks, so each rank knows d value / d totals, needs no further exchange for its backward pass, and
-the gradients of the parameters add up to those of the whole batch (`SegLoss.objective`).
+Between the two, `StepSync.reduce` adds up the sums of all ranks. It is the only place that does.
+A mean over pixels has two sums, losses and weights, and its value is their quotient. Dice has three
+sums for each class, and everything non-linear is in its value.
+
+For the backward pass a rank needs d value / d totals, which it computes from the totals, without
+another exchange. The gradients of the parameters, added up over the ranks, are then those of the
+whole batch (`SegLoss.objective`).
 
 To add a loss: a class with these two methods, one line in LOSSES, and its name in
 `LossConfig.kind` (config/options.py).
 
-Gradient accumulation calls a loss once for each pass of a step: its sums are those of one pass,
-like batch statistics. The step weighs the passes by their valid pixels, so means over pixels are
-those of the whole batch; dice is not.
+With train.accumulate_steps, the sums are those of one pass, like batch statistics. The step weighs
+the passes by their valid pixels: exact for a mean over pixels, not for dice.
 """
 
 import math
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from segtrain.config import LossConfig
 from segtrain.distributed import collectives as dist
+from segtrain.models.blocks import at_least_float32
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 # OHEM: in units in the last place; two interpolations of logits up to 64.
@@ -95,7 +97,8 @@ class CrossEntropy(PixelMean):
     def pixel_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """-log(probability of the label), 0 where it is ignored."""
         # Not reduced here: on CUDA torch adds up with atomics, whose order changes from run to run.
-        return F.cross_entropy(_wide(logits), labels, ignore_index=IGNORE_INDEX, reduction="none")
+        wide = at_least_float32(logits)
+        return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
 
 
 class OHEM(CrossEntropy):
@@ -137,7 +140,7 @@ class Dice:
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(3, K): sum(p g), sum(p^2) and sum(g^2) of each class."""
-        probabilities = _wide(logits).softmax(1)
+        probabilities = at_least_float32(logits).softmax(1)
         classes = torch.arange(logits.shape[1], device=labels.device).view(1, -1, 1, 1)
         truth = labels.unsqueeze(1) == classes  # (N, K, H, W); no class where it is ignored
         valid = (labels != IGNORE_INDEX).unsqueeze(1)
@@ -185,7 +188,7 @@ class SegLoss:
 
     def objective(self, sums: Tensor, totals: Tensor) -> Tensor:
         """What this rank differentiates, (): its gradient is this rank's part of the gradient of
-        `out + aux_weight * aux` over all ranks. Its value means nothing.
+        `out + aux_weight * aux`. Use `means` for the value of the loss.
 
         sums: of this rank; totals: of all ranks.
         """
@@ -200,10 +203,6 @@ class SegLoss:
         """What the pixels of int64 labels (N, H, W) count before any mining, () float64: 1 each or
         their class's weight, and 0 where they are ignored."""
         return _pixel_weights(labels, self._class_weights).sum(dtype=torch.float64)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:
