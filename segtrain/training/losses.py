@@ -194,7 +194,7 @@ class SegLoss:
         """
         parts = []
         for weight, local, total in zip((1.0, self.aux_weight), sums, totals, strict=False):
-            # In value the total; to autograd, this rank's sums plus a constant.
+            # In value the total; to autograd, this rank's sums times the weight of the head.
             part = weight * local
             parts.append(self._loss.value(total + (part - part.detach())))
         return torch.stack(parts).sum()
