@@ -66,7 +66,9 @@ def train_one_step(experiment):
     batch = Batch(images, (images.sum(1) % 3).to(torch.uint8), ["a", "b"])
     before = state.model.head.classifier.conv.weight.detach().clone()
     sync = StepSync(lambda: False)
-    (result,) = train_steps(state, [batch], experiment, device=CPU, rows=[[0, 1]], step_sync=sync)
+    (result,) = train_steps(
+        state, [batch], experiment, device=CPU, indices=[[0, 1]], step_sync=sync
+    )
     assert result.loss.isfinite()
     assert not torch.equal(state.model.head.classifier.conv.weight, before)
     return result.loss
