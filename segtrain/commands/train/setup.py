@@ -94,7 +94,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     #    random ones.
     state = _build_state(order, resumed, train_set, notes)
     best, evaluated = (
-        (None, 0) if resumed is None else (resumed.record.best, resumed.record.evaluated)
+        (None, 0) if resumed is None else (resumed.checkpoint.best, resumed.checkpoint.evaluated)
     )
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
     data = RunData(
@@ -167,7 +167,7 @@ def _find_checkpoint(
     path = checkpoints.directory / name
     resumed = Resumed(load(path), path)
     if problems:
-        notes.append(f"warning: going on from {path} instead, step {resumed.record.step}")
+        notes.append(f"warning: going on from {path} instead, step {resumed.checkpoint.step}")
     return resumed
 
 
