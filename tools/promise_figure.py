@@ -1,0 +1,268 @@
+"""Draws the promise: the loss on 1, 2 and 3 ranks, by segtrain and by the usual way.
+
+    python tools/promise_figure.py runs/promise --output tools/invariance.png
+
+The usual way is plain torch: DistributedDataParallel, a mean loss over each rank's own pixels, and
+batch norm with each rank's own statistics. Both ways start from the same weights, see the same
+crops in the same order and take the same optimizer; on one rank they are the same training, which
+the script checks. The curve is the mean loss over the valid pixels of all ranks, for both.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+import torch.multiprocessing
+import torch.nn.functional as F
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from segtrain.config import Config, load_config
+from segtrain.data import open_dataset
+from segtrain.data.loader import TrainStream, indices_of_rank
+from segtrain.data.transforms import TrainTransform
+from segtrain.models import build_model
+from segtrain.models.normalize import Normalize
+from segtrain.run.lettering import text_mask
+from segtrain.seed import seed_everything
+from segtrain.types import IGNORE_INDEX
+
+RANKS = (1, 2, 3)
+SCENE_PX = (64, 128)
+# Three ranks take 3, 2 and 2 images. Scenes that shrink leave much of their crop empty, which is
+# ignored: so the ranks differ in their numbers of valid pixels.
+EXPERIMENT = """\
+data: {{layout: cityscapes, root: {data}, classes: cityscapes, num_workers: 0}}
+augment: {{crop_size: [64, 96], scale_range: [0.3, 1.3]}}
+model:
+  arch: pspnet
+  backbone: resnet18
+  output_stride: 16
+  head_channels: 32
+  aux_head: false
+  dropout: 0.0
+loss: {{aux_weight: 0.0}}
+train: {{steps: {steps}, batch_size: 7, lr: 0.05, precision: {precision}}}
+log: {{every_steps: 1}}
+eval: {{every_steps: null}}
+"""
+
+Curves = dict[int, list[float]]
+"""The loss of every step, by the number of ranks."""
+
+
+def main() -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="where data and runs are written")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the PNG")
+    parser.add_argument("--steps", type=int, default=80, metavar="N")
+    parser.add_argument("--precision", choices=("float32", "float64"), default="float64")
+    args = parser.parse_args()
+    data = args.directory / "data"
+    segtrain("data", "synth", data, "--num-train", 40, "--num-val", 2, "--size", *SCENE_PX)
+    config = args.directory / "promise.yaml"
+    config.write_text(EXPERIMENT.format(data=data, steps=args.steps, precision=args.precision))
+    ours = {n: segtrain_losses(args.directory / f"segtrain{n}", config, n) for n in RANKS}
+    usual = {n: usual_losses(load_config(config), n) for n in RANKS}
+    for step, row in enumerate(zip(*ours.values(), *usual.values(), strict=True), start=1):
+        print(f"{step:4}  " + "".join(f"{loss:9.4f}" for loss in row))
+    print(f"largest difference to one rank: segtrain {apart(ours):.1e}, usual {apart(usual):.1e}")
+    # The two differ in nothing else if they agree where there is one rank.
+    if apart({1: ours[1], 2: usual[1]}) > (1e-9 if args.precision == "float64" else 1e-2):
+        print("on one rank the two ways differ: they are not the same experiment", file=sys.stderr)
+        return 1
+    # Few colours: a third of the bytes.
+    Image.fromarray(figure(ours, usual)).quantize(64).save(args.output, optimize=True)
+    return 0
+
+
+def segtrain_losses(run: Path, config: Path, ranks: int) -> list[float]:
+    """The loss of every step of `segtrain train`."""
+    segtrain("train", config, "--nproc", ranks, "--device", "cpu", "--output", run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def segtrain(*arguments: object) -> None:
+    """Runs one segtrain command, which must succeed."""
+    subprocess.run([sys.executable, "-m", "segtrain", *map(str, arguments)], check=True)
+
+
+def usual_losses(config: Config, ranks: int) -> list[float]:
+    """The loss of every step of DistributedDataParallel with local batch norm and local means."""
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = (config, ranks, Path(directory))
+        torch.multiprocessing.spawn(_usual_rank, arguments, nprocs=ranks)
+        return json.loads((Path(directory) / "losses").read_text())
+
+
+def _usual_rank(rank: int, config: Config, ranks: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    store = torch_dist.FileStore(str(directory / "store"), ranks)
+    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    train = config.train
+    dtype = torch.float64 if train.precision == "float64" else torch.float32
+    seed_everything(config.seed)
+    dataset = open_dataset(config.data, config.data.train_split)
+    model = build_model(config.model, num_classes=dataset.classes.num_classes)  # nn.BatchNorm2d
+    model = DistributedDataParallel(model.to(dtype).train())
+    optimizer = torch.optim.SGD(
+        model.parameters(), train.lr, momentum=train.momentum, weight_decay=train.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, train.steps, train.poly_power)
+    normalize = Normalize(config.data.mean, config.data.std).to(dtype)
+    curve = []
+    for images, labels in _batches(config, rank, ranks):
+        logits = model(normalize(images)).out
+        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)  # this rank's pixels
+        optimizer.zero_grad()
+        loss.backward()  # DistributedDataParallel takes the mean over the ranks
+        optimizer.step()
+        schedule.step()
+        curve.append(_loss_of_all_pixels(loss.detach(), labels))
+    if rank == 0:
+        (directory / "losses").write_text(json.dumps(curve))
+    torch_dist.destroy_process_group()
+
+
+def _batches(config: Config, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The crops that this rank gets from segtrain, too: every way sees the same."""
+    data = config.data
+    stream = TrainStream(
+        open_dataset(data, data.train_split),
+        TrainTransform(config.augment, mean=data.mean, short_side_px=data.short_side_px),
+        stream_seed=config.seed,
+        batch_size=config.train.batch_size,
+    )
+    (positions,) = indices_of_rank(config.train.batch_size, 1, rank, ranks)
+    for step in range(config.train.steps):
+        images, labels, _ = zip(*(stream[step, i] for i in positions), strict=True)
+        yield torch.stack(images), torch.stack(labels).long()
+
+
+def _loss_of_all_pixels(mean: Tensor, labels: Tensor) -> float:
+    """What is drawn: each rank's mean, weighed by its pixels, so that only training differs."""
+    pixels = (labels != IGNORE_INDEX).sum()
+    sums = torch.stack([mean.double() * pixels, pixels.double()])
+    torch_dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
+
+
+def apart(curves: Curves) -> float:
+    """The largest relative difference of any curve to the first one."""
+    first, *others = (np.array(curve) for curve in curves.values())
+    return max(float(np.abs(other / first - 1).max()) for other in others)
+
+
+# The picture.
+
+Rgb = tuple[int, int, int]
+SIZE = (1200, 450)
+PAPER, INK, FAINT = (255, 255, 255), (32, 32, 32), (225, 225, 225)
+# Wide below narrow: curves that lie on each other stay visible, all three.
+PENS: dict[int, tuple[Rgb, int]] = {
+    1: ((250, 190, 90), 6),
+    2: ((60, 130, 200), 3),
+    3: ((20, 20, 20), 1),
+}
+# Drawn at twice the size and shrunk: Pillow's lines have jagged edges.
+ZOOM = 2
+
+
+class Chart(NamedTuple):
+    """The place of one chart in the picture, and its scale."""
+
+    picture: Image.Image
+    left: int
+    top: int
+    height: int
+    steps: int
+    lowest: float
+    highest: float
+    width: int = 510
+
+    def place(self, step: float, value: float) -> tuple[float, float]:
+        """Where a value stands, in units of the final picture."""
+        share = (value - self.lowest) / (self.highest - self.lowest)
+        x = self.left + self.width * (step - 1) / (self.steps - 1)
+        return x, self.top + self.height * (1 - share)
+
+
+def figure(ours: Curves, usual: Curves) -> np.ndarray:
+    """Loss above difference to one rank, for both ways with the same scales, (450, 1200, 3)."""
+    picture = Image.new("RGB", (ZOOM * SIZE[0], ZOOM * SIZE[1]), PAPER)
+    values = [loss for curves in (ours, usual) for curve in curves.values() for loss in curve]
+    low, high = np.floor(2 * min(values)) / 2, np.ceil(2 * max(values)) / 2
+    limit = max(0.02, np.ceil(100 * max(apart(ours), apart(usual)) / 2) / 50)
+    columns = (
+        ("segtrain", ours, 65),
+        ("DistributedDataParallel, loss and batch norm per rank", usual, 665),
+    )
+    for title, curves, left in columns:
+        _write(picture, (left, 8), title, size=17)
+        steps = len(curves[1])
+        chart = Chart(picture, left, 45, 205, steps, low, high)
+        _axes(chart, "loss", list(np.arange(low, high + 0.1, 0.5)), "{:.1f}")
+        for ranks, curve in curves.items():
+            _curve(chart, curve, ranks)
+            _key(chart, ranks)
+        chart = Chart(picture, left, 295, 100, steps, -limit, limit)
+        farthest = f"difference to 1 rank: at most {100 * apart(curves):.1g} %"
+        _axes(chart, farthest, [-limit, 0, limit], "{:+.0%}")
+        for ranks, curve in curves.items():
+            _curve(chart, list(np.array(curve) / np.array(curves[1]) - 1), ranks)
+        for step in (1, *range(20, steps + 1, 20)):
+            x, y = chart.place(step, -limit)
+            _write(picture, (x - 4 * len(str(step)), y + 4), str(step))
+        _write(picture, (left + chart.width // 2 - 15, 424), "step")
+    return np.array(picture.resize(SIZE, Image.Resampling.LANCZOS))
+
+
+def _axes(chart: Chart, title: str, ticks: list[float], form: str) -> None:
+    for tick in ticks:
+        _line(chart.picture, [chart.place(1, tick), chart.place(chart.steps, tick)], FAINT, 1)
+        x, y = chart.place(1, tick)
+        text = form.format(tick).replace("+0%", "0%")
+        _write(chart.picture, (x - 9 * len(text) - 6, y - 10), text)
+    corners = (chart.lowest, 1), (chart.lowest, chart.steps)
+    places = [chart.place(1, chart.highest), *(chart.place(step, low) for low, step in corners)]
+    _line(chart.picture, places, INK, 1)
+    _write(chart.picture, (chart.left + 8, chart.top - 17), title)
+
+
+def _curve(chart: Chart, values: list[float], ranks: int) -> None:
+    places = [chart.place(step, value) for step, value in enumerate(values, start=1)]
+    _line(chart.picture, places, *PENS[ranks])
+
+
+def _key(chart: Chart, ranks: int) -> None:
+    x, y = chart.left + chart.width - 115, chart.top - 5 + 20 * ranks
+    _line(chart.picture, [(x, y), (x + 40, y)], *PENS[ranks])
+    _write(chart.picture, (x + 50, y - 10), f"{ranks} rank{'s' if ranks > 1 else ''}")
+
+
+def _line(picture: Image.Image, places: list[tuple[float, float]], color: Rgb, width: int) -> None:
+    points = [(ZOOM * x, ZOOM * y) for x, y in places]
+    ImageDraw.Draw(picture).line(points, fill=color, width=ZOOM * width, joint="curve")
+
+
+def _write(picture: Image.Image, place: tuple[float, float], text: str, size: int = 14) -> None:
+    mask = Image.fromarray(text_mask(text, ZOOM * size))
+    corner = (round(ZOOM * place[0]), round(ZOOM * place[1]))
+    ImageDraw.Draw(picture).bitmap(corner, mask, fill=INK)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
