@@ -502,7 +502,7 @@ def test_a_file_that_is_there_is_kept_unless_told_otherwise(tmp_path, monkeypatc
 @pytest.fixture(scope="module")
 def readme_script():
     """What the README gives for the use of an ONNX file."""
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "segtrain/export/README.md").read_text(encoding="utf-8")
     blocks = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
     (code,) = [block for block in blocks if "my.onnx" in block]
     return code.replace("photo.jpg", "photo.png")  # in which pixels are what was written

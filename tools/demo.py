@@ -59,7 +59,7 @@ def report(scores: dict, seconds: float) -> None:
     print(f"\nrun          {RUN}  (config, log, metrics.jsonl, checkpoints, model.onnx)")
     print(f"pictures     {RUN / 'overlays'}, {RUN / 'predictions'}")
     print(f"curves       {Path(sys.executable).parent}/tensorboard --logdir {RUN}")
-    print("your data    see 'Train on your own data' in README.md")
+    print("your data    see data/README.md")
 
 
 if __name__ == "__main__":
