@@ -1,0 +1,365 @@
+"""The READMEs say what is so: commands and code run, links, files, options and targets exist."""
+
+import ast
+import importlib
+import io
+import os
+import re
+import shlex
+import shutil
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from experiments import write_data
+
+from segtrain import cli
+from segtrain.config import Config, load_config, recipes
+from segtrain.data.classes import load_class_file
+
+ROOT = Path(__file__).resolve().parent.parent
+READMES = [
+    *ROOT.glob("README.md"),
+    *ROOT.glob("[!.]*/README.md"),
+    *ROOT.glob("segtrain/*/README.md"),
+]
+
+# In this order, in one folder that holds my_data/, photos/ and photo.jpg.
+RUN = """
+segtrain config list
+segtrain config show cityscapes_pspnet_r50
+segtrain config copy cityscapes_pspnet_r50 city.yaml
+segtrain config schema --output schema.json
+segtrain doctor
+segtrain data synth runs/street --num-train 20 --num-val 4
+segtrain config copy own_data my.yaml
+segtrain data check my.yaml
+segtrain train my.yaml
+segtrain train my.yaml --set train.lr=0.02 --output runs/my_lr2
+segtrain train my.yaml --resume
+segtrain train runs/my --resume
+segtrain eval runs/my
+segtrain eval runs/my --overlays pictures
+segtrain predict runs/my photos/ --output predictions
+segtrain predict runs/my photos/ one_more.jpg --output predictions
+segtrain export runs/my --format safetensors --output my.safetensors
+segtrain export runs/my --format onnx --output my.onnx
+segtrain export runs/my --format onnx --output my.onnx --normalize --argmax
+""".strip().splitlines()
+NO_CITYSCAPES = "needs the images of Cityscapes; test_configs.py builds the model"
+NOT_RUN = {
+    "segtrain train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
+    "segtrain eval runs/cityscapes_pspnet_r50 --set eval.flip=true --json scores.json": (
+        NO_CITYSCAPES
+    ),
+    "segtrain train camvid_small --nproc 1 --set data.root=PATH": "needs the images of CamVid",
+    "segtrain train my.yaml --nproc 4": "four processes; test_launch.py starts two",
+    "segtrain train runs/my --nproc 4 --resume": "four processes; test_resume.py resumes on three",
+    "segtrain eval RUN --save-predictions DIR": "test_evaluate.py compares these files",
+    "segtrain train RUN --resume": "stands for any run",
+    **{
+        "segtrain train config.yaml --nproc 8 --nnodes 2 "
+        f"--node-rank {rank} --rdzv-endpoint 10.0.0.1:29400": "test_two_nodes.py does, as root"
+        for rank in (0, 1)
+    },
+}
+# Added to every training of own data: two steps of a small model.
+SMALL = (
+    "data.num_workers=0",
+    "augment.crop_size=[33,41]",
+    "model.backbone=mobilenet_v2",
+    "model.pretrained=null",
+    "model.head_channels=16",
+    "train.steps=2",
+    "train.batch_size=2",
+    "train.warmup_steps=0",
+)
+SECTIONS = {
+    name: field.annotation.model_fields
+    for name, field in Config.model_fields.items()
+    if hasattr(field.annotation, "model_fields")
+}
+MAX_ROOT_LINES, MAX_ROOT_BYTES = 200, 8000
+
+every_readme = pytest.mark.parametrize(
+    "readme", READMES, ids=[str(path.relative_to(ROOT)) for path in READMES]
+)
+
+
+@cache
+def blocks(readme):
+    """(language, text) of every code block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", readme.read_text(), re.M | re.S)
+
+
+@cache
+def prose(readme):
+    """The text without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", readme.read_text(), flags=re.M | re.S)
+
+
+@cache
+def spans(readme):
+    """Every `code span`; a line may break in it."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(readme))]
+
+
+def shell_lines(readme):
+    """The lines of blocks without a language."""
+    return [line for language, text in blocks(readme) if not language for line in text.splitlines()]
+
+
+def commands(readme):
+    """Every whole segtrain command, without its comment."""
+    lines = [*shell_lines(readme), *(span for span in spans(readme) if is_whole(span))]
+    lines = [line for line in lines if line.startswith("segtrain ")]
+    return [shlex.join(shlex.split(line, comments=True)) for line in lines]
+
+
+def is_whole(span):
+    """Whether it is more than the name of a command."""
+    return refusal(span) is None if re.match("segtrain [a-z]", span) else False
+
+
+def refusal(line):
+    """What the parser says against a command line, or None."""
+    try:
+        with redirect_stderr(io.StringIO()) as said, redirect_stdout(io.StringIO()):
+            cli._parser().parse_args(shlex.split(line, comments=True)[1:])
+    except SystemExit as exit:
+        return said.getvalue().partition("error: ")[2].strip() if exit.code else None
+    return None
+
+
+def test_all_readmes_are_found():
+    assert {"README.md", "configs/README.md", "segtrain/norm/README.md"} <= {
+        str(path.relative_to(ROOT)) for path in READMES
+    }
+    assert len(READMES) >= 9
+
+
+@every_readme
+def test_the_parser_takes_every_command(readme):
+    refused = {line: refusal(line) for line in commands(readme)}
+    # A name of a command in running text needs no arguments, but must be one.
+    for span in spans(readme):
+        if re.match("segtrain [a-z]", span):
+            said = refusal(span)
+            if said and not said.startswith("the following arguments are required"):
+                refused[span] = said
+    assert {line: said for line, said in refused.items() if said} == {}
+
+
+def test_every_command_is_run_here_or_has_a_reason():
+    found = {line for readme in READMES for line in commands(readme)}
+    listed = {shlex.join(shlex.split(line)) for line in (*RUN, *NOT_RUN)}
+    assert found - listed == set(), "run them here, or say why not"
+    assert listed - found == set(), "no README has these any more"
+    assert set(RUN) & set(NOT_RUN) == set()
+
+
+def test_commands_that_are_not_run_name_recipes_and_options_that_exist():
+    for line in NOT_RUN:
+        args = cli._parser().parse_args(shlex.split(line)[1:])
+        name = getattr(args, "config", None)
+        if name in recipes.names():
+            load_config(recipes.find(name).path, args.set)
+        else:
+            assert name in (None, "my.yaml", "config.yaml", "RUN", "runs/my")
+
+
+def test_the_commands_and_the_code_run(forkserver, tmp_path):
+    (tmp_path / "my_data").mkdir()
+    write_data(tmp_path / "my_data")
+    shutil.copytree(tmp_path / "my_data/images/val", tmp_path / "photos")
+    photo = cv2.imread(str(tmp_path / "photos/0.png"))
+    for name in ("photo.jpg", "one_more.jpg"):
+        cv2.imwrite(str(tmp_path / name), photo)
+    codes = [
+        (str(readme.relative_to(ROOT)), text)
+        for readme in READMES
+        for language, text in blocks(readme)
+        if language == "python"
+    ]
+    assert len(codes) >= 5
+    process = forkserver.Process(target=run_all, args=(tmp_path, RUN, codes))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "output").read_text()[-3000:]
+    assert {path.name for path in (tmp_path / "predictions").iterdir()} == {
+        "labels",
+        "colors",
+        "overlays",
+    }
+    label = cv2.imread(str(tmp_path / "label.png"), cv2.IMREAD_UNCHANGED)
+    assert label.shape == photo.shape[:2]
+    assert len(np.unique(label)) > 0
+
+
+def run_all(directory, lines, codes):
+    """Runs commands and Python blocks in a process of its own, whose output goes to a file."""
+    import multiprocessing
+
+    import torch
+
+    multiprocessing.set_start_method(None, force=True)
+    output = os.open(directory / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(directory)
+    torch.set_num_threads(1)
+    for line in lines:
+        print(f"$ {line}", flush=True)
+        shutil.rmtree("predictions", ignore_errors=True)
+        words = shlex.split(line)[1:]
+        if words[0] == "train" and "runs/my" not in words:
+            words += [word for setting in SMALL for word in ("--set", setting)]
+        if words[0] == "export":
+            Path(words[words.index("--output") + 1]).unlink(missing_ok=True)
+        if code := cli.main(words):
+            sys.exit(code)
+        if words[0] == "predict":
+            assert len(list(Path("predictions/labels").iterdir())) == len(words) - 4 + 2
+    for name, text in codes:
+        print(f"# {name}", flush=True)
+        exec(compile(text, name, "exec"), {"model": torch.nn.Sequential(torch.nn.BatchNorm2d(3))})
+
+
+@every_readme
+def test_python_imports_what_there_is(readme):
+    for language, text in blocks(readme):
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("segtrain"):
+                module = importlib.import_module(node.module)
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+    for name in spans(readme):
+        if match := re.match(r"(segtrain(?:\.[a-z_]+)+)", name):
+            assert exists_in_python(match[1]), name
+
+
+def exists_in_python(name):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        module, _, attribute = name.rpartition(".")
+        return hasattr(importlib.import_module(module), attribute)
+    return True
+
+
+@every_readme
+def test_class_files_load(readme, tmp_path):
+    for i, (language, text) in enumerate(blocks(readme)):
+        if language == "yaml":
+            path = tmp_path / f"{i}.yaml"
+            path.write_text(text)
+            assert load_class_file(path).num_classes > 1
+
+
+@every_readme
+def test_links_lead_to_files_and_headings(readme):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(readme)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (readme.parent / path).resolve() if path else readme
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+@cache
+def anchors(readme):
+    """GitHub's names of the headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(readme), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_first_readme_leads_to_all_others():
+    links = re.findall(r"\]\(([^)#\s]+)", prose(ROOT / "README.md"))
+    assert {path.relative_to(ROOT) for path in READMES} - {Path("README.md")} <= set(
+        map(Path, links)
+    )
+
+
+@every_readme
+def test_named_files_exist(readme):
+    for word in code_words(readme):
+        if re.fullmatch(r"(tests|tools|configs|segtrain|\.ci)/[\w./-]*|[\w/]+\.(py|md)", word):
+            assert (ROOT / word).exists() or (readme.parent / word).exists(), word
+
+
+def code_words(readme):
+    """The words of all code spans and of blocks without a language, but not of messages."""
+    lines = [line for line in shell_lines(readme) if not line.startswith("segtrain: ")]
+    return [word for text in (*spans(readme), *lines) for word in text.split()]
+
+
+@every_readme
+def test_options_of_configs_exist(readme):
+    for word in code_words(readme):
+        match = re.match(r"'?([a-z]+)\.([a-z_]+)(?=$|[:=])", word)
+        if match and match[1] in SECTIONS and not word.endswith((".log", ".txt")):
+            assert match[2] in SECTIONS[match[1]], word
+
+
+@every_readme
+def test_options_of_commands_exist(readme):
+    for line in (*spans(readme), *shell_lines(readme)):
+        line = line.partition(" # ")[0]
+        if tool := re.search(r"python (tools/\w+\.py)", line):
+            known = options_of_tool(ROOT / tool[1])
+        elif line.startswith(("segtrain", "--", "pip", "docker")):
+            known = options_of_segtrain()
+        else:
+            continue
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= known, line
+
+
+@cache
+def options_of_tool(path):
+    """The options that its source adds, also those of modules beside it."""
+    sources = [path.read_text()]
+    return set(re.findall(r'"(--[a-z-]+)"', "".join(sources)))
+
+
+@cache
+def options_of_segtrain():
+    """The options of all commands."""
+    found, parsers = set(), [cli._parser()]
+    while parsers:
+        for action in parsers.pop()._actions:
+            found |= set(action.option_strings)
+            if isinstance(action.choices, dict):
+                parsers += action.choices.values()
+    return found
+
+
+@every_readme
+def test_targets_of_make_exist(readme):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = re.findall(r"(?:^|(?<=`))make ([a-z-]+)", "\n".join(shell_lines(readme)), re.M)
+    named += [match[1] for span in spans(readme) if (match := re.match("make ([a-z-]+)", span))]
+    assert set(named) <= targets
+
+
+def test_the_first_readme_is_short():
+    text = (ROOT / "README.md").read_bytes()
+    assert text.count(b"\n") <= MAX_ROOT_LINES
+    assert len(text) <= MAX_ROOT_BYTES
+
+
+def test_the_map_names_every_room_and_no_other():
+    text = (ROOT / "segtrain/README.md").read_text()
+    _, _, rest = text.partition("## The map")
+    lines = rest.split("```\n")[1].splitlines()
+    named = {word.rstrip("/") for line in lines for word in line[: line.find("    ")].split()}
+    there = {path.name for path in (ROOT / "segtrain").iterdir()}
+    there -= {"__init__.py", "__main__.py", "__pycache__", "README.md"}
+    assert named == there
