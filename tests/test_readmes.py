@@ -47,7 +47,6 @@ segtrain eval runs/my --overlays pictures
 segtrain predict runs/my photos/ --output predictions
 segtrain predict runs/my photos/ one_more.jpg --output predictions
 segtrain export runs/my --format safetensors --output my.safetensors
-segtrain export runs/my --format onnx --output my.onnx
 segtrain export runs/my --format onnx --output my.onnx --normalize --argmax
 """.strip().splitlines()
 NO_CITYSCAPES = "needs the images of Cityscapes; test_configs.py builds the model"
@@ -71,7 +70,7 @@ NOT_RUN = {
 SMALL = (
     "data.num_workers=0",
     "augment.crop_size=[33,41]",
-    "model.backbone=mobilenet_v2",
+    "model.backbone=resnet18",
     "model.pretrained=null",
     "model.head_channels=16",
     "train.steps=2",
@@ -214,12 +213,13 @@ def run_all(directory, lines, codes):
     torch.set_num_threads(1)
     for line in lines:
         print(f"$ {line}", flush=True)
-        shutil.rmtree("predictions", ignore_errors=True)
         words = shlex.split(line)[1:]
+        if words[0] == "data":
+            words += ["--jobs", "1"]  # starting processes would take longer than the work
         if words[0] == "train" and "runs/my" not in words:
             words += [word for setting in SMALL for word in ("--set", setting)]
-        if words[0] == "export":
-            Path(words[words.index("--output") + 1]).unlink(missing_ok=True)
+        if words[0] == "predict":
+            shutil.rmtree("predictions", ignore_errors=True)  # of the command before
         if code := cli.main(words):
             sys.exit(code)
         if words[0] == "predict":
