@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import cv2
-import numpy as np
 import pytest
 from experiments import write_data
 
@@ -189,14 +188,9 @@ def test_the_commands_and_the_code_run(forkserver, tmp_path):
     process.start()
     process.join()
     assert process.exitcode == 0, (tmp_path / "output").read_text()[-3000:]
-    assert {path.name for path in (tmp_path / "predictions").iterdir()} == {
-        "labels",
-        "colors",
-        "overlays",
-    }
+    assert len(list((tmp_path / "predictions/labels").iterdir())) == 4
     label = cv2.imread(str(tmp_path / "label.png"), cv2.IMREAD_UNCHANGED)
     assert label.shape == photo.shape[:2]
-    assert len(np.unique(label)) > 0
 
 
 def run_all(directory, lines, codes):
@@ -222,8 +216,6 @@ def run_all(directory, lines, codes):
             shutil.rmtree("predictions", ignore_errors=True)  # of the command before
         if code := cli.main(words):
             sys.exit(code)
-        if words[0] == "predict":
-            assert len(list(Path("predictions/labels").iterdir())) == len(words) - 4 + 2
     for name, text in codes:
         print(f"# {name}", flush=True)
         exec(compile(text, name, "exec"), {"model": torch.nn.Sequential(torch.nn.BatchNorm2d(3))})
