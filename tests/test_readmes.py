@@ -245,12 +245,15 @@ def exists_in_python(name):
 
 
 @every_readme
-def test_class_files_load(readme, tmp_path):
-    for i, (language, text) in enumerate(blocks(readme)):
-        if language == "yaml":
-            path = tmp_path / f"{i}.yaml"
+def test_class_files_and_parts_of_configs_load(readme, tmp_path):
+    path = tmp_path / "shown.yaml"
+    for language, text in blocks(readme):
+        if language == "yaml" and text.startswith("classes:"):
             path.write_text(text)
             assert load_class_file(path).num_classes > 1
+        elif language == "yaml":
+            path.write_text("data: {layout: folders, root: /d, classes: voc}\n" + text)
+            load_config(path)
 
 
 @every_readme
