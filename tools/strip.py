@@ -14,7 +14,9 @@ from PIL import Image
 
 from segtrain.checkpoint import LoadedModel, load_model
 from segtrain.data import open_dataset
-from segtrain.evaluation.inference import InferenceSettings, predict_label
+from segtrain.errors import UserError
+from segtrain.evaluation.inference import predict_label
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.run.lettering import text_mask
 from segtrain.run.pictures import colorize, error_map, legend
 
@@ -32,7 +34,11 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256, metavar="PX", help="of one column")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the PNG")
     args = parser.parse_args()
-    strip = draw_strip(load_model(args.run), args.images, args.width)
+    try:
+        strip = draw_strip(load_model(args.run), args.images, args.width)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     picture = Image.fromarray(strip).quantize(NUM_COLORS, dither=Image.Dither.NONE)
     picture.save(args.output, optimize=True)
     print(f"{args.output}: {args.output.stat().st_size / 1000:.0f} kB")
