@@ -81,6 +81,7 @@ SECTIONS = {
     for name, field in Config.model_fields.items()
     if hasattr(field.annotation, "model_fields")
 }
+SHELLS = ("sh", "bash", "shell", "console")
 MAX_ROOT_LINES, MAX_ROOT_BYTES = 200, 8000
 
 every_readme = pytest.mark.parametrize(
@@ -107,8 +108,9 @@ def spans(readme):
 
 
 def shell_lines(readme):
-    """The lines of blocks without a language."""
-    return [line for language, text in blocks(readme) if not language for line in text.splitlines()]
+    """The lines of blocks of no language or a shell's, without a prompt."""
+    texts = [text for language, text in blocks(readme) if language in ("", *SHELLS)]
+    return [line.removeprefix("$ ") for text in texts for line in text.splitlines()]
 
 
 def commands(readme):
@@ -291,7 +293,7 @@ def test_named_files_exist(readme):
 
 
 def code_words(readme):
-    """The words of all code spans and of blocks without a language, but not of messages."""
+    """The words of all code spans and of shell lines, but not of messages."""
     lines = [line for line in shell_lines(readme) if not line.startswith("segtrain: ")]
     return [word for text in (*spans(readme), *lines) for word in text.split()]
 
