@@ -335,7 +335,7 @@ def test_momentum_none_is_the_average_over_batches(run_ranks):
 
 
 def count_collectives():
-    dist._stop_sharing_memory()  # where they could not be seen
+    dist.use_shared_sum(None)  # where they could not be seen
     calls = []
     reduce = torch.distributed.all_reduce
     torch.distributed.all_reduce = lambda *args, **kwargs: (
@@ -366,7 +366,7 @@ def test_one_collective_forward_one_backward_and_none_in_evaluation(run_ranks):
 
 def counted(function):
     """What `function` returns, and the number of all_reduces it took."""
-    dist._stop_sharing_memory()  # where they could not be seen
+    dist.use_shared_sum(None)  # where they could not be seen
     calls = []
     reduce = torch.distributed.all_reduce
 

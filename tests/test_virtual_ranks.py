@@ -92,12 +92,11 @@ def test_eight_shares_on_any_number_of_ranks_equal_the_whole_batch(
 ):
     """Augmentation, dropout and the auxiliary loss are on."""
     sections = {
-        "train": {"batch_size": 8, "steps": 20, "lr": 0.05},
+        "train": {"batch_size": 8, "steps": 8},
         "augment": {"crop_size": [33, 41]},
-        "model": {"backbone": "mobilenet_v2"},
     }
     whole, record = run(run_ranks, tmp_path, data, 1, 1, sections)
-    assert whole[-5:].mean() < 0.9 * whole[:5].mean()
+    assert whole[-3:].mean() < 0.95 * whole[:3].mean()
     for ranks, virtual in splits:
         shares, other = run(run_ranks, tmp_path, data, ranks, virtual, sections)
         np.testing.assert_allclose(shares, whole, rtol=1e-9, atol=0)
