@@ -9,7 +9,7 @@ from torch import nn
 
 from segtrain.config import ModelConfig
 from segtrain.models import build_backbone
-from segtrain.models.mobilenet import mobilenet_v2, mobilenet_v3_large
+from segtrain.models.mobilenet import MobileNet
 from segtrain.models.resnet import ResNet
 
 
@@ -106,7 +106,9 @@ def mobilenet_features(reference, x, stop):
 
 def test_mobilenet_v2_equals_torchvision():
     reference = lively(torchvision.models.mobilenet_v2, seed=5)
-    ours = loaded(on_meta(mobilenet_v2), reference, ("classifier.", "features.18."))
+    ours = loaded(
+        on_meta(lambda: MobileNet("mobilenet_v2")), reference, ("classifier.", "features.18.")
+    )
     x = images(40, 57)
     with torch.no_grad():
         expected = mobilenet_features(reference, x, 18)
@@ -118,8 +120,9 @@ def test_mobilenet_v3_equals_torchvision(dilated):
     """Also in the dilated form of torchvision's DeepLabV3, which does not contract."""
     reference = lively(lambda: torchvision.models.mobilenet_v3_large(dilated=dilated), seed=6)
     stride = 16 if dilated else 32
-    build = lambda: mobilenet_v3_large(output_stride=stride, contract_dilation=False)  # noqa: E731
-    ours = loaded(on_meta(build), reference, ("classifier.",))
+    options = {"output_stride": stride, "contract_dilation": False}
+    ours = on_meta(lambda: MobileNet("mobilenet_v3_large", **options))
+    ours = loaded(ours, reference, ("classifier.",))
     x = images(40, 57)
     with torch.no_grad():
         expected = mobilenet_features(reference, x, 17)
@@ -132,7 +135,7 @@ def test_mobilenet_v3_keeps_its_eps_and_the_factorys_momentum():
 
     layers = [
         layer
-        for layer in mobilenet_v3_large(norm=norm).modules()
+        for layer in MobileNet("mobilenet_v3_large", norm=norm).modules()
         if isinstance(layer, nn.BatchNorm2d)
     ]
     assert {(layer.eps, layer.momentum) for layer in layers} == {(1e-3, 0.25)}
@@ -140,7 +143,11 @@ def test_mobilenet_v3_keeps_its_eps_and_the_factorys_momentum():
 
 @pytest.mark.parametrize(
     "build",
-    [lambda **k: ResNet("resnet18", **k), lambda **k: ResNet("resnet50", **k), mobilenet_v2],
+    [
+        lambda **k: ResNet("resnet18", **k),
+        lambda **k: ResNet("resnet50", **k),
+        lambda **k: MobileNet("mobilenet_v2", **k),
+    ],
 )
 @pytest.mark.parametrize("output_stride", [8, 16])
 def test_contracted_dilation_contains_the_strided_network(build, output_stride):

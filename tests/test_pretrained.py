@@ -9,7 +9,7 @@ import torchvision
 from safetensors.torch import save_file
 
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.models.mobilenet import mobilenet_v2
+from segtrain.models.mobilenet import MobileNet
 from segtrain.models.pretrained import load_backbone
 from segtrain.models.resnet import ResNet
 
@@ -140,7 +140,7 @@ def test_weights_with_the_same_deep_stem_leave_nothing_random(tmp_path):
 def test_mobilenet_v2_reports_the_convolution_it_leaves_out(tmp_path):
     torch.manual_seed(4)
     state = torchvision.models.mobilenet_v2(num_classes=7).state_dict()
-    report = load_backbone(mobilenet_v2(), saved(tmp_path / "w.pth", state))
+    report = load_backbone(MobileNet("mobilenet_v2"), saved(tmp_path / "w.pth", state))
     assert {key.split(".")[0] for key in report.ignored} == {"classifier", "features"}
     assert "features.18.0.weight" in report.ignored
 

@@ -67,9 +67,8 @@ def conv2d(
     stride: int = 1,
     dilation: int = 1,
     groups: int = 1,
-    bias: bool = False,
 ) -> nn.Conv2d:
-    """A convolution padded to keep the size (up to its stride), initialized as in torchvision."""
+    """A convolution without bias, padded to keep the size (up to its stride)."""
     conv = nn.Conv2d(
         in_channels,
         out_channels,
@@ -78,12 +77,17 @@ def conv2d(
         padding=dilation * (kernel // 2),
         dilation=dilation,
         groups=groups,
-        bias=bias,
+        bias=False,
     )
+    initialize(conv)
+    return conv
+
+
+def initialize(conv: nn.Conv2d) -> None:
+    """Draws weights and zeroes the bias as torchvision does."""
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     if conv.bias is not None:
         nn.init.zeros_(conv.bias)
-    return conv
 
 
 def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
@@ -155,8 +159,8 @@ def run_together(blocks: Sequence[ConvBlock], inputs: Sequence[Tensor]) -> list[
     The numbers are those of separate calls. In training the last norms share one collective, so no
     input may depend on another block's output.
     """
-    pairs = [(block.before_norm(x), block.norm) for block, x in zip(blocks, inputs, strict=True)]
-    return norm_relu_together(pairs)
+    pairs = zip(blocks, inputs, strict=True)
+    return norm_relu_together((block.before_norm(x), block.norm) for block, x in pairs)
 
 
 def norm_relu_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
@@ -190,8 +194,8 @@ class Classifier(nn.Module):
 class Head(nn.Module):
     """The base of all heads: `join`, then `conv`, then `classifier`.
 
-    A subclass makes `conv` and `classifier` in __init__ and writes `join`. The three steps stand
-    apart because `SegModel` runs the `conv` of the head and of the auxiliary head together.
+    A subclass makes `conv` and `classifier` in __init__ and writes `join`. `SegModel` runs the
+    `conv` of the head and of the auxiliary head together.
     """
 
     conv: ConvBlock
