@@ -3,7 +3,8 @@
 torchvision's own cannot dilate a BasicBlock, has no deep stem and always contracts dilations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,100 +13,95 @@ from segtrain.config import ModelConfig
 from segtrain.models.blocks import FeatureChannels, Features, StagePlan, conv2d, plan_stages
 from segtrain.norm import NormFactory, norm_relu_conv, normalize_together
 
-# Widths of the three 3x3 convolutions that replace the 7x7 one.
-_DEEP_STEMS = {"64-64-128": (64, 64, 128), "32-32-64": (32, 32, 64)}
-
 # Keys of a deep stem, which weights with a 7x7 stem cannot fill. The wide stem also changes the
 # input of layer1.
 _STEM_KEYS = ("conv1.", "bn1.", "conv2.", "bn2.", "conv3.", "bn3.")
 _WIDE_STEM_KEYS = ("layer1.0.conv1.", "layer1.0.bn1.", "layer1.0.downsample.")
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut."""
-
-    expansion = 1
-
-    def __init__(
-        self,
-        in_channels: int,
-        width: int,
-        *,
-        stride: int,
-        dilations: tuple[int, int],
-        norm: NormFactory,
-        recompute_norm: bool = False,
-    ) -> None:
-        super().__init__()
-        self.recompute_norm = recompute_norm
-        self.conv1 = conv2d(in_channels, width, 3, stride=stride, dilation=dilations[0])
-        self.bn1 = norm(width)
-        self.conv2 = conv2d(width, width, 3, dilation=dilations[1])
-        self.bn2 = norm(width)
-        self.downsample = _downsample(in_channels, width, stride, norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, in_channels, h, w) to (N, width, h / stride, w / stride)."""
-        y = self.conv1(x)
-        y = _norm_relu_conv(y, self.bn1, self.conv2, recompute=self.recompute_norm)
-        return _norm_add_relu(y, self.bn2, x, self.downsample)
+class _Conv(NamedTuple):
+    width: int
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
 
 
-class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions and a shortcut; the 3x3 strides (ResNet "v1.5")."""
-
-    expansion = 4
-
-    def __init__(
-        self,
-        in_channels: int,
-        width: int,
-        *,
-        stride: int,
-        dilations: tuple[int, int],
-        norm: NormFactory,
-        recompute_norm: bool = False,
-    ) -> None:
-        super().__init__()
-        self.recompute_norm = recompute_norm
-        out_channels = width * self.expansion
-        self.conv1 = conv2d(in_channels, width, 1)
-        self.bn1 = norm(width)
-        self.conv2 = conv2d(width, width, 3, stride=stride, dilation=dilations[0])
-        self.bn2 = norm(width)
-        self.conv3 = conv2d(width, out_channels, 1)
-        self.bn3 = norm(out_channels)
-        self.downsample = _downsample(in_channels, out_channels, stride, norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, in_channels, h, w) to (N, 4 * width, h / stride, w / stride)."""
-        y = self.conv1(x)
-        y = _norm_relu_conv(y, self.bn1, self.conv2, recompute=self.recompute_norm)
-        y = _norm_relu_conv(y, self.bn2, self.conv3, recompute=self.recompute_norm)
-        return _norm_add_relu(y, self.bn3, x, self.downsample)
-
-
-_DEPTHS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
-    "resnet18": (BasicBlock, (2, 2, 2, 2)),
-    "resnet34": (BasicBlock, (3, 4, 6, 3)),
-    "resnet50": (Bottleneck, (3, 4, 6, 3)),
-    "resnet101": (Bottleneck, (3, 4, 23, 3)),
+_STEMS = {
+    "7x7": [_Conv(64, 7, 2)],
+    "64-64-128": [_Conv(64, 3, 2), _Conv(64, 3), _Conv(128, 3)],
+    "32-32-64": [_Conv(32, 3, 2), _Conv(32, 3), _Conv(64, 3)],
+}
+# The number of blocks of each stage, and whether they are bottlenecks.
+_DEPTHS = {
+    "resnet18": ((2, 2, 2, 2), False),
+    "resnet34": ((3, 4, 6, 3), False),
+    "resnet50": ((3, 4, 6, 3), True),
+    "resnet101": ((3, 4, 23, 3), True),
 }
 
 
-class ResNet(nn.Module):
+class _ConvChain(nn.Module):
+    """conv1, bn1, ReLU, conv2, bn2 and so on, up to the last norm."""
+
+    def __init__(
+        self, in_channels: int, convs: Sequence[_Conv], *, norm: NormFactory, recompute_norm: bool
+    ) -> None:
+        super().__init__()
+        self.recompute_norm = recompute_norm
+        self._length = len(convs)
+        for i, (width, kernel, stride, dilation) in enumerate(convs, start=1):
+            conv = conv2d(in_channels, width, kernel, stride=stride, dilation=dilation)
+            self.add_module(f"conv{i}", conv)
+            self.add_module(f"bn{i}", norm(width))
+            in_channels = width
+
+    def before_last_norm(self, x: Tensor) -> Tensor:
+        x = self.conv1(x)
+        for i in range(1, self._length):
+            norm, conv = getattr(self, f"bn{i}"), getattr(self, f"conv{i + 1}")
+            x = _norm_relu_conv(x, norm, conv, recompute=self.recompute_norm)
+        return x
+
+    @property
+    def last_norm(self) -> nn.Module:
+        return getattr(self, f"bn{self._length}")
+
+
+class _Block(_ConvChain):
+    """Convolutions and a shortcut: (N, C, h, w) to (N, C', h / stride, w / stride)."""
+
+    def __init__(
+        self, in_channels: int, convs: Sequence[_Conv], *, norm: NormFactory, recompute_norm: bool
+    ) -> None:
+        super().__init__(in_channels, convs, norm=norm, recompute_norm=recompute_norm)
+        width, stride = convs[-1].width, max(conv.stride for conv in convs)
+        self.downsample = None
+        if stride > 1 or in_channels != width:
+            conv = conv2d(in_channels, width, 1, stride=stride)
+            self.downsample = nn.Sequential(conv, norm(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before_last_norm(x)
+        if self.downsample is None:
+            y, shortcut = self.last_norm(y), x
+        else:
+            conv, norm = self.downsample
+            # One collective for both norms.
+            y, shortcut = normalize_together([(y, self.last_norm), (conv(x), norm)])
+        return F.relu(y.add_(shortcut), inplace=True)
+
+
+class ResNet(_ConvChain):
     """The convolutional part of a ResNet: images to `Features`.
 
     Args:
         name: resnet18, resnet34, resnet50 or resnet101.
         output_stride: 8, 16 or 32; strides beyond it become dilations.
         stem: "7x7", or the widths of three 3x3 convolutions: "64-64-128" (semseg), "32-32-64".
-        contract_dilation: see `plan_stages`. In a BasicBlock the first of the two convolutions is
-            the one that lost its stride.
+        contract_dilation: see `plan_stages`.
         multi_grid: factors on the dilation of the last stage, one a block, as in DeepLabV3
             (arXiv:1706.05587, section 4.2.1) and detectron2: at stride 16, [1, 2, 4] gives 2, 4, 8.
-            `contract_dilation` does not touch such a stage. mmsegmentation reads the numbers as the
-            dilations themselves.
+            Such a stage is not contracted. mmsegmentation reads the numbers as the dilations.
         recompute_norm: memory for time, see `segtrain.norm.norm_relu_conv`.
 
     Raises:
@@ -125,49 +121,35 @@ class ResNet(nn.Module):
         norm: NormFactory = nn.BatchNorm2d,
         recompute_norm: bool = False,
     ) -> None:
-        super().__init__()
-        block, depths = _DEPTHS[name]
+        depths, bottleneck = _DEPTHS[name]
         if multi_grid is not None and len(multi_grid) != depths[-1]:
             raise ValueError(f"multi_grid: expected {depths[-1]} numbers, got {multi_grid}")
+        options = {"norm": norm, "recompute_norm": recompute_norm}
+        super().__init__(3, _STEMS[stem], **options)
         self.name = name
-        self.recompute_norm = recompute_norm
-        self.channels = FeatureChannels(*(w * block.expansion for w in (64, 256, 512)))
+        self.channels = FeatureChannels(*(4 * w if bottleneck else w for w in (64, 256, 512)))
         self.stem_keys: tuple[str, ...] = ()
-        if stem == "7x7":
-            channels = 64
-            self.conv1, self.bn1 = conv2d(3, channels, 7, stride=2), norm(channels)
-        else:
+        if stem != "7x7":
             self.stem_keys = _STEM_KEYS + (_WIDE_STEM_KEYS if stem == "64-64-128" else ())
-            first, second, channels = _DEEP_STEMS[stem]
-            self.conv1, self.bn1 = conv2d(3, first, 3, stride=2), norm(first)
-            self.conv2, self.bn2 = conv2d(first, second, 3), norm(second)
-            self.conv3, self.bn3 = conv2d(second, channels, 3), norm(channels)
-
         plans = plan_stages(
             (1, 2, 2, 2),
             stem_stride=4,
             output_stride=output_stride,
             contract_dilation=contract_dilation,
         )
-        grids = (None, None, None, multi_grid)
-        for i, (plan, depth, grid) in enumerate(zip(plans, depths, grids, strict=True)):
-            width = 64 * 2**i
+        channels = _STEMS[stem][-1].width
+        for i, (plan, depth) in enumerate(zip(plans, depths, strict=True)):
             blocks = []
-            for j, dilations in enumerate(_block_dilations(plan, depth, grid)):
-                stride = plan.stride if j == 0 else 1
-                options = {"norm": norm, "recompute_norm": recompute_norm}
-                blocks.append(block(channels, width, stride=stride, dilations=dilations, **options))
-                channels = width * block.expansion
+            grid = multi_grid if i == 3 else None
+            for convs in _stage(64 * 2**i, depth, plan, grid, bottleneck=bottleneck):
+                blocks.append(_Block(channels, convs, **options))
+                channels = convs[-1].width
             self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
 
     def forward(self, images: Tensor) -> Features:
         """Features of normalized images (N, 3, H, W)."""
-        x, last_norm = self.conv1(images), self.bn1
-        if self.stem_keys:
-            x = _norm_relu_conv(x, self.bn1, self.conv2, recompute=self.recompute_norm)
-            x = _norm_relu_conv(x, self.bn2, self.conv3, recompute=self.recompute_norm)
-            last_norm = self.bn3
-        x = F.max_pool2d(F.relu(last_norm(x), inplace=True), 3, stride=2, padding=1)
+        x = F.relu(self.last_norm(self.before_last_norm(images)), inplace=True)
+        x = F.max_pool2d(x, 3, stride=2, padding=1)
         low = self.layer1(x)
         aux = self.layer3(self.layer2(low))
         return Features(low, aux, self.layer4(aux))
@@ -192,32 +174,22 @@ def _norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: b
     return conv(F.relu(norm(x), inplace=True))
 
 
-def _norm_add_relu(
-    y: Tensor, norm: nn.Module, x: Tensor, downsample: nn.Sequential | None
-) -> Tensor:
-    """relu(norm(y) + downsample(x)), with one collective for both norms."""
-    if downsample is None:
-        y, shortcut = norm(y), x
-    else:
-        conv, shortcut_norm = downsample
-        y, shortcut = normalize_together([(y, norm), (conv(x), shortcut_norm)])
-    return F.relu(y.add_(shortcut), inplace=True)
-
-
-def _downsample(
-    in_channels: int, out_channels: int, stride: int, norm: NormFactory
-) -> nn.Sequential | None:
-    """The convolution and norm of the shortcut; None where the input can be added as it is."""
-    if stride == 1 and in_channels == out_channels:
-        return None
-    return nn.Sequential(conv2d(in_channels, out_channels, 1, stride=stride), norm(out_channels))
-
-
-def _block_dilations(
-    plan: StagePlan, num_blocks: int, multi_grid: Sequence[int] | None
-) -> list[tuple[int, int]]:
-    """For each block, the dilations of the kernel that may stride and of the one after it."""
-    if multi_grid is not None:
-        return [(plan.dilation * factor, plan.dilation * factor) for factor in multi_grid]
-    first = (plan.first_dilation, plan.dilation)
-    return [first] + [(plan.dilation, plan.dilation)] * (num_blocks - 1)
+def _stage(
+    width: int,
+    num_blocks: int,
+    plan: StagePlan,
+    multi_grid: Sequence[int] | None,
+    *,
+    bottleneck: bool,
+) -> Iterator[list[_Conv]]:
+    """The convolutions of each block. Bottlenecks stride in the 3x3 one (ResNet "v1.5")."""
+    for i in range(num_blocks):
+        dilation, stride = plan.dilation, plan.stride if i == 0 else 1
+        first = plan.first_dilation if i == 0 else dilation
+        if multi_grid is not None:
+            first = dilation = dilation * multi_grid[i]
+        strided = _Conv(width, 3, stride, first)
+        if bottleneck:
+            yield [_Conv(width, 1), strided, _Conv(4 * width, 1)]
+        else:
+            yield [strided, _Conv(width, 3, 1, dilation)]
