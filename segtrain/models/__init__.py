@@ -48,8 +48,8 @@ MODELS: dict[str, Callable[..., Head]] = {
 class DropoutChannels(NamedTuple):
     """The C of each of the `DropoutMasks`; None where the model has no such dropout."""
 
-    out: int | None
-    aux: int | None
+    out: int | None = None
+    aux: int | None = None
 
 
 class SegModel(nn.Module):
@@ -81,7 +81,7 @@ class SegModel(nn.Module):
     def dropout_channels(self) -> DropoutChannels:
         """The channels of the masks that `forward` takes."""
         if self.dropout_p == 0:
-            return DropoutChannels(None, None)
+            return DropoutChannels()
         aux = None if self.aux_head is None else self.aux_head.classifier.in_channels
         return DropoutChannels(self.head.classifier.in_channels, aux)
 
@@ -100,11 +100,8 @@ class SegModel(nn.Module):
         heads = (self.head, self.aux_head)
         joined = [head.join(features) for head in heads]
         convolved = run_together([head.conv for head in heads], joined)
-        out, aux = (
-            self._full_size(head.classifier(x, mask), size)
-            for head, x, mask in zip(heads, convolved, masks, strict=True)
-        )
-        return SegLogits(out, aux)
+        steps = zip(heads, convolved, masks, strict=True)
+        return SegLogits(*(self._full_size(h.classifier(x, mask), size) for h, x, mask in steps))
 
     def _full_size(self, logits: Tensor, size: tuple[int, int]) -> Tensor:
         # Interpolating in half precision would make ties of neighbouring classes.
@@ -127,10 +124,8 @@ def build_model(
     backbone = build_backbone(model, norm=norm)
     options = {"num_classes": num_classes, "norm": norm}
     head = MODELS[model.arch](model, backbone.channels, **options)
-    aux_head = None
+    aux_head, dropout = None, model.dropout
     if model.aux_head:
         width = backbone.channels.aux
-        aux_head = AuxHead(width, model.aux_channels, dropout=model.dropout, **options)
-    return SegModel(
-        backbone, head, aux_head, dropout=model.dropout, align_corners=model.align_corners
-    )
+        aux_head = AuxHead(width, model.aux_channels, dropout=dropout, **options)
+    return SegModel(backbone, head, aux_head, dropout=dropout, align_corners=model.align_corners)

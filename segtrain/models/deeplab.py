@@ -31,8 +31,7 @@ class ASPP(nn.Module):
     Concatenated as [1x1, 3x3 at each rate, global mean], the order of torchvision and VainF, and
     projected by a 1x1 convolution.
 
-    Args:
-        separable: each dilated convolution is a depthwise and a 1x1 one, both with norm and ReLU.
+    separable: each dilated convolution is a depthwise and a 1x1 one, both with norm and ReLU.
     """
 
     def __init__(

@@ -37,34 +37,27 @@ def training_finding(
     images: the most that a rank holds at a time.
     ranks: how many share the device's memory.
     """
-    height, width = config.augment.crop_size
+    size = config.augment.crop_size
     # A compiled loss may never store the scores.
     scores = 0 if config.train.compile else 4 * num_classes
-    needed = ranks * images * height * width * (_STORED + _NORMALIZED + scores)
-    what = f"augment.crop_size: {images} crops of {height}x{width}{_on_each(ranks)} take"
-    return _finding(what, needed, device, "use smaller crops or a smaller train.batch_size")
+    what = f"augment.crop_size: {images} crops"
+    repair = "use smaller crops or a smaller train.batch_size"
+    return _finding(what, size, images * (_STORED + _NORMALIZED + scores), device, ranks, repair)
 
 
 def window_finding(
     config: Config, num_classes: int, device: torch.device, ranks: int
 ) -> str | None:
-    """Why an evaluation's sliding window cannot fit into memory; None: it may, or is not used.
-
-    ranks: how many share the device's memory.
-    """
+    """The same of an evaluation's sliding window; None also if it is not used."""
     if config.eval.mode != "slide":
         return None
-    height, width = config.eval.crop_size or config.augment.crop_size
-    needed = ranks * height * width * (_NORMALIZED + 4 * num_classes)
-    what = f"eval.crop_size: sliding windows of {height}x{width}{_on_each(ranks)} take"
-    return _finding(what, needed, device, "use smaller windows")
+    size = config.eval.crop_size or config.augment.crop_size
+    what, bytes_a_pixel = "eval.crop_size: sliding windows", _NORMALIZED + 4 * num_classes
+    return _finding(what, size, bytes_a_pixel, device, ranks, "use smaller windows")
 
 
 def check_windows(config: Config, num_classes: int, device: torch.device, ranks: int = 1) -> None:
-    """Raises ConfigError with what `window_finding` finds.
-
-    ranks: the ranks on this machine.
-    """
+    """Raises ConfigError with what `window_finding` finds, for the ranks of this machine."""
     sharing = ranks if device.type == "cpu" else 1
     if finding := window_finding(config, num_classes, device, sharing):
         raise ConfigError(finding)
@@ -77,15 +70,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _on_each(ranks: int) -> str:
-    return f" on each of {ranks} ranks" if ranks > 1 else ""
-
-
-def _finding(what: str, needed: int, device: torch.device, repair: str) -> str | None:
-    there = memory_bytes(device)
+def _finding(
+    what: str,
+    size: tuple[int, int],
+    bytes_a_pixel: int,
+    device: torch.device,
+    ranks: int,
+    repair: str,
+) -> str | None:
+    needed, there = ranks * size[0] * size[1] * bytes_a_pixel, memory_bytes(device)
     if needed <= there:
         return None
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
     return (
-        f"{what} at least {needed / 1e9:,.1f} GB of memory, and {device} has "
-        f"{there / 1e9:,.1f} GB; {repair}"
+        f"{what} of {size[0]}x{size[1]}{each} take at least {needed / 1e9:,.1f} GB of memory, and "
+        f"{device} has {there / 1e9:,.1f} GB; {repair}"
     )

@@ -26,6 +26,11 @@ _NESTED = ("state_dict", "model", "model_state")
 # The other parts of a segmentation model whose backbone has the prefix "backbone.".
 _HEADS = ("head.", "aux_head.", "classifier.", "aux_classifier.")
 _COUNTER = "num_batches_tracked"
+# KeyError: safetensors knows number types that torch does not.
+_UNREADABLE = (
+    *(pickle.UnpicklingError, torch_file.DamagedError),
+    *(safetensors.SafetensorError, OSError, KeyError),
+)
 _SHOWN = 10
 
 State = dict[str, Tensor]
@@ -35,12 +40,11 @@ State = dict[str, Tensor]
 class PretrainedReport:
     """What happened to the keys of the file and of the backbone.
 
-    Attributes:
-        source: the URL or path.
-        loaded: number of tensors loaded.
-        ignored: keys of the file for parts that the backbone does not have.
-        random: keys of the backbone that stay random: its stem is deep, the file's is 7x7.
-        counters: number of batch counters missing from the file, as in old files; they start at 0.
+    source: the URL or path.
+    loaded: number of tensors loaded.
+    ignored: keys of the file for parts that the backbone does not have.
+    random: keys of the backbone that stay random: its stem is deep, the file's is 7x7.
+    counters: number of batch counters missing from the file, as in old files; they start at 0.
     """
 
     source: str
@@ -55,10 +59,8 @@ class PretrainedReport:
         if self.ignored:
             lines.append(f"pretrained  ignored, of other parts: {_listed(self.ignored)}")
         if self.random:
-            lines.append(
-                "pretrained  left random, the file has a 7x7 stem and the model a deep one: "
-                f"{_listed(self.random)}"
-            )
+            stems = "the file has a 7x7 stem and the model a deep one"
+            lines.append(f"pretrained  left random, {stems}: {_listed(self.random)}")
         if self.counters:
             lines.append(f"pretrained  {self.counters} batch counters not in the file, set to 0")
         return lines
@@ -113,35 +115,23 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
             f"set model.pretrained to its path, or put it at {cache}"
         ) from error
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        refused = isinstance(error, pickle.UnpicklingError)
-        problem = "it holds more than weights" if refused else _first_line(error)
         raise CheckpointError(
-            f"model.pretrained: {spec}: {weights.url} or its copy {cache} is damaged: {problem}; "
-            "delete the copy and try again"
+            f"model.pretrained: {spec}: {weights.url} or its copy {cache} is damaged: "
+            f"{_problem(error)}; delete the copy and try again"
         ) from error
 
 
 def _read(path: Path) -> Any:
     """The content of the weights file `path`, on the CPU."""
     if not path.is_file():
-        problem = "not a regular file" if path.exists() else "no such file"
-        raise CheckpointError(f"model.pretrained: {path}: {problem}")
+        raise CheckpointError(f"model.pretrained: {path}: no such file, or not a regular one")
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         with open_regular(path) as file:
             return torch_file.load(file)
-    except pickle.UnpicklingError:
-        # torch's own message advises to load the file unsafely.
-        raise CheckpointError(
-            f"model.pretrained: {path}: refused: it holds more than weights, which could run code; "
-            "or it is damaged, or no torch file; save the state dict alone, or as safetensors"
-        ) from None
-    # KeyError: safetensors knows number types that torch does not.
-    except (torch_file.DamagedError, safetensors.SafetensorError, OSError, KeyError) as error:
-        raise CheckpointError(
-            f"model.pretrained: {path}: cannot be read: {_first_line(error)}"
-        ) from error
+    except _UNREADABLE as error:
+        raise CheckpointError(f"model.pretrained: {path}: {_problem(error)}") from None
 
 
 def _state_dict(content: Any, source: str) -> State:
@@ -153,11 +143,8 @@ def _state_dict(content: Any, source: str) -> State:
         raise CheckpointError(
             f"model.pretrained: {source}: expected a state dict, got {type(content).__name__}"
         )
-    foreign = [
-        str(key)
-        for key, value in content.items()
-        if not isinstance(key, str) or not torch_file.is_plain(value)
-    ]
+    plain = {k for k, v in content.items() if isinstance(k, str) and torch_file.is_plain(v)}
+    foreign = [key for key in content if key not in plain]
     if foreign:
         raise CheckpointError(
             f"model.pretrained: {source}: expected plain tensors only, found other values under "
@@ -227,5 +214,12 @@ def _listed(keys: Iterable[str]) -> str:
     return ", ".join(printable(key, MAX_NAME) for key in keys[:_SHOWN]) + more
 
 
-def _first_line(error: Exception) -> str:
+def _problem(error: Exception) -> str:
+    """The first line of what is wrong with a file."""
+    if isinstance(error, pickle.UnpicklingError):
+        # torch's own message advises to load the file unsafely.
+        return (
+            "it holds more than weights, which could run code, or it is damaged; save the state "
+            "dict alone, or as safetensors"
+        )
     return printable((str(error) or type(error).__name__).splitlines()[0], 3 * MAX_NAME)
