@@ -3,9 +3,7 @@
     from segtrain.norm import SyncBatchNorm2d, convert
 
 kernels.py and functional.py are the arithmetic, sync.py the modules, composite.py allows second
-derivatives, partial.py shares statistics among some of the ranks, recompute.py halves the memory,
-kinds.py makes what a config names, convert.py replaces the layers of a finished model, precise.py
-takes the statistics of a whole data set, loops.py helps training loops of your own.
+derivatives, partial.py shares statistics among some ranks, kinds.py makes what a config names.
 """
 
 from segtrain.norm.convert import convert

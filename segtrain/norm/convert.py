@@ -4,23 +4,17 @@ from typing import Literal
 
 from torch import nn
 
+from segtrain.norm import sync
 from segtrain.norm.partial import PartialBatchNorm2d
-from segtrain.norm.sync import (
-    Group,
-    SyncBatchNorm,
-    SyncBatchNorm1d,
-    SyncBatchNorm2d,
-    SyncBatchNorm3d,
-    as_ranks,
-)
+from segtrain.norm.sync import Group, SyncBatchNorm, as_ranks
 
 _TO_SYNC: dict[type[nn.Module], type[SyncBatchNorm]] = {
-    nn.BatchNorm1d: SyncBatchNorm1d,
-    nn.BatchNorm2d: SyncBatchNorm2d,
-    nn.BatchNorm3d: SyncBatchNorm3d,
+    nn.BatchNorm1d: sync.SyncBatchNorm1d,
+    nn.BatchNorm2d: sync.SyncBatchNorm2d,
+    nn.BatchNorm3d: sync.SyncBatchNorm3d,
 }
 _TO_LOCAL: dict[type[nn.Module], type[nn.Module]] = {
-    **{sync: local for local, sync in _TO_SYNC.items()},
+    **{shared: local for local, shared in _TO_SYNC.items()},
     PartialBatchNorm2d: nn.BatchNorm2d,
 }
 _KNOWN = (*_TO_SYNC, *_TO_LOCAL)
@@ -83,17 +77,9 @@ def _replacement(layer: nn.Module, to: str, process_group: Group) -> nn.Module:
             layer.process_group = as_ranks(process_group)
         return layer
     extra = {"process_group": process_group} if to == "sync" else {}
-    new = kind(
-        layer.num_features,
-        eps=layer.eps,
-        momentum=layer.momentum,
-        affine=False,
-        track_running_stats=False,
-        **extra,
-    )
+    new = kind(layer.num_features, affine=False, track_running_stats=False, **extra)
     # __dict__ holds everything of a module, hooks and tensors too. Attributes that only the new
     # class has keep their values.
-    new.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in extra})
-    for name in _OWN if to == "local" else ():
-        new.__dict__.pop(name, None)
+    own = _OWN if to == "local" else ()
+    new.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in own})
     return new

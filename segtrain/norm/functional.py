@@ -101,60 +101,80 @@ class _SyncBatchNorms(torch.autograd.Function):
     def forward(
         ctx: Any, eps: list[float], group: ProcessGroup | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        xs = [dense_like(x, x) for x in tensors[::3]]
-        weights, biases = tensors[1::3], tensors[2::3]
-        moments = global_moments(xs, group)
+        layers = _as_layers(tensors, eps)
+        layers = [layer._replace(x=dense_like(layer.x, layer.x)) for layer in layers]
+        moments = global_moments([layer.x for layer in layers], group)
         statistics = [t for layer in moments for t in layer]
-        ctx.save_for_backward(*xs, *weights, *statistics)
+        ctx.save_for_backward(*(t for layer in layers for t in layer[:3]), *statistics)
         ctx.eps, ctx.group = eps, group
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*statistics)
-        ys = [
-            normalized(x, w, b, mean, var, e)
-            for x, w, b, (mean, var, _), e in zip(xs, weights, biases, moments, eps, strict=True)
-        ]
-        return (*ys, *statistics)
+        return (*map(normalized_layer, layers, moments), *statistics)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        num, saved = len(ctx.eps), ctx.saved_tensors
-        xs, weights, moments = saved[:num], saved[num : 2 * num], _as_moments(saved[2 * num :])
+        saved, num = ctx.saved_tensors, len(ctx.eps)
+        layers, moments = _as_layers(saved, ctx.eps), _as_moments(saved[3 * num :])
+        del saved
         # An output that nobody used has no gradient; its sums are zeros like a rank's without x.
         dense_grads = [
-            torch.zeros_like(x) if grad is None else dense_like(grad, x)
-            for grad, x in zip(grads[:num], xs, strict=True)
+            torch.zeros_like(layer.x) if grad is None else dense_like(grad, layer.x)
+            for grad, layer in zip(grads[:num], layers, strict=True)
         ]
-        inv_stds = [(var + eps).rsqrt_() for (_, var, _), eps in zip(moments, ctx.eps, strict=True)]
-        sums = [
-            backward_sums(grad, x, mean, inv_std)
-            for grad, x, (mean, _, _), inv_std in zip(
-                dense_grads, xs, moments, inv_stds, strict=True
-            )
-        ]
-        # A virtual rank does not keep its input on the device while it waits for the others.
-        parked = [offload(x) for x in xs]
-        del xs, saved
-        # Also if this rank needs no gradient of x: the others would wait for it.
-        whole = dist.all_reduce_sum(_joined(sums).to(torch.float64, copy=True), ctx.group)
-        totals = _split(whole, sums)
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *norm_gradients(layers, dense_grads, moments, ctx.group, needed)
 
-        results: list[Any] = [None, None]
-        for i, (mean, _, count) in enumerate(moments):
-            needs_x, needs_weight, needs_bias = ctx.needs_input_grad[2 + 3 * i : 5 + 3 * i]
-            grad_x = None
-            if needs_x:
-                means = (totals[i] / count.clamp(min=1)).to(mean.dtype)
-                x = reload(parked[i])
-                grad_x = input_gradient(dense_grads[i], x, weights[i], mean, inv_stds[i], means)
-            total, dot = sums[i].chunk(2)
-            results += [
-                grad_x,
-                dot.to(weights[i].dtype) if needs_weight else None,
-                total.to(ctx.bias_dtypes[i]) if needs_bias else None,
-            ]
-        return tuple(results)
+
+def normalized_layer(layer: NormInput, moments: Moments) -> Tensor:
+    """The output of a layer under these statistics."""
+    return normalized(layer.x, layer.weight, layer.bias, moments.mean, moments.var, layer.eps)
+
+
+def norm_gradients(
+    layers: list[NormInput],
+    grads: Sequence[Tensor],
+    moments: Sequence[Moments],
+    group: ProcessGroup | None,
+    needed: Sequence[bool],
+    *,
+    shared: bool = True,
+) -> list[Tensor | None]:
+    """The gradients of x, weight and bias of every layer in turn, by one all_reduce if `shared`.
+
+    layers: is emptied, so that the inputs can be freed.
+    grads: of the outputs, dense like the inputs.
+    """
+    inv_stds, sums, parked = [], [], []
+    for (x, _, _, eps), grad, (mean, var, _) in zip(layers, grads, moments, strict=True):
+        inv_stds.append((var + eps).rsqrt_())
+        sums.append(backward_sums(grad, x, mean, inv_stds[-1]))
+        # A virtual rank does not keep its input on the device while it waits for the others.
+        parked.append(offload(x))
+    parameters = [(layer.weight, layer.bias) for layer in layers]
+    layers.clear()
+    del x
+    whole = _joined(sums).to(torch.float64, copy=True)
+    if shared:
+        # Also if this rank needs no gradient of x: the others would wait for it.
+        whole = dist.all_reduce_sum(whole, group)
+    results: list[Tensor | None] = []
+    for i, total in enumerate(_split(whole, sums)):
+        (mean, _, count), (weight, bias) = moments[i], parameters[i]
+        needs_x, needs_weight, needs_bias = needed[3 * i : 3 * i + 3]
+        grad_x = None
+        if needs_x:
+            means = (total / count.clamp(min=1)).to(mean.dtype)
+            grad_x = input_gradient(grads[i], reload(parked[i]), weight, mean, inv_stds[i], means)
+        grad_bias, grad_weight = sums[i].chunk(2)
+        results.append(grad_x)
+        results.append(grad_weight.to(weight.dtype) if needs_weight else None)
+        results.append(grad_bias.to(bias.dtype) if needs_bias else None)
+    return results
+
+
+def _as_layers(tensors: Sequence[Tensor | None], eps: Sequence[float]) -> list[NormInput]:
+    return [NormInput(*tensors[3 * i : 3 * i + 3], e) for i, e in enumerate(eps)]
 
 
 def _as_moments(tensors: Sequence[Tensor]) -> list[Moments]:

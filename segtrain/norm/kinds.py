@@ -14,7 +14,6 @@ from segtrain.norm.sync import SyncBatchNorm2d
 NormFactory = Callable[[int], nn.Module]
 """Makes the norm layer for a number of channels; an argument of the models."""
 
-
 _RUNNING_WORDS = {
     "rank0": "of rank 0",
     "mean": "the mean over the groups",
@@ -48,14 +47,12 @@ def describe_norm(config: NormConfig) -> str:
         return f"group norm, at most {config.num_groups} groups"
     if config.kind == "frozen":
         return "frozen batch norm, statistics of the initial weights"
+    words = {
+        "world": "synchronized batch norm",
+        "node": "batch norm synchronized within each machine",
+    }.get(config.extent, f"batch norm synchronized within groups of {config.extent} ranks")
     if config.kind == "local":
         words = "local batch norm"
-    elif config.extent == "world":
-        words = "synchronized batch norm"
-    elif config.extent == "node":
-        words = "batch norm synchronized within each machine"
-    else:
-        words = f"batch norm synchronized within groups of {config.extent} ranks"
     if config.kind == "local" or config.extent != "world":
         words += f", running statistics {_RUNNING_WORDS[config.running]}"
     if config.precise_batches is not None:

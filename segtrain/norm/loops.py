@@ -3,9 +3,9 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -59,30 +59,25 @@ def watch_ranks(module: nn.Module) -> Iterator[dict[str, float]]:
             of the process group.
     """
     waits: dict[str, float] = defaultdict(float)
-    handles = []
-    for name, layer in module.named_modules():
-        if isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl:
-            raise ValueError(f"{name or 'the module'} is compiled: watch it before compiling it")
-        if isinstance(layer, SyncBatchNorm):
-            meet = partial(_meet, waits, name or "the module", layer)
-            handles.append(layer.register_forward_pre_hook(partial(_before_forward, meet)))
-            handles.append(layer.register_forward_hook(partial(_after_forward, meet)))
-    try:
+
+    def before(name: str, layer: nn.Module, args: tuple[Tensor]) -> None:
+        if layer.training:
+            _meet(waits, name, layer, "forward")
+
+    def after(name: str, layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        # The gradient of the output is computed just before the backward pass of the layer.
+        if layer.training and output.requires_grad:
+            output.register_hook(lambda grad: _meet(waits, name, layer, "backward"))
+
+    with ExitStack() as handles:
+        for path, layer in module.named_modules():
+            name = path or "the module"
+            if isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl:
+                raise ValueError(f"{name} is compiled: watch it before compiling it")
+            if isinstance(layer, SyncBatchNorm):
+                handles.enter_context(layer.register_forward_pre_hook(partial(before, name)))
+                handles.enter_context(layer.register_forward_hook(partial(after, name)))
         yield waits
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _before_forward(meet: Any, layer: nn.Module, args: tuple[Tensor]) -> None:
-    if layer.training:
-        meet("forward")
-
-
-def _after_forward(meet: Any, layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-    # The gradient of the output is computed just before the backward pass of the layer.
-    if layer.training and output.requires_grad:
-        output.register_hook(lambda grad: meet("backward"))
 
 
 def _meet(waits: dict[str, float], name: str, layer: SyncBatchNorm, direction: str) -> None:

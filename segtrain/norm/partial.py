@@ -54,27 +54,16 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         if not self.training or dist.world_size() == 1 or self._sharing_size() > 1:
             return super().forward(input)
         self._check_input_dim(input)
-        if input.numel() == 0:
-            return self._forward_nothing(input)
         dtype = torch.promote_types(input.dtype, torch.float32)
         mean, var = torch.zeros(2, self.num_features, dtype=dtype, device=input.device)
-        # With a momentum of 1 the kernel writes the statistics of the batch into the buffers.
-        y = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
         count = input.numel() // self.num_features
-        biased = var * ((count - 1) / count)
+        # With a momentum of 1 the kernel writes the statistics of the batch into the buffers. In
+        # training it refuses a batch without values.
+        y = F.batch_norm(input, mean, var, self.weight, self.bias, count > 0, 1.0, self.eps)
+        biased = var * (max(count - 1, 0) / max(count, 1))
+        # Also without values: when statistics are settled all ranks must have as many batches.
         self._track(input, Moments(mean, biased, mean.new_tensor(count, dtype=torch.float64)), None)
         return y
-
-    def _forward_nothing(self, input: Tensor) -> Tensor:
-        """A batch without values, which torch's kernel refuses.
-
-        It is tracked too: all ranks must have as many batches when the statistics are settled.
-        """
-        zeros, ones = torch.zeros(self.num_features), torch.ones(self.num_features)
-        like = {"dtype": torch.promote_types(input.dtype, torch.float32), "device": input.device}
-        mean, var = zeros.to(**like), ones.to(**like)
-        self._track(input, Moments(mean, mean, mean.new_tensor(0, dtype=torch.float64)), None)
-        return F.batch_norm(input, mean, var, self.weight, self.bias, eps=self.eps)
 
     def _evaluate(self, input: Tensor) -> Tensor:
         if self._seen:
@@ -144,12 +133,10 @@ def settle_statistics(module: nn.Module) -> None:
     One all_reduce for all layers and all batches since the last call; none if there is no such
     layer. All ranks end with the same bits.
     """
-    layers = [
-        layer for layer in module.modules() if isinstance(layer, PartialBatchNorm2d) and layer._seen
-    ]
-    if not layers:
-        return
+    layers = [layer for layer in module.modules() if isinstance(layer, PartialBatchNorm2d)]
     parts = [(layer, part) for layer in layers for part in layer._contributions()]
+    if not parts:
+        return
     totals = dist.all_reduce_sum(torch.cat([part for _, part in parts]))
     sizes = [part.numel() for _, part in parts]
     for (layer, _), total in zip(parts, totals.split(sizes), strict=True):

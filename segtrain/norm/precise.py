@@ -39,20 +39,15 @@ def precise_statistics(
     Returns:
         the number of layers that were set; without any, nothing runs.
     """
-    layers = [
-        layer
-        for layer in module.modules()
-        if isinstance(layer, _BatchNorm) and layer.running_mean is not None
-    ]
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    layers = [layer for layer in norms if layer.running_mean is not None]
     if not layers:
         return 0
     sums: dict[nn.Module, Tensor] = {}
     modes = {child: child.training for child in module.modules()}
     counters = [layer.num_batches_tracked.clone() for layer in layers]
-    handles = [
-        layer.register_forward_pre_hook(partial(_accumulate, sums), with_kwargs=True)
-        for layer in layers
-    ]
+    hook = partial(_accumulate, sums)
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
     try:
         module.eval()
         for layer in layers:

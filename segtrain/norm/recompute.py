@@ -12,11 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from segtrain.distributed import collectives as dist
 from segtrain.distributed.collectives import ProcessGroup
-from segtrain.distributed.offload import offload, reload
-from segtrain.norm.functional import Moments, dense_like, global_moments
-from segtrain.norm.kernels import backward_sums, input_gradient, normalized
+from segtrain.norm.functional import (
+    Moments,
+    NormInput,
+    dense_like,
+    global_moments,
+    norm_gradients,
+    normalized_layer,
+)
 from segtrain.norm.sync import SyncBatchNorm, has_hooks
 
 
@@ -35,9 +39,8 @@ def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
     geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
     shared = norm._sharing_size() > 1
     group = norm._group() if shared else None
-    y, *moments = _NormReLUConv.apply(
-        x, norm.weight, norm.bias, conv.weight, norm.eps, shared, group, geometry
-    )
+    layer = (x, norm.weight, norm.bias, norm.eps)
+    y, *moments = _NormReLUConv.apply(*layer, conv.weight, shared, group, geometry)
     norm._track(x, Moments(*moments), group)
     return y
 
@@ -49,8 +52,8 @@ class _NormReLUConv(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        kernel: Tensor,
         eps: float,
+        kernel: Tensor,
         shared: bool,
         group: ProcessGroup | None,
         geometry: tuple[Any, ...],
@@ -64,50 +67,28 @@ class _NormReLUConv(torch.autograd.Function):
         ctx.compute_dtype = dtype
         ctx.save_for_backward(x, weight, bias, kernel, *moments)
         ctx.mark_non_differentiable(*moments)
-        z = _activated(x, weight, bias, moments, eps)
+        z = F.relu_(normalized_layer(NormInput(x, weight, bias, eps), moments))
         y = F.conv2d(z.to(dtype), kernel.to(dtype), None, *geometry)
         return (y, *moments)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, kernel, mean, var, count = ctx.saved_tensors
+        x, weight, bias, kernel, *statistics = ctx.saved_tensors
+        moments = Moments(*statistics)
+        layers = [NormInput(x, weight, bias, ctx.eps)]
+        z = F.relu_(normalized_layer(layers[0], moments))
         stride, padding, dilation, groups = ctx.geometry
-        z = _activated(x, weight, bias, Moments(mean, var, count), ctx.eps)
+        grad, z_low, kernel_low = (t.to(ctx.compute_dtype) for t in (grad, z, kernel))
+        outputs = [True, ctx.needs_input_grad[4], False]
+        geometry = (stride, padding, dilation, False, [0] * len(stride), groups)
         grad_z, grad_kernel, _ = torch.ops.aten.convolution_backward(
-            grad.to(ctx.compute_dtype),
-            z.to(ctx.compute_dtype),
-            kernel.to(ctx.compute_dtype),
-            None,
-            stride,
-            padding,
-            dilation,
-            False,
-            [0] * len(stride),
-            groups,
-            [True, ctx.needs_input_grad[3], False],
+            grad, z_low, kernel_low, None, *geometry, outputs
         )
         grad_z = dense_like(grad_z.to(x.dtype), x).masked_fill_(z <= 0, 0)
-        inv_std = (var + ctx.eps).rsqrt_()
-        local = backward_sums(grad_z, x, mean, inv_std)
-        totals = local.to(torch.float64, copy=True)
-        parked = offload(x)
-        del x, z
-        if ctx.shared:
-            totals = dist.all_reduce_sum(totals, ctx.group)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            x = reload(parked)
-            means = (totals / count.clamp(min=1)).to(mean.dtype)
-            grad_x = input_gradient(grad_z, x, weight, mean, inv_std, means)
-        total, dot = local.chunk(2)
-        grad_weight = dot.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = total.to(bias.dtype) if ctx.needs_input_grad[2] else None
+        del x, z, z_low
+        grads = norm_gradients(
+            layers, [grad_z], [moments], ctx.group, ctx.needs_input_grad[:3], shared=ctx.shared
+        )
         grad_kernel = None if grad_kernel is None else grad_kernel.to(kernel.dtype)
-        return grad_x, grad_weight, grad_bias, grad_kernel, None, None, None, None
-
-
-def _activated(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Moments, eps: float
-) -> Tensor:
-    return F.relu_(normalized(x, weight, bias, moments.mean, moments.var, eps))
+        return *grads, None, grad_kernel, None, None, None

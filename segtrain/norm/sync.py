@@ -12,13 +12,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
 from segtrain.norm.composite import composite_batch_norm
-from segtrain.norm.functional import (
-    Moments,
-    NormInput,
-    sync_batch_norm,
-    sync_batch_norms,
-    unbiased,
-)
+from segtrain.norm.functional import Moments, NormInput, sync_batch_norm, sync_batch_norms, unbiased
 
 Group = ProcessGroup | Sequence[int] | Literal["node"] | None
 
@@ -98,17 +92,13 @@ class SyncBatchNorm(_BatchNorm):
     def _recompute(self, input: Tensor) -> Tensor:
         """As nn.BatchNorm2d in training, without tracking the batch again."""
         # Copies, not None: checkpointing compares the saved tensors with those of the first time.
-        mean, var = (
-            None if b is None else b.clone() for b in (self.running_mean, self.running_var)
-        )
-        return F.batch_norm(input, mean, var, self.weight, self.bias, True, 0.0, self.eps)
+        buffers = [None if b is None else b.clone() for b in (self.running_mean, self.running_var)]
+        return F.batch_norm(input, *buffers, self.weight, self.bias, True, 0.0, self.eps)
 
     def _evaluate(self, input: Tensor) -> Tensor:
-        if self.running_mean is None or self.running_var is None:
-            return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        return F.batch_norm(
-            input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
-        )
+        buffers = self.running_mean, self.running_var
+        by_batch = self.running_mean is None
+        return F.batch_norm(input, *buffers, self.weight, self.bias, by_batch, 0.0, self.eps)
 
     def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
         """Checks the statistics of a batch, whose part on this rank is `input`, and tracks them."""
@@ -130,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _update(self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor | bool) -> None:
         """Moves the running statistics toward a batch's, if `seen`."""
-        if self.running_mean is None or self.running_var is None:
+        if self.running_mean is None:
             return
         self.num_batches_tracked.add_(seen)
         if self.momentum is None:
@@ -175,14 +165,14 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
     kind or group, the layers run one by one.
     """
     pairs = list(pairs)
-    if not _can_share(pairs):
+    first = pairs[0][1]
+    if not all(_can_share(layer, first) for _, layer in pairs) or first._sharing_size() == 1:
         return [layer(x) for x, layer in pairs]
-    group = pairs[0][1]._group()
     for x, layer in pairs:
         layer._check_input_dim(x)
-    outputs, moments = sync_batch_norms(
-        [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs], group=group
-    )
+    inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
+    group = first._group()
+    outputs, moments = sync_batch_norms(inputs, group=group)
     for (x, layer), statistics in zip(pairs, moments, strict=True):
         layer._track(x, statistics, group)
     return outputs
@@ -198,17 +188,10 @@ def make_groups(module: nn.Module) -> None:
             layer._group()
 
 
-def _can_share(pairs: Sequence[tuple[Tensor, nn.Module]]) -> bool:
-    layers = [layer for _, layer in pairs]
-    return (
-        all(
-            isinstance(layer, SyncBatchNorm)
-            and layer.shares_calls()
-            and layer._sharing_key() == layers[0]._sharing_key()
-            for layer in layers
-        )
-        and layers[0]._sharing_size() > 1
-    )
+def _can_share(layer: nn.Module, first: nn.Module) -> bool:
+    if not (isinstance(layer, SyncBatchNorm) and isinstance(first, SyncBatchNorm)):
+        return False
+    return layer.shares_calls() and layer._sharing_key() == first._sharing_key()
 
 
 class SyncBatchNorm1d(SyncBatchNorm):
@@ -231,12 +214,8 @@ class SyncBatchNorm3d(SyncBatchNorm):
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether `module` has hooks, which need every call of it."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    forward, backward = module._forward_hooks, module._backward_hooks
+    return any([forward, backward, module._forward_pre_hooks, module._backward_pre_hooks])
 
 
 def recomputing() -> bool:
