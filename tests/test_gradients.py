@@ -210,14 +210,13 @@ def test_ranks_with_other_parameters_are_told(run_ranks):
     ranks = run_ranks(3, rank_deviations)
     for said in ranks:
         assert said["at first"] == (
-            "parameter unused.weight: no gradient on ranks 0, 2, but on others; every parameter "
-            "must get a gradient on all ranks or on none"
+            "parameter unused.weight: no gradient on some ranks (0, 2); every parameter must get a "
+            "gradient on all ranks or on none"
         )
         assert "got a second gradient" in said["twice"]
         assert bits(said["after twice"]) == bits(said["right"])
-    for name, what in (("one more", "got one in this step"), ("one less", "got none in this")):
-        assert ranks[1][name].startswith("rank 1: parameter unused.weight: every step must give")
-        assert what in ranks[1][name]
+    for name in ("one more", "one less"):
+        assert ranks[1][name].startswith("rank 1: parameter unused.weight: got a gradient in some")
         for rank in (0, 2):
             assert any(value.isnan().any() for value in ranks[rank][name])
 

@@ -1,8 +1,4 @@
-"""The training step, and the loop of steps.
-
-Nothing here logs, evaluates or saves; the command does. What the ranks must agree on in each step
-is in `step_sync`.
-"""
+"""The training step, and the loop of steps; the command logs, evaluates and saves."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,16 +59,14 @@ class RankBatch(NamedTuple):
 
     def split(self, parts: int) -> list["RankBatch"]:
         """The images in contiguous parts; the first parts hold one more where they are unequal."""
-        ranges = [partition(len(self.images), parts, i) for i in range(parts)]
-        slices = [slice(part.start, part.stop) for part in ranges]
-        return [
-            RankBatch(
-                self.images[part],
-                self.labels[part],
-                DropoutMasks(*(None if mask is None else mask[part] for mask in self.dropout)),
-            )
-            for part in slices
-        ]
+
+        def cut(i: int) -> RankBatch:
+            indices = partition(len(self.images), parts, i)
+            part = slice(indices.start, indices.stop)
+            masks = (None if mask is None else mask[part] for mask in self.dropout)
+            return RankBatch(self.images[part], self.labels[part], DropoutMasks(*masks))
+
+        return [cut(i) for i in range(parts)]
 
 
 @dataclass
@@ -80,7 +74,6 @@ class TrainState:
     """Everything that an update changes: the contents of a checkpoint.
 
     wrapped: `model` and `criterion` as one module, compiled if the config says so.
-    gradients: sums the gradients of `model` over the ranks.
     step: updates done.
     """
 
@@ -140,7 +133,9 @@ def train_steps(
     """
     train = config.train
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
-    prepare = partial(_prepare, state, config, normalize)
+    # Also where channels_last is off: the loader's images have that layout, and convolutions would
+    # follow it.
+    layout = torch.channels_last if train.channels_last else torch.contiguous_format
     forward_backward = partial(_forward_backward, state, step_sync=step_sync)
     if train.virtual_ranks > 1:
         forward_backward = partial(_as_virtual_ranks, state, config, step_sync=step_sync)
@@ -157,7 +152,9 @@ def train_steps(
         weights = _pass_weights(labels, state.criterion)
         losses = torch.zeros(2, dtype=torch.float64, device=device)  # head, auxiliary head
         for i, batch in enumerate(passes):
-            part = prepare(batch.images, labels[i], indices[i])
+            images = batch.images.to(device, non_blocking=True)
+            images = normalize(images.contiguous(memory_format=layout))
+            part = RankBatch(images, labels[i], _dropout_masks(state, config, indices[i], device))
             # All ranks add their gradients once a step, during the last backward pass. Virtual
             # ranks have a backward pass each, so their gradients wait for the end.
             last = i + 1 == len(passes)
@@ -172,29 +169,12 @@ def train_steps(
         yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s)
 
 
-def _prepare(
-    state: TrainState,
-    config: Config,
-    normalize: Normalize,
-    images: Tensor,
-    labels: Tensor,
-    indices: Sequence[int],
-) -> RankBatch:
-    """Moves images (n, 3, H, W) uint8 to the device of `labels` and normalizes them there."""
-    device = labels.device
-    # Also where channels_last is off: the loader's images have that layout, and convolutions would
-    # follow it.
-    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
-    images = images.to(device, non_blocking=True).contiguous(memory_format=layout)
-    return RankBatch(normalize(images), labels, _dropout_masks(state, config, indices, device))
-
-
 def _forward_backward(
     state: TrainState, part: RankBatch, weight: Tensor | float, *, step_sync: StepSync
 ) -> Tensor:
     """Adds the gradient of this rank's part of a pass; returns the mean losses (2,) of all ranks.
 
-    `weight` is the fraction of the step's valid pixels, over all ranks, that lies in this pass.
+    weight: that of the pass, from `_pass_weights`.
     """
     sums = state.wrapped(*part)
     totals = step_sync.reduce(sums)
@@ -211,21 +191,16 @@ def _as_virtual_ranks(
     *,
     step_sync: StepSync,
 ) -> Tensor:
-    """As `_forward_backward`, with `part` cut among virtual ranks, of which one computes at a time.
-
-    All of them return the same means.
-    """
+    """As `_forward_backward`, with `part` cut among virtual ranks: one at a time computes."""
     device = part.images.device
 
     def work(smaller: RankBatch) -> Tensor:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread begins with device 0
+        on_host = saved_on_host(device, state.model.parameters())
         # In the middle of its backward pass this thread waits for the others: autograd must run in
         # it, and not in the one thread that it has for each device.
-        with (
-            torch.autograd.set_multithreading_enabled(False),
-            saved_on_host(device, state.model.parameters()),
-        ):
+        with torch.autograd.set_multithreading_enabled(False), on_host:
             return _forward_backward(state, smaller, weight, step_sync=step_sync)
 
     parts = part.split(config.train.virtual_ranks)
@@ -262,21 +237,15 @@ def _dropout_masks(
     state: TrainState, config: Config, indices: Sequence[int], device: torch.device
 ) -> DropoutMasks:
     """The masks of the images at `indices`, out of those drawn for the whole batch of this step."""
-    channels = state.model.dropout_channels
-
-    def mask(layer: int, width: int | None) -> Tensor | None:
-        if width is None or config.model.dropout == 0:
-            return None
-        whole = seed.dropout_mask(
-            config.seed,
-            state.step,
-            layer,
-            batch_size=config.train.batch_size,
-            channels=width,
-            p=config.model.dropout,
-        )
-        mine = whole[list(indices)]
-        # Only a copy from pinned memory lets the host run on.
-        return mine.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else mine
-
-    return DropoutMasks(out=mask(0, channels.out), aux=mask(1, channels.aux))
+    masks: list[Tensor | None] = []
+    shape = {"batch_size": config.train.batch_size, "p": config.model.dropout}
+    for layer, channels in enumerate(state.model.dropout_channels):
+        mask = None
+        if channels is not None:
+            whole = seed.dropout_mask(config.seed, state.step, layer, channels=channels, **shape)
+            mask = whole[list(indices)]
+            if device.type == "cuda":
+                # Only a copy from pinned memory lets the host run on.
+                mask = mask.pin_memory().to(device, non_blocking=True)
+        masks.append(mask)
+    return DropoutMasks(*masks)

@@ -1,9 +1,8 @@
-"""Gradients summed over all ranks, in buckets that stay the same from the first step to the last.
+"""Gradients summed over all ranks, in buckets that depend on the list of parameters alone.
 
-Floating-point addition is not associative: on three or more ranks, the position of a gradient in a
-bucket decides in which order the ranks are added. DistributedDataParallel rearranges its buckets
-after the first step of every process, so a resumed run gets other bits. Here the buckets depend
-only on the list of parameters.
+On three or more ranks, the position of a gradient in a bucket decides in which order the ranks are
+added, and so the last bits. DistributedDataParallel rearranges its buckets after the first step of
+every process, so a resumed run gets other bits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,9 +39,6 @@ class GradientSum:
         self._parameters: dict[str, nn.Parameter] = {}
         if dist.world_size() > 1:
             self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
-        devices = sorted({str(p.device) for p in self._parameters.values()})
-        if len(devices) > 1:
-            raise ValueError(f"all parameters must be on one device, found {', '.join(devices)}")
         self._buckets = _make_buckets(list(self._parameters.values()))
         self._used: set[str] | None = None  # names of the parameters that get a gradient
 
@@ -89,9 +85,8 @@ class GradientSum:
         # The other ranks may not notice: with NaN they cannot save a wrong step either.
         sender.finish(spoil=True)
         raise RuntimeError(
-            f"rank {dist.rank()}: {_names(found ^ self._used)}: every step must give gradients to "
-            "the same parameters, this one "
-            + ("got one in this step only" if found - self._used else "got none in this step")
+            f"rank {dist.rank()}: {_names(found ^ self._used)}: got a gradient in some steps only; "
+            "every step must give gradients to the same parameters"
         )
 
 
@@ -148,30 +143,27 @@ class _Sender:
     def _arrived(self, missing: set[nn.Parameter], parameter: nn.Parameter) -> None:
         if parameter not in missing:
             raise RuntimeError(
-                f"rank {dist.rank()}: a parameter of shape {tuple(parameter.shape)} got a second "
-                "gradient while the gradients are summed: run one backward pass, or pass "
-                "overlap=False"
+                f"rank {dist.rank()}: a parameter got a second gradient while the gradients are "
+                "summed: run one backward pass, or pass overlap=False"
             )
         missing.remove(parameter)
         # The last bucket is for `finish`, which knows whether all is well.
         while len(self._waits) < len(self._buckets) - 1 and not self._missing[len(self._waits)]:
             self._send()
 
-    def _send(self) -> None:
+    def _send(self, *, spoil: bool = False) -> None:
         bucket = self._buckets[len(self._waits)]
         bucket.fill()
+        if spoil:
+            bucket.flat.fill_(torch.nan)
         self._waits.append(dist.start_sum(bucket.flat))
 
     @torch.no_grad()
     def finish(self, *, spoil: bool = False) -> None:
         """Sends what is left and waits for all sums; `spoil` makes the last ones NaN everywhere."""
-        while len(self._waits) < len(self._buckets) - 1:
-            self._send()
-        last = self._buckets[-1]
-        last.fill()
-        if spoil:
-            last.flat.fill_(torch.nan)
-        self._waits.append(dist.start_sum(last.flat))
+        while len(self._waits) < len(self._buckets):
+            last = len(self._waits) == len(self._buckets) - 1
+            self._send(spoil=spoil and last)
         for wait in self._waits:
             wait()
 
@@ -181,13 +173,12 @@ def _make_buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
     groups: list[list[nn.Parameter]] = []
     for parameter in reversed(parameters):
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else BUCKET_BYTES
-        if (
-            not groups
-            or parameter.dtype != groups[-1][0].dtype
-            or sum(p.nbytes for p in groups[-1]) + parameter.nbytes > limit
-        ):
-            groups.append([])
-        groups[-1].append(parameter)
+        last = groups[-1] if groups else []
+        fits = sum(p.nbytes for p in last) + parameter.nbytes <= limit
+        if last and fits and parameter.dtype == last[0].dtype:
+            last.append(parameter)
+        else:
+            groups.append([parameter])
     return [_Bucket(group) for group in groups]
 
 
@@ -196,11 +187,10 @@ def _compare(found: set[str]) -> None:
     everyone = [set(names) for names in dist.all_gather_object(sorted(found))]
     some = set.union(*everyone) - set.intersection(*everyone)
     if some:
-        ranks = [rank for rank, names in enumerate(everyone) if not some <= names]
+        ranks = ", ".join(str(rank) for rank, names in enumerate(everyone) if not some <= names)
         raise RuntimeError(
-            f"{_names(some)}: no gradient on {'rank' if len(ranks) == 1 else 'ranks'} "
-            f"{', '.join(map(str, ranks))}, but on others; every parameter must get a gradient on "
-            "all ranks or on none"
+            f"{_names(some)}: no gradient on some ranks ({ranks}); every parameter must get a "
+            "gradient on all ranks or on none"
         )
 
 

@@ -6,13 +6,10 @@ whose crops are mostly ignored would weigh as much as a full one. So every loss 
     sums(logits, labels)   what the pixels of this rank add up to: a float64 tensor, differentiable
     value(totals)          the loss, computed from the sums of all ranks
 
-Between the two, `StepSync.reduce` adds up the sums of all ranks. It is the only place that does.
-A mean over pixels has two sums, losses and weights, and its value is their quotient. Dice has three
-sums for each class, and everything non-linear is in its value.
-
-For the backward pass a rank needs d value / d totals, which it computes from the totals, without
-another exchange. The gradients of the parameters, added up over the ranks, are then those of the
-whole batch (`SegLoss.objective`).
+Between the two, only `StepSync.reduce` adds up the sums of all ranks. A mean over pixels has two
+sums, losses and weights, and its value is their quotient; Dice has three sums for each class. For
+the backward pass a rank computes d value / d totals from the totals, without another exchange: the
+gradients of the parameters, added up over the ranks, are those of the whole batch.
 
 To add a loss: a class with these two methods, one line in LOSSES, and its name in
 `LossConfig.kind` (config/options.py).
@@ -105,9 +102,8 @@ class OHEM(CrossEntropy):
     """Cross entropy of the hard pixels: those whose true class has a probability below
     `ohem_threshold`, and at least the `ohem_min_kept` hardest of all ranks.
 
-    Online hard example mining (arXiv:1604.03540) by pixel, as mmsegmentation's OHEMPixelSampler,
-    with two differences: that one counts `min_kept` for each image, and drops pixels as hard as the
-    last one kept. Here these are kept, and so are all pixels if there are fewer than `min_kept`.
+    Online hard example mining (arXiv:1604.03540) by pixel. mmsegmentation's OHEMPixelSampler counts
+    `min_kept` for each image, and drops pixels as hard as the last one kept. Here these are kept.
     Class weights weigh the pixels kept but do not decide which.
     """
 
@@ -160,12 +156,7 @@ LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy, "ohem": OHEM, "d
 
 
 class SegLoss:
-    """The training loss of a config: the same loss for the head and the auxiliary head.
-
-    Args:
-        device: where the logits and labels will be.
-        passes: the parts that a batch is cut into.
-    """
+    """The training loss of a config: the same loss for the head and the auxiliary head."""
 
     def __init__(self, config: LossConfig, device: torch.device, *, passes: int = 1) -> None:
         self.aux_weight = config.aux_weight
@@ -187,10 +178,9 @@ class SegLoss:
         return F.pad(means, (0, 2 - len(means)), value=torch.nan)
 
     def objective(self, sums: Tensor, totals: Tensor) -> Tensor:
-        """What this rank differentiates, (): its gradient is this rank's part of the gradient of
-        `out + aux_weight * aux`. Use `means` for the value of the loss.
+        """(): its gradient is this rank's part of the gradient of `out + aux_weight * aux`.
 
-        sums: of this rank; totals: of all ranks.
+        sums: of this rank; totals: of all ranks. For the value of the loss use `means`.
         """
         parts = []
         for weight, local, total in zip((1.0, self.aux_weight), sums, totals, strict=False):
@@ -200,13 +190,12 @@ class SegLoss:
         return torch.stack(parts).sum()
 
     def label_weight(self, labels: Tensor) -> Tensor:
-        """What the pixels of int64 labels (N, H, W) count before any mining, () float64: 1 each or
-        their class's weight, and 0 where they are ignored."""
+        """The sum of `_pixel_weights` of int64 labels (N, H, W), before any mining, () float64."""
         return _pixel_weights(labels, self._class_weights).sum(dtype=torch.float64)
 
 
 def _pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:
-    """What each pixel counts, (N, H, W): bool, or the dtype of `class_weights`."""
+    """(N, H, W), 0 where ignored: 1 (as bool), or the weight of the class."""
     if class_weights is None:
         return labels != IGNORE_INDEX
     # A table lookup: indexing with a mask, or bincount, would make the host wait for the device.

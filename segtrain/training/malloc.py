@@ -3,19 +3,14 @@
 import ctypes
 import sys
 
-# From <malloc.h>.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-
-# The largest tensor that is still kept for reuse.
-_KEPT_BYTES = 1 << 30
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
+_KEPT_BYTES = 1 << 30  # the largest tensor that is kept for reuse
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep freed blocks for the next allocation instead of returning them to the system.
+    """Has glibc keep freed blocks for the next allocation; does nothing with another C library.
 
-    Every step frees and allocates the same large tensors, and by default each of them comes back as
-    fresh pages that the kernel must clear. Does nothing where the C library is another.
+    Every step allocates the same large tensors: by default as fresh pages that the kernel clears.
     """
     if sys.platform != "linux":
         return

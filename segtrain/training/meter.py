@@ -3,7 +3,6 @@
 import time
 
 import torch
-from torch import Tensor
 
 from segtrain.training.engine import StepResult
 
@@ -13,26 +12,17 @@ _GIB = 2**30
 class StepMeter:
     """Gathers step results on the device and reads them all at once, when a line is logged.
 
-    Args:
-        batch_size: images a step over all ranks.
+    batch_size: images a step over all ranks.
     """
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
-        self._batch_size = batch_size
-        self._device = device
-        self._sums: Tensor | None = None
-        self._num_steps = 0
-        self._data_s = 0.0
-        self._lr = 0.0
+        self._batch_size, self._device = batch_size, device
+        self._results: list[StepResult] = []
         self._since = time.perf_counter()
 
     def update(self, result: StepResult) -> None:
         """Takes in one step."""
-        values = torch.stack([result.loss, result.aux_loss, result.grad_norm.double()])
-        self._sums = values if self._sums is None else self._sums + values
-        self._num_steps += 1
-        self._data_s += result.data_s
-        self._lr = result.lr
+        self._results.append(result)
 
     def skip(self, seconds: float) -> None:
         """Leaves out time that was spent on something else than training."""
@@ -44,23 +34,24 @@ class StepMeter:
         Raises:
             ValueError: no step since the last call.
         """
-        if self._sums is None:
+        results, self._results = self._results, []
+        if not results:
             raise ValueError("no step to read")
-        loss, aux_loss, grad_norm = (self._sums / self._num_steps).tolist()
+        sums = sum(torch.stack([r.loss, r.aux_loss, r.grad_norm.double()]) for r in results)
+        loss, aux_loss, grad_norm = (sums / len(results)).tolist()
         now = time.perf_counter()
-        step_s = (now - self._since) / self._num_steps
+        step_s, self._since = (now - self._since) / len(results), now
         values = {
             "train/loss": loss,
             "train/aux_loss": aux_loss,
             "train/grad_norm": grad_norm,
-            "train/lr": self._lr,
+            "train/lr": results[-1].lr,
             "time/step_s": step_s,
-            "time/data_s": self._data_s / self._num_steps,
+            "time/data_s": sum(r.data_s for r in results) / len(results),
             "images_per_s": self._batch_size / step_s,
         }
         if self._device.type == "cuda":
             values["mem/peak_gib"] = torch.cuda.max_memory_allocated(self._device) / _GIB
         if aux_loss != aux_loss:  # no auxiliary head
             del values["train/aux_loss"]
-        self._sums, self._num_steps, self._data_s, self._since = None, 0, 0.0, now
         return values

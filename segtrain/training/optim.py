@@ -1,9 +1,7 @@
-"""What moves the weights: parameter groups, the learning rate as a pure function of the step, and
-the exponential moving average."""
+"""What moves the weights: parameter groups, learning rate and exponential moving average."""
 
 import copy
 from collections.abc import Iterator
-from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +56,12 @@ def parameter_groups(model: nn.Module, train: TrainConfig) -> list[dict]:
         if parameter.requires_grad:
             key = (name.startswith("backbone."), id(parameter) in no_decay)
             groups.setdefault(key, []).append(parameter)
-    return [
-        {
-            "params": parameters,
-            "lr_mult": 1.0 if in_backbone else train.head_lr_mult,
-            "weight_decay": 0.0 if undecayed else train.weight_decay,
-        }
-        for (in_backbone, undecayed), parameters in groups.items()
-    ]
+    result = []
+    for (in_backbone, undecayed), parameters in groups.items():
+        lr_mult = 1.0 if in_backbone else train.head_lr_mult
+        decay = 0.0 if undecayed else train.weight_decay
+        result.append({"params": parameters, "lr_mult": lr_mult, "weight_decay": decay})
+    return result
 
 
 def _norm_and_bias(model: nn.Module) -> Iterator[Tensor]:
@@ -78,12 +74,10 @@ def _norm_and_bias(model: nn.Module) -> Iterator[Tensor]:
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of the config; `set_learning_rate` gives it a rate before every step."""
-    groups = parameter_groups(model, train)
+    groups, lr = parameter_groups(model, train), base_lr(train)
     if train.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=base_lr(train), betas=train.betas)
-    return torch.optim.SGD(
-        groups, lr=base_lr(train), momentum=train.momentum, nesterov=train.nesterov
-    )
+        return torch.optim.AdamW(groups, lr, betas=train.betas)
+    return torch.optim.SGD(groups, lr, momentum=train.momentum, nesterov=train.nesterov)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -111,10 +105,9 @@ class WeightAverage:
         # Not the state dict, which lists a tensor that two modules share twice.
         average = [*self.model.parameters(), *self.model.buffers()]
         newest = [*model.parameters(), *model.buffers()]
-        floating = [value.is_floating_point() for value in average]
-        torch._foreach_lerp_(
-            list(compress(average, floating)), list(compress(newest, floating)), 1 - decay
-        )
-        for mine, value in zip(average, newest, strict=True):
-            if not mine.is_floating_point():
-                mine.copy_(value)  # num_batches_tracked
+        pairs = list(zip(average, newest, strict=True))
+        mine, theirs = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
+        torch._foreach_lerp_(mine, theirs, 1 - decay)
+        for counter, value in pairs:
+            if not counter.is_floating_point():
+                counter.copy_(value)  # num_batches_tracked

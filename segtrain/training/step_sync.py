@@ -18,32 +18,20 @@ from segtrain.errors import NonFiniteError
 MAX_OVERFLOWS = 50
 
 
-class _Flags(NamedTuple):
-    """The flags of a step, by name: how many ranks or requests; `bad_here` is of this rank."""
-
-    bad_losses: float
-    bad_here: float
-    stop_requests: float
-    save_requests: float
-    bad_gradients: float
-
-
 class _PendingFlags(NamedTuple):
-    """The flags of one step on their way to the host."""
+    """The flags of one step on their way to the host; `names` are its images on this rank."""
 
     step: int
-    values: "_Readback"
-    names: list[str]  # of the images
+    flags: "_Readback"
+    names: list[str]
 
 
 class StepSync:
     """Keeps the ranks of one run together, step by step.
 
-    Args:
-        stop_requested: asked in every step; true on one rank, all stop after the same step.
-        save_requested: asked in every step; true on one rank, once, all save.
-        overflow_allowed: float16 skips a step whose gradient overflows; only many in a row are an
-            error.
+    stop_requested: asked in every step; true on one rank, all stop after the same step.
+    save_requested: asked in every step; true on one rank, once, all save.
+    overflow_allowed: for float16, which skips such steps; only many in a row are an error.
     """
 
     def __init__(
@@ -58,7 +46,8 @@ class StepSync:
         self._stop_requested, self._save_requested = stop_requested, save_requested
         self._overflow_allowed = overflow_allowed
         self._overflows = 0
-        self._pass_flags: list[Tensor] = []  # (4,) each: the first four of _Flags
+        # (4,) each: ranks with a bad loss, whether this is one, requests to stop and to save.
+        self._pass_flags: list[Tensor] = []
         self._pending: _PendingFlags | None = None
 
     def reduce(self, sums: Tensor) -> Tensor:
@@ -75,8 +64,7 @@ class StepSync:
     def record(self, step: int, grad_norm: Tensor, names: list[str]) -> None:
         """Takes the flags of update number `step` and acts on those of the one before (collective).
 
-        Args:
-            names: the images that this rank trained on in this step.
+        names: the images that this rank trained on in this step.
 
         Raises:
             NonFiniteError: on all ranks, naming step, ranks and images.
@@ -104,17 +92,17 @@ class StepSync:
         return due
 
     def _act(self, pending: _PendingFlags) -> None:
-        flags = _Flags(*pending.values.read())
-        if flags.bad_losses:
-            raise NonFiniteError(_message(pending, "the loss", concerned=bool(flags.bad_here)))
-        self._overflows = self._overflows + 1 if flags.bad_gradients else 0
-        if flags.bad_gradients and not self._overflow_allowed:
+        bad_losses, bad_here, stop_requests, save_requests, bad_gradient = pending.flags.read()
+        if bad_losses:
+            raise NonFiniteError(_message(pending, "the loss", concerned=bool(bad_here)))
+        self._overflows = self._overflows + 1 if bad_gradient else 0
+        if bad_gradient and not self._overflow_allowed:
             raise NonFiniteError(_message(pending, "the gradient", concerned=True))
         if self._overflows > MAX_OVERFLOWS:
             what = f"the gradient overflows float16 since {self._overflows} steps: it"
             raise NonFiniteError(_message(pending, what, concerned=True))
-        self.stopped = self.stopped or flags.stop_requests > 0
-        self._save_due = self._save_due or flags.save_requests > 0
+        self.stopped = self.stopped or stop_requests > 0
+        self._save_due = self._save_due or save_requests > 0
 
 
 def _message(pending: _PendingFlags, what: str, *, concerned: bool) -> str:

@@ -15,10 +15,9 @@ from segtrain.types import DropoutMasks
 
 
 class ModelWithLoss(nn.Module):
-    """A model and its loss: a rank's share of a batch in, its sums of the loss out.
+    """A model and its loss: a rank's part of a batch in, its sums of the loss out.
 
-    One module, so that a compiled graph holds both: the loss melts into the layers before it, and
-    the logits at the size of the image need not be written down.
+    Compiling both together lets torch fuse them and skip the logits at full size.
     """
 
     def __init__(self, model: nn.Module, criterion: SegLoss, train: TrainConfig) -> None:
@@ -35,20 +34,22 @@ class ModelWithLoss(nn.Module):
 
 
 def wrap(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
-    """`model` with `criterion` as `train` wants them trained together.
+    """`model` with `criterion` as one module, compiled if `train` says so.
 
-    The parameters stay those of `model`, under their names there: checkpoints, averages and
-    evaluation use it and never see what is wrapped around it.
+    The parameters stay those of `model`: checkpoints, averages and evaluation use it alone.
     """
     module = ModelWithLoss(model, criterion, train)
-    return _compiled(module) if train.compile else module
+    if not train.compile:
+        return module
+    make_groups(module)
+    # Only the passes of a step differ in size, and a graph with open sizes is slower.
+    return torch.compile(module, fullgraph=True, dynamic=False)
 
 
 def share_weights(model: nn.Module) -> None:
     """Gives all ranks the weights and statistics of rank 0 (collective).
 
-    All ranks have drawn or loaded them in the same way, but a machine with another file or another
-    version of torch may have got other values.
+    A machine with another file or version of torch may have drawn or loaded other values.
 
     Raises:
         ConfigError: the ranks have different models.
@@ -64,10 +65,3 @@ def share_weights(model: nn.Module) -> None:
                     f"{rank}; start all ranks with the same config and version of segtrain"
                 )
     dist.broadcast_from_rank0(state.values())
-
-
-def _compiled(module: nn.Module) -> nn.Module:
-    make_groups(module)
-    # The sizes of a run never change but between the passes of a step, and a graph with open sizes
-    # is slower.
-    return torch.compile(module, fullgraph=True, dynamic=False)
