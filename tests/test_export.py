@@ -21,7 +21,7 @@ from segtrain.config import Config, DataConfig, ModelConfig
 from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.export import formats, verify
-from segtrain.export import weights as stored
+from segtrain.export import write as stored
 from segtrain.export.graph import Case, ExportModel
 from segtrain.models import SegModel, build_model, pspnet
 from segtrain.models.blocks import ConvNormReLU, FeatureChannels, Features

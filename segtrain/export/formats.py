@@ -26,11 +26,7 @@ ONNX_OPSET = 18
 # Name of the metadata entry (JSON) inside .pt2 and TorchScript archives.
 METADATA_FILE = "segtrain.json"
 
-_ONNX_PACKAGES = {
-    "onnx": "onnx>=1.21",
-    "onnxscript": "onnxscript>=0.5",
-    "onnxruntime": "onnxruntime>=1.23",
-}
+_ONNX_PACKAGES = {"onnx": "1.21", "onnxscript": "0.5", "onnxruntime": "1.23"}  # least versions
 
 
 class Format(NamedTuple):
@@ -47,11 +43,12 @@ class Format(NamedTuple):
 
 def require_onnx() -> None:
     """Raises ConfigError, with the command that installs it, if an ONNX package is missing."""
-    missing = [p for name, p in _ONNX_PACKAGES.items() if importlib.util.find_spec(name) is None]
+    needed = _ONNX_PACKAGES.items()
+    missing = [f"'{n}>={least}'" for n, least in needed if importlib.util.find_spec(n) is None]
     if missing:
         raise ConfigError(
             "--format onnx: needs packages that are not installed; run  pip install "
-            + " ".join(f"'{package}'" for package in missing)
+            + " ".join(missing)
         )
 
 
@@ -153,11 +150,7 @@ class _ArangeFrom(TorchFunctionMode):
         self.like = like
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if function is torch.arange and len(args) == 1 and kwargs.keys() <= {"device"}:
@@ -167,10 +160,7 @@ class _ArangeFrom(TorchFunctionMode):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides what exporters print: deprecations, traced constants and, on failure, whole graphs.
-
-    A constant that matters is found by the comparison, and a failure is raised as well.
-    """
+    """Hides what exporters print; the comparison finds what matters, and failures are raised."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

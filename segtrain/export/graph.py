@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from segtrain.models.normalize import Normalize
+from segtrain.models.normalize import Color, Normalize
 
 # Example images are a random picture of this size, stretched, and some noise.
 _COARSE = (4, 6)
@@ -33,9 +33,9 @@ class ExportModel(nn.Module):
     def __init__(
         self,
         model: nn.Module,
+        mean: Color,
+        std: Color,
         *,
-        mean: tuple[float, float, float],
-        std: tuple[float, float, float],
         normalize: Literal["uint8", "float32"] | None = None,
         argmax: bool = False,
     ) -> None:
@@ -74,17 +74,15 @@ class ExportModel(nn.Module):
 
     def describe(self, *, fixed_size: tuple[int, int] | None, min_side_px: int) -> dict[str, str]:
         """Input and output in words, for the file's metadata."""
-        value = {
-            None: "float32, (pixel - mean) / std by channel",
-            "uint8": "uint8, 0..255",
-            "float32": "float32, 0..255",
-        }[self.normalize]
+        normalized = "float32, (pixel - mean) / std by channel"
+        value = f"{self.normalize}, 0..255" if self.normalize else normalized
         height, width = fixed_size or ("H", "W")
         least = f"; H and W at least {min_side_px} px" if min_side_px > 1 else ""
+        result = f"logits (N, K, {height}, {width}) float32, K in the order of class_names"
+        if self.argmax:
+            result = f"labels (N, {height}, {width}) uint8, index into class_names"
         return {
             "min_side_px": str(min_side_px),
             "input": f"images (N, 3, {height}, {width}) RGB {value}{least}",
-            "output": f"labels (N, {height}, {width}) uint8, index into class_names"
-            if self.argmax
-            else f"logits (N, K, {height}, {width}) float32, K in the order of class_names",
+            "output": result,
         }

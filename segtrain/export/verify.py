@@ -62,8 +62,8 @@ def compare(run: Run, graph: ExportModel, case: Case) -> Comparison:
     logits = graph.logits(images)  # (N, K, H, W)
     if not logits.isfinite().all():
         raise CheckpointError(
-            f"the model's logits are not finite (image {case.height}x{case.width}): "
-            "its weights hold NaN or overflow; export an earlier checkpoint"
+            f"the model's logits are not finite (image {case.height}x{case.width}); export an "
+            "earlier checkpoint"
         )
     expected = graph(images)
     try:

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 
 from segtrain import __version__
 from segtrain.checkpoint.loading import LoadedModel
@@ -20,7 +23,6 @@ from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, quiet
 from segtrain.export.graph import ExportModel
 from segtrain.export.verify import TOLERANCE, Comparison, cases, compare
-from segtrain.export.weights import check_weights, write_weights
 from segtrain.files import temporary
 
 
@@ -42,10 +44,8 @@ def export_graph(
         ExecutionError: the exporter failed, or the file differs from the model. `output` is then
             what it was before. The checkpoint is good, so this is no CheckpointError.
     """
-    data = loaded.config.data
-    graph = ExportModel(
-        loaded.model, mean=data.mean, std=data.std, normalize=normalize, argmax=argmax
-    )
+    data, model = loaded.config.data, loaded.model
+    graph = ExportModel(model, data.mean, data.std, normalize=normalize, argmax=argmax)
     least = min_side_px(loaded, format) if size is None else 1
     metadata = {**_metadata(loaded), **graph.describe(fixed_size=size, min_side_px=least)}
     batches = cases(size, least)
@@ -82,6 +82,40 @@ def export_weights(loaded: LoadedModel, output: Path) -> int:
     return len(weights)
 
 
+def write_weights(weights: dict[str, Tensor], metadata: dict[str, str], file: Path) -> None:
+    """Writes `weights` under their own keys, contiguous, on the CPU, in their own dtypes."""
+    dense = torch.contiguous_format
+    # A copy each: safetensors refuses tensors that share memory or are stored channels-last.
+    copies = {k: t.detach().cpu().clone(memory_format=dense) for k, t in weights.items()}
+    # Written by Python, which reports a full disk as what it is.
+    file.write_bytes(save(copies, metadata=metadata))
+
+
+def check_weights(weights: dict[str, Tensor], metadata: dict[str, str], file: Path) -> None:
+    """Reads `file` back and compares it with `weights` bit for bit.
+
+    Raises:
+        ExecutionError: anything differs; the message names the keys.
+    """
+    try:
+        with safe_open(file, framework="pt") as stored:
+            found = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+            same_metadata = stored.metadata() == metadata
+    except SafetensorError as error:
+        raise ExecutionError(f"{file}: the file just written cannot be read: {error}") from error
+    written, read = ({k: _bits(t) for k, t in tensors.items()} for tensors in (weights, found))
+    wrong = sorted(k for k in written.keys() | read.keys() if written.get(k) != read.get(k))
+    if wrong or not same_metadata:
+        what = ", ".join(wrong[:10]) or "metadata"
+        raise ExecutionError(f"{file}: {len(wrong)} tensors differ from the model's: {what}")
+
+
+def _bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    """What is equal for equal bits alone: a NaN equals itself, and -0.0 differs from 0.0."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes()
+
+
 def min_side_px(loaded: LoadedModel, format: str) -> int:
     """The least height and width that a file of this format for any size takes.
 
@@ -96,9 +130,8 @@ def _refusal(output: Path, format: str, compared: list[Comparison]) -> str:
         if not comparison.passed:
             batch, height, width = comparison.case
             what = comparison.problem or (
-                f"max difference {comparison.difference:.1e} of the largest logit, "
-                f"at most {TOLERANCE:.0e} expected; "
-                f"{comparison.agreement:.2%} of the pixels have the same class"
+                f"max difference {comparison.difference:.1e} of the largest logit, at most "
+                f"{TOLERANCE:.0e} expected; {comparison.agreement:.2%} of the pixels are equal"
             )
             lines.append(f"  at {height}x{width}, batch {batch}: {what}")
     lines.append("  --size HEIGHT WIDTH writes a file for that one size, if this one is for others")
