@@ -42,21 +42,18 @@ class Scores:
 
     def scalars(self, names: Sequence[str]) -> dict[str, float]:
         """The scores by their tags in TensorBoard and metrics.jsonl, without NaN."""
-        values = {f"eval/{name}": value for name, value in self.means().items()}
-        values |= {f"eval/IoU/{n}": iou for n, iou in zip(names, self.iou, strict=True)}
-        return {tag: value for tag, value in values.items() if not math.isnan(value)}
+        classes = {f"IoU/{name}": iou for name, iou in zip(names, self.iou, strict=True)}
+        values = {**self.means(), **classes}
+        return {f"eval/{tag}": value for tag, value in values.items() if not math.isnan(value)}
 
     def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The scores for a JSON file; NaN becomes None, because JSON has no NaN."""
-        classes = zip(names, self.iou, self.acc, self.class_frequency, strict=True)
-        return {
-            **{name: _or_none(value) for name, value in self.means().items()},
-            "num_pixels": self.num_pixels,
-            "classes": [
-                {"name": n, "IoU": _or_none(iou), "acc": _or_none(acc), "share": _or_none(part)}
-                for n, iou, acc, part in classes
-            ],
-        }
+        means = {name: _or_none(value) for name, value in self.means().items()}
+        classes = []
+        for name, *values in zip(names, self.iou, self.acc, self.class_frequency, strict=True):
+            iou, acc, share = map(_or_none, values)
+            classes.append({"name": name, "IoU": iou, "acc": acc, "share": share})
+        return {**means, "num_pixels": self.num_pixels, "classes": classes}
 
     def means(self) -> dict[str, float]:
         """The scores over all classes by their usual names."""
@@ -90,7 +87,9 @@ class ConfusionMatrix:
         pred, label = _as_bytes("pred", pred), _as_bytes("label", label)
         table = self._table(pred, label)
         if bool(table[-1].any() | table[:, -1].any()):
-            raise ValueError(_out_of_range(pred, label, self.num_classes))
+            highest, labels = self.num_classes - 1, label[label != IGNORE_INDEX]
+            name, values = ("pred", pred) if table[:, -1].any() else ("label", labels)
+            raise ValueError(_out_of_range(name, values[values > highest], highest))
         self.counts += table[1:-1, :-1]
 
     def _table(self, pred: Tensor, label: Tensor) -> Tensor:
@@ -164,18 +163,12 @@ def _as_bytes(name: str, values: Tensor) -> Tensor:
         return values
     fits = (values >= 0) & (values <= IGNORE_INDEX)
     if not bool(fits.all()):
-        odd = values[~fits].unique().tolist()
-        raise ValueError(f"{name}: expected 0 to {IGNORE_INDEX}, found {odd[:10]}")
+        raise ValueError(_out_of_range(name, values[~fits], IGNORE_INDEX))
     return values.to(torch.uint8)
 
 
-def _out_of_range(pred: Tensor, label: Tensor, num_classes: int) -> str:
-    found = []
-    for name, values, allowed in (("pred", pred, ()), ("label", label, (IGNORE_INDEX,))):
-        odd = [v for v in values.unique().tolist() if not 0 <= v < num_classes and v not in allowed]
-        if odd:
-            found.append(f"{name}: expected 0 to {num_classes - 1}, found {odd[:10]}")
-    return "; ".join(found)
+def _out_of_range(name: str, odd: Tensor, highest: int) -> str:
+    return f"{name}: expected 0 to {highest}, found {odd.unique().tolist()[:10]}"
 
 
 def _ratio(part: int, whole: int) -> float:
