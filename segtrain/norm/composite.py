@@ -1,8 +1,7 @@
 """Synchronized batch norm that can be differentiated any number of times, for gradient penalties.
 
-functional.py computes its backward pass by hand and can be differentiated once. Here autograd does
-it, through an all_reduce whose derivative is an all_reduce: exact, but slower, and autograd keeps
-every intermediate tensor.
+Autograd does the backward pass, through an all_reduce whose derivative is an all_reduce: exact, but
+slower than functional.py, and autograd keeps every intermediate tensor.
 """
 
 from typing import Any

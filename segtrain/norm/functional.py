@@ -1,10 +1,9 @@
 """Batch norm over the pixels of several ranks: the arithmetic, without modules or buffers.
 
 Forward. Each rank takes the mean m and biased variance v of its own n values per channel and sends
-one float64 vector [n m, n (v + m^2), n]. After one all_reduce every rank holds the moments of the
-whole batch. E[x^2] - E[x]^2 is safe here because the sums are in float64 and v was computed about
-the local mean: the error of the variance stays at float32 rounding for |mean| / std up to 1e4,
-where float32 sums have lost every digit. A rank without values sends zeros, which is exact.
+one float64 vector [n m, n (v + m^2), n]; a rank without values sends zeros. One all_reduce makes
+the moments of the whole batch. E[x^2] - E[x]^2 is safe because the sums are in float64 and v was
+computed about the local mean: the variance is exact to float32 rounding for |mean| / std up to 1e4.
 
 Backward. With xhat = (x - mean) / std, S1 = sum(dy) and S2 = sum(dy xhat) over all ranks,
 
@@ -89,7 +88,7 @@ def sync_batch_norms(
     The numbers are bit for bit those of separate calls. All ranks must pass the same layers in the
     same order.
     """
-    tensors = [t for layer in inputs for t in (layer.x, layer.weight, layer.bias)]
+    tensors = [t for layer in inputs for t in layer[:3]]
     results = _SyncBatchNorms.apply([layer.eps for layer in inputs], group, *tensors)
     return list(results[: len(inputs)]), _as_moments(results[len(inputs) :])
 
@@ -159,7 +158,7 @@ def norm_gradients(
         # Also if this rank needs no gradient of x: the others would wait for it.
         whole = dist.all_reduce_sum(whole, group)
     results: list[Tensor | None] = []
-    for i, total in enumerate(_split(whole, sums)):
+    for i, total in enumerate(whole.split([len(part) for part in sums])):
         (mean, _, count), (weight, bias) = moments[i], parameters[i]
         needs_x, needs_weight, needs_bias = needed[3 * i : 3 * i + 3]
         grad_x = None
@@ -190,7 +189,7 @@ def global_moments(
     if shared:
         whole = dist.all_reduce_sum(whole, group)
     result = []
-    for x, part in zip(xs, _split(whole, payloads), strict=True):
+    for x, part in zip(xs, whole.split([len(part) for part in payloads]), strict=True):
         mean, var, count = unpacked_moments(part)
         wide = wide_dtype(x)
         result.append(Moments(mean.to(wide), var.to(wide), count.clone()))
@@ -200,11 +199,6 @@ def global_moments(
 def _joined(vectors: Sequence[Tensor]) -> Tensor:
     """One vector for one all_reduce; a copy only if there are several."""
     return torch.cat(list(vectors)) if len(vectors) > 1 else vectors[0]
-
-
-def _split(whole: Tensor, vectors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`whole`, made by `_joined`, in the parts that `vectors` had."""
-    return whole.split([len(vector) for vector in vectors]) if len(vectors) > 1 else [whole]
 
 
 def packed_moments(mean: Tensor, var: Tensor, num_values: int) -> Tensor:
@@ -230,10 +224,7 @@ def unbiased(var: Tensor, count: Tensor | float) -> Tensor:
 
 
 def dense_like(grad: Tensor, x: Tensor) -> Tensor:
-    """`grad` without gaps in the memory format of `x`.
-
-    The kernels pair elements by their place in memory.
-    """
+    """`grad` laid out as `x`: the kernels pair elements by their place in memory."""
     # A slice is contiguous in neither format, but the stride of its channels tells.
     format = torch.contiguous_format
     if not x.is_contiguous() and x.stride(1) == 1:

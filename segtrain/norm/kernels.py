@@ -1,9 +1,8 @@
 """One rank's passes over its values: statistics, normalization, and two for the backward pass.
 
-All are kernels of torch. On a CPU torch's own batch norm is not the best choice: it reads
-contiguous input value by value, and adds channels-last input in one float32 sum over all pixels, so
-a mean of 10,000 standard deviations makes the variance nine times too large. So the kernel is
-chosen by the layout.
+On a CPU the kernel of torch is chosen by the layout. Its batch norm reads contiguous input value by
+value, and adds channels-last input in one float32 sum over all pixels, so a mean of 10,000 standard
+deviations makes the variance nine times too large.
 """
 
 import torch
@@ -17,17 +16,15 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device).unbind()
     mean, var = _moments(x)
     # On a CPU reading the answer costs nothing; CUDA's kernels are exact enough.
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and _lies_far(mean, var):
+    if x.device.type == "cuda" or torch.compiler.is_compiling():
+        return mean, var
+    # A mean over 100 standard deviations from 0 is too far for sums in float32.
+    if torch.addcmul(var, mean, mean, value=-1e-4).min().item() < 0:
         # Subtracting a number that is close to another is exact.
         center = mean.to(x.dtype)
         offset, var = _moments(x - _along(x, center))
         mean = center.double() + offset
     return mean, var
-
-
-def _lies_far(mean: Tensor, var: Tensor) -> bool:
-    """Whether a mean is over 100 standard deviations from 0, too far for sums in float32."""
-    return torch.addcmul(var, mean, mean, value=-1e-4).min().item() < 0
 
 
 # The most values that one float32 accumulator adds up.
@@ -41,7 +38,7 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
         if x.is_contiguous() and length >= 256 * len(x):
             return _moments_by_rows(x)
         if length > _RUN and _is_channels_last(x):
-            return _moments_by_runs(x, _num_runs(length))
+            return _moments_by_runs(x)
     wide = wide_dtype(x)
     # The kernel returns the dtype of the running buffers. Without any it would round the
     # statistics of bfloat16 input to bfloat16.
@@ -53,33 +50,25 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def _moments_by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """For a contiguous tensor on a CPU, several times as fast as batch norm's own kernel.
 
-    Group norm's kernel, with a group for each channel of each image, is vectorized. Its output,
-    the normalized tensor, is not needed.
+    Group norm's kernel, with a group for each channel of each image, is vectorized.
     """
-    num_rows, num_channels = x.shape[:2]
-    length = x[0, 0].numel()
-    _, means, inv_stds = torch.native_group_norm(
-        x, None, None, num_rows, num_channels, length, num_channels, 0.0
-    )
+    rows, channels = x.shape[:2]
+    sizes = (rows, channels, x[0, 0].numel(), channels)
+    _, means, inv_stds = torch.native_group_norm(x, None, None, *sizes, 0.0)
     # A constant row has an infinite inverse, so its variance becomes 0.
     return _merged(means, inv_stds.double().pow_(-2))
 
 
-def _num_runs(length: int) -> int:
-    """In how many runs to cut `length` pixels; of equal length, if possible."""
-    fewest = -(-length // _RUN)
-    equal = (num for num in range(fewest, 8 * fewest) if length % num == 0)
-    return next(equal, fewest)
-
-
-def _moments_by_runs(x: Tensor, num_runs: int) -> tuple[Tensor, Tensor]:
+def _moments_by_runs(x: Tensor) -> tuple[Tensor, Tensor]:
     """For a channels-last tensor on a CPU, ten times as exact as one run over all pixels.
 
     The kernel adds up pixels one by one in float32. Here it sees the channels of `num_runs`
     neighbouring pixels as separate channels, and the runs are merged in float64.
     """
-    num_channels = x.shape[1]
-    pixels = x.movedim(1, -1).reshape(-1, num_channels)
+    pixels = x.movedim(1, -1).reshape(-1, x.shape[1])
+    fewest = -(-len(pixels) // _RUN)
+    equal = (num for num in range(fewest, 8 * fewest) if len(pixels) % num == 0)
+    num_runs = next(equal, fewest)
     height = len(pixels) // num_runs
     whole, rest = pixels[: height * num_runs], pixels[height * num_runs :]
     # (1, C', height, 1) with the channels innermost: for this layout the kernel is vectorized.
@@ -129,12 +118,7 @@ def backward_sums(grad: Tensor, x: Tensor, mean: Tensor, inv_std: Tensor) -> Ten
 
 
 def input_gradient(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    inv_std: Tensor,
-    means: Tensor,
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, inv_std: Tensor, means: Tensor
 ) -> Tensor:
     """weight / std * (dy - mean(dy) - xhat * mean(dy xhat)), like `x`.
 

@@ -98,10 +98,6 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         """As nn.BatchNorm2d, with extent and kind of running statistics."""
         return f"{super().extra_repr()}, extent={self.extent}, running={self.running}"
 
-    def forget(self) -> None:
-        """Drops the batches since the statistics were settled."""
-        self._seen.clear()
-
     def _contributions(self) -> Iterator[Tensor]:
         """For each batch, what this rank adds to the sum over all ranks, (2 C + 1,)."""
         leads = self._ranks()[0] == dist.rank()  # one rank contributes for its group
@@ -111,8 +107,8 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
                 part = packed_moments(mean, var, 1) * count
             else:
                 # A group without values does not count.
-                part = torch.cat([mean, unbiased(var, count), mean.new_ones(1)]).double()
-                part *= count > 0
+                ones = mean.new_ones(1)
+                part = torch.cat([mean, unbiased(var, count), ones]).double() * (count > 0)
             yield part if counts_in else torch.zeros_like(part)
 
     def _merge(self, total: Tensor) -> None:
@@ -142,4 +138,4 @@ def settle_statistics(module: nn.Module) -> None:
     for (layer, _), total in zip(parts, totals.split(sizes), strict=True):
         layer._merge(total)
     for layer in layers:
-        layer.forget()
+        layer._seen.clear()

@@ -62,7 +62,7 @@ def precise_statistics(
         for layer, counter in zip(layers, counters, strict=True):
             layer.num_batches_tracked.copy_(counter)
             if isinstance(layer, PartialBatchNorm2d):
-                layer.forget()
+                layer._seen.clear()
     _set(layers, sums, group)
     return len(layers)
 

@@ -90,7 +90,6 @@ class SyncBatchNorm(_BatchNorm):
         return y
 
     def _recompute(self, input: Tensor) -> Tensor:
-        """As nn.BatchNorm2d in training, without tracking the batch again."""
         # Copies, not None: checkpointing compares the saved tensors with those of the first time.
         buffers = [None if b is None else b.clone() for b in (self.running_mean, self.running_var)]
         return F.batch_norm(input, *buffers, self.weight, self.bias, True, 0.0, self.eps)
@@ -101,13 +100,11 @@ class SyncBatchNorm(_BatchNorm):
         return F.batch_norm(input, *buffers, self.weight, self.bias, by_batch, 0.0, self.eps)
 
     def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
-        """Checks the statistics of a batch, whose part on this rank is `input`, and tracks them."""
+        """Checks and tracks the statistics of a batch, whose part on this rank is `input`."""
         few = self.on_one_value == "raise" and input.numel() <= input.shape[1]
         if few and moments.count == 1:
-            raise ValueError(
-                f"batch norm in training got one value per channel over {dist.group_size(group)} "
-                f"ranks: this rank's input is {tuple(input.shape)}"
-            )
+            ranks, shape = dist.group_size(group), tuple(input.shape)
+            raise ValueError(f"one value per channel over {ranks} ranks; this one has {shape}")
         # Virtual ranks share the layer and see the same statistics.
         if not recomputing() and virtual_ranks.slot() == 0:
             mean, var, count = moments
@@ -134,10 +131,7 @@ class SyncBatchNorm(_BatchNorm):
                 running.copy_(wide)
 
     def shares_calls(self) -> bool:
-        """Whether one function may compute this layer together with others.
-
-        Not in evaluation, where there is nothing to share, nor with hooks, which need their call.
-        """
+        """Whether one function may compute this layer with others; hooks need a call of it."""
         return self.training and not self.double_backward and not has_hooks(self)
 
     def _sharing_size(self) -> int:
