@@ -95,7 +95,7 @@ def small_model(config):
     norm, model = make_norm(config.norm), config.model
     options = {"num_classes": 4, "norm": norm}
     head = PSPHead(model, Stub.channels, **options)
-    aux = AuxHead(8, model.aux_channels, dropout=model.dropout, **options)
+    aux = AuxHead(model, Stub.channels, **options)
     return SegModel(Stub(norm), head, aux, dropout=model.dropout, align_corners=False)
 
 

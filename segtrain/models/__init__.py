@@ -28,12 +28,8 @@ from segtrain.types import DropoutMasks, SegLogits
 __all__ = ["BACKBONES", "MODELS", "DropoutChannels", "SegModel", "build_backbone", "build_model"]
 
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
-    "resnet18": build_resnet,
-    "resnet34": build_resnet,
-    "resnet50": build_resnet,
-    "resnet101": build_resnet,
-    "mobilenet_v2": build_mobilenet,
-    "mobilenet_v3_large": build_mobilenet,
+    **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101"), build_resnet),
+    **dict.fromkeys(("mobilenet_v2", "mobilenet_v3_large"), build_mobilenet),
 }
 """`model.backbone`: what is called with (model config, norm=factory)."""
 
@@ -53,12 +49,9 @@ class DropoutChannels(NamedTuple):
 
 
 class SegModel(nn.Module):
-    """A segmentation network.
+    """A segmentation network; `aux_head` runs in training only.
 
-    Attributes:
-        backbone: the pretrained part; everything else counts as head.
-        head, aux_head: `aux_head` runs in training only, and is None without one.
-        dropout_p, dropout_channels: what a caller needs to draw the masks of `forward`.
+    `dropout_p` and `dropout_channels` are what a caller needs to draw the masks of `forward`.
     """
 
     def __init__(
@@ -124,8 +117,6 @@ def build_model(
     backbone = build_backbone(model, norm=norm)
     options = {"num_classes": num_classes, "norm": norm}
     head = MODELS[model.arch](model, backbone.channels, **options)
-    aux_head, dropout = None, model.dropout
-    if model.aux_head:
-        width = backbone.channels.aux
-        aux_head = AuxHead(width, model.aux_channels, dropout=dropout, **options)
-    return SegModel(backbone, head, aux_head, dropout=dropout, align_corners=model.align_corners)
+    aux_head = AuxHead(model, backbone.channels, **options) if model.aux_head else None
+    align = model.align_corners
+    return SegModel(backbone, head, aux_head, dropout=model.dropout, align_corners=align)

@@ -7,20 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segtrain.config import ModelConfig
 from segtrain.norm import NormFactory, normalize_together
 
 
 class Features(NamedTuple):
-    """What every backbone returns, each (N, C, h, w) with h = ceil(H / stride).
+    """What every backbone returns, each (N, C, h, w) with h = ceil(H / stride)."""
 
-    low: stride 4.
-    aux: the stage before the last, stride min(16, output_stride).
-    out: the last stage, stride output_stride.
-    """
-
-    low: Tensor
-    aux: Tensor
-    out: Tensor
+    low: Tensor  # stride 4
+    aux: Tensor  # the stage before the last, stride min(16, output_stride)
+    out: Tensor  # the last stage, stride output_stride
 
 
 class FeatureChannels(NamedTuple):
@@ -44,9 +40,8 @@ def plan_stages(
 ) -> list[StagePlan]:
     """Strides until `output_stride` is reached and dilations instead of strides from there on.
 
-    contract_dilation: the kernel that lost its stride keeps the dilation of the stage before, only
-        those after it are widened. The stage then sees the same pixels as in the pretrained network
-        of stride 32, whose output is a subset of the dilated one's.
+    contract_dilation: the kernel that lost its stride keeps the dilation of the stage before. The
+        stage then sees the same pixels as in the pretrained network of stride 32.
     """
     plans = []
     reached, dilation = stem_stride, 1
@@ -69,16 +64,9 @@ def conv2d(
     groups: int = 1,
 ) -> nn.Conv2d:
     """A convolution without bias, padded to keep the size (up to its stride)."""
-    conv = nn.Conv2d(
-        in_channels,
-        out_channels,
-        kernel,
-        stride=stride,
-        padding=dilation * (kernel // 2),
-        dilation=dilation,
-        groups=groups,
-        bias=False,
-    )
+    padding = dilation * (kernel // 2)
+    geometry = (kernel, stride, padding, dilation, groups)
+    conv = nn.Conv2d(in_channels, out_channels, *geometry, bias=False)
     initialize(conv)
     return conv
 
@@ -104,17 +92,11 @@ class ConvNormReLU(nn.Module):
     """Convolution without bias, norm, ReLU: (N, in_channels, h, w) to (N, out_channels, h, w)."""
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel: int,
-        *,
-        norm: NormFactory,
-        groups: int = 1,
+        self, in_channels: int, channels: int, kernel: int, *, norm: NormFactory, groups: int = 1
     ) -> None:
         super().__init__()
-        self.conv = conv2d(in_channels, out_channels, kernel, groups=groups)
-        self.norm = norm(out_channels)
+        self.conv = conv2d(in_channels, channels, kernel, groups=groups)
+        self.norm = norm(channels)
 
     def before_norm(self, x: Tensor) -> Tensor:
         """The input of the last norm, for `run_together`."""
@@ -217,17 +199,12 @@ class AuxHead(Head):
     """The auxiliary classifier: 3x3 convolution, norm, ReLU, dropout, 1x1 (arXiv:1612.01105)."""
 
     def __init__(
-        self,
-        in_channels: int,
-        channels: int,
-        *,
-        num_classes: int,
-        dropout: float,
-        norm: NormFactory,
+        self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
     ) -> None:
         super().__init__()
-        self.conv = ConvNormReLU(in_channels, channels, 3, norm=norm)
-        self.classifier = Classifier(channels, num_classes, dropout=dropout)
+        width = model.aux_channels
+        self.conv = ConvNormReLU(channels.aux, width, 3, norm=norm)
+        self.classifier = Classifier(width, num_classes, dropout=model.dropout)
 
     def join(self, features: Features) -> Tensor:
         """The features of the stage before the last."""

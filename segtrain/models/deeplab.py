@@ -35,13 +35,7 @@ class ASPP(nn.Module):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        width: int,
-        rates: Sequence[int],
-        *,
-        separable: bool,
-        norm: NormFactory,
+        self, in_channels: int, width: int, rates: Sequence[int], separable: bool, norm: NormFactory
     ) -> None:
         super().__init__()
         depthwise_rates = rates if separable else ()
@@ -127,7 +121,7 @@ class DeepLabV3PlusHead(Head):
 
 def _aspp(model: ModelConfig, in_channels: int, width: int, norm: NormFactory) -> ASPP:
     rates = model.aspp_rates or _RATES[model.output_stride]
-    return ASPP(in_channels, width, rates, separable=model.separable, norm=norm)
+    return ASPP(in_channels, width, rates, model.separable, norm)
 
 
 def _conv3x3(
