@@ -31,31 +31,24 @@ from segtrain.types import Batch, DropoutMasks
 class StepResult(NamedTuple):
     """What a step leaves behind; tensors stay on the device until they are logged.
 
-    step: updates done so far, 1 .. train.steps.
     loss, aux_loss: () float64, means over the valid pixels of all ranks; aux_loss is NaN without an
         auxiliary head.
-    grad_norm: () norm of all gradients together, before clipping.
-    lr: the backbone's learning rate of this update.
-    data_s: seconds the step waited for the loader.
     """
 
-    step: int
+    step: int  # updates done so far, 1 .. train.steps
     loss: Tensor
     aux_loss: Tensor
-    grad_norm: Tensor
-    lr: float
-    data_s: float
+    grad_norm: Tensor  # () of all gradients together, before clipping
+    lr: float  # the backbone's
+    data_s: float  # seconds the step waited for the loader
 
 
 class RankBatch(NamedTuple):
-    """This rank's part of one pass.
+    """This rank's part of one pass."""
 
-    images: (n, 3, H, W) normalized; labels: (n, H, W) int64; dropout: masks of these n images.
-    """
-
-    images: Tensor
-    labels: Tensor
-    dropout: DropoutMasks
+    images: Tensor  # (n, 3, H, W) normalized
+    labels: Tensor  # (n, H, W) int64
+    dropout: DropoutMasks  # of these n images
 
     def split(self, parts: int) -> list["RankBatch"]:
         """The images in contiguous parts; the first parts hold one more where they are unequal."""
@@ -71,20 +64,16 @@ class RankBatch(NamedTuple):
 
 @dataclass
 class TrainState:
-    """Everything that an update changes: the contents of a checkpoint.
-
-    wrapped: `model` and `criterion` as one module, compiled if the config says so.
-    step: updates done.
-    """
+    """Everything that an update changes: the contents of a checkpoint."""
 
     model: nn.Module
     criterion: SegLoss
-    wrapped: nn.Module
+    wrapped: nn.Module  # both as one module, compiled if the config says so
     gradients: GradientSum
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     average: WeightAverage | None
-    step: int = 0
+    step: int = 0  # updates done
 
     @property
     def eval_model(self) -> nn.Module:

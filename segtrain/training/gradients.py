@@ -25,14 +25,11 @@ class GradientSum:
     """Sums the gradients of a model over all ranks; does nothing in a single process.
 
     Afterwards `grad` of every parameter is a view of a bucket, with the strides of the parameter. A
-    parameter that gets no gradient on any rank keeps None, as in a single process.
-
-    The ranks compare in the first step which parameters get a gradient. This must be the same on
-    all ranks and in all steps of the process.
+    parameter that gets no gradient on any rank keeps None. Which ones get a gradient must be the
+    same on all ranks, which compare it in the first step, and in all steps of the process.
 
     Args:
-        named_parameters: in the order of registration, the same on all ranks, on one device. Those
-            that need no gradient are left out.
+        named_parameters: in the order of registration, the same on all ranks, on one device.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -49,8 +46,7 @@ class GradientSum:
         Gradients of earlier backward passes, outside, are added first. If an exception leaves the
         block, nothing is summed and the next call begins anew.
 
-        Args:
-            overlap: send while the backward pass runs. Only one backward pass may be inside.
+        overlap: send while the backward pass runs, of which there may be only one inside.
 
         Raises:
             RuntimeError: the parameters with a gradient differ between the ranks, or from those of
@@ -105,23 +101,22 @@ class _Bucket:
 
     def fill(self) -> None:
         """Moves the gradients of the parameters here; zeros stand for those without one."""
-        views, gradients = [], []
+        moves = []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad is not view:
-                views.append(view)
-                gradients.append(parameter.grad)
+                moves.append((view, parameter.grad))
                 parameter.grad = view
-        if views:
-            torch._foreach_copy_(views, gradients)
+        if moves:
+            torch._foreach_copy_(*zip(*moves, strict=True))
 
 
 class _Sender:
     """One round of sums: every bucket once, in the same order on all ranks.
 
-    Autograd calls hooks on one thread for each device, so there is no lock. On CUDA the sums are
-    ordered after the stream of that thread, which is the one that computed the gradients.
+    Autograd calls hooks on one thread for each device, so there is no lock. On CUDA the sums come
+    after the stream of that thread, which computed the gradients.
     """
 
     def __init__(self, buckets: Sequence[_Bucket]) -> None:

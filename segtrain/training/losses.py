@@ -35,15 +35,11 @@ _ROUNDING = 256
 
 
 class LossOptions(NamedTuple):
-    """What a loss is made from.
-
-    class_weights: `config.class_weights` (K,) on the device of the logits, or None.
-    passes: the parts that a batch is cut into (train.accumulate_steps).
-    """
+    """What a loss is made from."""
 
     config: LossConfig
-    class_weights: Tensor | None = None
-    passes: int = 1
+    class_weights: Tensor | None = None  # those of `config`, (K,) on the device of the logits
+    passes: int = 1  # the parts that a batch is cut into (train.accumulate_steps)
 
 
 class Loss(Protocol):
@@ -52,8 +48,7 @@ class Loss(Protocol):
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """This rank's sums, float64 and of the same shape on all ranks.
 
-        logits: (N, K, H, W).
-        labels: (N, H, W) int64, 0 .. K-1 or IGNORE_INDEX.
+        logits: (N, K, H, W); labels: (N, H, W) int64, 0 .. K-1 or IGNORE_INDEX.
         """
 
     def value(self, totals: Tensor) -> Tensor:
@@ -115,7 +110,10 @@ class OHEM(CrossEntropy):
             # The loss is -log(probability), so the hardest pixels have the largest.
             hardness = losses.masked_fill(labels == IGNORE_INDEX, -math.inf)
             min_kept = math.ceil(config.ohem_min_kept / self.options.passes)
-            limit = _just_below(_kth_largest_of_all_ranks(hardness.flatten(), min_kept))
+            limit = _kth_largest_of_all_ranks(hardness.flatten(), min_kept)
+            # Enlarged logits repeat along the border of an image. Which of them come out a bit
+            # larger depends on the last bits of the features, and these on the split over ranks.
+            limit -= _ROUNDING * torch.finfo(limit.dtype).eps * limit.abs().clamp(min=1)
             threshold = config.ohem_threshold
             easy_loss = -math.log(threshold) if threshold > 0 else math.inf
             easy = (hardness <= easy_loss) & (hardness < limit)
@@ -212,12 +210,3 @@ def _kth_largest_of_all_ranks(values: Tensor, k: int) -> Tensor:
     largest[: len(mine)] = mine
     # Not kthvalue, which works through all the values in a single block of CUDA threads.
     return dist.all_gather(largest).flatten().topk(k, sorted=False).values.min()
-
-
-def _just_below(limit: Tensor) -> Tensor:
-    """`limit`, lowered by what rounding may put between equally hard pixels.
-
-    Enlarged logits repeat along the border of an image. Which of them come out a bit larger depends
-    on the last bits of the features, and these on the split of the batch over ranks.
-    """
-    return limit - _ROUNDING * torch.finfo(limit.dtype).eps * limit.abs().clamp(min=1)

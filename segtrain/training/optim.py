@@ -1,7 +1,6 @@
 """What moves the weights: parameter groups, learning rate and exponential moving average."""
 
 import copy
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +49,12 @@ def parameter_groups(model: nn.Module, train: TrainConfig) -> list[dict]:
 
     Every parameter is in exactly one group, also one shared by two modules.
     """
-    no_decay = {id(p) for p in _norm_and_bias(model)} if not train.decay_norm_and_bias else set()
     groups: dict[tuple[bool, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            key = (name.startswith("backbone."), id(parameter) in no_decay)
+            # Norm layers are recognized by their shape, whatever their class: a number a channel.
+            norm_or_bias = parameter.dim() <= 1 or name.split(".")[-1] == "bias"
+            key = (name.startswith("backbone."), norm_or_bias and not train.decay_norm_and_bias)
             groups.setdefault(key, []).append(parameter)
     result = []
     for (in_backbone, undecayed), parameters in groups.items():
@@ -62,14 +62,6 @@ def parameter_groups(model: nn.Module, train: TrainConfig) -> list[dict]:
         decay = 0.0 if undecayed else train.weight_decay
         result.append({"params": parameters, "lr_mult": lr_mult, "weight_decay": decay})
     return result
-
-
-def _norm_and_bias(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            # Batch norm is recognized by its shape, whatever its class: one number a channel.
-            if name == "bias" or parameter.dim() <= 1:
-                yield parameter
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:

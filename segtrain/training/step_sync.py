@@ -6,7 +6,6 @@ leaves the process (a checkpoint, an evaluation), `settle` reads the newest flag
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +15,6 @@ from segtrain.errors import NonFiniteError
 
 # A loss scale that halves this often without one good step has left the range of float16.
 MAX_OVERFLOWS = 50
-
-
-class _PendingFlags(NamedTuple):
-    """The flags of one step on their way to the host; `names` are its images on this rank."""
-
-    step: int
-    flags: "_Readback"
-    names: list[str]
 
 
 class StepSync:
@@ -48,7 +39,8 @@ class StepSync:
         self._overflows = 0
         # (4,) each: ranks with a bad loss, whether this is one, requests to stop and to save.
         self._pass_flags: list[Tensor] = []
-        self._pending: _PendingFlags | None = None
+        # Step, flags on their way to the host, and the names of the images on this rank.
+        self._pending: tuple[int, _Readback, list[str]] | None = None
 
     def reduce(self, sums: Tensor) -> Tensor:
         """The sums of the loss over all ranks, float64, in the shape of `sums` (collective)."""
@@ -72,9 +64,9 @@ class StepSync:
         bad_gradient = (~grad_norm.isfinite()).double()
         flags = torch.cat([torch.stack(self._pass_flags).sum(0), bad_gradient.view(1)])
         self._pass_flags.clear()
-        before, self._pending = self._pending, _PendingFlags(step, _Readback(flags), names)
+        before, self._pending = self._pending, (step, _Readback(flags), names)
         if before is not None:
-            self._act(before)
+            self._act(*before)
 
     def settle(self) -> None:
         """Acts on the newest flags too: afterwards the weights are known to be good (collective).
@@ -84,33 +76,33 @@ class StepSync:
         """
         newest, self._pending = self._pending, None
         if newest is not None:
-            self._act(newest)
+            self._act(*newest)
 
     def pop_save_request(self) -> bool:
         """Whether a rank was asked to save since the last call; the same on all ranks."""
         due, self._save_due = self._save_due, False
         return due
 
-    def _act(self, pending: _PendingFlags) -> None:
-        bad_losses, bad_here, stop_requests, save_requests, bad_gradient = pending.flags.read()
+    def _act(self, step: int, flags: "_Readback", names: list[str]) -> None:
+        bad_losses, bad_here, stop_requests, save_requests, bad_gradient = flags.read()
         if bad_losses:
-            raise NonFiniteError(_message(pending, "the loss", concerned=bool(bad_here)))
+            raise NonFiniteError(_message(step, names if bad_here else [], "the loss"))
         self._overflows = self._overflows + 1 if bad_gradient else 0
         if bad_gradient and not self._overflow_allowed:
-            raise NonFiniteError(_message(pending, "the gradient", concerned=True))
+            raise NonFiniteError(_message(step, names, "the gradient"))
         if self._overflows > MAX_OVERFLOWS:
             what = f"the gradient overflows float16 since {self._overflows} steps: it"
-            raise NonFiniteError(_message(pending, what, concerned=True))
+            raise NonFiniteError(_message(step, names, what))
         self.stopped = self.stopped or stop_requests > 0
         self._save_due = self._save_due or save_requests > 0
 
 
-def _message(pending: _PendingFlags, what: str, *, concerned: bool) -> str:
-    """What is not finite, with the images of every rank that is concerned (collective)."""
-    lines = [f"step {pending.step}: {what} is not finite"]
-    for rank, (bad, names) in enumerate(dist.all_gather_object((concerned, pending.names))):
-        if bad:
-            lines.append(f"  rank {rank}: images {', '.join(names)}")
+def _message(step: int, names: list[str], what: str) -> str:
+    """What is not finite, with the images of all ranks that give any (collective)."""
+    lines = [f"step {step}: {what} is not finite"]
+    for rank, images in enumerate(dist.all_gather_object(names)):
+        if images:
+            lines.append(f"  rank {rank}: images {', '.join(images)}")
     lines.append(
         "  no checkpoint was written since; a lower train.lr, train.warmup_steps or "
         "train.clip_grad_norm usually help, else look at these images with 'segtrain data check'"
