@@ -206,7 +206,7 @@ def test_named_weights_are_fetched(published, classifier_state, backbone, spec):
 
 def test_fetched_weights_with_a_wrong_hash_are_refused(published, backbone):
     published.write_bytes(published.read_bytes() + b"x")
-    with pytest.raises(CheckpointError, match=r"is damaged: invalid hash value"):
+    with pytest.raises(CheckpointError, match=r"cannot load .*: invalid hash value"):
         load_backbone(backbone, "IMAGENET1K_V1")
 
 

@@ -112,7 +112,7 @@ def build_model(
     """The network that `model` describes, with random weights from torch's generator.
 
     norm: makes the norm layer for a number of channels. Its layers are used as they are, except
-        that MobileNetV3 sets their eps.
+        that MobileNets start with weight 1 and bias 0, and that MobileNetV3 sets their eps.
     """
     backbone = build_backbone(model, norm=norm)
     options = {"num_classes": num_classes, "norm": norm}

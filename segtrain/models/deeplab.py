@@ -88,8 +88,8 @@ class DeepLabV3Head(Head):
 class DeepLabV3PlusHead(Head):
     """ASPP joined with low-level features, two 3x3 convolutions, dropout and 1x1 convolution.
 
-    Concatenated as [low-level, ASPP], the order of VainF and detectron2. The paper (table 2),
-    detectron2 and mmsegmentation have two convolutions; VainF has one.
+    Concatenated as [low-level, ASPP], the order of VainF and detectron2. The paper (table 2) has
+    two convolutions; VainF has one.
     """
 
     def __init__(

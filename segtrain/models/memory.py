@@ -1,7 +1,6 @@
 """Refuses an experiment that cannot fit into memory, before anything is allocated.
 
-Only a lower bound is checked: the images, and the scores of every class at their size. Training
-takes several times as much, so what passes may still be too large.
+Only a lower bound is checked: the images, and the scores of every class at their size.
 """
 
 import os

@@ -38,20 +38,13 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class PretrainedReport:
-    """What happened to the keys of the file and of the backbone.
+    """What happened to the keys of the file and of the backbone."""
 
-    source: the URL or path.
-    loaded: number of tensors loaded.
-    ignored: keys of the file for parts that the backbone does not have.
-    random: keys of the backbone that stay random: its stem is deep, the file's is 7x7.
-    counters: number of batch counters missing from the file, as in old files; they start at 0.
-    """
-
-    source: str
-    loaded: int
-    ignored: tuple[str, ...] = ()
-    random: tuple[str, ...] = ()
-    counters: int = 0
+    source: str  # the URL or path
+    loaded: int  # number of tensors
+    ignored: tuple[str, ...]  # keys of the file for parts that the backbone does not have
+    random: tuple[str, ...]  # keys that stay random: the stem is deep, the file's is 7x7
+    counters: int  # batch counters missing from the file, as in old files; they start at 0
 
     def lines(self) -> list[str]:
         """The lines for the start-up log."""
@@ -74,15 +67,13 @@ def load_backbone(backbone: nn.Module, spec: str, *, progress: bool = False) -> 
     process of a machine call this before the others.
 
     Args:
-        backbone: with `name`, `classifier_keys` and `stem_keys` (see segtrain/models/__init__.py).
         spec: a weight of torchvision's model of the same name, such as IMAGENET1K_V1 or DEFAULT, or
             a .pth, .pt (loaded weights-only) or .safetensors file.
         progress: shows the download on stderr.
 
     Raises:
         ConfigError: no such weight and not a file.
-        CheckpointError: the file is missing, damaged or cannot be fetched; keys missing, left over,
-            of another shape or not finite.
+        CheckpointError: the file cannot be fetched or read, or does not fit.
     """
     if Path(spec).suffix in _SUFFIXES or Path(spec).is_file():
         source, content = spec, _read(Path(spec))
@@ -109,15 +100,10 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
     options = {"check_hash": True, "map_location": "cpu", "weights_only": True}
     try:
         return weights.url, weights.get_state_dict(progress=progress, **options)
-    except (OSError, HTTPException) as error:
+    except (OSError, HTTPException, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(
-            f"model.pretrained: {spec}: cannot fetch {weights.url}: {error}; fetch it by hand and "
-            f"set model.pretrained to its path, or put it at {cache}"
-        ) from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(
-            f"model.pretrained: {spec}: {weights.url} or its copy {cache} is damaged: "
-            f"{_problem(error)}; delete the copy and try again"
+            f"model.pretrained: {spec}: cannot load {weights.url}: {_problem(error)}; delete its "
+            f"copy {cache}, or fetch it by hand and set model.pretrained to its path"
         ) from error
 
 
@@ -140,9 +126,8 @@ def _state_dict(content: Any, source: str) -> State:
         nested = (content[key] for key in _NESTED if isinstance(content.get(key), Mapping))
         content = next(nested, content)
     if not isinstance(content, Mapping) or not content:
-        raise CheckpointError(
-            f"model.pretrained: {source}: expected a state dict, got {type(content).__name__}"
-        )
+        found = type(content).__name__
+        raise CheckpointError(f"model.pretrained: {source}: expected a state dict, got {found}")
     plain = {k for k, v in content.items() if isinstance(k, str) and torch_file.is_plain(v)}
     foreign = [key for key in content if key not in plain]
     if foreign:
@@ -180,9 +165,8 @@ def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> P
 
     zeros = {key: torch.zeros_like(wanted[key]) for key in counters}
     backbone.load_state_dict({**wanted, **offered, **zeros})
-    return PretrainedReport(
-        source, len(offered), (*heads, *ignored), tuple(random), counters=len(counters)
-    )
+    ignored = (*heads, *ignored)
+    return PretrainedReport(source, len(offered), ignored, tuple(random), len(counters))
 
 
 def _refuse_misfits(wanted: State, offered: State, missing: list[str], source: str) -> None:
