@@ -21,24 +21,16 @@ from segtrain.types import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores in [0, 1]; NaN where there are no pixels to judge.
+    """Scores in [0, 1]; NaN where there are no pixels to judge. The first three are per class."""
 
-    iou, acc, class_frequency: per class: intersection / union, correct / labelled pixels, and
-        labelled pixels of the class / of all classes.
-    mean_iou, mean_acc: means over the classes that are not NaN ("mIoU", "mAcc").
-    pixel_acc: correct / labelled pixels of all classes ("aAcc").
-    freq_weighted_iou: mean of `iou` weighted by `class_frequency` ("fwIoU").
-    num_pixels: labelled pixels of all classes.
-    """
-
-    iou: tuple[float, ...]
-    acc: tuple[float, ...]
-    class_frequency: tuple[float, ...]
-    mean_iou: float
-    mean_acc: float
-    pixel_acc: float
-    freq_weighted_iou: float
-    num_pixels: int
+    iou: tuple[float, ...]  # intersection / union
+    acc: tuple[float, ...]  # correct / labelled pixels
+    class_frequency: tuple[float, ...]  # labelled pixels of the class / of all classes
+    mean_iou: float  # over the classes that are not NaN ("mIoU")
+    mean_acc: float  # the same ("mAcc")
+    pixel_acc: float  # correct / labelled pixels of all classes ("aAcc")
+    freq_weighted_iou: float  # mean of `iou` weighted by `class_frequency` ("fwIoU")
+    num_pixels: int  # labelled ones, of all classes
 
     def scalars(self, names: Sequence[str]) -> dict[str, float]:
         """The scores by their tags in TensorBoard and metrics.jsonl, without NaN."""
