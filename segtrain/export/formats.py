@@ -127,10 +127,7 @@ FORMATS = {
 
 
 class _OnAnyDevice(nn.Module):
-    """`graph` with every `arange` on the device of the images.
-
-    The tracer stores devices as constants: traced on a CPU, pyramid pooling would fail on a GPU.
-    """
+    """`graph` with every `arange` on the images' device; the tracer would make it a constant."""
 
     def __init__(self, graph: ExportModel) -> None:
         super().__init__()

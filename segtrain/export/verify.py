@@ -25,14 +25,12 @@ class Comparison(NamedTuple):
 
     difference: the largest one, relative to the largest logit. For label maps: how far the logit of
         the file's class lies below the best one, at most.
-    agreement: share of pixels with the same class.
-    problem: why the two could not be compared; None if they were.
     """
 
     case: Case
     difference: float
-    agreement: float
-    problem: str | None = None
+    agreement: float  # fraction of pixels with the same class
+    problem: str | None = None  # why the two could not be compared
 
     @property
     def passed(self) -> bool:
@@ -41,14 +39,11 @@ class Comparison(NamedTuple):
 
 
 def cases(fixed_size: tuple[int, int] | None, min_side_px: int = 1) -> tuple[Case, ...]:
-    """The batches to compare; the first is traced.
-
-    min_side_px: the smallest side that the file takes; above 1 it is compared too.
-    """
-    if fixed_size is None:
-        least = (Case(1, min_side_px, min_side_px),) if min_side_px > 1 else ()
-        return (TRACED, *UNSEEN, *least)
-    return (Case(2, *fixed_size), Case(1, *fixed_size))
+    """The batches to compare, with the smallest size if it is above 1; the first is traced."""
+    if fixed_size is not None:
+        return (Case(2, *fixed_size), Case(1, *fixed_size))
+    least = (Case(1, min_side_px, min_side_px),) if min_side_px > 1 else ()
+    return (TRACED, *UNSEEN, *least)
 
 
 @torch.no_grad()
@@ -75,7 +70,7 @@ def compare(run: Run, graph: ExportModel, case: Case) -> Comparison:
         return Comparison(case, float("nan"), 0.0, f"its result is {what}")
     scale = logits.abs().max().clamp_min(torch.finfo(logits.dtype).tiny)
     if graph.argmax:
-        worst = _lost_logit(logits, found)
+        worst = _lost_logit(logits, found)  # rounding may swap classes of almost equal logits
         agreement = (found == expected).float().mean()
     else:
         worst = (found - logits).abs().max()
@@ -84,10 +79,7 @@ def compare(run: Run, graph: ExportModel, case: Case) -> Comparison:
 
 
 def _lost_logit(logits: Tensor, labels: Tensor) -> Tensor:
-    """How far the logit of a pixel's label lies below its best one, at most; inf for a label >= K.
-
-    Rounding may swap two classes whose logits are almost equal.
-    """
+    """How far the logit of a pixel's label lies below its best, at most; inf for a label >= K."""
     if int(labels.max()) >= logits.shape[1]:
         return logits.new_tensor(float("inf"))
     chosen = logits.gather(1, labels.long().unsqueeze(1)).squeeze(1)  # (N, H, W)
@@ -96,5 +88,5 @@ def _lost_logit(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _reason(error: Exception) -> str:
     # The last line: before it TorchScript shows the graph it ran.
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1].strip() if lines else 'no message'}"[:300]
+    *_, last = ["no message", *str(error).strip().splitlines()]
+    return f"{type(error).__name__}: {last.strip()}"[:300]

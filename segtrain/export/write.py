@@ -1,4 +1,4 @@
-"""Writes a model to a file. The file gets its name only after it agreed with the model.
+"""Writes a model to a file, which gets its name only after it agreed with the model.
 
 Exporters sometimes write graphs that are silently wrong at other sizes than the traced one. So a
 graph is read back and run at several sizes; weights are compared bit for bit.
@@ -69,8 +69,6 @@ def export_graph(
 def export_weights(loaded: LoadedModel, output: Path) -> int:
     """Writes the weights to `output` as safetensors and returns the number of tensors.
 
-    Keys are those of the run's model; the metadata holds the resolved config and the classes.
-
     Raises:
         ExecutionError: what was read back differs from what was written.
     """
@@ -92,11 +90,7 @@ def write_weights(weights: dict[str, Tensor], metadata: dict[str, str], file: Pa
 
 
 def check_weights(weights: dict[str, Tensor], metadata: dict[str, str], file: Path) -> None:
-    """Reads `file` back and compares it with `weights` bit for bit.
-
-    Raises:
-        ExecutionError: anything differs; the message names the keys.
-    """
+    """Raises ExecutionError, with the keys, unless `file` holds `weights` bit for bit."""
     try:
         with safe_open(file, framework="pt") as stored:
             found = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
@@ -160,11 +154,7 @@ def _metadata(loaded: LoadedModel) -> dict[str, str]:
 
 @contextmanager
 def _replaced(output: Path) -> Iterator[Path]:
-    """A name beside `output` to write to; it becomes `output` when the block ends without error.
-
-    Raises:
-        ExecutionError: the disk is full, or the directory cannot be written.
-    """
+    """A name beside `output` to write to; it becomes `output` when the block ends without error."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with temporary(output, suffix=output.suffix) as draft:
