@@ -24,39 +24,25 @@ from torch.autograd.function import once_differentiable
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.collectives import ProcessGroup
 from segtrain.distributed.offload import offload, reload
-from segtrain.norm.kernels import (
-    backward_sums,
-    input_gradient,
-    local_moments,
-    normalized,
-    wide_dtype,
-)
+from segtrain.norm.kernels import backward_sums, input_gradient, local_moments, normalized
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Moments(NamedTuple):
-    """The statistics of one layer over all ranks.
+    """The statistics of one layer over all ranks; mean and variance are 0 if count is 0."""
 
-    mean (C,), biased variance (C,): float32, or float64 for float64 input; 0 if count is 0.
-    count: () float64, the number of values per channel.
-    """
-
-    mean: Tensor
-    var: Tensor
-    count: Tensor
+    mean: Tensor  # (C,) float32, or float64 for float64 input
+    var: Tensor  # the same, biased
+    count: Tensor  # () float64, the number of values per channel
 
 
 class NormInput(NamedTuple):
-    """The input and the parameters of one layer.
+    """The input and the parameters of one layer."""
 
-    x: (N, C, ...) floating point; N may differ between ranks and be 0.
-    weight, bias: (C,) or None.
-    """
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
+    x: Tensor  # (N, C, ...) floating point; N may differ between ranks and be 0
+    weight: Tensor | None  # (C,)
+    bias: Tensor | None  # (C,)
     eps: float
 
 
@@ -191,7 +177,7 @@ def global_moments(
     result = []
     for x, part in zip(xs, whole.split([len(part) for part in payloads]), strict=True):
         mean, var, count = unpacked_moments(part)
-        wide = wide_dtype(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
         result.append(Moments(mean.to(wide), var.to(wide), count.clone()))
     return result
 

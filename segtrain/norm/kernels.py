@@ -39,7 +39,7 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
             return _moments_by_rows(x)
         if length > _RUN and _is_channels_last(x):
             return _moments_by_runs(x)
-    wide = wide_dtype(x)
+    wide = torch.promote_types(x.dtype, torch.float32)
     # The kernel returns the dtype of the running buffers. Without any it would round the
     # statistics of bfloat16 input to bfloat16.
     buffers = [None, None] if x.dtype == wide else list(x.new_zeros(2, x.shape[1], dtype=wide))
@@ -135,11 +135,6 @@ def input_gradient(
         ones, shift = torch.ones_like(mean), -mean_grad * scale
         grad_x = F.batch_norm(x, mean, ones, weight=slope.neg_(), bias=shift, eps=0.0)
     return grad_x.addcmul_(grad, _along(x, scale))
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the statistics of `x`: float32, or float64 for float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _is_pixelwise(x: Tensor, statistics: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Batch norm, ReLU and the convolution after them as one function that keeps one tensor, not two.
 
-Autograd keeps the input of the batch norm and the output of the ReLU for the backward pass. The
-output follows from the input and the statistics: computing it again costs one elementwise pass and
-no communication (as in In-Place ABN, arXiv:1712.02616, but with an exact ReLU and no inversion).
+Autograd keeps the input of the batch norm and the output of the ReLU. Computing the output again
+costs one elementwise pass and no communication (as in In-Place ABN, arXiv:1712.02616, but with an
+exact ReLU and no inversion).
 """
 
 from typing import Any

@@ -103,8 +103,9 @@ class SyncBatchNorm(_BatchNorm):
         """Checks and tracks the statistics of a batch, whose part on this rank is `input`."""
         few = self.on_one_value == "raise" and input.numel() <= input.shape[1]
         if few and moments.count == 1:
-            ranks, shape = dist.group_size(group), tuple(input.shape)
-            raise ValueError(f"one value per channel over {ranks} ranks; this one has {shape}")
+            got = f"one value per channel over {dist.group_size(group)} ranks"
+            shape = tuple(input.shape)
+            raise ValueError(f"batch norm in training got {got}; this rank's input is {shape}")
         # Virtual ranks share the layer and see the same statistics.
         if not recomputing() and virtual_ranks.slot() == 0:
             mean, var, count = moments
