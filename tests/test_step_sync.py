@@ -125,7 +125,7 @@ def guards_of_rank():
         do_step(step_sync, step)
     results["stopped after"] = step
 
-    results["sums"] = watch().reduce(sums(float(rank), rank, aux=(1.0, 1))).tolist()
+    results["totals"] = watch().reduce(sums(float(rank), rank, aux=(1.0, 2))).tolist()
 
     step_sync = watch()
     do_step(step_sync, 1, names=[f"early {rank}"])
@@ -142,7 +142,7 @@ def test_ranks_stop_together_and_name_the_one_whose_loss_is_bad(run_ranks):
     ranks = run_ranks(3, guards_of_rank)
     assert ranks[0] == ranks[1] == ranks[2]
     assert ranks[0]["stopped after"] == 4
-    assert ranks[0]["sums"] == [[3, 3], [3, 3]]
+    assert ranks[0]["totals"] == [[3, 3], [3, 6]]
     lines = ranks[0]["error"].splitlines()
     assert lines[0] == "step 2: the loss is not finite"
     assert [line.strip() for line in lines if "rank" in line] == ["rank 2: images now 2"]
