@@ -95,12 +95,6 @@ class ConfusionMatrix:
         table = torch.bincount(cells.flatten(), minlength=(size + 2) * (size + 1))
         return table.view(size + 2, size + 1).to(self.counts.device)
 
-    def merge(self, other: "ConfusionMatrix") -> None:
-        """Adds the counts of `other`, which must have as many classes."""
-        if other.num_classes != self.num_classes:
-            raise ValueError(f"{other.num_classes} classes cannot join {self.num_classes}")
-        self.counts += other.counts.to(self.counts.device)
-
     def sum_over_ranks(self) -> None:
         """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
         dist.all_reduce_sum(self.counts)

@@ -114,18 +114,6 @@ def test_updates_add_up_to_one_update():
     assert torch.equal(parts.counts, matrix_of(pred, label, 5).counts)
 
 
-def test_merged_matrices_count_like_one():
-    pred, label = random_pair(5)
-    merged = matrix_of(pred[0], label[0], 5)
-    merged.merge(matrix_of(pred[1], label[1], 5))
-    assert torch.equal(merged.counts, matrix_of(pred, label, 5).counts)
-
-
-def test_matrices_of_different_classes_are_not_merged():
-    with pytest.raises(ValueError, match="3 classes cannot join 2"):
-        ConfusionMatrix(2).merge(ConfusionMatrix(3))
-
-
 def test_counts_beyond_32_bits_are_exact():
     matrix = ConfusionMatrix(2)
     matrix.counts += torch.tensor([[2**40 + 1, 0], [2**31, 3]])
