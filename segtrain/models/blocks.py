@@ -108,10 +108,7 @@ class ConvNormReLU(nn.Module):
 
 
 class SeparableConvNormReLU(nn.Module):
-    """A 3x3 depthwise and a 1x1 convolution, each with norm and ReLU.
-
-    As in mmsegmentation, detectron2 and the first DeepLabV3+ (arXiv:1802.02611, section 3.1).
-    """
+    """A 3x3 depthwise and a 1x1 convolution, each with norm and ReLU (arXiv:1802.02611, 3.1)."""
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: NormFactory) -> None:
         super().__init__()
@@ -136,10 +133,9 @@ ConvBlock = ConvNormReLU | SeparableConvNormReLU
 
 
 def run_together(blocks: Sequence[ConvBlock], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Each block's output for its own input.
+    """Each block's output for its own input; in training the last norms share one collective.
 
-    The numbers are those of separate calls. In training the last norms share one collective, so no
-    input may depend on another block's output.
+    The numbers are those of separate calls. No input may depend on another block's output.
     """
     pairs = zip(blocks, inputs, strict=True)
     return norm_relu_together((block.before_norm(x), block.norm) for block, x in pairs)
@@ -176,8 +172,7 @@ class Classifier(nn.Module):
 class Head(nn.Module):
     """The base of all heads: `join`, then `conv`, then `classifier`.
 
-    A subclass makes `conv` and `classifier` in __init__ and writes `join`. `SegModel` runs the
-    `conv` of the head and of the auxiliary head together.
+    A subclass makes `conv` and `classifier`. `SegModel` runs the `conv` of both heads together.
     """
 
     conv: ConvBlock

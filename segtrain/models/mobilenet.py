@@ -66,16 +66,13 @@ class MobileNet(nn.Module):
             conv.reset_parameters()  # with it the random numbers are those of `conv2d`
             initialize(conv)
         depthwise = [conv for conv in convs if conv.groups > 1]  # one in each block
-        plans = plan_stages(
-            [conv.stride[0] for conv in depthwise],
-            stem_stride=2,
-            output_stride=output_stride,
-            contract_dilation=contract_dilation,
-        )
+        strides = [conv.stride[0] for conv in depthwise]
+        dilation = {"output_stride": output_stride, "contract_dilation": contract_dilation}
+        plans = plan_stages(strides, stem_stride=2, **dilation)
         for conv, plan in zip(depthwise, plans, strict=True):
-            dilation, reach = plan.first_dilation, conv.kernel_size[0] // 2
-            conv.stride, conv.dilation = (plan.stride,) * 2, (dilation,) * 2
-            conv.padding = (dilation * reach,) * 2
+            reach = conv.kernel_size[0] // 2
+            conv.stride, conv.dilation = (plan.stride,) * 2, (plan.first_dilation,) * 2
+            conv.padding = (plan.first_dilation * reach,) * 2
 
     def forward(self, images: Tensor) -> Features:
         """Features of normalized images (N, 3, H, W)."""

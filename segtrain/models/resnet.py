@@ -55,16 +55,14 @@ class _ConvChain(nn.Module):
             self.add_module(f"bn{i}", norm(width))
             in_channels = width
 
-    def before_last_norm(self, x: Tensor) -> Tensor:
-        x = self.conv1(x)
-        for i in range(1, self._length):
-            norm, conv = getattr(self, f"bn{i}"), getattr(self, f"conv{i + 1}")
+    def run_chain(self, x: Tensor) -> tuple[Tensor, nn.Module]:
+        """The input of the last norm, and this norm."""
+        x, norm = self.conv1(x), self.bn1
+        for i in range(2, self._length + 1):
+            conv = getattr(self, f"conv{i}")
             x = _norm_relu_conv(x, norm, conv, recompute=self.recompute_norm)
-        return x
-
-    @property
-    def last_norm(self) -> nn.Module:
-        return getattr(self, f"bn{self._length}")
+            norm = getattr(self, f"bn{i}")
+        return x, norm
 
 
 class _Block(_ConvChain):
@@ -81,13 +79,13 @@ class _Block(_ConvChain):
             self.downsample = nn.Sequential(conv, norm(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.before_last_norm(x)
+        y, norm = self.run_chain(x)
         if self.downsample is None:
-            y, shortcut = self.last_norm(y), x
+            y, shortcut = norm(y), x
         else:
-            conv, norm = self.downsample
+            conv, shortcut_norm = self.downsample
             # One collective for both norms.
-            y, shortcut = normalize_together([(y, self.last_norm), (conv(x), norm)])
+            y, shortcut = normalize_together([(y, norm), (conv(x), shortcut_norm)])
         return F.relu(y.add_(shortcut), inplace=True)
 
 
@@ -131,12 +129,8 @@ class ResNet(_ConvChain):
         self.stem_keys: tuple[str, ...] = ()
         if stem != "7x7":
             self.stem_keys = _STEM_KEYS + (_WIDE_STEM_KEYS if stem == "64-64-128" else ())
-        plans = plan_stages(
-            (1, 2, 2, 2),
-            stem_stride=4,
-            output_stride=output_stride,
-            contract_dilation=contract_dilation,
-        )
+        dilation = {"output_stride": output_stride, "contract_dilation": contract_dilation}
+        plans = plan_stages((1, 2, 2, 2), stem_stride=4, **dilation)
         channels = _STEMS[stem][-1].width
         for i, (plan, depth) in enumerate(zip(plans, depths, strict=True)):
             blocks = []
@@ -148,8 +142,8 @@ class ResNet(_ConvChain):
 
     def forward(self, images: Tensor) -> Features:
         """Features of normalized images (N, 3, H, W)."""
-        x = F.relu(self.last_norm(self.before_last_norm(images)), inplace=True)
-        x = F.max_pool2d(x, 3, stride=2, padding=1)
+        x, norm = self.run_chain(images)
+        x = F.max_pool2d(F.relu(norm(x), inplace=True), 3, stride=2, padding=1)
         low = self.layer1(x)
         aux = self.layer3(self.layer2(low))
         return Features(low, aux, self.layer4(aux))
