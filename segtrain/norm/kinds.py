@@ -14,6 +14,11 @@ from segtrain.norm.sync import SyncBatchNorm2d
 NormFactory = Callable[[int], nn.Module]
 """Makes the norm layer for a number of channels; an argument of the models."""
 
+_EXTENT_WORDS = {
+    "local": "local batch norm",
+    "world": "synchronized batch norm",
+    "node": "batch norm synchronized within each machine",
+}
 _RUNNING_WORDS = {
     "rank0": "of rank 0",
     "mean": "the mean over the groups",
@@ -47,13 +52,10 @@ def describe_norm(config: NormConfig) -> str:
         return f"group norm, at most {config.num_groups} groups"
     if config.kind == "frozen":
         return "frozen batch norm, statistics of the initial weights"
-    words = {
-        "world": "synchronized batch norm",
-        "node": "batch norm synchronized within each machine",
-    }.get(config.extent, f"batch norm synchronized within groups of {config.extent} ranks")
-    if config.kind == "local":
-        words = "local batch norm"
-    if config.kind == "local" or config.extent != "world":
+    extent = "local" if config.kind == "local" else config.extent
+    groups = f"batch norm synchronized within groups of {extent} ranks"
+    words = _EXTENT_WORDS.get(extent, groups)
+    if extent != "world":
         words += f", running statistics {_RUNNING_WORDS[config.running]}"
     if config.precise_batches is not None:
         words += f", precise over {config.precise_batches} batches"

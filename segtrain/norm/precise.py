@@ -47,10 +47,11 @@ def precise_statistics(
     modes = {child: child.training for child in module.modules()}
     counters = [layer.num_batches_tracked.clone() for layer in layers]
     hook = partial(_accumulate, sums)
-    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
+    handles = []
     try:
         module.eval()
         for layer in layers:
+            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
             layer.train()
         for batch in batches:
             (forward or module)(batch)

@@ -56,10 +56,7 @@ class Loss(Protocol):
 
 
 class PixelMean:
-    """The weighted mean of `pixel_losses` over the pixels that are not ignored.
-
-    With class weights w this is torch's: sum(w[label] * loss) / sum(w[label]).
-    """
+    """The mean of `pixel_losses` over valid pixels: sum(w[label] * loss) / sum(w[label])."""
 
     def __init__(self, options: LossOptions) -> None:
         self.options = options
