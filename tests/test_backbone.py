@@ -9,8 +9,10 @@ from torch import nn
 
 from segtrain.config import ModelConfig
 from segtrain.models import build_backbone
-from segtrain.models.mobilenet import MobileNet
-from segtrain.models.resnet import ResNet
+
+
+def backbone_of(name, **options):
+    return build_backbone(ModelConfig(backbone=name, **({"output_stride": 32} | options)))
 
 
 def lively(build, seed, *, dtype=torch.float32):
@@ -62,7 +64,7 @@ def loaded(backbone, reference, classifier_keys):
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "resnet101"])
 def test_resnet_equals_torchvision(name):
     reference = lively(lambda: torchvision.models.get_model(name), seed=3)
-    ours = loaded(on_meta(lambda: ResNet(name)), reference, ("fc.",))
+    ours = loaded(on_meta(lambda: backbone_of(name)), reference, ("fc.",))
     x = images(40, 57)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), resnet_features(reference, x), rtol=0, atol=0)
@@ -73,7 +75,7 @@ def test_contracted_resnet50_equals_torchvisions_dilated_one(output_stride, dila
     reference = lively(
         lambda: torchvision.models.resnet50(replace_stride_with_dilation=list(dilate)), seed=4
     )
-    build = lambda: ResNet("resnet50", output_stride=output_stride)  # noqa: E731
+    build = lambda: backbone_of("resnet50", output_stride=output_stride)  # noqa: E731
     ours = loaded(on_meta(build), reference, ("fc.",))
     x = images(41, 64)
     with torch.no_grad():
@@ -83,7 +85,7 @@ def test_contracted_resnet50_equals_torchvisions_dilated_one(output_stride, dila
 def test_training_resnet18_equals_torchvision():
     """Batch statistics, running statistics and gradients take the same path."""
     reference = lively(torchvision.models.resnet18, seed=8, dtype=torch.float64).train()
-    ours = on_meta(lambda: ResNet("resnet18")).to_empty(device="cpu").double().train()
+    ours = on_meta(lambda: backbone_of("resnet18")).to_empty(device="cpu").double().train()
     state = {k: v for k, v in reference.state_dict().items() if not k.startswith("fc.")}
     ours.load_state_dict(state)
     x = images(32, 65, batch=2).double()
@@ -107,7 +109,7 @@ def mobilenet_features(reference, x, stop):
 def test_mobilenet_v2_equals_torchvision():
     reference = lively(torchvision.models.mobilenet_v2, seed=5)
     ours = loaded(
-        on_meta(lambda: MobileNet("mobilenet_v2")), reference, ("classifier.", "features.18.")
+        on_meta(lambda: backbone_of("mobilenet_v2")), reference, ("classifier.", "features.18.")
     )
     x = images(40, 57)
     with torch.no_grad():
@@ -119,9 +121,8 @@ def test_mobilenet_v2_equals_torchvision():
 def test_mobilenet_v3_equals_torchvision(dilated):
     """Also in the dilated form of torchvision's DeepLabV3, which does not contract."""
     reference = lively(lambda: torchvision.models.mobilenet_v3_large(dilated=dilated), seed=6)
-    stride = 16 if dilated else 32
-    options = {"output_stride": stride, "contract_dilation": False}
-    ours = on_meta(lambda: MobileNet("mobilenet_v3_large", **options))
+    options = {"output_stride": 16, "contract_dilation": False} if dilated else {}
+    ours = on_meta(lambda: backbone_of("mobilenet_v3_large", **options))
     ours = loaded(ours, reference, ("classifier.",))
     x = images(40, 57)
     with torch.no_grad():
@@ -133,9 +134,10 @@ def test_mobilenet_v3_keeps_its_eps_and_the_factorys_momentum():
     def norm(channels):
         return nn.BatchNorm2d(channels, eps=1e-5, momentum=0.25)
 
+    model = ModelConfig(backbone="mobilenet_v3_large")
     layers = [
         layer
-        for layer in MobileNet("mobilenet_v3_large", norm=norm).modules()
+        for layer in build_backbone(model, norm=norm).modules()
         if isinstance(layer, nn.BatchNorm2d)
     ]
     assert {(layer.eps, layer.momentum) for layer in layers} == {(1e-3, 0.25)}
@@ -144,9 +146,9 @@ def test_mobilenet_v3_keeps_its_eps_and_the_factorys_momentum():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda **k: ResNet("resnet18", **k),
-        lambda **k: ResNet("resnet50", **k),
-        lambda **k: MobileNet("mobilenet_v2", **k),
+        lambda **k: backbone_of("resnet18", **k),
+        lambda **k: backbone_of("resnet50", **k),
+        lambda **k: backbone_of("mobilenet_v2", **k),
     ],
 )
 @pytest.mark.parametrize("output_stride", [8, 16])
@@ -180,15 +182,15 @@ def dilations(backbone, layer):
     ],
 )
 def test_dilations_of_resnet50(options, layer3, layer4):
-    backbone = on_meta(lambda: ResNet("resnet50", **options))
+    backbone = on_meta(lambda: backbone_of("resnet50", **options))
     assert dilations(backbone, "layer2") == [1] * 4
     assert dilations(backbone, "layer3") == layer3
     assert dilations(backbone, "layer4") == layer4
 
 
 def test_dilations_of_resnet18_contract_only_the_kernel_that_used_to_stride():
-    contracted = on_meta(lambda: ResNet("resnet18", output_stride=8))
-    alike = on_meta(lambda: ResNet("resnet18", output_stride=8, contract_dilation=False))
+    contracted = on_meta(lambda: backbone_of("resnet18", output_stride=8))
+    alike = on_meta(lambda: backbone_of("resnet18", output_stride=8, contract_dilation=False))
     assert dilations(contracted, "layer3") == [1, 2, 2, 2]
     assert dilations(contracted, "layer4") == [2, 4, 4, 4]
     assert dilations(alike, "layer3") == [2, 2, 2, 2]
@@ -196,14 +198,14 @@ def test_dilations_of_resnet18_contract_only_the_kernel_that_used_to_stride():
 
 def test_wrong_multi_grid_is_refused():
     with pytest.raises(ValueError, match="expected 2 numbers"):
-        ResNet("resnet18", multi_grid=(1, 2, 4))
+        backbone_of("resnet18", multi_grid=(1, 2, 4))
 
 
 @pytest.mark.parametrize(
     ("stem", "widths"), [("64-64-128", [64, 64, 128]), ("32-32-64", [32, 32, 64])]
 )
 def test_deep_stem_has_three_convolutions(stem, widths):
-    backbone = on_meta(lambda: ResNet("resnet50", stem=stem))
+    backbone = on_meta(lambda: backbone_of("resnet50", stem=stem))
     stem_convs = [backbone.conv1, backbone.conv2, backbone.conv3]
     assert [conv.out_channels for conv in stem_convs] == widths
     assert [conv.stride[0] for conv in stem_convs] == [2, 1, 1]

@@ -16,7 +16,7 @@ from segtrain.checkpoint.initial import load_initial
 from segtrain.checkpoint.loading import resolve
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.cli import main as segtrain
-from segtrain.config import DataConfig, load_config
+from segtrain.config import DataConfig, ModelConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.class_file import load_class_file
 from segtrain.data.layouts import list_split
@@ -29,8 +29,8 @@ from segtrain.files import (
     reserve_output,
     write_output,
 )
+from segtrain.models import build_backbone
 from segtrain.models.pretrained import load_backbone
-from segtrain.models.resnet import ResNet
 from segtrain.run import directory as run_directory
 from segtrain.run.environment import changed_versions
 from segtrain.run.pictures import write_png
@@ -114,7 +114,7 @@ def test_a_checkpoint_is_a_plain_file(pipe, tmp_path):
     for suffix in ("pth", "safetensors"):
         path = pipe(f"w.{suffix}")
         with pytest.raises(CheckpointError, match=f"{path}: not a regular file"):
-            load_backbone(ResNet("resnet18", output_stride=32), str(path))
+            load_backbone(build_backbone(ModelConfig(backbone="resnet18")), str(path))
 
 
 def test_a_manifest_is_a_plain_file_and_so_is_what_it_names(pipe, tmp_path):

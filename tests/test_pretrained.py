@@ -8,10 +8,15 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
+from segtrain.config import ModelConfig
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.models.mobilenet import MobileNet
+from segtrain.models import build_backbone
 from segtrain.models.pretrained import load_backbone
-from segtrain.models.resnet import ResNet
+
+
+def backbone_of(name, **options):
+    return build_backbone(ModelConfig(backbone=name, **options))
+
 
 CLASSIFIER = ("fc.weight", "fc.bias")
 
@@ -25,7 +30,7 @@ def classifier_state():
 @pytest.fixture
 def backbone():
     torch.manual_seed(1)
-    return ResNet("resnet18")
+    return backbone_of("resnet18")
 
 
 def saved(path, state):
@@ -101,7 +106,7 @@ def test_every_misfit_is_in_one_message_and_nothing_is_loaded(tmp_path, classifi
 
 def test_weights_of_another_depth_are_refused(tmp_path, classifier_state):
     with pytest.raises(CheckpointError, match=r"and \d+ more"):
-        load_backbone(ResNet("resnet34"), saved(tmp_path / "w.pth", classifier_state))
+        load_backbone(backbone_of("resnet34"), saved(tmp_path / "w.pth", classifier_state))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_weights_of_another_depth_are_refused(tmp_path, classifier_state):
 )
 def test_deep_stem_stays_random_and_is_listed(tmp_path, classifier_state, stem, also):
     torch.manual_seed(2)
-    deep = ResNet("resnet18", stem=stem)
+    deep = backbone_of("resnet18", stem=stem)
     deep.bn1.bias.data.fill_(5.0)
     report = load_backbone(deep, saved(tmp_path / "w.pth", classifier_state))
     assert also | {"conv1.weight", "bn1.bias", "conv3.weight"} <= set(report.random)
@@ -129,9 +134,9 @@ def test_deep_stem_stays_random_and_is_listed(tmp_path, classifier_state, stem, 
 def test_weights_with_the_same_deep_stem_leave_nothing_random(tmp_path):
     """semseg's initial weights: deep stem, torchvision's names, no batch counters."""
     torch.manual_seed(3)
-    source = ResNet("resnet18", stem="64-64-128")
+    source = backbone_of("resnet18", stem="64-64-128")
     state = {k: v for k, v in source.state_dict().items() if "num_batches" not in k}
-    target = ResNet("resnet18", stem="64-64-128")
+    target = backbone_of("resnet18", stem="64-64-128")
     report = load_backbone(target, saved(tmp_path / "w.pth", state))
     assert report.random == ()
     torch.testing.assert_close(target.state_dict(), source.state_dict(), rtol=0, atol=0)
@@ -140,7 +145,7 @@ def test_weights_with_the_same_deep_stem_leave_nothing_random(tmp_path):
 def test_mobilenet_v2_reports_the_convolution_it_leaves_out(tmp_path):
     torch.manual_seed(4)
     state = torchvision.models.mobilenet_v2(num_classes=7).state_dict()
-    report = load_backbone(MobileNet("mobilenet_v2"), saved(tmp_path / "w.pth", state))
+    report = load_backbone(backbone_of("mobilenet_v2"), saved(tmp_path / "w.pth", state))
     assert {key.split(".")[0] for key in report.ignored} == {"classifier", "features"}
     assert "features.18.0.weight" in report.ignored
 

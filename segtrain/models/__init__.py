@@ -1,7 +1,5 @@
 """The models: a backbone, a head and an auxiliary head; images in, `SegLogits` out.
 
-    from segtrain.models import build_model
-
 A backbone is a module that maps images (N, 3, H, W) to `Features` and has
 
     channels: FeatureChannels, the widths of the features
@@ -19,17 +17,17 @@ from torch import Tensor, nn
 from segtrain.config import ModelConfig
 from segtrain.models.blocks import AuxHead, Head, at_least_float32, resize, run_together
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
-from segtrain.models.mobilenet import build_mobilenet
+from segtrain.models.mobilenet import MobileNet
 from segtrain.models.pspnet import PSPHead
-from segtrain.models.resnet import build_resnet
+from segtrain.models.resnet import ResNet
 from segtrain.norm import NormFactory
 from segtrain.types import DropoutMasks, SegLogits
 
 __all__ = ["BACKBONES", "MODELS", "DropoutChannels", "SegModel", "build_backbone", "build_model"]
 
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
-    **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101"), build_resnet),
-    **dict.fromkeys(("mobilenet_v2", "mobilenet_v3_large"), build_mobilenet),
+    **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101"), ResNet),
+    **dict.fromkeys(("mobilenet_v2", "mobilenet_v3_large"), MobileNet),
 }
 """`model.backbone`: what is called with (model config, norm=factory)."""
 

@@ -35,22 +35,21 @@ class StagePlan(NamedTuple):
     dilation: int
 
 
-def plan_stages(
-    strides: Sequence[int], *, stem_stride: int, output_stride: int, contract_dilation: bool
-) -> list[StagePlan]:
+def plan_stages(strides: Sequence[int], model: ModelConfig, *, stem_stride: int) -> list[StagePlan]:
     """Strides until `output_stride` is reached and dilations instead of strides from there on.
 
-    contract_dilation: the kernel that lost its stride keeps the dilation of the stage before. The
-        stage then sees the same pixels as in the pretrained network of stride 32.
+    With `contract_dilation` the kernel that lost its stride keeps the dilation of the stage before:
+    the stage then sees the same pixels as in the pretrained network of stride 32.
     """
     plans = []
     reached, dilation = stem_stride, 1
     for stride in strides:
         previous = dilation
-        if stride > 1 and reached == output_stride:
+        if stride > 1 and reached == model.output_stride:
             dilation, stride = dilation * stride, 1
         reached *= stride
-        plans.append(StagePlan(stride, previous if contract_dilation else dilation, dilation))
+        first = previous if model.contract_dilation else dilation
+        plans.append(StagePlan(stride, first, dilation))
     return plans
 
 

@@ -39,26 +39,17 @@ _PARTS = {
 
 
 class MobileNet(nn.Module):
-    """The convolutional part of a MobileNet: images to `Features`.
+    """The convolutional part of the MobileNet that `model` describes: images to `Features`.
 
-    Args:
-        name: mobilenet_v2, or mobilenet_v3_large, whose norm layers get eps 1e-3.
-        output_stride, contract_dilation: see `plan_stages`. Contracted, V2 is VainF's; V3 in
-            torchvision's segmentation models is not contracted.
+    V2 with `contract_dilation` is dilated as VainF's; V3 without it as torchvision's DeepLabV3. The
+    norm layers of V3 get eps 1e-3, whatever `norm` chooses.
     """
 
     stem_keys: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        output_stride: int = 32,
-        contract_dilation: bool = True,
-        norm: NormFactory = nn.BatchNorm2d,
-    ) -> None:
+    def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
         super().__init__()
-        self.name = name
+        self.name = name = model.backbone
         num_layers, self._low, self._aux, self.channels, self.classifier_keys = _PARTS[name]
         self.features = _torchvision_features(name, norm)[:num_layers]
         convs = [module for module in self.modules() if isinstance(module, nn.Conv2d)]
@@ -67,8 +58,7 @@ class MobileNet(nn.Module):
             initialize(conv)
         depthwise = [conv for conv in convs if conv.groups > 1]  # one in each block
         strides = [conv.stride[0] for conv in depthwise]
-        dilation = {"output_stride": output_stride, "contract_dilation": contract_dilation}
-        plans = plan_stages(strides, stem_stride=2, **dilation)
+        plans = plan_stages(strides, model, stem_stride=2)
         for conv, plan in zip(depthwise, plans, strict=True):
             reach = conv.kernel_size[0] // 2
             conv.stride, conv.dilation = (plan.stride,) * 2, (plan.first_dilation,) * 2
@@ -84,12 +74,6 @@ class MobileNet(nn.Module):
             if i == self._aux:
                 aux = x
         return Features(low, aux, x)
-
-
-def build_mobilenet(model: ModelConfig, *, norm: NormFactory) -> MobileNet:
-    """The MobileNet that `model` describes."""
-    dilation = {"output_stride": model.output_stride, "contract_dilation": model.contract_dilation}
-    return MobileNet(model.backbone, norm=norm, **dilation)
 
 
 def _torchvision_features(name: str, norm: NormFactory) -> nn.Sequential:

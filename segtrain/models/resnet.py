@@ -90,51 +90,29 @@ class _Block(_ConvChain):
 
 
 class ResNet(_ConvChain):
-    """The convolutional part of a ResNet: images to `Features`.
+    """The convolutional part of the ResNet that `model` describes: images to `Features`.
 
-    Args:
-        name: resnet18, resnet34, resnet50 or resnet101.
-        output_stride: 8, 16 or 32; strides beyond it become dilations.
-        stem: "7x7", or the widths of three 3x3 convolutions: "64-64-128" (semseg), "32-32-64".
-        contract_dilation: see `plan_stages`.
-        multi_grid: factors on the dilation of the last stage, one a block, as in DeepLabV3
-            (arXiv:1706.05587, section 4.2.1) and detectron2: at stride 16, [1, 2, 4] gives 2, 4, 8.
-            Such a stage is not contracted. mmsegmentation reads the numbers as the dilations.
-        recompute_norm: memory for time, see `segtrain.norm.norm_relu_conv`.
-
-    Raises:
-        ValueError: `multi_grid` has not one number for each block of the last stage.
+    `multi_grid` multiplies the dilations of the last stage, as in DeepLabV3 (arXiv:1706.05587,
+    section 4.2.1) and detectron2; such a stage is not contracted. mmsegmentation reads the numbers
+    as the dilations themselves. `recompute_norm`: see `segtrain.norm.norm_relu_conv`.
     """
 
     classifier_keys = ("fc.",)
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        output_stride: int = 32,
-        stem: str = "7x7",
-        contract_dilation: bool = True,
-        multi_grid: tuple[int, ...] | None = None,
-        norm: NormFactory = nn.BatchNorm2d,
-        recompute_norm: bool = False,
-    ) -> None:
-        depths, bottleneck = _DEPTHS[name]
-        if multi_grid is not None and len(multi_grid) != depths[-1]:
-            raise ValueError(f"multi_grid: expected {depths[-1]} numbers, got {multi_grid}")
-        options = {"norm": norm, "recompute_norm": recompute_norm}
-        super().__init__(3, _STEMS[stem], **options)
-        self.name = name
+    def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
+        depths, bottleneck = _DEPTHS[model.backbone]
+        options = {"norm": norm, "recompute_norm": model.recompute_norm}
+        super().__init__(3, _STEMS[model.stem], **options)
+        self.name = model.backbone
         self.channels = FeatureChannels(*(4 * w if bottleneck else w for w in (64, 256, 512)))
         self.stem_keys: tuple[str, ...] = ()
-        if stem != "7x7":
-            self.stem_keys = _STEM_KEYS + (_WIDE_STEM_KEYS if stem == "64-64-128" else ())
-        dilation = {"output_stride": output_stride, "contract_dilation": contract_dilation}
-        plans = plan_stages((1, 2, 2, 2), stem_stride=4, **dilation)
-        channels = _STEMS[stem][-1].width
+        if model.stem != "7x7":
+            self.stem_keys = _STEM_KEYS + (_WIDE_STEM_KEYS if model.stem == "64-64-128" else ())
+        plans = plan_stages((1, 2, 2, 2), model, stem_stride=4)
+        channels = _STEMS[model.stem][-1].width
         for i, (plan, depth) in enumerate(zip(plans, depths, strict=True)):
             blocks = []
-            grid = multi_grid if i == 3 else None
+            grid = model.multi_grid if i == 3 else None
             for convs in _stage(64 * 2**i, depth, plan, grid, bottleneck=bottleneck):
                 blocks.append(_Block(channels, convs, **options))
                 channels = convs[-1].width
@@ -147,19 +125,6 @@ class ResNet(_ConvChain):
         low = self.layer1(x)
         aux = self.layer3(self.layer2(low))
         return Features(low, aux, self.layer4(aux))
-
-
-def build_resnet(model: ModelConfig, *, norm: NormFactory) -> ResNet:
-    """The ResNet that `model` describes."""
-    return ResNet(
-        model.backbone,
-        output_stride=model.output_stride,
-        stem=model.stem,
-        contract_dilation=model.contract_dilation,
-        multi_grid=model.multi_grid,
-        norm=norm,
-        recompute_norm=model.recompute_norm,
-    )
 
 
 def _norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: bool) -> Tensor:
