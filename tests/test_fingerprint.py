@@ -437,7 +437,7 @@ def test_a_run_that_is_stopped_before_its_labels_are_hashed_says_so(run_ranks, d
     assert "8 images there, 9 now" in said
     assert run_ranks(1, train, config, run, True) == [0]
     log = (run / "train.log").read_text()
-    assert log.count("was saved before all labels were hashed: whether they hold the same") == 1
+    assert log.count("does not say what all labels held: changes since then are not noticed") == 1
     assert all(split.labels for split in known(last(run)))
 
 

@@ -16,9 +16,7 @@ class EvalData:
     """Compares the evaluated split with the split of the same name at training.
 
     Nothing is refused: evaluating on other data is legitimate, but the user must know. It has
-    threads, so call `close` at the end.
-
-    known: what the checkpoint says about the data; None: nothing.
+    threads, so call `close` at the end. `known` is None if the checkpoint does not say.
     """
 
     def __init__(
@@ -33,8 +31,7 @@ class EvalData:
         splits = {} if known is None else dict(zip(names, known.splits, strict=True))
         self._split = splits.get(dataset.split)
         self._trained, self._data, self._dataset = trained, data, dataset
-        is_meant = any(getattr(data, key) != getattr(before, key) for key in _WHICH_DATA)
-        self._severity = "note" if is_meant else "warning"
+        self._is_meant = any(getattr(data, key) != getattr(before, key) for key in _WHICH_DATA)
         self._hashing: LabelHashing | None = None
 
     def close(self) -> None:
@@ -46,29 +43,25 @@ class EvalData:
         """What differs in classes, names and sizes. If no file does, starts to hash the labels."""
         trained, dataset = self._trained, self._dataset
         changes, _ = class_differences(trained.classes, dataset.classes, dataset.label_format)
-        is_meant = not _is_same_file(self._data.classes, trained.config.data.classes)
-        lines = [_line("note" if is_meant else "warning", change) for change in changes]
-        if self._split is not None:
-            now = hash_files(dataset, self._data.root)
-            if change := file_difference(self._split, now, dataset, self._data.root):
-                lines.append(_line(self._severity, change))
-            elif self._split.labels is not None:
-                self._hashing = LabelHashing([(dataset, self._split.pairs_per_hash)])
-        return lines
+        class_files = (self._data.classes, trained.config.data.classes)
+        paths = {os.path.realpath(os.path.expanduser(name)) for name in class_files}
+        lines = _lines(changes, is_meant=len(paths) > 1)
+        if self._split is None:
+            return lines
+        now = hash_files(dataset, self._data.root)
+        change = file_difference(self._split, now, dataset, self._data.root)
+        if not change and self._split.labels is not None:
+            self._hashing = LabelHashing([(dataset, self._split.pairs_per_hash)])
+        return lines + _lines([change], self._is_meant)
 
     def label_lines(self) -> list[str]:
         """What differs in the contents of labels; waits for their hashes."""
         if self._hashing is None:
             return []
         (labels,) = self._hashing.result()
-        change = label_difference(self._split, labels, self._dataset)
-        return [_line(self._severity, change)] if change else []
+        return _lines([label_difference(self._split, labels, self._dataset)], self._is_meant)
 
 
-def _line(severity: str, change: str) -> str:
-    return f"{severity}: not the data of the training: {change}"
-
-
-def _is_same_file(first: str, second: str) -> bool:
-    paths = {os.path.realpath(os.path.expanduser(name)) for name in (first, second)}
-    return first == second or len(paths) == 1
+def _lines(changes: list[str], is_meant: bool) -> list[str]:
+    severity = "note" if is_meant else "warning"
+    return [f"{severity}: not the data of the training: {x}" for x in changes if x]

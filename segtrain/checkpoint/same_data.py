@@ -39,10 +39,8 @@ class Resumed(NamedTuple):
 class RunData:
     """Compares the data of a run, below `root`, with what its checkpoint says about them.
 
-    Making this object is collective. It has threads, so call `close` at the end.
-
-    resumed: None if training starts anew.
-    accept_changes: log differences instead of refusing them.
+    Making this object is collective. It has threads, so call `close` at the end. `resumed` is None
+    if training starts anew. `accept_changes` logs differences instead of refusing them.
 
     Raises:
         ConfigError: classes, names or sizes differ from the checkpoint.
@@ -58,19 +56,15 @@ class RunData:
         *,
         accept_changes: bool,
     ) -> None:
-        self._sets, self._root = sets, root
-        # Not `resumed` itself, which would keep the weights in memory.
+        self._sets, self._accept_changes = sets, accept_changes
         self._path = None if resumed is None else resumed.path
-        self._accept_changes = accept_changes
-        # What checkpoints say about the data.
         self._splits = _agreed_fingerprint(sets, root).splits
-        self._hashing: LabelHashing | None = None
-        # On rank 0, once the labels have been compared: the changes, or why the run must end.
+        self._hashing: LabelHashing | None = None  # on rank 0
         self._result: list[str] | UserError | None = None
         self._settled = False
         self._news: list[str] = []
         if resumed is not None:
-            self._compare_files(resumed)
+            self._compare_files(resumed, root)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -106,13 +100,12 @@ class RunData:
                 raise result
             return result, give_up(time.monotonic() - start)
 
-        while not self._settled:
-            changes, is_over = dist.run_on_rank0(poll)
+        gives_up = False
+        while not (self._settled or gives_up):
+            changes, gives_up = dist.run_on_rank0(poll)
             if changes is not None:
                 self._news += [f"changed    {change}" for change in changes]
                 self._settled = True
-            elif is_over:
-                break
         return self._settled
 
     def take_news(self) -> list[str]:
@@ -120,7 +113,7 @@ class RunData:
         news, self._news = self._news, []
         return news
 
-    def record(self) -> str:
+    def fingerprint(self) -> str:
         """What a checkpoint must say about the data, on rank 0.
 
         Until the labels have been compared, it keeps the old hashes for the next resumption.
@@ -131,7 +124,7 @@ class RunData:
     def _knows_labels(self) -> bool:
         return all(split.labels is not None for split in self._splits)
 
-    def _compare_files(self, resumed: Resumed) -> None:
+    def _compare_files(self, resumed: Resumed, root: str) -> None:
         """Compares classes, names and sizes, and keeps the old hashes if these are equal."""
         before = parse_data(*resumed)
         _, classes = parse_experiment(*resumed)
@@ -141,25 +134,19 @@ class RunData:
             changes, harmless = class_differences(classes, now.classes, now.label_format)
             if before is not None:
                 splits = zip(before.splits, self._splits, self._sets, strict=True)
-                lines = [file_difference(old, new, data, self._root) for old, new, data in splits]
-                changes += [line for line in lines if line]
+                changes += [file_difference(old, new, data, root) for old, new, data in splits]
             return self._accepted(changes), harmless
 
         changes, harmless = dist.run_on_rank0(compare)
         self._news += [f"warning: {x} (changes pictures and written label maps)" for x in harmless]
-        if before is None:
-            self._news.append(
-                f"warning: {resumed.path} does not say which data it was trained on: whether they "
-                "are the same cannot be told; from now on checkpoints say it"
-            )
         self._news += [f"changed    {change}" for change in changes]
         if before is not None and not changes:
             self._splits = before.splits
-            if not self._knows_labels:
-                self._news.append(
-                    f"warning: {resumed.path} was saved before all labels were hashed: whether "
-                    "they hold the same as then cannot be told"
-                )
+        if before is None or not (changes or self._knows_labels):
+            what = "which data it was trained on" if before is None else "what all labels held"
+            self._news.append(
+                f"warning: {resumed.path} does not say {what}: changes since then are not noticed"
+            )
 
     def _poll(self, timeout_s: float) -> list[str] | UserError | None:
         """The result of comparing the labels; None if it is not known within `timeout_s`."""
@@ -173,12 +160,13 @@ class RunData:
 
     def _compare_labels(self, labels: Sequence[tuple[str, ...]]) -> list[str]:
         splits = list(zip(self._splits, labels, self._sets, strict=True))
-        lines = [label_difference(split, new, dataset) for split, new, dataset in splits]
-        changes = self._accepted([line for line in lines if line])
+        changes = self._accepted([label_difference(*split) for split in splits])
         self._splits = tuple(replace(split, labels=new) for split, new, _ in splits)
         return changes
 
     def _accepted(self, changes: list[str]) -> list[str]:
+        """Those of `changes` that are not empty; ConfigError if they are not accepted."""
+        changes = [change for change in changes if change]
         if changes and not self._accept_changes:
             listed = "\n  ".join(changes)
             raise ConfigError(
@@ -198,20 +186,20 @@ def _agreed_fingerprint(sets: tuple[SegDataset, SegDataset], root: str) -> DataF
         fingerprint = DataFingerprint(*(hash_files(dataset, root) for dataset in sets))
         return [repr(sets[0].classes), fingerprint_to_json(fingerprint)]
 
-    found = [(rank, seen) for rank, seen in enumerate(dist.run_on_all_ranks(look)) if seen]
-    (_, (classes, first)), *others = found
-    here = fingerprint_from_json(first)
-    for rank, (other_classes, other) in others:
-        there = fingerprint_from_json(other)
-        differing = [] if other_classes == classes else ["the class file"]
+    first, *others = dist.run_on_all_ranks(look)
+    here = fingerprint_from_json(first[1])
+    for rank, other in enumerate(others, start=1):
+        if other in (None, first):
+            continue
+        there = fingerprint_from_json(other[1])
+        differing = ["the class file"] if other[0] != first[0] else []
         differing += [
             f"split {dataset.split} ({new.num_pairs} images there, {old.num_pairs} on rank 0)"
             for dataset, new, old in zip(sets, there.splits, here.splits, strict=True)
             if new != old
         ]
-        if differing:
-            raise DataError(
-                f"the machine of rank {rank} sees other data than that of rank 0: names, sizes or "
-                f"contents differ of {', '.join(differing)}; give all machines the same data"
-            )
+        raise DataError(
+            f"the machine of rank {rank} sees other data than that of rank 0: names, sizes or "
+            f"contents differ of {', '.join(differing)}; give all machines the same data"
+        )
     return here

@@ -59,5 +59,5 @@ def checkpoint_of(run: Run) -> Checkpoint:
         scaler=state.scaler.state_dict(),
         best=run.best,
         evaluated=run.evaluated,
-        data=run.data.record(),
+        data=run.data.fingerprint(),
     )

@@ -93,9 +93,9 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     # 4. The weights: those of the checkpoint, else train.init_from, else model.pretrained, else
     #    random ones.
     state = _build_state(order, resumed, train_set, notes)
-    best, evaluated = (
-        (None, 0) if resumed is None else (resumed.checkpoint.best, resumed.checkpoint.evaluated)
-    )
+    best, evaluated = None, 0
+    if resumed is not None:
+        best, evaluated = resumed.checkpoint.best, resumed.checkpoint.evaluated
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
     data = RunData(
         (train_set, eval_set), config.data.root, resumed, accept_changes=order.accept_changes
