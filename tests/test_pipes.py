@@ -109,7 +109,7 @@ def test_a_split_file_is_a_plain_file(pipe, tmp_path):
 def test_a_checkpoint_is_a_plain_file(pipe, tmp_path):
     path = pipe("a.pt")
     for function in (load, resolve, lambda path: load_initial(None, path)):
-        with pytest.raises(CheckpointError, match=rf"^{path}: not a regular file$"):
+        with pytest.raises(CheckpointError, match=rf"^{path}: .*not a regular file$"):
             function(path)
     for suffix in ("pth", "safetensors"):
         path = pipe(f"w.{suffix}")
@@ -123,7 +123,7 @@ def test_a_manifest_is_a_plain_file_and_so_is_what_it_names(pipe, tmp_path):
     pipe("last.pt")
     store = CheckpointManager(tmp_path, keep_limit=1)
     store.clean_up()
-    with pytest.raises(CheckpointError, match=r"last\.pt: not a regular file"):
+    with pytest.raises(CheckpointError, match=r"last\.pt: cannot be read: not a regular file"):
         store.newest()
     pipe("manifest.json")
     with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read \(not a regular"):

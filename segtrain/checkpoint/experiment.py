@@ -35,11 +35,9 @@ def parse_experiment(checkpoint: Checkpoint, path: Path) -> tuple[Config, ClassF
         raise CheckpointError(f"{path}: its classes contradict themselves: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = printable(".".join(map(str, first["loc"])), MAX_NAME)
-        problem = printable(first["msg"], 2 * MAX_NAME)
-        raise CheckpointError(
-            f"{path}: its config does not fit this version of segtrain: {where}: {problem}"
-        ) from None
+        problem = printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", 2 * MAX_NAME)
+        what = "its config does not fit this version of segtrain"
+        raise CheckpointError(f"{path}: {what}: {problem}") from None
 
 
 def parse_data(checkpoint: Checkpoint, path: Path) -> DataFingerprint | None:

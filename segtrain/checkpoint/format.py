@@ -62,11 +62,9 @@ def write_temporary(path: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, 
     content = {"format": FORMAT_VERSION, "segtrain": __version__, **checkpoint._asdict()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        needed, free = num_bytes(content), shutil.disk_usage(path.parent).free
+        needed, free = num_bytes(content) / 1e6, shutil.disk_usage(path.parent).free / 1e6
         if free < needed:
-            raise OSError(
-                f"it takes {needed / 1e6:.1f} MB and the disk has {free / 1e6:.1f} MB left"
-            )
+            raise OSError(f"it takes {needed:.1f} MB and the disk has {free:.1f} MB left")
         with files.temporary(path) as temporary:
             with temporary.open("xb") as file:
                 hashing = HashingFile(file)
@@ -90,7 +88,7 @@ def num_bytes(content: Any) -> int:
     if isinstance(content, torch.Tensor):
         return content.nbytes + 512  # its header in the archive
     if isinstance(content, dict):
-        return num_bytes(list(content.values()))
+        content = list(content.values())
     if isinstance(content, list | tuple):
         return sum(map(num_bytes, content))
     return len(content) if isinstance(content, str) else 32
@@ -101,25 +99,20 @@ def load(path: Path) -> Checkpoint:
     if path.suffix in (".yaml", ".yml"):
         raise CheckpointError(f"{path}: this is a config; name a run directory or a checkpoint")
     try:
-        content = _load_verified(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such checkpoint") from None
-    except files.NotRegularError:
-        raise CheckpointError(f"{path}: not a regular file") from None
+        return _parse(_load_verified(path))
     except pickle.UnpicklingError:
         # torch's own message recommends weights_only=False, which would run the code.
-        raise CheckpointError(
-            f"{path}: refused: it holds more than tensors and plain data, which could run code; or "
-            f"it is damaged, or no checkpoint at all{_others(path)}"
-        ) from None
+        problem = "refused: it holds more than tensors and plain data, which could run code"
+        problem += "; or it is damaged, or no checkpoint at all"
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise CheckpointError(f"{path}: cannot be read: {reason}{_others(path)}") from None
+        problem = f"cannot be read: {(error.strerror or str(error)).lower()}"
     except torch_file.DamagedError:
-        raise CheckpointError(
-            f"{path}: damaged, cut short or not a checkpoint{_others(path)}"
-        ) from None
-    return _parse(content, path)
+        problem = "damaged, cut short or not a checkpoint"
+    except _ForeignError as error:
+        problem = str(error)
+    others = sorted(other.name for other in path.parent.glob("*.pt") if other.name != path.name)
+    beside = f"; beside it there is {', '.join(others[:5])}" if others else ""
+    raise CheckpointError(f"{path}: {problem}{beside}")
 
 
 def _load_verified(path: Path) -> Any:
@@ -138,66 +131,46 @@ def _load_verified(path: Path) -> Any:
             return torch_file.load(file)
 
 
-def _others(path: Path) -> str:
-    """The other checkpoints beside `path`, for the end of a message."""
-    names = sorted(other.name for other in path.parent.glob("*.pt") if other.name != path.name)
-    return f"; beside it there is {', '.join(names[:5])}" if names else ""
+class _ForeignError(Exception):
+    """The content is not that of a checkpoint; says why."""
 
 
 _MAX_STEP = 2**53  # above it, readers of JSON numbers lose digits
 _STATE = (dict, OrderedDict)
 _OPTIONAL = (*_STATE, type(None))
 _TYPES: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "evaluated": (int,),
-    "config": (str,),
-    "classes": (str,),
+    **dict.fromkeys(("step", "evaluated"), (int,)),
+    **dict.fromkeys(("config", "classes"), (str,)),
     "data": (str, type(None)),
     "model": _STATE,
     **dict.fromkeys(("average", "optimizer", "scaler", "best"), _OPTIONAL),
 }
 
 
-def _parse(content: Any, path: Path) -> Checkpoint:
+def _parse(content: Any) -> Checkpoint:
     if not isinstance(content, dict) or "format" not in content:
         kind = "a bare state dict" if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"{path}: expected a checkpoint of segtrain, found {kind}")
+        raise _ForeignError(f"expected a checkpoint of segtrain, found {kind}")
     if content["format"] is not FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: format {printable(content['format'], MAX_NAME)}, written by segtrain "
+        raise _ForeignError(
+            f"format {printable(content['format'], MAX_NAME)}, written by segtrain "
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
     content = {"data": None} | content
     missing = [field for field in Checkpoint._fields if field not in content]
     if missing:
-        raise CheckpointError(f"{path}: incomplete: {', '.join(missing)} missing")
+        raise _ForeignError(f"incomplete: {', '.join(missing)} missing")
     for field, types in _TYPES.items():
         if type(content[field]) not in types:
-            kind = type(content[field]).__name__
-            raise CheckpointError(f"{path}: damaged: {field} is a {kind}")
-    best = content["best"]
-    if best is not None and [type(best.get(key)) for key in ("step", "mean_iou")] != [int, float]:
-        raise CheckpointError(f"{path}: damaged: best has no step and mean_iou")
+            raise _ForeignError(f"damaged: {field} is a {type(content[field]).__name__}")
     checkpoint = Checkpoint(**{field: content[field] for field in Checkpoint._fields})
-    if problem := _impossible_value(checkpoint):
-        raise CheckpointError(f"{path}: damaged: {problem}{_others(path)}")
-    return checkpoint
-
-
-def _impossible_value(checkpoint: Checkpoint) -> str:
-    """The first value that no run can have written; empty if there is none."""
-    best = checkpoint.best or {"step": 0, "mean_iou": 0.0}
-    for what, step, limit in (
-        ("step", checkpoint.step, _MAX_STEP),
-        ("evaluated at step", checkpoint.evaluated, checkpoint.step),
-        ("best mIoU at step", best["step"], checkpoint.step),
-    ):
-        if not 0 <= step <= limit:
-            # An integer of thousands of digits cannot be printed.
-            shown = str(step) if abs(step) <= _MAX_STEP else "above 2**53 in size"
-            return f"{what} {shown}; expected 0 to {limit}"
+    best = {"step": 0, "mean_iou": 0.0} if checkpoint.best is None else checkpoint.best
+    if [type(best.get(key)) for key in ("step", "mean_iou")] != [int, float]:
+        raise _ForeignError("damaged: best has no step and mean_iou")
     # NaN is the mIoU of a split where every pixel is ignored.
-    if not (0 <= best["mean_iou"] <= 1 or math.isnan(best["mean_iou"])):
-        return f"best mIoU {best['mean_iou']:g}; expected 0 to 1"
-    return ""
+    score_fits = 0 <= best["mean_iou"] <= 1 or math.isnan(best["mean_iou"])
+    done = sorted((best["step"], checkpoint.evaluated))
+    if not (done[0] >= 0 and done[1] <= checkpoint.step <= _MAX_STEP and score_fits):
+        raise _ForeignError("damaged: step, evaluated or best has an impossible value")
+    return checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import nn
 
-from segtrain.checkpoint.format import Checkpoint, load
+from segtrain.checkpoint.format import load
 from segtrain.checkpoint.loading import inference_weights, resolve
 from segtrain.checkpoint.weights import check_plain, load_weights
 from segtrain.data.class_file import class_file_from_json
@@ -18,13 +18,8 @@ def load_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] 
     """Fills `model` with the weights of another run, the averaged ones if it has them.
 
     Classifier layers stay random if the number of classes differs; if the same classes come in
-    another order, their channels are reordered. CheckpointError if any other layer does not fit.
-
-    Args:
-        class_names: the classes of `model` in order; (): not known.
-
-    Returns:
-        log lines: what was taken over and what was not.
+    another order, their channels are reordered. Returns log lines. CheckpointError if any other
+    layer does not fit. `class_names` are the classes of `model` in order; (): not known.
     """
     file = resolve(spec)
     checkpoint = load(file)
@@ -32,13 +27,15 @@ def load_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] 
     check_plain(weights, file)
     own = model.state_dict()
     lines = [f"init       {file}, step {checkpoint.step}"]
-    lines += _reorder_classes(weights, _class_names(checkpoint, file), class_names)
+    try:
+        there = class_file_from_json(checkpoint.classes).names
+    except (ConfigError, ValidationError) as error:
+        raise CheckpointError(f"{file}: damaged: its classes cannot be read") from error
+    lines += _reorder_classes(weights, there, class_names)
     for key in sorted(weights.keys() & own.keys()):
-        if ".classifier." in key and weights[key].shape != own[key].shape:
-            lines.append(
-                f"init       {key} stays random: {tuple(weights[key].shape)} there, "
-                f"{tuple(own[key].shape)} here"
-            )
+        old, new = tuple(weights[key].shape), tuple(own[key].shape)
+        if ".classifier." in key and old != new:
+            lines.append(f"init       {key} stays random: {old} there, {new} here")
             weights[key] = own[key]
     load_weights(model, weights, file)
     return lines
@@ -62,10 +59,3 @@ def _reorder_classes(
         if ".classifier." in key and value.shape[:1] == (len(order),):
             weights[key] = value[order]
     return ["init       the classes come in another order there; classifiers follow the one here"]
-
-
-def _class_names(checkpoint: Checkpoint, path: Path) -> tuple[str, ...]:
-    try:
-        return class_file_from_json(checkpoint.classes).names
-    except (ConfigError, ValidationError) as error:
-        raise CheckpointError(f"{path}: damaged: its classes cannot be read") from error

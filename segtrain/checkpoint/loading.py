@@ -68,9 +68,8 @@ def resolve(run_or_file: str | Path) -> Path:
         if file.is_file():
             return file
         if os.path.lexists(file):
-            raise CheckpointError(
-                f"{file}: expected a checkpoint, found {kind_of(file)}; move it away"
-            )
+            found = kind_of(file)
+            raise CheckpointError(f"{file}: expected a checkpoint, found {found}; move it away")
     raise CheckpointError(f"{path}: no checkpoints/{BEST} or checkpoints/{LAST} in this directory")
 
 
@@ -83,13 +82,11 @@ def check_sizes(checkpoint: Checkpoint, config: Config, classes: ClassFile, path
         with torch.device("meta"):
             model = _inference_model(config, classes)
     except (RuntimeError, OverflowError):  # the number of bytes overflows
-        raise CheckpointError(
-            f"{path}: its config describes a model that is too large for its weights, or for any "
-            "machine"
-        ) from None
-    for weights in (checkpoint.model, checkpoint.average):
-        if weights is not None:
-            check_fit(model, weights, path)
+        what = "its config describes a model that is too large for any machine"
+        raise CheckpointError(f"{path}: {what}") from None
+    check_fit(model, checkpoint.model, path)
+    if checkpoint.average is not None:
+        check_fit(model, checkpoint.average, path)
 
 
 def _inference_model(config: Config, classes: ClassFile) -> SegModel:

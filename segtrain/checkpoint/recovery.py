@@ -20,10 +20,7 @@ def restore_config(directory: Path) -> list[str]:
     lost = directory / run_directory.CONFIG
     path, _ = CheckpointManager(directory / run_directory.CHECKPOINTS, keep_limit=1).newest()
     if path is None:
-        raise CheckpointError(
-            f"{lost}: missing or empty, and there is no checkpoint to go on from; begin a new run "
-            "by --output"
-        )
+        raise CheckpointError(f"{lost}: missing, and so are the checkpoints; start a new run")
     checkpoint = load(path)
     config, classes = parse_experiment(checkpoint, path)
     check_sizes(checkpoint, config, classes, path)
@@ -31,6 +28,5 @@ def restore_config(directory: Path) -> list[str]:
         run_directory.write_config(directory, config)
     except OSError as error:
         raise ExecutionError(f"{lost}: cannot be written: {error.strerror}") from error
-    return [
-        f"warning: {lost} was missing or empty: restored from {path.name}, step {checkpoint.step}"
-    ]
+    what = f"restored from {path.name}, step {checkpoint.step}"
+    return [f"warning: {lost} was missing or empty: {what}"]

@@ -36,10 +36,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], p
     CheckpointError if it is of another optimizer or other weights, or its numbers are damaged.
     """
     # load_state_dict would bring back the settings of the old config.
-    settings = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    settings = [dict(group) for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(saved)
         problem = _problem(optimizer)
@@ -55,14 +52,13 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], p
         group.update(own)
 
 
-_MAX_SCALE, _MAX_COUNT = 2.0**128, 2**31  # the scale is a float32, its counters are int32
-# Each value is above the first and below the second number.
+# Each value is above the first and below the second number: the scale is a float32, counters int32.
 _SCALER_RANGES = {
-    "scale": (0, _MAX_SCALE),
-    "growth_factor": (1, _MAX_SCALE),
+    "scale": (0, 2.0**128),
+    "growth_factor": (1, 2.0**128),
     "backoff_factor": (0, 1),
-    "growth_interval": (0, _MAX_COUNT),
-    "_growth_tracker": (-1, _MAX_COUNT),
+    "growth_interval": (0, 2**31),
+    "_growth_tracker": (-1, 2**31),
 }
 
 
@@ -85,8 +81,7 @@ def _problem(optimizer: torch.optim.Optimizer) -> str:
     seen: dict[int, Tensor] = {}
     for parameter, values in optimizer.state.items():
         if values.keys() not in (names, set()):
-            found = ", ".join(printable(name, MAX_NAME) for name in list(values)[:10])
-            return f"has {found}, not {', '.join(sorted(names))}"
+            return f"has {printable(list(values), MAX_NAME)}, not {sorted(names)}"
         for name, value in values.items():
             if sgd and value is None:
                 continue

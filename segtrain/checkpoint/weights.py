@@ -1,6 +1,5 @@
 """State dicts from checkpoints: do they fit the model, and are their numbers usable?"""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +19,25 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
     CheckpointError if it does not fit, or holds NaN, infinities or a negative variance.
     """
     check_fit(model, weights, path)
-    problems = [
-        f"{key}: {problem}"
-        for key, value in model.state_dict().items()
-        if (problem := _value_problem(key, weights[key], value.dtype))
-    ]
-    if problems:
-        # Such a model predicts the same class everywhere, without any error.
-        raise CheckpointError(
-            f"{path}: damaged: the weights hold numbers that no training leaves; use another "
-            f"checkpoint\n{_listed(problems)}"
-        )
+    own = model.state_dict().items()
+    problems = {key: _value_problem(key, weights[key], value.dtype) for key, value in own}
+    # Such a model predicts the same class everywhere, without any error.
+    what = "damaged: the weights hold numbers that no training leaves; use another checkpoint"
+    _refuse({key: problem for key, problem in problems.items() if problem}, what, path)
     model.load_state_dict(weights)
 
 
 def check_fit(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
     """Raises CheckpointError if keys or shapes are not those of `model`, which may be on "meta"."""
     check_plain(weights, path)
-    own = model.state_dict()
-    problems = [f"{key}: missing in the checkpoint" for key in own.keys() - weights.keys()]
-    unknown = weights.keys() - own.keys()
-    problems += [f"{printable(key, MAX_NAME)}: not in the model" for key in unknown]
-    problems += [
-        f"{key}: {tuple(weights[key].shape)} in the checkpoint, "
-        f"{tuple(own[key].shape)} in the model"
-        for key in own.keys() & weights.keys()
-        if own[key].shape != weights[key].shape
-    ]
-    if problems:
-        raise CheckpointError(f"{path}: the weights do not fit the model\n{_listed(problems)}")
+    own = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    there = {key: tuple(value.shape) for key, value in weights.items()}
+    problems = {
+        key: f"{there.get(key, 'missing')} in the checkpoint, {own.get(key, 'none')} in the model"
+        for key in own.keys() | there.keys()
+        if own.get(key) != there.get(key)
+    }
+    _refuse(problems, "the weights do not fit the model", path)
 
 
 def check_plain(weights: dict[str, Any], path: Path) -> None:
@@ -72,8 +61,8 @@ def _value_problem(key: str, value: Tensor, dtype: torch.dtype) -> str:
     return ""
 
 
-def _listed(problems: Iterable[str]) -> str:
-    problems = sorted(problems)
-    more = len(problems) - _MAX_LISTED
-    lines = problems[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
-    return "\n".join(f"  {line}" for line in lines)
+def _refuse(problems: dict[str, str], what: str, path: Path) -> None:
+    lines = [f"\n  {printable(key, MAX_NAME)}: {problems[key]}" for key in sorted(problems)]
+    more = f"\n  and {len(lines) - _MAX_LISTED} more" if len(lines) > _MAX_LISTED else ""
+    if lines:
+        raise CheckpointError(f"{path}: {what}{''.join(lines[:_MAX_LISTED])}{more}")
