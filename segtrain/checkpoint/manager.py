@@ -28,11 +28,8 @@ _TEMPORARY = re.compile(r"\.((last|previous|best|step_\d{7,})\.pt|manifest\.json
 class CheckpointManager:
     """Writes last.pt, previous.pt, best.pt and some step_N.pt, and finds the newest good one.
 
-    Only one process writes; it calls `clean_up` first.
-
-    Args:
-        keep_limit: how many step_N.pt are kept.
-        before_write: called before each write; raises if this process must not write.
+    Only one process writes; it calls `clean_up` first. `keep_limit` step_N.pt are kept.
+    `before_write` is called before each write; it raises if this process must not write.
     """
 
     def __init__(
@@ -58,10 +55,7 @@ class CheckpointManager:
     def keep(self, checkpoint: Checkpoint) -> None:
         """Writes step_N.pt and removes this run's oldest ones beyond the limit."""
         self._save(f"step_{checkpoint.step:07d}.pt", checkpoint)
-        for name in list(filter(_KEPT.fullmatch, self._entries)):
-            if not os.path.lexists(self.directory / name):
-                del self._entries[name]
-        own = filter(self._is_own, filter(_KEPT.fullmatch, self._entries))
+        own = [name for name in self._entries if _KEPT.fullmatch(name) and self._is_own(name)]
         for name in sorted(own, key=_step)[: -self.keep_limit]:
             try:
                 (self.directory / name).unlink()
@@ -97,10 +91,8 @@ class CheckpointManager:
             if matching:
                 self._verified[name] = stat
             elif name == BEST:  # `newest` looks at the others
-                self.warnings.append(
-                    f"warning: {path} is damaged or not what this run wrote; the next better model "
-                    "takes its name"
-                )
+                what = "is damaged or not what this run wrote; the next better model replaces it"
+                self.warnings.append(f"warning: {path} {what}")
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that loads, if any, and what is wrong with newer ones.
@@ -112,19 +104,17 @@ class CheckpointManager:
         for path in self._newest_first():
             try:
                 load(path)
+                return path, problems
             except CheckpointError as error:
                 problems.append(str(error))
-            else:
-                return path, problems
         if problems:
             raise CheckpointError("\n  ".join(problems))
         # If the very first save was killed, the manifest lists last.pt only.
         lost = manifest.read_entries(self.directory).keys() - {LAST}
         if lost:
             raise CheckpointError(
-                f"{self.directory}: no {LAST}, though {MANIFEST} lists {', '.join(sorted(lost))}: "
-                "checkpoints have been removed; put one back, or begin a new run by --output, "
-                f"from {BEST} by train.init_from if that is still there"
+                f"{self.directory}: no {LAST}, though {MANIFEST} lists {', '.join(sorted(lost))}; "
+                "put a removed checkpoint back, or begin a new run by --output"
             )
         return None, []
 
@@ -132,13 +122,14 @@ class CheckpointManager:
         """Raises ExecutionError if the disk has no room for two checkpoints of this size."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            free, needed = shutil.disk_usage(self.directory).free, 2 * num_bytes(checkpoint)
+            free = shutil.disk_usage(self.directory).free / 1e6
         except OSError as error:
             raise ExecutionError(f"{self.directory}: cannot be used: {error.strerror}") from None
+        needed = 2 * num_bytes(checkpoint) / 1e6
         if free < needed:
             raise ExecutionError(
-                f"{self.directory}: two checkpoints take {needed / 1e6:.1f} MB and the disk has "
-                f"{free / 1e6:.1f} MB left; make room, or choose another disk by --output"
+                f"{self.directory}: two checkpoints take {needed:.1f} MB and the disk has "
+                f"{free:.1f} MB left; make room, or choose another disk by --output"
             )
 
     def _save(self, name: str, checkpoint: Checkpoint, *, keep_as: str | None = None) -> None:
@@ -147,17 +138,19 @@ class CheckpointManager:
         self._check_sole_writer()
         with write_temporary(path, checkpoint) as (temporary, entry):
             self._check_sole_writer()  # again, because writing takes a while
-            old = self._entries[name] if self._is_own(name) else None
-            if old is None:
-                keep_as = None
-            for target in (name, keep_as):
-                if target is not None and not self._is_own(target):
-                    _set_aside(self.directory / target)
             # Until the files are renamed, old and new content are valid under both names.
             pending = {other: [known] for other, known in self._entries.items()}
-            pending[name] = [entry] if old is None else [old, entry]
+            pending[name] = [entry]
+            if self._is_own(name):
+                old = self._entries[name]
+                pending[name].insert(0, old)
+            else:
+                _set_aside(path)
+                keep_as = None
             if keep_as is not None:
                 pending[keep_as] = [*pending.get(keep_as, []), old]
+                if not self._is_own(keep_as):
+                    _set_aside(self.directory / keep_as)
             self._manifest = manifest.write(self.directory, pending)
             if keep_as is not None:
                 _link_or_rename(path, self.directory / keep_as)
@@ -185,15 +178,14 @@ class CheckpointManager:
         path = self.directory / name
         if name not in self._entries:
             return False
-        try:
+        with suppress(OSError):
             stat = _stat(path)
-            if stat != self._verified.get(name):
-                if manifest.sha256_of(path) != self._entries[name].sha256:
-                    return False
+            if stat == self._verified.get(name):
+                return True
+            if manifest.sha256_of(path) == self._entries[name].sha256:
                 self._verified[name] = stat
-        except OSError:
-            return False
-        return True
+                return True
+        return False
 
     def _newest_first(self) -> list[Path]:
         """The checkpoints that a run can be resumed from."""
@@ -201,12 +193,9 @@ class CheckpointManager:
         # Without a manifest nothing tells the run's own files from the user's.
         listed = entries or [path.name for path in self.directory.glob("step_*.pt")]
         kept = sorted(filter(_KEPT.fullmatch, listed), key=_step, reverse=True)
-
-        def step(name: str) -> int:
-            return max((entry.step for entry in entries.get(name, ())), default=-1)
-
+        steps = {name: max((e.step for e in known), default=-1) for name, known in entries.items()}
         # The sort is stable: last.pt comes first among equal steps.
-        names = sorted((LAST, PREVIOUS, *kept), key=step, reverse=True)
+        names = sorted((LAST, PREVIOUS, *kept), key=lambda name: steps.get(name, -1), reverse=True)
         return [path for name in names if os.path.lexists(path := self.directory / name)]
 
 
@@ -216,14 +205,8 @@ def _set_aside(path: Path) -> None:
         return
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.old-{number}")):
-        if aside.exists() and path.exists() and aside.samefile(path):
-            return  # by an earlier save, which then failed
         number += 1
-    try:
-        # A link: the old name stays until the new file replaces it.
-        aside.hardlink_to(path)
-    except OSError:  # a folder, or a disk without hard links
-        path.rename(aside)
+    path.rename(aside)
     say(f"warning: {path} was not as this run wrote it; it is kept as {aside.name}")
 
 
