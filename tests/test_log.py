@@ -1,5 +1,4 @@
 import fcntl
-import io
 import json
 import logging
 import os
@@ -263,47 +262,6 @@ def test_other_ranks_show_no_progress(capsys):
     assert tuple(capsys.readouterr()) == ("", "")
 
 
-WORDS = progress_words(
-    {"train/loss": 0.51234, "train/lr": 0.00904, "images_per_s": 27.93},
-    {"mean_iou": 0.7123, "step": 8000},
-)
-
-
-def drawn(columns, words, total=40_000):
-    """The bar of a run of some hours after 12,000 steps."""
-    bar = progress._Bar(total=total, desc="train", unit="step", ncols=columns, file=io.StringIO())
-    bar.words = words
-    bar.n, bar.start_t = 12_000, bar._time() - 4210
-    text = str(bar)
-    bar.close()
-    return text
-
-
-def test_a_bar_of_80_columns_shows_loss_score_rate_and_speed():
-    line = drawn(80, WORDS)
-    assert len(line) <= 80
-    assert line.startswith("train 12000/40000 [2:43:4")
-    assert line.endswith("]  loss 0.5123  best mIoU 0.712  lr 9.0e-3  27.9 img/s")
-
-
-@pytest.mark.parametrize("columns", range(1, 200, 7))
-def test_a_bar_fits_its_terminal_and_drops_the_last_words_first(columns):
-    line = drawn(columns, WORDS)
-    assert len(line) <= columns
-    shown = [word in line for word in WORDS]
-    assert shown == sorted(shown, reverse=True)
-    if any(shown) and not all(shown):
-        assert len(line) + 2 + len(WORDS[sum(shown)]) > columns
-
-
-def test_a_wide_terminal_has_a_bar_and_all_times():
-    line = drawn(150, WORDS)
-    assert len(line) == 150
-    assert "train |#" in line
-    assert "[1:10:10<2:43:43, " in line
-    assert line.endswith("27.9 img/s")
-
-
 def test_before_the_first_evaluation_there_is_no_score():
     values = {"train/loss": 0.5, "train/lr": 1e-10, "images_per_s": 3.0}
     assert progress_words(values, None) == ["loss 0.5000", "lr 1.0e-10", "3.0 img/s"]
@@ -337,7 +295,7 @@ def test_on_a_terminal_progress_is_a_bar_and_the_log_file_has_plain_lines(tmp_pa
     assert "a line\r\n" in shown
     pictures = [part for line in shown.split("\n") for part in line.split("\r")]
     assert max(map(len, pictures)) in (columns - 1, columns)
-    assert "train 3/3" not in shown  # the plain form
+    assert "train 3/3  loss" not in shown  # the plain form
     kept = [line.split(" INFO ")[1] for line in (tmp_path / "train.log").read_text().splitlines()]
     assert kept == [f"train {i + 1}/3  loss 0.{i}" for i in range(3)] + ["a line"]
 

@@ -27,9 +27,8 @@ from segtrain.text import printable, printable_lines
 class RunLog:
     """The log of one run; on ranks other than 0, which are not `enabled`, calls do nothing.
 
-    Args:
-        start_step, evaluated_step: where training goes on, and its last evaluation. Later values
-            from before a crash are dropped, so that curves do not run back and forth.
+    Training goes on at `start_step`, its last evaluation was at `evaluated_step`. Later values,
+    from before a crash, are dropped, so that curves do not run back and forth.
     """
 
     def __init__(
@@ -71,8 +70,6 @@ class RunLog:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes a line of metrics.jsonl (NaN and infinity become null) and TensorBoard points."""
-        if not self.enabled:
-            return
         clean = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         self._try(METRICS, self._append, json.dumps({"step": step, **clean}) + "\n")
         curves = {printable(tag): value for tag, value in values.items()}
@@ -80,15 +77,13 @@ class RunLog:
 
     def picture(self, step: int, tag: str, picture: np.ndarray) -> None:
         """Shows an (H, W, 3) uint8 RGB picture in TensorBoard."""
-        if self.enabled:
-            name = printable(tag)
-            self._to_board(lambda: self._board.add_image(name, picture, step, dataformats="HWC"))
+        name = printable(tag)
+        self._to_board(lambda: self._board.add_image(name, picture, step, dataformats="HWC"))
 
     def text(self, tag: str, text: str) -> None:
         """Shows preformatted text in TensorBoard."""
-        if self.enabled:
-            indented = "\n".join("    " + line for line in printable_lines(text, len(text) + 1))
-            self._to_board(lambda: self._board.add_text(tag, indented))
+        indented = "\n".join("    " + line for line in printable_lines(text, len(text) + 1))
+        self._to_board(lambda: self._board.add_text(tag, indented))
 
     def hparams(
         self,
@@ -98,21 +93,17 @@ class RunLog:
         *,
         first: Collection[str],
     ) -> None:
-        """Adds a row to TensorBoard's table of hyperparameters, for comparing runs.
+        """Adds a row to TensorBoard's table of hyperparameters; columns `first` come first.
 
-        Args:
-            options: all of them, also defaults: TensorBoard takes the columns from one of the runs,
-                and would not show an option that this one lacks.
-            first: the options whose columns come first.
+        Give all options, also defaults: TensorBoard takes the columns from one of the runs.
         """
-        if self.enabled:
-            plain = {
-                printable(key): value if isinstance(value, (int, float, bool)) else printable(value)
-                for key, value in options.items()
-            }
-            # Tags of their own: the curve of the score already has a point at this step.
-            named = {f"hparam/{name}": score for name, score in scores.items()}
-            self._to_board(lambda: _write_hparams(self._board, plain, named, step, first))
+        plain = {
+            printable(key): value if isinstance(value, int | float) else printable(value)
+            for key, value in options.items()
+        }
+        # Tags of their own: the curve of the score already has a point at this step.
+        named = {f"hparam/{name}": score for name, score in scores.items()}
+        self._to_board(lambda: _write_hparams(self._board, plain, named, step, first))
 
     def _open_log(self) -> None:
         self._handler = _LogFile(self._directory / LOG)
@@ -130,11 +121,14 @@ class RunLog:
             file.write(line)
 
     def _to_board(self, write: Callable[[], object]) -> None:
-        self._try("TensorBoard", _check_not_deleted, self._directory, self._handle)
-        self._try("TensorBoard", write)
+        def write_or_fail() -> None:
+            _check_not_deleted(self._directory, self._handle)
+            write()
+
+        self._try("TensorBoard", write_or_fail)
 
     def _try(self, what: str, call: Callable[..., object], *args: object) -> None:
-        if what in self._failed:
+        if not self.enabled or what in self._failed:
             return
         try:
             call(*args)
@@ -210,7 +204,7 @@ def _drop_later(metrics: Path, step: int, evaluated_step: int) -> None:
 def _write_hparams(
     board: Any, options: dict[str, Any], scores: dict[str, float], step: int, first: Collection[str]
 ) -> None:
-    """As SummaryWriter.add_hparams, but into the event file of `board` and with ordered columns."""
+    """As SummaryWriter.add_hparams, but into the same event file and with ordered columns."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams
 
