@@ -2,7 +2,6 @@
 
 import os
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,8 @@ def check_directory(
 ) -> list[str]:
     """Refuses a directory that this run must not write into.
 
-    A new run may replace a run that has saved no checkpoint.
-
-    Args:
-        accept_changes: with `resume`, go on with a config that differs.
-
-    Returns:
-        the differences from the config of the resumed run, one line per option.
+    A new run may replace a run that has saved no checkpoint. Returns the differences from the
+    config of the resumed run, one line per option; only `accept_changes` lets it go on with any.
 
     Raises:
         ConfigError: it holds a run with checkpoints or a live one, is no directory, or data is read
@@ -55,27 +49,25 @@ def check_directory(
     if not resume:
         _check_new(directory, config)
         return []
-    path = directory / CONFIG
     if has_lost_config(directory):
         return []  # `recovery.restore_config` writes it again
-    if not path.exists():
+    path = directory / CONFIG
+    if not path.exists() or _is_blank(path):
         raise CheckpointError(f"{directory}: no run to resume; to start one, leave out --resume")
-    if _is_blank(path):
-        raise CheckpointError(
-            f"{path}: empty, and there is no checkpoint to restore it from; nothing is lost: "
-            "delete the directory and start the run again, without --resume"
-        )
     try:
-        before = load_config(path)
+        differences = _differences(load_config(path), config)
     except ConfigError as error:
-        raise ConfigError(
-            f"{error}\n  if this file of the run is damaged, move it away: --resume writes it anew "
-            "from the checkpoint"
-        ) from None
-    differences = _differences(before, config)
+        repair = "if this file is damaged, move it away: --resume restores it from the checkpoint"
+        raise ConfigError(f"{error}\n  {repair}") from None
     if differences and not accept_changes:
-        raise ConfigError(_refused_changes(directory, differences, before))
-    return list(differences.values())
+        listed = "\n  ".join(differences)
+        raise ConfigError(
+            f"{directory}: the run was started with another config\n  {listed}\n"
+            f"to go on as it was started: segtrain train {shlex.quote(str(directory))} --resume\n"
+            "if the changes are meant: add --accept-changes\n"
+            "to start a new run: --output DIR instead of --resume"
+        )
+    return differences
 
 
 def is_run(directory: Path) -> bool:
@@ -97,7 +89,8 @@ def has_lost_config(directory: Path) -> bool:
     After a loss of power a file may be there without its content.
     """
     path = directory / CONFIG
-    return bool(_checkpoints(directory)) and (not path.exists() or _is_blank(path))
+    saved = any((directory / CHECKPOINTS).glob("*.pt"))
+    return saved and (not path.exists() or _is_blank(path))
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -131,69 +124,39 @@ def _check_usable(directory: Path) -> None:
         raise ConfigError(f"{above}: a file stands where the run directory should be")
     if not os.access(above, os.W_OK):
         raise ConfigError(f"{above}: may not be written; choose another directory by --output")
-    for path in (directory / CONFIG, directory / ENVIRONMENT):
-        if path.exists() and not path.is_file():
-            found = files.kind_of(path)
-            raise ConfigError(f"{path}: expected a file, found {found}; move it away")
-    path = directory / CHECKPOINTS
-    # Unlike a file, a folder cannot replace a link to nothing.
-    if os.path.lexists(path) and not path.is_dir():
-        found = files.kind_of(path)
-        raise ConfigError(f"{path}: expected a folder, found {found}; move it away")
+    for name, kind in ((CONFIG, "a file"), (ENVIRONMENT, "a file"), (CHECKPOINTS, "a folder")):
+        path = directory / name
+        if os.path.lexists(path) and (found := files.kind_of(path)) != kind:
+            raise ConfigError(f"{path}: expected {kind}, found {found}; move it away")
 
 
 def _check_new(directory: Path, config: Config) -> None:
     """Refuses a directory with anything that a new run would overwrite."""
     check_run_directory(directory, config.data)
-    problem = None
-    if (directory / CONFIG).exists():
-        if any((directory / CHECKPOINTS).glob("*.pt")):
-            problem = "holds a run already; go on with it by --resume"
-        elif has_saved(directory):
-            problem = "holds a run already, whose checkpoints are not there; go on with it by "
-            problem += "--resume, delete it"
-        elif not is_run(directory):
-            problem = f"holds a {CONFIG} that no run has written; move it away"
-        else:
-            problem = use_by_others(directory)
-    elif found := _checkpoints(directory):
-        problem = f"holds {found[0].name}, but no {CONFIG} of the run that wrote it; go on from it "
-        problem += "by --resume, move it away"
+    if has_saved(directory):
+        problem = "holds a run already; go on with it by --resume, move it away"
+    elif not (directory / CONFIG).exists():
+        return
+    elif is_run(directory):
+        problem = use_by_others(directory)
+    else:
+        problem = f"holds a {CONFIG} that no run has written; move it away"
     if problem:
         raise ConfigError(f"{directory}: {problem}, or choose another directory by --output")
 
 
-def _refused_changes(directory: Path, differences: Mapping[str, str], before: Config) -> str:
-    """The differences, and the commands that work."""
-    values = flat(before)
-    old = [f"--set {shlex.quote(f'{key}={yaml_value(values[key])}')}" for key in differences]
-    last = "to start a new run: --output DIR instead of --resume"
-    if not has_saved(directory):
-        last = "it has saved no checkpoint: without --resume it is begun anew as you ask"
-    return "\n".join(
-        [
-            f"{directory}: the run was started with another config",
-            *(f"  {line}" for line in differences.values()),
-            f"to go on as it was started: segtrain train {shlex.quote(str(directory))} --resume",
-            f"or with this config, but those options as they were: add {' '.join(old)}",
-            "if the changes are meant: add --accept-changes",
-            last,
-        ]
-    )
-
-
-def _differences(old: Config, new: Config) -> dict[str, str]:
-    """The options that differ, each with a line that shows both values."""
+def _differences(old: Config, new: Config) -> list[str]:
+    """A line for each option that differs."""
     before, after = flat(old), flat(new)
 
-    def shown(value: Any) -> str:
-        return printable(yaml_value(value), 2 * MAX_NAME)
+    def shown(options: dict[str, Any], key: str) -> str:
+        return printable(yaml_value(options.get(key)), 2 * MAX_NAME)
 
-    return {
-        key: f"{key}: {shown(before.get(key))} there, {shown(after.get(key))} now"
+    return [
+        f"{key}: {shown(before, key)} there, {shown(after, key)} now"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not key.startswith(_HARMLESS)
-    }
+    ]
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -209,9 +172,3 @@ def _is_blank(config: Path) -> bool:
         return not files.read_bytes(config).strip(b"\0 \t\r\n")
     except OSError as error:
         raise ConfigError(f"{config}: cannot be read: {error.strerror}") from None
-
-
-def _checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints there, of those that every run writes."""
-    paths = [directory / CHECKPOINTS / name for name in ("last.pt", "previous.pt", "best.pt")]
-    return [path for path in paths if os.path.lexists(path)]
