@@ -134,10 +134,11 @@ def test_classes_of_any_script_never_look_alike(opencv):
 def test_a_name_is_drawn_in_its_own_letters_if_the_font_has_them(opencv):
     names = ["road", "naïve", "50 %", "Straße", "Дорога", "建築物", "हिन्दी", "שלום"]
     missing = {"newest": 2, "old": 5}[opencv]
-    wanted = names[:-missing] + [f"{i} ..." for i in range(len(names))[-missing:]]
+    wanted = names[:-missing] + ["..."] * missing
     if opencv == "old":
         wanted[1] = "naive"
-    assert class_labels(names) == wanted
+    assert class_labels(names) == [f"{i} {name}" for i, name in enumerate(wanted)]
+    assert class_labels(names[:-missing]) == wanted[:-missing]
 
 
 def test_letters_of_the_font_are_not_drawn_as_question_marks(opencv):
@@ -280,7 +281,5 @@ def test_names_that_are_cut_stay_different(opencv, names, width):
 
 
 def test_a_number_in_a_label_is_always_that_of_the_class(opencv):
-    assert class_labels(["عربى", "class 1", "class 0"]) == ["0 ...", "class 1", "class 0"]
-    assert class_labels(["a", "עברית", "0 ..."]) == ["a", "1 ...", "2 0 ..."]
+    assert class_labels(["עברית", "1 road", "class 0"]) == ["0 ...", "1 1 road", "2 class 0"]
     assert class_labels(["2nd", "1 ..."]) == ["2nd", "1 ..."]
-    assert class_labels(["a\u200bb", "1 road", "עברית"])[1:] == ["1 1 road", "2 ..."]

@@ -6,9 +6,7 @@ is Pillow's font, which has ASCII. A missing letter is never drawn as `?`: diffe
 look alike.
 """
 
-import re
 import unicodedata
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -43,24 +41,15 @@ def text_mask(text: str, size_px: int) -> np.ndarray:
 
 
 def class_labels(names: Sequence[str]) -> list[str]:
-    """A label for each class: its name, or `7 ...` if the font lacks letters of the name.
-
-    The number is the position in the class file, from 0. Different names get different labels: the
-    number also comes before names that differ only by accents which the font lacks. If any label
-    has a number, so has every name that itself begins with the number of a class.
-    """
-    drawn = [_drawn(name) for name in names]
-    times = Counter(drawn)
-    numbered = {i for i, text in enumerate(drawn) if text is None or times[text] > 1}
-    if numbered:
-        numbered |= {i for i, text in enumerate(drawn) if _has_class_number(text, len(names))}
-    labels = numbered_labels(names)
-    return [labels[i] if i in numbered else text for i, text in enumerate(drawn)]
+    """A label for each class: its name, or `numbered_labels` if the font cannot tell them apart."""
+    drawn = [_drawable(printable(name, MAX_NAME)) for name in names]
+    return drawn if all(drawn) and len(set(drawn)) == len(drawn) else numbered_labels(names)
 
 
 def numbered_labels(names: Sequence[str]) -> list[str]:
-    """The same with a number before every name, for labels whose end may be cut off."""
-    return [f"{i} {_drawn(name) or '...'}" for i, name in enumerate(names)]
+    """A label for each class: its position in the class file, from 0, and what can be drawn."""
+    drawn = [_drawable(printable(name, MAX_NAME)) for name in names]
+    return [f"{i} {text or '...'}" for i, text in enumerate(drawn)]
 
 
 def title_text(text: str) -> str:
@@ -72,21 +61,12 @@ def title_text(text: str) -> str:
     )
 
 
-def _drawn(name: str) -> str | None:
-    return _drawable(printable(name, MAX_NAME)) or None
-
-
 def _drawable(text: str) -> str | None:
     """`text` in letters of the font, without accents if necessary; None if there are none."""
     composed = unicodedata.normalize("NFC", text)
     decomposed = unicodedata.normalize("NFKD", text)
     plain = "".join(c for c in decomposed if not unicodedata.combining(c))
     return next((form for form in (composed, plain) if all(map(_has_letter, form))), None)
-
-
-def _has_class_number(text: str | None, num_classes: int) -> bool:
-    match = re.match(r"([0-9]+) ", text or "")
-    return match is not None and int(match[1]) < num_classes
 
 
 @lru_cache(maxsize=4096)

@@ -63,8 +63,7 @@ def error_map(label: np.ndarray, pred: np.ndarray) -> np.ndarray:
 def legend(names: Sequence[str], palette: Sequence[Rgb], width: int = 640) -> np.ndarray:
     """The color and the name of each class, in as many columns as fit into `width` pixels.
 
-    If a name does not fit at all, it is cut, and every name gets the number of its class in front:
-    names that differ at their ends must not look alike.
+    If a name must be cut, every name gets its number: cut names must not look alike.
     """
     labels = class_labels(names)
     column_px = max(_text_width(label) for label in labels) + _LINE_PX + 3 * _GAP_PX
@@ -111,9 +110,8 @@ def panel(
     }
     gap = np.full((height, _GAP_PX, 3), WHITE, dtype=np.uint8)
     row = np.hstack([x for part in parts.values() for x in (part, gap)][:-1])
-    headers = [_header(list(parts), row.shape[1], step_px=width + _GAP_PX)]
-    if title:
-        headers.insert(0, _header([title_text(title)], row.shape[1], step_px=0))
+    headers = [_header([title_text(title)], row.shape[1], step_px=0)] if title else []
+    headers.append(_header(list(parts), row.shape[1], step_px=width + _GAP_PX))
     return np.vstack([*headers, row, legend(names, palette, row.shape[1])])
 
 
