@@ -123,5 +123,5 @@ def test_a_run_that_has_lost_its_lock_to_another_saves_nothing(run_ranks, tmp_pa
     ((ended, saved),) = run_ranks(1, losing_its_lock, config, tmp_path / "run", to_another=True)
     kind, code, said = ended
     assert (kind, code) == ("ExecutionError", 6)
-    assert "this run stops before it writes into the other one's files" in said
+    assert "this run stops before it writes into files of the other one" in said
     assert saved == []

@@ -5,7 +5,7 @@ import fcntl
 import os
 import socket
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -38,10 +38,8 @@ class Claim:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._handle = _locked(self._path)
         except _HeldError as error:
-            raise ConfigError(
-                f"{self._directory}: in use by {error}; wait for it to end, or choose another "
-                "directory by --output"
-            ) from None
+            repair = "wait for it to end, or choose another directory by --output"
+            raise ConfigError(f"{self._directory}: in use by {error}; {repair}") from None
         except OSError as error:
             raise ConfigError(cannot_write(self._directory, error)) from None
         return self
@@ -70,12 +68,11 @@ class Claim:
         except _HeldError as error:
             raise ExecutionError(
                 f"{self._path}: deleted while this run was using the directory, which {error} has "
-                "taken since; this run stops before it writes into the other one's files"
+                "locked since; this run stops before it writes into files of the other one"
             ) from None
         except OSError as error:
-            raise ExecutionError(
-                f"{self._path}: this run's lock is gone and cannot be made again: {error.strerror}"
-            ) from None
+            what = "this run's lock is gone and cannot be made again"
+            raise ExecutionError(f"{self._path}: {what}: {error.strerror}") from None
         os.close(self._handle)
         self._handle = handle
 
@@ -103,35 +100,30 @@ class _HeldError(Exception):
 
 
 def _locked(path: Path) -> int:
-    while True:
-        # A link would put the lock elsewhere, and opening a pipe would block.
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    """A handle of the lock file at `path`, which this process has locked."""
+    # A link would put the lock elsewhere, and opening a pipe would block.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with ExitStack() as stack:
         handle = os.open(path, flags, 0o644)
+        stack.callback(os.close, handle)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
         try:
-            _lock(handle, path)
-            # Between open and lock, another run may have removed the file.
-            if files.is_same_file(handle, path):
-                os.truncate(handle, 0)
-                with suppress(OSError):  # a full disk; the name is only for people
-                    os.write(handle, f"{_this_process()}\n".encode())
-                return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
-
-
-def _lock(handle: int, path: Path) -> None:
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = printable(os.read(handle, 200).decode(errors="replace").strip())
-        raise _HeldError(holder or "another run") from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = printable(os.read(handle, 200).decode(errors="replace").strip())
+            raise _HeldError(holder or "another run") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        # Between open and lock, another run may have removed the file.
+        if files.is_same_file(handle, path):
+            os.truncate(handle, 0)
+            with suppress(OSError):  # a full disk; the name is only for people
+                os.write(handle, f"{_this_process()}\n".encode())
+            stack.pop_all()
+            return handle
+    return _locked(path)
 
 
 def _this_process() -> str:
