@@ -1,14 +1,15 @@
 """Lines for the console and for the log files of the run."""
 
-import logging
 import os
 import sys
+from collections.abc import Callable
 
 from tqdm import tqdm
 
 from segtrain.text import printable_lines
 
-logger = logging.getLogger("segtrain")
+log_files: list[Callable[[str], None]] = []
+"""What writes a line to the log file of a run; filled while a run is open."""
 
 
 def say(line: str) -> None:
@@ -27,6 +28,6 @@ def say(line: str) -> None:
 
 
 def log_only(line: str) -> None:
-    """Writes to the log files, whatever the level of logging is."""
-    for handler in list(logger.handlers):
-        handler.handle(logging.LogRecord("segtrain", logging.INFO, "", 0, line, None, None))
+    """Writes to the log files."""
+    for write in log_files:
+        write(line)

@@ -6,20 +6,18 @@ warning and is not used again.
 
 import errno
 import json
-import logging
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from segtrain.files import open_regular, read_bytes, write_atomic
-from segtrain.run.console import log_only, logger, say
+from segtrain.run.console import log_files, log_only, say
 from segtrain.run.directory import LOG, METRICS
 from segtrain.text import printable, printable_lines
 
@@ -41,8 +39,7 @@ class RunLog:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-        self._handler: logging.Handler = logging.NullHandler()
-        self._try(LOG, self._open_log)
+        log_files.append(self._write_log)
         self._try(METRICS, _drop_later, directory / METRICS, start_step, evaluated_step)
         # TensorBoard writes in a thread: Python would print a traceback when that fails.
         self._excepthook, threading.excepthook = threading.excepthook, self._on_thread_error
@@ -57,9 +54,7 @@ class RunLog:
             threading.excepthook = self._excepthook
             if error is not None:
                 log_only("\n".join(printable_lines(f"ended by {type(error).__name__}: {error}")))
-            logger.removeHandler(self._handler)
-            with suppress(OSError):  # a full disk; there was a warning about it
-                self._handler.close()
+            log_files.remove(self._write_log)
             os.close(self._handle)
 
     def lines(self, lines: Sequence[str]) -> None:
@@ -71,7 +66,7 @@ class RunLog:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes a line of metrics.jsonl (NaN and infinity become null) and TensorBoard points."""
         clean = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
-        self._try(METRICS, self._append, json.dumps({"step": step, **clean}) + "\n")
+        self._try(METRICS, self._append, METRICS, json.dumps({"step": step, **clean}))
         curves = {printable(tag): value for tag, value in values.items()}
         self._to_board(lambda: [self._board.add_scalar(tag, curves[tag], step) for tag in curves])
 
@@ -105,27 +100,29 @@ class RunLog:
         named = {f"hparam/{name}": score for name, score in scores.items()}
         self._to_board(lambda: _write_hparams(self._board, plain, named, step, first))
 
-    def _open_log(self) -> None:
-        self._handler = _LogFile(self._directory / LOG)
-        logger.addHandler(self._handler)
-
     def _open_board(self, purge_step: int) -> None:
         # Slow to import, and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(self._directory), purge_step=purge_step)
 
-    def _append(self, line: str) -> None:
-        _check_not_deleted(self._directory, self._handle)
-        with open_regular(self._directory / METRICS, "a") as file:
-            file.write(line)
+    def _write_log(self, line: str) -> None:
+        time = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
+        self._try(LOG, self._append, LOG, f"{time} INFO {line}")
+
+    def _append(self, name: str, line: str) -> None:
+        self._check_not_deleted()
+        with open_regular(self._directory / name, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def _to_board(self, write: Callable[[], object]) -> None:
-        def write_or_fail() -> None:
-            _check_not_deleted(self._directory, self._handle)
-            write()
+        self._try("TensorBoard", self._check_not_deleted)
+        self._try("TensorBoard", write)
 
-        self._try("TensorBoard", write_or_fail)
+    def _check_not_deleted(self) -> None:
+        """A new directory in its place would begin in the middle of the run."""
+        if os.fstat(self._handle).st_nlink == 0 or not self._directory.exists():
+            raise FileNotFoundError(errno.ENOENT, "deleted during the run", str(self._directory))
 
     def _try(self, what: str, call: Callable[..., object], *args: object) -> None:
         if not self.enabled or what in self._failed:
@@ -143,41 +140,6 @@ class RunLog:
             and type(failure.thread).__module__.startswith("tensorboard.")
         ):
             self._excepthook(failure)
-
-
-class _LogFile(logging.FileHandler):
-    """train.log; warns once when the disk is full or the file was deleted."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-
-    def _open(self) -> IO[str]:
-        """Called by logging instead of open(), which would wait for the reader of a pipe."""
-        return open_regular(self.baseFilename, self.mode, encoding=self.encoding)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Called by logging with every line."""
-        try:
-            _check_not_deleted(Path(self.baseFilename), self.stream.fileno())
-        except OSError:
-            self.handleError(record)
-        else:
-            super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Called by logging inside `except`, instead of raising."""
-        logger.removeHandler(self)
-        say(f"warning: {LOG} cannot be written any more, training goes on: {sys.exc_info()[1]}")
-
-
-def _check_not_deleted(path: Path, handle: int) -> None:
-    """Raises OSError if `path`, open as `handle`, was deleted or renamed.
-
-    A new file at `path` would begin in the middle of the run.
-    """
-    if os.fstat(handle).st_nlink == 0 or not path.exists():
-        raise FileNotFoundError(errno.ENOENT, "deleted during the run", str(path))
 
 
 def _drop_later(metrics: Path, step: int, evaluated_step: int) -> None:
