@@ -1,7 +1,6 @@
 """Random streams that know only (seed, step, position in the batch), never rank, worker or process.
 
-The key decides the draw, so a run on other devices, with other loader workers or resumed in the
-middle draws the same numbers, and there is no generator state to save.
+So a run on other devices, or resumed in the middle, draws the same numbers.
 """
 
 import random
@@ -30,7 +29,7 @@ def dropout_mask(
 ) -> Tensor:
     """The channel mask of the whole batch, (batch_size, channels, 1, 1) float32 on the CPU.
 
-    Entries are 0 with probability `p` and 1 / (1 - p) otherwise; a rank takes its own rows.
+    Entries are 0 with probability `p` and 1 / (1 - p) otherwise; a rank takes its own part.
     """
     rng = np.random.default_rng((seed, _DROPOUT, step, layer))
     keep = rng.random((batch_size, channels, 1, 1), dtype=np.float32) >= p

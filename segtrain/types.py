@@ -1,4 +1,4 @@
-"""The few records that travel between modules."""
+"""The few tuples that travel between modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IGNORE_INDEX = 255
 
 
 class Batch(NamedTuple):
-    """What the loader yields: the rows of one batch that belong to this rank.
+    """What the loader yields: the part of one batch that belongs to this rank.
 
     images: (N, 3, H, W) uint8, RGB.
     labels: (N, H, W) uint8, train ids or IGNORE_INDEX.

@@ -33,9 +33,7 @@ def temporary(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
     """Creates or replaces the file `path`; a symbolic link is replaced, not followed.
 
-    Args:
-        content: text is written as UTF-8.
-        durable: return only when the file would survive a loss of power.
+    Text is written as UTF-8. durable: return only when the file would survive a loss of power.
     """
     with temporary(path) as draft:
         with draft.open("xb") as file:

@@ -1,7 +1,7 @@
 """The manifest beside a run's checkpoints: the SHA-256 that each file must have.
 
-torch.load cannot detect a flipped bit in a tensor. So a file's hash is written before its name is
-given to it. During a replace the manifest lists both hashes, so a crash leaves a valid file.
+torch.load cannot detect a flipped bit in a tensor. During a replace the manifest lists both hashes,
+so a crash leaves a valid file.
 """
 
 import hashlib
@@ -80,14 +80,10 @@ def verify(path: Path, file: IO[bytes]) -> None:
 
     A file without an entry passes: the user put it there.
     """
-    entries = read_entries(path.parent).get(path.name)
-    if not entries:
-        return
-    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 not in {entry.sha256 for entry in entries}:
-        raise CheckpointError(
-            f"{path}: damaged: these are not the bytes that were saved (by {MANIFEST})"
-        )
+    known = [entry.sha256 for entry in read_entries(path.parent).get(path.name, ())]
+    if known and hashlib.file_digest(file, "sha256").hexdigest() not in known:
+        what = f"these are not the bytes that were saved (by {MANIFEST})"
+        raise CheckpointError(f"{path}: damaged: {what}")
 
 
 class HashingFile:
@@ -100,7 +96,7 @@ class HashingFile:
         self._hash = hashlib.sha256()
 
     def write(self, data: bytes) -> int:
-        """Writes and hashes `data`; returns how many bytes were written."""
+        """Writes and hashes `data`."""
         self._hash.update(data)
         self.num_bytes += len(data)
         return self._file.write(data)

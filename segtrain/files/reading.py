@@ -1,7 +1,7 @@
 """Reading files and folders that a user, a config or a checkpoint names.
 
 Only regular files are opened: a pipe without a writer would block for ever, and a device has no
-end. Folders are listed in the same order on every disk.
+end.
 """
 
 import errno
@@ -52,12 +52,8 @@ def kind_of(path: Path) -> str:
     """What there is at `path`, for messages: "a folder", "a pipe", ..."""
     if path.is_symlink() and not path.exists():
         return "a link to nothing"
-    kinds = {
-        "a folder": path.is_dir,
-        "a pipe": path.is_fifo,
-        "a socket": path.is_socket,
-        "a file": path.is_file,
-    }
+    kinds = {"a folder": path.is_dir, "a pipe": path.is_fifo, "a socket": path.is_socket}
+    kinds["a file"] = path.is_file
     return next((kind for kind, is_kind in kinds.items() if is_kind()), "a device")
 
 

@@ -6,7 +6,7 @@ import pickletools
 import struct
 import warnings
 import zipfile
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from typing import IO, Any
 
 import torch
@@ -68,21 +68,16 @@ def _refuse_bombs(file: IO[bytes], size: int) -> None:
         raise DamagedError(f"not a whole archive: {error}") from error
 
 
-def _refuse_long_words(file: IO[bytes], num_pickles: int) -> None:
+def _refuse_long_words(file: BufferedReader | BytesIO, num_pickles: int) -> None:
     """Refuses long words: torch puts them in an error that takes quadratic time to format."""
     try:
         for i in range(num_pickles):
-            if i > 0:
-                if not file.read(1):
-                    return  # fewer pickles; torch refuses the file
-                file.seek(-1, os.SEEK_CUR)
+            if i > 0 and not file.peek(1):
+                return  # fewer pickles; torch refuses the file
             for _, argument, _ in pickletools.genops(file):
                 words = argument.split() if isinstance(argument, str) else ()
-                longest = max(map(len, words), default=0)
-                if longest > _MAX_WORD:
-                    raise DamagedError(f"a word of {longest} characters")
-    except UnicodeDecodeError as error:
-        raise DamagedError("a damaged name or text") from error
+                if max(map(len, words), default=0) > _MAX_WORD:
+                    raise DamagedError("a word of too many letters")
     except ValueError as error:
         # torch might read on, such as past a name without a line end.
         raise DamagedError(f"no whole pickle: {error}") from error
@@ -104,12 +99,9 @@ def is_plain(value: object) -> bool:
 
 def _overlaps(value: Tensor) -> bool:
     """Whether elements may share memory, as those of an expanded tensor do."""
-    if value.numel() == 0:
-        return False
     reach = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
+        if size > 1 and stride <= reach:
+            return value.numel() > 0
+        reach += stride * (size - 1)
     return False

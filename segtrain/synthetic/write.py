@@ -4,6 +4,7 @@ import argparse
 import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 
 import cv2
@@ -24,7 +25,7 @@ _CITIES = {"train": ("ashdown", "brookfield", "carlow"), "val": ("dunmore",)}
 _SPLIT_KEY = {"train": 1, "val": 2}
 _CHUNK = 8
 _LEAST_SIDE_PX = 32
-_MAX_RECORD_BYTES = 100_000
+_MAX_SETTINGS_BYTES = 100_000
 # Noise hardly compresses: a higher level takes five times as long for a twentieth of the bytes.
 _PNG = (cv2.IMWRITE_PNG_COMPRESSION, 1)
 
@@ -48,12 +49,9 @@ def write_dataset(
 ) -> int:
     """Draws the splits train and val under `root`; returns how many scenes were missing and drawn.
 
-    Called again with the same settings, it draws only what is missing. counts: scenes per split.
-    size: (H, W) in pixels. jobs: processes; None: one per core. The bytes of a file depend on
-    seed, split, index and size alone.
-
-    Raises:
-        DataError: `root` holds something else, or scenes drawn with other settings.
+    The bytes of a file depend on seed, split, index and size alone. counts: scenes per split.
+    size: (H, W) in pixels. jobs: processes; None: one per core. DataError if `root` holds something
+    else, or scenes drawn with other settings.
     """
     settings = {"drawing_version": DRAWING_VERSION, "seed": seed, "size": list(size)}
     _claim(root, settings | {f"num_{split}": count for split, count in counts.items()})
@@ -77,40 +75,20 @@ def write_dataset(
 
 
 def _claim(root: Path, settings: dict[str, object]) -> None:
-    """Records the settings in an empty folder, or checks that they are those of its content."""
-    record = root / "synthetic.json"
-    if not root.is_dir() and root.exists():
-        raise DataError(f"{root}: expected a folder, found a file; name another folder")
-    if record.is_file():
-        _compare(record, settings)
+    """Writes the settings into an empty folder, or checks that they are those of its content."""
+    path = root / "synthetic.json"
+    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+        root.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(settings, indent=2) + "\n", durable=False)
         return
-    if root.is_dir() and any(root.iterdir()):
+    found = None
+    with suppress(OSError, ValueError):
+        found = json.loads(read_bytes(path, _MAX_SETTINGS_BYTES))
+    if found != settings:
+        what = "other files" if found is None else f"scenes drawn with {printable(found, MAX_NAME)}"
         raise DataError(
-            f"{root}: expected an empty folder or one written by `segtrain data synth`, "
-            "found other files; name another folder"
-        )
-    root.mkdir(parents=True, exist_ok=True)
-    write_atomic(record, json.dumps(settings, indent=2) + "\n", durable=False)
-
-
-def _compare(record: Path, settings: dict[str, object]) -> None:
-    try:
-        found = json.loads(read_bytes(record, _MAX_RECORD_BYTES))
-    except (ValueError, OSError):
-        found = None
-    if not isinstance(found, dict):
-        raise DataError(
-            f"{record}: expected the settings of `segtrain data synth` as JSON; delete it"
-        )
-    differences = [
-        f"{key} {printable(found.get(key), MAX_NAME)}, asked for {value}"
-        for key, value in settings.items()
-        if found.get(key) != value
-    ]
-    if differences:
-        raise DataError(
-            f"{record}: {record.parent} holds scenes drawn with other settings "
-            f"({', '.join(differences)}); name another folder, or delete this one"
+            f"{root}: expected an empty folder or scenes drawn with {settings}, found {what}; "
+            "name another folder, or delete this one"
         )
 
 
