@@ -74,9 +74,8 @@ class CheckpointManager:
                     if _TEMPORARY.fullmatch(path.name):
                         path.unlink(missing_ok=True)
         except OSError as error:
-            raise ExecutionError(
-                f"{error.filename or self.directory}: cannot be cleaned up: {error.strerror}"
-            ) from None
+            where = error.filename or self.directory
+            raise ExecutionError(f"{where}: cannot be cleaned up: {error.strerror}") from None
         self._manifest = manifest.read_raw(self.directory)
         for name, entries in manifest.read_entries(self.directory).items():
             path = self.directory / name
@@ -97,8 +96,7 @@ class CheckpointManager:
     def newest(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that loads, if any, and what is wrong with newer ones.
 
-        Newest by the step in the manifest, never by the clock. CheckpointError if none loads, or if
-        all have been removed.
+        By the step in the manifest. CheckpointError if none loads, or if all have been removed.
         """
         problems = []
         for path in self._newest_first():

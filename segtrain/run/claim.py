@@ -20,8 +20,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system ha
 class Claim:
     """A context in which no other run can use `directory`, which is made if need be.
 
-    The kernel releases the lock when this process ends, even by a crash. On a file system without
-    locks nothing is locked.
+    The kernel releases the lock when the process ends. Some file systems have no locks.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,19 +59,17 @@ class Claim:
 
         ExecutionError if another run has locked the directory, or the file cannot be made again.
         """
+        if self._handle is None or files.is_same_file(self._handle, self._path):
+            return
         try:
-            if self._handle is None or files.is_same_file(self._handle, self._path):
-                return
             self._directory.mkdir(parents=True, exist_ok=True)
             handle = _locked(self._path)
-        except _HeldError as error:
+        except (_HeldError, OSError) as error:
+            reason = f"in use by {error}" if isinstance(error, _HeldError) else error.strerror
             raise ExecutionError(
-                f"{self._path}: deleted while this run was using the directory, which {error} has "
-                "locked since; this run stops before it writes into files of the other one"
+                f"{self._path}: deleted during this run, and cannot be locked again: {reason}; "
+                "this run stops before it writes into files of another one"
             ) from None
-        except OSError as error:
-            what = "this run's lock is gone and cannot be made again"
-            raise ExecutionError(f"{self._path}: {what}: {error.strerror}") from None
         os.close(self._handle)
         self._handle = handle
 

@@ -72,9 +72,9 @@ def check_directory(
 
 def is_run(directory: Path) -> bool:
     """Whether a run was started in `directory`; config.yaml alone may be anybody's."""
-    marks = (directory / ENVIRONMENT, directory / CHECKPOINTS / MANIFEST)
-    started = any(mark.exists() for mark in marks)
-    return started and ((directory / CONFIG).is_file() or has_lost_config(directory))
+    if not ((directory / ENVIRONMENT).exists() or (directory / CHECKPOINTS / MANIFEST).exists()):
+        return False
+    return (directory / CONFIG).is_file() or has_lost_config(directory)
 
 
 def has_saved(directory: Path) -> bool:

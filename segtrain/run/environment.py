@@ -57,11 +57,9 @@ def changed_versions(directory: Path) -> list[str]:
 
 
 def git_revision() -> str | None:
-    """The commit of the working directory; None outside of git.
-
-    Never `git status`: it would run programs that the repository's own configuration names, and the
-    repository may have come with an unpacked data set.
-    """
+    """The commit of the working directory; None outside of git."""
+    # Never `git status`: it runs programs that the repository's own configuration names, and the
+    # repository may have come with an unpacked data set.
     command = ["git", "-c", "core.fsmonitor=false", "rev-parse", "--short=12", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

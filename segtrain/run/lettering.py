@@ -1,9 +1,7 @@
 """Text in pictures: a line of text as a mask, and labels that a font can draw.
 
-Fonts come from the libraries, not from the machine, so that pictures look the same everywhere.
 OpenCV 5 has Latin, Greek, Cyrillic, Chinese, Japanese and Korean letters; for older versions there
-is Pillow's font, which has ASCII. A missing letter is never drawn as `?`: different names would
-look alike.
+is Pillow's font, which has ASCII. A missing letter is never drawn as `?`: names would look alike.
 """
 
 import unicodedata
@@ -71,13 +69,11 @@ def _drawable(text: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _has_letter(letter: str) -> bool:
-    if letter == " ":
-        return True
-    # The fonts do not draw from right to left.
-    if not letter.isprintable() or unicodedata.bidirectional(letter) in ("R", "AL"):
+    # The fonts do not draw from right to left, and a separate accent beside its letter.
+    right_to_left = unicodedata.bidirectional(letter) in ("R", "AL")
+    is_accent = unicodedata.category(letter).startswith("M")
+    if right_to_left or is_accent or not letter.isprintable():
         return False
-    if unicodedata.category(letter).startswith("M"):
-        return False  # a separate accent would be drawn beside its letter
     if letter.isascii():
         return True
     drawn = text_mask(letter, 16)

@@ -40,8 +40,7 @@ def overlay(
 ) -> np.ndarray:
     """`image` tinted with the colors of `label`; `alpha` is their opacity.
 
-    Ignored pixels are not tinted, nor is a black class: usually it is the background, and black
-    would only darken most of the picture. `colorize` and `legend` show black as black.
+    Ignored pixels and a black class, usually the background, are not tinted.
     """
     if image.shape[:2] != label.shape:
         raise ValueError(f"image {image.shape[:2]} and label {label.shape} differ in size")
@@ -98,10 +97,8 @@ def panel(
     shrink = min(1.0, max_side_px / max(label.shape))
     height, width = (max(1, round(side * shrink)) for side in label.shape)
     image = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
-    label, pred = (
-        cv2.resize(array, (width, height), interpolation=cv2.INTER_NEAREST)
-        for array in (label, pred)
-    )
+    label = cv2.resize(label, (width, height), interpolation=cv2.INTER_NEAREST)
+    pred = cv2.resize(pred, (width, height), interpolation=cv2.INTER_NEAREST)
     parts = {
         "image": image,
         "label": overlay(image, label, palette, alpha=0.6),
@@ -129,8 +126,8 @@ def training_picture(batch: Batch, classes: ClassFile, num_images: int) -> np.nd
 def confusion_picture(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """The confusion matrix, each row divided by its sum: where the pixels of a class went.
 
-    counts: (K, K) integers, rows label, columns prediction. With at most 40 classes, cells of at
-    least 0.5 % show their percentage. The row of a class without pixels is blank.
+    counts: (K, K) integers, rows label, columns prediction. The row of a class without pixels is
+    blank. With at most 40 classes there is text, and cells of at least 0.5 % show their percentage.
     """
     names = class_labels(names)
     counts = np.asarray(counts, dtype=np.float64)
@@ -186,9 +183,8 @@ def _header(texts: Sequence[str], width: int, step_px: int) -> np.ndarray:
     draw = ImageDraw.Draw(picture)
     for i, text in enumerate(texts):
         # From left to right: each hides the end of an overlong text before it.
-        x = i * step_px
-        draw.rectangle((x, 0, width, _LINE_PX), fill=WHITE)
-        _text(draw, (x, _LINE_PX // 2), text, anchor="lm")
+        draw.rectangle((i * step_px, 0, width, _LINE_PX), fill=WHITE)
+        _text(draw, (i * step_px, _LINE_PX // 2), text, anchor="lm")
     return np.array(picture)
 
 

@@ -22,11 +22,7 @@ def file_names(names: Sequence[str]) -> list[str]:
 
 
 def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None:
-    """Refuses a directory that cannot take the predictions, or already holds some of them.
-
-    Raises:
-        ConfigError: with the repair.
-    """
+    """ConfigError if a directory cannot take the predictions, or already holds some of them."""
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output {printable(output)}: is a file; expected a directory")
     for path in (output / name for name in (_LEGEND, *file_names(names))):
@@ -53,12 +49,9 @@ def write_legend(output: Path, classes: ClassFile) -> None:
 def write_prediction(
     output: Path, name: str, image: np.ndarray, pred: np.ndarray, classes: ClassFile
 ) -> None:
-    """Writes the three pictures of `pred`, (H, W) uint8 train ids, for `image`.
+    """Writes the three pictures of `pred`, (H, W) uint8 train ids; ExecutionError if it cannot.
 
     Label maps hold the raw ids of the class file: grey, with 16 bits if an id exceeds 255.
-
-    Raises:
-        ExecutionError: the disk is full or not writable.
     """
     ids = np.array(classes.write_ids)
     ids = ids.astype(np.uint8 if ids.max() <= 255 else np.uint16)  # a class file allows no more
