@@ -65,9 +65,7 @@ def test_a_lock_that_cannot_be_made_again_is_an_error(tmp_path):
     with Claim(tmp_path) as claim:
         (tmp_path / LOCK).unlink()
         (tmp_path / LOCK).mkdir()
-        with pytest.raises(
-            ExecutionError, match=r"\.lock: deleted .* locked again: Is a"
-        ):
+        with pytest.raises(ExecutionError, match=r"\.lock: deleted .* locked again: Is a"):
             claim.renew()
 
 

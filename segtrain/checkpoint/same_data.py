@@ -1,18 +1,21 @@
-"""Whether a run still has the data that its checkpoint was trained on.
+"""Whether data are those that a checkpoint was trained on.
 
-Classes, names and sizes are compared before the first step. The contents of the labels are hashed
-in threads beside training, so that large data sets do not delay it, and compared before anything is
-saved.
+Classes, names and sizes are compared at the start. The contents of the labels are hashed in threads
+beside the work, so that large data sets do not delay it.
 """
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.checkpoint.experiment import parse_data, parse_experiment
 from segtrain.checkpoint.format import Checkpoint
+from segtrain.checkpoint.loading import LoadedModel
+from segtrain.config import DataConfig
 from segtrain.data.dataset import SegDataset
 from segtrain.data.differences import class_differences, file_difference, label_difference
 from segtrain.data.fingerprint import (
@@ -27,6 +30,9 @@ from segtrain.errors import ConfigError, DataError, UserError
 
 # Ranks meet at least this often, so that none waits for rank 0 longer than train.timeout_s.
 _POLL_S = 1.0
+
+# If the user sets one of these to another value, an evaluation is meant to use other data.
+_WHICH_DATA = ("root", "layout", "images_dir", "labels_dir", "label_format")
 
 
 class Resumed(NamedTuple):
@@ -175,6 +181,41 @@ class RunData:
                 "by --output, or, if the changes are meant, add --accept-changes"
             )
         return changes
+
+
+def eval_differences(
+    trained: LoadedModel, known: DataFingerprint | None, data: DataConfig, dataset: SegDataset
+) -> Iterator[list[str]]:
+    """How the evaluated split differs from the one of the same name at training; close it.
+
+    Yields lines about classes, names and sizes, then lines about the contents of labels, which it
+    hashes in between. Nothing is refused: evaluating on other data is legitimate. `known` is None
+    if the checkpoint does not say.
+    """
+    before = trained.config.data
+    changes, _ = class_differences(trained.classes, dataset.classes, dataset.label_format)
+    paths = (os.path.realpath(os.path.expanduser(x)) for x in (data.classes, before.classes))
+    lines = _eval_lines(changes, is_meant=len(set(paths)) > 1)
+    splits = (None, None) if known is None else known.splits
+    names = (before.train_split, before.eval_split)
+    split = dict(zip(names, splits, strict=True)).get(dataset.split)
+    if split is None:
+        yield lines
+        return
+    is_meant = any(getattr(data, key) != getattr(before, key) for key in _WHICH_DATA)
+    change = file_difference(split, hash_files(dataset, data.root), dataset, data.root)
+    if change or split.labels is None:
+        yield lines + _eval_lines([change], is_meant)
+        return
+    with closing(LabelHashing([(dataset, split.pairs_per_hash)])) as hashing:
+        yield lines
+        (labels,) = hashing.result()
+        yield _eval_lines([label_difference(split, labels, dataset)], is_meant)
+
+
+def _eval_lines(changes: list[str], is_meant: bool) -> list[str]:
+    severity = "note" if is_meant else "warning"
+    return [f"{severity}: not the data of the training: {x}" for x in changes if x]
 
 
 def _agreed_fingerprint(sets: tuple[SegDataset, SegDataset], root: str) -> DataFingerprint:

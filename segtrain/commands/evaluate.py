@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from segtrain import files
-from segtrain.checkpoint.eval_data import EvalData
 from segtrain.checkpoint.loading import load_with_data
+from segtrain.checkpoint.same_data import eval_differences
 from segtrain.config import Config, override_config
 from segtrain.config.warnings import changed_normalization
 from segtrain.data import open_dataset
@@ -72,10 +72,10 @@ def run_eval(args: argparse.Namespace) -> int:
 
         # 3. What differs from the training.
         if dist.is_main():
-            data = EvalData(loaded, known, config.data, dataset)
-            stack.callback(data.close)
+            differences = eval_differences(loaded, known, config.data, dataset)
+            stack.enter_context(closing(differences))
             _warn(changed_normalization(loaded.config, config))
-            _warn(data.file_lines())
+            _warn(next(differences))
             _warn(f"warning: {line}" for line in faint_lines(dataset))
 
         # 4. All ranks predict and count.
@@ -106,7 +106,7 @@ def run_eval(args: argparse.Namespace) -> int:
                 say(line)
             say("{checkpoint}, step {step}, {num_images} images of split {split}".format(**about))
             say(f"{settings.describe()}; trained with {scores['norm']}")
-            _warn(data.label_lines())
+            _warn(next(differences, []))
             if args.json:
                 _write_json(Path(args.json), scores)
     return EXIT_OK
