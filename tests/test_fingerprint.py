@@ -484,8 +484,8 @@ def test_machines_with_different_data_are_refused(run_ranks, data, tmp_path):
     found = run_ranks(2, on_a_machine_of_its_own, configs, tmp_path / "run")
     assert found[0] == found[1]
     assert found[0][:2] == ("DataError", 3)
-    said = "the machine of rank 1 sees other data than that of rank 0: names, sizes or contents"
-    assert f"{said} differ of split train (8 images there, 8 on rank 0)" in found[0][2]
+    said = "the machine of rank 1 sees other data than that of rank 0: names or sizes of the files"
+    assert said in found[0][2]
 
 
 def test_a_damaged_fingerprint_is_a_damaged_checkpoint(run):

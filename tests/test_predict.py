@@ -200,7 +200,7 @@ def test_linked_folders_are_searched_in_one_order(tmp_path, monkeypatch, reverse
 def test_existing_predictions_are_kept_unless_told_otherwise(run, tmp_path):
     path = save(tmp_path / "a.png", photo(8, 9))
     run(path)
-    with pytest.raises(ConfigError, match=r"1 of these 1 images, such as labels/a\.png; .*--overw"):
+    with pytest.raises(ConfigError, match=r"labels/a\.png: one of 1 that exist already; .*--overw"):
         run(path)
 
 

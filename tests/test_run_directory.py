@@ -177,7 +177,7 @@ def test_a_full_disk_leaves_nothing_behind_and_asks_for_room(config, small_disk)
     with (small_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
         while other.write(bytes(4096)):
             pass
-    with pytest.raises(ConfigError, match=r"No space left on device.*; make room, or choose"):
+    with pytest.raises(ConfigError, match=r"No space left on device.*; choose another"):
         run_directory.write_description(small_disk, changed(config, "train", lr=0.5), ["cpu"])
     assert (small_disk / run_directory.CONFIG).read_bytes() == before
     names = sorted(path.name for path in small_disk.iterdir())

@@ -108,12 +108,9 @@ class CheckpointManager:
         if problems:
             raise CheckpointError("\n  ".join(problems))
         # If the very first save was killed, the manifest lists last.pt only.
-        lost = manifest.read_entries(self.directory).keys() - {LAST}
-        if lost:
-            raise CheckpointError(
-                f"{self.directory}: no {LAST}, though {MANIFEST} lists {', '.join(sorted(lost))}; "
-                "put a removed checkpoint back, or begin a new run by --output"
-            )
+        if manifest.read_entries(self.directory).keys() - {LAST}:
+            what = "all checkpoints have been removed; put one back, or begin a new run by --output"
+            raise CheckpointError(f"{self.directory}: {what}")
         return None, []
 
     def check_space(self, checkpoint: Checkpoint) -> None:
@@ -125,10 +122,8 @@ class CheckpointManager:
             raise ExecutionError(f"{self.directory}: cannot be used: {error.strerror}") from None
         needed = 2 * num_bytes(checkpoint) / 1e6
         if free < needed:
-            raise ExecutionError(
-                f"{self.directory}: two checkpoints take {needed:.1f} MB and the disk has "
-                f"{free:.1f} MB left; make room, or choose another disk by --output"
-            )
+            what = f"two checkpoints take {needed:.1f} MB and the disk has {free:.1f} MB left"
+            raise ExecutionError(f"{self.directory}: {what}; choose another disk by --output")
 
     def _save(self, name: str, checkpoint: Checkpoint, *, keep_as: str | None = None) -> None:
         """Writes the file `name`; the old one, if it is the run's, is renamed to `keep_as`."""
@@ -162,10 +157,8 @@ class CheckpointManager:
         self._before_write()
         now = manifest.read_raw(self.directory)
         if now is not None and now != self._manifest:
-            raise ExecutionError(
-                f"{self.directory / MANIFEST}: another run has written checkpoints into this "
-                "directory meanwhile; this run stops before it replaces them"
-            )
+            what = "another run has written checkpoints; this run stops before it replaces them"
+            raise ExecutionError(f"{self.directory / MANIFEST}: {what}")
 
     def _set_entry(self, name: str, entry: Entry) -> None:
         self._entries[name] = entry

@@ -150,9 +150,8 @@ class RunData:
             self._splits = before.splits
         if before is None or not (changes or self._knows_labels):
             what = "which data it was trained on" if before is None else "what all labels held"
-            self._news.append(
-                f"warning: {resumed.path} does not say {what}: changes since then are not noticed"
-            )
+            what += ": changes since then are not noticed"
+            self._news.append(f"warning: {resumed.path} does not say {what}")
 
     def _poll(self, timeout_s: float) -> list[str] | UserError | None:
         """The result of comparing the labels; None if it is not known within `timeout_s`."""
@@ -228,19 +227,11 @@ def _agreed_fingerprint(sets: tuple[SegDataset, SegDataset], root: str) -> DataF
         return [repr(sets[0].classes), fingerprint_to_json(fingerprint)]
 
     first, *others = dist.run_on_all_ranks(look)
-    here = fingerprint_from_json(first[1])
     for rank, other in enumerate(others, start=1):
-        if other in (None, first):
-            continue
-        there = fingerprint_from_json(other[1])
-        differing = ["the class file"] if other[0] != first[0] else []
-        differing += [
-            f"split {dataset.split} ({new.num_pairs} images there, {old.num_pairs} on rank 0)"
-            for dataset, new, old in zip(sets, there.splits, here.splits, strict=True)
-            if new != old
-        ]
-        raise DataError(
-            f"the machine of rank {rank} sees other data than that of rank 0: names, sizes or "
-            f"contents differ of {', '.join(differing)}; give all machines the same data"
-        )
-    return here
+        if other not in (None, first):
+            what = "the class file" if other[0] != first[0] else "names or sizes of the files"
+            raise DataError(
+                f"the machine of rank {rank} sees other data than that of rank 0: {what} differ; "
+                "give all machines the same data"
+            )
+    return fingerprint_from_json(first[1])

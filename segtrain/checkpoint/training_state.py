@@ -44,10 +44,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], p
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         problem = str(error) or type(error).__name__
     if problem:
-        raise CheckpointError(
-            f"{path}: the optimizer's state is damaged, or belongs to another optimizer or other "
-            f"groups of weights: {problem}"
-        )
+        what = "the optimizer's state is damaged, or belongs to another optimizer or model"
+        raise CheckpointError(f"{path}: {what}: {problem}")
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
 

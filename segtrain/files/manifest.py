@@ -56,10 +56,8 @@ def read_raw(directory: Path) -> bytes | None:
 
 
 def _unusable(directory: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{directory / MANIFEST}: {reason}, so the checkpoints beside it cannot be verified; "
-        "remove it to use them unchecked"
-    )
+    what = "so the checkpoints beside it cannot be verified; remove it to use them unchecked"
+    return CheckpointError(f"{directory / MANIFEST}: {reason}, {what}")
 
 
 def write(directory: Path, entries: Mapping[str, Sequence[Entry]]) -> bytes:

@@ -132,8 +132,5 @@ def cannot_write(directory: Path, error: OSError) -> str:
     # A failed rename has two names; the second is the one that the user knows.
     path = error.filename2 or error.filename
     where = f" ({Path(path).name})" if path and Path(path) != directory else ""
-    room = "make room, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return (
-        f"{directory}: cannot write the run directory: {error.strerror}{where}; {room}choose "
-        "another by --output"
-    )
+    what = f"{error.strerror}{where}; choose another by --output"
+    return f"{directory}: cannot write the run directory: {what}"

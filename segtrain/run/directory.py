@@ -26,10 +26,8 @@ _HARMLESS = (
 )
 
 # The options by which people compare runs.
-MAIN_OPTIONS = (
-    *("model.arch", "model.backbone", "seed"),
-    *("train.batch_size", "train.lr", "train.steps"),
-)
+_TRAIN_OPTIONS = ("train.batch_size", "train.lr", "train.steps")
+MAIN_OPTIONS = ("model.arch", "model.backbone", "seed", *_TRAIN_OPTIONS)
 
 
 def check_directory(

@@ -34,11 +34,9 @@ def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None
             continue  # the folder cannot be read; writing will say so
     there = [name for name in names if os.path.lexists(output / LABELS / f"{name}.png")]
     if there and not overwrite:
-        raise ConfigError(
-            f"--output {printable(output)}: holds predictions for {len(there)} of these "
-            f"{len(names)} images, such as {LABELS}/{printable(there[0])}.png; "
-            "choose another directory or pass --overwrite"
-        )
+        first = printable(output / LABELS / f"{there[0]}.png")
+        repair = "choose another directory or pass --overwrite"
+        raise ConfigError(f"--output {first}: one of {len(there)} that exist already; {repair}")
 
 
 def write_legend(output: Path, classes: ClassFile) -> None:

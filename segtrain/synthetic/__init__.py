@@ -1,7 +1,4 @@
-"""Draws synthetic street scenes in the layout of Cityscapes: `segtrain data synth`.
-
-scene.py says what stands where, paint.py what it looks like, write.py makes the files.
-"""
+"""Draws synthetic street scenes in the layout of Cityscapes: `segtrain data synth`."""
 
 from segtrain.synthetic.write import main
 
