@@ -109,7 +109,7 @@ class CheckpointManager:
             raise CheckpointError("\n  ".join(problems))
         # If the very first save was killed, the manifest lists last.pt only.
         if manifest.read_entries(self.directory).keys() - {LAST}:
-            what = "all checkpoints have been removed; put one back, or begin a new run by --output"
+            what = f"{LAST} and others have been removed; put one back, or start anew by --output"
             raise CheckpointError(f"{self.directory}: {what}")
         return None, []
 

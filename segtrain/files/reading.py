@@ -61,9 +61,7 @@ def walk(folder: Path, *, hidden: bool) -> Iterator[tuple[Path, list[str]]]:
     """`folder` and every folder below it, each with the sorted names of its files.
 
     Each folder comes once: under its own name if that is below `folder`, otherwise under the first
-    link that leads to it. Raises OSError if a folder cannot be read.
-
-    hidden: include names that begin with a dot.
+    link that leads to it. OSError if one cannot be read. hidden: also names that begin with a dot.
     """
 
     def fail(error: OSError) -> None:

@@ -124,7 +124,9 @@ def _check_usable(directory: Path) -> None:
         raise ConfigError(f"{above}: may not be written; choose another directory by --output")
     for name, kind in ((CONFIG, "a file"), (ENVIRONMENT, "a file"), (CHECKPOINTS, "a folder")):
         path = directory / name
-        if os.path.lexists(path) and (found := files.kind_of(path)) != kind:
+        # A file can replace a link to nothing, a folder cannot.
+        there = path.exists() if kind == "a file" else os.path.lexists(path)
+        if there and (found := files.kind_of(path)) != kind:
             raise ConfigError(f"{path}: expected {kind}, found {found}; move it away")
 
 
