@@ -404,14 +404,14 @@ def test_each_extra_transform_tosses_its_own_coin():
     [
         (
             {"name": "GausianBlur"},
-            r"extra\[0\] \(GausianBlur\): no such transform in .*nearest: Gau",
+            r"extra\[0\] \(GausianBlur\): .*did you mean Gaussi",
         ),
         ({"name": "HorizontalFlip"}, "may move pixels or change labels"),
         ({"name": "CoarseDropout"}, "may move pixels or change labels"),
-        ({"name": "OneOf", "args": {"transforms": []}}, "container"),
+        ({"name": "OneOf", "args": {"transforms": []}}, "ImageOnlyTransform"),
         (
             {"name": "GaussNoise", "args": {"std_rang": [0.1, 0.2]}},
-            "unknown argument std_rang; nearest: std",
+            r"arguments refused: .*std_rang'",
         ),
         (
             {"name": "GaussNoise", "args": {"std_range": [0.1, 7.0]}},
@@ -427,14 +427,13 @@ def test_unusable_extra_transform_is_refused_with_the_reason(extra, message):
         check_extra(augment(crop_size=(16, 20), extra=(extra,)))
 
 
-def test_all_bad_extra_transforms_are_reported_at_once_up_to_ten():
+def test_all_bad_extra_transforms_are_reported_at_once():
     bad = tuple({"name": f"Nothing{i}"} for i in range(12))
     with pytest.raises(ConfigError) as caught:
         check_extra(augment(extra=bad))
     lines = str(caught.value).splitlines()
-    assert len(lines) == 11
-    assert lines[9].startswith("augment.extra[9] (Nothing9)")
-    assert lines[10] == "and 2 more"
+    assert len(lines) == 12
+    assert lines[11].startswith("augment.extra[11] (Nothing11)")
 
 
 def test_usable_extra_transforms_pass_the_check_and_change_the_crop():

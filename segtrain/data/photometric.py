@@ -4,24 +4,20 @@ Its own seeding would repeat the same draws in every loader worker and epoch, an
 transforms of a Compose the same stream. So each call hands the caller's generator to them.
 """
 
-import inspect
 import os
 import random
 import warnings
-from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import cv2
 import numpy as np
-from pydantic import ValidationError
 
 from segtrain.config import AugmentConfig, ExtraTransform
-from segtrain.config.suggest import nearest
+from segtrain.config.suggest import did_you_mean
 from segtrain.errors import ConfigError
 
 _BLUR_KERNEL_PX = (5, 5)  # semseg, util/transform.py RandomGaussianBlur
-_MAX_SHOWN = 10
 
 
 class Photometric:
@@ -112,9 +108,7 @@ def _extra_transforms(augment: AugmentConfig) -> list[Any]:
         else:
             made.append(transform)
     if problems:
-        hidden = len(problems) - _MAX_SHOWN
-        more = [f"and {hidden} more"] if hidden > 0 else []
-        raise ConfigError("\n".join(problems[:_MAX_SHOWN] + more))
+        raise ConfigError("\n".join(problems))
     return made
 
 
@@ -123,40 +117,23 @@ class _RefusedError(Exception):
 
 
 def _make(albumentations: ModuleType, extra: ExtraTransform) -> Any:
-    kind = _class_of(albumentations, extra.name)
-    accepted = sorted(inspect.signature(kind).parameters)
-    wrong = [
-        f"unknown argument {name}{_hint(name, accepted) or ': expected ' + ', '.join(accepted)}"
-        for name in extra.args
-        if name not in accepted
-    ]
-    if wrong:
-        raise _RefusedError("; ".join(wrong))
-    # albumentations warns about some wrong values and uses its defaults instead.
+    kinds = {
+        name: kind
+        for name, kind in vars(albumentations).items()
+        if isinstance(kind, type) and issubclass(kind, albumentations.ImageOnlyTransform)
+    }
+    if extra.name not in kinds:
+        raise _RefusedError(
+            "not a transform of albumentations that changes the image alone (ImageOnlyTransform); "
+            f"others may move pixels or change labels{did_you_mean(extra.name, list(kinds))}"
+        )
+    # albumentations warns about unknown arguments and wrong values, and leaves them out.
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         try:
-            return kind(**extra.args)
+            return kinds[extra.name](**extra.args)
         except (ValueError, TypeError, UserWarning) as error:
             raise _RefusedError(f"arguments refused: {_one_line(error)}") from error
-
-
-def _class_of(albumentations: ModuleType, name: str) -> Any:
-    classes = {name: kind for name, kind in vars(albumentations).items() if isinstance(kind, type)}
-    kind = classes.get(name, object)
-    if issubclass(kind, albumentations.ImageOnlyTransform):
-        return kind
-    if issubclass(kind, albumentations.BasicTransform):
-        raise _RefusedError(
-            "may move pixels or change labels; only transforms that change the image alone "
-            "(ImageOnlyTransform) can be used here"
-        )
-    if issubclass(kind, albumentations.BaseCompose):
-        raise _RefusedError(
-            "is a container of transforms; list the transforms themselves, each with its p"
-        )
-    version = albumentations.__version__
-    raise _RefusedError(f"no such transform in albumentations {version}{_hint(name, classes)}")
 
 
 def _try_on_noise(transform: Any, crop_size: tuple[int, int]) -> None:
@@ -173,13 +150,5 @@ def _try_on_noise(transform: Any, crop_size: tuple[int, int]) -> None:
         raise _RefusedError(f"returns {form}: expected uint8 {noise.shape} as given")
 
 
-def _hint(name: str, choices: Iterable[str]) -> str:
-    near = nearest(name, choices)
-    return f"; nearest: {near}" if near else ""
-
-
 def _one_line(error: BaseException) -> str:
-    if isinstance(error.__cause__, ValidationError):
-        findings = error.__cause__.errors()
-        return "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in findings)
     return " ".join(str(error).split()) or type(error).__name__
