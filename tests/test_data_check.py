@@ -312,7 +312,7 @@ def test_labels_without_an_image_are_told_where_training_starts(root):
     (line,) = train.warnings
     paths = ", ".join(str(root / f"labels/train/{name}.png") for name in "abc")
     assert line == f"3 labels have no image and are not used: {paths}"
-    assert val.warnings == ()
+    assert not val.warnings
 
 
 def test_colour_labels_are_counted_and_unknown_colours_reported(root):
@@ -375,7 +375,7 @@ def write_config(root):
 def test_command_exits_with_0_and_prints_the_table(root, capsys):
     assert segtrain(["data", "check", write_config(root), "--jobs", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "train: 3 pairs of 9x6, 11.1% of the pixels ignored"
+    assert lines[0] == "train: 3 pairs of 9x6 to 9x6, 11.1% of the pixels ignored"
     assert "the data is fine" in lines[-1]
     (road,) = [line for line in lines if line.startswith("road")]
     assert road.split() == ["road", "75.000", "%", "3", "8.333", "%", "1"]

@@ -3,12 +3,7 @@
 from dataclasses import replace
 
 from segtrain.config import Config
-from segtrain.data.check.issues import (
-    listing_issues,
-    shared_image_issues,
-    split_issues,
-    training_issues,
-)
+from segtrain.data.check import issues as find
 from segtrain.data.check.result import CheckResult, Issue
 from segtrain.data.check.scan import process_pool, scan_split
 from segtrain.data.class_file import load_class_file
@@ -39,24 +34,20 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         except DataError as error:
             issue = Issue("error", split, "split", str(error))
             if issues and issues[-1].text == issue.text:  # such as a wrong data.root
-                issues[-1] = replace(issue, split="")
-            else:
-                issues.append(issue)
+                issues.pop()
+                issue = replace(issue, split="")
+            issues.append(issue)
             continue
-        issues += listing_issues(split, listing)
-        datasets.append(
-            SegDataset(listing.pairs, classes, split=split, label_format=data.label_format)
-        )
-    with process_pool(_num_processes(jobs, sum(map(len, datasets)))) as pool:
+        issues += find.listing_issues(split, listing)
+        dataset = SegDataset(listing.pairs, classes, split=split, label_format=data.label_format)
+        datasets.append(dataset)
+    # Each process needs enough pairs to pay for its start.
+    useful = -(-sum(map(len, datasets)) // _PAIRS_PER_PROCESS)
+    with process_pool(max(1, min(jobs or num_cores(), useful))) as pool:
         scans = [scan_split(dataset, pool) for dataset in datasets]
     for scan in scans:
-        issues += split_issues(scan, classes)
+        issues += find.split_issues(scan, classes)
         if scan.split == data.train_split:
-            issues += training_issues(scan, config)
-    issues += shared_image_issues(scans, is_one_split=data.train_split == data.eval_split)
+            issues += find.training_issues(scan, config)
+    issues += find.shared_image_issues(scans, is_one_split=data.train_split == data.eval_split)
     return CheckResult(classes.name, list(classes.names), scans, issues)
-
-
-def _num_processes(jobs: int | None, num_pairs: int) -> int:
-    """At most `jobs`, and each with enough pairs to pay for its start."""
-    return max(1, min(jobs or num_cores(), -(-num_pairs // _PAIRS_PER_PROCESS)))

@@ -53,22 +53,16 @@ def split_issues(scan: SplitScan, classes: ClassFile) -> Iterator[Issue]:
 
 def training_issues(scan: SplitScan, config: Config) -> Iterator[Issue]:
     """Issues of the training split: images smaller than the crop, or fewer than a batch."""
-    crop_height, crop_width = config.augment.crop_size
-    short_side = config.data.short_side_px
-    total, small = scan.sizes.total(), 0
-    for size, count in scan.sizes.items():
-        height, width = _resized(size, short_side)
-        if round(height) < crop_height or round(width) < crop_width:
-            small += count
+    crop_size, short_side = config.augment.crop_size, config.data.short_side_px
+    sizes = np.array(list(scan.sizes.elements())).reshape(-1, 2)
+    if short_side:
+        sizes = sizes * short_side / sizes.min(axis=1, keepdims=True)
+    small = int((sizes.round() < crop_size).any(axis=1).sum())
     if small:
         text = (
-            f"{small} of {total} images are smaller than augment.crop_size "
-            f"{[crop_height, crop_width]} and are padded with ignored pixels"
+            f"{small} of {len(sizes)} images are smaller than augment.crop_size {list(crop_size)} "
+            f"and are padded; the median size is {np.median(sizes, axis=0).astype(int).tolist()}"
         )
-        if 2 * small > total:
-            sizes = [_resized(size, short_side) for size in scan.sizes.elements()]
-            median = [int(side) for side in np.median(sizes, axis=0)]
-            text += f"; the median size is {median}"
         yield Issue("warning", scan.split, "small", text)
     batch = config.train.batch_size
     if 0 < scan.num_pairs < batch:
@@ -171,9 +165,3 @@ def _class_issues(scan: SplitScan, classes: ClassFile) -> Iterator[Issue]:
         yield Issue("warning", scan.split, "absent", text, absent)
     if looks_like_train_ids(scan.values, classes):
         yield Issue("warning", scan.split, "train ids", train_ids(scan.values))
-
-
-def _resized(size: tuple[int, int], short_side: int | None) -> tuple[float, float]:
-    """Height and width at which crops are taken from an image of this size."""
-    scale = short_side / min(size) if short_side else 1
-    return size[0] * scale, size[1] * scale

@@ -65,20 +65,15 @@ def as_text(result: CheckResult) -> str:
 
 def as_json(result: CheckResult) -> str:
     """The whole result, with every place of every issue, as one JSON object."""
-    splits = {
-        scan.split: {
+    splits = {}
+    for scan in result.scans:
+        counts = zip(result.class_names, scan.pixels.tolist(), scan.images.tolist(), strict=True)
+        splits[scan.split] = {
             "pairs": scan.num_pairs,
             "ignored_pixels": scan.ignored_pixels,
             "sizes": [[*size, count] for size, count in sorted(scan.sizes.items())],
-            "classes": {
-                name: {"pixels": int(pixels), "images": int(images)}
-                for name, pixels, images in zip(
-                    result.class_names, scan.pixels, scan.images, strict=True
-                )
-            },
+            "classes": {name: {"pixels": n, "images": m} for name, n, m in counts},
         }
-        for scan in result.scans
-    }
     content: dict[str, Any] = {
         "ok": result.ok,
         "class_file": result.class_file,
@@ -101,12 +96,9 @@ def _split_line(scan: SplitScan) -> str:
     total = int(scan.pixels.sum()) + scan.ignored_pixels
     ignored = f", {scan.ignored_pixels / total:.1%} of the pixels ignored" if total else ""
     size = ""
-    if len(scan.sizes) == 1:
-        ((height, width),) = scan.sizes
-        size = f" of {width}x{height}"
-    elif scan.sizes:
+    if scan.sizes:
         heights, widths = zip(*scan.sizes, strict=True)
-        size = f" of {min(widths)}..{max(widths)} x {min(heights)}..{max(heights)}"
+        size = f" of {min(widths)}x{min(heights)} to {max(widths)}x{max(heights)}"
     return f"{scan.split}: {scan.num_pairs} pairs{size}{ignored}"
 
 
