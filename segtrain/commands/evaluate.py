@@ -7,8 +7,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from segtrain.data import open_dataset
 from segtrain.data.check.faint import faint_lines
 from segtrain.data.classes import ClassFile, ignoring_as
 from segtrain.data.dataset import SegDataset
+from segtrain.data.differences import class_differences
 from segtrain.data.loader import num_loader_workers
 from segtrain.data.protect import check_pictures
 from segtrain.distributed import collectives as dist
@@ -66,7 +67,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         if args.json:
-            stack.enter_context(_json_place(Path(args.json)))
+            _reserve_json(Path(args.json), stack)
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         _check_same_step(args.checkpoint, loaded.step)
 
@@ -130,18 +131,11 @@ def _named_by_checkpoint(args: argparse.Namespace) -> set[str]:
 
 def _check_classes(trained: ClassFile, data: ClassFile) -> None:
     """Refuses a data set whose train ids mean other classes than the model's."""
-    if list(trained.names) == list(data.names):
-        return
-    pairs = enumerate(zip(trained.names, data.names, strict=False))
-    first = next((i for i, (a, b) in pairs if a != b), min(trained.num_classes, data.num_classes))
-    there, here = (
-        names[first] if first < len(names) else "none" for names in (trained.names, data.names)
-    )
-    raise DataError(
-        f"class file {data.name}: {data.num_classes} classes, the model was trained on "
-        f"{trained.num_classes}; class {first} is {here} here and {there} there; "
-        "evaluate with the class file of the training, --set data.classes=..."
-    )
+    if trained.names != data.names:
+        (difference,), _ = class_differences(trained, data, "ids")
+        raise DataError(
+            f"{difference}; evaluate with the class file of the training, --set data.classes=..."
+        )
 
 
 def _check_same_step(checkpoint: str | Path, step: int) -> None:
@@ -150,8 +144,7 @@ def _check_same_step(checkpoint: str | Path, step: int) -> None:
     if len(steps) > 1:
         raise CheckpointError(
             f"{checkpoint}: replaced while the ranks were loading it (steps "
-            f"{', '.join(map(str, steps))}); start the evaluation again, or name a checkpoint that "
-            "stays as it is"
+            f"{', '.join(map(str, steps))}); start again, or name a checkpoint that stays as it is"
         )
 
 
@@ -223,15 +216,9 @@ def _overlay_writer(folder: Path, dataset: SegDataset, *, num: int) -> Writer:
     def write(prediction: Prediction) -> None:
         if prediction.index not in chosen:
             return
-        name, classes = dataset.name(prediction.index), dataset.classes
-        picture = panel(
-            prediction.image,
-            prediction.label,
-            prediction.pred,
-            palette=classes.palette,
-            names=classes.names,
-            title=name,
-        )
+        index, *pixels = prediction
+        name, classes = dataset.name(index), dataset.classes
+        picture = panel(*pixels, palette=classes.palette, names=classes.names, title=name)
         write_png(folder / f"{name}.png", picture)
 
     return write
@@ -254,16 +241,13 @@ def _scores(
     }
 
 
-@contextmanager
-def _json_place(path: Path) -> Iterator[None]:
+def _reserve_json(path: Path, stack: ExitStack) -> None:
     """Refuses, before the evaluation, a place for --json that could not be written after it."""
     _make_folder("--json", path.parent)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(files.reserve_output(path))
-        except OSError as error:
-            raise ConfigError(f"--json {path}: {error.strerror}") from None
-        yield
+    try:
+        stack.enter_context(files.reserve_output(path))
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from None
 
 
 def _write_json(path: Path, scores: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """A split of a data set as a sequence of images with their labels."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from segtrain.errors import DataError
 from segtrain.text import printable
 
 
+@dataclass(eq=False)
 class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     """Images and labels, read from their files at each access.
 
@@ -25,20 +27,12 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         DataError: on access; the file is missing, damaged or does not fit, named with its path.
     """
 
-    def __init__(
-        self,
-        pairs: Sequence[Pair],
-        classes: ClassFile,
-        *,
-        split: str,
-        label_format: str = "ids",
-        warnings: Sequence[str] = (),
-    ) -> None:
-        self.pairs = list(pairs)
-        self.classes = classes
-        self.split = split
-        self.label_format = label_format
-        self.warnings = tuple(warnings)
+    pairs: list[Pair]
+    classes: ClassFile
+    _: KW_ONLY
+    split: str
+    label_format: str = "ids"
+    warnings: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -47,8 +41,7 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         pair = self.pairs[index]
         image = read_image(pair.image)
         label = read_label(pair.label, self.classes, self.label_format)
-        problem = size_problem(pair, image.shape[:2], label.shape)
-        if problem:
+        if problem := size_problem(pair, image.shape[:2], label.shape):
             raise DataError(problem)
         return image, label
 
@@ -84,10 +77,7 @@ def size_problem(pair: Pair, image: tuple[int, ...], label: tuple[int, ...]) -> 
     """Why an image and a label of these sizes, (height, width), do not fit; empty if they do."""
     if tuple(image) == tuple(label):
         return ""
-    hint = ""
-    if tuple(image) == tuple(label)[::-1]:
-        hint = "; one is turned: EXIF orientation is ignored, so store the pixels upright"
     return (
-        f"{printable(pair.label)}: label {label[1]}x{label[0]}, "
-        f"image {printable(pair.image)} {image[1]}x{image[0]}: sizes must be equal{hint}"
+        f"{printable(pair.label)}: label {label[1]}x{label[0]}, image {printable(pair.image)} "
+        f"{image[1]}x{image[0]}: sizes must be equal (as stored: EXIF orientation is ignored)"
     )

@@ -158,8 +158,8 @@ def decode_colors(data: bytes, path: str | Path) -> np.ndarray:
     """The colours of a label, (H, W, 3) uint8 RGB; a pixel that is not opaque is an error."""
     with _opened_label(data, path) as (image, depth):
         if image.mode not in _COLOR_MODES or depth > 8:
-            mode = image.mode if depth == 8 else f"{depth}-bit {image.mode}"
-            raise DataError(f"{printable(path)}: the label is {mode}; expected 8-bit RGB colours")
+            found = f"{depth}-bit {image.mode}"
+            raise DataError(f"{printable(path)}: the label is {found}; expected 8-bit RGB colours")
         if image.mode not in ("RGBA", "LA") and "transparency" not in image.info:
             return np.array(image.convert("RGB"))
         pixels = np.array(image.convert("RGBA"))

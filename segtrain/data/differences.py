@@ -40,10 +40,8 @@ def label_difference(before: SplitFingerprint, labels: Sequence[str], dataset: S
     if not differing:
         return ""
     place = _place([pair.label for pair in dataset.pairs], differing[0], before.pairs_per_hash)
-    many = "labels hold"
-    if before.pairs_per_hash == 1:
-        many = "a label holds" if len(differing) == 1 else f"{len(differing)} labels hold"
-    return f"split {dataset.split}: {many} something else; the first is {place}"
+    many = f"{len(differing)} " if before.pairs_per_hash == 1 else ""
+    return f"split {dataset.split}: {many}labels hold something else; the first is {place}"
 
 
 def class_differences(
@@ -61,21 +59,18 @@ def class_differences(
             f"class file: {before.num_classes} classes there, {now.num_classes} now; class {i} is "
             f"{old} there, {new} now"
         ], []
-    ids, colors = [], []
-    for old, new in zip(before.classes, now.classes, strict=True):
-        if set(old.ids) != set(new.ids):
-            ids.append((f"ids of {old.name}", old.ids, new.ids))
-        if old.color != new.color:
-            colors.append((f"color of {old.name}", old.color, new.color))
-    if set(before.ignore_ids) != set(now.ignore_ids):
-        ids.append(("ignore_ids", before.ignore_ids, now.ignore_ids))
-    if before.ignore_color != now.ignore_color:
-        colors.append(("color of what is ignored", before.ignore_color, now.ignore_color))
-    id_lines, color_lines = (
-        [f"class file: {what}: {list(old)} there, {list(new)} now" for what, old, new in changes]
-        for changes in (ids, colors)
-    )
+    both = list(zip(before.classes, now.classes, strict=True))
+    ids = {f"ids of {old.name}": (old.ids, new.ids) for old, new in both}
+    ids["ignore_ids"] = (before.ignore_ids, now.ignore_ids)
+    colors = {f"color of {old.name}": (old.color, new.color) for old, new in both}
+    colors["color of what is ignored"] = (before.ignore_color, now.ignore_color)
+    id_lines = [_line(what, *pair) for what, pair in ids.items() if set(pair[0]) != set(pair[1])]
+    color_lines = [_line(what, *pair) for what, pair in colors.items() if pair[0] != pair[1]]
     return (color_lines, id_lines) if label_format == "colors" else (id_lines, color_lines)
+
+
+def _line(what: str, old: Sequence[int], new: Sequence[int]) -> str:
+    return f"class file: {what}: {list(old)} there, {list(new)} now"
 
 
 def _differing(before: Sequence[str], now: Sequence[str]) -> list[int]:

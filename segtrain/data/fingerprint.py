@@ -1,10 +1,8 @@
 """What a data set consists of, for checkpoints: a run must not go on with other data unnoticed.
 
-Hashed are the number, order, names and sizes in bytes of the files, and the contents of the labels.
-Names are relative to data.root, so the same data may lie elsewhere. Contents of images are not
-hashed, because that would read the whole data set at every start: an image that was replaced by
-one with the same name and size in bytes goes unnoticed. A label that was written again with the
-same pixels but other bytes counts as changed.
+Hashed are the number, order, names (relative to data.root) and sizes in bytes of the files, and the
+contents of the labels. Hashing images would read the whole data set at every start: an image that
+was replaced by one with the same name and size goes unnoticed.
 """
 
 import hashlib
@@ -12,6 +10,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -97,9 +96,9 @@ def hash_files(
         size *= 2
     # The join adds a slash at the end.
     prefix = os.fsencode(os.path.join(str(Path(os.path.expanduser(root))), ""))
+    hash_block = partial(_hash_block_files, prefix=prefix)
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
-        blocks = _blocks(dataset.pairs, size)
-        files = tuple(pool.map(lambda block: _hash_block_files(block, prefix), blocks))
+        files = tuple(pool.map(hash_block, _blocks(dataset.pairs, size)))
     return SplitFingerprint(len(dataset), size, files, None)
 
 
@@ -112,12 +111,9 @@ class LabelHashing:
     def __init__(self, splits: Sequence[tuple[SegDataset, int]]) -> None:
         self._stopped = Event()
         self._pool = ThreadPoolExecutor(_LABEL_THREADS, thread_name_prefix="hash-labels")
+        submit = partial(self._pool.submit, _hash_block_labels, stopped=self._stopped)
         self._splits = [
-            [
-                self._pool.submit(_hash_block_labels, block, self._stopped)
-                for block in _blocks(dataset.pairs, size)
-            ]
-            for dataset, size in splits
+            [submit(block) for block in _blocks(dataset.pairs, size)] for dataset, size in splits
         ]
 
     def result(self, timeout_s: float | None = None) -> list[tuple[str, ...]] | None:

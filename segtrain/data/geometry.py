@@ -118,10 +118,7 @@ def resample_image(
 
 
 def _far_enlarged(source: np.ndarray, rows: Span, columns: Span) -> np.ndarray:
-    """As cv2.resize with a factor, for the content only.
-
-    A whole source pixel may be larger than the crop: enlarging it would take gigabytes.
-    """
+    """As cv2.resize for the content only: a whole source pixel could enlarge to gigabytes."""
     y, x = (
         ((np.arange(span.content) + 0.5) / span.factor - 0.5).astype(np.float32)
         for span in (rows, columns)
@@ -169,13 +166,11 @@ def paint_padding(crop: np.ndarray, placement: Placement, fill: tuple[int, int, 
 def _laid_out(content: np.ndarray, placement: Placement, fill: tuple[int, ...]) -> np.ndarray:
     """`content` with its padding, mirrored if the placement is, contiguous."""
     if placement.padded:
-        spans = placement.rows, placement.columns
-        (top, below), (left, right) = (
-            (span.pad, span.crop - span.content - span.pad) for span in spans
-        )
-        content = cv2.copyMakeBorder(
-            content, top, below, left, right, cv2.BORDER_CONSTANT, value=fill
-        )
+        rows, columns = placement.rows, placement.columns
+        below = rows.crop - rows.content - rows.pad
+        right = columns.crop - columns.content - columns.pad
+        border = (rows.pad, below, columns.pad, right)
+        content = cv2.copyMakeBorder(content, *border, cv2.BORDER_CONSTANT, value=fill)
     return cv2.flip(content, 1) if placement.flip else np.ascontiguousarray(content)
 
 
@@ -189,8 +184,8 @@ def _warp(
 ) -> np.ndarray:
     matrix = _source_of_crop(placement)
     height, width = placement.crop_size
-    x, y = (0, width - 1), (0, height - 1)
-    corners = matrix @ np.array([x + x, (y[0],) * 2 + (y[1],) * 2, (1,) * 4])  # (2, 4)
+    x, y = width - 1, height - 1
+    corners = matrix @ np.array([[0, x, 0, x], [0, 0, y, y], [1, 1, 1, 1]])  # (2, 4)
     limit = np.array(source.shape[1::-1])  # (width, height), as cv2 orders them
     first = np.clip(np.floor(corners.min(axis=1)).astype(int) - 1, 0, limit - 1)
     last = np.clip(np.ceil(corners.max(axis=1)).astype(int) + 2, first + 1, limit)

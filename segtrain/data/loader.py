@@ -12,9 +12,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 
 import cv2
 import torch
@@ -49,30 +50,23 @@ def image_at(stream_seed: int, place: int, num_images: int) -> int:
     return _order(stream_seed, epoch, num_images)[index]
 
 
+@dataclass(eq=False)
 class TrainStream(Dataset):
     """The augmented samples of `dataset`: `stream[step, position]`."""
 
-    def __init__(
-        self, dataset: SegDataset, transform: TrainTransform, *, stream_seed: int, batch_size: int
-    ) -> None:
-        self.dataset = dataset
-        self.transform = transform
-        self.stream_seed = stream_seed
-        self.batch_size = batch_size
+    dataset: SegDataset
+    transform: TrainTransform
+    _: KW_ONLY
+    stream_seed: int
+    batch_size: int
 
     def __getitem__(self, place: Place) -> Sample:
         step, position = place
-        index = image_at(
-            self.stream_seed, step * self.batch_size + position, len(self.dataset.pairs)
-        )
-        image, label = self.dataset[index]
+        number = step * self.batch_size + position
+        index = image_at(self.stream_seed, number, len(self.dataset))
         rng = seed.augment_rng(self.stream_seed, step, position)
-        image, label = self.transform(image, label, rng)
-        return (
-            torch.from_numpy(image).permute(2, 0, 1),
-            torch.from_numpy(label),
-            self.dataset.pairs[index].name,
-        )
+        image, label = map(torch.from_numpy, self.transform(*self.dataset[index], rng))
+        return image.permute(2, 0, 1), label, self.dataset.name(index)
 
     def __getitems__(self, places: Sequence[Place]) -> list[Sample] | UserError:
         """The samples of a batch (torch calls this method), or the error that prevents them."""
@@ -90,12 +84,9 @@ def indices_of_rank(batch_size: int, passes: int, rank: int, world_size: int) ->
     possible. So a pass holds the same images, and has the same batch statistics, on any number of
     ranks.
     """
-    indices = []
-    for i in range(passes):
-        whole = partition(batch_size, passes, i)
-        mine = partition(len(whole), world_size, rank)
-        indices.append(whole[mine.start : mine.stop])
-    return indices
+    wholes = [partition(batch_size, passes, i) for i in range(passes)]
+    parts = [partition(len(whole), world_size, rank) for whole in wholes]
+    return [whole[part.start : part.stop] for whole, part in zip(wholes, parts, strict=True)]
 
 
 def default_workers(ranks_here: int) -> int:
@@ -149,16 +140,15 @@ def train_loader(
         worker_init_fn=_start_worker,
     )
     expired = threading.Event()
-    limit = partial(_time_limit, timeout_s, expired) if num_workers else nullcontext
     try:
         with worker_failures():
-            yield from _batches(loader, limit)
+            yield from _batches(loader, timeout_s, expired)
     except (ExecutionError, EOFError, ConnectionError) as error:
         if expired.is_set():
             raise ExecutionError(
                 f"rank {dist.rank()}: no loader worker has given a batch for {timeout_s:.0f} s "
-                "(0.8 of train.timeout_s): a worker hangs, for instance on a dead network drive, "
-                "or reading is very slow; continue from the last checkpoint with --resume"
+                "(0.8 of train.timeout_s): a worker or its network drive hangs, or reading is very "
+                "slow; continue from the last checkpoint with --resume"
             ) from error
         if isinstance(error, ExecutionError):
             raise
@@ -203,13 +193,11 @@ def _collate(samples: list[Sample] | UserError) -> Batch | UserError:
     return Batch(images, torch.stack(labels), list(names))
 
 
-def _batches(
-    loader: DataLoader, limit: Callable[[], AbstractContextManager[None]]
-) -> Iterator[Batch]:
+def _batches(loader: DataLoader, timeout_s: float, expired: threading.Event) -> Iterator[Batch]:
     batches = iter(loader)
     try:
         while True:
-            with limit():
+            with _time_limit(timeout_s, expired):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -217,8 +205,8 @@ def _batches(
                 raise batch
             yield batch
     except (EOFError, ConnectionError):
-        # A worker died. torch's signal handler raises an error for that too: wait for it here,
-        # because inside the DataLoader's clean-up Python could only print it.
+        # torch's signal handler raises an error for a dead worker too: wait for it here, because
+        # inside the DataLoader's clean-up Python could only print it.
         with suppress(RuntimeError):
             time.sleep(1)
         raise
@@ -230,12 +218,10 @@ def _batches(
 
 @contextmanager
 def _time_limit(timeout_s: float, expired: threading.Event) -> Iterator[None]:
-    """Sets `expired` and kills this process's loader workers if the body takes too long.
+    """Sets `expired` and kills this process's loader workers if the body takes too long."""
 
-    The DataLoader's own timeout does not help if a worker process is stopped: the main process then
-    waits without limit for the memory of its finished batches. Only SIGKILL ends such a worker.
-    """
-
+    # The DataLoader's own timeout does not help if a worker is stopped: the main process then waits
+    # without limit for the memory of its finished batches. Only SIGKILL ends such a worker.
     def expire() -> None:
         expired.set()
         for worker in multiprocessing.active_children():
@@ -253,8 +239,8 @@ def _time_limit(timeout_s: float, expired: threading.Event) -> Iterator[None]:
 def _start_worker(_: int) -> None:
     # There are as many workers as cores; OpenCV would start as many threads in each of them.
     cv2.setNumThreads(0)
-    # Terminals and cluster managers signal all processes of a run. Workers ignore that: the rank
-    # needs them to finish the step, and ends them itself.
+    # Terminals and cluster managers signal all processes of a run, but the rank needs its workers
+    # to finish the step, and ends them itself.
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):  # not on macOS
@@ -264,11 +250,8 @@ def _start_worker(_: int) -> None:
 
 
 def _end_with_rank() -> None:
-    """Ends this worker once its rank sends SIGTERM or is gone; SIGTERM from others is ignored.
-
-    A worker that a fork server started is not a child of the rank, so `die_with_parent` alone does
-    not end it with the rank.
-    """
+    """Ends this worker once its rank sends SIGTERM or is gone; SIGTERM from others is ignored."""
+    # `die_with_parent` does not end a worker that a fork server started: that is its parent.
     rank = multiprocessing.parent_process()
     while rank.is_alive():
         received = signal.sigtimedwait({signal.SIGTERM}, 1)

@@ -1,7 +1,4 @@
-"""A ConfigError before anything is written where a data set is read.
-
-Pictures there would become data, or replace labels.
-"""
+"""Refuses to write where a data set is read: pictures there would become data or replace labels."""
 
 import os
 from collections.abc import Collection, Iterable, Sequence

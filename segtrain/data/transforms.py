@@ -10,14 +10,8 @@ from typing import Any
 import numpy as np
 
 from segtrain.config import AugmentConfig
-from segtrain.data.geometry import (
-    Placement,
-    Span,
-    largest_class_share,
-    paint_padding,
-    resample_image,
-    resample_label,
-)
+from segtrain.data import geometry
+from segtrain.data.geometry import Placement, Span
 from segtrain.data.photometric import Photometric
 
 _MAX_REDRAWS = 10  # mmsegmentation, RandomCrop
@@ -40,11 +34,9 @@ class TrainTransform:
         mean: tuple[float, float, float],
         short_side_px: int | None = None,
     ) -> None:
-        self._augment = augment
-        self._mean = mean
-        self._short_side_px = short_side_px
-        red, green, blue = mean
-        self._fill = (round(red), round(green), round(blue))
+        self._augment, self._mean, self._short_side_px = augment, mean, short_side_px
+        red, green, blue = map(round, mean)
+        self._fill = (red, green, blue)
         self._photometric = Photometric(augment)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,15 +53,13 @@ class TrainTransform:
         them and on the state of `rng` alone.
         """
         if image.shape != (*label.shape, 3):
-            raise ValueError(
-                f"image {image.shape}, label {label.shape}: expected (H, W, 3), (H, W)"
-            )
+            raise ValueError(f"image {image.shape}: expected (H, W, 3) of label {label.shape}")
         placement = draw_placement(self._augment, label, rng, short_side_px=self._short_side_px)
-        crop = resample_image(image, placement, fill=self._fill)
+        crop = geometry.resample_image(image, placement, fill=self._fill)
         if self._photometric.active:
             # Padding stays the mean, which is zero after normalization, as in published pipelines.
-            crop = paint_padding(self._photometric(crop, rng), placement, self._fill)
-        return np.ascontiguousarray(crop), resample_label(label, placement)
+            crop = geometry.paint_padding(self._photometric(crop, rng), placement, self._fill)
+        return np.ascontiguousarray(crop), geometry.resample_label(label, placement)
 
 
 def draw_placement(
@@ -97,7 +87,7 @@ def draw_placement(
     movable = placement.rows.largest_start > 0 or placement.columns.largest_start > 0
     if augment.max_class_share < 1 and movable:
         for _ in range(_MAX_REDRAWS):
-            if largest_class_share(label, placement) <= augment.max_class_share:
+            if geometry.largest_class_share(label, placement) <= augment.max_class_share:
                 break
             placement = placement.moved(rng)
     return placement
