@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 
@@ -63,10 +63,10 @@ class TrainStream(Dataset):
     def __getitem__(self, place: Place) -> Sample:
         step, position = place
         number = step * self.batch_size + position
-        index = image_at(self.stream_seed, number, len(self.dataset))
+        index = image_at(self.stream_seed, number, len(self.dataset.pairs))
         rng = seed.augment_rng(self.stream_seed, step, position)
         image, label = map(torch.from_numpy, self.transform(*self.dataset[index], rng))
-        return image.permute(2, 0, 1), label, self.dataset.name(index)
+        return image.permute(2, 0, 1), label, self.dataset.pairs[index].name
 
     def __getitems__(self, places: Sequence[Place]) -> list[Sample] | UserError:
         """The samples of a batch (torch calls this method), or the error that prevents them."""
@@ -197,7 +197,7 @@ def _batches(loader: DataLoader, timeout_s: float, expired: threading.Event) -> 
     batches = iter(loader)
     try:
         while True:
-            with _time_limit(timeout_s, expired):
+            with _time_limit(timeout_s, expired) if loader.num_workers else nullcontext():
                 batch = next(batches, None)
             if batch is None:
                 return

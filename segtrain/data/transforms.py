@@ -53,7 +53,7 @@ class TrainTransform:
         them and on the state of `rng` alone.
         """
         if image.shape != (*label.shape, 3):
-            raise ValueError(f"image {image.shape}: expected (H, W, 3) of label {label.shape}")
+            raise ValueError(f"image {image.shape}, label {label.shape}: expected equal (H, W)")
         placement = draw_placement(self._augment, label, rng, short_side_px=self._short_side_px)
         crop = geometry.resample_image(image, placement, fill=self._fill)
         if self._photometric.active:
