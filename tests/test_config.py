@@ -50,68 +50,67 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ),
         (
             "train:\n  steps: 19.0",
-            "f.yaml:3: train.steps: expected an integer above 0, got 19.0 (float); write 19",
+            "f.yaml:3: train.steps: expected an integer > 0, got 19.0",
         ),
         (
             "train: {steps: true}",
-            "f.yaml:2: train.steps: expected an integer above 0, got true (boolean)",
+            "f.yaml:2: train.steps: expected an integer > 0, got true",
         ),
-        ("train: {steps: 0}", "f.yaml:2: train.steps: expected an integer above 0, got 0"),
+        ("train: {steps: 0}", "f.yaml:2: train.steps: expected an integer > 0, got 0"),
         (
             "train: {lr: '0.1'}",
-            "f.yaml:2: train.lr: expected a number above 0, got '0.1' (text); remove the quotes",
+            "f.yaml:2: train.lr: expected a number > 0, got '0.1'",
         ),
         (
             "train: {lr: true}",
-            "f.yaml:2: train.lr: expected a number above 0, got true (boolean)",
+            "f.yaml:2: train.lr: expected a number > 0, got true",
         ),
         (
             "train: {nesterov: yes}",
-            "f.yaml:2: train.nesterov: expected true or false, got 'yes' (text); "
-            "did you mean true?",
+            "f.yaml:2: train.nesterov: expected true or false, got 'yes'",
         ),
         (
             "train: {clip_grad_norm: -1}",
-            "f.yaml:2: train.clip_grad_norm: expected a number above 0, or null, got -1",
+            "f.yaml:2: train.clip_grad_norm: expected a number > 0, or null, got -1",
         ),
         (
             "augment: {flip_prob: 1.5}",
-            "f.yaml:2: augment.flip_prob: expected a number from 0 to 1, got 1.5",
+            "f.yaml:2: augment.flip_prob: expected a number >= 0 and <= 1, got 1.5",
         ),
         (
             "augment: {crop_size: 512}",
-            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0 and to 100000, "
-            "got 512 (integer); did you mean [512, 512]?",
+            "f.yaml:2: augment.crop_size: expected a list of 2 integers > 0 and <= 100000, "
+            "such as [512, 512], got 512",
         ),
         (
             "augment: {crop_size: [512]}",
-            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0 and to 100000, "
-            "got [512]",
+            "f.yaml:2: augment.crop_size: expected a list of 2 integers > 0 and <= 100000, "
+            "such as [512, 512], got [512]",
         ),
         (
             "augment: {crop_size: [1, 2, 3]}",
-            "f.yaml:2: augment.crop_size: expected a list of 2 integers above 0 and to 100000, "
-            "got [1, 2, 3]",
+            "f.yaml:2: augment.crop_size: expected a list of 2 integers > 0 and <= 100000, "
+            "such as [512, 512], got [1, 2, 3]",
         ),
         (
             "eval: {scales: []}",
-            "f.yaml:2: eval.scales: expected a list, not empty, of numbers above 0 and to 100, "
-            "got []",
+            "f.yaml:2: eval.scales: expected a list, not empty, of numbers > 0 and <= 100, "
+            "such as [1.0], got []",
         ),
         (
             "loss: {kind: cross-entropy}",
-            "f.yaml:2: loss.kind: expected one of cross_entropy, ohem, dice, got 'cross-entropy' "
-            "(text); did you mean cross_entropy?",
+            "f.yaml:2: loss.kind: expected one of cross_entropy, ohem, dice, got "
+            "'cross-entropy'; did you mean cross_entropy?",
         ),
         (
             "model: {output_stride: 4}",
-            "f.yaml:2: model.output_stride: expected one of 8, 16, 32, got 4 (integer)",
+            "f.yaml:2: model.output_stride: expected one of 8, 16, 32, got 4",
         ),
         ("train: null", "f.yaml:2: train: expected keys and values, got null"),
         (
             "augment:\n  extra:\n    - {name: Blur}\n    - {name: 3}",
             "f.yaml:5: augment.extra[1].name: expected text that matches ^[A-Z][A-Za-z0-9]*$, "
-            "got 3 (integer); for text, put it in quotes",
+            "got 3",
         ),
         (
             "augment:\n  scale_range: [2, 0.5]",
@@ -153,14 +152,13 @@ def test_a_mistake_names_line_key_expectation_and_repair(text, message):
 @pytest.mark.parametrize(
     ("text", "ending"),
     [
-        ("model: {arch: unet}", "pspnet, deeplabv3, deeplabv3plus, got 'unet' (text)"),
-        ("train: {optimizer: lamb}", "expected one of sgd, adamw, got 'lamb' (text)"),
+        ("model: {arch: unet}", "pspnet, deeplabv3, deeplabv3plus, got 'unet'"),
+        ("train: {optimizer: lamb}", "expected one of sgd, adamw, got 'lamb'"),
         ("train: {num_epochs: 3}", "an epoch is images / train.batch_size steps"),
         ("model: {arch: deeplab}", "did you mean deeplabv3?"),
         ("model: {arch: deeplabv3+}", "did you mean deeplabv3plus?"),
         ("model: {arch: DeepLabV3+}", "did you mean deeplabv3plus?"),
-        ('augment: {crop_size: "64,48"}', "did you mean [64, 48]?"),
-        ("augment: {crop_size: (64)}", "got '(64)' (text)"),
+        ('augment: {crop_size: "64,48"}', "such as [512, 512], got '64,48'"),
         ("model: {backbone: resnet_50}", "did you mean resnet50?"),
         ("norm: {kind: group_norm}", "did you mean group?"),
         ("augment: {crop: [3, 5]}", "unknown key; did you mean 'crop_size'?"),
@@ -215,15 +213,11 @@ def test_missing_keys_say_what_they_mean():
     [
         ("train.lrr=1", "--set train.lrr: unknown key; did you mean 'lr'?"),
         ("train.lr", "--set train.lr: expected section.key=value, such as train.lr=0.01"),
-        (
-            "train.batch_size 4",
-            "--set train.batch_size 4: expected section.key=value, such as train.batch_size=4",
-        ),
-        ("train.lr: 1", "--set train.lr: 1: expected section.key=value, such as train.lr=1"),
+        ("train.lr 1", "--set train.lr 1: expected section.key=value, such as train.lr=0.01"),
         ("=1", "--set =1: expected section.key=value, such as train.lr=0.01"),
         ("train.lr=", "--set train.lr: has no value; write null for nothing, '' for no text"),
-        ("train.lr=x", "--set train.lr: expected a number above 0, got 'x' (text)"),
-        ("train.steps=01", "--set train.steps: 01 is refused: some readers take the leading 0"),
+        ("train.lr=x", "--set train.lr: expected a number > 0, got 'x'"),
+        ("train.steps=01", "--set train.steps: 01 is refused, YAML readers disagree"),
         ("train={lr: 1}", "--set train: is a section; set its keys one by one"),
         ("train.lr.x=1", "--set train.lr.x: "),
         ("seed.x=1", "--set seed.x: "),
@@ -235,21 +229,11 @@ def test_an_override_obeys_the_same_checks(override, message):
     assert line.startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("override", "ending"),
-    [
-        ("model.arch=deeplabv3+", "did you mean deeplabv3plus?"),
-        ("augment.crop_size=64,48", "did you mean '[64, 48]'?"),
-        ("augment.crop_size=(64, 48)", "did you mean '[64, 48]'?"),
-        ("augment.crop_size=64x48", "did you mean '[64, 48]'?"),
-        ("augment.crop_size=64", "did you mean '[64, 64]'?"),
-        ("augment.crop_size=64,48,32", "got '64,48,32' (text)"),
-    ],
-)
-def test_an_override_in_the_wrong_form_is_refused_with_the_right_one(override, ending):
-    (line,) = refusal("seed: 3\n", override)
-    assert line.startswith(f"--set {override.partition('=')[0]}: expected ")
-    assert line.endswith(ending)
+@pytest.mark.parametrize("value", ["64,48", "(64, 48)", "64x48", "64"])
+def test_a_list_in_the_wrong_form_is_refused_with_an_example(value):
+    (line,) = refusal("seed: 3\n", f"augment.crop_size={value}")
+    assert line.startswith("--set augment.crop_size: expected a list of 2 integers")
+    assert ", such as [512, 512], got " in line
 
 
 def test_an_override_replaces_what_the_file_says_even_a_mistake():

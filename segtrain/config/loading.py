@@ -15,8 +15,6 @@ from segtrain.errors import ConfigError
 from segtrain.text import printable
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*\Z")
-# Other ways to write KEY=VALUE: "train.lr 0.1", "train.lr: 0.1".
-_SPELLED = re.compile(r"([A-Za-z_]+(?:\.[A-Za-z_]+)+)(?::?[ ]+|:)([^ =]+)\Z")
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*\Z")
 # Text without quotes here, but booleans to other YAML readers.
 _BOOLEANS = ("yes", "no", "on", "off", "y", "n", "true", "false", "null")
@@ -65,17 +63,10 @@ def _checked(document: Document, overrides: Sequence[str]) -> Config:
         refused = [m.path for m in mistakes if m.path]
         mistakes += [m for m in checked if not any(_overlap(m.path, path) for path in refused)]
     if mistakes or unplaced:
-        lines = [_for_shell(line) for line in report(mistakes, places, source=document.source)]
+        lines = report(mistakes, places, source=document.source)
         raise ConfigError("\n".join([*lines, *unplaced]))
     assert isinstance(checked, Config)
     return checked
-
-
-def _for_shell(line: str) -> str:
-    """The line about an override, its example in the quotes that a list needs in a shell."""
-    if not line.startswith("--set "):
-        return line
-    return re.sub(r"did you mean (\[[^]]*\])\?\Z", r"did you mean '\1'?", line)
 
 
 def _overlap(a: KeyPath, b: KeyPath) -> bool:
@@ -88,11 +79,8 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
     key, separator, value = text.partition("=")
     key = key.strip()
     if not separator or not _KEY.match(key):
-        spelled = _SPELLED.match(text.strip())
-        example = "=".join(spelled.groups()) if spelled else "train.lr=0.01"
-        raise ConfigError(
-            f"--set {printable(text, 200)}: expected section.key=value, such as {example}"
-        )
+        shown = printable(text, 200)
+        raise ConfigError(f"--set {shown}: expected section.key=value, such as train.lr=0.01")
     return tuple(key.split(".")), parse_value(value, source=f"--set {key}")
 
 
@@ -112,10 +100,7 @@ def config_to_yaml(config: Config) -> str:
     lines = []
     for key, value in config.model_dump(mode="json").items():
         if isinstance(value, dict):
-            lines += [
-                f"{key}:",
-                *(f"  {name}: {yaml_value(item)}" for name, item in value.items()),
-            ]
+            lines += [f"{key}:", *(f"  {name}: {yaml_value(item)}" for name, item in value.items())]
         else:
             lines.append(f"{key}: {yaml_value(value)}")
     return "\n".join(lines) + "\n"

@@ -12,18 +12,15 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from segtrain.config.mistakes import MAX_SHOWN, KeyPath, Mistake, dotted
-from segtrain.config.strict_yaml import plain_value
 from segtrain.config.suggest import did_you_mean, nearest
 from segtrain.text import printable
 
 Model = TypeVar("Model", bound=BaseModel)
 Schema = dict[str, Any]
 
-# The hint "did you mean [512, 512]?" is for the sides of crops, and no crop is larger.
-_LARGEST_SIDE = 1e6
-_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-_BOOLEANS = {"yes": "true", "on": "true", "1": "true", "true": "true"}
-_BOOLEANS |= {"no": "false", "off": "false", "0": "false", "false": "false"}
+_LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_LIST_ITEMS = {"integer": "integers", "number": "numbers", "string": "texts", "array": "lists"}
+_NAMES = {"integer": "an integer", "number": "a number", "boolean": "true or false"}
 
 
 def validate(
@@ -83,9 +80,10 @@ def _describe(
         yield Mistake(path, f"is required: {what}")
     else:
         value = reduce(getitem, path, data)
-        got = _show(value, with_kind=kind not in _OUT_OF_RANGE)
-        hint = _hint(value, node)
-        yield Mistake(path, f"expected {_expected(node, schema)}, got {got}{hint}")
+        # "deeplabv3+" is the usual name of deeplabv3plus, and another network than deeplabv3.
+        choices = map(str, node.get("enum", ()))
+        hint = did_you_mean(str(value).replace("+", "plus"), choices)
+        yield Mistake(path, f"expected {_expected(node, schema)}, got {_show(value)}{hint}")
 
 
 def _from_validator(line: str, path: KeyPath, schema: Schema) -> Mistake:
@@ -131,118 +129,61 @@ def _resolve(node: Schema, schema: Schema) -> Schema:
 
 
 def _expected(node: Schema, schema: Schema) -> str:
-    """What the value of a resolved `node` must be, such as `an integer above 0, or null`."""
+    """What the value of a resolved `node` must be, such as `an integer > 0, or null`."""
     kind = node.get("type")
     if "enum" in node:
-        text = f"one of {', '.join(str(value) for value in node['enum'])}"
-    elif kind == "string" and "pattern" in node:
-        text = f"text that matches {node['pattern']}"
+        text = f"one of {', '.join(map(str, node['enum']))}"
     elif kind == "string":
-        text = "text that is not empty" if node.get("minLength") else "text"
+        text = f"text that matches {node['pattern']}" if "pattern" in node else "text"
+        text += ", not empty" if node.get("minLength") else ""
     elif kind == "array":
         text = _expected_list(node, schema)
-    elif kind in ("integer", "number"):
-        text = f"{'an integer' if kind == 'integer' else 'a number'}{_limits(node)}"
     else:
-        text = "true or false" if kind == "boolean" else "keys and values"
+        text = _NAMES.get(kind, "keys and values") + _limits(node)
     return f"{text}, or null" if node.get("nullable") else text
 
 
 def _expected_list(node: Schema, schema: Schema) -> str:
+    """With the default as an example, so that brackets and commas are seen."""
     low, high = node.get("minItems"), node.get("maxItems")
     length = f"{low} " if low == high and low is not None else ""
     what = "a list" if low is None or length else "a list, not empty,"
     item = _resolve(node.get("items") or node.get("prefixItems", [{}])[0], schema)
-    kinds = {"integer": "integers", "number": "numbers", "string": "texts", "array": "lists"}
-    kind = kinds.get(item.get("type", ""), "groups of keys and values")
-    return f"{what} of {length}{kind}{_limits(item)}"
+    items = _LIST_ITEMS.get(item.get("type", ""), "groups of keys and values")
+    example = f", such as {node['default']}" if node.get("default") else ""
+    return f"{what} of {length}{items}{_limits(item)}{example}"
 
 
 def _limits(node: Schema) -> str:
-    low, high = node.get("minimum"), node.get("maximum")
-    above, below = node.get("exclusiveMinimum"), node.get("exclusiveMaximum")
-    if below is not None and below > 2**53:  # the limit of 64 bits, which nobody reaches
-        below = None
-    start = f"from {low}" if low is not None else f"above {above}" if above is not None else ""
-    end = f"to {high}" if high is not None else f"below {below}" if below is not None else ""
-    if low is not None and not end:
-        start = f"of at least {low}"
-    joint = " and " if above is not None or below is not None else " "
-    return f" {joint.join(part for part in (start, end) if part)}" if start or end else ""
+    # 2**63 is the limit of 64 bits, which nobody reaches.
+    limits = [f"{sign} {node[k]}" for k, sign in _LIMITS.items() if node.get(k, 2**63) != 2**63]
+    return f" {' and '.join(limits)}" if limits else ""
 
 
-def _show(value: Any, *, with_kind: bool) -> str:
+def _show(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, Mapping):
         return "keys and values"
     if isinstance(value, list | tuple):
-        items = ", ".join(_show(item, with_kind=False) for item in value)
-        return f"[{printable(items, MAX_SHOWN)}]"
-    if isinstance(value, bool):
-        text, kind = str(value).lower(), "boolean"
-    elif isinstance(value, str):
-        text, kind = f"'{printable(value, MAX_SHOWN)}'", "text"
-    else:
-        text, kind = repr(value), "integer" if isinstance(value, int) else "float"
-    return f"{text} ({kind})" if with_kind else text
-
-
-def _hint(value: Any, node: Schema) -> str:
-    """The likely repair, as the end of a message, or ""."""
-    kind = node.get("type")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if "enum" in node and kind == "string":
-        # "deeplabv3+" is the usual name of deeplabv3plus, and another network than deeplabv3.
-        return did_you_mean(str(value).replace("+", "plus"), node["enum"])
-    if kind == "boolean" and isinstance(value, str | int) and not isinstance(value, bool):
-        meant = _BOOLEANS.get(str(value).lower())
-        return f"; did you mean {meant}?" if meant else ""
-    if kind == "string" and isinstance(value, int | float):
-        return "; for text, put it in quotes"
-    if kind in ("integer", "number") and isinstance(value, str):
-        return "; remove the quotes" if _is_number(value) else ""
-    if kind == "integer" and isinstance(value, float) and value.is_integer():
-        return f"; write {value:.0f}"
-    if kind == "array" and isinstance(value, str):
-        return _list_hint(value, node)
-    if kind == "array" and is_number and 0 <= value <= _LARGEST_SIDE:
-        return f"; did you mean [{', '.join([str(value)] * node.get('minItems', 1))}]?"
-    return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return type(plain_value(text)) in (int, float)
-    except ValueError:
-        return False
-
-
-def _list_hint(text: str, node: Schema) -> str:
-    """For `64,64`, `(64, 64)` and `64x64` the list that is meant; empty for other text."""
-    words = [word for word in re.split(r"[\s,;x*()\[\]]+", text.strip().lower()) if word]
-    low, high = node.get("minItems", 1), node.get("maxItems", len(words))
-    if not low <= len(words) <= high or not all(re.fullmatch(r"[0-9.e+-]{1,20}", w) for w in words):
-        return ""
-    return f"; did you mean [{', '.join(words)}]?"
+        return f"[{printable(', '.join(map(_show, value)), MAX_SHOWN)}]"
+    if isinstance(value, str):
+        return f"'{printable(value, MAX_SHOWN)}'"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _unknown_key(loc: KeyPath, schema: Schema, hints: Mapping[str, str]) -> str:
-    """What may be meant: a similar key here, the same key elsewhere, a hint, a similar key."""
+    """What may be meant: a similar key here, a hint, a similar key elsewhere."""
     key = str(loc[-1])
     here = list(_walk(loc[:-1], schema)[1].get("properties", {}))
-    elsewhere = [path for path in _all_keys(schema) if path[:-1] != loc[:-1]]
-    same = [dotted(path) for path in elsewhere if path[-1] == key]
     if near := nearest(key, here):
         return f"unknown key; did you mean '{near}'?"
-    if same:
-        return f"unknown key; did you mean {' or '.join(same)}?"
     if key in hints:
         return f"unknown key; {hints[key]}"
     # In reverse: of the same key in several sections the first is shown.
-    if hint := did_you_mean(key, {str(path[-1]): dotted(path) for path in reversed(elsewhere)}):
-        return f"unknown key{hint}"
-    return f"unknown key; expected one of {', '.join(here)}" if here else "unknown key"
+    elsewhere = {str(path[-1]): dotted(path) for path in reversed(list(_all_keys(schema)))}
+    expected = f"; expected one of {', '.join(here)}" if here else ""
+    return f"unknown key{did_you_mean(key, elsewhere) or expected}"
 
 
 def _all_keys(schema: Schema) -> Iterator[KeyPath]:

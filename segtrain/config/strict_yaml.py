@@ -35,16 +35,16 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)\Z")
 _FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?\Z")
-# Values that YAML readers disagree about, and why they are refused.
+# Values that YAML readers disagree about.
 # No two repeats side by side may match the same characters: a long value would take minutes.
-_AMBIGUOUS = (
-    (re.compile(r"[-+]?0[0-9_]+\Z"), "some readers take the leading 0 for octal"),
-    (re.compile(r"[-+]?0[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?\Z"), "a number has no leading 0"),
-    (re.compile(r"[-+]?0[xob][0-9a-fA-F_]+\Z"), "write numbers in decimal"),
-    (re.compile(r"[-+]?[0-9]+_[0-9_]*(?:\.[0-9_]*)?\Z"), "write numbers without _"),
-    (re.compile(r"[-+]?[0-9]+(?::[0-9]{1,2})+(?:\.[0-9]*)?\Z"), "some readers count it in base 60"),
-    (re.compile(r"[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"), "numbers must be finite"),
-    (re.compile(r"None\Z|Null\Z|NULL\Z"), "write null for nothing"),
+_AMBIGUOUS = re.compile(
+    r"[-+]?(?:0[0-9_]+"  # octal
+    r"|0[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?"  # leading 0
+    r"|0[xob][0-9a-fA-F_]+"  # not decimal
+    r"|[0-9]+_[0-9_]*(?:\.[0-9_]*)?"
+    r"|[0-9]+(?::[0-9]{1,2})+(?:\.[0-9]*)?"  # base 60
+    r"|\.(?:inf|Inf|INF))\Z"
+    r"|(?:\.nan|\.NaN|\.NAN|None|Null|NULL)\Z"
 )
 
 
@@ -101,8 +101,7 @@ def read_text(path: str | Path) -> str:
 def scan_yaml(text: str, *, source: str, example: str = "") -> Document:
     """The mapping in `text`; values that were refused are left out and listed in `mistakes`.
 
-    Args:
-        example: a line of such a file, for the message if there is no mapping.
+    example: a line of such a file, for the message if there is no mapping.
 
     Raises:
         ConfigError: the text has no readable structure at all.
@@ -166,10 +165,12 @@ def plain_value(text: str) -> str | int | float | bool | None:
         return None
     if text in ("true", "false"):
         return text == "true"
-    for pattern, reason in _AMBIGUOUS:
-        if pattern.match(text):
-            shown = printable(text, MAX_SHOWN)
-            raise ValueError(f"{shown} is refused: {reason}; for text, put it in quotes")
+    if _AMBIGUOUS.match(text):
+        shown = printable(text, MAX_SHOWN)
+        raise ValueError(
+            f"{shown} is refused, YAML readers disagree about it; write a plain decimal number or "
+            "null; for text, put it in quotes"
+        )
     is_int = _INT.match(text) is not None
     if not is_int and not _FLOAT.match(text):
         return text
@@ -235,27 +236,16 @@ def _compose(text: str) -> yaml.Node | None:
 
 
 def _explain(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark) -> str:
-    """PyYAML's complaint without the words of a parser."""
     problem = error.problem or "is not YAML"
     before = (text.split("\n")[mark.line : mark.line + 1] or [""])[0][: mark.column]
     if "found character '\\t'" in problem or "\t" in before[len(before.rstrip()) :]:
         return "a tab; use spaces"
-    if "that cannot start any token" in problem:
-        character = problem.split(" that ")[0].removeprefix("found ")
-        return f"{character} cannot start a value; use quotes"
     if "but found another document" in problem:
         return "a second document (---); expected one"
-    if "mapping values are not allowed" in problem:
-        return "a ':' where none can be; put text with ': ' in quotes and check the indentation"
-    if "could not find expected ':'" in problem:
-        return "expected 'key: value'"
     if "<stream end>" in problem or "unexpected end of stream" in problem:
         return "the file ends inside a list, mapping or quoted text"
-    if "<document start>" in problem:
-        return "more text after the end of the first value; check brackets and indentation"
-    if "<block end>" in problem or "<block mapping start>" in problem:
-        return "the indentation does not fit the lines above"
-    return printable(problem.replace("the node content", "a value"), MAX_SHOWN)
+    shown = printable(problem, MAX_SHOWN)
+    return f"{shown}; check quotes, brackets and the indentation"
 
 
 class _Builder:
@@ -269,7 +259,8 @@ class _Builder:
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
-            return [self._item(child, (*path, i)) for i, child in enumerate(node.value)]
+            self.lines |= {(*path, i): _line(child) for i, child in enumerate(node.value)}
+            return [self.value(child, (*path, i)) for i, child in enumerate(node.value)]
         try:
             return _scalar(node)
         except ValueError as error:
@@ -292,10 +283,6 @@ class _Builder:
             if all(mistake.path != child_path for mistake in self.mistakes[num_mistakes:]):
                 mapping[key] = value
         return mapping
-
-    def _item(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.lines[path] = _line(node)
-        return self.value(node, path)
 
     def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
         """The key that `node` spells; None if it is refused."""
@@ -323,10 +310,7 @@ def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
     if node.style is None:
         return plain_value(node.value)
     if half := _SURROGATE.search(node.value):
-        raise ValueError(
-            f"{half.group()!a} is half a character; write the character itself, or \\U and eight "
-            "digits"
-        )
+        raise ValueError(f"{half.group()!a} is half a character; write the character itself")
     return node.value
 
 
