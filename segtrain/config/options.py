@@ -51,79 +51,81 @@ def _refuse(*mistakes: str | Literal[False]) -> None:
         raise ValueError("\n".join(found))
 
 
+def option(default: Any, description: str, **limits: Any) -> Any:
+    """An option of a section; `...` as default: it is required."""
+    return Field(default, description=description, **limits)
+
+
 class DataConfig(Section):
     """Where images and labels lie and how they are read."""
 
-    layout: Literal["cityscapes", "camvid", "voc", "ade20k", "folders", "list"] = Field(
-        description="directory layout of the data set"
+    layout: Literal["cityscapes", "camvid", "voc", "ade20k", "folders", "list"] = option(
+        ..., "directory layout of the data set"
     )
-    root: str = Field(min_length=1, description="data set directory")
-    classes: str = Field(
+    root: str = option(..., "data set directory", min_length=1)
+    classes: str = option(
+        ...,
+        "class file: a name from data/classes (cityscapes, camvid, ...) or a YAML path",
         min_length=1,
-        description="class file: a name from data/classes (cityscapes, camvid, ...) or a YAML path",
     )
-    train_split: str = Field("train", description="split to train on; a file for layout 'list'")
-    eval_split: str = Field("val", description="split to evaluate on; a file for layout 'list'")
-    images_dir: str = Field("images", description="layout 'folders': images/<split>/**")
-    labels_dir: str = Field("labels", description="layout 'folders': labels/<split>/**.png")
-    label_format: Literal["ids", "colors"] = Field(
-        "ids",
-        description="labels hold raw class ids (grey or palette PNG) or the class colours (RGB)",
+    train_split: str = option("train", "split to train on; a file for layout 'list'")
+    eval_split: str = option("val", "split to evaluate on; a file for layout 'list'")
+    images_dir: str = option("images", "layout 'folders': images/<split>/**")
+    labels_dir: str = option("labels", "layout 'folders': labels/<split>/**.png")
+    label_format: Literal["ids", "colors"] = option(
+        "ids", "labels hold raw class ids (grey or palette PNG) or the class colours (RGB)"
     )
-    short_side_px: Pixels | None = Field(
-        None,
-        description="image size that scale_range refers to, by its short side; null: as stored",
+    short_side_px: Pixels | None = option(
+        None, "image size that scale_range refers to, by its short side; null: as stored"
     )
-    mean: tuple[float, float, float] = Field(
-        (123.675, 116.28, 103.53), description="RGB mean subtracted, in units of 0..255"
+    mean: tuple[float, float, float] = option(
+        (123.675, 116.28, 103.53), "RGB mean subtracted, in units of 0..255"
     )
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
-        (58.395, 57.12, 57.375), description="RGB standard deviation divided by, in units of 0..255"
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = option(
+        (58.395, 57.12, 57.375), "RGB standard deviation divided by, in units of 0..255"
     )
-    num_workers: NonNegative | None = Field(
-        None, description="loader processes a rank; null: the cores divided by the ranks, at most 8"
+    num_workers: NonNegative | None = option(
+        None, "loader processes a rank; null: the cores divided by the ranks, at most 8"
     )
-    prefetch: Positive = Field(4, description="batches each loader worker prepares ahead")
+    prefetch: Positive = option(4, "batches each loader worker prepares ahead")
 
 
 class ExtraTransform(Section):
     """One further albumentations transform, by class name, that changes pixels but not geometry."""
 
-    name: str = Field(pattern=r"^[A-Z][A-Za-z0-9]*$", description="class name in albumentations")
+    name: str = option(..., "class name in albumentations", pattern=r"^[A-Z][A-Za-z0-9]*$")
     args: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments")
 
 
 class AugmentConfig(Section):
     """Random changes of the training images, in the order they happen: geometry, then the crop."""
 
-    crop_size: Size = Field((512, 512), description="height and width of a training crop")
-    scale_range: tuple[Scale, Scale] = Field(
-        (0.5, 2.0), description="uniform random scale of the image; [1, 1]: none"
+    crop_size: Size = option((512, 512), "height and width of a training crop")
+    scale_range: tuple[Scale, Scale] = option(
+        (0.5, 2.0), "uniform random scale of the image; [1, 1]: none"
     )
-    rotate_deg: Annotated[float, Field(ge=0, le=180)] = Field(
-        0.0, description="rotation uniform in [-x, x] degrees; semseg uses 10"
+    rotate_deg: Annotated[float, Field(ge=0, le=180)] = option(
+        0.0, "rotation uniform in [-x, x] degrees; semseg uses 10"
     )
-    rotate_prob: Fraction = Field(0.5, description="probability of a rotation")
-    flip_prob: Fraction = Field(0.5, description="probability of a horizontal flip")
-    max_class_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="draw the crop again while one class covers more; mmsegmentation uses 0.75"
+    rotate_prob: Fraction = option(0.5, "probability of a rotation")
+    flip_prob: Fraction = option(0.5, "probability of a horizontal flip")
+    max_class_share: Annotated[float, Field(gt=0, le=1)] = option(
+        1.0, "draw the crop again while one class covers more; mmsegmentation uses 0.75"
     )
-    blur_prob: Fraction = Field(0.0, description="probability of a 5x5 Gaussian blur")
-    color_prob: Fraction = Field(
+    blur_prob: Fraction = option(0.0, "probability of a 5x5 Gaussian blur")
+    color_prob: Fraction = option(
         0.0,
-        description="probability of each change of colour: brightness, contrast, saturation, hue; "
+        "probability of each change of colour: brightness, contrast, saturation, hue; "
         "mmsegmentation uses 0.5",
     )
-    brightness: Fraction = Field(
-        0.125, description="largest change of brightness, as a share of 255"
+    brightness: Fraction = option(0.125, "largest change of brightness, as a share of 255")
+    contrast: Fraction = option(0.5, "contrast factor drawn from [1 - x, 1 + x]")
+    saturation: Fraction = option(0.5, "saturation factor drawn from [1 - x, 1 + x]")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = option(
+        0.1, "largest rotation of the hue, as a share of the circle"
     )
-    contrast: Fraction = Field(0.5, description="contrast factor drawn from [1 - x, 1 + x]")
-    saturation: Fraction = Field(0.5, description="saturation factor drawn from [1 - x, 1 + x]")
-    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(
-        0.1, description="largest rotation of the hue, as a share of the circle"
-    )
-    extra: tuple[ExtraTransform, ...] = Field(
-        (), description="further albumentations transforms, applied to the crop last"
+    extra: tuple[ExtraTransform, ...] = option(
+        (), "further albumentations transforms, applied to the crop last"
     )
 
     @model_validator(mode="after")
@@ -141,53 +143,49 @@ Backbone = Literal[
 class ModelConfig(Section):
     """The network. `segtrain config show` prints what is derived from the architecture."""
 
-    arch: Literal["pspnet", "deeplabv3", "deeplabv3plus"] = Field(
-        "pspnet", description="pyramid pooling, ASPP, or ASPP with a decoder"
+    arch: Literal["pspnet", "deeplabv3", "deeplabv3plus"] = option(
+        "pspnet", "pyramid pooling, ASPP, or ASPP with a decoder"
     )
-    backbone: Backbone = Field("resnet50", description="feature extractor, as in torchvision")
-    pretrained: str | None = Field(
+    backbone: Backbone = option("resnet50", "feature extractor, as in torchvision")
+    pretrained: str | None = option(
         None,
-        description="torchvision weights by name (IMAGENET1K_V1, DEFAULT), a file in torchvision's "
+        "torchvision weights by name (IMAGENET1K_V1, DEFAULT), a file in torchvision's "
         "layout, or null: random weights",
     )
-    output_stride: Literal[8, 16, 32] = Field(8, description="input pixels per feature pixel")
-    stem: Literal["7x7", "64-64-128", "32-32-64"] = Field(
-        "7x7", description="ResNet stem: torchvision's, semseg's or mmsegmentation's (ResNetV1c)"
+    output_stride: Literal[8, 16, 32] = option(8, "input pixels per feature pixel")
+    stem: Literal["7x7", "64-64-128", "32-32-64"] = option(
+        "7x7", "ResNet stem: torchvision's, semseg's or mmsegmentation's (ResNetV1c)"
     )
-    contract_dilation: bool = Field(
+    contract_dilation: bool = option(
         True,
-        description="the first block of a dilated stage keeps the dilation of the stage before it "
+        "the first block of a dilated stage keeps the dilation of the stage before it "
         "(torchvision, mmsegmentation); false: all blocks of a stage alike (semseg)",
     )
-    multi_grid: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = Field(
-        None, description="dilation multipliers of the last stage's blocks, such as [1, 2, 4]"
+    multi_grid: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = option(
+        None, "dilation multipliers of the last stage's blocks, such as [1, 2, 4]"
     )
-    align_corners: bool = Field(False, description="how logits are resized; semseg uses true")
-    head_channels: Positive | None = Field(
-        None, description="width of the head; null: 512 for PSPNet, 256 for DeepLab"
+    align_corners: bool = option(False, "how logits are resized; semseg uses true")
+    head_channels: Positive | None = option(
+        None, "width of the head; null: 512 for PSPNet, 256 for DeepLab"
     )
-    ppm_bins: tuple[Positive, ...] = Field(
-        (1, 2, 3, 6), min_length=1, description="pyramid pooling grid sizes"
+    ppm_bins: tuple[Positive, ...] = option(
+        (1, 2, 3, 6), "pyramid pooling grid sizes", min_length=1
     )
-    aspp_rates: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = Field(
-        None,
-        description="ASPP dilations; null: [12, 24, 36] at stride 8, [6, 12, 18] at 16, "
-        "[3, 6, 9] at 32",
+    aspp_rates: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = option(
+        None, "ASPP dilations; null: [12, 24, 36] at stride 8, [6, 12, 18] at 16, [3, 6, 9] at 32"
     )
-    separable: bool = Field(
-        False, description="depthwise separable 3x3 convolutions in DeepLab's head"
+    separable: bool = option(False, "depthwise separable 3x3 convolutions in DeepLab's head")
+    low_level_channels: Positive = option(
+        48, "DeepLabV3+: width of the projected low-level features"
     )
-    low_level_channels: Positive = Field(
-        48, description="DeepLabV3+: width of the projected low-level features"
-    )
-    aux_head: bool = Field(True, description="auxiliary classifier, used in training only")
-    aux_channels: Positive = Field(256, description="width of the auxiliary head")
-    recompute_norm: bool = Field(
+    aux_head: bool = option(True, "auxiliary classifier, used in training only")
+    aux_channels: Positive = option(256, "width of the auxiliary head")
+    recompute_norm: bool = option(
         False,
-        description="memory for time: batch norm, ReLU and the convolution after them keep one "
+        "memory for time: batch norm, ReLU and the convolution after them keep one "
         "tensor for the backward pass instead of two, and compute the other again",
     )
-    dropout: FractionBelow1 = Field(0.1, description="channel dropout before each classifier")
+    dropout: FractionBelow1 = option(0.1, "channel dropout before each classifier")
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
@@ -216,35 +214,33 @@ class ModelConfig(Section):
 class NormConfig(Section):
     """Normalization: whose pixels make the statistics, and which ones are kept for evaluation."""
 
-    kind: Literal["sync", "local", "frozen", "group"] = Field(
+    kind: Literal["sync", "local", "frozen", "group"] = option(
         "sync",
-        description="sync: batch norm over all ranks together, exactly; local: every rank its own "
+        "sync: batch norm over all ranks together, exactly; local: every rank its own "
         "images; frozen: the running statistics of the weights training starts from, as constants; "
         "group: GroupNorm, which knows no batch",
     )
-    extent: Literal["world", "node"] | Positive = Field(
+    extent: Literal["world", "node"] | Positive = option(
         "world",
-        description="sync: the ranks that share statistics: all, those of one machine, or groups "
-        "of this many",
+        "sync: the ranks that share statistics: all, those of one machine, or groups of this many",
     )
-    running: Literal["rank0", "mean", "pooled"] = Field(
+    running: Literal["rank0", "mean", "pooled"] = option(
         "pooled",
-        description="running statistics where not all ranks share theirs: of rank 0; the mean of "
+        "running statistics where not all ranks share theirs: of rank 0; the mean of "
         "means and variances; or mean and variance of all values together",
     )
-    precise_batches: Positive | None = Field(
+    precise_batches: Positive | None = option(
         None,
-        description="before an evaluation, take the running statistics anew from this many "
+        "before an evaluation, take the running statistics anew from this many "
         "training batches, with the weights standing still",
     )
-    num_groups: Positive = Field(
-        32, description="group: at most this many groups; the largest common divisor with the width"
+    num_groups: Positive = option(
+        32, "group: at most this many groups; the largest common divisor with the width"
     )
-    momentum: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        0.1,
-        description="share of the new batch in the running statistics; null: cumulative average",
+    momentum: Annotated[float, Field(gt=0, le=1)] | None = option(
+        0.1, "share of the new batch in the running statistics; null: cumulative average"
     )
-    eps: PositiveFloat = Field(1e-5, description="added to the variance")
+    eps: PositiveFloat = option(1e-5, "added to the variance")
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
@@ -269,20 +265,20 @@ class NormConfig(Section):
 class LossConfig(Section):
     """What is minimized, over the valid pixels of all ranks together."""
 
-    kind: Literal["cross_entropy", "ohem", "dice"] = Field(
+    kind: Literal["cross_entropy", "ohem", "dice"] = option(
         "cross_entropy",
-        description="ohem: cross entropy over the hardest pixels only; dice: soft Dice (V-Net), "
+        "ohem: cross entropy over the hardest pixels only; dice: soft Dice (V-Net), "
         "mean over the classes that the labels of a pass show",
     )
-    aux_weight: NonNegativeFloat = Field(0.4, description="weight of the auxiliary head's loss")
-    class_weights: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None = Field(
-        None, description="one weight a class, in the order of the class file; null: all 1"
+    aux_weight: NonNegativeFloat = option(0.4, "weight of the auxiliary head's loss")
+    class_weights: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None = option(
+        None, "one weight a class, in the order of the class file; null: all 1"
     )
-    ohem_threshold: Fraction = Field(
-        0.7, description="keep pixels whose probability of the true class is below this"
+    ohem_threshold: Fraction = option(
+        0.7, "keep pixels whose probability of the true class is below this"
     )
-    ohem_min_kept: Positive = Field(
-        100_000, description="keep at least this many of the hardest pixels, counted over all ranks"
+    ohem_min_kept: Positive = option(
+        100_000, "keep at least this many of the hardest pixels, counted over all ranks"
     )
 
     @model_validator(mode="after")
@@ -300,65 +296,56 @@ class LossConfig(Section):
 class TrainConfig(Section):
     """The optimization. A step is one update of the weights; sizes count over all ranks."""
 
-    steps: Positive = Field(40_000, description="length of the training")
-    batch_size: Positive = Field(16, description="images a step, over all ranks")
-    accumulate_steps: Positive = Field(
+    steps: Positive = option(40_000, "length of the training")
+    batch_size: Positive = option(16, "images a step, over all ranks")
+    accumulate_steps: Positive = option(
         1,
-        description="split each batch into this many passes; batch statistics are then those of "
+        "split each batch into this many passes; batch statistics are then those of "
         "one pass, so the result differs from a whole batch; virtual_ranks is exact",
     )
-    virtual_ranks: Positive = Field(
+    virtual_ranks: Positive = option(
         1,
-        description="memory for time: each rank works on its images in this many shares, in "
-        "lockstep, with what their backward passes need in host memory; the result is that of as "
-        "many times the ranks",
+        "memory for time: this many virtual ranks take turns on each rank's images; what their "
+        "backward passes need waits in host memory; the result is that of as many times the ranks",
     )
-    precision: Literal["float32", "bfloat16", "float16", "float64"] = Field(
-        "float32", description="bfloat16 and float16: automatic mixed precision"
+    precision: Literal["float32", "bfloat16", "float16", "float64"] = option(
+        "float32", "bfloat16 and float16: automatic mixed precision"
     )
-    compile: bool = Field(
+    compile: bool = option(
         False,
-        description="torch.compile the model with its loss, into one graph; the first step takes "
+        "torch.compile the model with its loss, into one graph; the first step takes "
         "minutes, and a C++ compiler is needed",
     )
-    channels_last: bool = Field(True, description="NHWC memory format for images and convolutions")
-    init_from: str | None = Field(
+    channels_last: bool = option(True, "NHWC memory format for images and convolutions")
+    init_from: str | None = option(
         None,
-        description="run or checkpoint whose weights training starts from; classifiers of another "
+        "run or checkpoint whose weights training starts from; classifiers of another "
         "number of classes stay random",
     )
-    optimizer: Literal["sgd", "adamw"] = Field("sgd", description="how gradients change weights")
-    lr: PositiveFloat = Field(0.01, description="learning rate after warmup")
-    lr_batch_size: Positive | None = Field(
-        None,
-        description="lr is meant for this batch size and scaled linearly to batch_size; "
-        "null: as is",
+    optimizer: Literal["sgd", "adamw"] = option("sgd", "how gradients change weights")
+    lr: PositiveFloat = option(0.01, "learning rate after warmup")
+    lr_batch_size: Positive | None = option(
+        None, "lr is meant for this batch size and scaled linearly to batch_size; null: as is"
     )
-    head_lr_mult: PositiveFloat = Field(
-        1.0, description="learning rate factor outside the backbone"
+    head_lr_mult: PositiveFloat = option(1.0, "learning rate factor outside the backbone")
+    momentum: FractionBelow1 = option(0.9, "SGD")
+    nesterov: bool = option(False, "SGD: Nesterov's momentum")
+    betas: tuple[FractionBelow1, FractionBelow1] = option(
+        (0.9, 0.999), "AdamW: decay of the averages of gradient and squared gradient"
     )
-    momentum: FractionBelow1 = Field(0.9, description="SGD")
-    nesterov: bool = Field(False, description="SGD: Nesterov's momentum")
-    betas: tuple[FractionBelow1, FractionBelow1] = Field(
-        (0.9, 0.999), description="AdamW: decay of the averages of gradient and squared gradient"
+    weight_decay: NonNegativeFloat = option(1e-4, "SGD: L2; AdamW: decoupled")
+    decay_norm_and_bias: bool = option(True, "false: no weight decay on batch norm and biases")
+    poly_power: NonNegativeFloat = option(0.9, "lr * (1 - step / steps) ** power; 0: constant")
+    min_lr: NonNegativeFloat = option(0.0, "learning rate the schedule ends with")
+    warmup_steps: NonNegative = option(0, "steps of linear warmup")
+    warmup_start: Fraction = option(0.1, "share of the learning rate at the first step")
+    clip_grad_norm: PositiveFloat | None = option(None, "largest norm of the gradient")
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = option(
+        None, "keep an exponential moving average of the weights and evaluate it"
     )
-    weight_decay: NonNegativeFloat = Field(1e-4, description="SGD: L2; AdamW: decoupled")
-    decay_norm_and_bias: bool = Field(
-        True, description="false: no weight decay on batch norm and biases"
-    )
-    poly_power: NonNegativeFloat = Field(
-        0.9, description="lr * (1 - step / steps) ** power; 0: constant"
-    )
-    min_lr: NonNegativeFloat = Field(0.0, description="learning rate the schedule ends with")
-    warmup_steps: NonNegative = Field(0, description="steps of linear warmup")
-    warmup_start: Fraction = Field(0.1, description="share of the learning rate at the first step")
-    clip_grad_norm: PositiveFloat | None = Field(None, description="largest norm of the gradient")
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="keep an exponential moving average of the weights and evaluate it"
-    )
-    deterministic: bool = Field(False, description="refuse kernels whose result may vary")
-    timeout_s: PositiveFloat = Field(
-        600.0, description="how long a rank waits for the others before it gives up"
+    deterministic: bool = option(False, "refuse kernels whose result may vary")
+    timeout_s: PositiveFloat = option(
+        600.0, "how long a rank waits for the others before it gives up"
     )
 
     @model_validator(mode="after")
@@ -374,9 +361,8 @@ class TrainConfig(Section):
             self.nesterov and self.momentum == 0 and "nesterov: needs a momentum above 0",
             self.compile
             and self.virtual_ranks > 1
-            and f"compile: cannot go with virtual_ranks, {self.virtual_ranks}: shares in lockstep "
-            "wait for each other in the midst of the model, and a graph runs through; set "
-            "virtual_ranks to 1 or compile to false",
+            and f"compile: cannot go with virtual_ranks, {self.virtual_ranks}: they wait for each "
+            "other inside the model, and a compiled graph cannot; set one of them to its default",
         )
         return self
 
@@ -384,44 +370,38 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """How an image is turned into a prediction, and when training does it."""
 
-    every_steps: Positive | None = Field(
-        4000, description="evaluate this often; null: at the end only"
+    every_steps: Positive | None = option(4000, "evaluate this often; null: at the end only")
+    mode: Literal["whole", "slide"] = option(
+        "whole", "the image at once, or windows of crop_size whose results are averaged"
     )
-    mode: Literal["whole", "slide"] = Field(
-        "whole", description="the image at once, or windows of crop_size whose results are averaged"
-    )
-    crop_size: Size | None = Field(None, description="sliding window; null: the training crop")
-    overlap: FractionBelow1 = Field(
-        1 / 3, description="share of a window that its neighbour repeats"
-    )
-    scales: tuple[Scale, ...] = Field((1.0,), min_length=1, description="image scales to average")
-    flip: bool = Field(False, description="average with the mirrored image")
+    crop_size: Size | None = option(None, "sliding window; null: the training crop")
+    overlap: FractionBelow1 = option(1 / 3, "share of a window that its neighbour repeats")
+    scales: tuple[Scale, ...] = option((1.0,), "image scales to average", min_length=1)
+    flip: bool = option(False, "average with the mirrored image")
 
 
 class LogConfig(Section):
     """What is written while training."""
 
-    every_steps: Positive = Field(20, description="scalars this often")
-    num_images: Positive = Field(
-        4, description="pictures of image, label and prediction at an evaluation"
-    )
+    every_steps: Positive = option(20, "scalars this often")
+    num_images: Positive = option(4, "pictures of image, label and prediction at an evaluation")
 
 
 class CheckpointConfig(Section):
     """When the training state is saved. last.pt and best.pt are always kept."""
 
-    every_steps: Positive = Field(1000, description="write last.pt this often")
-    keep_every_steps: Positive | None = Field(
-        None, description="also keep a checkpoint of its own this often; null: none"
+    every_steps: Positive = option(1000, "write last.pt this often")
+    keep_every_steps: Positive | None = option(
+        None, "also keep a checkpoint of its own this often; null: none"
     )
-    keep_limit: Positive = Field(5, description="how many of those to keep")
+    keep_limit: Positive = option(5, "how many of those to keep")
 
 
 class Config(Section):
     """One experiment."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        0, description="decides weights, sample order, augmentation and dropout"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = option(
+        0, "decides weights, sample order, augmentation and dropout"
     )
     data: DataConfig
     augment: AugmentConfig = AugmentConfig()
@@ -462,36 +442,23 @@ SECTIONS: dict[str, type[Section]] = {
     if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 }
 
-# Keys of semseg, mmsegmentation, torchvision and others, and what to write here instead.
-FOREIGN_KEYS = {
-    "num_classes": "the class file in data.classes decides it",
-    **dict.fromkeys(
-        ("ignore_index", "ignore_label"), "ignored ids are in the class file, data.classes"
-    ),
-    "class_names": "names are in the class file, data.classes",
-    **dict.fromkeys(
-        ("epochs", "num_epochs", "max_epochs"),
-        "the length is train.steps; an epoch is images / train.batch_size steps",
-    ),
-    **dict.fromkeys(("max_iters", "iters"), "did you mean train.steps?"),
-    **dict.fromkeys(("learning_rate", "base_lr"), "did you mean train.lr?"),
-    **dict.fromkeys(
-        ("batch_size_per_gpu", "samples_per_gpu"), "train.batch_size counts over all ranks"
-    ),
-    "workers": "did you mean data.num_workers?",
-    **dict.fromkeys(("amp", "fp16"), "did you mean train.precision?"),
-    "sync_bn": "did you mean norm.kind?",
-    "gpus": "the number of processes is an option of the command: --nproc",
-    **dict.fromkeys(
-        ("output_dir", "work_dir"), "the run directory is an option of the command: --output"
-    ),
-    "resume": "resuming is an option of the command: --resume",
-    **dict.fromkeys(("layers", "encoder"), "did you mean model.backbone?"),
-    **dict.fromkeys(
-        ("_base_", "defaults"),
-        "there is no inheritance; a file says what differs from the defaults",
-    ),
+# What to write instead of keys of semseg, mmsegmentation, torchvision and others.
+_FOREIGN_KEYS = {
+    "the class file in data.classes decides it": "num_classes class_names ignore_index",
+    "the length is train.steps; an epoch is images / train.batch_size steps": "epochs num_epochs",
+    "did you mean train.steps?": "max_iters iters",
+    "did you mean train.lr?": "learning_rate base_lr",
+    "train.batch_size counts over all ranks": "batch_size_per_gpu samples_per_gpu",
+    "did you mean data.num_workers?": "workers",
+    "did you mean train.precision?": "amp fp16",
+    "did you mean norm.kind?": "sync_bn",
+    "the number of processes is an option of the command: --nproc": "gpus",
+    "the run directory is an option of the command: --output": "output_dir work_dir",
+    "resuming is an option of the command: --resume": "resume",
+    "did you mean model.backbone?": "layers encoder",
+    "there is no inheritance; a file says what differs from the defaults": "_base_ defaults",
 }
+FOREIGN_KEYS = {key: text for text, keys in _FOREIGN_KEYS.items() for key in keys.split()}
 
 
 def config_schema() -> dict[str, Any]:
