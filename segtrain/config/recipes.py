@@ -15,8 +15,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 # exists counts: beside an installed package, `configs` may belong to another project.
 _DIRECTORIES = (_PACKAGE / "_data" / "configs", _PACKAGE.parent / "configs")
 _SUFFIXES = (".yaml", ".yml")
-# Marks the lines of own_data.yaml that everybody has to change.
-_MARK = "# <--"
+# The lines that everybody has to change: marked in own_data.yaml, else the data set's folder.
+_TO_CHANGE = (re.compile(r".*# <--"), re.compile(r"\s+root:"))
 
 
 class Found(NamedTuple):
@@ -55,8 +55,7 @@ def find(text: str) -> Found:
         for beside in (text + suffix for suffix in _SUFFIXES if os.path.exists(text + suffix)):
             raise ConfigError(
                 f"{text}: names a config that comes with segtrain, but {beside} lies in this "
-                f"folder; write {beside} to use it, or take a copy of the other: "
-                f"segtrain config copy {text} {text}_2.yaml"
+                f"folder; write {beside} to use it, or rename it"
             )
         return Found(shipped, f"using segtrain's config {text}: {shipped}")
     if is_folder:
@@ -67,7 +66,10 @@ def find(text: str) -> Found:
     try:
         Path(text).stat()
     except FileNotFoundError:
-        raise ConfigError(_not_there(text)) from None
+        raise ConfigError(
+            f"{text}: no such file, and no config of this name comes with segtrain"
+            f"{_similar(Path(text))}"
+        ) from None
     except (OSError, ValueError):
         pass  # reading the file gives the reason
     return Found(Path(text))
@@ -83,10 +85,8 @@ def copy(name: str, target: Path) -> list[str]:
     if name not in shipped:
         hint = did_you_mean(name, names()) or f"; expected one of {', '.join(names())}"
         raise ConfigError(f"{name}: no config of this name comes with segtrain{hint}")
-    if target.is_dir():
-        raise ConfigError(f"{target}: is a directory; name the file: {target / name}.yaml")
     if target.suffix not in _SUFFIXES:
-        raise ConfigError(f"{target}: expected a name that ends in .yaml: {target}.yaml")
+        raise ConfigError(f"{target}: expected a name that ends in .yaml")
     text = read_text(shipped[name])
     try:
         with target.open("x", encoding="utf-8") as file:
@@ -110,30 +110,15 @@ def _shipped() -> dict[str, Path]:
     return {} if folder is None else {path.stem: path for path in folder.glob("*.yaml")}
 
 
-def _not_there(text: str) -> str:
-    """The message about a config that does not exist."""
-    path, shipped = Path(text), _shipped()
-    if pair := re.match(r"(?:data|model|cfg|config)=(.+)", text):
-        return (
-            f"{text}: expected the name of a config alone, such as {pair[1]}; options follow it as "
-            "--set SECTION.KEY=VALUE"
-        )
+def _similar(path: Path) -> str:
+    """The end of a message: a config whose name is similar to that of `path`."""
     there = os.listdir(path.parent) if os.path.isdir(path.parent) else []
     files = {Path(name).stem: path.parent / name for name in there if name.endswith(_SUFFIXES)}
-    if path.name != text or path.suffix:
-        hint = did_you_mean(path.stem, files)
-        if path.stem in shipped:
-            hint = f"; the config that comes with segtrain is called {path.stem}"
-        return f"{text}: cannot be read: no such file or directory{hint}"
-    choices = {name: name for name in shipped} | files
-    hint = did_you_mean(text, choices) or "; see 'segtrain config list'"
-    return f"{text}: no such file, and no config of this name comes with segtrain{hint}"
+    choices = {name: name for name in _shipped()} | files
+    return did_you_mean(path.stem, choices) or "; see 'segtrain config list'"
 
 
 def _lines_to_change(text: str) -> list[str]:
-    """The marked lines with their numbers; if none is marked, the line of the data set's folder."""
-    numbered = list(enumerate(text.splitlines(), start=1))
-    body = [(number, line) for number, line in numbered if not line.startswith("#")]
-    marked = [(number, line) for number, line in body if _MARK in line]
-    marked = marked or [(number, line) for number, line in body if re.match(r"\s+root:", line)]
-    return [f"  line {number}: {line.strip()}" for number, line in marked]
+    lines = list(enumerate(text.splitlines(), start=1))
+    found = [[(i, line) for i, line in lines if pattern.match(line)] for pattern in _TO_CHANGE]
+    return [f"  line {i}: {line.strip()}" for i, line in found[0] or found[1]]
