@@ -1,7 +1,7 @@
 """Decides which process does the work of a command: this one, or ranks that it starts.
 
-`segtrain train --nproc 4` starts four processes that run the same command again, with RANK and the
-rest of torch's variables set. Under torchrun or srun these exist already and nothing is started.
+Ranks run the same command again, with RANK and the rest of torch's variables set. Under torchrun or
+srun these exist already and nothing is started.
 """
 
 import argparse
@@ -36,6 +36,10 @@ def train(args: argparse.Namespace, config: Config) -> int:
     restarted = any(os.environ.get(name, "0") != "0" for name in counts)
 
     # 1. Refuse options that do not fit together, and a config in wrong units.
+    if args.nnodes > 1 and args.rdzv_endpoint is None:
+        raise ConfigError("--nnodes: several machines need --rdzv-endpoint HOST:PORT")
+    if args.node_rank is not None and args.node_rank >= args.nnodes:
+        raise ConfigError(f"--node-rank: expected less than --nnodes, {args.nnodes}")
     if args.accept_changes and not args.resume:
         raise ConfigError("--accept-changes: serves only --resume")
     if args.requeue and "SLURM_JOB_ID" not in os.environ:
@@ -95,17 +99,14 @@ def adopt_environment(environ: Mapping[str, str] = os.environ) -> bool:
         return True
     missing = [name for name in _GROUP_VARIABLES if name not in environ]
     if missing:
-        present = [name for name in _GROUP_VARIABLES if name in environ]
         raise ConfigError(
-            f"environment: {', '.join(present)} set but not {', '.join(missing)}: start the ranks "
+            f"environment: RANK or WORLD_SIZE is set but not {', '.join(missing)}: start the ranks "
             "by --nproc, torchrun or srun, or unset all of them"
         )
-    rank, world_size = slurm.number(environ, "RANK"), slurm.number(environ, "WORLD_SIZE")
     slurm.number(environ, "LOCAL_RANK"), slurm.number(environ, "MASTER_PORT")
-    if rank >= world_size:
-        raise ConfigError(
-            f"environment: RANK: expected less than WORLD_SIZE={world_size}, got {rank}"
-        )
+    rank, size = slurm.number(environ, "RANK"), slurm.number(environ, "WORLD_SIZE")
+    if rank >= size:
+        raise ConfigError(f"environment: RANK: expected less than WORLD_SIZE={size}, got {rank}")
     return True
 
 
@@ -156,9 +157,8 @@ def _start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
 def _safe_path() -> list[str]:
     """Python's option that keeps the current folder out of the ranks' import path.
 
-    Otherwise the ranks would import a yaml.py that happens to lie there, as in an unpacked data
-    set. Only a checkout that was not installed needs the current folder to find segtrain; then this
-    process has searched it too.
+    Otherwise the ranks would import a yaml.py that happens to lie there. Only a checkout that was
+    not installed needs the current folder to find segtrain.
     """
     home = Path(segtrain.__file__).resolve().parent.parent
     first, *others = [Path(entry).resolve() for entry in sys.path]
