@@ -53,6 +53,7 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def say(line: str) -> None:
-    """Prints `line`, which may quote anything, to stderr."""
-    print(f"segtrain: {printable(line)}", file=sys.stderr)
+def say(message: str) -> None:
+    """Prints `message`, which may quote anything, to stderr, each line after the program's name."""
+    for line in printable_lines(message):
+        print(f"segtrain: {line}", file=sys.stderr)

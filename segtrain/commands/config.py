@@ -3,18 +3,18 @@
 import argparse
 import json
 
-from segtrain.commands.streams import show
 from segtrain.config import Config, config_schema, config_to_yaml, load_config, recipes
 from segtrain.config.warnings import config_warnings, wrong_units
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import reserve_output, write_output
+from segtrain.text import say
 
 
 def load_named(args: argparse.Namespace) -> Config:
     """The config that the command line names; `args.config` becomes the path of its file."""
     found = recipes.find(args.config)
     if found.note:
-        show(found.note)
+        say(found.note)
     args.config = str(found.path)
     return load_config(args.config, args.set)
 
@@ -22,7 +22,7 @@ def load_named(args: argparse.Namespace) -> Config:
 def show_warnings(config: Config) -> None:
     """Writes a line to stderr for every option that has no effect or an unlikely one."""
     for line in config_warnings(config):
-        show(f"warning: {line}")
+        say(f"warning: {line}")
 
 
 def print_config(args: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def print_config(args: argparse.Namespace) -> int:
     print(config_to_yaml(config), end="")
     show_warnings(config)
     for line in wrong_units(config):
-        show(f"warning: {line}")
+        say(f"warning: {line}")
     return EXIT_OK
 
 

@@ -18,6 +18,7 @@ from segtrain.errors import (
     LostRanksError,
     UserError,
 )
+from segtrain.text import say
 
 Command = Callable[[], int]
 
@@ -33,10 +34,10 @@ def _run_alone(command: Command) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        streams.show(str(error))
+        say(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        streams.show("interrupted")
+        say("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         if not streams.reader_has_left():
@@ -49,7 +50,7 @@ def _run_alone(command: Command) -> int:
         problem = streams.stdout_problem() if is_full and error.filename is None else None
         if problem is None:
             raise
-        streams.show(f"standard output: {problem}")
+        say(f"standard output: {problem}")
         return EXIT_SYSTEM
 
 
@@ -63,7 +64,7 @@ def _run_as_rank(command: Command) -> int:
     except UserError as error:
         code, consequence = error.exit_code, isinstance(error, LostRanksError)
         if not consequence and is_first_to_print(str(error)):
-            streams.show(str(error))
+            say(str(error))
     finally:
         write_exit_status(code, consequence=consequence)
     # A rank that stopped because it was asked to has not failed: torch elastic must not restart it.

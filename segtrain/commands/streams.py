@@ -1,17 +1,9 @@
-"""Standard input, output and error: messages on them, and what to do when they fail."""
+"""Standard input, output and error: what to do when they are closed, full or not read."""
 
 import io
 import os
 import select
 import sys
-
-from segtrain.text import printable_lines
-
-
-def show(message: str) -> None:
-    """Writes `message` to stderr, each line after the name of the program."""
-    for line in printable_lines(message):
-        print(f"segtrain: {line}", file=sys.stderr)
 
 
 def prepare() -> None:

@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.commands.config import show_warnings
-from segtrain.commands.streams import show
 from segtrain.config import load_config, recipes
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
+from segtrain.text import say
 
 _CHECKPOINT = ".pt"
 
 
 class Target(NamedTuple):
-    """The config to train and the directory of the run.
-
-    note: where the config is, if that may be unexpected, else "".
-    """
+    """The config to train, the directory of the run, and where the config is, if unexpected."""
 
     config: Path
     directory: Path
@@ -32,13 +29,13 @@ def main(args: argparse.Namespace) -> int:
     target = train_target(args.config, resume=args.resume, output=args.output)
     args.output = target.directory
     if target.note and is_first:
-        show(target.note)
+        say(target.note)
     is_own = target.config == target.directory / run_directory.CONFIG
     if args.resume and is_own and run_directory.has_lost_config(target.directory):
         from segtrain.checkpoint.recovery import restore_config
 
         for line in restore_config(target.directory):
-            show(line)
+            say(line)
     config = load_config(target.config, args.set)
     if is_first:
         show_warnings(config)
