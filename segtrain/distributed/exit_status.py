@@ -4,11 +4,8 @@ Exit codes alone do not tell a cause from its consequences: when a rank fails, t
 connections to it and fail too, often before it has ended.
 """
 
-import json
-import os
 import time
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,21 +28,12 @@ class ExitStatus(NamedTuple):
 
 def write_exit_status(code: int | None, *, consequence: bool = False) -> None:
     """Writes or replaces the exit status of this rank."""
-    rank = int(os.environ["RANK"])
-    status = ExitStatus(rank, code, consequence, time.time())
-    # If the launcher is gone or its disk full, only the exit code of the process is left.
-    with suppress(OSError):
-        launcher_folder.write_file(f"{rank}.json", json.dumps(status))
+    launcher_folder.write_record(".json", code, consequence, time.time())
 
 
 def read_exit_statuses(root: Path) -> list[ExitStatus]:
-    """Those of the last attempt in the launcher's folder `root`, by time; invalid files skipped."""
-    statuses = []
-    for text in launcher_folder.read_files(root, ".json").values():
-        with suppress(ValueError, TypeError):
-            status = ExitStatus(*json.loads(text))
-            if type(status.rank) is int and type(status.code) in (int, type(None)):
-                statuses.append(status)
+    """Those of the last attempt in the launcher's folder `root`, by time."""
+    statuses = launcher_folder.read_records(root, ".json", ExitStatus)
     return sorted(statuses, key=lambda status: status.time)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -33,9 +32,7 @@ def beat(phase: Phase, step: int) -> None:
     global _last
     _last = phase, step
     if launcher_folder.has_launcher():
-        text = f"{os.getpid()} {phase} {step} {time.monotonic():.3f}"
-        with suppress(OSError):  # the launcher is gone, or its disk full
-            launcher_folder.write_file(f"{os.environ['RANK']}.now", text)
+        launcher_folder.write_record(".now", os.getpid(), phase, step, time.monotonic())
 
 
 def describe() -> str:
@@ -46,9 +43,4 @@ def describe() -> str:
 
 def read_heartbeats(root: Path) -> list[Heartbeat]:
     """Those of the last attempt in the launcher's folder `root`, in the order of ranks."""
-    found = []
-    for name, text in launcher_folder.read_files(root, ".now").items():
-        with suppress(ValueError):  # the rank is writing its first
-            pid, phase, step, since = text.split()
-            found.append(Heartbeat(int(name), int(pid), phase, int(step), float(since)))
-    return sorted(found)
+    return sorted(launcher_folder.read_records(root, ".now", Heartbeat))

@@ -1,14 +1,18 @@
 """The private folder through which ranks and the launcher that started them exchange files.
 
-Each attempt to run has a subfolder. The folder lies in a place where every user may create folders:
-if a cleaner removes it, another user can put a folder of the same name there. So every access
-checks the owner first and follows no links.
+Each attempt has a subfolder. Every user may create folders beside it: if a cleaner removes it,
+another user can put one of the same name there. So every access checks the owner and follows no
+links.
 """
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # Names the folder, in the environment of the ranks.
 VARIABLE = "SEGTRAIN_OUTCOMES"
@@ -45,15 +49,21 @@ def write_file(name: str, text: str = "", *, new: bool = False) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_EXCL if new else 0)
     with _attempt_folder() as folder:
         file = os.open(name, flags, 0o600, dir_fd=folder)
-        try:
-            os.write(file, text.encode().ljust(_MAX_BYTES))  # covers a longer text from before
-        finally:
-            os.close(file)
+        with open(file, "wb", buffering=0) as opened:
+            opened.write(text.encode().ljust(_MAX_BYTES))  # covers a longer text from before
 
 
-def read_files(root: Path, suffix: str) -> dict[str, str]:
-    """The texts of the last attempt's files with this suffix, by their names without it."""
-    texts = {}
+def write_record(suffix: str, *values: Any) -> None:
+    """Writes or replaces this rank's file with this suffix: its number and `values`, as JSON."""
+    rank = int(os.environ["RANK"])
+    # If the launcher is gone or its disk full, only the exit code of the process is left.
+    with suppress(OSError):
+        write_file(f"{rank}{suffix}", json.dumps([rank, *values]))
+
+
+def read_records(root: Path, suffix: str, kind: Callable[..., T]) -> list[T]:
+    """`kind` of each rank's values in the last attempt; skips files that others or half wrote."""
+    records = []
     with (
         suppress(OSError),
         _open_folder(root) as root_fd,
@@ -61,23 +71,18 @@ def read_files(root: Path, suffix: str) -> dict[str, str]:
     ):
         for name in os.listdir(folder):
             if name.endswith(suffix):
-                with suppress(OSError):  # a link
+                with suppress(OSError, ValueError, TypeError):  # a link, half a text
                     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-                    try:
-                        text = os.read(file, _MAX_BYTES).decode(errors="replace")
-                    finally:
-                        os.close(file)
-                    texts[name.removesuffix(suffix)] = text
-    return texts
+                    with open(file, "rb") as opened:
+                        records.append(kind(*json.loads(opened.read(_MAX_BYTES))))
+    return records
 
 
 def last_attempt(root: Path) -> str:
     """The name of the last attempt's folder in `root`, which may not exist yet."""
-    try:
-        attempts = [name for name in os.listdir(root) if name.isdecimal()]
-    except OSError:  # `root` was removed
-        attempts = []
-    return max(attempts, key=int, default="0")
+    with suppress(OSError):  # `root` was removed
+        return max((name for name in os.listdir(root) if name.isdecimal()), key=int, default="0")
+    return "0"
 
 
 def ensure_folder(root: Path) -> bool:
