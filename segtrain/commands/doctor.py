@@ -1,6 +1,6 @@
-"""`segtrain doctor`: what this machine and this installation offer, and what is wrong with them.
+"""`segtrain doctor`: what this machine and installation offer, and what is wrong with them.
 
-It runs without any library: it is for installations that lack some.
+It needs no library itself.
 """
 
 import argparse
@@ -27,11 +27,10 @@ def main(_: argparse.Namespace) -> int:
     """Prints what there is, then what is wrong; returns the exit code, 2 if nothing can train."""
     for name, value in _facts():
         print(f"{name:<24}{printable(value)}")
-    missing = [f"error: {line}" for line in _missing()]
-    lines = missing + [f"warning: {line}" for line in _warnings()]
-    for line in lines or ["nothing is wrong"]:
+    problems = list(_problems())
+    for line in problems or ["nothing is wrong"]:
         print(printable(line))
-    return EXIT_CONFIG if missing else EXIT_OK
+    return EXIT_CONFIG if any(line.startswith("error:") for line in problems) else EXIT_OK
 
 
 def _facts() -> Iterator[tuple[str, str]]:
@@ -47,49 +46,39 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield "shared memory", f"{memory.free / 1e6:.0f} of {memory.total / 1e6:.0f} MB free"
     yield "C++ compiler", compiler()[1] or "none"
     if library_version("torch") is not None:
-        yield from _facts_of_torch()
+        import torch
+        from torch import distributed
+
+        devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        yield "CUDA devices", ", ".join(devices) or "none"
+        if distributed.is_available():
+            yield "ranks talk by", "gloo, NCCL" if distributed.is_nccl_available() else "gloo"
 
 
-def _facts_of_torch() -> Iterator[tuple[str, str]]:
-    import torch
-    from torch import distributed
-
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    yield "CUDA devices", ", ".join(devices) or "none"
-    backends = {"gloo": distributed.is_gloo_available, "NCCL": distributed.is_nccl_available}
-    if distributed.is_available():
-        found = [name for name, is_there in backends.items() if is_there()]
-        yield "ranks talk by", ", ".join(found) or "nothing"
-
-
-def _missing() -> Iterator[str]:
-    """Libraries without which nothing can be trained."""
+def _problems() -> Iterator[str]:
     for name, floor in _needed().items():
-        if library_version(name) is None:
-            yield f"{name}: not installed; pip install '{name}>={floor or 0}'"
-
-
-def _warnings() -> Iterator[str]:
+        found = library_version(name)
+        if found is None:
+            yield f"error: {name}: not installed; pip install '{name}>={floor or 0}'"
+        elif _numbers(found) < _numbers(floor):
+            repair = f"pip install --upgrade '{name}>={floor}'"
+            yield f"warning: {name}: {found} is older than {floor}; {repair}"
     if library_version("opencv-python") and library_version("opencv-python-headless"):
         yield (
-            "opencv-python beside opencv-python-headless: each overwrites files of the other; "
+            "warning: opencv-python beside opencv-python-headless: each overwrites the other; "
             "pip uninstall -y opencv-python; "
             "pip install --force-reinstall --no-deps opencv-python-headless"
         )
-    for name, floor in _needed().items():
-        found = library_version(name)
-        if found is not None and _numbers(found) < _numbers(floor):
-            yield f"{name}: {found} is older than {floor}; pip install --upgrade '{name}>={floor}'"
     if SHARED_MEMORY.is_dir():
         total = shutil.disk_usage(SHARED_MEMORY).total
         if total < _LITTLE_MEMORY_BYTES:
             yield (
-                f"{SHARED_MEMORY}: {total / 1e6:.1f} MB are little for loader workers; give the "
-                "container more (docker run --shm-size 8g), or set data.num_workers to 0"
+                f"warning: {SHARED_MEMORY}: {total / 1e6:.1f} MB are little for loader workers; "
+                "give the container more (docker run --shm-size 8g), or set data.num_workers to 0"
             )
     name, path = compiler()
     if path is None:
-        yield f"{name}: not to be found; train.compile needs a C++ compiler (CXX names it)"
+        yield f"warning: {name}: not to be found; train.compile needs a C++ compiler (CXX names it)"
 
 
 def _needed() -> dict[str, str]:
