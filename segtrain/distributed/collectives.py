@@ -1,8 +1,8 @@
 """Ranks, groups of ranks, and the collectives that segtrain needs.
 
 Every function is the identity in a single process, so callers never branch on the number of ranks.
-All ranks must call a function marked "Collective." in the same order; otherwise they wait for each
-other until the timeout. Only this room imports torch.distributed.
+All ranks must call a function marked "Collective." in the same order, or they wait until the
+timeout. Only this room imports torch.distributed.
 """
 
 import json
@@ -63,11 +63,7 @@ def _num_processes(group: ProcessGroup | None) -> int:
 
 
 def node_ranks() -> tuple[int, ...]:
-    """The ranks on this machine, by LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them.
-
-    Raises:
-        RuntimeError: there are several ranks, and the variables are not set.
-    """
+    """The ranks on this machine; RuntimeError: torchrun's variables for it are not set."""
     if world_size() > 1 and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         raise RuntimeError(
             "cannot tell which ranks are on this machine: set LOCAL_RANK and LOCAL_WORLD_SIZE in "

@@ -27,25 +27,20 @@ from segtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_SYSTEM, EXIT_TERMINA
 from segtrain.text import say
 
 _STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
+_RESUME = "resume from the last checkpoint by --resume"
 
 # From the first signal to SIGKILL: time enough to finish a step and write a checkpoint.
 _SHUTDOWN_TIMEOUT_S = 120
 
 
 class Machines(NamedTuple):
-    """Several machines on which the same command is started.
-
-    endpoint: HOST:PORT where their launchers meet.
-    node_rank: the number of this machine, where 0 serves the endpoint; None: torch compares names.
-    run_id: names the run, if several meet at the same endpoint.
-    secret_file: the key of the run (see `shared_secret`).
-    """
+    """Several machines on which the same command is started."""
 
     num: int
-    endpoint: str
-    node_rank: int | None
-    run_id: str
-    secret_file: Path
+    endpoint: str  # HOST:PORT where their launchers meet
+    node_rank: int | None  # of this machine; 0 serves the endpoint; None: torch compares names
+    run_id: str  # names the run, if several meet at the same endpoint
+    secret_file: Path  # the key of the run (see `shared_secret`)
 
 
 def run_ranks(
@@ -70,9 +65,7 @@ def run_ranks(
             lambda number: SignalException("asked to stop", sigval=signal.Signals(number)),
             kill=partial(_kill_ranks, folder),
         )
-        failures: dict[int, int] = {}
-        stopped_by = None
-        watchdog = Watchdog(folder)
+        failures, stopped_by, watchdog = {}, None, Watchdog(folder)
         try:
             config = _launch_config(num_ranks, max_restarts, machines, folder)
             with watchdog:
@@ -83,10 +76,9 @@ def run_ranks(
         except SignalException as error:
             stopped_by = error.sigval
         except RendezvousError as error:
-            where = "this machine" if machines is None else machines.endpoint
             raise ExecutionError(
-                f"the launchers did not meet at {where}, or lost each other: {error}; resume from "
-                "the last checkpoint by --resume, on all machines"
+                f"the launchers did not meet, or lost each other: {error}; resume from the last "
+                "checkpoint by --resume, on all machines"
             ) from error
         signals.ignore_stop_signals()
         statuses = read_exit_statuses(folder)
@@ -101,8 +93,7 @@ def _set_environment(folder: Path, num_ranks: int, *, one_machine: bool) -> None
         os.environ[launcher_folder.ONE_MACHINE] = "1"
     # Set, it would have rank 0 serve a store of its own, on every interface.
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
-    # torch elastic logs failures as tracebacks; the ranks have told them already. Its loggers have
-    # levels of their own, and this process logs nothing else.
+    # torch elastic logs failures as tracebacks; the ranks have told them already.
     logging.disable()
 
 
@@ -172,7 +163,7 @@ def exit_code_of(
     """The exit code of the run; prints what no rank could print itself.
 
     Args:
-        statuses: what the ranks have written, by time.
+        statuses: of the ranks, by time.
         failures: the exit code of each process that failed, as far as known; negative: a signal.
         stopped_by: the signal that the launcher got and passed on to the ranks.
         killed: the ranks that the watchdog killed.
@@ -181,12 +172,9 @@ def exit_code_of(
         if status.code not in (None, EXIT_OK, *_STOPPED) and not status.consequence:
             return status.code  # the first cause; its rank has printed it
     if stopped_by is not None:
-        cut_off = [status.rank for status in statuses if status.code is None]
-        if cut_off and stopped_by != signal.SIGINT:
-            say(
-                f"rank {cut_off[0]} did not stop within {_SHUTDOWN_TIMEOUT_S} s and was killed; "
-                "resume from the last checkpoint by --resume"
-            )
+        late = next((status.rank for status in statuses if status.code is None), None)
+        if late is not None and stopped_by != signal.SIGINT:
+            say(f"rank {late} did not stop in {_SHUTDOWN_TIMEOUT_S} s and was killed; {_RESUME}")
             return EXIT_SYSTEM
         return signals.exit_code(stopped_by)
     explained = {status.rank for status in statuses if status.code is not None}
@@ -196,10 +184,8 @@ def exit_code_of(
             return _silent_death(rank, code)
     if killed:
         rank, _, phase, step, _ = killed[0]
-        say(
-            f"rank {rank} did not answer the others: it hung in {phase}, after step {step}, and "
-            "was killed; resume from the last checkpoint by --resume"
-        )
+        where = f"in {phase}, after step {step}"
+        say(f"rank {rank} did not answer the others: it hung {where}, and was killed; {_RESUME}")
         return EXIT_SYSTEM
     for status in statuses:
         if status.code in _STOPPED:
@@ -217,8 +203,5 @@ def _silent_death(rank: int, code: int) -> int:
         return code
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    say(
-        f"rank {rank} {how}{hint}; the other ranks were stopped; resume from the last checkpoint "
-        "by --resume"
-    )
+    say(f"rank {rank} {how}{hint}; the other ranks were stopped; {_RESUME}")
     return EXIT_SYSTEM

@@ -89,13 +89,10 @@ _this_thread = threading.local()
 def saved_on_host(
     device: torch.device, parameters: Iterable[Tensor] = (), *, copies: CudaCopies | None = None
 ) -> Iterator[None]:
-    """Inside, tensors that autograd saves are copied to the host, and back when they are needed.
+    """Inside, tensors that autograd saves wait on the host; on a CPU they stay where they are.
 
-    On a CPU the tensors stay where they are.
-
-    Args:
-        parameters: tensors that stay on the device anyway and are not copied.
-        copies: replaces CudaCopies, so that a CPU can be tested as if it were a device.
+    parameters: tensors that stay on the device anyway and are not copied.
+    copies: replaces CudaCopies, so that a CPU can be tested as if it were a device.
     """
     if copies is None and device.type == "cuda":
         copies = CudaCopies(device)

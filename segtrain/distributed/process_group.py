@@ -2,8 +2,6 @@
 
 In a program of your own, started by torchrun or alone:
 
-    from segtrain.distributed.process_group import device_for, process_group
-
     device = device_for("auto")
     with process_group(device, timeout_s=600):
         train(device)
@@ -90,8 +88,8 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
 def _choose_interface() -> None:
     """Sets the network interface on which gloo and NCCL listen, unless the user has set it.
 
-    If all ranks are on this machine, that is the loopback, which others cannot reach. Otherwise
-    gloo listens where rank 0 is reached: by default it would follow this machine's host name.
+    All ranks on this machine: the loopback, which others cannot reach. Otherwise gloo listens where
+    rank 0 is reached; by default it would follow this machine's host name.
     """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     address, libraries = None, ["GLOO"]
@@ -120,21 +118,18 @@ def _open_shared_sum(timeout_s: float) -> SharedSum | None:
     size = dist.world_size()
     if size == 1 or dist.local_world_size() != size or not is_possible():
         return None
-    path = None
+    path = mine = None
     if dist.is_main():
         with suppress(OSError):  # no room: gloo adds up instead
             path = SharedSum.create(size)
     path = dist.broadcast_object(path)
     if path is None:
         return None
-    try:
+    with suppress(OSError):  # a rank in another container does not see the file
         mine = SharedSum(path, dist.rank(), size, timeout_s=timeout_s)
-    except OSError:  # a rank in another container does not see the file
-        mine = None
-    everyone_can = all(dist.all_gather_object(mine is not None))
+    all_can = all(dist.all_gather_object(mine is not None))
     if dist.is_main():
         os.unlink(path)
-    if mine is not None and not everyone_can:
+    if mine is not None and not all_can:
         mine.close()
-        return None
-    return mine
+    return mine if all_can else None

@@ -1,9 +1,8 @@
 """How the launchers of a run find each other, without trusting others who can connect.
 
-torch elastic keeps the state of a rendezvous as a pickle in a TCPStore. Such a store listens on
-every interface and lets any client replace any value, and the launchers unpickle what they find:
-whoever reaches the port can execute code. So on one machine no store listens, and between machines
-the state is signed with a key that only the machines of the run know.
+torch elastic keeps the state of a rendezvous as a pickle in a TCPStore, which listens on every
+interface and lets any client replace any value: who reaches the port can execute code. So on one
+machine no store listens, and between machines the state is signed with the key of the run.
 """
 
 import errno
@@ -69,7 +68,7 @@ class OneMachine(StaticTCPRendezvous):
         super().__init__("127.0.0.1", 0, rank=0, world_size=1, run_id=params.run_id, timeout=0)
 
     def get_backend(self) -> str:
-        """As the base class says."""
+        """The name in the registry."""
         return ONE_MACHINE
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -81,9 +80,8 @@ class OneMachine(StaticTCPRendezvous):
 class SignedBackend(RendezvousBackend):
     """A backend that signs the state and checks the signature before torch unpickles it.
 
-    The signature covers the name of the run too, so that runs with the same key cannot be confused.
-    It does not keep others from removing or repeating a state: that can disturb a run, but not
-    execute code.
+    The signature covers the name of the run too, since runs may share a key. Others can still
+    remove or repeat a state: that can disturb a run, but not execute code.
     """
 
     def __init__(self, backend: RendezvousBackend, secret: bytes, run_id: str) -> None:
@@ -93,17 +91,15 @@ class SignedBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """As the base class says."""
+        """The name in the registry."""
         return MACHINES
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """As the base class says; RendezvousStateError: not signed with the key of this run."""
+        """The state and its token; RendezvousStateError: not signed with the key of this run."""
         return self._verified(self._backend.get_state())
 
-    def set_state(
-        self, state: bytes, token: Token | None = None
-    ) -> tuple[bytes, Token, bool] | None:
-        """As the base class says; RendezvousStateError: as `get_state`."""
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[Any, ...] | None:
+        """The state that counts, its token, whether it is `state`; errors as `get_state`."""
         return self._verified(self._backend.set_state(self._digest(state) + state, token))
 
     def _digest(self, state: bytes) -> bytes:
@@ -118,8 +114,7 @@ class SignedBackend(RendezvousBackend):
         digest, state = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
         if not hmac.compare_digest(digest, self._digest(state)):
             raise RendezvousStateError(
-                "the state was not written with the key of this run: the machines have different "
-                "keys, or somebody else writes there"
+                "the state was not written with the key of this run: do all machines have it?"
             )
         return (state, *rest)
 
@@ -132,13 +127,12 @@ class Machines(DynamicRendezvousHandler):
     """
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """As the base class says."""
+        """A new store; the rest as the base class."""
         self._shared_tcp_store_server = self._bootstrap_store_info = None
         return super().next_rendezvous()
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        store, _ = listening_store(master_addr, master_port)
-        return store
+        return listening_store(master_addr, master_port)[0]
 
 
 def _machines(params: RendezvousParameters) -> RendezvousHandler:
@@ -183,9 +177,8 @@ def _meeting_store(params: RendezvousParameters) -> Store:
 def listening_store(host: str, port: int) -> tuple[TCPStore, bool]:
     """A store that listens at `host`, and whether it listens on every interface instead.
 
-    It has to where the others could not reach it otherwise: behind a router that translates
-    addresses, `host` is no address of this machine, and on many machines /etc/hosts maps the host
-    name to the loopback. Port 0 means any free port.
+    It has to where the others could not reach it otherwise: behind a router `host` may be no
+    address of this machine, and /etc/hosts may map it to the loopback. Port 0: any free port.
 
     Raises:
         OSError: the port is taken, or the name unknown.
@@ -195,13 +188,13 @@ def listening_store(host: str, port: int) -> tuple[TCPStore, bool]:
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         exposed = leads_back
-        if not exposed:
-            try:
+        try:
+            if not exposed:
                 listener.bind(address)
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-                exposed = True
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            exposed = True
         if exposed:
             listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
         listener.listen(_BACKLOG)

@@ -16,10 +16,7 @@ _MIN_CHARACTERS = 16
 
 
 def shared_secret(path: Path) -> bytes:
-    """The key of a run: from SEGTRAIN_SECRET, else from the file `path`.
-
-    The machines of a run share its directory; the first of them writes the file, readable by its
-    user only.
+    """The key of a run: from SEGTRAIN_SECRET, else from the file `path`, which is made if missing.
 
     Raises:
         ConfigError: others could have read or written the file, or the variable is too short.

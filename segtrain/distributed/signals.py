@@ -1,7 +1,6 @@
 """Signals ask the training loop to stop; the loop decides when.
 
-A handler only sets a flag. A collective inside a handler would meet the other ranks at another
-place of the program.
+A handler only sets a flag: a collective inside it would not match those of the other ranks.
 """
 
 import os
@@ -67,11 +66,7 @@ def raise_on_stop_signal(error: Callable[[int], Exception], kill: Callable[[], N
     """For the launcher: the first stop signal raises, so that the ranks are asked to stop.
 
     Later signals are ignored, since schedulers repeat them while the ranks save; but after SIGINT a
-    second signal ends everything at once, as in the ranks.
-
-    Args:
-        error: makes the exception from the number of the first signal.
-        kill: ends the ranks at once.
+    second signal calls `kill` and ends this process.
     """
     first: int | None = None
 

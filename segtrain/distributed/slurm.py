@@ -20,8 +20,8 @@ def is_task(environ: Mapping[str, str]) -> bool:
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """torch's variables for a task that srun started.
 
-    MASTER_ADDR is the first host of the step. MASTER_PORT comes from the ids of job and step, so
-    that two of them on the same host do not meet.
+    MASTER_ADDR is the first host of the step. MASTER_PORT differs between jobs and steps, which may
+    share a host.
 
     Raises:
         ConfigError: a variable of srun is missing, or the first host is unknown.
@@ -77,7 +77,7 @@ def _first_host(nodes: str) -> str:
 
 
 def requeue() -> None:
-    """Asks SLURM to start this job again; it then resumes the run.
+    """Asks SLURM to start this job again, which then resumes the run.
 
     Raises:
         ExecutionError: SLURM refuses.
