@@ -22,11 +22,7 @@ _ENDINGS = {
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code.
-
-    args: source (run directory or checkpoint), format, output, normalize (None, "uint8" or
-        "float32"), argmax, size (None or [height, width]), overwrite.
-    """
+    """Runs the command and returns its exit code."""
     output = Path(args.output)
     _check_request(args, output)
     loaded = load_model(args.source)
@@ -66,13 +62,11 @@ def _check_request(args: argparse.Namespace, output: Path) -> None:
             f"--output {output}: a name in {output.suffix} is for --format {meant[0]}; for "
             f"--format {args.format} write --output {output.with_suffix(_ENDINGS[args.format][0])}"
         )
-    if args.format == "safetensors":
-        options = {"--normalize": args.normalize, "--argmax": args.argmax, "--size": args.size}
-        problems += [
-            f"{name}: no effect on --format safetensors, which holds weights only"
-            for name, value in options.items()
-            if value
-        ]
+    if args.format == "safetensors" and (args.normalize or args.argmax or args.size):
+        problems.append(
+            "--normalize, --argmax, --size: no effect on --format safetensors, which holds weights "
+            "only"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     if args.format == "onnx":

@@ -35,13 +35,16 @@ def check_experiment(
             there is no compiler, or too little memory, of the device or shared.
         DataError: images and labels do not fit together.
     """
-    num_classes = train_set.classes.num_classes
+    num_classes, weights = train_set.classes.num_classes, config.loss.class_weights
     # 1. What is the same on all ranks.
-    findings = [
-        *batch_findings(config, dist.world_size(), dist.local_world_size()),
-        *_class_findings(config, num_classes),
-        *(_compile_findings() if config.train.compile else []),
-    ]
+    findings = batch_findings(config, dist.world_size(), dist.local_world_size())
+    if weights is not None and len(weights) != num_classes:
+        findings.append(
+            f"loss.class_weights: {len(weights)} numbers for the {num_classes} classes of "
+            f"{config.data.classes}"
+        )
+    if config.train.compile:
+        findings += _compile_findings()
     if findings:
         raise ConfigError("\n".join(findings))
     # 2. Each machine has its own memory.
@@ -52,16 +55,6 @@ def check_experiment(
     # 3. Files and augmentations; rank 0 reads the files for all.
     check_extra(config.augment)
     return dist.run_on_rank0(lambda: quick_check(train_set, eval_set))
-
-
-def _class_findings(config: Config, num_classes: int) -> list[str]:
-    weights = config.loss.class_weights
-    if weights is None or len(weights) == num_classes:
-        return []
-    return [
-        f"loss.class_weights: {len(weights)} numbers for the {num_classes} classes of "
-        f"{config.data.classes}"
-    ]
 
 
 def _compile_findings() -> list[str]:
@@ -127,9 +120,8 @@ def start_lines(
 ) -> list[str]:
     """The experiment in at most 15 lines, for the log.
 
-    Args:
-        devices: the device of every rank.
-        step: updates that a resumed run has done already.
+    devices: of every rank, by name.
+    step: updates that a resumed run has done already.
     """
     train, ranks = config.train, len(devices)
     epochs = train.steps * train.batch_size / len(train_set.pairs)
@@ -142,7 +134,7 @@ def start_lines(
         f"devices    {ranks} x {devices[0]}, {train.precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {_batch_words(config, ranks)}",
-        f"norm       {_norm_words(config, ranks)}",
+        f"norm       {describe_norm(config.norm)}{_statistics_words(config, ranks)}",
         f"data       {len(train_set.pairs)} training and {len(eval_set.pairs)} evaluation images, "
         f"{train_set.classes.num_classes} classes",
         f"model      {config.model.arch} on {config.model.backbone}, output stride "
@@ -163,18 +155,16 @@ def _batch_words(config: Config, ranks: int) -> str:
     height, width = config.augment.crop_size
     words = f"{split} = {train.batch_size} images of {height}x{width}"
     if train.virtual_ranks > 1:
-        words += f", each rank's in {train.virtual_ranks} shares in lockstep"
+        words += f", each rank's by {train.virtual_ranks} virtual ranks"
     if train.accumulate_steps > 1:
         words += f" in {train.accumulate_steps} passes, batch statistics within a pass only"
     return words
 
 
-def _norm_words(config: Config, ranks: int) -> str:
-    words = describe_norm(config.norm)
+def _statistics_words(config: Config, ranks: int) -> str:
     if not config.norm.is_batch_norm:
-        return words
-    images = smallest_batch(config, ranks, dist.local_world_size())
-    return f"{words}; statistics over {images} images"
+        return ""
+    return f"; statistics over {smallest_batch(config, ranks, dist.local_world_size())} images"
 
 
 def _weights_words(config: Config, step: int) -> str:
