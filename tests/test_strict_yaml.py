@@ -137,7 +137,7 @@ def test_every_key_and_item_has_its_line():
     ("content", "message"),
     [
         (b"\xef\xbb\xbfa: 1", ":1: starts with a byte order mark"),
-        ("a: 1".encode("utf-16"), ":1: this is UTF-16; save it as UTF-8"),
+        ("a: 1".encode("utf-16"), ":1: byte 0xff is not UTF-8"),
         (b"a: 1\nb: \xff", ":2: byte 0xff is not UTF-8"),
         (b"a: 1\n" * MAX_BYTES, ": larger than"),
     ],

@@ -1,30 +1,24 @@
 """Mistakes in settings, and the file or option where each is written."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from segtrain.text import printable
 
 KeyPath = tuple[str | int, ...]
-"""A key or list item, such as ("train", "lr") or ("augment", "extra", 0, "name")."""
+"""A key or list item, such as ("augment", "extra", 0, "name")."""
 
 # The most that a message quotes of a key or value.
 MAX_SHOWN = 60
 
 
 class Mistake(NamedTuple):
-    """What is wrong with one key.
+    """What is wrong with one key."""
 
-    path: the key; empty: the whole file.
-    line: the line of the mistake, from 1; None: the line of the key.
-    related: other keys that take part. Where the key itself is written nowhere, the message shows
-        the place of the first of these that is.
-    """
-
-    path: KeyPath
+    path: KeyPath  # empty: the whole file
     message: str
-    line: int | None = None
-    related: tuple[KeyPath, ...] = ()
+    line: int | None = None  # of the mistake, from 1; None: that of the key
+    related: tuple[KeyPath, ...] = ()  # other keys, whose place is shown if the key has none
 
 
 class Place(NamedTuple):
@@ -49,7 +43,7 @@ def report(
     """
     lines = []
     for mistake in mistakes:
-        order, where = next(_candidates(mistake, places, source))
+        order, where = _place(mistake, places, source)
         key = dotted(mistake.path)
         label = "" if not key or where.endswith(f" {key}") else f" {key}:"
         lines.append((order, f"{where}:{label} {mistake.message}"))
@@ -58,21 +52,14 @@ def report(
 
 def dotted(path: KeyPath) -> str:
     """`path` as people write it: `augment.extra[0].name`."""
-    text = ""
-    for part in path:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            text += f"{'.' if text else ''}{printable(part, MAX_SHOWN)}"
-    return text
+    parts = (f"[{p}]" if isinstance(p, int) else f".{printable(p, MAX_SHOWN)}" for p in path)
+    return "".join(parts).removeprefix(".")
 
 
-def _candidates(mistake: Mistake, places: Mapping[KeyPath, Place], source: str) -> Iterator[Place]:
-    """Its own line, its key, related keys, the sections around it, the file; the best first."""
+def _place(mistake: Mistake, places: Mapping[KeyPath, Place], source: str) -> Place:
+    """Its own line, else its key, else a related key, else a section around it, else the file."""
     if mistake.line is not None:
-        yield line_of(source, mistake.line)
+        return line_of(source, mistake.line)
     parents = (mistake.path[:length] for length in range(len(mistake.path) - 1, 0, -1))
-    for path in (mistake.path, *mistake.related, *parents):
-        if path in places:
-            yield places[path]
-    yield Place((0, 0), source)
+    paths = (mistake.path, *mistake.related, *parents)
+    return next((places[path] for path in paths if path in places), Place((0, 0), source))

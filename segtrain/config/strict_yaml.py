@@ -1,20 +1,14 @@
 """YAML without surprises: a value means what it looks like, or it is refused with its line.
 
 PyYAML follows YAML 1.1: `1e-3` is text, `010` is 8, `12:30` is 750, `yes` is true, and of a
-repeated key the last wins silently. Here a value without quotes is one of
-
-    null ~                    nothing
-    true false                the only booleans; yes, no, on and off are text
-    12 -3                     integers
-    0.5 1e-3 .5 2.            floats
-    anything else             text
-
-Spellings that YAML readers disagree about (`012`, `0x1f`, `1_000`, `12:30`, `.inf`, `None`) are
-refused; in quotes they are text. Anchors, aliases, merge keys, tags, repeated keys, empty values,
-several documents and absurd sizes are refused too.
+repeated key the last wins silently. Here `null` and `~` are nothing, `true` and `false` the only
+booleans, `12`, `0.5`, `1e-3`, `.5` and `2.` numbers, and other values text. Spellings that YAML
+readers disagree about, anchors, aliases, merge keys, tags, repeated keys, empty values, several
+documents and absurd sizes are refused.
 """
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -49,19 +43,12 @@ _AMBIGUOUS = re.compile(
 
 
 class Document(NamedTuple):
-    """A parsed file.
+    """A parsed file."""
 
-    source: the name to show in messages, usually the path as given.
-    data: the mapping at the top, without the values that were refused; only dict, list, str, int,
-        float, bool and None inside.
-    lines: the line, from 1, of every key and list item.
-    mistakes: the values that were refused.
-    """
-
-    source: str
-    data: dict[str, Any]
-    lines: dict[KeyPath, int]
-    mistakes: tuple[Mistake, ...]
+    source: str  # its name in messages
+    data: dict[str, Any]  # without the values that were refused
+    lines: dict[KeyPath, int]  # from 1, of every key and list item
+    mistakes: tuple[Mistake, ...]  # the values that were refused
 
     @property
     def places(self) -> dict[KeyPath, Place]:
@@ -79,23 +66,19 @@ def read_text(path: str | Path) -> str:
     try:
         with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the name
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise ConfigError(f"{shown}: cannot be read: {reason}") from None
-    except ValueError as error:  # a NUL character in the name
-        raise ConfigError(f"{shown}: cannot be read: {error}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{shown}: larger than {MAX_BYTES} bytes; this is no file of settings")
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ConfigError(f"{shown}:1: this is UTF-16; save it as UTF-8 without BOM")
     if content.startswith(b"\xef\xbb\xbf"):
         raise ConfigError(f"{shown}:1: starts with a byte order mark; save it as UTF-8 without BOM")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
+        where = f"{shown}:{content[: error.start].count(10) + 1}"
         byte = f"byte 0x{content[error.start]:02x}"
-        raise ConfigError(f"{shown}:{line}: {byte} is not UTF-8; save it as UTF-8") from None
+        raise ConfigError(f"{where}: {byte} is not UTF-8; save it as UTF-8") from None
 
 
 def scan_yaml(text: str, *, source: str, example: str = "") -> Document:
@@ -109,7 +92,8 @@ def scan_yaml(text: str, *, source: str, example: str = "") -> Document:
     try:
         root = _compose(text)
     except _StructureError as error:
-        raise ConfigError(f"{source}:{error.line}: {error.message}") from None
+        line, message = error.args
+        raise ConfigError(f"{source}:{line}: {message}") from None
     expected = "expected keys and values" + (f", such as '{example}'" if example else "")
     if root is None:
         raise ConfigError(f"{source}: is empty; {expected}")
@@ -140,7 +124,7 @@ def parse_value(text: str, *, source: str) -> Any:
             return plain_value(text)
         root = _compose(text)
     except _StructureError as error:
-        raise ConfigError(f"{source}: {error.message}") from None
+        raise ConfigError(f"{source}: {error.args[1]}") from None
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
     if root is None or (isinstance(root, yaml.MappingNode) and not root.flow_style):
@@ -154,11 +138,7 @@ def parse_value(text: str, *, source: str) -> Any:
 
 
 def plain_value(text: str) -> str | int | float | bool | None:
-    """What `text` without quotes means.
-
-    Raises:
-        ValueError: YAML readers disagree about it, or it is a number that is too large.
-    """
+    """What `text` without quotes means; ValueError: it is refused."""
     if text == "":
         raise ValueError("has no value; remove the key, or write null for nothing")
     if text in ("null", "~"):
@@ -183,10 +163,7 @@ def plain_value(text: str) -> str | int | float | bool | None:
 
 
 class _StructureError(Exception):
-    def __init__(self, line: int, message: str) -> None:
-        super().__init__(message)
-        self.line = line
-        self.message = message
+    """Its arguments are the line and the message."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -224,15 +201,14 @@ def _compose(text: str) -> yaml.Node | None:
         return loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        character = text[error.position]
-        raise _StructureError(line, f"character {character!a} is not allowed") from None
+        message = f"character {text[error.position]!a} is not allowed"
+        raise _StructureError(line, message) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise _StructureError(mark.line + 1, _explain(error, text, mark)) from None
     except (ValueError, OverflowError):  # of int() and chr(), which PyYAML leaves to its callers
-        line = loader.line + 1 if loader else 1
         message = "no such character (\\U in quotes goes up to 0010FFFF), or no such %YAML version"
-        raise _StructureError(line, message) from None
+        raise _StructureError(loader.line + 1, message) from None
 
 
 def _explain(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark) -> str:
@@ -290,14 +266,9 @@ class _Builder:
             return self._refuse(node, path, "a key must be text, got a list or mapping")
         if node.style is None and node.value == "<<":
             return self._refuse(node, path, "merge keys (<<) are not allowed; repeat the values")
-        try:
-            key = _scalar(node)
-        except ValueError as error:
-            if node.style is not None:
-                return self._refuse(node, path, str(error))
-            key = None
-        if isinstance(key, str):
-            return key
+        with suppress(ValueError):
+            if isinstance(key := _scalar(node), str):
+                return key
         got = printable(node.value, MAX_SHOWN) or "nothing"
         return self._refuse(node, path, f"a key must be text, got {got}")
 
@@ -306,7 +277,6 @@ class _Builder:
 
 
 def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
-    """What a single value means; a ValueError says why it is refused."""
     if node.style is None:
         return plain_value(node.value)
     if half := _SURROGATE.search(node.value):
