@@ -20,6 +20,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Pixels = Annotated[int, Field(gt=0, le=100_000)]
 Scale = Annotated[float, Field(gt=0, le=100)]
 Size = tuple[Pixels, Pixels]
+Positives = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -34,21 +35,23 @@ class Section(BaseModel):
         """
         for keys, effective, reason in rules:
             for key in keys.split():
-                default = type(self).model_fields[key].default
-                if not effective and getattr(self, key) != default:
+                if not effective and getattr(self, key) != type(self).model_fields[key].default:
                     yield key, reason
 
-    def _no_effect(self, *rules: tuple[str, bool, str]) -> list[str]:
-        """A mistake for each such option: silently ignored, it would make another recipe."""
-        found = self.without_effect(*rules)
-        return [f"{key}: has no effect with {reason}; remove it" for key, reason in found]
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if mistakes := list(self._mistakes()):
+            raise ValueError("\n".join(mistakes))
+        return self
 
+    def _mistakes(self) -> Iterator[str]:
+        """A line `key: message` for each option that does not fit the others."""
+        yield from ()
 
-def _refuse(*mistakes: str | Literal[False]) -> None:
-    """Raises a ValueError with each of `mistakes` that is not False, a line `key: message`."""
-    found = [mistake for mistake in mistakes if mistake]
-    if found:
-        raise ValueError("\n".join(found))
+    def _no_effect(self, *rules: tuple[str, bool, str]) -> Iterator[str]:
+        """A mistake for each option without effect: ignored silently, it would change a recipe."""
+        for key, reason in self.without_effect(*rules):
+            yield f"{key}: has no effect with {reason}; remove it"
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
@@ -128,11 +131,10 @@ class AugmentConfig(Section):
         (), "further albumentations transforms, applied to the crop last"
     )
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _mistakes(self) -> Iterator[str]:
         low, high = self.scale_range
-        _refuse(low > high and f"scale_range: the first number, {low}, is larger than {high}")
-        return self
+        if low > high:
+            yield f"scale_range: the first number, {low}, is larger than {high}"
 
 
 Backbone = Literal[
@@ -161,17 +163,15 @@ class ModelConfig(Section):
         "the first block of a dilated stage keeps the dilation of the stage before it "
         "(torchvision, mmsegmentation); false: all blocks of a stage alike (semseg)",
     )
-    multi_grid: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = option(
+    multi_grid: Positives | None = option(
         None, "dilation multipliers of the last stage's blocks, such as [1, 2, 4]"
     )
     align_corners: bool = option(False, "how logits are resized; semseg uses true")
     head_channels: Positive | None = option(
         None, "width of the head; null: 512 for PSPNet, 256 for DeepLab"
     )
-    ppm_bins: tuple[Positive, ...] = option(
-        (1, 2, 3, 6), "pyramid pooling grid sizes", min_length=1
-    )
-    aspp_rates: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = option(
+    ppm_bins: Positives = option((1, 2, 3, 6), "pyramid pooling grid sizes")
+    aspp_rates: Positives | None = option(
         None, "ASPP dilations; null: [12, 24, 36] at stride 8, [6, 12, 18] at 16, [3, 6, 9] at 32"
     )
     separable: bool = option(False, "depthwise separable 3x3 convolutions in DeepLab's head")
@@ -187,12 +187,10 @@ class ModelConfig(Section):
     )
     dropout: FractionBelow1 = option(0.1, "channel dropout before each classifier")
 
-    @model_validator(mode="after")
-    def _has_effect(self) -> Self:
+    def _mistakes(self) -> Iterator[str]:
         resnet, deeplab = self.backbone.startswith("resnet"), self.arch != "pspnet"
         backbone, arch = f"backbone {self.backbone}", f"arch {self.arch}"
-        blocks = 2 if self.backbone == "resnet18" else 3
-        no_effect = self._no_effect(
+        yield from self._no_effect(
             ("stem multi_grid recompute_norm", resnet, backbone),
             ("contract_dilation", self.output_stride < 32, "output_stride 32"),
             ("ppm_bins", not deeplab, arch),
@@ -200,15 +198,12 @@ class ModelConfig(Section):
             ("low_level_channels", self.arch == "deeplabv3plus", arch),
             ("aux_channels", self.aux_head, "aux_head false"),
         )
-        _refuse(
-            *no_effect,
-            resnet
-            and self.multi_grid is not None
-            and len(self.multi_grid) != blocks
-            and f"multi_grid: expected {blocks} numbers, one for each block of the last stage of "
-            f"{backbone}, got {list(self.multi_grid)}",
-        )
-        return self
+        blocks = 2 if self.backbone == "resnet18" else 3
+        if resnet and self.multi_grid is not None and len(self.multi_grid) != blocks:
+            yield (
+                f"multi_grid: expected {blocks} numbers, one for each block of the last stage of "
+                f"{backbone}, got {list(self.multi_grid)}"
+            )
 
 
 class NormConfig(Section):
@@ -242,19 +237,15 @@ class NormConfig(Section):
     )
     eps: PositiveFloat = option(1e-5, "added to the variance")
 
-    @model_validator(mode="after")
-    def _has_effect(self) -> Self:
+    def _mistakes(self) -> Iterator[str]:
         kind = f"kind {self.kind}"
         parted = self.kind == "local" or (self.kind == "sync" and self.extent != "world")
-        _refuse(
-            *self._no_effect(
-                ("extent", self.kind == "sync", kind),
-                ("running", parted, f"{kind} over {self.extent}"),
-                ("precise_batches momentum", self.is_batch_norm, kind),
-                ("num_groups", self.kind == "group", kind),
-            )
+        yield from self._no_effect(
+            ("extent", self.kind == "sync", kind),
+            ("running", parted, f"{kind} over {self.extent}"),
+            ("precise_batches momentum", self.is_batch_norm, kind),
+            ("num_groups", self.kind == "group", kind),
         )
-        return self
 
     @property
     def is_batch_norm(self) -> bool:
@@ -281,16 +272,10 @@ class LossConfig(Section):
         100_000, "keep at least this many of the hardest pixels, counted over all ranks"
     )
 
-    @model_validator(mode="after")
-    def _some_weight(self) -> Self:
-        weights = self.class_weights
-        _refuse(
-            weights is not None and not any(weights) and "class_weights: all weights are 0",
-            weights is not None
-            and self.kind == "dice"
-            and "class_weights: has no effect with kind dice; remove it",
-        )
-        return self
+    def _mistakes(self) -> Iterator[str]:
+        yield from self._no_effect(("class_weights", self.kind != "dice", f"kind {self.kind}"))
+        if self.class_weights is not None and not any(self.class_weights):
+            yield "class_weights: all weights are 0"
 
 
 class TrainConfig(Section):
@@ -348,23 +333,22 @@ class TrainConfig(Section):
         600.0, "how long a rank waits for the others before it gives up"
     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        _refuse(
-            self.warmup_steps >= self.steps
-            and f"warmup_steps: {self.warmup_steps} must be smaller than steps, {self.steps}",
-            self.accumulate_steps > self.batch_size
-            and f"accumulate_steps: {self.accumulate_steps} must not be larger than batch_size, "
-            f"{self.batch_size}",
-            self.min_lr > self.lr
-            and f"min_lr: {self.min_lr} must not be larger than lr, {self.lr}",
-            self.nesterov and self.momentum == 0 and "nesterov: needs a momentum above 0",
-            self.compile
-            and self.virtual_ranks > 1
-            and f"compile: cannot go with virtual_ranks, {self.virtual_ranks}: they wait for each "
-            "other inside the model, and a compiled graph cannot; set one of them to its default",
-        )
-        return self
+    def _mistakes(self) -> Iterator[str]:
+        batch, passes = self.batch_size, self.accumulate_steps
+        if self.warmup_steps >= self.steps:
+            yield f"warmup_steps: {self.warmup_steps} must be smaller than steps, {self.steps}"
+        if passes > batch:
+            yield f"accumulate_steps: {passes} must not be larger than batch_size, {batch}"
+        if self.min_lr > self.lr:
+            yield f"min_lr: {self.min_lr} must not be larger than lr, {self.lr}"
+        if self.nesterov and self.momentum == 0:
+            yield "nesterov: needs a momentum above 0"
+        if self.compile and self.virtual_ranks > 1:
+            yield (
+                f"compile: cannot go with virtual_ranks, {self.virtual_ranks}: they wait for each "
+                "other inside the model, and a compiled graph cannot; set virtual_ranks to 1 or "
+                "compile to false"
+            )
 
 
 class EvalConfig(Section):
@@ -413,27 +397,26 @@ class Config(Section):
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
-    @model_validator(mode="after")
-    def _enough_values(self) -> Self:
-        _refuse(
-            self.norm.is_batch_norm
-            and self.train.batch_size // self.train.accumulate_steps == 1
-            and "train.batch_size: a pass of one image has one value a channel after global "
-            "pooling, and batch norm needs two; use at least 2 images a pass "
-            "(batch_size / accumulate_steps)",
-            self.train.virtual_ranks > 1
-            and (self.norm.kind != "sync" or self.norm.extent != "world")
-            and "train.virtual_ranks: need norm.kind sync over the world; with other statistics "
-            "train.accumulate_steps is as good",
-            self.model.recompute_norm
-            and not self.norm.is_batch_norm
-            and f"model.recompute_norm: has no effect with norm.kind {self.norm.kind}; remove it",
-            self.norm.kind == "frozen"
-            and self.train.init_from is None
-            and "norm.kind: frozen statistics come with the weights that training starts from; "
-            "name a run or checkpoint in train.init_from",
-        )
-        return self
+    def _mistakes(self) -> Iterator[str]:
+        norm, train = self.norm, self.train
+        if norm.is_batch_norm and train.batch_size // train.accumulate_steps == 1:
+            yield (
+                "train.batch_size: a pass of one image has one value a channel after global "
+                "pooling, and batch norm needs two; use at least 2 images a pass "
+                "(batch_size / accumulate_steps)"
+            )
+        if train.virtual_ranks > 1 and (norm.kind, norm.extent) != ("sync", "world"):
+            yield (
+                "train.virtual_ranks: need norm.kind sync over the world; with other statistics "
+                "train.accumulate_steps is as good"
+            )
+        if self.model.recompute_norm and not norm.is_batch_norm:
+            yield f"model.recompute_norm: has no effect with norm.kind {norm.kind}; remove it"
+        if norm.kind == "frozen" and train.init_from is None:
+            yield (
+                "norm.kind: frozen statistics come with the weights that training starts from; "
+                "name a run or checkpoint in train.init_from"
+            )
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -195,7 +195,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def _compose(text: str) -> yaml.Node | None:
-    loader = None
     try:
         loader = _Loader(text)
         return loader.get_single_node()
