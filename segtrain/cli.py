@@ -57,14 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_data(commands)
     _add_config(commands)
-    _add_command(
-        commands,
-        "doctor",
-        "commands.doctor:main",
-        help="look at this machine and installation",
-        description="Print versions, devices and memory, and what is wrong with them. Exit code 2 "
-        "if nothing can be trained, else 0.",
-    )
+    text = "print versions, devices and memory, and what is wrong (exit code 2: cannot train)"
+    _add_command(commands, "doctor", "commands.doctor:main", text)
     return parser
 
 
@@ -100,9 +94,10 @@ def _group(parser: argparse.ArgumentParser) -> Commands:
     return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
 
-def _add_command(commands: Commands, name: str, function: str, **texts: str) -> Add:
+def _add_command(commands: Commands, name: str, function: str, text: str) -> Add:
     """Adds the command that `function` ("module:name") runs; returns its `add_argument`."""
-    parser = commands.add_parser(name, **texts)
+    folded = argparse.HelpFormatter
+    parser = commands.add_parser(name, help=text, description=text, formatter_class=folded)
     parser.set_defaults(command=function)
     return parser.add_argument
 
@@ -139,17 +134,8 @@ def _add_train(commands: Commands) -> None:
 
 
 def _add_eval(commands: Commands) -> None:
-    add = _add_command(
-        commands,
-        "eval",
-        "commands.launch:evaluate",
-        help="score a model on a split",
-        description="Score a trained model: IoU of every class, mIoU, mAcc, aAcc.",
-        epilog="examples:\n"
-        "  segtrain eval runs/own\n"
-        "  segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
-        "  segtrain eval runs/own/checkpoints/last.pt --split test --save-predictions out",
-    )
+    text = "score a trained model on a split: IoU of every class, mIoU, mAcc, aAcc"
+    add = _add_command(commands, "eval", "commands.launch:evaluate", text)
     add("checkpoint", metavar="RUN|CHECKPOINT", help=_SOURCE_HELP)
     add("--split", metavar="S", help="split (default: data.eval_split)")
     _add_set(add)
@@ -157,23 +143,14 @@ def _add_eval(commands: Commands) -> None:
     _add_device(add)
     add("--save-predictions", type=Path, metavar="DIR", help="write label maps with raw ids")
     add("--json", type=Path, metavar="FILE", help="write all scores as JSON")
-    add(
-        "--overlays",
-        type=Path,
-        metavar="DIR",
-        help="write image, label and prediction side by side",
-    )
+    text = "write pictures of image, label and prediction"
+    add("--overlays", type=Path, metavar="DIR", help=text)
     add("--num-overlays", type=_positive, default=8, metavar="N", help="how many (default: 8)")
 
 
 def _add_predict(commands: Commands) -> None:
-    add = _add_command(
-        commands,
-        "predict",
-        "commands.predict:main",
-        help="segment images",
-        description="Segment images of any size: writes label maps, colour maps and overlays.",
-    )
+    text = "segment images of any size: write label maps, colour maps and overlays"
+    add = _add_command(commands, "predict", "commands.predict:main", text)
     add("source", metavar="RUN|CHECKPOINT", help=_SOURCE_HELP)
     add("inputs", nargs="+", type=Path, metavar="INPUT", help="image, or folder of images")
     add("--output", type=Path, required=True, metavar="DIR", help="where to write the results")
@@ -183,14 +160,8 @@ def _add_predict(commands: Commands) -> None:
 
 
 def _add_export(commands: Commands) -> None:
-    add = _add_command(
-        commands,
-        "export",
-        "commands.export:main",
-        help="write a model for other programs",
-        description="Write a trained model for other programs; the file is run and compared with "
-        "the model before it gets its name.",
-    )
+    text = "write a trained model for other programs; the file is run and compared with the model"
+    add = _add_command(commands, "export", "commands.export:main", text)
     add("source", metavar="RUN|CHECKPOINT", help=_SOURCE_HELP)
     add(
         "--format",
@@ -214,27 +185,19 @@ def _add_export(commands: Commands) -> None:
 
 def _add_data(commands: Commands) -> None:
     actions = _group(commands.add_parser("data", help="make or check data sets"))
-    add = _add_command(
-        actions,
-        "synth",
-        "synthetic:main",
-        help="draw a synthetic data set",
-        description="Draw synthetic street scenes in the layout of Cityscapes.",
-    )
+    text = "draw synthetic street scenes in the layout of Cityscapes"
+    add = _add_command(actions, "synth", "synthetic:main", text)
     add("root", type=Path, metavar="ROOT", help="directory to write to")
     add("--num-train", type=_positive, default=200, metavar="N", help="default: 200")
     add("--num-val", type=_positive, default=40, metavar="N", help="default: 40")
     _add_size(add, [256, 512], "height and width in pixels (default: 256 512)")
     add("--seed", type=_non_negative, default=0, metavar="S", help="default: 0")
     _add_jobs(add)
-    add = _add_command(
-        actions,
-        "check",
-        "commands.data:check",
-        help="check every image and label of a config",
-        description="Read both splits completely and report all that is wrong: missing or damaged "
-        "files, sizes that differ, label values outside the class file; and class frequencies.",
+    text = (
+        "read both splits completely; report missing or damaged files, sizes that differ, label "
+        "values outside the class file, and class frequencies"
     )
+    add = _add_command(actions, "check", "commands.data:check", text)
     add("config", metavar="CONFIG", help=_CONFIG_HELP)
     _add_set(add)
     _add_jobs(add)
@@ -243,38 +206,21 @@ def _add_data(commands: Commands) -> None:
 
 def _add_config(commands: Commands) -> None:
     actions = _group(commands.add_parser("config", help="list, copy or show configs"))
-    _add_command(
-        actions,
-        "list",
-        "commands.config:print_names",
-        help="list the configs that come with segtrain",
-    )
-    add = _add_command(
-        actions,
-        "copy",
-        "commands.config:copy",
-        help="copy a config that comes with segtrain",
-        description="Copy the config NAME to FILE, and say which lines to change.",
-    )
+    text = "list the configs that come with segtrain"
+    _add_command(actions, "list", "commands.config:print_names", text)
+    text = "copy the config NAME to FILE, and say which lines to change"
+    add = _add_command(actions, "copy", "commands.config:copy", text)
     add("name", metavar="NAME", help="a name from 'segtrain config list'")
     add("file", type=Path, metavar="FILE", help="a new file, such as my.yaml")
-    add = _add_command(
-        actions,
-        "show",
-        "commands.config:print_config",
-        help="check a config and print it with all defaults",
-    )
+    text = "check a config and print it with all defaults"
+    add = _add_command(actions, "show", "commands.config:print_config", text)
     add("config", metavar="CONFIG", help=_CONFIG_HELP)
     _add_set(add)
-    add = _add_command(
-        actions,
-        "schema",
-        "commands.config:write_schema",
-        help="print the JSON Schema of configs, for editors",
-        epilog="an editor with a YAML language server completes and checks a config that begins\n"
-        "with '# yaml-language-server: $schema=schema.json' after\n"
-        "  segtrain config schema --output schema.json",
+    text = (
+        "print the JSON Schema of configs, for editors: a config that begins with "
+        "'# yaml-language-server: $schema=schema.json' is completed and checked"
     )
+    add = _add_command(actions, "schema", "commands.config:write_schema", text)
     add("--output", type=Path, metavar="FILE", help="default: the terminal")
 
 
