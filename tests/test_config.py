@@ -50,67 +50,62 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ),
         (
             "train:\n  steps: 19.0",
-            "f.yaml:3: train.steps: expected an integer > 0, got 19.0",
+            "f.yaml:3: train.steps: must be an integer, got 19.0",
         ),
         (
             "train: {steps: true}",
-            "f.yaml:2: train.steps: expected an integer > 0, got true",
+            "f.yaml:2: train.steps: must be an integer, got true",
         ),
-        ("train: {steps: 0}", "f.yaml:2: train.steps: expected an integer > 0, got 0"),
+        ("train: {steps: 0}", "f.yaml:2: train.steps: must be greater than 0, got 0"),
         (
             "train: {lr: '0.1'}",
-            "f.yaml:2: train.lr: expected a number > 0, got '0.1'",
+            "f.yaml:2: train.lr: must be a number, got '0.1'",
         ),
         (
             "train: {lr: true}",
-            "f.yaml:2: train.lr: expected a number > 0, got true",
+            "f.yaml:2: train.lr: must be a number, got true",
         ),
         (
             "train: {nesterov: yes}",
-            "f.yaml:2: train.nesterov: expected true or false, got 'yes'",
+            "f.yaml:2: train.nesterov: must be true or false, got 'yes'",
         ),
         (
             "train: {clip_grad_norm: -1}",
-            "f.yaml:2: train.clip_grad_norm: expected a number > 0, or null, got -1",
+            "f.yaml:2: train.clip_grad_norm: must be greater than 0, got -1",
         ),
         (
             "augment: {flip_prob: 1.5}",
-            "f.yaml:2: augment.flip_prob: expected a number >= 0 and <= 1, got 1.5",
+            "f.yaml:2: augment.flip_prob: must be less than or equal to 1, got 1.5",
         ),
         (
             "augment: {crop_size: 512}",
-            "f.yaml:2: augment.crop_size: expected a list of 2 integers > 0 and <= 100000, "
-            "such as [512, 512], got 512",
+            "f.yaml:2: augment.crop_size: must be a list, such as [64, 48], got 512",
         ),
         (
             "augment: {crop_size: [512]}",
-            "f.yaml:2: augment.crop_size: expected a list of 2 integers > 0 and <= 100000, "
-            "such as [512, 512], got [512]",
+            "f.yaml:2: augment.crop_size[1]: is required",
         ),
         (
             "augment: {crop_size: [1, 2, 3]}",
-            "f.yaml:2: augment.crop_size: expected a list of 2 integers > 0 and <= 100000, "
-            "such as [512, 512], got [1, 2, 3]",
+            "f.yaml:2: augment.crop_size: must have at most 2 items, got [1, 2, 3]",
         ),
         (
             "eval: {scales: []}",
-            "f.yaml:2: eval.scales: expected a list, not empty, of numbers > 0 and <= 100, "
-            "such as [1.0], got []",
+            "f.yaml:2: eval.scales: must have at least 1 item, got []",
         ),
         (
             "loss: {kind: cross-entropy}",
-            "f.yaml:2: loss.kind: expected one of cross_entropy, ohem, dice, got "
+            "f.yaml:2: loss.kind: must be 'cross_entropy', 'ohem' or 'dice', got "
             "'cross-entropy'; did you mean cross_entropy?",
         ),
         (
             "model: {output_stride: 4}",
-            "f.yaml:2: model.output_stride: expected one of 8, 16, 32, got 4",
+            "f.yaml:2: model.output_stride: must be 8, 16 or 32, got 4",
         ),
-        ("train: null", "f.yaml:2: train: expected keys and values, got null"),
+        ("train: null", "f.yaml:2: train: must be keys and values, got null"),
         (
             "augment:\n  extra:\n    - {name: Blur}\n    - {name: 3}",
-            "f.yaml:5: augment.extra[1].name: expected text that matches ^[A-Z][A-Za-z0-9]*$, "
-            "got 3",
+            "f.yaml:5: augment.extra[1].name: must be text, got 3",
         ),
         (
             "augment:\n  scale_range: [2, 0.5]",
@@ -152,13 +147,13 @@ def test_a_mistake_names_line_key_expectation_and_repair(text, message):
 @pytest.mark.parametrize(
     ("text", "ending"),
     [
-        ("model: {arch: unet}", "pspnet, deeplabv3, deeplabv3plus, got 'unet'"),
-        ("train: {optimizer: lamb}", "expected one of sgd, adamw, got 'lamb'"),
+        ("model: {arch: unet}", "'pspnet', 'deeplabv3' or 'deeplabv3plus', got 'unet'"),
+        ("train: {optimizer: lamb}", "must be 'sgd' or 'adamw', got 'lamb'"),
         ("train: {num_epochs: 3}", "an epoch is images / train.batch_size steps"),
         ("model: {arch: deeplab}", "did you mean deeplabv3?"),
         ("model: {arch: deeplabv3+}", "did you mean deeplabv3plus?"),
         ("model: {arch: DeepLabV3+}", "did you mean deeplabv3plus?"),
-        ('augment: {crop_size: "64,48"}', "such as [512, 512], got '64,48'"),
+        ('augment: {crop_size: "64,48"}', "must be a list, such as [64, 48], got '64,48'"),
         ("model: {backbone: resnet_50}", "did you mean resnet50?"),
         ("norm: {kind: group_norm}", "did you mean group?"),
         ("augment: {crop: [3, 5]}", "unknown key; did you mean 'crop_size'?"),
@@ -200,8 +195,10 @@ def test_all_mistakes_are_listed_in_the_order_of_the_file():
 
 def test_missing_keys_say_what_they_mean():
     lines = refusal("data:\n  root: /d\n", data="")
-    assert lines[0].startswith("f.yaml:1: data.layout: is required: one of cityscapes, camvid")
-    assert lines[1].startswith("f.yaml:1: data.classes: is required: text")
+    assert lines[0].startswith(
+        "f.yaml:1: data.layout: is required: directory layout of the data set"
+    )
+    assert lines[1].startswith("f.yaml:1: data.classes: is required: class file")
     assert refusal("seed: 1", data="") == [
         "f.yaml: data: is required: a section with layout, root, classes"
     ]
@@ -216,7 +213,7 @@ def test_missing_keys_say_what_they_mean():
         ("train.lr 1", "--set train.lr 1: expected section.key=value, such as train.lr=0.01"),
         ("=1", "--set =1: expected section.key=value, such as train.lr=0.01"),
         ("train.lr=", "--set train.lr: has no value; write null for nothing, '' for no text"),
-        ("train.lr=x", "--set train.lr: expected a number > 0, got 'x'"),
+        ("train.lr=x", "--set train.lr: must be a number, got 'x'"),
         ("train.steps=01", "--set train.steps: 01 is refused, YAML readers disagree"),
         ("train={lr: 1}", "--set train: is a section; set its keys one by one"),
         ("train.lr.x=1", "--set train.lr.x: "),
@@ -232,8 +229,7 @@ def test_an_override_obeys_the_same_checks(override, message):
 @pytest.mark.parametrize("value", ["64,48", "(64, 48)", "64x48", "64"])
 def test_a_list_in_the_wrong_form_is_refused_with_an_example(value):
     (line,) = refusal("seed: 3\n", f"augment.crop_size={value}")
-    assert line.startswith("--set augment.crop_size: expected a list of 2 integers")
-    assert ", such as [512, 512], got " in line
+    assert line.startswith("--set augment.crop_size: must be a list, such as [64, 48], got ")
 
 
 def test_an_override_replaces_what_the_file_says_even_a_mistake():

@@ -1,26 +1,30 @@
-"""Checks data against a pydantic model and describes every mistake in plain words.
-
-What a key expects is read from the model's JSON schema, so the messages follow the fields.
-"""
+"""Checks data against a pydantic model; says every mistake with its key, value and repair."""
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache, reduce
-from operator import getitem
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from segtrain.config.mistakes import MAX_SHOWN, KeyPath, Mistake, dotted
+from segtrain.config.mistakes import MAX_SHOWN, KeyPath, Mistake
 from segtrain.config.suggest import did_you_mean, nearest
 from segtrain.text import printable
 
 Model = TypeVar("Model", bound=BaseModel)
-Schema = dict[str, Any]
 
-_LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-_LIST_ITEMS = {"integer": "integers", "number": "numbers", "string": "texts", "array": "lists"}
-_NAMES = {"integer": "an integer", "number": "a number", "boolean": "true or false"}
+# Pydantic's words for Python's types, and those for YAML's.
+_WORDS = (
+    (r"^(?:Input|String|Tuple|List) should ", "must "),
+    (r"a valid dictionary or instance of \w+", "keys and values"),
+    ("a valid tuple", "a list, such as [64, 48]"),
+    ("a valid (string|boolean)", r"a \1"),
+    ("a valid ", "a "),
+    (" after validation, not [0-9]+", ""),
+    ("a integer", "an integer"),
+    ("a string", "text"),
+    ("a boolean", "true or false"),
+)
 
 
 def validate(
@@ -43,13 +47,8 @@ def validate(
         inner = any(e["loc"][: len(loc)] == loc and len(e["loc"]) > len(loc) for e in errors)
         # A list whose items are all wrong counts as empty too, which is no second mistake.
         if one["type"] != "too_short" or not inner:
-            mistakes |= dict.fromkeys(_describe(one, data, _schema_of(model), hints or {}))
+            mistakes |= dict.fromkeys(_describe(one, data, model, hints or {}))
     return list(mistakes)
-
-
-@cache
-def _schema_of(model: type[BaseModel]) -> Schema:
-    return model.model_json_schema()
 
 
 def _tuples(value: Any) -> Any:
@@ -62,102 +61,68 @@ def _tuples(value: Any) -> Any:
 
 
 def _describe(
-    error: Any, data: Mapping[str, Any], schema: Schema, hints: Mapping[str, str]
+    error: Any, data: Mapping[str, Any], model: type[BaseModel], hints: Mapping[str, str]
 ) -> Iterator[Mistake]:
-    path, node = _walk(error["loc"], schema)
-    kind = error["type"]
+    loc, kind = error["loc"], error["type"]
     if kind == "extra_forbidden":
-        yield Mistake(error["loc"], _unknown_key(error["loc"], schema, hints))
+        yield Mistake(loc, _unknown_key(loc, model, hints))
+    elif kind == "missing":
+        yield Mistake(loc, _missing(loc, model))
     elif kind == "value_error":
         for line in str(error["ctx"]["error"]).splitlines():
-            yield _from_validator(line, path, schema)
-    elif kind == "missing" and path == error["loc"]:
-        what = _expected(node, schema)
-        if "properties" in node:
-            what = f"a section with {', '.join(node.get('required', []))}"
-        elif "description" in node:
-            what += f" ({node['description']})"
-        yield Mistake(path, f"is required: {what}")
+            yield _from_validator(line, loc, model)
     else:
-        value = reduce(getitem, path, data)
+        message = error["msg"]
+        for pattern, words in _WORDS:
+            message = re.sub(pattern, words, message)
         # "deeplabv3+" is the usual name of deeplabv3plus, and another network than deeplabv3.
-        choices = map(str, node.get("enum", ()))
-        hint = did_you_mean(str(value).replace("+", "plus"), choices)
-        yield Mistake(path, f"expected {_expected(node, schema)}, got {_show(value)}{hint}")
+        choices = re.findall("'([^']*)'", error.get("ctx", {}).get("expected", ""))
+        hint = did_you_mean(str(error["input"]).replace("+", "plus"), choices)
+        yield Mistake(_written(loc, data), f"{message}, got {_show(error['input'])}{hint}")
 
 
-def _from_validator(line: str, path: KeyPath, schema: Schema) -> Mistake:
+def _written(loc: KeyPath, data: Any) -> KeyPath:
+    """`loc` without the names that pydantic gives to the types of a union."""
+    for i, part in enumerate(loc):
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return loc[:i]
+    return loc
+
+
+def _from_validator(line: str, path: KeyPath, model: type[BaseModel]) -> Mistake:
     """The mistake in a validator's `key: message`; the message may name further keys."""
-    words = [tuple(word.split(".")) for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", line)]
-    keys = [(*path, *word) for word in words if _walk((*path, *word), schema)[0] == (*path, *word)]
+    words = re.findall(r"[a-z_]+(?:\.[a-z_]+)*", line)
+    paths = [(*path, *word.split(".")) for word in words]
+    keys = [key for key in paths if key[-1] in _fields(model, key[:-1])]
     first, separator, message = line.partition(": ")
     if separator and keys and keys[0] == (*path, *first.split(".")):
         return Mistake(keys[0], message, related=tuple(keys[1:]))
     return Mistake(path, line, related=tuple(keys))
 
 
-def _walk(loc: KeyPath, schema: Schema) -> tuple[KeyPath, Schema]:
-    """The key that a message about `loc` names, and its schema.
-
-    An item of a list of numbers or texts belongs to the list: `crop_size[1]` becomes `crop_size`.
-    """
-    node, path = schema, ()
-    for part in loc:
-        if isinstance(part, int):
-            child = _resolve(node.get("items", {}), schema)
-            if "properties" not in child:
-                break
-        elif part in node.get("properties", {}):
-            child = _resolve(node["properties"][part], schema)
-        else:
-            break
-        node, path = child, (*path, part)
-    return path, node
+def _fields(model: type[BaseModel] | None, path: KeyPath) -> dict[str, FieldInfo]:
+    """The keys of the section, or of the entry of a list, at `path`."""
+    for part in path:
+        if model is not None and isinstance(part, str):
+            field = model.model_fields.get(part)
+            model = None if field is None else _model_in(field.annotation)
+    return {} if model is None else model.model_fields
 
 
-def _resolve(node: Schema, schema: Schema) -> Schema:
-    """`node` with references and `X | null` replaced by what they mean; keeps its description."""
-    if "anyOf" in node:
-        options = [_resolve(option, schema) for option in node["anyOf"]]
-        others = [option for option in options if option.get("type") != "null"]
-        if len(others) == 1:
-            return {**others[0], **node, "nullable": len(others) < len(options)}
-    if "$ref" in node:
-        target = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
-        return {**target, **{key: node[key] for key in node if key != "$ref"}}
-    return node
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model in `Model`, `Model | None`, `tuple[Model, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)
 
 
-def _expected(node: Schema, schema: Schema) -> str:
-    """What the value of a resolved `node` must be, such as `an integer > 0, or null`."""
-    kind = node.get("type")
-    if "enum" in node:
-        text = f"one of {', '.join(map(str, node['enum']))}"
-    elif kind == "string":
-        text = f"text that matches {node['pattern']}" if "pattern" in node else "text"
-        text += ", not empty" if node.get("minLength") else ""
-    elif kind == "array":
-        text = _expected_list(node, schema)
-    else:
-        text = _NAMES.get(kind, "keys and values") + _limits(node)
-    return f"{text}, or null" if node.get("nullable") else text
-
-
-def _expected_list(node: Schema, schema: Schema) -> str:
-    """With the default as an example, so that brackets and commas are seen."""
-    low, high = node.get("minItems"), node.get("maxItems")
-    length = f"{low} " if low == high and low is not None else ""
-    what = "a list" if low is None or length else "a list, not empty,"
-    item = _resolve(node.get("items") or node.get("prefixItems", [{}])[0], schema)
-    items = _LIST_ITEMS.get(item.get("type", ""), "groups of keys and values")
-    example = f", such as {node['default']}" if node.get("default") else ""
-    return f"{what} of {length}{items}{_limits(item)}{example}"
-
-
-def _limits(node: Schema) -> str:
-    # 2**63 is the limit of 64 bits, which nobody reaches.
-    limits = [f"{sign} {node[k]}" for k, sign in _LIMITS.items() if node.get(k, 2**63) != 2**63]
-    return f" {' and '.join(limits)}" if limits else ""
+def _missing(loc: KeyPath, model: type[BaseModel]) -> str:
+    field = _fields(model, loc[:-1]).get(loc[-1])
+    needed = [key for key, inner in _fields(model, loc).items() if inner.is_required()]
+    what = f"a section with {', '.join(needed)}" if needed else field and field.description
+    return f"is required: {what}" if what else "is required"
 
 
 def _show(value: Any) -> str:
@@ -172,22 +137,15 @@ def _show(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _unknown_key(loc: KeyPath, schema: Schema, hints: Mapping[str, str]) -> str:
+def _unknown_key(loc: KeyPath, model: type[BaseModel], hints: Mapping[str, str]) -> str:
     """What may be meant: a similar key here, a hint, a similar key elsewhere."""
-    key = str(loc[-1])
-    here = list(_walk(loc[:-1], schema)[1].get("properties", {}))
+    key, here = str(loc[-1]), _fields(model, loc[:-1])
     if near := nearest(key, here):
         return f"unknown key; did you mean '{near}'?"
     if key in hints:
         return f"unknown key; {hints[key]}"
-    # In reverse: of the same key in several sections the first is shown.
-    elsewhere = {str(path[-1]): dotted(path) for path in reversed(list(_all_keys(schema)))}
+    elsewhere: dict[str, str] = {}
+    for name in reversed(model.model_fields):  # of keys in several sections the first is shown
+        elsewhere |= {key: f"{name}.{key}" for key in _fields(model, (name,))} | {name: name}
     expected = f"; expected one of {', '.join(here)}" if here else ""
     return f"unknown key{did_you_mean(key, elsewhere) or expected}"
-
-
-def _all_keys(schema: Schema) -> Iterator[KeyPath]:
-    for name, field in schema.get("properties", {}).items():
-        yield (name,)
-        for inner in _resolve(field, schema).get("properties", {}):
-            yield (name, inner)
