@@ -1,7 +1,4 @@
-"""`segtrain doctor`: what this machine and installation offer, and what is wrong with them.
-
-It needs no library itself.
-"""
+"""`segtrain doctor`: this machine and installation, and what is wrong; needs no library itself."""
 
 import argparse
 import os

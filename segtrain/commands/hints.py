@@ -14,10 +14,7 @@ _SETTABLE = {"eval": ("eval.", "data."), "predict": ("eval.",)}
 
 
 def instead_of(unknown: Sequence[str], argv: Sequence[str]) -> str:
-    """The end of a message, from "; " on, about the first word that is similar to an option.
-
-    unknown: the words of the command line `argv` that no option takes.
-    """
+    """The end of a message, from "; " on, about the first word that is similar to an option."""
     settable = _SETTABLE.get(argv[0], ("",))
     for word in unknown:
         name, _, value = word.partition("=")

@@ -26,10 +26,7 @@ _GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_P
 
 
 def train(args: argparse.Namespace, config: Config) -> int:
-    """`segtrain train` as a rank, alone, or as the launcher of ranks; returns the exit code.
-
-    args: the command line, with the run directory in `output`.
-    """
+    """`segtrain train` as a rank, alone, or as the launcher of ranks; returns the exit code."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
     # Torch elastic after a failure and SLURM after a requeue start the same command line again.
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -87,11 +84,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def adopt_environment(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is a rank already; srun's variables are translated into torch's.
-
-    Raises:
-        ConfigError: only some of torch's or srun's variables are set, or their values are wrong.
-    """
+    """Whether this process is a rank already; srun's variables are translated into torch's."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         if not slurm.is_task(environ):
             return False
@@ -143,13 +136,8 @@ def _start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
     command = [sys.executable, *_safe_path(), "-m", "segtrain", *args.argv]
     machines = None
     if getattr(args, "nnodes", 1) > 1:  # `segtrain eval` has no such option
-        machines = Machines(
-            num=args.nnodes,
-            endpoint=args.rdzv_endpoint,
-            node_rank=args.node_rank,
-            run_id=args.rdzv_id or "segtrain",
-            secret_file=Path(args.output, SECRET_FILE),
-        )
+        run_id, secret = args.rdzv_id or "segtrain", Path(args.output, SECRET_FILE)
+        machines = Machines(args.nnodes, args.rdzv_endpoint, args.node_rank, run_id, secret)
     max_restarts = getattr(args, "max_restarts", 0)
     return run_ranks(command, num_ranks, max_restarts=max_restarts, machines=machines)
 

@@ -38,8 +38,7 @@ def report(
 ) -> list[str]:
     """One line for each mistake, such as `own.yaml:12: train.lr: ...`, in the order of the places.
 
-    places: of every key that is written somewhere.
-    source: the name of the file.
+    places: of every key that is written in the file `source` or in an option.
     """
     lines = []
     for mistake in mistakes:

@@ -43,8 +43,7 @@ def find(text: str) -> Found:
     A file of exactly this name in the current folder takes precedence; a folder does not.
 
     Raises:
-        ConfigError: there is no such file; or `NAME.yaml` is in the current folder and `NAME` comes
-            with segtrain, so either may be meant.
+        ConfigError: there is no such file, or it is not clear which one is meant.
     """
     shipped = _shipped().get(text)
     is_folder = os.path.isdir(text)  # Path's own methods raise at names that are too long
@@ -76,11 +75,7 @@ def find(text: str) -> Found:
 
 
 def copy(name: str, target: Path) -> list[str]:
-    """Copies the config `name` to `target` and returns what to do next, line by line.
-
-    Raises:
-        ConfigError: there is no such config, `target` exists, or it cannot be written.
-    """
+    """Copies the config `name` to `target`, a new file; returns what to do next, line by line."""
     shipped = _shipped()
     if name not in shipped:
         hint = did_you_mean(name, names()) or f"; expected one of {', '.join(names())}"

@@ -57,11 +57,7 @@ class Document(NamedTuple):
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a settings file: UTF-8 without a byte order mark, at most MAX_BYTES.
-
-    Raises:
-        ConfigError: the file cannot be read, is too large or is no such text.
-    """
+    """The text of a settings file: UTF-8 without a byte order mark, at most MAX_BYTES."""
     shown = printable(path)
     try:
         with open_regular(path) as file:
@@ -84,10 +80,7 @@ def read_text(path: str | Path) -> str:
 def scan_yaml(text: str, *, source: str, example: str = "") -> Document:
     """The mapping in `text`; values that were refused are left out and listed in `mistakes`.
 
-    example: a line of such a file, for the message if there is no mapping.
-
-    Raises:
-        ConfigError: the text has no readable structure at all.
+    example: a line of such a file, for the ConfigError if there is no mapping.
     """
     try:
         root = _compose(text)
@@ -106,13 +99,10 @@ def scan_yaml(text: str, *, source: str, example: str = "") -> Document:
 
 
 def parse_value(text: str, *, source: str) -> Any:
-    """One value from a command line, by the rules of the files.
+    """One value from a command line, called `source`, by the rules of the files.
 
     Text that starts with a bracket, brace or quote is YAML (`[512, 1024]`, `{p: 0.5}`, `"012"`).
     Other text is one value as it stands, so a path may contain `#` or `: `.
-
-    Raises:
-        ConfigError: the text is refused; `source` names it in the message.
     """
     text = text.strip()
     if not text:

@@ -17,10 +17,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """The end of a message, `; did you mean ...?`, or "" if no choice is similar.
-
-    choices: a mapping gives what to show for each choice.
-    """
+    """`; did you mean ...?` or ""; a mapping gives what to show for each choice."""
     near = nearest(word, choices)
     if near is None:
         return ""

@@ -5,18 +5,14 @@ from segtrain.config.options import Config
 
 
 def config_warnings(config: Config) -> list[str]:
-    """One line for each such option.
-
-    Options of the model and of norm that have no effect are not here: loading refuses them.
-    """
+    """One line for each such option; loading refuses those of the model and of norm."""
     return [*_without_effect(config), *_without_normalization(config), *_unlikely(config)]
 
 
 def wrong_units(config: Config) -> list[str]:
     """One line for `data.mean` and for `data.std` where it is in torchvision's units of 0..1.
 
-    `Config` itself accepts them: a run that was started with such numbers must be resumed with
-    them.
+    `Config` accepts them: a run that was started with such numbers must be resumed with them.
     """
     mean, std = config.data.mean, config.data.std
     wrong = {"mean": any(mean) and max(map(abs, mean)) <= 1, "std": max(std) < 1}
@@ -35,11 +31,10 @@ def changed_normalization(trained: Config, config: Config) -> list[str]:
     wrong = {line.partition(":")[0]: line for line in wrong_units(config)}
     lines = []
     for key in changed:
-        if line := wrong.get(f"data.{key}"):
-            lines.append(f"warning: {line}")
-        else:
-            here, there = list(getattr(now, key)), list(getattr(before, key))
-            lines.append(f"note: data.{key}: {here} here, {there} in the training")
+        here, there = list(getattr(now, key)), list(getattr(before, key))
+        line = wrong.get(f"data.{key}")
+        note = f"note: data.{key}: {here} here, {there} in the training"
+        lines.append(f"warning: {line}" if line else note)
     return lines + [f"warning: {line}" for line in _without_normalization(config) if changed]
 
 
@@ -58,11 +53,7 @@ def _without_effect(config: Config) -> list[str]:
         "augment": [
             ("rotate_prob", augment.rotate_deg > 0, "augment.rotate_deg is 0"),
             ("rotate_deg", augment.rotate_prob > 0, "augment.rotate_prob is 0"),
-            (
-                "brightness contrast saturation hue",
-                augment.color_prob > 0,
-                "augment.color_prob is 0",
-            ),
+            ("brightness contrast saturation hue", augment.color_prob > 0, "color_prob is 0"),
         ],
         "loss": [
             ("ohem_threshold ohem_min_kept", loss.kind == "ohem", f"loss.kind is {loss.kind}"),

@@ -155,10 +155,7 @@ def start_sum(tensor: Tensor) -> Callable[[], object]:
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Every rank's `tensor` of the same shape (...), stacked to (ranks, ...). Collective.
-
-    Virtual ranks count as ranks.
-    """
+    """Every rank's `tensor` (...), stacked to (ranks, ...), virtual ranks too. Collective."""
     virtual = virtual_ranks.current()
     if virtual is None:
         return _gather_processes(tensor.unsqueeze(0))

@@ -1,6 +1,6 @@
 """How each rank ended, written by the ranks for their launcher.
 
-Exit codes alone do not tell a cause from its consequences: when a rank fails, the others lose their
+Exit codes do not tell a cause from its consequences: when a rank fails, the others lose their
 connections to it and fail too, often before it has ended.
 """
 
@@ -13,17 +13,12 @@ from segtrain.distributed import launcher_folder
 
 
 class ExitStatus(NamedTuple):
-    """The end of a rank.
-
-    code: its exit code; None from the start of training until it ends in good order.
-    consequence: it failed because another rank did.
-    time: seconds since the epoch.
-    """
+    """The end of a rank."""
 
     rank: int
-    code: int | None
-    consequence: bool
-    time: float
+    code: int | None  # None from the start of training until it ends in good order
+    consequence: bool  # it failed because another rank did
+    time: float  # in seconds since the epoch
 
 
 def write_exit_status(code: int | None, *, consequence: bool = False) -> None:

@@ -11,17 +11,13 @@ Phase = Literal["setup", "training", "evaluation", "checkpoint"]
 
 
 class Heartbeat(NamedTuple):
-    """The last heartbeat of a rank.
-
-    step: updates done.
-    since: when it was written, by time.monotonic(), which all processes of a machine share.
-    """
+    """The last heartbeat of a rank."""
 
     rank: int
     pid: int
     phase: str
-    step: int
-    since: float
+    step: int  # updates done
+    since: float  # by time.monotonic(), which all processes of a machine share
 
 
 _last: tuple[str, int] = ("setup", 0)

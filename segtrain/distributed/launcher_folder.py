@@ -29,10 +29,7 @@ def has_launcher() -> bool:
 
 
 def store_file() -> Path | None:
-    """The file through which the ranks of this attempt find each other.
-
-    None unless segtrain's launcher started all ranks on this machine.
-    """
+    """Through which the ranks of this attempt meet; None unless all are on this machine."""
     if not has_launcher() or ONE_MACHINE not in os.environ:
         return None
     with _attempt_folder():
@@ -42,9 +39,7 @@ def store_file() -> Path | None:
 def write_file(name: str, text: str = "", *, new: bool = False) -> None:
     """Writes at most 128 bytes to the file `name` of this attempt, in place by one system call.
 
-    Raises:
-        FileExistsError: `new`, and there is such a file.
-        OSError: the disk is full, or the launcher's folder is missing or not ours.
+    FileExistsError: `new`, and there is such a file. OSError: no disk space, no folder of ours.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_EXCL if new else 0)
     with _attempt_folder() as folder:

@@ -45,10 +45,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def address_toward(host: str, port: int) -> str | None:
-    """This machine's own address on the way to `host`, by which other machines can reach it.
+    """This machine's own address on the way to `host`; None: there is no way, or only the loopback.
 
-    None if there is no way to `host`, or only over the loopback. The host name would not do: on
-    many machines it resolves to 127.0.1.1.
+    The host name would not do: on many machines it resolves to 127.0.1.1.
     """
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -108,10 +108,7 @@ def saved_on_host(
 
 
 def offload(tensor: Tensor) -> Tensor | OnHost:
-    """Moves `tensor` to the host while a virtual rank waits; outside `saved_on_host`, `tensor`.
-
-    The caller drops its own references and gets the tensor back from `reload`.
-    """
+    """Moves `tensor` to the host, inside `saved_on_host`; `reload` brings it back."""
     offloader = getattr(_this_thread, "offloader", None)
     return tensor if offloader is None else offloader.send_again(tensor)
 

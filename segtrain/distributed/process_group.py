@@ -23,11 +23,7 @@ from segtrain.errors import ConfigError, LostRanksError
 
 
 def device_for(name: str) -> torch.device:
-    """The device of this rank for `auto`, `cpu` or `cuda`.
-
-    Raises:
-        ConfigError: there is no CUDA device, or this machine has fewer devices than ranks.
-    """
+    """The device of this rank for `auto`, `cpu` or `cuda`; ConfigError: there is none for it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -46,8 +42,8 @@ def device_for(name: str) -> torch.device:
 def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     """Joins the group that RANK, WORLD_SIZE, MASTER_ADDR ... describe; leaves it at the end.
 
-    Without these variables the process stays alone. A group that exists already is used and kept.
-    The ranks of one machine on CPUs add small tensors through shared memory. Collective.
+    Without these variables the process stays alone. A group that exists is used and kept. Ranks of
+    one machine on CPUs add small tensors through shared memory. Collective.
 
     Raises:
         LostRanksError: other ranks did not come, or their connection was lost.
@@ -74,10 +70,10 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         # gloo's errors have no type of their own; they begin with the place in its source.
         if not isinstance(error, torch_dist.DistError) and "/gloo/" not in str(error):
             raise
-        reason = str(error).splitlines()[0]
+        rank, reason = os.environ["RANK"], str(error).splitlines()[0]
         raise LostRanksError(
-            f"rank {os.environ['RANK']}: lost the connection to the other ranks "
-            f"{heartbeat.describe()}; the log of another rank may tell the cause ({reason})"
+            f"rank {rank}: lost the connection to the other ranks {heartbeat.describe()}; the log "
+            f"of another rank may tell the cause ({reason})"
         ) from error
     except LostRanksError as error:
         raise LostRanksError(f"{error}, {heartbeat.describe()}") from error

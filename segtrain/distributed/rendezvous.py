@@ -57,10 +57,7 @@ def register() -> None:
 
 
 class OneMachine(StaticTCPRendezvous):
-    """The rendezvous of a single launcher: its store is memory of its own process.
-
-    The ranks find each other through a file in the launcher's folder (see `process_group`).
-    """
+    """The rendezvous of a single launcher: its store is memory of its own process."""
 
     use_agent_store = False
 
@@ -140,15 +137,9 @@ def _machines(params: RendezvousParameters) -> RendezvousHandler:
     secret = shared_secret(Path(params.get("secret_file")))
     store = _meeting_store(params)
     backend = SignedBackend(C10dRendezvousBackend(store, params.run_id), secret, params.run_id)
-    return Machines.from_backend(
-        params.run_id,
-        store,
-        backend,
-        params.min_nodes,
-        params.max_nodes,
-        params.local_addr,
-        RendezvousTimeout(),
-    )
+    nodes = params.min_nodes, params.max_nodes
+    timeout = RendezvousTimeout()
+    return Machines.from_backend(params.run_id, store, backend, *nodes, params.local_addr, timeout)
 
 
 def _meeting_store(params: RendezvousParameters) -> Store:
@@ -164,8 +155,8 @@ def _meeting_store(params: RendezvousParameters) -> Store:
         else:
             if exposed:
                 say(
-                    f"warning: --rdzv-endpoint {host}: is not the address by which other machines "
-                    "reach this one; listening on every interface"
+                    f"warning: --rdzv-endpoint {host}: no address of this machine for others; "
+                    "listening on every interface"
                 )
             return store
     try:
@@ -179,9 +170,6 @@ def listening_store(host: str, port: int) -> tuple[TCPStore, bool]:
 
     It has to where the others could not reach it otherwise: behind a router `host` may be no
     address of this machine, and /etc/hosts may map it to the loopback. Port 0: any free port.
-
-    Raises:
-        OSError: the port is taken, or the name unknown.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     leads_back = ipaddress.ip_address(address[0]).is_loopback and not is_loopback(host)

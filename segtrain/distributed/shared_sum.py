@@ -1,9 +1,8 @@
 """Sums of small tensors over the ranks of one machine, through shared memory.
 
-gloo sends even a few numbers through sockets, and every hop wakes a sleeping thread: 1 to 2 ms a
-call where ranks keep all cores busy, a tenth of a training step with synchronized batch norm. Here
-each rank writes its numbers to a slot of its own and then adds up the slots of all ranks in their
-order: about 50 us, and the same bits on all ranks.
+gloo sends even a few numbers through sockets, and every hop wakes a thread: 1 to 2 ms a call, a
+tenth of a step with synchronized batch norm. Here each rank writes its numbers to its own slot and
+adds up the slots of all in their order: about 50 us, and the same bits on all ranks.
 """
 
 import fcntl
@@ -44,8 +43,7 @@ class SharedSum:
     """Slots of all ranks, in a file that each of them has mapped.
 
     Double buffering: a rank reuses a slot only after all have finished the sum in between. Each
-    rank locks a byte of the file. The kernel unlocks it when the process ends, which the others
-    notice.
+    rank locks a byte of the file, which the kernel unlocks when the process ends.
 
     path: made by `create` on one of `size` ranks.
     """

@@ -9,22 +9,16 @@ from segtrain.errors import ConfigError, ExecutionError
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks that srun started.
-
-    The batch script has most of these variables too, but no step id.
-    """
+    """Whether srun started this process as one of several tasks: a batch script has no step id."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
     return "SLURM_STEP_ID" in environ and tasks != "1"
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables for a task that srun started.
+    """torch's variables for a task that srun started; ConfigError: one of srun's is missing.
 
     MASTER_ADDR is the first host of the step. MASTER_PORT differs between jobs and steps, which may
     share a host.
-
-    Raises:
-        ConfigError: a variable of srun is missing, or the first host is unknown.
     """
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
@@ -46,11 +40,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
-    """The value of the variable `name`.
-
-    Raises:
-        ConfigError: it is not a non-negative integer.
-    """
+    """The value of the variable `name`; ConfigError: it is no non-negative integer."""
     text = environ[name]
     if not text.isascii() or not text.isdigit():
         raise ConfigError(f"environment: {name}: expected a number, got {text!r}")
@@ -77,11 +67,7 @@ def _first_host(nodes: str) -> str:
 
 
 def requeue() -> None:
-    """Asks SLURM to start this job again, which then resumes the run.
-
-    Raises:
-        ExecutionError: SLURM refuses.
-    """
+    """Asks SLURM to start this job again, which then resumes the run."""
     command = ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]
     try:
         _run(*command)

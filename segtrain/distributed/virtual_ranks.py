@@ -1,8 +1,8 @@
 """Virtual ranks: threads of one process that take turns, each with its part of a batch.
 
-Only one thread runs at a time. Where the threads need a sum over all parts, each hands in its own
-and lets the next thread run; the last thread combines the parts. So the device holds the workspace
-of one part at a time, and the statistics are those of the whole batch.
+Only one thread runs at a time. Where they need a sum over all parts, each hands in its own and lets
+the next run; the last combines them. So the device holds the workspace of one part at a time, and
+the statistics are those of the whole batch.
 """
 
 import threading

@@ -1,7 +1,4 @@
-"""Kills ranks that hang.
-
-A hung rank ignores SIGTERM. Once the others time out, the launcher kills it with SIGKILL.
-"""
+"""Kills ranks that hang, by SIGKILL once the others time out: a hung rank ignores SIGTERM."""
 
 import os
 import signal

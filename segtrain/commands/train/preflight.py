@@ -31,8 +31,7 @@ def check_experiment(
     """Refuses an experiment that would fail later; returns what is odd about the data (collective).
 
     Raises:
-        ConfigError: batch and ranks, classes and weights, or augmentations do not fit together; or
-            there is no compiler, or too little memory, of the device or shared.
+        ConfigError: the config does not fit the ranks, the classes or this machine.
         DataError: images and labels do not fit together.
     """
     num_classes, weights = train_set.classes.num_classes, config.loss.class_weights
@@ -118,11 +117,7 @@ def start_lines(
     devices: list[str],
     step: int,
 ) -> list[str]:
-    """The experiment in at most 15 lines, for the log.
-
-    devices: of every rank, by name.
-    step: updates that a resumed run has done already.
-    """
+    """The experiment in at most 15 lines, for the log; `step`: updates done already."""
     train, ranks = config.train, len(devices)
     epochs = train.steps * train.batch_size / len(train_set.pairs)
     parameters = sum(p.numel() for p in model.parameters())

@@ -1,7 +1,4 @@
-"""`segtrain train` on one rank: set up, train, leave.
-
-Every rank runs this. Rank 0 alone writes files; all ranks train and evaluate.
-"""
+"""`segtrain train` on one rank: set up, train, leave. Rank 0 alone writes files."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,15 +41,7 @@ def run(
     heartbeat.beat("setup", 0)
     with process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
         resume = _all_resume(directory, resume, restarted)
-        order = Order(
-            config,
-            directory,
-            device,
-            resume=resume,
-            accept_changes=accept_changes,
-            requeue=requeue,
-        )
-        this = set_up(order, stack)
+        this = set_up(Order(config, directory, device, resume, accept_changes, requeue), stack)
         with this.log:
             loop.train(this)
             return _leave(this) if this.step_sync.stopped else EXIT_OK
@@ -63,23 +52,18 @@ def _all_resume(directory: Path, resume: bool, restarted: bool) -> bool:
 
     Of several machines, only one that was started anew knows that this is a restart.
     """
-    wishes = dist.all_gather_object((resume, restarted))
-    if any(asked for asked, _ in wishes):
-        return True
-    again = any(anew for _, anew in wishes)
-    return again and dist.run_on_rank0((directory / run_directory.CONFIG).exists)
+    resumes, restarts = zip(*dist.all_gather_object((resume, restarted)), strict=True)
+    if any(resumes) or not any(restarts):
+        return any(resumes)
+    return dist.run_on_rank0((directory / run_directory.CONFIG).exists)
 
 
 def _leave(run: Run) -> int:
     """The exit code after a signal, which may have reached one rank only (collective)."""
     numbers = dist.all_gather_object(run.signal_flags.signal)
     number = next(number for number in numbers if number is not None)
-    run.log.lines(
-        [
-            f"stopped by {Signals(number).name} after step {run.state.step}, which is saved; go on "
-            "with --resume"
-        ]
-    )
+    where = f"after step {run.state.step}, which is saved"
+    run.log.lines([f"stopped by {Signals(number).name} {where}; go on with --resume"])
     if number == SIGUSR1:
         dist.run_on_rank0(slurm.requeue)
     return exit_code(number)

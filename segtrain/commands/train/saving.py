@@ -38,12 +38,7 @@ def settle(run: Run) -> None:
     if not run.data.settle(lambda seconds: seconds > DATA_PATIENCE_S):
         run.log.lines(["the labels are still being hashed; training goes on when that is done"])
         if not run.data.settle(stopping):
-            run.log.lines(
-                [
-                    "warning: stopped before all labels were hashed: whether they have changed is "
-                    "not known yet"
-                ]
-            )
+            run.log.lines(["warning: stopped before all labels were hashed; they may have changed"])
     run.log.lines(run.data.take_news())
 
 
