@@ -42,7 +42,7 @@ def _without_effect(config: Config) -> list[str]:
     data, augment, train, loss = config.data, config.augment, config.train, config.loss
     steps = train.steps
     sgd, optimizer = train.optimizer == "sgd", f"train.optimizer is {train.optimizer}"
-    folders = data.layout == "folders"
+    folders, colors = data.layout == "folders", "brightness contrast saturation hue"
     evaluates = config.eval.every_steps is None or config.eval.every_steps <= steps
     keeps = config.checkpoint.keep_every_steps is not None
     rules = {
@@ -53,7 +53,7 @@ def _without_effect(config: Config) -> list[str]:
         "augment": [
             ("rotate_prob", augment.rotate_deg > 0, "augment.rotate_deg is 0"),
             ("rotate_deg", augment.rotate_prob > 0, "augment.rotate_prob is 0"),
-            ("brightness contrast saturation hue", augment.color_prob > 0, "color_prob is 0"),
+            (colors, augment.color_prob > 0, "augment.color_prob is 0"),
         ],
         "loss": [
             ("ohem_threshold ohem_min_kept", loss.kind == "ohem", f"loss.kind is {loss.kind}"),
