@@ -7,6 +7,7 @@ torch, is imported when the command runs.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,8 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(argv)
     args.argv = argv  # the launcher starts the same command once more for each rank
-    module, name = args.command.split(":")
-    return exit_code.run(lambda: getattr(import_module(f"segtrain.{module}"), name)(args))
+    return exit_code.run(partial(args.command, args))
+
+
+def _function(place: str) -> Callable[[argparse.Namespace], int]:
+    """The function `module:name` of segtrain, whose module is imported when it is called."""
+    module, name = place.split(":")
+
+    def call(args: argparse.Namespace) -> int:
+        return getattr(import_module(f"segtrain.{module}"), name)(args)
+
+    return call
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,13 +67,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_data(commands)
     _add_config(commands)
-    text = "print versions, devices and memory, and what is wrong (exit code 2: cannot train)"
-    _add_command(commands, "doctor", "commands.doctor:main", text)
+    _add_command(
+        commands,
+        "doctor",
+        "commands.doctor:main",
+        help="look at this machine and installation",
+        description="Print versions, devices and memory, and what is wrong with them. Exit code 2 "
+        "if nothing can be trained, else 0.",
+    )
     return parser
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that keeps the line breaks of its texts and takes no abbreviated options."""
+
+    _words: Sequence[str] = ()
 
     def __init__(self, **kwargs) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -73,17 +91,24 @@ class _Parser(argparse.ArgumentParser):
         """As argparse's, but an unknown option is refused with an example of what to write."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            hint = ""
-            if hasattr(found, "set"):
-                from segtrain.commands.hints import instead_of
+            from segtrain.commands.hints import instead_of
 
-                hint = instead_of(unknown, args)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown, args)}")
         return found
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's; the words are kept for `error`."""
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Exits with 2; the message may quote what was typed or pasted."""
-        super().error(printable(message))
+        from segtrain.commands.hints import after_error
+
+        hint = after_error(message, [*self.prog.split()[1:], *self._words])
+        super().error(printable(message + hint))
 
 
 Commands = argparse._SubParsersAction
@@ -94,11 +119,10 @@ def _group(parser: argparse.ArgumentParser) -> Commands:
     return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
 
-def _add_command(commands: Commands, name: str, function: str, text: str) -> Add:
+def _add_command(commands: Commands, name: str, function: str, **texts: str) -> Add:
     """Adds the command that `function` ("module:name") runs; returns its `add_argument`."""
-    folded = argparse.HelpFormatter
-    parser = commands.add_parser(name, help=text, description=text, formatter_class=folded)
-    parser.set_defaults(command=function)
+    parser = commands.add_parser(name, **texts)
+    parser.set_defaults(command=_function(function))
     return parser.add_argument
 
 
@@ -109,11 +133,13 @@ def _add_train(commands: Commands) -> None:
         description="Train the experiment in CONFIG; evaluate and save checkpoints on the way.",
         epilog="examples:\n"
         "  segtrain train own.yaml --nproc 4 --set train.lr=0.02\n"
-        "  segtrain train own.yaml --resume\n"
-        "  segtrain train own.yaml --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
-        "  torchrun --nproc-per-node 4 -m segtrain train own.yaml",
+        "  segtrain train own.yaml --resume                        or: train runs/own --resume\n"
+        "  segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
+        "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
+        "  torchrun --nproc-per-node 4 -m segtrain train CONFIG",
     )
-    parser.set_defaults(command="commands.train.target:main")
+    train = _function("commands.train.target:main")
+    parser.set_defaults(command=lambda args: train(_consistent_nodes(parser, args)))
     add = parser.add_argument
     add("config", metavar="CONFIG", help=f"{_CONFIG_HELP}; with --resume also the run's directory")
     _add_set(add)
@@ -121,21 +147,55 @@ def _add_train(commands: Commands) -> None:
     _add_device(add)
     add("--output", type=Path, metavar="DIR", help="run directory (default: runs/<name of CONFIG>)")
     _add_switch(add, "--resume", "go on at the last checkpoint, on any number of ranks")
-    _add_switch(add, "--accept-changes", "with --resume: even if config or data have changed since")
-    _add_switch(add, "--requeue", "in a SLURM job: at SIGUSR1 save, requeue the job and stop")
+    _add_switch(
+        add, "--accept-changes", "with --resume: go on although config or data have changed since"
+    )
+    _add_switch(
+        add,
+        "--requeue",
+        "in a SLURM job: at SIGUSR1 save, requeue the job and stop (without: save and go on)",
+    )
     add = parser.add_argument_group("several machines (the same command on each)").add_argument
     add("--nnodes", type=_positive, default=1, metavar="N", help="machines")
-    text = "number of this machine; 0 serves the meeting point"
-    add("--node-rank", type=_non_negative, metavar="R", help=text)
+    add(
+        "--node-rank",
+        type=_non_negative,
+        metavar="R",
+        help="number of this machine; 0 serves the meeting point",
+    )
     add("--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="meeting point on machine 0")
     add("--rdzv-id", metavar="ID", help="name of the job, where several meet at the same point")
-    text = "start all ranks again this often after one failed (default: 0)"
-    add("--max-restarts", type=_non_negative, default=0, metavar="N", help=text)
+    add(
+        "--max-restarts",
+        type=_non_negative,
+        default=0,
+        metavar="N",
+        help="start all ranks again this often after one failed (default: 0)",
+    )
+
+
+def _consistent_nodes(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> argparse.Namespace:
+    if args.nnodes > 1 and args.rdzv_endpoint is None:
+        parser.error("--nnodes: several machines need --rdzv-endpoint HOST:PORT")
+    if args.node_rank is not None and args.node_rank >= args.nnodes:
+        parser.error(f"--node-rank: expected less than --nnodes, {args.nnodes}")
+    return args
 
 
 def _add_eval(commands: Commands) -> None:
-    text = "score a trained model on a split: IoU of every class, mIoU, mAcc, aAcc"
-    add = _add_command(commands, "eval", "commands.launch:evaluate", text)
+    add = _add_command(
+        commands,
+        "eval",
+        "commands.launch:evaluate",
+        help="score a model on a split",
+        description="Score a trained model: IoU of every class, mIoU, mAcc, aAcc.",
+        epilog="examples:\n"
+        "  segtrain eval runs/own\n"
+        "  segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
+        "  segtrain eval runs/own/checkpoints/last.pt --split test --save-predictions out",
+    )
     add("checkpoint", metavar="RUN|CHECKPOINT", help=_SOURCE_HELP)
     add("--split", metavar="S", help="split (default: data.eval_split)")
     _add_set(add)
@@ -143,14 +203,24 @@ def _add_eval(commands: Commands) -> None:
     _add_device(add)
     add("--save-predictions", type=Path, metavar="DIR", help="write label maps with raw ids")
     add("--json", type=Path, metavar="FILE", help="write all scores as JSON")
-    text = "write pictures of image, label and prediction"
-    add("--overlays", type=Path, metavar="DIR", help=text)
+    add(
+        "--overlays",
+        type=Path,
+        metavar="DIR",
+        help="write pictures of image, label and prediction",
+    )
     add("--num-overlays", type=_positive, default=8, metavar="N", help="how many (default: 8)")
 
 
 def _add_predict(commands: Commands) -> None:
-    text = "segment images of any size: write label maps, colour maps and overlays"
-    add = _add_command(commands, "predict", "commands.predict:main", text)
+    add = _add_command(
+        commands,
+        "predict",
+        "commands.predict:main",
+        help="segment images",
+        description="Segment images of any size: writes label maps, colour maps and overlays.",
+        epilog="example:\n  segtrain predict runs/own photos/ extra.jpg --output predictions",
+    )
     add("source", metavar="RUN|CHECKPOINT", help=_SOURCE_HELP)
     add("inputs", nargs="+", type=Path, metavar="INPUT", help="image, or folder of images")
     add("--output", type=Path, required=True, metavar="DIR", help="where to write the results")
@@ -160,8 +230,16 @@ def _add_predict(commands: Commands) -> None:
 
 
 def _add_export(commands: Commands) -> None:
-    text = "write a trained model for other programs; the file is run and compared with the model"
-    add = _add_command(commands, "export", "commands.export:main", text)
+    add = _add_command(
+        commands,
+        "export",
+        "commands.export:main",
+        help="write a model for other programs",
+        description="Write a trained model for other programs; the file is run and compared with "
+        "the model before it gets its name.",
+        epilog="example:\n  segtrain export runs/own --format onnx --output own.onnx --normalize "
+        "--argmax",
+    )
     add("source", metavar="RUN|CHECKPOINT", help=_SOURCE_HELP)
     add(
         "--format",
@@ -180,24 +258,36 @@ def _add_export(commands: Commands) -> None:
         help="the file takes RGB of 0..255, as bytes (default) or floats, and normalizes it itself",
     )
     _add_switch(add, "--argmax", "the file returns train ids instead of logits")
-    _add_size(add, None, "write a file for images of this size only (default: any size)")
+    _add_size(
+        add, None, "write a file for images of this height and width only (default: any size)"
+    )
 
 
 def _add_data(commands: Commands) -> None:
     actions = _group(commands.add_parser("data", help="make or check data sets"))
-    text = "draw synthetic street scenes in the layout of Cityscapes"
-    add = _add_command(actions, "synth", "synthetic:main", text)
+    add = _add_command(
+        actions,
+        "synth",
+        "synthetic:main",
+        help="draw a synthetic data set",
+        description="Draw synthetic street scenes in the layout of Cityscapes.",
+        epilog="example:\n  segtrain data synth data/street --num-train 200 --num-val 40",
+    )
     add("root", type=Path, metavar="ROOT", help="directory to write to")
     add("--num-train", type=_positive, default=200, metavar="N", help="default: 200")
     add("--num-val", type=_positive, default=40, metavar="N", help="default: 40")
     _add_size(add, [256, 512], "height and width in pixels (default: 256 512)")
     add("--seed", type=_non_negative, default=0, metavar="S", help="default: 0")
     _add_jobs(add)
-    text = (
-        "read both splits completely; report missing or damaged files, sizes that differ, label "
-        "values outside the class file, and class frequencies"
+    add = _add_command(
+        actions,
+        "check",
+        "commands.data:check",
+        help="check every image and label of a config",
+        description="Read both splits completely and report all that is wrong: missing or damaged "
+        "files, sizes that differ, label values outside the class file; and class frequencies.",
+        epilog="example:\n  segtrain data check own.yaml",
     )
-    add = _add_command(actions, "check", "commands.data:check", text)
     add("config", metavar="CONFIG", help=_CONFIG_HELP)
     _add_set(add)
     _add_jobs(add)
@@ -206,21 +296,41 @@ def _add_data(commands: Commands) -> None:
 
 def _add_config(commands: Commands) -> None:
     actions = _group(commands.add_parser("config", help="list, copy or show configs"))
-    text = "list the configs that come with segtrain"
-    _add_command(actions, "list", "commands.config:print_names", text)
-    text = "copy the config NAME to FILE, and say which lines to change"
-    add = _add_command(actions, "copy", "commands.config:copy", text)
+    _add_command(
+        actions,
+        "list",
+        "commands.config:print_names",
+        help="list the configs that come with segtrain",
+    )
+    add = _add_command(
+        actions,
+        "copy",
+        "commands.config:copy",
+        help="copy a config that comes with segtrain",
+        description="Copy the config NAME to FILE, and say which lines to change.",
+        epilog="example:\n  segtrain config copy own_data my.yaml",
+    )
     add("name", metavar="NAME", help="a name from 'segtrain config list'")
     add("file", type=Path, metavar="FILE", help="a new file, such as my.yaml")
-    text = "check a config and print it with all defaults"
-    add = _add_command(actions, "show", "commands.config:print_config", text)
+    add = _add_command(
+        actions,
+        "show",
+        "commands.config:print_config",
+        help="check a config and print it with all defaults",
+        epilog="examples:\n  segtrain config show own.yaml --set train.lr=0.02\n"
+        "  segtrain config show camvid_small",
+    )
     add("config", metavar="CONFIG", help=_CONFIG_HELP)
     _add_set(add)
-    text = (
-        "print the JSON Schema of configs, for editors: a config that begins with "
-        "'# yaml-language-server: $schema=schema.json' is completed and checked"
+    add = _add_command(
+        actions,
+        "schema",
+        "commands.config:write_schema",
+        help="print the JSON Schema of configs, for editors",
+        epilog="an editor with a YAML language server completes and checks a config that begins\n"
+        "with '# yaml-language-server: $schema=schema.json' after\n"
+        "  segtrain config schema --output schema.json",
     )
-    add = _add_command(actions, "schema", "commands.config:write_schema", text)
     add("--output", type=Path, metavar="FILE", help="default: the terminal")
 
 
@@ -251,14 +361,16 @@ def _add_size(add: Add, default: list[int] | None, text: str) -> None:
 
 
 def _positive(text: str) -> int:
-    if _non_negative(text) == 0:
-        raise argparse.ArgumentTypeError("expected an integer above 0, got '0'")
-    return int(text)
+    return _integer(text, least=1)
 
 
 def _non_negative(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected a non-negative integer, got '{text}'")
+    return _integer(text, least=0)
+
+
+def _integer(text: str, *, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got '{text}'")
     return int(text)
 
 

@@ -33,10 +33,6 @@ def train(args: argparse.Namespace, config: Config) -> int:
     restarted = any(os.environ.get(name, "0") != "0" for name in counts)
 
     # 1. Refuse options that do not fit together, and a config in wrong units.
-    if args.nnodes > 1 and args.rdzv_endpoint is None:
-        raise ConfigError("--nnodes: several machines need --rdzv-endpoint HOST:PORT")
-    if args.node_rank is not None and args.node_rank >= args.nnodes:
-        raise ConfigError(f"--node-rank: expected less than --nnodes, {args.nnodes}")
     if args.accept_changes and not args.resume:
         raise ConfigError("--accept-changes: serves only --resume")
     if args.requeue and "SLURM_JOB_ID" not in os.environ:
