@@ -177,9 +177,7 @@ def test_fewer_images_than_a_batch_are_a_warning(root):
     for name in ("more", "a"):
         (root / f"images/train/{name}.png").unlink()
         (root / f"labels/train/{name}.png").unlink()
-    assert finding(check_data(config(root), jobs=1), "few").text.startswith(
-        "2 images are fewer than"
-    )
+    assert finding(check_data(config(root), jobs=1), "few").text.startswith("images: 2, fewer than")
 
 
 def test_the_median_size_is_shown_where_most_images_are_smaller_than_the_crop(root):

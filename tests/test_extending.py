@@ -99,10 +99,10 @@ def test_the_layout_lists_a_data_set(tmp_path):
     add("A data layout")
     (tmp_path / "classes.yaml").write_text("classes: [ground, plant]\nignore_ids: [255]\n")
     (tmp_path / "train").mkdir()
-    cv2.imwrite(str(tmp_path / "train/a.jpg"), np.zeros((6, 8, 3), np.uint8))
-    cv2.imwrite(str(tmp_path / "train/a.png"), np.ones((6, 8), np.uint8))
+    cv2.imwrite(str(tmp_path / "train/a_img.jpg"), np.zeros((6, 8, 3), np.uint8))
+    cv2.imwrite(str(tmp_path / "train/a_lab.png"), np.ones((6, 8), np.uint8))
     names = {"data__root": str(tmp_path), "data__classes": str(tmp_path / "classes.yaml")}
-    dataset = open_dataset(config(data__layout="side_by_side", **names).data, "train")
+    dataset = open_dataset(config(data__layout="pairs", **names).data, "train")
     assert [pair.name for pair in dataset.pairs] == ["a"]
 
 

@@ -113,7 +113,7 @@ def test_a_checkpoint_is_a_plain_file(pipe, tmp_path):
             function(path)
     for suffix in ("pth", "safetensors"):
         path = pipe(f"w.{suffix}")
-        with pytest.raises(CheckpointError, match=f"{path}: not a regular file"):
+        with pytest.raises(CheckpointError, match=f"{path}: no such file, or not a regular one"):
             load_backbone(build_backbone(ModelConfig(backbone="resnet18")), str(path))
 
 

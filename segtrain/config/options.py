@@ -143,7 +143,7 @@ Backbone = Literal[
 
 
 class ModelConfig(Section):
-    """The network. `segtrain config show` prints what is derived from the architecture."""
+    """The network."""
 
     arch: Literal["pspnet", "deeplabv3", "deeplabv3plus"] = option(
         "pspnet", "pyramid pooling, ASPP, or ASPP with a decoder"
@@ -188,12 +188,12 @@ class ModelConfig(Section):
     dropout: FractionBelow1 = option(0.1, "channel dropout before each classifier")
 
     def _mistakes(self) -> Iterator[str]:
-        resnet, deeplab = self.backbone.startswith("resnet"), self.arch != "pspnet"
+        resnet, deeplab = self.backbone.startswith("resnet"), self.arch.startswith("deeplab")
         backbone, arch = f"backbone {self.backbone}", f"arch {self.arch}"
         yield from self._no_effect(
             ("stem multi_grid recompute_norm", resnet, backbone),
             ("contract_dilation", self.output_stride < 32, "output_stride 32"),
-            ("ppm_bins", not deeplab, arch),
+            ("ppm_bins", self.arch == "pspnet", arch),
             ("aspp_rates separable", deeplab, arch),
             ("low_level_channels", self.arch == "deeplabv3plus", arch),
             ("aux_channels", self.aux_head, "aux_head false"),
@@ -253,6 +253,11 @@ class NormConfig(Section):
         return self.kind in ("sync", "local")
 
 
+def takes_class_weights(kind: str) -> bool:
+    """Whether the loss `kind` uses loss.class_weights."""
+    return kind != "dice"
+
+
 class LossConfig(Section):
     """What is minimized, over the valid pixels of all ranks together."""
 
@@ -273,7 +278,9 @@ class LossConfig(Section):
     )
 
     def _mistakes(self) -> Iterator[str]:
-        yield from self._no_effect(("class_weights", self.kind != "dice", f"kind {self.kind}"))
+        yield from self._no_effect(
+            ("class_weights", takes_class_weights(self.kind), f"kind {self.kind}")
+        )
         if self.class_weights is not None and not any(self.class_weights):
             yield "class_weights: all weights are 0"
 

@@ -1,7 +1,7 @@
 """Pairs from two mirrored folders: a label has the path of its image, with the suffix .png."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from segtrain.data.folders import LABEL_WORDS, files_by_name, visible_files
@@ -73,7 +73,9 @@ def case_clashes(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _similar_file(labels_dir: Path, name: str, label_end: str, images: Collection[str]) -> str:
+def _similar_file(
+    labels_dir: Path, name: str, label_end: str, images: Mapping[str, Sequence[Path]]
+) -> str:
     """Text " (found ...)" with a file that may be the missing label of `name`, or empty."""
     folder = (labels_dir / name).parent
     if not folder.is_dir():
@@ -90,7 +92,7 @@ def _similar_file(labels_dir: Path, name: str, label_end: str, images: Collectio
         is_png = file.suffix.lower() == LABEL_SUFFIX
         if is_png and not label_end and not of_another and renamed.fullmatch(file.stem):
             similar.append((0, file.name))
-        elif file.name.lower().startswith(stem.lower()):
+        elif file not in images[name] and file.name.lower().startswith(stem.lower()):
             similar.append((1, file.name))
     if not similar:
         return ""

@@ -123,7 +123,7 @@ class Dice:
 
     For class k, with the probabilities p and the labels g (1 where the label is k, else 0) of all
     valid pixels of the batch: D_k = 2 sum(p g) / (sum(p^2) + sum(g^2)). Classes that no label of
-    the batch shows are left out of the mean: their D_k is 0 whatever the model predicts.
+    the batch shows are left out of the mean: whatever the model predicts, their D_k would be 0.
     """
 
     def __init__(self, options: LossOptions) -> None:
@@ -179,7 +179,7 @@ class SegLoss:
         """
         parts = []
         for weight, local, total in zip((1.0, self.aux_weight), sums, totals, strict=False):
-            # In value the total; to autograd, this rank's sums times the weight of the head.
+            # The value is that of the total; the gradient goes to this rank's sums.
             part = weight * local
             parts.append(self._loss.value(total + (part - part.detach())))
         return torch.stack(parts).sum()

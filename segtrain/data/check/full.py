@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from segtrain.config import Config
+from segtrain.config.options import takes_class_weights
 from segtrain.data.check import issues as find
 from segtrain.data.check.result import CheckResult, Issue
 from segtrain.data.check.scan import process_pool, scan_split
@@ -50,4 +51,5 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         if scan.split == data.train_split:
             issues += find.training_issues(scan, config)
     issues += find.shared_image_issues(scans, is_one_split=data.train_split == data.eval_split)
-    return CheckResult(classes.name, list(classes.names), scans, issues)
+    weighs = takes_class_weights(config.loss.kind)
+    return CheckResult(classes.name, list(classes.names), scans, issues, weighs)

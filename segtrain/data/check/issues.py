@@ -22,7 +22,7 @@ ONE_SPLIT = "data.train_split and data.eval_split are the same: scores are of tr
 def listing_issues(split: str, listing: Listing) -> Iterator[Issue]:
     """Issues of the names of the files."""
     if problems := listing.problems:
-        text = f"{len(problems)} files are missing or named wrongly"
+        text = f"files that are missing or named wrongly: {len(problems)}"
         yield Issue("error", split, "files", text, problems)
     if clashes := listing.warnings:
         text = f"{len(clashes)} names clash on some file systems"
@@ -67,7 +67,7 @@ def training_issues(scan: SplitScan, config: Config) -> Iterator[Issue]:
     batch = config.train.batch_size
     if 0 < scan.num_pairs < batch:
         text = (
-            f"{scan.num_pairs} images are fewer than train.batch_size {batch}: a batch repeats some"
+            f"images: {scan.num_pairs}, fewer than train.batch_size {batch}: a batch repeats some"
         )
         yield Issue("warning", scan.split, "few", text)
 

@@ -33,6 +33,7 @@ class CheckResult:
     class_names: list[str]
     scans: list[SplitScan]
     issues: list[Issue]
+    weighs_classes: bool = True  # whether the loss can
 
     @property
     def ok(self) -> bool:
@@ -41,8 +42,9 @@ class CheckResult:
 
     @property
     def weights_scan(self) -> SplitScan | None:
-        """The split to compute class weights from; None if no label could be read."""
-        return self.scans[0] if self.scans and self.scans[0].pixels.any() else None
+        """The split to compute class weights from; None if there is no use for them."""
+        useful = self.weighs_classes and self.scans and self.scans[0].pixels.any()
+        return self.scans[0] if useful else None
 
 
 def as_text(result: CheckResult) -> str:
