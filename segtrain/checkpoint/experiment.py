@@ -17,7 +17,7 @@ _CLASS_FILE = TypeAdapter(ClassFile)
 
 def experiment_fields(config: Config, classes: ClassFile) -> dict[str, str]:
     """The fields `config` and `classes` of a Checkpoint."""
-    # When it is read, a missing ignore_color becomes the default colour, which labels may use.
+    # Without an ignored colour, leave the key out: the default colour may be that of a class.
     default = set() if classes.ignores_color else {"ignore_color"}
     # Indented, because `torch_file` refuses a long text without blanks.
     return {
@@ -47,4 +47,4 @@ def parse_data(checkpoint: Checkpoint, path: Path) -> DataFingerprint | None:
     try:
         return fingerprint_from_json(checkpoint.data)
     except ValidationError:
-        raise CheckpointError(f"{path}: damaged: data is no fingerprint of a data set") from None
+        raise CheckpointError(f"{path}: damaged: the field data cannot be read") from None

@@ -16,7 +16,7 @@ def prepare() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free number, which is this one; the ranks inherit it.
+            # open() takes the lowest free number, so this one. Ranks must inherit it.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:  # it was closed when Python started
@@ -42,7 +42,7 @@ def reader_has_left() -> bool:
 def stdout_problem() -> str | None:
     """Why stdout cannot be written; it becomes /dev/null then. None: it can be written."""
     try:
-        # Flushing would not tell: Python may have dropped what it could not write.
+        # Write, do not flush: Python may have dropped the text that it could not write.
         os.write(sys.stdout.fileno(), b"\n")
     except OSError as error:
         _discard_stdout()

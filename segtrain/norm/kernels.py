@@ -20,7 +20,7 @@ def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
         return mean, var
     # A mean over 100 standard deviations from 0 is too far for sums in float32.
     if torch.addcmul(var, mean, mean, value=-1e-4).min().item() < 0:
-        # Subtracting a number that is close to another is exact.
+        # x - center has no rounding error where both are close (Sterbenz lemma).
         center = mean.to(x.dtype)
         offset, var = _moments(x - _along(x, center))
         mean = center.double() + offset
@@ -50,7 +50,7 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def _moments_by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """For a contiguous tensor on a CPU, several times as fast as batch norm's own kernel.
 
-    Group norm's kernel, with a group for each channel of each image, is vectorized.
+    Uses torch's group norm, one group per channel: its CPU kernel is vectorized.
     """
     rows, channels = x.shape[:2]
     sizes = (rows, channels, x[0, 0].numel(), channels)
@@ -122,7 +122,7 @@ def input_gradient(
 ) -> Tensor:
     """weight / std * (dy - mean(dy) - xhat * mean(dy xhat)), like `x`.
 
-    means: (2 C,) both means over the values of all ranks, in the order of `backward_sums`.
+    means: (2 C,), what `backward_sums` returns, summed over the ranks and divided by the count.
     """
     mean_grad, mean_dot = means.chunk(2)
     scale = inv_std if weight is None else inv_std * weight.to(inv_std.dtype)
@@ -138,7 +138,7 @@ def input_gradient(
 
 
 def _is_pixelwise(x: Tensor, statistics: Tensor) -> bool:
-    """Whether elementwise functions are faster than batch norm's kernel; they round alike."""
+    """Whether to normalize by elementwise functions: faster here, with the same rounding."""
     return x.device.type == "cpu" and x.dtype == statistics.dtype and _is_channels_last(x)
 
 

@@ -11,8 +11,8 @@ _ENET_CONSTANT = 1.02
 def median_frequency_weights(scan: SplitScan) -> list[float]:
     """Median of the class frequencies / frequency of the class, (K,); 1 for an absent class.
 
-    The frequency of a class is its part of the valid pixels in the images that hold it
-    (arXiv:1411.4734).
+    The frequency of a class: its pixels divided by all valid pixels of the images in which it
+    occurs (arXiv:1411.4734).
     """
     present = scan.pixels > 0
     frequency = scan.pixels[present] / scan.pixels_beside[present]

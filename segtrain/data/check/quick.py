@@ -35,7 +35,7 @@ _HEADER_THREADS = 16
 _SAMPLES = 4
 # Labels to look at before their ids are called train ids.
 _ID_SAMPLES = 32
-# The part of the classes whose raw ids are no train ids must be at least this for that.
+# Only if at least this fraction of the classes has raw ids that cannot be train ids.
 _MIN_TELLING = 0.25
 
 
@@ -136,8 +136,7 @@ def _check_palettes(dataset: SegDataset, sample: Sequence[Pair]) -> str:
 def _train_ids_warning(dataset: SegDataset, sample: Sequence[Pair]) -> str:
     """A warning if the labels in `sample` and many others hold only train ids."""
     classes = dataset.classes
-    # Where nearly all raw ids are train ids too, as in ADE20K with 1 to 150, a sample of labels
-    # cannot tell them apart.
+    # ADE20K: raw ids are 1 to 150, train ids 0 to 149. A sample of labels cannot tell which it has.
     telling = sum(min(c.ids) >= classes.num_classes for c in classes.classes)
     if telling < _MIN_TELLING * classes.num_classes:
         return ""
