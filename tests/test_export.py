@@ -443,11 +443,7 @@ def test_options_without_effect_on_weights_are_refused_together():
     options = {"normalize": "uint8", "argmax": True, "size": [64, 96]}
     with pytest.raises(ConfigError) as refusal:
         command.main(request(format="safetensors", output="model", **options))
-    assert [line.split(":")[0] for line in str(refusal.value).splitlines()] == [
-        "--normalize",
-        "--argmax",
-        "--size",
-    ]
+    assert str(refusal.value).startswith("--normalize, --argmax, --size: ")
 
 
 @pytest.mark.parametrize(

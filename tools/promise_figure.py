@@ -52,7 +52,7 @@ model:
   aux_head: false
   dropout: 0.0
 loss: {{aux_weight: 0.0}}
-train: {{steps: {steps}, batch_size: 7, lr: 0.02, precision: {precision}}}
+train: {{steps: {steps}, batch_size: 7, lr: 0.005, precision: {precision}}}
 log: {{every_steps: 1}}
 eval: {{every_steps: null}}
 """

@@ -98,6 +98,10 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         """As nn.BatchNorm2d, with extent and kind of running statistics."""
         return f"{super().extra_repr()}, extent={self.extent}, running={self.running}"
 
+    def forget(self) -> None:
+        """Drops the batches since the statistics were settled."""
+        self._seen.clear()
+
     def _contributions(self) -> Iterator[Tensor]:
         """For each batch, what this rank adds to the sum over all ranks, (2 C + 1,)."""
         leads = self._ranks()[0] == dist.rank()  # one rank contributes for its group
@@ -138,4 +142,4 @@ def settle_statistics(module: nn.Module) -> None:
     for (layer, _), total in zip(parts, totals.split(sizes), strict=True):
         layer._merge(total)
     for layer in layers:
-        layer._seen.clear()
+        layer.forget()
