@@ -37,7 +37,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 # The first is the place in a wheel, the second in a checkout.
 _DIRECTORIES = (_PACKAGE / "_data" / "classes", _PACKAGE.parent / "data" / "classes")
 _EXAMPLE = "classes: [background, crack]"
-# The first of these that no class has marks ignored pixels in pictures.
+# Pictures show ignored pixels in the first of these that no class uses.
 _IGNORE_COLORS = ((0, 0, 0), (224, 224, 192), (255, 255, 255))
 
 
@@ -203,7 +203,7 @@ def _refuse_other_formats(document: Document) -> None:
 
 
 def _with_names(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` where a class that is only a name is an entry with that name."""
+    """`data`, with each class that is only a name made an entry."""
     classes = data.get("classes")
     if not isinstance(classes, list):
         return data

@@ -64,7 +64,7 @@ class ClassFile:
 
     @cached_property
     def write_ids(self) -> list[int]:
-        """The raw label value to write for each train id, as benchmarks want it."""
+        """The raw label value to write for each train id, the first of its ids."""
         return [c.ids[0] for c in self.classes]
 
 
@@ -80,7 +80,7 @@ def default_palette(num_colors: int) -> list[Color]:
 
 
 def ignoring_as(before: ClassFile, now: ClassFile) -> ClassFile:
-    """`now`, with the default `ignore_color` ignored in labels if equal classes `before` did so.
+    """`now`; labels may hold the default `ignore_color` if `before` is equal and allows it.
 
     before: from a checkpoint. Earlier versions ignored the default colour in labels.
     """

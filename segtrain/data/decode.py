@@ -2,9 +2,9 @@
 
 The same rules hold for training, evaluation, checking and prediction:
 
-- PNG and JPEG only, with at most `MAX_PIXELS`, which the header tells before any allocation.
+- PNG and JPEG only, with at most `MAX_PIXELS`, checked in the header before any allocation.
 - Pixels count as they are stored. The EXIF orientation is ignored: a PNG label has none, and
-  rotating the image alone would separate the two.
+  rotating only the image would misalign the two.
 - Grey and palette images become RGB. 16 bits become 8: the high byte, as the PNG standard says.
   The high byte of a camera's 12 bits is nearly black; `segtrain.data.brightness` finds such data.
   Alpha is dropped. CMYK is refused: its colours depend on a printer.
@@ -39,7 +39,7 @@ MAX_PIXELS = 89_478_485
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
-# Where the chunk IHDR holds the depth, behind width (16) and height (20).
+# The offset of the bit depth in a PNG; width is at 16, height at 20.
 _PNG_DEPTH_AT = 24
 _EXIF_ORIENTATION = 0x0112
 # Pillow's names for the chunk eXIf, and for the text in which ImageMagick writes EXIF.
@@ -75,8 +75,8 @@ def read_label(path: str | Path, class_file: ClassFile, label_format: str = "ids
     label_format: "ids" (one channel of raw ids) or "colors" (the exact colours of the classes).
 
     Raises:
-        DataError: also for ids or colours that the class file does not know, all of them with
-            their number of pixels.
+        DataError: also for ids or colours that are not in the class file; it lists each with its
+            number of pixels.
     """
     data = read_bytes(path)
     if label_format == "colors":
@@ -179,7 +179,7 @@ def opened(
     """The image in `file`, not yet decoded; what Pillow raises in the body becomes a DataError."""
     try:
         with Image.open(file, formats=formats) as image:
-            # Up to twice its limit Pillow only warns.
+            # Pillow only warns up to twice its limit.
             if image.width * image.height > MAX_PIXELS:
                 raise _too_large(path)
             yield image

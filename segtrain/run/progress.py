@@ -15,7 +15,7 @@ _LAYOUT = "{desc} {n_fmt}/{total_fmt} [{remaining}, {rate_fmt}]{postfix} |{bar}|
 
 
 class ProgressBar:
-    """A bar on a terminal; otherwise a plain line every ten seconds and, if asked for, at the end.
+    """A bar on a terminal; otherwise a plain line every ten seconds and, optionally, at the end.
 
     The log files get the plain lines in both cases.
     """
@@ -53,7 +53,7 @@ class ProgressBar:
         self._bar.close()
 
     def describe(self, *words: str) -> None:
-        """Sets what the next update shows besides the count, the most important first."""
+        """Sets the words shown after the count, the most important first."""
         self._words = words
         self._bar.set_postfix_str("  ".join(words), refresh=False)
 

@@ -41,7 +41,7 @@ class BadFile(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, error: DataError) -> "BadFile":
-        """The bad file at `path`, with which the message of `error` begins."""
+        """The bad file at `path`; the text of `error` starts with that path."""
         place = printable(path)
         return cls(place, str(error).removeprefix(f"{place}: "))
 
@@ -56,7 +56,7 @@ def by_reason(files: Iterable[BadFile]) -> dict[str, list[str]]:
 
 @dataclass
 class SplitScan:
-    """What the pairs of a split hold, or one of them.
+    """The contents of all pairs of a split, or of one pair.
 
     pixels, images: (K,) int64, pixels of each class and number of images that hold it.
     pixels_beside: (K,) int64, valid pixels of all images that hold the class.
