@@ -496,7 +496,7 @@ def test_a_damaged_fingerprint_is_a_damaged_checkpoint(run):
         content["eval"][field] = value
         texts.append(json.dumps(content))
     for text in texts:
-        with pytest.raises(CheckpointError, match=r"x\.pt: damaged: data is no fingerprint"):
+        with pytest.raises(CheckpointError, match=r"x\.pt: damaged: the field data cannot be read"):
             parse_data(record._replace(data=text), Path("x.pt"))
     path = run / "checkpoints" / "new.pt"
     content = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
