@@ -113,7 +113,7 @@ def test_every_kind_of_damage_is_found_in_one_run(root):
         ("val", "split"),
     }
     assert "unlabelled" in finding(result, "files").places[0]
-    assert "label 8x6" in finding(result, "sizes").places[0]
+    assert "label 6x8" in finding(result, "sizes").places[0]
     assert "text.png" in finding(result, "unreadable").places[0]
 
 
@@ -373,7 +373,7 @@ def write_config(root):
 def test_command_exits_with_0_and_prints_the_table(root, capsys):
     assert segtrain(["data", "check", write_config(root), "--jobs", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "train: 3 pairs of 9x6 to 9x6, 11.1% of the pixels ignored"
+    assert lines[0] == "train: 3 pairs of 6x9 to 6x9, 11.1% of the pixels ignored"
     assert "the data is fine" in lines[-1]
     (road,) = [line for line in lines if line.startswith("road")]
     assert road.split() == ["road", "75.000", "%", "3", "8.333", "%", "1"]
@@ -405,8 +405,8 @@ def test_quick_check_shows_every_pair_whose_sizes_differ(root):
         quick_check(*opened(root))
     lines = str(caught.value).splitlines()
     assert lines[0] == "split 'train': 2 problems"
-    assert "a.png: label 8x6" in lines[1]
-    assert "c.png: label 8x6" in lines[2]
+    assert "a.png: label 6x8" in lines[1]
+    assert "c.png: label 6x8" in lines[2]
 
 
 @pytest.mark.fault(57)

@@ -92,7 +92,10 @@ def test_the_backbone_trains_and_keeps_its_strides(output_stride):
 
 def test_the_head_trains():
     add("A head")
-    train_one_step(config(model__arch="fcn"))
+    experiment = config(model__arch="fcn")
+    assert train_one_step(experiment) > 0
+    logits = build_model(experiment.model, num_classes=3)(torch.zeros(2, 3, 33, 41)).out
+    assert logits.shape == (2, 3, 33, 41)
 
 
 def test_the_layout_lists_a_data_set(tmp_path):

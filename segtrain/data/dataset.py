@@ -78,6 +78,7 @@ def size_problem(pair: Pair, image: tuple[int, ...], label: tuple[int, ...]) -> 
     if tuple(image) == tuple(label):
         return ""
     return (
-        f"{printable(pair.label)}: label {label[1]}x{label[0]}, image {printable(pair.image)} "
-        f"{image[1]}x{image[0]}: sizes must be equal (as stored: EXIF orientation is ignored)"
+        f"{printable(pair.label)}: label {label[0]}x{label[1]}, image {printable(pair.image)} "
+        f"{image[0]}x{image[1]}: sizes (height x width) must be equal; "
+        "EXIF orientation is ignored"
     )

@@ -103,7 +103,7 @@ def _file_issues(scan: SplitScan) -> Iterator[Issue]:
         else:
             single.append(f"{places[0]}: {reason}")
     if single:
-        text = f"{len(single)} files cannot be read"
+        text = f"files that cannot be read: {len(single)}"
         yield Issue("error", scan.split, "unreadable", text, single)
     if problems := scan.size_problems:
         text = f"{len(problems)} labels differ from their image in size"

@@ -100,7 +100,7 @@ def _split_line(scan: SplitScan) -> str:
     size = ""
     if scan.sizes:
         heights, widths = zip(*scan.sizes, strict=True)
-        size = f" of {min(widths)}x{min(heights)} to {max(widths)}x{max(heights)}"
+        size = f" of {min(heights)}x{min(widths)} to {max(heights)}x{max(widths)}"
     return f"{scan.split}: {scan.num_pairs} pairs{size}{ignored}"
 
 
