@@ -188,10 +188,12 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     engine._forward_backward = in_this_thread
     engine.saved_on_host = partial(saved_on_host, copies=ClonesAsHost(mode.forget))
     try:
-        step = engine._forward_backward
+        step = partial(engine._forward_backward, state, state.wrapped, share)
         if virtual > 1:
-            step = partial(engine._as_virtual_ranks, config=config)
-        step(state, part=share, weight=1.0, step_sync=StepSync(lambda: False))
+            step = partial(
+                engine._in_threads, state, share.split([batch_size // virtual] * virtual)
+            )
+        step(1.0, step_sync=StepSync(lambda: False))
     finally:
         engine._forward_backward, engine.saved_on_host = plain, original
     return mode.peak, torch.cat([p.grad.flatten() for p in model.parameters()])

@@ -38,7 +38,9 @@ class Checkpoint(NamedTuple):
     scaler: dict[str, Any] | None
     best: dict[str, Any] | None  # "step" (int) and "mean_iou" (float) of the best evaluation
     evaluated: int = 0  # the step of the newest evaluation; 0: none
-    data: str | None = None  # the DataFingerprint as JSON; older versions did not write it
+    # Older versions did not write these two.
+    data: str | None = None  # the DataFingerprint as JSON
+    shares: dict[str, Any] | None = None  # what train.shares needs, see `training_state`
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
@@ -143,7 +145,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("config", "classes"), (str,)),
     "data": (str, type(None)),
     "model": _STATE,
-    **dict.fromkeys(("average", "optimizer", "scaler", "best"), _OPTIONAL),
+    **dict.fromkeys(("average", "optimizer", "scaler", "best", "shares"), _OPTIONAL),
 }
 
 
@@ -157,7 +159,7 @@ def _parse(content: Any) -> Checkpoint:
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
-    content = {"data": None} | content
+    content = {"data": None, "shares": None} | content
     missing = [field for field in Checkpoint._fields if field not in content]
     if missing:
         raise _ForeignError(f"incomplete: {', '.join(missing)} missing")

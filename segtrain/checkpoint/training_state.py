@@ -12,6 +12,7 @@ from segtrain.errors import CheckpointError
 from segtrain.files.torch_file import is_plain
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.engine import TrainState
+from segtrain.training.exact_sum import ExactGradientSum
 
 
 def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
@@ -27,7 +28,32 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
     # The run may not have used float16 before; a new scaler finds its scale within some steps.
     if state.scaler.is_enabled() and checkpoint.scaler:
         restore_scaler(state.scaler, checkpoint.scaler, path)
+    # The run may not have had shares before; the first step finds its exponents.
+    if isinstance(state.gradients, ExactGradientSum) and checkpoint.shares:
+        restore_exponents(state.gradients, checkpoint.shares, path)
     state.step = checkpoint.step
+
+
+def shares_fields(state: TrainState) -> dict[str, Any] | None:
+    """What a checkpoint keeps for train.shares; None without it.
+
+    exponents: of the fixed-point gradients of the next step, by parameter.
+    arithmetic: `arithmetic.fingerprint` of rank 0.
+    """
+    if not isinstance(state.gradients, ExactGradientSum):
+        return None
+    return {"exponents": state.gradients.exponents, "arithmetic": state.arithmetic}
+
+
+def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any], path: Path) -> None:
+    """Sets the exponents of the next step; CheckpointError if they are damaged."""
+    exponents = saved.get("exponents")
+    names = gradients.exponents.keys()
+    if not (isinstance(exponents, dict) and exponents.keys() == names):
+        raise CheckpointError(f"{path}: damaged: the gradients' exponents are of other weights")
+    if any(type(value) is not int or abs(value) > 128 for value in exponents.values()):
+        raise CheckpointError(f"{path}: damaged: a gradient has an impossible exponent")
+    gradients.exponents = exponents
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], path: Path) -> None:

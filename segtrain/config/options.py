@@ -300,6 +300,12 @@ class TrainConfig(Section):
         "memory for time: this many virtual ranks take turns on each rank's images; what their "
         "backward passes need waits in host memory; the result is that of as many times the ranks",
     )
+    shares: Positive | None = option(
+        None,
+        "cut each pass into this many parts, computed apart and added up in an order of their own, "
+        "so that weights are equal bit for bit on any number of ranks up to this one; null: equal "
+        "to rounding only",
+    )
     precision: Literal["float32", "bfloat16", "float16", "float64"] = option(
         "float32", "bfloat16 and float16: automatic mixed precision"
     )
@@ -342,6 +348,8 @@ class TrainConfig(Section):
 
     def _mistakes(self) -> Iterator[str]:
         batch, passes = self.batch_size, self.accumulate_steps
+        if self.shares is not None:
+            yield from self._share_mistakes(self.shares)
         if self.warmup_steps >= self.steps:
             yield f"warmup_steps: {self.warmup_steps} must be smaller than steps, {self.steps}"
         if passes > batch:
@@ -355,6 +363,27 @@ class TrainConfig(Section):
                 f"compile: cannot go with virtual_ranks, {self.virtual_ranks}: they wait for each "
                 "other inside the model, and a compiled graph cannot; set virtual_ranks to 1 or "
                 "compile to false"
+            )
+
+    def _share_mistakes(self, shares: int) -> Iterator[str]:
+        smallest_pass = self.batch_size // self.accumulate_steps
+        if smallest_pass < shares:
+            yield (
+                f"shares: {shares} shares of a pass of {smallest_pass} images "
+                "(batch_size / accumulate_steps) would leave some empty; use fewer shares or a "
+                "larger batch"
+            )
+        if self.virtual_ranks > 1:
+            yield (
+                f"shares: cannot go with virtual_ranks, {self.virtual_ranks}: both cut the batch, "
+                "and virtual ranks would cut it differently on another number of ranks; set "
+                "virtual_ranks to 1 or shares to null"
+            )
+        if self.compile:
+            yield (
+                "shares: cannot go with compile: shares wait for each other inside the model, and "
+                "a compiled graph cannot; what is compiled may also add up in another order; set "
+                "compile to false or shares to null"
             )
 
 
@@ -417,6 +446,14 @@ class Config(Section):
                 "train.virtual_ranks: need norm.kind sync over the world; with other statistics "
                 "train.accumulate_steps is as good"
             )
+        if train.shares is not None and norm.is_batch_norm:
+            extent = "each rank alone" if norm.kind == "local" else f"extent {norm.extent}"
+            if (norm.kind, norm.extent) != ("sync", "world"):
+                yield (
+                    f"train.shares: with batch norm over {extent} the result depends on the "
+                    "number of ranks; use norm.kind sync over the world, or set train.shares to "
+                    "null"
+                )
         if self.model.recompute_norm and not norm.is_batch_norm:
             yield f"model.recompute_norm: has no effect with norm.kind {norm.kind}; remove it"
         if norm.kind == "frozen" and train.init_from is None:

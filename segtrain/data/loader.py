@@ -27,7 +27,7 @@ from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import num_cores
-from segtrain.distributed.partition import partition
+from segtrain.distributed.partition import partition, parts_of_rank
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
 from segtrain.types import Batch
@@ -77,16 +77,18 @@ class TrainStream(Dataset):
             return error
 
 
-def indices_of_rank(batch_size: int, passes: int, rank: int, world_size: int) -> list[range]:
+def indices_of_rank(
+    batch_size: int, passes: int, rank: int, world_size: int, shares: int | None = None
+) -> list[range]:
     """The positions of the batch that `rank` takes in each of the step's `passes`.
 
-    The batch is first cut into passes, then each pass into ranks: both contiguous and as even as
-    possible. So a pass holds the same images, and has the same batch statistics, on any number of
-    ranks.
+    The batch is first cut into passes, then each pass into `shares` if there are any, then into
+    ranks: always contiguous and as even as possible. So a pass holds the same images, and has the
+    same batch statistics, on any number of ranks.
     """
     wholes = [partition(batch_size, passes, i) for i in range(passes)]
-    parts = [partition(len(whole), world_size, rank) for whole in wholes]
-    return [whole[part.start : part.stop] for whole, part in zip(wholes, parts, strict=True)]
+    parts = [parts_of_rank(len(whole), rank, world_size, shares) for whole in wholes]
+    return [whole[part[0].start : part[-1].stop] for whole, part in zip(wholes, parts, strict=True)]
 
 
 def default_workers(ranks_here: int) -> int:

@@ -7,7 +7,7 @@ timeout. Only this room imports torch.distributed.
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -55,7 +55,11 @@ def is_main() -> bool:
 def group_size(group: ProcessGroup | None = None) -> int:
     """The number of ranks in `group` (None: all), each counted with its virtual ranks."""
     virtual = virtual_ranks.current()
-    return _num_processes(group) * (1 if virtual is None else virtual.num_slots)
+    if virtual is None:
+        return _num_processes(group)
+    if virtual.shares is not None:
+        return sum(virtual.shares)
+    return _num_processes(group) * virtual.num_slots
 
 
 def _num_processes(group: ProcessGroup | None) -> int:
@@ -126,23 +130,68 @@ def leave_groups() -> None:
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """`tensor`, overwritten with the sum over the ranks of `group` (None: all). Collective.
 
-    Every rank gets the same bits. Virtual ranks add up first, in their order.
+    Every rank gets the same bits. Virtual ranks add up first, in their order; shares (see
+    `VirtualRanks`) as in `ordered_sum`.
     """
     virtual = virtual_ranks.current()
     if virtual is None:
         return _sum_processes(tensor, group)
-    total = virtual.meet(tensor, lambda parts: _sum_processes(reduce(torch.add, parts), group))
+
+    def combine(parts: list[Tensor]) -> Tensor:
+        if virtual.shares is None:
+            return _sum_processes(reduce(torch.add, parts), group)
+        _refuse_group(group)
+        return ordered_sum(torch.stack(parts), virtual.shares)
+
     # Each virtual rank gets its own copy, so in-place edits cannot leak.
-    return tensor.copy_(total)
+    return tensor.copy_(virtual.meet(tensor, combine))
+
+
+def ordered_sum(parts: Tensor, shares: Sequence[int]) -> Tensor:
+    """The sum of the parts of all ranks, added up in the order of shares. Collective.
+
+    Additions of floating-point numbers give other bits in another order, or in other brackets. Here
+    both are always the same, whichever rank has which share.
+
+    parts: (n, ...), one for each share of this rank.
+    shares: how many each rank has, in the order of ranks.
+    """
+    first, *others = _gather_parts(parts, shares)
+    total = first.clone()
+    for part in others:
+        total += part
+    return total
+
+
+def _gather_parts(parts: Tensor, shares: Sequence[int]) -> Tensor:
+    """The `parts` (n, ...) of all ranks in the order of shares, (sum(shares), ...)."""
+    if len(shares) == 1:
+        return parts
+    # All ranks must send equally much.
+    most = max(shares)
+    padded = parts.new_zeros(most, *parts.shape[1:])
+    padded[: len(parts)] = parts
+    gathered = _gather_processes(padded).split(most)
+    return torch.cat([rows[:count] for rows, count in zip(gathered, shares, strict=True)])
+
+
+def _refuse_group(group: ProcessGroup | None) -> None:
+    if group is not None:
+        raise RuntimeError("shares are added up over all ranks, not over a group of them")
 
 
 def _sum_processes(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     if _num_processes(group) > 1:
-        shared = None if torch.compiler.is_compiling() else _shared_sum
-        if shared is not None and group is None and shared.takes(tensor):
+        if group is None and (shared := _sharing_memory(tensor)) is not None:
             return shared.add(tensor)
         torch_dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def _sharing_memory(tensor: Tensor) -> SharedSum | None:
+    """What exchanges `tensor` through shared memory; None: the backend does it."""
+    shared = None if torch.compiler.is_compiling() else _shared_sum
+    return shared if shared is not None and shared.takes(tensor) else None
 
 
 def start_sum(tensor: Tensor) -> Callable[[], object]:
@@ -159,6 +208,8 @@ def all_gather(tensor: Tensor) -> Tensor:
     virtual = virtual_ranks.current()
     if virtual is None:
         return _gather_processes(tensor.unsqueeze(0))
+    if virtual.shares is not None:
+        return virtual.meet(tensor, lambda parts: _gather_parts(torch.stack(parts), virtual.shares))
     return virtual.meet(tensor, lambda parts: _gather_processes(torch.stack(parts)))
 
 
@@ -167,6 +218,8 @@ def _gather_processes(tensor: Tensor, group: ProcessGroup | None = None) -> Tens
     size = _num_processes(group)
     if size == 1:
         return tensor
+    if group is None and (shared := _sharing_memory(tensor)) is not None:
+        return shared.gather(tensor).view(size * len(tensor), *tensor.shape[1:])
     # As a vector, which all backends split alike.
     gathered = tensor.new_empty(size * tensor.numel())
     torch_dist.all_gather_into_tensor(gathered, tensor.flatten(), group=group)

@@ -10,6 +10,22 @@ def partition(total: int, parts: int, index: int) -> range:
     return range(start, start + small + (index < extra))
 
 
+def parts_of_rank(total: int, rank: int, ranks: int, shares: int | None) -> list[range]:
+    """The positions that `rank` computes, by the parts that are computed apart.
+
+    shares: the number of such parts over all ranks, each of which takes whole ones, contiguous and
+        as even as possible; None: one part a rank.
+    """
+    if shares is None:
+        return [partition(total, ranks, rank)]
+    return [partition(total, shares, share) for share in partition(shares, ranks, rank)]
+
+
+def shares_of_ranks(shares: int, ranks: int) -> list[int]:
+    """How many shares each rank has."""
+    return [len(partition(shares, ranks, rank)) for rank in range(ranks)]
+
+
 def smallest_batch(config: Config, ranks: int, ranks_here: int) -> int:
     """The fewest images over which batch norm takes its statistics in a pass.
 
@@ -27,6 +43,12 @@ def batch_findings(config: Config, ranks: int, ranks_here: int) -> list[str]:
     """What is wrong with the batch size for so many ranks; arguments as for `smallest_batch`."""
     train = config.train
     smallest_pass = train.batch_size // train.accumulate_steps
+    if train.shares is not None and ranks > train.shares:
+        return [
+            f"train.shares: {train.shares} shares leave some of {ranks} ranks without one; start "
+            f"at most {train.shares} ranks, or raise it before training begins: the number of "
+            "shares is part of the result"
+        ]
     parts = ranks * train.virtual_ranks
     if smallest_pass < parts:
         per_pass = "" if train.accumulate_steps == 1 else f" in {train.accumulate_steps} passes"

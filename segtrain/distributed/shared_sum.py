@@ -1,4 +1,4 @@
-"""Sums of small tensors over the ranks of one machine, through shared memory.
+"""Small tensors of the ranks of one machine, added up or gathered through shared memory.
 
 gloo sends even a few numbers through sockets, and every hop wakes a thread: 1 to 2 ms a call, a
 tenth of a step with synchronized batch norm. Here each rank writes its numbers to its own slot and
@@ -77,7 +77,7 @@ class SharedSum:
 
     @staticmethod
     def takes(tensor: torch.Tensor) -> bool:
-        """Whether `add` supports `tensor`; the same on all ranks for tensors of the same kind."""
+        """Whether `add` and `gather` support `tensor`; equal for tensors of the same kind."""
         return (
             tensor.device.type == "cpu"
             and tensor.nbytes <= MAX_BYTES
@@ -86,12 +86,22 @@ class SharedSum:
         )
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, overwritten with the sum over all ranks. Collective.
+        """`tensor`, overwritten with the sum over all ranks. Collective; raises as `gather`."""
+        values = tensor.detach().view(-1).numpy()
+        np.sum(self._exchange(tensor), axis=0, out=values)
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of all ranks' `tensor`, (size, n). Collective.
 
         Raises:
             LostRanksError: another rank has ended or does not come.
             RuntimeError: another rank has a tensor of another length.
         """
+        return torch.from_numpy(self._exchange(tensor).copy())
+
+    def _exchange(self, tensor: torch.Tensor) -> np.ndarray:
+        """The slots of all ranks, (size, n), once each holds its values of `tensor`."""
         values = tensor.detach().view(-1).numpy()
         self._count += 1
         buffer = self._count % 2
@@ -104,8 +114,7 @@ class SharedSum:
         if (kinds != kind).any():
             lengths = ", ".join(str(kind // len(_DTYPES)) for kind in kinds)
             raise RuntimeError(f"the ranks add up different numbers of values: {lengths}")
-        np.sum(slots, axis=0, out=values)
-        return tensor
+        return slots
 
     def close(self) -> None:
         """Unlocks and closes the file; the memory is freed with the last rank's."""

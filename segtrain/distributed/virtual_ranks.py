@@ -1,8 +1,8 @@
-"""Virtual ranks: threads of one process that take turns, each with its part of a batch.
+"""Virtual ranks: threads of one process, each with its part of a batch.
 
-Only one thread runs at a time. Where they need a sum over all parts, each hands in its own and lets
-the next run; the last combines them. So the device holds the workspace of one part at a time, and
-the statistics are those of the whole batch.
+At most `at_once` threads run at a time, by default one. Where they need a sum over all parts, each
+hands in its own and lets another run; the last combines them. So the statistics are those of the
+whole batch, and the device holds the workspace of few parts at a time.
 """
 
 import threading
@@ -19,12 +19,28 @@ class _OtherFailedError(Exception):
 
 
 class VirtualRanks:
-    """A group of `num_slots` threads that take turns; make a new group for every `run`."""
+    """A group of `num_slots` threads; make a new group for every `run`.
 
-    def __init__(self, num_slots: int) -> None:
+    Between two meetings they start in the order of their slots: with `at_once` 1 one after another.
+
+    Args:
+        at_once: how many may run at the same time.
+        shares: how many threads each process has, in the order of ranks, if sums over all of them
+            must not depend on which process has which (see `collectives.ordered_sum`).
+    """
+
+    def __init__(
+        self, num_slots: int, *, at_once: int = 1, shares: Sequence[int] | None = None
+    ) -> None:
         self.num_slots = num_slots
-        self._turn = 0
-        self._changed = threading.Condition()
+        self.shares = None if shares is None else tuple(shares)
+        self._at_once = min(at_once, num_slots)
+        # A thread waits by acquiring its gate; who opens it releases it, once between two meetings.
+        self._gates = [threading.Lock() for _ in range(num_slots)]
+        for gate in self._gates:
+            gate.acquire()
+        self._lock = threading.Lock()
+        self._arrived = 0  # threads that have reached the next meeting, or have ended
         self._parts: list[Any] = [None] * num_slots
         self._done = [False] * num_slots
         self._combined: Any = None
@@ -37,9 +53,11 @@ class VirtualRanks:
         def work(slot: int) -> None:
             _this_thread.group, _this_thread.slot = self, slot
             try:
-                self._wait_for_turn(slot)
+                self._wait(slot)
                 results[slot] = functions[slot]()
-                self._finish(slot)
+                self._done[slot] = True
+                if self._arrive():
+                    self._check_all_ended(slot)
             except BaseException as error:  # the first of all threads is raised below
                 self._fail(error)
 
@@ -49,6 +67,7 @@ class VirtualRanks:
         ]
         for thread in threads:
             thread.start()
+        self._open_first()
         try:
             for thread in threads:
                 thread.join()
@@ -64,39 +83,50 @@ class VirtualRanks:
         """`combine` of all threads' parts in the order of slots, called once, in every thread."""
         slot = _this_thread.slot
         self._parts[slot] = part
-        if slot == self.num_slots - 1:
+        if self._arrive():
             if any(self._done):
                 ended = [i for i, done in enumerate(self._done) if done]
                 raise RuntimeError(f"virtual ranks {ended} have ended, rank {slot} waits for them")
             # Not under the lock: Ctrl-C must get through while this waits for other processes.
             self._combined = combine(self._parts)
-        self._next_turn(slot)
-        self._wait_for_turn(slot)
+            self._arrived = 0
+            self._open_first()
+        self._wait(slot)
         return self._combined
 
-    def _next_turn(self, slot: int) -> None:
-        with self._changed:
-            self._turn = (slot + 1) % self.num_slots
-            self._changed.notify_all()
+    def _arrive(self) -> bool:
+        """Lets the next thread start; whether this one is the last to arrive."""
+        with self._lock:
+            self._arrived += 1
+            last, following = self._arrived == self.num_slots, self._arrived - 1 + self._at_once
+        if following < self.num_slots:
+            self._gates[following].release()
+        return last
 
-    def _wait_for_turn(self, slot: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn == slot or self._error is not None)
-            if self._error is not None:
-                raise _OtherFailedError
+    def _open_first(self) -> None:
+        for gate in self._gates[: self._at_once]:
+            gate.release()
 
-    def _finish(self, slot: int) -> None:
-        self._done[slot] = True
-        if slot == self.num_slots - 1 and not all(self._done):
-            waiting = [i for i, done in enumerate(self._done) if not done]
+    def _wait(self, slot: int) -> None:
+        self._gates[slot].acquire()
+        if self._error is not None:
+            raise _OtherFailedError
+
+    def _check_all_ended(self, slot: int) -> None:
+        waiting = [i for i, done in enumerate(self._done) if not done]
+        if waiting:
             raise RuntimeError(f"virtual rank {slot} has ended, {waiting} wait for it")
-        self._next_turn(slot)
 
     def _fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             if self._error is None:
                 self._error = error
-            self._changed.notify_all()
+        for gate in self._gates:
+            # One that is open already belongs to a thread that sees the error by itself.
+            try:
+                gate.release()
+            except RuntimeError:
+                continue
 
 
 def current() -> VirtualRanks | None:

@@ -1,12 +1,12 @@
 """Scores a model on a data set; the ranks divide the images so that each counts once."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from segtrain.data.prefetch import prefetch
 from segtrain.distributed import collectives as dist
@@ -48,18 +48,22 @@ def evaluate_dataset(
     num_classes: int,
     progress: bool = False,
     num_threads: int = 2,
+    at_once: int = 1,
     callbacks: Sequence[Callable[[Prediction], None]] = (),
 ) -> ConfusionMatrix:
     """The confusion matrix over all of `dataset`, the same on every rank (collective).
 
     Labels are compared at their own resolution. The model runs in evaluation mode and then gets its
-    modes back, also after an error. At most `num_threads` + 3 images are in memory at a time.
+    modes back, also after an error. At most `num_threads` + 3 images are in memory at a time, or
+    `at_once` + 3.
 
     Args:
         model: returns SegLogits; not wrapped for data parallelism.
         dataset: item i is (image, label), as `segtrain.data.open_dataset` returns it.
         progress: draw a bar on rank 0.
         num_threads: threads that decode images ahead of the model.
+        at_once: images that the model works on at the same time, each in a thread of its own with
+            one thread of torch (`Shares.of_this_rank`).
         callbacks: each is called with every prediction of this rank, in the order of the data set.
     """
     matrix = ConfusionMatrix(num_classes, device)
@@ -67,11 +71,23 @@ def evaluate_dataset(
     bar = ProgressBar(
         len(indices), 0, "evaluate", enabled=progress and dist.is_main(), unit="image"
     )
-    decoded = closing(prefetch(dataset.__getitem__, indices, num_threads))
-    with bar, _evaluation_mode(model), decoded as samples:
-        for index, (image, label) in zip(indices, samples, strict=True):
-            pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0).to(device)
-            pred = predict_label(model, pixels, settings, label.shape)
+
+    def predict(sample: Sample) -> tuple[np.ndarray, np.ndarray, Tensor]:
+        image, label = sample
+        pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0).to(device)
+        return image, label, predict_label(model, pixels, settings, label.shape)
+
+    def predict_alone(index: int) -> tuple[np.ndarray, np.ndarray, Tensor]:
+        torch.set_num_threads(1)  # a new thread would begin with as many as there are cores
+        return predict(dataset[index])
+
+    with bar, _evaluation_mode(model), ExitStack() as stack:
+        if at_once > 1:
+            predicted = stack.enter_context(closing(prefetch(predict_alone, indices, at_once)))
+        else:
+            decoded = closing(prefetch(dataset.__getitem__, indices, num_threads))
+            predicted = map(predict, stack.enter_context(decoded))
+        for index, (image, label, pred) in zip(indices, predicted, strict=True):
             matrix.update(pred, torch.from_numpy(label).to(device))
             if callbacks:
                 prediction = Prediction(index, image, label, pred.cpu().numpy())

@@ -21,7 +21,11 @@ def autocast_dtype(train: TrainConfig) -> torch.dtype | None:
 
 def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
     """Mixed precision with `dtype` for a forward pass; without effect if it is None."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+    if dtype is None:
+        return nullcontext()
+    # A forward pass uses each weight once. torch's cache of converted weights belongs to all
+    # threads of the process, and one of several shares would empty it for the others.
+    return torch.autocast(device.type, dtype, cache_enabled=False)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

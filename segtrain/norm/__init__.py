@@ -26,6 +26,7 @@ from segtrain.norm.sync import (
     SyncBatchNorm3d,
     make_groups,
     normalize_together,
+    untracked,
 )
 
 __all__ = [
@@ -47,5 +48,6 @@ __all__ = [
     "settle_statistics",
     "sync_batch_norm",
     "until_all_end",
+    "untracked",
     "watch_ranks",
 ]

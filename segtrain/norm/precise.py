@@ -1,6 +1,6 @@
 """Running statistics over a whole data set instead of a moving average over batches."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.distributed import collectives as dist
+from segtrain.distributed import virtual_ranks
+from segtrain.distributed.shares import Shares
 from segtrain.norm.functional import packed_moments, unbiased, unpacked_moments
 from segtrain.norm.kernels import local_moments
 from segtrain.norm.partial import PartialBatchNorm2d
@@ -16,7 +18,6 @@ from segtrain.norm.partial import PartialBatchNorm2d
 T = TypeVar("T")
 
 
-@torch.no_grad()
 def precise_statistics(
     module: nn.Module,
     batches: Iterable[T],
@@ -39,11 +40,29 @@ def precise_statistics(
     Returns:
         the number of layers that were set; without any, nothing runs.
     """
+    run = forward or module
+    parts = ([batch] for batch in batches)
+    return precise_statistics_of_parts(module, parts, run, group=group)
+
+
+@torch.no_grad()
+def precise_statistics_of_parts(
+    module: nn.Module,
+    batches: Iterable[Sequence[T]],
+    forward: Callable[[T], Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    shares: Shares | None = None,
+) -> int:
+    """As `precise_statistics`, for batches in parts that are computed apart.
+
+    shares: each batch has one part for each share of this rank; None: one part.
+    """
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     layers = [layer for layer in norms if layer.running_mean is not None]
     if not layers:
         return 0
-    sums: dict[nn.Module, Tensor] = {}
+    sums = [{} for _ in range(1 if shares is None else shares.counts[dist.rank()])]
     modes = {child: child.training for child in module.modules()}
     counters = [layer.num_batches_tracked.clone() for layer in layers]
     hook = partial(_accumulate, sums)
@@ -53,8 +72,12 @@ def precise_statistics(
         for layer in layers:
             handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
             layer.train()
-        for batch in batches:
-            (forward or module)(batch)
+        for parts in batches:
+            if shares is None:
+                (part,) = parts
+                forward(part)
+            else:
+                shares.run([partial(_without_gradient, forward, part) for part in parts])
     finally:
         for handle in handles:
             handle.remove()
@@ -64,26 +87,40 @@ def precise_statistics(
             layer.num_batches_tracked.copy_(counter)
             if isinstance(layer, PartialBatchNorm2d):
                 layer._seen.clear()
-    _set(layers, sums, group)
+    _set(layers, sums, group, shares)
     return len(layers)
 
 
+def _without_gradient(forward: Callable[[T], Any], part: T) -> None:
+    with torch.no_grad():  # each thread has a mode of its own
+        forward(part)
+
+
+_Sums = list[dict[nn.Module, Tensor]]  # of each share of this rank
+
+
 def _accumulate(
-    sums: dict[nn.Module, Tensor], layer: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]
+    sums: _Sums, layer: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]
 ) -> None:
     x = args[0] if args else kwargs["input"]
     payload = packed_moments(*local_moments(x), x.numel() // x.shape[1])
-    sums[layer] = sums[layer] + payload if layer in sums else payload
+    mine = sums[virtual_ranks.slot()]
+    mine[layer] = mine[layer] + payload if layer in mine else payload
 
 
 def _set(
-    layers: list[_BatchNorm], sums: dict[nn.Module, Tensor], group: dist.ProcessGroup | None
+    layers: list[_BatchNorm],
+    sums: _Sums,
+    group: dist.ProcessGroup | None,
+    shares: Shares | None,
 ) -> None:
-    """One all_reduce for all layers; those that saw no value on any rank keep what they had."""
+    """One collective for all layers; those that saw no value on any rank keep what they had."""
     sizes = [2 * layer.num_features + 1 for layer in layers]
-    for layer, size in zip(layers, sizes, strict=True):
-        sums.setdefault(layer, layer.running_mean.new_zeros(size, dtype=torch.float64))
-    whole = dist.all_reduce_sum(torch.cat([sums[layer] for layer in layers]), group)
+    for mine in sums:
+        for layer, size in zip(layers, sizes, strict=True):
+            mine.setdefault(layer, layer.running_mean.new_zeros(size, dtype=torch.float64))
+    rows = torch.stack([torch.cat([mine[layer] for layer in layers]) for mine in sums])
+    whole = dist.all_reduce_sum(rows[0], group) if shares is None else shares.sum(rows)
     for layer, part in zip(layers, whole.split(sizes), strict=True):
         mean, var, count = unpacked_moments(part)
         if count > 0:

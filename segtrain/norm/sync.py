@@ -1,6 +1,7 @@
 """Synchronized batch norm as modules: a drop-in for nn.BatchNorm1d, 2d and 3d."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -107,7 +108,7 @@ class SyncBatchNorm(_BatchNorm):
             shape = tuple(input.shape)
             raise ValueError(f"batch norm in training got {got}; this rank's input is {shape}")
         # Virtual ranks share the layer and see the same statistics.
-        if not recomputing() and virtual_ranks.slot() == 0:
+        if _tracked and not recomputing() and virtual_ranks.slot() == 0:
             mean, var, count = moments
             if count.device.type == "cpu" and not torch.compiler.is_compiling():
                 # A Python number saves ten operations; on a GPU reading it would wait.
@@ -211,6 +212,20 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether `module` has hooks, which need every call of it."""
     forward, backward = module._forward_hooks, module._backward_hooks
     return any([forward, backward, module._forward_pre_hooks, module._backward_pre_hooks])
+
+
+_tracked = True
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Inside, running statistics stay as they are, for a step that is computed a second time."""
+    global _tracked
+    _tracked = False
+    try:
+        yield
+    finally:
+        _tracked = True
 
 
 def recomputing() -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,13 @@ from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.partition import partition
+from segtrain.distributed.shares import Shares
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.models.normalize import Normalize
 from segtrain.models.precision import dtype_of
-from segtrain.norm import settle_statistics
+from segtrain.norm import settle_statistics, untracked
+from segtrain.training.arithmetic import fingerprint
+from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
@@ -46,20 +49,20 @@ class StepResult(NamedTuple):
 class RankBatch(NamedTuple):
     """This rank's part of one pass."""
 
-    images: Tensor  # (n, 3, H, W) normalized
-    labels: Tensor  # (n, H, W) int64
+    images: Tensor  # (n, 3, H, W) uint8
+    labels: Tensor  # (n, H, W) uint8
     dropout: DropoutMasks  # of these n images
 
-    def split(self, parts: int) -> list["RankBatch"]:
-        """The images in contiguous parts; the first parts hold one more where they are unequal."""
+    def split(self, sizes: Sequence[int]) -> list["RankBatch"]:
+        """The images in contiguous parts of these sizes."""
 
-        def cut(i: int) -> RankBatch:
-            indices = partition(len(self.images), parts, i)
-            part = slice(indices.start, indices.stop)
+        def cut(images: range) -> RankBatch:
+            part = slice(images.start, images.stop)
             masks = (None if mask is None else mask[part] for mask in self.dropout)
             return RankBatch(self.images[part], self.labels[part], DropoutMasks(*masks))
 
-        return [cut(i) for i in range(parts)]
+        ends = list(accumulate(sizes))
+        return [cut(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
 @dataclass
@@ -67,9 +70,14 @@ class TrainState:
     """Everything that an update changes: the contents of a checkpoint."""
 
     model: nn.Module
+    normalize: nn.Module
+    memory_format: torch.memory_format  # of images in the model
     criterion: SegLoss
     wrapped: nn.Module  # both as one module, compiled if the config says so
-    gradients: GradientSum
+    shares: Shares | None  # train.shares
+    arithmetic: str | None  # `arithmetic.fingerprint` of this rank, with shares
+    replicas: list[nn.Module]  # of `wrapped`, one for each share of this rank
+    gradients: GradientSum | ExactGradientSum
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     average: WeightAverage | None
@@ -84,18 +92,44 @@ class TrainState:
 def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainState:
     """The state before the first step, with `model` moved to `device` (collective)."""
     train = config.train
+    # Also where channels_last is off: the loader's images have that layout, and convolutions would
+    # follow it.
+    layout = torch.channels_last if train.channels_last else torch.contiguous_format
     model.to(device, dtype_of(train))
     if train.channels_last:
-        model.to(memory_format=torch.channels_last)
+        model.to(memory_format=layout)
     share_weights(model)
+    normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
     criterion = SegLoss(config.loss, device, passes=train.accumulate_steps)
+    wrapped = wrap(model, criterion, train)
+    # Virtual ranks have a backward pass each, so their gradients wait for the end.
+    gradients = GradientSum(model.named_parameters(), overlap=train.virtual_ranks == 1)
+    shares, replicas, digits = None, [], None
+    if train.shares is not None:
+        shares = Shares.of_this_rank(train.shares, device)
+        digits = fingerprint(device, train)
+        replicas = [replica(wrapped).train() for _ in range(shares.counts[dist.rank()])]
+        gradients = ExactGradientSum(
+            model,
+            replicas,
+            shares=shares.counts,
+            passes=train.accumulate_steps,
+            num_threads=shares.at_once,
+        )
+    scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "float16")
+    scaler.scale(torch.zeros((), device=device))  # makes its tensors; shares would do it at once
     return TrainState(
         model=model,
+        normalize=normalize,
+        memory_format=layout,
         criterion=criterion,
-        wrapped=wrap(model, criterion, train),
-        gradients=GradientSum(model.named_parameters()),
+        wrapped=wrapped,
+        shares=shares,
+        arithmetic=digits,
+        replicas=replicas,
+        gradients=gradients,
         optimizer=build_optimizer(model, train),
-        scaler=torch.amp.GradScaler(device.type, enabled=train.precision == "float16"),
+        scaler=scaler,
         average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
     )
 
@@ -121,13 +155,6 @@ def train_steps(
         NonFiniteError: the loss or the gradient of the step before was not finite.
     """
     train = config.train
-    normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
-    # Also where channels_last is off: the loader's images have that layout, and convolutions would
-    # follow it.
-    layout = torch.channels_last if train.channels_last else torch.contiguous_format
-    forward_backward = partial(_forward_backward, state, step_sync=step_sync)
-    if train.virtual_ranks > 1:
-        forward_backward = partial(_as_virtual_ranks, state, config, step_sync=step_sync)
     batches = iter(batches)
     state.model.train()
 
@@ -136,21 +163,15 @@ def train_steps(
         passes = list(islice(batches, train.accumulate_steps))
         data_s = time.perf_counter() - began
 
-        # Widened on the device: asked for both at once, `to` would convert on the host and wait.
-        labels = [batch.labels.to(device, non_blocking=True).long() for batch in passes]
-        weights = _pass_weights(labels, state.criterion)
-        losses = torch.zeros(2, dtype=torch.float64, device=device)  # head, auxiliary head
-        for i, batch in enumerate(passes):
-            images = batch.images.to(device, non_blocking=True)
-            images = normalize(images.contiguous(memory_format=layout))
-            part = RankBatch(images, labels[i], _dropout_masks(state, config, indices[i], device))
-            # All ranks add their gradients once a step, during the last backward pass. Virtual
-            # ranks have a backward pass each, so their gradients wait for the end.
-            last = i + 1 == len(passes)
-            overlap = train.virtual_ranks == 1
-            with state.gradients.summed(overlap=overlap) if last else nullcontext():
-                losses += forward_backward(part, weights[i]) * weights[i]
-            settle_statistics(state.model)
+        parts = []
+        for batch, positions in zip(passes, indices, strict=True):
+            images, labels = (t.to(device, non_blocking=True) for t in batch[:2])
+            masks = _dropout_masks(state, config, positions, device)
+            parts.append(RankBatch(images, labels, masks))
+        losses = _run_passes(state, parts, config, step_sync)
+        while not state.gradients.finish():
+            with untracked():
+                losses = _run_passes(state, parts, config, step_sync)
 
         lr = learning_rate(train, state.step)
         grad_norm = _update(state, lr, train.clip_grad_norm)
@@ -158,42 +179,70 @@ def train_steps(
         yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s)
 
 
-def _forward_backward(
-    state: TrainState, part: RankBatch, weight: Tensor | float, *, step_sync: StepSync
+def _run_passes(
+    state: TrainState, parts: list[RankBatch], config: Config, step_sync: StepSync
 ) -> Tensor:
-    """Adds the gradient of this rank's part of a pass; returns the mean losses (2,) of all ranks.
+    """Runs the passes of a step; returns the mean losses (2,) of all ranks (collective)."""
+    cut = [_sizes(state, config, i, len(part.images)) for i, part in enumerate(parts)]
+    weights = _pass_weights(state, parts, cut)
+    losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
+    for i, (part, sizes) in enumerate(zip(parts, cut, strict=True)):
+        # All ranks add their gradients once a step, during the last backward pass.
+        with state.gradients.collected(last=i + 1 == len(parts)):
+            if len(sizes) == 1 and state.shares is None:
+                means = _forward_backward(
+                    state, state.wrapped, part, weights[i], step_sync=step_sync
+                )
+            else:
+                means = _in_threads(state, part.split(sizes), weights[i], step_sync=step_sync)
+        losses += means * weights[i]
+        settle_statistics(state.model)
+    return losses
 
+
+def _forward_backward(
+    state: TrainState,
+    module: nn.Module,
+    part: RankBatch,
+    weight: Tensor | float,
+    *,
+    step_sync: StepSync,
+) -> Tensor:
+    """Adds the gradient of a part of a pass; returns the mean losses (2,) of the whole pass.
+
+    module: `state.wrapped` or a replica.
     weight: that of the pass, from `_pass_weights`.
     """
-    sums = state.wrapped(*part)
+    images = state.normalize(part.images.contiguous(memory_format=state.memory_format))
+    sums = module(images, part.labels.long(), part.dropout)
     totals = step_sync.reduce(sums)
     objective = state.criterion.objective(sums, totals)
     state.scaler.scale(objective * weight).backward()
     return state.criterion.means(totals)
 
 
-def _as_virtual_ranks(
-    state: TrainState,
-    config: Config,
-    part: RankBatch,
-    weight: Tensor | float,
-    *,
-    step_sync: StepSync,
+def _in_threads(
+    state: TrainState, parts: list[RankBatch], weight: Tensor | float, *, step_sync: StepSync
 ) -> Tensor:
-    """As `_forward_backward`, with `part` cut among virtual ranks: one at a time computes."""
-    device = part.images.device
+    """As `_forward_backward`, for parts that are computed apart: shares, or virtual ranks."""
+    device = parts[0].images.device
 
-    def work(smaller: RankBatch) -> Tensor:
+    def work(module: nn.Module, part: RankBatch) -> Tensor:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread begins with device 0
-        on_host = saved_on_host(device, state.model.parameters())
+        # Virtual ranks save memory: what their backward passes need waits on the host.
+        on_host = nullcontext()
+        if state.shares is None:
+            on_host = saved_on_host(device, state.model.parameters())
         # In the middle of its backward pass this thread waits for the others: autograd must run in
         # it, and not in the one thread that it has for each device.
         with torch.autograd.set_multithreading_enabled(False), on_host:
-            return _forward_backward(state, smaller, weight, step_sync=step_sync)
+            return _forward_backward(state, module, part, weight, step_sync=step_sync)
 
-    parts = part.split(config.train.virtual_ranks)
-    return VirtualRanks(len(parts)).run([partial(work, smaller) for smaller in parts])[0]
+    run, modules = VirtualRanks(len(parts)).run, [state.wrapped] * len(parts)
+    if state.shares is not None:
+        run, modules = state.shares.run, state.replicas
+    return run([partial(work, *pair) for pair in zip(modules, parts, strict=True)])[0]
 
 
 def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor:
@@ -213,11 +262,34 @@ def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tenso
     return grad_norm
 
 
-def _pass_weights(labels: list[Tensor], criterion: SegLoss) -> list[Tensor | float]:
-    """The fraction of the step's valid pixels, over all ranks, that lies in each pass."""
-    if len(labels) == 1:
+def _sizes(state: TrainState, config: Config, index: int, num_images: int) -> list[int]:
+    """The sizes of the parts in which this rank computes its `num_images` of a pass."""
+    train = config.train
+    if state.shares is not None:
+        whole = partition(train.batch_size, train.accumulate_steps, index)
+        return state.shares.sizes(len(whole))
+    parts = train.virtual_ranks
+    return [len(partition(num_images, parts, i)) for i in range(parts)]
+
+
+def _pass_weights(
+    state: TrainState, parts: list[RankBatch], cut: list[list[int]]
+) -> list[Tensor | float]:
+    """The fraction of the step's valid pixels, over all ranks, that lies in each pass.
+
+    cut: for each pass, the sizes of the parts that are computed apart.
+    """
+    if len(parts) == 1:
         return [1.0]
-    weights = dist.all_reduce_sum(torch.stack([criterion.label_weight(label) for label in labels]))
+    weight = state.criterion.label_weight
+    if state.shares is None:
+        weights = [weight(part.labels.long()) for part in parts]
+        weights = dist.all_reduce_sum(torch.stack(weights))
+    else:
+        passes = [part.labels.split(sizes) for part, sizes in zip(parts, cut, strict=True)]
+        labels = zip(*passes, strict=True)  # of each share in all passes
+        weights = [torch.stack([weight(label.long()) for label in share]) for share in labels]
+        weights = state.shares.sum(torch.stack(weights))
     whole = weights.sum()
     return list(weights / torch.where(whole == 0, 1.0, whole))
 

@@ -6,7 +6,7 @@ every process, so a resumed run gets other bits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -30,14 +30,26 @@ class GradientSum:
 
     Args:
         named_parameters: in the order of registration, the same on all ranks, on one device.
+        overlap: as in `summed`, for `collected`.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, overlap: bool = True
+    ) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
+        self._overlap = overlap
         if dist.world_size() > 1:
             self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
-        self._buckets = _make_buckets(list(self._parameters.values()))
+        self._buckets = make_buckets(list(self._parameters.values()))
         self._used: set[str] | None = None  # names of the parameters that get a gradient
+
+    def collected(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around a pass; after the last one of a step, gradients are the sums over all ranks."""
+        return self.summed(overlap=self._overlap) if last else nullcontext()
+
+    def finish(self) -> bool:
+        """True: the step never has to be computed again (see `ExactGradientSum.finish`)."""
+        return True
 
     @contextmanager
     def summed(self, *, overlap: bool = True) -> Iterator[None]:
@@ -64,7 +76,7 @@ class GradientSum:
             self._finish(sender)
         except BaseException:
             # An all_reduce under way may still write into the old buckets.
-            self._buckets = _make_buckets(list(self._parameters.values()))
+            self._buckets = make_buckets(list(self._parameters.values()))
             raise
         finally:
             for hook in hooks:
@@ -73,26 +85,25 @@ class GradientSum:
     def _finish(self, sender: "_Sender") -> None:
         found = {name for name, p in self._parameters.items() if p.grad is not None}
         if self._used is None:
-            _compare(found)
+            compare_ranks(found)
             self._used = found
-        if found == self._used:
-            sender.finish()
-            return
         # The other ranks may not notice: with NaN they cannot save a wrong step either.
-        sender.finish(spoil=True)
-        raise RuntimeError(
-            f"rank {dist.rank()}: {_names(found ^ self._used)}: got a gradient in some steps only; "
-            "every step must give gradients to the same parameters"
-        )
+        sender.finish(spoil=found != self._used)
+        compare_steps(found, self._used)
 
 
-class _Bucket:
-    """Gradients that are summed together, side by side in the tensor `flat`."""
+class Bucket:
+    """Gradients that are summed together, side by side in the tensor `flat`.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    dtype: of the sums; None: that of the parameters.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
+    ) -> None:
         self.parameters = parameters
         sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in parameters]
-        self.flat = parameters[0].new_zeros(sum(sizes), requires_grad=False)
+        self.flat = parameters[0].new_zeros(sum(sizes), dtype=dtype, requires_grad=False)
         # The strides are those that autograd gives to gradients, channels-last ones for example.
         self.views = [
             part.as_strided(p.size(), torch.empty_like(p).stride())
@@ -119,7 +130,7 @@ class _Sender:
     after the stream of that thread, which computed the gradients.
     """
 
-    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
         self._missing: list[set[nn.Parameter]] = []
         self._waits: list[Callable[[], None]] = []  # one for every bucket that was sent
@@ -163,7 +174,9 @@ class _Sender:
             wait()
 
 
-def _make_buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+def make_buckets(
+    parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
+) -> list[Bucket]:
     """Buckets of `parameters` from the last to the first, as backward passes reach them."""
     groups: list[list[nn.Parameter]] = []
     for parameter in reversed(parameters):
@@ -174,10 +187,19 @@ def _make_buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
             last.append(parameter)
         else:
             groups.append([parameter])
-    return [_Bucket(group) for group in groups]
+    return [Bucket(group, dtype) for group in groups]
 
 
-def _compare(found: set[str]) -> None:
+def compare_steps(found: set[str], used: set[str]) -> None:
+    """Raises RuntimeError if parameters got a gradient in this step, or in the first, only."""
+    if found != used:
+        raise RuntimeError(
+            f"rank {dist.rank()}: {_names(found ^ used)}: got a gradient in some steps only; "
+            "every step must give gradients to the same parameters"
+        )
+
+
+def compare_ranks(found: set[str]) -> None:
     """Raises the same RuntimeError on all ranks if they differ in `found` (collective)."""
     everyone = [set(names) for names in dist.all_gather_object(sorted(found))]
     some = set.union(*everyone) - set.intersection(*everyone)

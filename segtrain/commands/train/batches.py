@@ -18,7 +18,13 @@ from segtrain.types import Batch
 def indices(run: Run) -> list[range]:
     """For each pass of a step, the positions in the whole batch that this rank trains on."""
     train = run.config.train
-    return indices_of_rank(train.batch_size, train.accumulate_steps, dist.rank(), dist.world_size())
+    return indices_of_rank(
+        train.batch_size,
+        train.accumulate_steps,
+        dist.rank(),
+        dist.world_size(),
+        train.shares,
+    )
 
 
 def until(run: Run, step: int) -> Iterable[Batch]:

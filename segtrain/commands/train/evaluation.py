@@ -1,21 +1,24 @@
 """The evaluation of a run: scores, pictures, and whether the model is the best so far."""
 
+from collections.abc import Iterator
 from math import isnan
 from typing import Any
+
+from torch import Tensor
 
 from segtrain.commands.train import batches, saving
 from segtrain.commands.train.setup import Run
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
+from segtrain.distributed.partition import partition
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import Scores
 from segtrain.models.normalize import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
-from segtrain.norm import precise_statistics
+from segtrain.norm.precise import precise_statistics_of_parts
 from segtrain.run.pictures import confusion_picture, panel
 from segtrain.run.progress import score_text
-from segtrain.types import Batch
 
 
 def evaluate(run: Run) -> Scores:
@@ -35,6 +38,7 @@ def evaluate(run: Run) -> Scores:
         device=run.device,
         num_classes=classes.num_classes,
         progress=True,
+        at_once=1 if run.state.shares is None else run.state.shares.at_once,
         callbacks=[lambda prediction: _show(run, prediction)],
     )
     scores = matrix.scores()
@@ -80,12 +84,22 @@ def _take_precise_statistics(run: Run, num_batches: int) -> None:
     These are the batches of the coming steps, whichever ranks train on them. So the result depends
     only on the config and the step.
     """
-    config, train = run.config, run.config.train
+    config, train, shares = run.config, run.config.train, run.state.shares
     normalize = Normalize(config.data.mean, config.data.std).to(run.device, dtype_of(train))
     model = run.state.eval_model
 
-    def forward(batch: Batch) -> None:
+    def forward(images: Tensor) -> None:
         with autocast(autocast_dtype(train), run.device):
-            model(normalize(batch.images.to(run.device)))
+            model(normalize(images))
 
-    precise_statistics(model, batches.until(run, run.state.step + num_batches), forward)
+    def images_of_batches() -> Iterator[list[Tensor]]:
+        """The parts of each pass that are computed apart."""
+        for i, batch in enumerate(batches.until(run, run.state.step + num_batches)):
+            images = batch.images.to(run.device)
+            if shares is None:
+                yield [images]
+                continue
+            whole = partition(train.batch_size, train.accumulate_steps, i % train.accumulate_steps)
+            yield list(images.split(shares.sizes(len(whole))))
+
+    precise_statistics_of_parts(model, images_of_batches(), forward, shares=shares)

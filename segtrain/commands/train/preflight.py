@@ -13,11 +13,11 @@ from segtrain import __version__
 from segtrain.config import Config
 from segtrain.data.check.quick import quick_check
 from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import bytes_in_flight, num_loader_workers
+from segtrain.data.loader import bytes_in_flight, indices_of_rank, num_loader_workers
 from segtrain.data.photometric import check_extra
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import SHARED_MEMORY, compiler
-from segtrain.distributed.partition import batch_findings, partition, smallest_batch
+from segtrain.distributed.partition import batch_findings, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
@@ -145,10 +145,16 @@ def start_lines(
 
 def _batch_words(config: Config, ranks: int) -> str:
     train = config.train
-    sizes = [len(partition(train.batch_size, ranks, rank)) for rank in range(ranks)]
+    cut = (train.accumulate_steps, train.shares)
+    sizes = [
+        sum(map(len, indices_of_rank(train.batch_size, cut[0], rank, ranks, cut[1])))
+        for rank in range(ranks)
+    ]
     split = f"{ranks} x {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
     height, width = config.augment.crop_size
     words = f"{split} = {train.batch_size} images of {height}x{width}"
+    if train.shares is not None:
+        words += f", computed in {train.shares} shares"
     if train.virtual_ranks > 1:
         words += f", each rank's by {train.virtual_ranks} virtual ranks"
     if train.accumulate_steps > 1:

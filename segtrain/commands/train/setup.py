@@ -1,5 +1,6 @@
 """Everything before the first step of `segtrain train`, as numbered stages."""
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -76,7 +77,12 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     """
     config, directory, device = order.config, order.directory, order.device
     seed.seed_everything(config.seed)
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    # Shares promise bits. On a CPU the kernels that they run keep that promise by themselves.
+    if config.train.deterministic or (config.train.shares is not None and device.type == "cuda"):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.use_deterministic_algorithms(False)
 
     # 1. The run directory belongs to this run alone.
     claim = Claim(directory)
@@ -203,7 +209,30 @@ def _build_state(
     state = make_state(model, config, order.device)
     if resumed is not None:
         restore(state, *resumed)
+    if state.shares is not None:
+        notes += _other_arithmetic(state, resumed)
     return state
+
+
+def _other_arithmetic(state: TrainState, resumed: Resumed | None) -> list[str]:
+    """Warnings that bits may differ although train.shares is set (collective)."""
+    digits = dist.all_gather_object(state.arithmetic)
+    others = [rank for rank, other in enumerate(digits) if other != digits[0]]
+    warnings = []
+    if others:
+        ranks = ", ".join(map(str, others))
+        warnings.append(
+            f"warning: ranks {ranks} compute other bits than rank 0 (another processor, device or "
+            "version): weights depend on which rank has which share"
+        )
+    saved = resumed and resumed.checkpoint.shares
+    if saved and saved.get("arithmetic") != digits[0]:
+        warnings.append(
+            "warning: this machine computes other bits than the one that saved the checkpoint "
+            "(another processor, device or version): the weights will not be bit for bit those of "
+            "the run without the interruption"
+        )
+    return warnings
 
 
 def _load_initial(model: SegModel, config: Config, class_names: Sequence[str]) -> list[str]:

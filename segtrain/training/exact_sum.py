@@ -1,0 +1,278 @@
+"""Gradients of shares, summed so that no bit depends on which rank computed which share.
+
+Floating-point sums depend on order and brackets; sums of integers do not. So the gradient of every
+share is turned into 64-bit fixed point before it is added to anything:
+
+    integer = trunc(gradient * 2**exponent)     one exponent for each parameter tensor
+
+The exponent follows the largest value of the step before: it becomes 2**TARGET_BITS, so that the
+rounding error is at most 2**-TARGET_BITS of it, far below that of float32. Above it there is room
+for the number of shares and for a larger gradient in the next step. A step that needs more room, or
+whose gradient has become tiny, is computed again with other exponents; so is the first one, which
+knows nothing yet. All of this is decided by the largest value over all shares, which does not
+depend on their order either, and the exponents are part of a checkpoint.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from segtrain.distributed import collectives as dist
+from segtrain.training.gradients import (
+    Bucket,
+    compare_ranks,
+    compare_steps,
+    make_buckets,
+)
+
+# The largest value of the step before is scaled to this many bits.
+TARGET_BITS = 46
+# All shares together must stay below 2**63.
+_SUM_BITS = 62
+# With fewer bits than these a tensor's gradient is computed again.
+_FEWEST_BITS = 32
+_FIRST_EXPONENT, _EXPONENTS = 40, (-90, 100)
+# On a CPU so many values at a time go through all operations, while they are in its cache.
+_CHUNK = 1 << 16
+
+
+class ExactGradientSum:
+    """Sums the gradients of a model over all passes and shares of a step.
+
+    Args:
+        model: its parameters are on one device and the same on all ranks. They get the sums.
+        replicas: of the model, from `replica`, one for each share of this rank.
+        shares: how many each rank has, in the order of ranks.
+        passes: backward passes of each share in a step.
+        num_threads: for the work after the last pass, which is exact with any number of threads.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        replicas: Sequence[nn.Module],
+        *,
+        shares: Sequence[int],
+        passes: int,
+        num_threads: int = 1,
+    ) -> None:
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._replicas = [[p for p in r.parameters() if p.requires_grad] for r in replicas]
+        self._locks = [threading.Lock() for _ in parameters]
+        self._bits = _SUM_BITS - (sum(shares) * passes - 1).bit_length()
+        self._num_threads = num_threads
+        self._used: set[str] | None = None  # names of the parameters that get a gradient
+        device = self._parameters[0].device
+        self._exponents = torch.full((len(parameters),), _FIRST_EXPONENT, device=device)
+        self._make_buckets()
+        self._start_step()
+
+    def _make_buckets(self) -> None:
+        self._buckets = make_buckets(self._parameters, torch.int64)
+        places = {
+            parameter: (i, view)
+            for i, bucket in enumerate(self._buckets)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+        }
+        # Of each parameter: the number of its bucket, and its sum, which is a view of the bucket.
+        self._bucket_of, self._sums = zip(*(places[p] for p in self._parameters), strict=True)
+
+    def _start_step(self) -> None:
+        self._scales = _powers(self._exponents).unbind()
+        # The largest absolute value of each parameter's gradient in any share of this rank.
+        self._largest = torch.zeros_like(self._scales[0]).repeat(len(self._parameters))
+        self._largest_views = self._largest.unbind()
+        self._begun = [False] * len(self._parameters)
+
+    @property
+    def exponents(self) -> dict[str, int]:
+        """That of each parameter for the next step, by name: a part of the training state."""
+        return dict(zip(self._names, self._exponents.tolist(), strict=True))
+
+    @exponents.setter
+    def exponents(self, exponents: dict[str, int]) -> None:
+        values = [exponents[name] for name in self._names]
+        self._exponents.copy_(torch.tensor(values))
+        self._start_step()
+
+    def digest(self) -> Tensor:
+        """For each parameter a number that depends on its gradient in the last step, int64.
+
+        The same on all ranks: the bits of the largest absolute value in any share.
+        """
+        return self._last_largest.view(torch.int64)
+
+    @contextmanager
+    def collected(self, *, last: bool) -> Iterator[None]:
+        """Takes the gradients of a pass, of all shares of this rank; `grad` stays None.
+
+        last: the last pass of the step: what is complete is sent to the other ranks at once. Then
+            `finish` follows (collective).
+        """
+        self._sender = _Sender(self._buckets, self._arrivals() if last else None)
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._take, i))
+            for parameters in self._replicas
+            for i, parameter in enumerate(parameters)
+        ]
+        try:
+            yield
+        except BaseException:
+            self._make_buckets()  # a sum under way may still write into the old ones
+            self._start_step()
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _arrivals(self) -> list[int] | None:
+        """How many gradients each bucket gets in a pass; None: not known before the first step."""
+        if self._used is None:
+            return None
+        counts = [0] * len(self._buckets)
+        for name, bucket in zip(self._names, self._bucket_of, strict=True):
+            counts[bucket] += len(self._replicas) * (name in self._used)
+        return counts
+
+    def _take(self, index: int, parameter: nn.Parameter) -> None:
+        grad, parameter.grad = parameter.grad, None
+        low, high = torch.aminmax(grad)
+        largest = self._largest_views[index]
+        with self._locks[index]:
+            torch.maximum(largest, torch.maximum(-low, high), out=largest)
+            begun, self._begun[index] = self._begun[index], True
+            _add_fixed_point(self._sums[index], grad, self._scales[index], overwrite=not begun)
+        self._sender.arrived(self._bucket_of[index])
+
+    @torch.no_grad()
+    def finish(self) -> bool:
+        """Gives the parameters their gradients; False: compute the whole step again (collective).
+
+        A gradient that is not finite in some share becomes NaN altogether, and the step is not
+        computed again.
+
+        Raises:
+            RuntimeError: parameters got a gradient on some ranks or in some steps only.
+        """
+        found = {name for name, begun in zip(self._names, self._begun, strict=True) if begun}
+        if self._used is None:
+            compare_ranks(found)
+            self._used = found
+        if found != self._used:
+            self._largest.fill_(torch.inf)  # the other ranks may not notice
+        self._sender.finish()
+        largest = dist.all_gather(self._largest.nan_to_num(nan=torch.inf)).amax(0)
+        compare_steps(found, self._used)
+        bits = _bit_length(largest) + self._exponents
+        finite = largest.isfinite().all()
+        small = (bits < _FEWEST_BITS) & (largest > 0)
+        again = finite & ((bits > self._bits) | (small & (self._exponents < _EXPONENTS[1]))).any()
+        # Not where the largest is 0: nothing is known about the next gradient.
+        fitting = (TARGET_BITS - _bit_length(largest)).clamp(*_EXPONENTS)
+        exponents = torch.where((largest > 0) & finite, fitting, self._exponents)
+        repeat = bool(again)
+        if not repeat:
+            self._last_largest = largest
+            inverse = _powers(-self._exponents)
+            self._give(torch.where(largest.isfinite(), inverse, torch.nan).unbind())
+        self._exponents = exponents
+        self._start_step()
+        return not repeat
+
+    def _give(self, inverse: Sequence[Tensor]) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        for i, parameter in enumerate(self._parameters):
+            if self._begun[i]:
+                parameter.grad = self._sums[i].to(parameter.dtype).mul_(inverse[i])
+        torch.set_num_threads(threads)
+
+
+def replica(module: nn.Module) -> nn.Module:
+    """A copy of `module` with the same values but gradients of its own.
+
+    Parameters and buffers share their memory with those of `module`. Two threads that worked with
+    the same parameters would add to one `grad` at the same time.
+    """
+    memo: dict[int, Tensor] = {id(buffer): buffer for buffer in module.buffers()}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    return copy.deepcopy(module, memo)
+
+
+class _Sender:
+    """Sums buckets over the ranks, in the same order on all of them, each when it is complete.
+
+    arrivals: how many gradients complete each bucket; None: all are sent at the end.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], arrivals: list[int] | None) -> None:
+        self._flat = [bucket.flat for bucket in buckets] if dist.world_size() > 1 else []
+        self._missing = arrivals
+        self._waits: list[Callable[[], object]] = []
+        self._lock = threading.Lock()  # shares arrive in threads of their own
+
+    def arrived(self, bucket: int) -> None:
+        """Counts a gradient."""
+        if self._missing is None:
+            return
+        with self._lock:
+            self._missing[bucket] -= 1
+            # The last bucket is for `finish`, which knows whether all is well.
+            while len(self._waits) < len(self._flat) - 1 and not self._missing[len(self._waits)]:
+                self._send()
+
+    def _send(self) -> None:
+        self._waits.append(dist.start_sum(self._flat[len(self._waits)]))
+
+    def finish(self) -> None:
+        """Sends what is left and waits for all sums."""
+        while len(self._waits) < len(self._flat):
+            self._send()
+        for wait in self._waits:
+            wait()
+
+
+def _add_fixed_point(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> None:
+    """Adds trunc(grad * scale) to `total`, int64 of the same shape, or overwrites it."""
+    pairs = [(total, grad)]
+    if grad.device.type == "cpu" and _same_layout(total, grad):
+        pairs = list(zip(_memory(total).split(_CHUNK), _memory(grad).split(_CHUNK), strict=True))
+    for chunk, values in pairs:
+        # A power of two: exact, and what is cut off at the integer is cut off toward zero.
+        scaled = values * scale
+        if overwrite:
+            chunk.copy_(scaled)
+        else:
+            chunk.add_(scaled.to(torch.int64))
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether both hold their elements in the same order and without gaps."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    nhwc = torch.channels_last
+    return (
+        a.dim() == 4 and a.is_contiguous(memory_format=nhwc) and b.is_contiguous(memory_format=nhwc)
+    )
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """The elements of a tensor without gaps, (n,), in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _bit_length(values: Tensor) -> Tensor:
+    """The smallest e with values < 2**e; 0 for 0."""
+    return torch.frexp(values.nan_to_num(posinf=0.0)).exponent.long()
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """2**exponents, float64, exactly."""
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
