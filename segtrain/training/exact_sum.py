@@ -142,12 +142,12 @@ class ExactGradientSum:
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
         grad, parameter.grad = parameter.grad, None
-        low, high = torch.aminmax(grad)
-        largest = self._largest_views[index]
         with self._locks[index]:
-            torch.maximum(largest, torch.maximum(-low, high), out=largest)
             begun, self._begun[index] = self._begun[index], True
-            _add_fixed_point(self._sums[index], grad, self._scales[index], overwrite=not begun)
+            largest = _add_fixed_point(
+                self._sums[index], grad, self._scales[index], overwrite=not begun
+            )
+            torch.maximum(self._largest_views[index], largest, out=self._largest_views[index])
         self._sender.arrived(self._bucket_of[index])
 
     @torch.no_grad()
@@ -239,18 +239,24 @@ class _Sender:
             wait()
 
 
-def _add_fixed_point(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> None:
-    """Adds trunc(grad * scale) to `total`, int64 of the same shape, or overwrites it."""
+def _add_fixed_point(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> Tensor:
+    """Adds trunc(grad * scale) to `total`, int64 of the same shape, or overwrites it.
+
+    Returns the largest absolute value of `grad` (), NaN if there is one.
+    """
     pairs = [(total, grad)]
     if grad.device.type == "cpu" and _same_layout(total, grad):
         pairs = list(zip(_memory(total).split(_CHUNK), _memory(grad).split(_CHUNK), strict=True))
+    extremes = []
     for chunk, values in pairs:
+        extremes += values.aminmax()
         # A power of two: exact, and what is cut off at the integer is cut off toward zero.
-        scaled = values * scale
+        scaled = values.mul_(scale)
         if overwrite:
             chunk.copy_(scaled)
         else:
             chunk.add_(scaled.to(torch.int64))
+    return torch.stack(extremes).abs().amax()
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
