@@ -22,7 +22,7 @@ from segtrain.models.normalize import Normalize
 from segtrain.models.precision import dtype_of
 from segtrain.norm import settle_statistics, untracked
 from segtrain.training.arithmetic import fingerprint
-from segtrain.training.exact_sum import ExactGradientSum, replica
+from segtrain.training.exact_sum import ExactGradientSum, refuse_layers, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
@@ -106,6 +106,7 @@ def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainS
     gradients = GradientSum(model.named_parameters(), overlap=train.virtual_ranks == 1)
     shares, replicas, digits = None, [], None
     if train.shares is not None:
+        refuse_layers(model)
         shares = Shares.of_this_rank(train.shares, device)
         digits = fingerprint(device, train)
         replicas = [replica(wrapped).train() for _ in range(shares.counts[dist.rank()])]

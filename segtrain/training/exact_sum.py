@@ -21,8 +21,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.distributed import collectives as dist
+from segtrain.errors import ConfigError
+from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm
 from segtrain.training.gradients import (
     Bucket,
     compare_ranks,
@@ -37,6 +40,9 @@ _SUM_BITS = 62
 # With fewer bits than these a tensor's gradient is computed again.
 _FEWEST_BITS = 32
 _FIRST_EXPONENT, _EXPONENTS = 40, (-90, 100)
+# What is larger in float64 counts as infinite.
+_LARGEST = 2.0**128
+_ORDERED_NORMS = (SyncBatchNorm, FrozenBatchNorm2d)
 # On a CPU so many values at a time go through all operations, while they are in its cache.
 _CHUNK = 1 << 16
 
@@ -167,7 +173,9 @@ class ExactGradientSum:
         if found != self._used:
             self._largest.fill_(torch.inf)  # the other ranks may not notice
         self._sender.finish()
-        largest = dist.all_gather(self._largest.nan_to_num(nan=torch.inf)).amax(0)
+        # NaN compares as not smaller.
+        largest = torch.where(self._largest < _LARGEST, self._largest, torch.inf)
+        largest = dist.all_gather(largest).amax(0)
         compare_steps(found, self._used)
         bits = _bit_length(largest) + self._exponents
         finite = largest.isfinite().all()
@@ -176,7 +184,7 @@ class ExactGradientSum:
         # Not where the largest is 0: nothing is known about the next gradient.
         fitting = (TARGET_BITS - _bit_length(largest)).clamp(*_EXPONENTS)
         exponents = torch.where((largest > 0) & finite, fitting, self._exponents)
-        repeat = bool(again)
+        repeat = bool(again)  # the host waits for the device here, once a step
         if not repeat:
             self._last_largest = largest
             inverse = _powers(-self._exponents)
@@ -204,6 +212,18 @@ def replica(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     return copy.deepcopy(module, memo)
+
+
+def refuse_layers(model: nn.Module) -> None:
+    """Raises ConfigError for torch's layers whose results depend on when a share is computed."""
+    for name, layer in model.named_modules():
+        what = None
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+            what = "draws from a generator that all shares have in common; take `DropoutMasks`"
+        elif isinstance(layer, _BatchNorm) and not isinstance(layer, _ORDERED_NORMS):
+            what = "updates its running statistics in every share; make it by `norm`"
+        if what is not None:
+            raise ConfigError(f"train.shares: {name}, a {type(layer).__name__}, {what}")
 
 
 class _Sender:
