@@ -1,0 +1,221 @@
+"""Are the weights equal bit for bit, on any number of ranks and after interruptions?
+
+    python tools/bits.py runs/bits --data ../CamVid                20 steps of each kind
+    python tools/bits.py runs/bits --data ../CamVid --long 200     and 200 of one, also resumed
+
+Trains with train.shares: 8 on crops of CamVid, on 1, 2, 3 and 8 CPU ranks and, as root, on two
+machines (network namespaces joined by a cable); kills a run and resumes it on other numbers of
+ranks. Prints the SHA-256 of everything that each run leaves; exits with 1 if any differ. For
+comparison the same run without shares.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from segtrain.checkpoint.format import load
+
+# Everything that could tell ranks apart is on.
+EXPERIMENT = """\
+data: {{layout: camvid, root: "{data}", classes: camvid, num_workers: 0}}
+augment: {{crop_size: [96, 128], scale_range: [0.5, 1.5], color_prob: 0.5, blur_prob: 0.5}}
+model: {{arch: pspnet, backbone: resnet18}}
+loss: {{kind: ohem, ohem_min_kept: 20000}}
+norm: {{precise_batches: 2}}
+train: {{batch_size: 8, shares: 8, lr: 0.02, clip_grad_norm: 1.0, ema_decay: 0.99}}
+eval: {{every_steps: null}}
+log: {{every_steps: 1}}
+"""
+DEEPLAB = ("model.arch=deeplabv3plus", "model.backbone=mobilenet_v2", "model.output_stride=16")
+KINDS: dict[str, Sequence[str]] = {
+    "float32": (),
+    "bfloat16": ("train.precision=bfloat16",),
+    "float16": ("train.precision=float16", "train.batch_size=16", "train.accumulate_steps=2"),
+    "float64": ("train.precision=float64", "loss.kind=dice", "loss.ohem_min_kept=100000"),
+    "AdamW": ("train.optimizer=adamw", "train.lr=0.001"),
+    "DeepLabV3+": DEEPLAB,
+}
+RANKS = (1, 2, 3, 8)
+RESUMED = (3, 1, 2)
+ADDRESS = "10.78.0.{}"
+
+
+def main() -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="where runs are written; must be new")
+    parser.add_argument("--data", type=Path, required=True, help="CamVid: images/, labels/")
+    parser.add_argument("--steps", type=int, default=20, help="of each kind")
+    parser.add_argument("--long", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    args = parser.parse_args()
+    args.directory.mkdir(parents=True)
+    config = args.directory / "bits.yaml"
+    config.write_text(EXPERIMENT.format(data=args.data.resolve()))
+    failed = False
+    for kind in args.kinds:
+        runs = {f"{n} ranks": Run(args.directory / f"{kind}_{n}", config, kind) for n in RANKS}
+        for count, run in zip(RANKS, runs.values(), strict=True):
+            run.train(count, args.steps)
+        if os.geteuid() == 0:
+            run = Run(args.directory / f"{kind}_machines", config, kind)
+            train_on_two_machines(run, args.steps)
+            runs["2 machines, 1 + 2 ranks"] = run
+        failed |= not report(f"{kind}, {args.steps} steps", runs)
+    if args.long:
+        counts = RANKS[:3]
+        runs = {f"{n} ranks": Run(args.directory / f"long_{n}", config, "float32") for n in counts}
+        for count, run in zip(counts, runs.values(), strict=True):
+            run.train(count, args.long)
+        resumed = Run(args.directory / "long_resumed", config, "float32")
+        resumed.train_with_interruptions(RESUMED, args.long)
+        runs["resumed " + " -> ".join(map(str, RESUMED))] = resumed
+        failed |= not report(f"float32, {args.long} steps", runs)
+        usual = {}
+        for count in counts:
+            run = Run(args.directory / f"null_{count}", config, "float32", "train.shares=null")
+            run.train(count, args.long)
+            usual[f"{count} ranks"] = run
+        report(f"float32, {args.long} steps, train.shares null", usual)
+    return int(failed)
+
+
+class Run:
+    """One training, in parts if it is resumed."""
+
+    def __init__(self, directory: Path, config: Path, kind: str, *options: str) -> None:
+        self.directory, self.config = directory, config
+        self.options = [word for o in (*KINDS[kind], *options) for word in ("--set", o)]
+
+    def command(self, steps: int, *arguments: object) -> list[str]:
+        """`segtrain train` for this run."""
+        words = ["train", self.config, "--output", self.directory, "--device", "cpu", *arguments]
+        steps_option = ["--set", f"train.steps={steps}"]
+        return [sys.executable, "-m", "segtrain", *map(str, words), *steps_option, *self.options]
+
+    def train(self, ranks: int, steps: int) -> None:
+        """From the first step to the last."""
+        subprocess.run(self.command(steps, "--nproc", ranks), check=True, env=environment(ranks))
+
+    def train_with_interruptions(self, ranks: Sequence[int], steps: int) -> None:
+        """A part on each of these numbers of ranks, equally long; SIGTERM ends all but the last."""
+        for part, count in enumerate(ranks, start=1):
+            resume = ["--resume"] if part > 1 else []
+            command = self.command(steps, "--nproc", count, *resume)
+            process = subprocess.Popen(command, env=environment(count))
+            while part < len(ranks) and self.steps_done() < part * steps // len(ranks):
+                if process.poll() is not None:
+                    raise RuntimeError(f"{self.directory} ended too early")
+                time.sleep(0.05)
+            if part < len(ranks):
+                process.send_signal(signal.SIGTERM)
+            process.wait()
+
+    def steps_done(self) -> int:
+        """Steps that have been logged."""
+        return len(self.losses())
+
+    def losses(self) -> list[float]:
+        """The loss of every step."""
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        values = [json.loads(line) for line in lines if line.endswith("}")]
+        return [value["train/loss"] for value in values if "train/loss" in value]
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of what the run has left, by name."""
+        saved = load(self.directory / "checkpoints" / "last.pt")
+        parts = {
+            "weights": saved.model,
+            "average": saved.average,
+            "optimizer": saved.optimizer["state"],
+            "losses": self.losses(),
+            "best": saved.best,
+        }
+        return {name: sha256(part) for name, part in parts.items()}
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """One thread for each of several ranks; two for one, which computes two shares at a time."""
+    return os.environ | {"OMP_NUM_THREADS": "2" if ranks == 1 else "1"}
+
+
+def train_on_two_machines(run: Run, steps: int) -> None:
+    """One rank on the first machine, two on the second."""
+    names = [f"bits-{os.getpid()}-{node}" for node in range(2)]
+    try:
+        _join(names)
+        processes = []
+        for node, (name, ranks) in enumerate(zip(names, (1, 2), strict=True)):
+            group = ("--nnodes", 2, "--node-rank", node, "--nproc", ranks)
+            endpoint = ("--rdzv-endpoint", f"{ADDRESS.format(1)}:29400")
+            command = ["ip", "netns", "exec", name, *run.command(steps, *group, *endpoint)]
+            processes.append(subprocess.Popen(command, env=environment(2)))
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise RuntimeError(f"{run.directory}: training on two machines failed")
+    finally:
+        for name in names:  # the cable goes with its ends
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _join(names: Sequence[str]) -> None:
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True)
+
+    for name in names:
+        ip("netns", "add", name)
+    cable = ["link", "add", "eth0", "netns", names[0], "type", "veth"]
+    ip(*cable, "peer", "name", "eth0", "netns", names[1])
+    for i, name in enumerate(names, start=1):
+        ip("-n", name, "addr", "add", f"{ADDRESS.format(i)}/30", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            ip("-n", name, "link", "set", device, "up")
+
+
+def report(title: str, runs: dict[str, Run]) -> bool:
+    """Prints the digests; whether they are all equal."""
+    digests = {name: run.digests() for name, run in runs.items()}
+    first = next(iter(digests.values()))
+    print(f"\n{title}\n  {'':26}" + "".join(f"{part:18}" for part in first))
+    for name, parts in digests.items():
+        print(f"  {name:26}" + "".join(f"{digest[:16]:18}" for digest in parts.values()))
+    equal = all(parts == first for parts in digests.values())
+    print("  all equal" if equal else "  DIFFERENT", flush=True)
+    return equal
+
+
+def sha256(value: Any) -> str:
+    """Of all numbers in nested containers, in order, with the names of dicts."""
+    digest = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            digest.update(repr((part.dtype, tuple(part.shape))).encode())
+            digest.update(part.contiguous().numpy().tobytes())
+        elif isinstance(part, dict):
+            for key, inner in part.items():
+                digest.update(repr(key).encode())
+                add(inner)
+        elif isinstance(part, list | tuple):
+            for inner in part:
+                add(inner)
+        else:
+            digest.update(repr(part).encode())
+
+    add(value)
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
