@@ -84,7 +84,8 @@ class SyncBatchNorm(_BatchNorm):
             return self._evaluate(input)
         group = self._group()
         if dist.group_size(group) == 1:
-            return self._recompute(input) if recomputing() else super().forward(input)
+            again = recomputing() or not _tracked
+            return self._recompute(input) if again else super().forward(input)
         function = composite_batch_norm if self.double_backward else sync_batch_norm
         y, moments = function(input, self.weight, self.bias, eps=self.eps, group=group)
         self._track(input, moments, group)
