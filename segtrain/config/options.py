@@ -405,6 +405,9 @@ class LogConfig(Section):
 
     every_steps: Positive = option(20, "scalars this often")
     num_images: Positive = option(4, "pictures of image, label and prediction at an evaluation")
+    weights_digest_every_steps: Positive = option(
+        100, "with train.shares: receipts.jsonl has hashes of all weights this often"
+    )
 
 
 class CheckpointConfig(Section):

@@ -69,7 +69,10 @@ def _without_effect(config: Config) -> list[str]:
             ("crop_size overlap", config.eval.mode == "slide", "eval.mode is whole"),
             ("every_steps", evaluates, "train.steps is less"),
         ],
-        "log": [("every_steps", config.log.every_steps <= steps, "train.steps is less")],
+        "log": [
+            ("every_steps", config.log.every_steps <= steps, "train.steps is less"),
+            ("weights_digest_every_steps", train.shares is not None, "train.shares is null"),
+        ],
         "checkpoint": [("keep_limit", keeps, "checkpoint.keep_every_steps is null")],
     }
     return [

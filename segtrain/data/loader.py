@@ -50,6 +50,14 @@ def image_at(stream_seed: int, place: int, num_images: int) -> int:
     return _order(stream_seed, epoch, num_images)[index]
 
 
+def names_of_step(
+    dataset: SegDataset, stream_seed: int, step: int, *, batch_size: int
+) -> list[str]:
+    """The names of the images in the whole batch of `step`, counted from 0, in its order."""
+    places = range(step * batch_size, (step + 1) * batch_size)
+    return [dataset.name(image_at(stream_seed, place, len(dataset.pairs))) for place in places]
+
+
 @dataclass(eq=False)
 class TrainStream(Dataset):
     """The augmented samples of `dataset`: `stream[step, position]`."""

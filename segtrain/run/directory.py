@@ -16,6 +16,7 @@ from segtrain.run.environment import ENVIRONMENT, environment_json
 from segtrain.text import MAX_NAME, printable
 
 CONFIG, METRICS, LOG = "config.yaml", "metrics.jsonl", "train.log"
+RECEIPTS = "receipts.jsonl"
 CHECKPOINTS = "checkpoints"
 
 # A resumed run may change these: the model at the end stays the same, but for rounding in a
@@ -53,7 +54,7 @@ def check_directory(
     if not path.exists() or _is_blank(path):
         raise CheckpointError(f"{directory}: no run to resume; to start one, leave out --resume")
     try:
-        differences = _differences(load_config(path), config)
+        differences = config_differences(load_config(path), config)
     except ConfigError as error:
         repair = "if this file is damaged, move it away: --resume restores it from the checkpoint"
         raise ConfigError(f"{error}\n  {repair}") from None
@@ -145,7 +146,7 @@ def _check_new(directory: Path, config: Config) -> None:
         raise ConfigError(f"{directory}: {problem}, or choose another directory by --output")
 
 
-def _differences(old: Config, new: Config) -> list[str]:
+def config_differences(old: Config, new: Config) -> list[str]:
     """A line for each option that differs."""
     before, after = flat(old), flat(new)
 

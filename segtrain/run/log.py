@@ -1,4 +1,4 @@
-"""What a run writes while it trains: console, train.log, metrics.jsonl, TensorBoard.
+"""What a run writes while it trains: console, train.log, metrics.jsonl, receipts, TensorBoard.
 
 A full disk or a deleted directory must not end days of training: a writer that fails prints one
 warning and is not used again.
@@ -18,7 +18,8 @@ import numpy as np
 
 from segtrain.files import open_regular, read_bytes, write_atomic
 from segtrain.run.console import log_files, log_only, say
-from segtrain.run.directory import LOG, METRICS
+from segtrain.run.directory import LOG, METRICS, RECEIPTS
+from segtrain.run.receipts import Receipt
 from segtrain.text import printable, printable_lines
 
 
@@ -40,7 +41,8 @@ class RunLog:
         self._directory = directory
         self._handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         log_files.append(self._write_log)
-        self._try(METRICS, _drop_later, directory / METRICS, start_step, evaluated_step)
+        for name in (METRICS, RECEIPTS):
+            self._try(name, _drop_later, directory / name, start_step, evaluated_step)
         # TensorBoard writes in a thread: Python would print a traceback when that fails.
         self._excepthook, threading.excepthook = threading.excepthook, self._on_thread_error
         self._try("TensorBoard", self._open_board, start_step + 1 if start_step else 0)
@@ -69,6 +71,11 @@ class RunLog:
         self._try(METRICS, self._append, METRICS, json.dumps({"step": step, **clean}))
         curves = {printable(tag): value for tag, value in values.items()}
         self._to_board(lambda: [self._board.add_scalar(tag, curves[tag], step) for tag in curves])
+
+    def receipts(self, receipts: Sequence[Receipt]) -> None:
+        """Writes a line of receipts.jsonl for each."""
+        if receipts:
+            self._try(RECEIPTS, self._append, RECEIPTS, "\n".join(r.line() for r in receipts))
 
     def picture(self, step: int, tag: str, picture: np.ndarray) -> None:
         """Shows an (H, W, 3) uint8 RGB picture in TensorBoard."""
@@ -142,14 +149,14 @@ class RunLog:
             self._excepthook(failure)
 
 
-def _drop_later(metrics: Path, step: int, evaluated_step: int) -> None:
-    """Drops lines of metrics.jsonl after `step`, and evaluations after `evaluated_step`.
+def _drop_later(path: Path, step: int, evaluated_step: int) -> None:
+    """Drops lines of metrics or receipts after `step`, and evaluations after `evaluated_step`.
 
     Also drops damaged lines, such as a last line cut short by a crash.
     """
-    if not metrics.exists():
+    if not path.exists():
         return
-    kept, content = [], read_bytes(metrics)
+    kept, content = [], read_bytes(path)
     for line in content.decode(errors="replace").splitlines(keepends=True):
         try:
             values = json.loads(line)
@@ -160,7 +167,7 @@ def _drop_later(metrics: Path, step: int, evaluated_step: int) -> None:
             continue
     text = "".join(kept).encode()
     if text != content:
-        write_atomic(metrics, text)
+        write_atomic(path, text)
 
 
 def _write_hparams(

@@ -36,6 +36,7 @@ class StepResult(NamedTuple):
 
     loss, aux_loss: () float64, means over the valid pixels of all ranks; aux_loss is NaN without an
         auxiliary head.
+    gradients: with train.shares, `ExactGradientSum.digest`; otherwise None.
     """
 
     step: int  # updates done so far, 1 .. train.steps
@@ -44,6 +45,7 @@ class StepResult(NamedTuple):
     grad_norm: Tensor  # () of all gradients together, before clipping
     lr: float  # the backbone's
     data_s: float  # seconds the step waited for the loader
+    gradients: Tensor | None = None
 
 
 class RankBatch(NamedTuple):
@@ -174,10 +176,11 @@ def train_steps(
             with untracked():
                 losses = _run_passes(state, parts, config, step_sync)
 
+        digest = state.gradients.digest() if state.shares is not None else None
         lr = learning_rate(train, state.step)
         grad_norm = _update(state, lr, train.clip_grad_norm)
         step_sync.record(state.step, grad_norm, [name for batch in passes for name in batch.names])
-        yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s)
+        yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s, digest)
 
 
 def _run_passes(

@@ -97,6 +97,11 @@ class ExactGradientSum:
         self._begun = [False] * len(self._parameters)
 
     @property
+    def names(self) -> list[str]:
+        """The parameters, in the order of `digest`."""
+        return list(self._names)
+
+    @property
     def exponents(self) -> dict[str, int]:
         """That of each parameter for the next step, by name: a part of the training state."""
         return dict(zip(self._names, self._exponents.tolist(), strict=True))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from segtrain.commands.train.setup import Run
+from segtrain.commands.train.stages import Training
 from segtrain.data.loader import (
     TrainStream,
     indices_of_rank,
@@ -15,7 +16,7 @@ from segtrain.run.pictures import training_picture
 from segtrain.types import Batch
 
 
-def indices(run: Run) -> list[range]:
+def indices(run: Training) -> list[range]:
     """For each pass of a step, the positions in the whole batch that this rank trains on."""
     train = run.config.train
     return indices_of_rank(
@@ -27,7 +28,7 @@ def indices(run: Run) -> list[range]:
     )
 
 
-def until(run: Run, step: int) -> Iterable[Batch]:
+def until(run: Training, step: int) -> Iterable[Batch]:
     """This rank's batches from the current step to `step`."""
     config = run.config
     transform = TrainTransform(

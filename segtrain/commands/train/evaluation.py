@@ -8,6 +8,7 @@ from torch import Tensor
 
 from segtrain.commands.train import batches, saving
 from segtrain.commands.train.setup import Run
+from segtrain.commands.train.stages import Training
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
 from segtrain.distributed.partition import partition
@@ -30,7 +31,7 @@ def evaluate(run: Run) -> Scores:
     config, step, classes, log = run.config, run.state.step, run.eval_set.classes, run.log
     heartbeat.beat("evaluation", step)
     if config.norm.precise_batches is not None:
-        _take_precise_statistics(run, config.norm.precise_batches)
+        take_precise_statistics(run, config.norm.precise_batches)
     matrix = evaluate_dataset(
         run.state.eval_model,
         run.eval_set,
@@ -78,7 +79,7 @@ def _show(run: Run, prediction: Prediction) -> None:
     run.log.picture(run.state.step, f"eval/{prediction.index}", picture)
 
 
-def _take_precise_statistics(run: Run, num_batches: int) -> None:
+def take_precise_statistics(run: Training, num_batches: int) -> None:
     """Takes the running statistics of the model to evaluate from `num_batches` (collective).
 
     These are the batches of the coming steps, whichever ranks train on them. So the result depends

@@ -16,6 +16,7 @@ from segtrain.run import directory as run_directory
 from segtrain.run.progress import ProgressBar, progress_words, score_text
 from segtrain.training.engine import train_steps
 from segtrain.training.meter import StepMeter
+from segtrain.training.receipts import weights_lines
 
 
 def train(run: Run) -> None:
@@ -40,6 +41,8 @@ def train(run: Run) -> None:
     if state.step == config.train.steps and not run.step_sync.stopped:
         scores = evaluate(run)
         saving.save(run)
+        if run.receipts is not None:
+            run.log.lines(weights_lines(state))
         options, first = run_directory.flat(config), run_directory.MAIN_OPTIONS
         run.log.hparams(options, {"mIoU": scores.mean_iou}, state.step, first=first)
 
@@ -59,9 +62,12 @@ def _train_steps(run: Run) -> None:
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
         for result in steps:
             meter.update(result)
+            if run.receipts is not None:
+                run.receipts.update(result)
             if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
                 values = meter.read()
                 run.log.scalars(result.step, values)
+                saving.flush_receipts(run)
                 bar.describe(*progress_words(values, run.best))
             bar.update()
             with _not_timed(meter):

@@ -23,6 +23,12 @@ def save(run: Run) -> None:
             run_directory.write_description(run.directory, run.config, run.devices)
 
 
+def flush_receipts(run: Run) -> None:
+    """Writes the receipts of the steps since the last call, after waiting for the device."""
+    if run.receipts is not None:
+        run.log.receipts(run.receipts.take_receipts())
+
+
 def settle(run: Run) -> None:
     """Returns when the newest step is known to be finite and the labels were compared (collective).
 
@@ -30,6 +36,7 @@ def settle(run: Run) -> None:
         NonFiniteError: a loss or gradient is not finite.
         ConfigError, DataError: as `RunData.settle`.
     """
+    flush_receipts(run)
     run.step_sync.settle()
 
     def stopping(seconds: float) -> bool:

@@ -1,37 +1,37 @@
 """Everything before the first step of `segtrain train`, as numbered stages."""
 
-import os
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from segtrain import seed
-from segtrain.checkpoint.experiment import parse_experiment
 from segtrain.checkpoint.format import load
-from segtrain.checkpoint.initial import load_initial
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.recovery import restore_config
 from segtrain.checkpoint.same_data import Resumed, RunData
-from segtrain.checkpoint.training_state import restore
-from segtrain.commands.train.preflight import check_experiment, start_lines
+from segtrain.commands.train.preflight import start_lines
+from segtrain.commands.train.stages import (
+    Training,
+    build_state,
+    computes_otherwise,
+    make_repeatable,
+    open_data,
+    receipt_meter,
+    unequal_ranks,
+)
 from segtrain.config import Config, config_to_yaml
-from segtrain.data import open_dataset
-from segtrain.data.classes import ignoring_as
 from segtrain.data.dataset import SegDataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
-from segtrain.models import SegModel, build_model
-from segtrain.models.pretrained import load_backbone
-from segtrain.norm import make_norm
 from segtrain.run import directory as run_directory
 from segtrain.run.claim import Claim
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
-from segtrain.training.engine import TrainState, make_state
+from segtrain.training.engine import TrainState
+from segtrain.training.receipts import ReceiptMeter
 from segtrain.training.step_sync import StepSync
 
 # How long a resumed run waits for the hashes of the labels before its first step.
@@ -50,24 +50,20 @@ class Order:
     requeue: bool
 
 
-@dataclass
-class Run:
-    """One experiment on this rank, ready for the next step."""
+@dataclass(kw_only=True)
+class Run(Training):
+    """An experiment on this rank, ready for the next step, and what it leaves behind."""
 
-    config: Config
     directory: Path
-    device: torch.device
-    devices: list[str]  # of every rank, by name
-    train_set: SegDataset
     eval_set: SegDataset
     data: RunData
-    state: TrainState
-    step_sync: StepSync
+    devices: list[str]  # of every rank, by name
     checkpoints: CheckpointManager
     log: RunLog
     signal_flags: SignalFlags
     best: dict[str, Any] | None
     evaluated: int  # the step of the newest evaluation, 0: none
+    receipts: ReceiptMeter | None = None  # on rank 0 with train.shares
 
 
 def set_up(order: Order, stack: ExitStack) -> Run:
@@ -76,13 +72,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     `stack` closes what stays open. What there is to tell is gathered in `notes` for the log.
     """
     config, directory, device = order.config, order.directory, order.device
-    seed.seed_everything(config.seed)
-    # Shares promise bits. On a CPU the kernels that they run keep that promise by themselves.
-    if config.train.deterministic or (config.train.shares is not None and device.type == "cuda"):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
-        torch.use_deterministic_algorithms(True)
-    else:
-        torch.use_deterministic_algorithms(False)
+    make_repeatable(config, device)
 
     # 1. The run directory belongs to this run alone.
     claim = Claim(directory)
@@ -95,10 +85,12 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     # 2. The checkpoint to go on from, if there is one.
     resumed = _find_checkpoint(checkpoints, order, notes)
     # 3. The data; does it fit the config and this machine?
-    train_set, eval_set = _open_data(order, resumed, notes)
+    train_set, eval_set = open_data(config, device, resumed, notes)
     # 4. The weights: those of the checkpoint, else train.init_from, else model.pretrained, else
     #    random ones.
-    state = _build_state(order, resumed, train_set, notes)
+    state = build_state(config, device, resumed, train_set, notes)
+    if state.shares is not None:
+        notes += _other_arithmetic(state, resumed)
     best, evaluated = None, 0
     if resumed is not None:
         best, evaluated = resumed.checkpoint.best, resumed.checkpoint.evaluated
@@ -126,7 +118,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         save_requested=lambda: signal_flags.pop_save_request() or data.has_failed(),
         overflow_allowed=config.train.precision == "float16",
     )
-    return Run(
+    run = Run(
         config=config,
         directory=directory,
         device=device,
@@ -142,6 +134,13 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         best=best,
         evaluated=evaluated,
     )
+    if state.shares is not None and dist.is_main():
+        run.receipts = receipt_meter(run, partial(_has_weights_digest, config))
+    return run
+
+
+def _has_weights_digest(config: Config, step: int) -> bool:
+    return step % config.log.weights_digest_every_steps == 0 or step == config.train.steps
 
 
 def _take_directory(order: Order, claim: Claim, stack: ExitStack) -> tuple[list[str], list[str]]:
@@ -177,77 +176,16 @@ def _find_checkpoint(
     return resumed
 
 
-def _open_data(
-    order: Order, resumed: Resumed | None, notes: list[str]
-) -> tuple[SegDataset, SegDataset]:
-    """The splits to train and to evaluate on, checked (collective)."""
-    config = order.config
-    train_set = open_dataset(config.data, config.data.train_split)
-    eval_set = open_dataset(config.data, config.data.eval_split)
-    sets = (train_set, eval_set)
-    if resumed is not None and config.data.label_format == "colors":
-        # Older versions ignored the default colour; a run goes on by the rule it began with.
-        _, before = parse_experiment(*resumed)
-        if ignoring_as(before, train_set.classes).ignores_color:
-            for one in sets:
-                one.classes = replace(one.classes, ignores_color=True)
-    oddities = check_experiment(config, *sets, device=order.device)
-    warnings = dict.fromkeys((*train_set.warnings, *eval_set.warnings, *oddities))
-    notes += [f"warning: {warning}" for warning in warnings]
-    return sets
-
-
-def _build_state(
-    order: Order, resumed: Resumed | None, train_set: SegDataset, notes: list[str]
-) -> TrainState:
-    """Model, optimizer and the rest, with their values (collective)."""
-    config, classes = order.config, train_set.classes
-    model = build_model(config.model, num_classes=classes.num_classes, norm=make_norm(config.norm))
-    # A checkpoint brings all weights; fetching others first would only cost time.
-    if resumed is None:
-        notes += _load_initial(model, config, classes.names)
-    state = make_state(model, config, order.device)
-    if resumed is not None:
-        restore(state, *resumed)
-    if state.shares is not None:
-        notes += _other_arithmetic(state, resumed)
-    return state
-
-
 def _other_arithmetic(state: TrainState, resumed: Resumed | None) -> list[str]:
     """Warnings that bits may differ although train.shares is set (collective)."""
-    digits = dist.all_gather_object(state.arithmetic)
-    others = [rank for rank, other in enumerate(digits) if other != digits[0]]
-    warnings = []
-    if others:
-        ranks = ", ".join(map(str, others))
-        warnings.append(
-            f"warning: ranks {ranks} compute other bits than rank 0 (another processor, device or "
-            "version): weights depend on which rank has which share"
-        )
-    saved = resumed and resumed.checkpoint.shares
-    if saved and saved.get("arithmetic") != digits[0]:
+    warnings = unequal_ranks(state)
+    if resumed is not None and computes_otherwise(state, resumed.checkpoint):
         warnings.append(
             "warning: this machine computes other bits than the one that saved the checkpoint "
             "(another processor, device or version): the weights will not be bit for bit those of "
             "the run without the interruption"
         )
     return warnings
-
-
-def _load_initial(model: SegModel, config: Config, class_names: Sequence[str]) -> list[str]:
-    """Fills the model or its backbone, as the config asks; returns notes (collective)."""
-    if config.train.init_from is not None:
-        return load_initial(model, config.train.init_from, class_names)
-    if config.model.pretrained is None:
-        return []
-    # The first rank of each machine downloads the file, then the others find it.
-    if dist.local_rank() != 0:
-        dist.barrier()
-    report = load_backbone(model.backbone, config.model.pretrained, progress=dist.is_main())
-    if dist.local_rank() == 0:
-        dist.barrier()
-    return report.lines()
 
 
 def _describe(order: Order, changes: list[str], devices: list[str], notes: list[str]) -> None:

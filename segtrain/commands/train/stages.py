@@ -1,0 +1,135 @@
+"""What a run and its replay have in common: data, model and optimizer, up to the next step."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from segtrain import seed
+from segtrain.checkpoint.experiment import parse_experiment
+from segtrain.checkpoint.format import Checkpoint
+from segtrain.checkpoint.initial import load_initial
+from segtrain.checkpoint.same_data import Resumed
+from segtrain.checkpoint.training_state import restore
+from segtrain.commands.train.preflight import check_experiment
+from segtrain.config import Config
+from segtrain.data import open_dataset
+from segtrain.data.classes import ignoring_as
+from segtrain.data.dataset import SegDataset
+from segtrain.data.loader import names_of_step
+from segtrain.distributed import collectives as dist
+from segtrain.models import SegModel, build_model
+from segtrain.models.pretrained import load_backbone
+from segtrain.norm import make_norm
+from segtrain.training.engine import TrainState, make_state
+from segtrain.training.receipts import ReceiptMeter
+from segtrain.training.step_sync import StepSync
+
+
+@dataclass(kw_only=True)
+class Training:
+    """What the steps of an experiment need on this rank."""
+
+    config: Config
+    device: torch.device
+    train_set: SegDataset
+    state: TrainState
+    step_sync: StepSync
+
+
+def make_repeatable(config: Config, device: torch.device) -> None:
+    """Seeds all generators and chooses the kernels that the config asks for."""
+    seed.seed_everything(config.seed)
+    # Shares promise bits. On a CPU the kernels that they run keep that promise by themselves.
+    if config.train.deterministic or (config.train.shares is not None and device.type == "cuda"):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.use_deterministic_algorithms(False)
+
+
+def open_data(
+    config: Config, device: torch.device, resumed: Resumed | None, notes: list[str]
+) -> tuple[SegDataset, SegDataset]:
+    """The splits to train and to evaluate on, checked (collective)."""
+    train_set = open_dataset(config.data, config.data.train_split)
+    eval_set = open_dataset(config.data, config.data.eval_split)
+    sets = (train_set, eval_set)
+    if resumed is not None and config.data.label_format == "colors":
+        # Older versions ignored the default colour; a run goes on by the rule it began with.
+        _, before = parse_experiment(*resumed)
+        if ignoring_as(before, train_set.classes).ignores_color:
+            for one in sets:
+                one.classes = replace(one.classes, ignores_color=True)
+    oddities = check_experiment(config, *sets, device=device)
+    warnings = dict.fromkeys((*train_set.warnings, *eval_set.warnings, *oddities))
+    notes += [f"warning: {warning}" for warning in warnings]
+    return sets
+
+
+def build_state(
+    config: Config,
+    device: torch.device,
+    resumed: Resumed | None,
+    train_set: SegDataset,
+    notes: list[str],
+) -> TrainState:
+    """Model, optimizer and the rest, with their values (collective)."""
+    classes = train_set.classes
+    model = build_model(config.model, num_classes=classes.num_classes, norm=make_norm(config.norm))
+    # A checkpoint brings all weights; fetching others first would only cost time.
+    if resumed is None:
+        notes += _load_initial(model, config, classes.names)
+    state = make_state(model, config, device)
+    if resumed is not None:
+        restore(state, *resumed)
+    return state
+
+
+def unequal_ranks(state: TrainState) -> list[str]:
+    """A warning if the ranks of a run with shares do not compute the same bits (collective)."""
+    digits = dist.all_gather_object(state.arithmetic)
+    others = [rank for rank, other in enumerate(digits) if other != digits[0]]
+    if not others:
+        return []
+    ranks = ", ".join(map(str, others))
+    return [
+        f"warning: ranks {ranks} compute other bits than rank 0 (another processor, device or "
+        "version): weights depend on which rank has which share"
+    ]
+
+
+def computes_otherwise(state: TrainState, checkpoint: Checkpoint) -> bool:
+    """Whether rank 0 of a run with shares has other arithmetic than that of the checkpoint.
+
+    The same on all ranks. False if the checkpoint does not say (collective).
+    """
+    saved, mine = checkpoint.shares, dist.broadcast_object(state.arithmetic)
+    return bool(saved) and saved.get("arithmetic") != mine
+
+
+def _load_initial(model: SegModel, config: Config, class_names: Sequence[str]) -> list[str]:
+    """Fills the model or its backbone, as the config asks; returns notes (collective)."""
+    if config.train.init_from is not None:
+        return load_initial(model, config.train.init_from, class_names)
+    if config.model.pretrained is None:
+        return []
+    # The first rank of each machine downloads the file, then the others find it.
+    if dist.local_rank() != 0:
+        dist.barrier()
+    report = load_backbone(model.backbone, config.model.pretrained, progress=dist.is_main())
+    if dist.local_rank() == 0:
+        dist.barrier()
+    return report.lines()
+
+
+def receipt_meter(this: Training, weights_due: Callable[[int], bool]) -> ReceiptMeter:
+    """What gathers the receipts of its steps; `weights_due` as there."""
+    config = this.config
+
+    def names(step: int) -> list[str]:
+        size = config.train.batch_size
+        return names_of_step(this.train_set, config.seed, step - 1, batch_size=size)
+
+    return ReceiptMeter(this.state, names=names, weights_due=weights_due)

@@ -1,0 +1,105 @@
+"""The receipts of steps with shares, and hashes of weights that two people can compare."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, pack
+from segtrain.training.engine import StepResult, TrainState
+
+# An odd number spreads every bit of a factor into the upper bits of the product: 2**64 / golden
+# ratio, as in Fibonacci hashing.
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
+
+class ReceiptMeter:
+    """Gathers what the receipts need on the device and reads it all at once.
+
+    names: of the whole batch of a step, counted from 1, in order.
+    weights_due: whether the receipt of a step, counted from 1, has hashes of the weights.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        names: Callable[[int], Sequence[str]],
+        weights_due: Callable[[int], bool],
+    ) -> None:
+        self._state, self._names, self._weights_due = state, names, weights_due
+        self._results: list[StepResult] = []
+        self._weights: dict[int, tuple[str, str | None]] = {}
+
+    def update(self, result: StepResult) -> None:
+        """Takes in the step that was just done."""
+        self._results.append(result)
+        if self._weights_due(result.step):
+            self._weights[result.step] = weights_fields(self._state)
+
+    def take_receipts(self) -> list[Receipt]:
+        """The receipts of the steps since the last call, after waiting for the device."""
+        results, self._results = self._results, []
+        weights, self._weights = self._weights, {}
+        if not results:
+            return []
+        numbers = [torch.stack([r.loss, r.aux_loss, r.grad_norm.double()]) for r in results]
+        digests = torch.stack([r.gradients for r in results]).cpu().numpy()
+        rows = zip(results, torch.stack(numbers).tolist(), digests, strict=True)
+        return [
+            Receipt(
+                result.step,
+                _samples(self._names(result.step)),
+                loss.hex(),
+                None if aux_loss != aux_loss else aux_loss.hex(),
+                grad_norm.hex(),
+                pack(_mixed(digest)),
+                *weights.get(result.step, ()),
+            )
+            for result, (loss, aux_loss, grad_norm), digest in rows
+        ]
+
+
+def weights_fields(state: TrainState) -> tuple[str, str | None]:
+    """The fields `weights` and `average` of a receipt; waits for the device."""
+    average = None if state.average is None else _packed(state.average.model.state_dict())
+    return _packed(state.model.state_dict()), average
+
+
+def weights_lines(state: TrainState) -> list[str]:
+    """Lines for the log with one hash of the model and one of its average, if there is one."""
+    lines = [f"weights    sha256 {_whole(state.model.state_dict())}"]
+    if state.average is not None:
+        lines.append(f"average    sha256 {_whole(state.average.model.state_dict())}")
+    return lines
+
+
+def hash_tensor(name: str, tensor: Tensor) -> bytes:
+    """The SHA-256 of name, type, shape and values; the layout in memory does not matter."""
+    values = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{name} {values.dtype} {tuple(values.shape)}\n".encode())
+    digest.update(values.reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def _packed(weights: Mapping[str, Tensor]) -> str:
+    first = b"".join(hash_tensor(*item)[: WEIGHT.itemsize] for item in weights.items())
+    return pack(np.frombuffer(first, WEIGHT))
+
+
+def _whole(weights: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of the hashes of all tensors, in the order of the state dict."""
+    return hashlib.sha256(b"".join(hash_tensor(*item) for item in weights.items())).hexdigest()
+
+
+def _samples(names: Sequence[str]) -> str:
+    # No file name can hold a zero byte.
+    text = "\0".join(names).encode(errors="surrogateescape")
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _mixed(digest: np.ndarray) -> np.ndarray:
+    """16 bits of each int64, uint16; numbers that differ in any bit usually give different ones."""
+    return (digest.view(np.uint64) * _SPREAD >> np.uint64(48)).astype(GRADIENT)

@@ -1,0 +1,149 @@
+"""receipts.jsonl: equal bytes wherever and however often a step is computed."""
+
+import hashlib
+import json
+from functools import partial
+
+import numpy as np
+import torch
+from experiments import small, stopped_after, train, write_config
+
+from segtrain import seed
+from segtrain.checkpoint.format import load
+from segtrain.run.log import RunLog
+from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, read_receipts, unpack
+from segtrain.training.engine import StepResult
+from segtrain.training.receipts import ReceiptMeter
+
+STEPS = 4
+OPTIONS = {
+    "train": {"steps": STEPS, "shares": 3, "batch_size": 5},
+    # A log line comes after the third step; the others are written before a checkpoint.
+    "log": {"every_steps": 3, "weights_digest_every_steps": 2},
+}
+RECEIPT = Receipt(1, "00", "0x1p-1", None, "0x1p+1", "AAA=")
+
+
+def test_receipts_are_equal_on_any_ranks_and_after_resuming(run_ranks, tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", small(data, **OPTIONS))
+    for ranks in (1, 3):
+        assert set(run_ranks(ranks, train, config, tmp_path / f"{ranks}")) == {0}
+    run_ranks(2, stopped_after, 1, config, tmp_path / "cut")
+    saved = load(tmp_path / "cut/checkpoints/last.pt").step
+    assert 1 <= saved < STEPS
+    # Later lines are of a run that was killed, the last one in the middle of a line.
+    with (tmp_path / "cut/receipts.jsonl").open("a") as file:
+        file.write(RECEIPT._replace(step=saved + 1).line() + '\n{"step": ')
+    run_ranks(1, train, config, tmp_path / "cut", resume=True)
+    files = {name: tmp_path / name / "receipts.jsonl" for name in ("1", "3", "cut")}
+    whole = files["1"].read_bytes()
+    assert [name for name, file in files.items() if file.read_bytes() != whole] == []
+    receipts = read_receipts(files["1"])
+    assert list(receipts) == [1, 2, 3, 4]
+    assert [step for step, one in receipts.items() if one.weights and one.average] == [2, 4]
+    check_content(receipts, tmp_path / "1", data)
+
+
+def check_content(receipts, run, data):
+    """By another way than the program's."""
+    names = sorted(path.stem for path in (data / "images/train").iterdir())
+    stream = [names[i] for epoch in range(4) for i in seed.sample_order(0, epoch, len(names))]
+    for step, receipt in receipts.items():
+        batch = "\0".join(stream[(step - 1) * 5 : step * 5])
+        assert receipt.samples == hashlib.sha256(batch.encode()).hexdigest()[:16]
+    assert len({receipt.gradients for receipt in receipts.values()}) == STEPS
+    checkpoint = load(run / "checkpoints/last.pt")
+    for field in ("model", "average"):
+        weights = getattr(checkpoint, field)
+        digests = {name: hashlib.sha256(described(name, t)).digest() for name, t in weights.items()}
+        packed = getattr(receipts[STEPS], "weights" if field == "model" else field)
+        first = [int.from_bytes(digest[:8], "little") for digest in digests.values()]
+        assert unpack(packed, WEIGHT) == first
+        whole = hashlib.sha256(b"".join(digests.values())).hexdigest()
+        what = "weights" if field == "model" else field
+        assert f"{what}    sha256 {whole}\n" in (run / "train.log").read_text()
+
+
+def described(name, tensor):
+    values = tensor.numpy()
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode() + values.tobytes("C")
+
+
+def gradients(*values):
+    """The digest of gradients whose largest absolute values are these."""
+    return torch.tensor(values, dtype=torch.float64).view(torch.int64)
+
+
+def receipts_of(*steps):
+    meter = ReceiptMeter(None, names=lambda step: [str(step)], weights_due=lambda step: False)
+    for step, (loss, aux_loss, grad_norm, digest) in enumerate(steps, start=1):
+        numbers = map(partial(torch.tensor, dtype=torch.float64), (loss, aux_loss, grad_norm))
+        meter.update(StepResult(step, *numbers, 0.1, 0.0, digest))
+    return meter.take_receipts()
+
+
+def test_the_numbers_are_there_to_the_last_bit():
+    nan, third = float("nan"), 1 / 3
+    values = [1.0, np.nextafter(1.0, 2), 0.0, float("inf")]
+    digest = gradients(*values)
+    one, two = receipts_of((third, nan, 2.0, digest), (0.5, 0.25, nan, digest))
+    assert float.fromhex(one.loss) == third
+    assert (one.aux_loss, one.grad_norm) == (None, "0x1.0000000000000p+1")
+    assert (two.aux_loss, two.grad_norm) == ("0x1.0000000000000p-2", "nan")
+    bits = [int.from_bytes(np.float64(value).tobytes(), "little") for value in values]
+    mixed = [bit * 0x9E3779B97F4A7C15 % 2**64 >> 48 for bit in bits]
+    assert unpack(one.gradients, GRADIENT) == mixed
+    assert len(set(mixed)) == 4  # one bit less is enough to see a difference
+
+
+def test_a_step_that_overflowed_float16_has_a_receipt(run_ranks, tmp_path, data):
+    options = {"train": {"steps": 2, "shares": 2, "batch_size": 4, "precision": "float16"}}
+    config = write_config(tmp_path / "c.yaml", small(data, **options))
+    assert run_ranks(1, train_with_a_large_scale, config, tmp_path / "run") == [0]
+    receipts = read_receipts(tmp_path / "run/receipts.jsonl")
+    assert [receipt.grad_norm for receipt in receipts.values()] == ["nan", "nan"]
+
+
+def train_with_a_large_scale(config, directory):
+    original = torch.amp.GradScaler
+    torch.amp.GradScaler = partial(original, init_scale=2.0**60)
+    return train(config, directory)
+
+
+def test_a_run_without_shares_leaves_none(run_ranks, tmp_path, data):
+    options = small(data, train={"steps": 1, "batch_size": 2})
+    run_ranks(1, train, write_config(tmp_path / "c.yaml", options), tmp_path / "run")
+    assert (tmp_path / "run/metrics.jsonl").exists()
+    assert not (tmp_path / "run/receipts.jsonl").exists()
+    assert "sha256" not in (tmp_path / "run/train.log").read_text()
+
+
+def test_a_new_run_begins_a_new_file(tmp_path):
+    (tmp_path / "receipts.jsonl").write_text(RECEIPT.line() + "\n")
+    with RunLog(tmp_path, enabled=True):
+        assert (tmp_path / "receipts.jsonl").read_bytes() == b""
+
+
+def test_training_goes_on_if_they_cannot_be_written(tmp_path, capfd):
+    with RunLog(tmp_path, enabled=True) as log:
+        (tmp_path / "receipts.jsonl").mkdir()
+        log.receipts([RECEIPT])
+        log.receipts([RECEIPT])
+    assert capfd.readouterr().out.count("receipts.jsonl cannot be written any more") == 1
+
+
+def test_damaged_lines_are_left_out(tmp_path):
+    whole = RECEIPT.line()
+    damaged = [
+        {"step": "2"},
+        {"loss": None},
+        {"gradients": "no base64"},
+        {"gradients": "AAAA"},  # three bytes
+        {"weights": 3},
+        {"more": 1},
+    ]
+    lines = [json.dumps(json.loads(whole) | {"step": 2} | change) for change in damaged]
+    lines += ["", "[]", "[" * 100_000, whole[:-3]]
+    file = tmp_path / "receipts.jsonl"
+    file.write_text("\n".join([*lines, whole, RECEIPT._replace(step=2).line()]))
+    assert read_receipts(file) == {1: RECEIPT}  # the last one has no line end
