@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = _group(parser)
     _add_train(commands)
     _add_eval(commands)
+    _add_verify(commands)
     _add_predict(commands)
     _add_export(commands)
     _add_data(commands)
@@ -210,6 +211,35 @@ def _add_eval(commands: Commands) -> None:
         help="write pictures of image, label and prediction",
     )
     add("--num-overlays", type=_positive, default=8, metavar="N", help="how many (default: 8)")
+
+
+def _add_verify(commands: Commands) -> None:
+    add = _add_command(
+        commands,
+        "verify",
+        "commands.launch:verify",
+        help="compute steps of a run again and compare every bit",
+        description="Compute steps of a run with train.shares again, on any number of ranks, and "
+        "compare\nevery sample, loss, gradient and weight with its receipts and checkpoints. "
+        "Nothing is\nwritten into the run, which may still be training.",
+        epilog="The replay starts at the newest checkpoint before A, or at the beginning.\n\n"
+        "examples:\n"
+        "  segtrain verify runs/own                   from the newest checkpoint before the end\n"
+        "  segtrain verify runs/own --steps 1: --nproc 4\n"
+        "  segtrain verify runs/own --steps 900:1000 --set data.root=/elsewhere/data",
+    )
+    add("run", type=Path, metavar="RUN", help="run directory")
+    add(
+        "--steps",
+        type=_steps,
+        default=(None, None),
+        metavar="A:B",
+        help="first and last step, counted from 1 (default: from the newest checkpoint before B; "
+        "to the last receipt)",
+    )
+    _add_set(add)
+    _add_nproc(add)
+    _add_device(add)
 
 
 def _add_predict(commands: Commands) -> None:
@@ -372,6 +402,16 @@ def _integer(text: str, *, least: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got '{text}'")
     return int(text)
+
+
+def _steps(text: str) -> tuple[int | None, int | None]:
+    first, colon, last = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"expected A:B, A: or :B, got '{text}'")
+    steps = tuple(_positive(number) if number else None for number in (first, last))
+    if None not in steps and steps[0] > steps[1]:
+        raise argparse.ArgumentTypeError(f"expected A up to B, got '{text}'")
+    return steps
 
 
 def _nproc(text: str) -> int | str:

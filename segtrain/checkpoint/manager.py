@@ -190,6 +190,23 @@ class CheckpointManager:
         return [path for name in names if os.path.lexists(path := self.directory / name)]
 
 
+def kept_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of the run's checkpoints in `directory`, in the order of steps; writes nothing.
+
+    Among equal steps step_N.pt comes first: a run that still trains replaces the others. Without a
+    manifest the files are opened. CheckpointError if the manifest or such a file is damaged.
+    """
+    entries = manifest.read_entries(directory)
+    names = entries or {path.name: [] for path in directory.glob("*.pt")}
+    own = [name for name in names if name in (LAST, PREVIOUS, BEST) or _KEPT.fullmatch(name)]
+    found = []
+    for path in (directory / name for name in own):
+        if os.path.lexists(path):
+            known = entries.get(path.name)
+            found.append((known[-1].step if known else load(path).step, path))
+    return sorted(found, key=lambda pair: (pair[0], not _KEPT.fullmatch(pair[1].name), pair[1]))
+
+
 def _set_aside(path: Path) -> None:
     """Renames a file or folder that this run did not write, so that it is not overwritten."""
     if not os.path.lexists(path):

@@ -79,6 +79,17 @@ def evaluate(args: argparse.Namespace) -> int:
     return run_eval(args)
 
 
+def verify(args: argparse.Namespace) -> int:
+    """`segtrain verify`, likewise."""
+    if not adopt_environment():
+        num_ranks = num_ranks_here(args.nproc)
+        if num_ranks > 1:
+            return _start_ranks(args, num_ranks)
+    from segtrain.commands.verify import run_verify
+
+    return run_verify(args)
+
+
 def adopt_environment(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is a rank already; srun's variables are translated into torch's."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
@@ -131,7 +142,7 @@ def _start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
 
     command = [sys.executable, *_safe_path(), "-m", "segtrain", *args.argv]
     machines = None
-    if getattr(args, "nnodes", 1) > 1:  # `segtrain eval` has no such option
+    if getattr(args, "nnodes", 1) > 1:  # only `segtrain train` has it
         run_id, secret = args.rdzv_id or "segtrain", Path(args.output, SECRET_FILE)
         machines = Machines(args.nnodes, args.rdzv_endpoint, args.node_rank, run_id, secret)
     max_restarts = getattr(args, "max_restarts", 0)

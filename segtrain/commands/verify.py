@@ -1,0 +1,314 @@
+"""`segtrain verify`: steps of a run computed again, and compared with what the run left.
+
+Every rank computes its shares; rank 0 compares, and all end together. Nothing is written into the
+run directory and no lock is taken: the run may still be training.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from segtrain.checkpoint.experiment import parse_experiment
+from segtrain.checkpoint.format import load
+from segtrain.checkpoint.same_data import Resumed, RunData
+from segtrain.commands.train import batches
+from segtrain.commands.train.evaluation import take_precise_statistics
+from segtrain.commands.train.setup import DATA_PATIENCE_S
+from segtrain.commands.train.stages import (
+    Training,
+    build_state,
+    computes_otherwise,
+    make_repeatable,
+    open_data,
+    receipt_meter,
+    unequal_ranks,
+)
+from segtrain.commands.verify_differences import (
+    checkpoint_differences,
+    receipt_differences,
+    start_differences,
+)
+from segtrain.commands.verify_plan import Plan, make_plan, read_run_receipts
+from segtrain.config import Config, load_config
+from segtrain.data.loader import worker_failures
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import heartbeat
+from segtrain.distributed.process_group import device_for, process_group
+from segtrain.errors import EXIT_OK, CheckpointError, ConfigError
+from segtrain.run import directory as run_directory
+from segtrain.run.console import say
+from segtrain.run.progress import ProgressBar
+from segtrain.run.receipts import Receipt
+from segtrain.training.engine import train_steps
+from segtrain.training.malloc import keep_freed_memory
+from segtrain.training.receipts import ReceiptMeter, weights_lines
+from segtrain.training.step_sync import StepSync
+
+# These change no bit of a step.
+_SETTABLE = ("data.root", "data.classes", "data.num_workers", "data.prefetch", "train.timeout_s")
+
+
+@dataclass(kw_only=True)
+class Replay(Training):
+    """A run that is computed again on this rank."""
+
+    directory: Path  # of the run
+    plan: Plan
+    receipts: dict[int, Receipt]  # of the run, on rank 0
+    data: RunData | None  # None if no checkpoint says what the data were
+    evaluated: bool  # whether the state is one after the evaluation of its step
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Verifies as the command line says and returns the exit code (collective).
+
+    args: run, steps (first and last, each may be None), set, device.
+
+    Raises:
+        CheckpointError: something differs from the run, or a checkpoint is damaged.
+        ConfigError: these steps cannot be verified.
+    """
+    device = device_for(args.device)
+    config = _config(args.run, args.set)
+    if device.type == "cpu":
+        keep_freed_memory()
+    with process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
+        make_repeatable(config, device)
+        receipts: dict[int, Receipt] = {}
+
+        def plan_steps() -> Plan:
+            receipts.update(read_run_receipts(args.run))
+            return make_plan(args.run, args.steps, receipts)
+
+        plan = Plan(*dist.run_on_rank0(plan_steps))
+        _replay(_set_up(args.run, config, device, plan, receipts, stack))
+    return EXIT_OK
+
+
+def _config(run: Path, overrides: Sequence[str]) -> Config:
+    """The run's own config; ConfigError if it promises no bits."""
+    foreign = [text for text in overrides if text.partition("=")[0].strip() not in _SETTABLE]
+    if foreign:
+        what = f"the run decides this; verify takes {', '.join(_SETTABLE)}"
+        raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
+    path = run / run_directory.CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{run}: no run to verify: there is no {run_directory.CONFIG} in it")
+    config = load_config(path, overrides)
+    if config.train.shares is None:
+        raise ConfigError(
+            f"{run}: trained without train.shares: its steps can be repeated up to rounding only, "
+            "and it has no receipts; to verify a run later, start it with --set train.shares=N"
+        )
+    return config
+
+
+def _set_up(
+    run: Path,
+    config: Config,
+    device: torch.device,
+    plan: Plan,
+    receipts: dict[int, Receipt],
+    stack: ExitStack,
+) -> Replay:
+    """Brings data, model and optimizer to where the replay starts (collective)."""
+    notes = list(plan.notes)
+    checkpoints = run / run_directory.CHECKPOINTS
+    # 1. The checkpoint to start from, and one that knows data and machine of the run.
+    start = None
+    if plan.start is not None:
+        start = _load_alike(checkpoints / plan.start, plan.start_step)
+    known = start
+    if known is None and plan.kept:
+        step, name = plan.kept[0]
+        with suppress(CheckpointError):  # damaged, or replaced since; that is met again later
+            known = _load_alike(checkpoints / name, step)
+    # 2. The data and the state.
+    train_set, eval_set = open_data(config, device, start, notes)
+    state = build_state(config, device, start, train_set, notes)
+    # 3. What differs from the run is told, not refused: perhaps it is what is looked for.
+    notes += unequal_ranks(state)
+    data = None
+    if known is not None:
+        notes += _changed_config(known, config)
+        if computes_otherwise(state, known.checkpoint):
+            notes.append(
+                "warning: this machine computes other bits than the one that trained (another "
+                "processor, device or version): expect differences"
+            )
+        data = RunData((train_set, eval_set), config.data.root, known, accept_changes=True)
+        stack.callback(data.close)
+        data.start(DATA_PATIENCE_S)
+        notes += data.take_news()
+    _say(*notes)
+    return Replay(
+        config=config,
+        directory=run,
+        device=device,
+        train_set=train_set,
+        state=state,
+        step_sync=StepSync(lambda: False, overflow_allowed=config.train.precision == "float16"),
+        plan=plan,
+        receipts=receipts,
+        data=data,
+        evaluated=start is not None and start.checkpoint.evaluated == state.step,
+    )
+
+
+def _load_alike(path: Path, step: int) -> Resumed:
+    """The checkpoint of `step`, which all ranks must find in this file (collective)."""
+    loaded = []
+
+    def load_here() -> int:
+        loaded.append(load(path))
+        return loaded[0].step
+
+    if set(dist.run_on_all_ranks(load_here)) != {step}:
+        raise CheckpointError(
+            f"{path}: replaced while it was being loaded, because the run is still training; start "
+            "again, or choose --steps that begin after a step_N.pt"
+        )
+    return Resumed(loaded[0], path)
+
+
+def _changed_config(known: Resumed, config: Config) -> list[str]:
+    before, _ = parse_experiment(*known)
+    return [
+        f"warning: the config has changed since {known.path.name}: {line}"
+        for line in run_directory.config_differences(before, config)
+    ]
+
+
+def _replay(this: Replay) -> None:
+    """Computes the steps again (collective).
+
+    Raises:
+        CheckpointError: at the first difference, on all ranks.
+    """
+    plan, config, state = this.plan, this.config, this.state
+    ranks = f"{dist.world_size()} of at most {config.train.shares} ranks"
+    start = plan.start or "the beginning"
+    _say(f"verify     steps {plan.first}..{plan.last} of {this.directory}, from {start}, {ranks}")
+    meter = None
+    if dist.is_main():
+        taken = {step for step, receipt in this.receipts.items() if receipt.weights is not None}
+        meter = receipt_meter(this, taken.__contains__)
+    _check_start(this)
+    _follow_evaluation(this)
+    stream = batches.until(this, plan.last)
+    steps = train_steps(
+        state,
+        stream,
+        config,
+        device=this.device,
+        indices=batches.indices(this),
+        step_sync=this.step_sync,
+    )
+    bar = ProgressBar(plan.last, state.step, "verify", enabled=dist.is_main())
+    heartbeat.beat("training", state.step)
+    # The loader's workers end first.
+    with worker_failures(), bar, closing(stream), closing(steps):
+        while state.step < plan.last:
+            result = next(steps)
+            this.evaluated = False
+            if meter is not None:
+                meter.update(result)
+            _compare(this, meter)
+            bar.update()
+            heartbeat.beat("training", state.step)
+        this.step_sync.settle()
+    if state.step == config.train.steps and dist.is_main():
+        _say(*weights_lines(state))
+    _say(
+        f"verified steps {plan.first}..{plan.last} of {this.directory}: every sample, loss, "
+        "gradient and weight digest is equal"
+    )
+
+
+def _compare(this: Replay, meter: ReceiptMeter | None) -> None:
+    """Compares the newest steps, if it is time to, then follows the run's evaluation."""
+    plan, step = this.plan, this.state.step
+    names = [name for kept_step, name in plan.kept if kept_step == step]
+    if names or step == plan.last or step % this.config.log.every_steps == 0:
+        _end_if(this, lambda: _receipts_differ(this, meter))
+    if names:
+        _end_if(this, lambda: _checkpoints_differ(this, names))
+    if _follow_evaluation(this) and names:
+        _end_if(this, lambda: _checkpoints_differ(this, names))
+
+
+def _follow_evaluation(this: Replay) -> bool:
+    """Does what the run's evaluation after this step did to the model, if anything (collective)."""
+    step, every_steps = this.state.step, this.config.eval.every_steps
+    batches_to_take = this.config.norm.precise_batches
+    due = step == this.config.train.steps or (every_steps is not None and step % every_steps == 0)
+    if step == 0 or this.evaluated or not due or batches_to_take is None:
+        return False
+    take_precise_statistics(this, batches_to_take)
+    this.evaluated = True
+    return True
+
+
+def _check_start(this: Replay) -> None:
+    """Compares the weights to start from with the receipt of their step (collective)."""
+    # Precise statistics come after the receipt.
+    comparable = not (this.evaluated and this.config.norm.precise_batches is not None)
+
+    def differ() -> list[str]:
+        receipt = this.receipts.get(this.state.step)
+        if receipt is None or not comparable:
+            return []
+        lines = start_differences(receipt, this.state)
+        what = f"{this.plan.start}: not what the receipt of its step, {receipt.step}, says"
+        return [what, *lines] if lines else []
+
+    _end_if(this, differ)
+
+
+def _receipts_differ(this: Replay, meter: ReceiptMeter) -> list[str]:
+    for here in meter.take_receipts():
+        there = this.receipts.get(here.step)
+        # Steps before the first one that was asked for may have none.
+        if there is not None and (lines := receipt_differences(there, here, this.state)):
+            return [f"step {here.step} differs from its receipt", *lines]
+    return []
+
+
+def _checkpoints_differ(this: Replay, names: Sequence[str]) -> list[str]:
+    step = this.state.step
+    for name in names:
+        path = this.directory / run_directory.CHECKPOINTS / name
+        if not path.exists():
+            continue  # a run that still trains removes old ones
+        checkpoint = load(path)
+        before_or_after = this.config.norm.precise_batches is None or (
+            (checkpoint.evaluated == step) == this.evaluated
+        )
+        # The run may have replaced the file since.
+        if checkpoint.step != step or not before_or_after:
+            continue
+        lines = checkpoint_differences(checkpoint, this.state)
+        if lines:
+            return [f"{name} differs from the weights of its step, {step}", *lines]
+    return []
+
+
+def _end_if(this: Replay, differ: Callable[[], list[str]]) -> None:
+    """Raises CheckpointError on all ranks if `differ` finds differences on rank 0 (collective)."""
+    lines = dist.run_on_rank0(differ)
+    if not lines:
+        return
+    if this.data is not None:
+        this.data.settle(lambda seconds: seconds > DATA_PATIENCE_S)
+        lines += this.data.take_news()
+    raise CheckpointError("\n  ".join([f"{this.directory}: {lines[0]}", *lines[1:]]))
+
+
+def _say(*lines: str) -> None:
+    if dist.is_main():
+        for line in lines:
+            say(line)

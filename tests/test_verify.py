@@ -1,0 +1,274 @@
+"""`segtrain verify`: equal runs pass on any ranks, and what differs is named."""
+
+import base64
+import io
+import json
+import shutil
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import cv2
+import pytest
+from experiments import small, train, write_config, write_data
+
+from segtrain import cli
+from segtrain.checkpoint.format import load, save
+from segtrain.commands.launch import num_ranks_here
+from segtrain.errors import UserError
+
+STEPS = 4
+OPTIONS = {
+    "train": {"steps": STEPS, "shares": 3, "batch_size": 5},
+    "log": {"every_steps": 3, "weights_digest_every_steps": 2},
+    "checkpoint": {"keep_every_steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def run(run_ranks, data, tmp_path_factory):
+    """A whole run on one rank, with step_0000002.pt; tests change copies of it."""
+    where = tmp_path_factory.mktemp("verify")
+    config = write_config(where / "c.yaml", small(data, **OPTIONS))
+    assert run_ranks(1, train, config, where / "run") == [0]
+    return where / "run"
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """A copy of the run."""
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def verify(*arguments):
+    """Exit code, what is printed and the error of `segtrain verify` in this rank."""
+    from segtrain.commands.verify import run_verify
+
+    args = cli._parser().parse_args(["verify", *map(str, arguments), "--device", "cpu"])
+    printed, code, said = io.StringIO(), 0, ""
+    with redirect_stdout(printed):
+        try:
+            run_verify(args)
+        except UserError as error:
+            code, said = error.exit_code, str(error)
+    return code, printed.getvalue(), said
+
+
+def all_of(*lines):
+    """`verify` with each of these arguments, one after the other."""
+    return [verify(*line) for line in lines]
+
+
+def content(directory):
+    """Bytes and times of everything in it."""
+    paths = sorted([directory, *directory.rglob("*")])
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+        for path in paths
+    }
+
+
+def change_receipt(run, step, change):
+    path = run / "receipts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines[step - 1])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def flip_bit(receipt, field, byte):
+    values = bytearray(base64.b64decode(receipt[field]))
+    values[byte] ^= 1
+    receipt[field] = base64.b64encode(values).decode()
+
+
+def change_checkpoint(path, change):
+    """Without a manifest nothing tells that the file was changed."""
+    checkpoint = load(path)
+    (path.parent / "manifest.json").unlink(missing_ok=True)
+    change(checkpoint)
+    save(path, checkpoint)
+
+
+def test_a_run_is_verified_on_other_ranks_and_nothing_is_written(run_ranks, run):
+    before = content(run)
+    for results in run_ranks(3, all_of, (run, "--steps", "2:2"), (run, "--steps", ":")):
+        assert [(code, said) for code, _, said in results] == [(0, "")] * 2
+    results, others = run_ranks(2, all_of, (run, "--steps", "1:"), (run,))
+    assert [(code, said) for code, _, said in results] == [(0, "")] * 2
+    assert [printed for _, printed, _ in others] == ["", ""]
+    printed = [out for _, out, _ in results]
+    assert content(run) == before
+    ending = f" of {run}: every sample, loss, gradient and weight digest is equal"
+    for out, steps in zip(printed, ("1..4", "3..4"), strict=True):
+        assert out.splitlines()[-1] == f"verified steps {steps}{ending}"
+        # The whole weights are those that the run has told.
+        (line,) = (line for line in out.splitlines() if line.startswith("weights "))
+        assert f"{line}\n" in (run / "train.log").read_text()
+    assert "from the beginning" in printed[0]
+    assert "from step_0000002.pt" in printed[1]
+
+
+def test_a_changed_receipt_is_named_with_step_and_tensor(run_ranks, run, tmp_path):
+    """Parameters and weights are in the order of the model: the first is the stem's convolution,
+    the last of all the bias of the auxiliary classifier."""
+    names = list(load(run / "checkpoints/last.pt").model)
+    changes = {
+        "loss": lambda receipt: receipt.update(loss=receipt["loss"][:-4] + "0p-1"),
+        "samples": lambda receipt: receipt.update(samples="0" * 16),
+        "stem": lambda receipt: flip_bit(receipt, "gradients", 0),
+        "both": lambda receipt: [flip_bit(receipt, "gradients", byte) for byte in (2, -1)],
+        "weights": lambda receipt: [flip_bit(receipt, "weights", byte) for byte in (8, 16)],
+        "average": lambda receipt: flip_bit(receipt, "average", -1),
+    }
+    for name, change in changes.items():
+        shutil.copytree(run, tmp_path / name)
+        change_receipt(tmp_path / name, 4, change)
+    (results,) = run_ranks(1, all_of, *((tmp_path / name,) for name in changes))
+    found = dict(zip(changes, results, strict=True))
+    for name, (code, printed, said) in found.items():
+        first, *lines = said.splitlines()
+        assert code == 4
+        assert "verified" not in printed
+        assert first == f"{tmp_path / name}: step 4 differs from its receipt"
+        assert len(lines) == 1, lines  # nothing else differs
+    line = {name: said.splitlines()[1].strip() for name, (_, _, said) in found.items()}
+    assert line["loss"].startswith("loss: ")
+    assert "the data or their order changed" in line["samples"]
+    parameters = len(base64.b64decode(last_receipt(run)["gradients"])) // 2
+    what = f"gradients: 1 of {parameters} tensors differs; the nearest to the loss is"
+    assert line["stem"] == f"{what} {names[0]}"
+    what = f"gradients: 2 of {parameters} tensors differ; the nearest to the loss is"
+    assert line["both"] == f"{what} {names[-1]}"
+    what = f"of {len(names)} tensors"
+    assert line["weights"] == f"weights: 2 {what} differ; the first is {names[1]}"
+    assert line["average"] == f"average: 1 {what} differs; the first is {names[-1]}"
+
+
+def last_receipt(run):
+    return json.loads((run / "receipts.jsonl").read_text().splitlines()[-1])
+
+
+def test_a_difference_ends_all_ranks(run_ranks, copy):
+    change_receipt(copy, 3, lambda receipt: receipt.update(grad_norm="0x1p+0"))
+    one, two = run_ranks(2, verify, copy)
+    assert (one[0], one[2]) == (two[0], two[2])
+    assert one[0] == 4
+    assert f"{copy}: step 3 differs from its receipt\n  grad_norm: 1 (0x1p+0) there, " in one[2]
+
+
+def test_a_changed_pixel_of_an_image_is_found(run_ranks, run, tmp_path):
+    (tmp_path / "data").mkdir()
+    write_data(tmp_path / "data")
+    for path in (tmp_path / "data/images/train").iterdir():
+        image = cv2.imread(str(path))
+        image[20:40, 20:50] ^= 1
+        cv2.imwrite(str(path), image)
+    other = (run, "--steps", "1:", "--set", f"data.root={tmp_path / 'data'}")
+    ((code, printed, said),) = run_ranks(1, verify, *other)
+    assert code == 4
+    first, *lines = said.splitlines()
+    assert first == f"{run}: step 1 differs from its receipt"
+    assert lines[0].startswith("  loss: ")
+    assert "samples" not in said
+    assert "changed    split train: names, sizes or order of the files differ" in printed
+
+
+@pytest.mark.parametrize("changed", ["model", "average", "optimizer"])
+def test_a_changed_number_of_a_checkpoint_is_found(run_ranks, copy, changed):
+    """The replay passes its step, or starts from it."""
+
+    def change(checkpoint):
+        tensors = getattr(checkpoint, changed)
+        if changed == "optimizer":
+            tensors = tensors["state"][0]
+        name = next(iter(tensors))
+        tensors[name][1, 0, 1, 1] *= 1.5
+
+    path = copy / "checkpoints/step_0000002.pt"
+    change_checkpoint(path, change)
+    ((code, _, passed), (start_code, _, started)) = run_ranks(
+        1, all_of, (copy, "--steps", "1:3"), (copy, "--steps", "3:")
+    )[0]
+    first = next(iter(load(path).model))
+    name = f"momentum_buffer of {first}" if changed == "optimizer" else first
+    assert (code, start_code) == (4, 4)
+    assert passed.startswith(f"{copy}: step_0000002.pt differs from the weights of its step, 2\n")
+    assert f"{changed}: 1 of " in passed
+    assert passed.endswith(f" tensors differs; the first is {name}")
+    if changed == "optimizer":
+        assert started.startswith(f"{copy}: step 4 differs from its receipt\n  loss: ")
+    else:
+        what = f"{copy}: step_0000002.pt: not what the receipt of its step, 2, says\n"
+        assert started.startswith(what)
+        assert started.endswith(f" tensors differs; the first is {name}")
+
+
+def test_another_arithmetic_is_told_before(run_ranks, copy):
+    path = copy / "checkpoints/step_0000002.pt"
+    change_checkpoint(path, lambda checkpoint: checkpoint.shares.update(arithmetic="0" * 16))
+    ((code, printed, _),) = run_ranks(1, verify, copy, "--steps", "3:3")
+    assert code == 0
+    assert "warning: this machine computes other bits than the one that trained" in printed
+
+
+def test_precise_statistics_of_evaluations_are_followed(run_ranks, tmp_path, data):
+    """They change the model after the receipt of their step, and the steps after it."""
+    options = small(
+        data,
+        train={"steps": STEPS, "shares": 2, "batch_size": 4, "ema_decay": None},
+        log={"every_steps": 3, "weights_digest_every_steps": 1},
+        eval={"every_steps": 2},
+        norm={"precise_batches": 1},
+        checkpoint={"keep_every_steps": 2},
+    )
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    run_ranks(1, train, config, run)
+    for code, _, said in run_ranks(2, all_of, (run, "--steps", "1:"), (run,))[0]:
+        assert (code, said) == (0, "")
+
+
+def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_path):
+    lost, plain, bare = (tmp_path / name for name in ("lost", "plain", "bare"))
+    for directory in (lost, plain, bare):
+        shutil.copytree(run, directory)
+    text = (plain / "config.yaml").read_text()
+    (plain / "config.yaml").write_text(text.replace("shares: 3", "shares: null"))
+    (bare / "receipts.jsonl").unlink()
+    lines = (lost / "receipts.jsonl").read_text().splitlines(keepends=True)
+    (lost / "receipts.jsonl").write_text("".join(lines[:1] + lines[2:]))
+    refused = {
+        (tmp_path / "nowhere",): "no run to verify",
+        (plain,): "start it with --set train.shares=N",
+        (bare,): f"{bare}/receipts.jsonl: not there",
+        (lost, "--steps", "1:"): "has receipts of 3 steps, 1 to 4, but none of step 2",
+        (run, "--steps", "3:9"): "has receipts of 4 steps, 1 to 4, but none of step 5",
+        (run, "--steps", "7:"): "but none of step 7",
+        (run, "--set", "train.lr=1"): "--set train.lr=1: the run decides this",
+    }
+    (results,) = run_ranks(1, all_of, *refused)
+    for (code, _, said), expected in zip(results, refused.values(), strict=True):
+        assert code == 2
+        assert expected in said
+    ((code, _, said),) = run_ranks(1, all_of, (lost, "--steps", "3:"))[0]
+    assert (code, said) == (0, "")
+
+
+def test_more_ranks_than_shares_are_refused(run_ranks, run):
+    for code, _, said in run_ranks(4, verify, run):
+        assert code == 2
+        assert "train.shares: 3 shares leave some of 4 ranks without one" in said
+
+
+@pytest.mark.parametrize("text", ["3", "0:", "4:3", "a:b", ":-1"])
+def test_steps_in_another_form_are_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args(["verify", "RUN", f"--steps={text}"])
+    assert "argument --steps: expected " in capsys.readouterr().err
+
+
+def test_the_command_line_verifies_on_ranks_that_it_starts(copy, capfd):
+    assert num_ranks_here("2") == 2
+    change_receipt(copy, 3, lambda receipt: receipt.update(loss="0x1p+0"))
+    assert cli.main(["verify", str(copy), "--nproc", "2", "--device", "cpu"]) == 4
+    err = capfd.readouterr().err
+    assert err.count("step 3 differs from its receipt") == 1
+    assert "Traceback" not in err
