@@ -59,6 +59,8 @@ NOT_RUN = {
     "segtrain train runs/my --nproc 4 --resume": "four processes; test_resume.py resumes on three",
     "segtrain eval RUN --save-predictions DIR": "test_evaluate.py compares these files",
     "segtrain train RUN --resume": "stands for any run",
+    "segtrain verify RUN": "needs train.shares; test_verify.py verifies runs",
+    "segtrain verify RUN --steps 1: --nproc 2": "test_verify.py verifies on other ranks",
     **{
         "segtrain train config.yaml --nproc 8 --nnodes 2 "
         f"--node-rank {rank} --rdzv-endpoint 10.0.0.1:29400": "test_two_nodes.py does, as root"
