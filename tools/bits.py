@@ -72,6 +72,12 @@ def main() -> int:
             train_on_two_machines(run, args.steps)
             runs["2 machines, 1 + 2 ranks"] = run
         failed |= not report(f"{kind}, {args.steps} steps", runs)
+    usual = {}
+    for count in RANKS[:3]:
+        run = Run(args.directory / f"null_{count}", config, "float32", "train.shares=null")
+        run.train(count, args.steps)
+        usual[f"{count} ranks"] = run
+    report(f"float32, {args.steps} steps, train.shares null", usual)
     if args.long:
         counts = RANKS[:3]
         runs = {f"{n} ranks": Run(args.directory / f"long_{n}", config, "float32") for n in counts}
@@ -81,12 +87,6 @@ def main() -> int:
         resumed.train_with_interruptions(RESUMED, args.long)
         runs["resumed " + " -> ".join(map(str, RESUMED))] = resumed
         failed |= not report(f"float32, {args.long} steps", runs)
-        usual = {}
-        for count in counts:
-            run = Run(args.directory / f"null_{count}", config, "float32", "train.shares=null")
-            run.train(count, args.long)
-            usual[f"{count} ranks"] = run
-        report(f"float32, {args.long} steps, train.shares null", usual)
     return int(failed)
 
 
@@ -142,6 +142,9 @@ class Run:
             "losses": self.losses(),
             "best": saved.best,
         }
+        receipts = self.directory / "receipts.jsonl"
+        if receipts.exists():  # with shares
+            parts["receipts"] = receipts.read_text()
         return {name: sha256(part) for name, part in parts.items()}
 
 

@@ -53,7 +53,7 @@ model:
   aux_head: false
   dropout: 0.0
 loss: {{aux_weight: 0.0}}
-train: {{steps: {steps}, batch_size: 7, lr: 0.02, precision: float32, shares: {shares}}}
+train: {{steps: {steps}, batch_size: 7, lr: 0.005, precision: float32, shares: {shares}}}
 log: {{every_steps: 1}}
 eval: {{every_steps: null}}
 """
@@ -61,7 +61,7 @@ eval: {{every_steps: null}}
 USUAL = "DistributedDataParallel, all per rank"
 OURS = "segtrain"
 WITH_SHARES = "segtrain, train.shares: 7"
-BEGINNING = 5  # steps in which training has not amplified rounding yet
+BEGINNING = 3  # steps in which training has not amplified rounding yet
 
 Curves = dict[int, list[float]]
 """The loss of every step, by the number of ranks."""
