@@ -1,5 +1,6 @@
 """A small data set, a small experiment on it and what it leaves, for tests that train."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -144,6 +145,57 @@ def assert_same_state(one: Any, other: Any) -> None:
         assert len(a) > 100
         assert a.keys() == b.keys()
         assert [key for key in a if not torch.equal(a[key], b[key])] == []
+
+
+def bits(record: Any) -> dict[str, str]:
+    """The SHA-256 of all that train.shares keeps equal in a Checkpoint, by name."""
+    names = ("step", "model", "average", "optimizer", "scaler", "best", "shares")
+    digests = {name: hashlib.sha256() for name in names}
+    for name, digest in digests.items():
+        _feed(digest, getattr(record, name))
+    return {name: digest.hexdigest() for name, digest in digests.items()}
+
+
+def logged(directory: Path) -> dict[str, list[float]]:
+    """The curves of a run that must not depend on the number of ranks."""
+    tags = ("train/loss", "train/aux_loss", "train/grad_norm", "eval/mIoU")
+    return {tag: losses(directory, tag) for tag in tags}
+
+
+def trained_bits(config: Path, directory: Path) -> dict[str, Any]:
+    """Trains, and returns the `bits` of what this rank holds at the end; rank 0: the curves too.
+
+    Nothing is saved, which would take most of the time of a short run.
+    """
+    from segtrain.checkpoint.manager import CheckpointManager
+    from segtrain.commands.train import loop, saving
+    from segtrain.distributed import collectives as dist
+
+    whole, found = loop.train, {}
+
+    def train_and_keep(run: Any) -> None:
+        whole(run)
+        found.update(bits(saving.checkpoint_of(run)))
+
+    loop.train = train_and_keep
+    CheckpointManager.save_last = CheckpointManager.save_best = lambda *_: None
+    assert train(config, directory) == 0
+    return found | (logged(directory) if dist.is_main() else {})
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().numpy().tobytes())
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            digest.update(repr(key).encode())
+            _feed(digest, part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _feed(digest, part)
+    else:
+        digest.update(repr(value).encode())
 
 
 def _tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:

@@ -1,0 +1,229 @@
+"""train.shares: every bit is the same on any number of ranks, and wherever a run was interrupted.
+
+That the tests here would see a sum whose order depends on the ranks: test_shares_broken.py.
+"""
+
+import copy
+
+import pytest
+from experiments import (
+    bits,
+    experiment,
+    last,
+    logged,
+    stopped_after,
+    train,
+    trained_bits,
+    write_config,
+)
+
+from segtrain.distributed import shares
+
+SMALL = {"head_channels": 8, "aux_channels": 8, "output_stride": 16}
+WEIGHTS = [1.0, 2.3, 0.4, 1.7]
+
+
+def options(data, sections):
+    """Augmentation, dropout, an auxiliary loss, and `sections`."""
+    values = experiment(data, augment={"crop_size": [33, 41]}, model=SMALL)
+    values["train"] = {"steps": 2, "batch_size": 5, "lr": 0.02}
+    for section, changed in copy.deepcopy(sections).items():
+        values.setdefault(section, {}).update(changed)
+    return values
+
+
+def run(run_ranks, directory, config, ranks, function=trained_bits, *args):
+    """Trains on so many ranks; returns the hashes and curves of rank 0, which all have."""
+    first, *others = run_ranks(ranks, function, *args, config, directory / f"run{ranks}")
+    for other in others:
+        assert other == {name: first[name] for name in other}
+    return first
+
+
+CASES = {
+    # 3 + 2 + 2 images: one rank has them all, two have 5 + 2, three have 3 + 2 + 2.
+    "pspnet, ohem": {
+        "model": {"arch": "pspnet", "backbone": "resnet18"},
+        "loss": {
+            "kind": "ohem",
+            "ohem_threshold": 0.3,
+            "ohem_min_kept": 6000,
+            "class_weights": WEIGHTS,
+        },
+        "train": {"batch_size": 7, "shares": 3, "clip_grad_norm": 1.0, "ema_decay": 0.9},
+    },
+    # Passes of 4 and 3 images, in which three shares are 2 + 1 + 1 and 1 + 1 + 1.
+    "deeplabv3plus, adamw, bfloat16": {
+        "model": {"arch": "deeplabv3plus", "backbone": "mobilenet_v3_large"},
+        "loss": {"kind": "cross_entropy", "class_weights": WEIGHTS},
+        "train": {
+            "batch_size": 7,
+            "accumulate_steps": 2,
+            "shares": 3,
+            "precision": "bfloat16",
+            "optimizer": "adamw",
+            "lr": 1e-3,
+        },
+    },
+    # Passes of 4, 3 and 3 images.
+    "deeplabv3, dice, three passes": {
+        "model": {"arch": "deeplabv3", "backbone": "resnet18", "recompute_norm": True},
+        "loss": {"kind": "dice"},
+        "train": {
+            "batch_size": 10,
+            "accumulate_steps": 3,
+            "shares": 3,
+            "steps": 1,
+        },
+    },
+    "float64, precise statistics, NCHW": {
+        "model": {"arch": "pspnet", "backbone": "mobilenet_v2"},
+        "norm": {"precise_batches": 2},
+        "train": {
+            "batch_size": 5,
+            "shares": 4,
+            "precision": "float64",
+            "optimizer": "adamw",
+            "lr": 1e-3,
+            "channels_last": False,
+            "ema_decay": 0.5,
+        },
+    },
+    "group norm, float16": {
+        "model": {"arch": "deeplabv3plus", "backbone": "mobilenet_v2"},
+        "norm": {"kind": "group", "num_groups": 4},
+        "train": {"batch_size": 4, "shares": 4, "precision": "float16", "clip_grad_norm": 0.5},
+    },
+    "frozen norm": {
+        "model": {"arch": "pspnet", "backbone": "mobilenet_v2"},
+        "norm": {"kind": "frozen"},
+        "train": {"batch_size": 5, "shares": 3, "init_from": "first"},
+    },
+}
+
+# All of them on both: the slow grid.
+RANKS = dict(zip(CASES, [(2, 3), (3,), (2,), (3,), (2,), (3,)], strict=True))
+
+
+@pytest.fixture(scope="module")
+def first(run_ranks, tmp_path_factory, data):
+    """A run whose weights and statistics others start from."""
+    root = tmp_path_factory.mktemp("first")
+    sections = {"model": {"backbone": "mobilenet_v2"}, "train": {"steps": 1, "batch_size": 4}}
+    config = write_config(root / "c.yaml", options(data, sections))
+    assert run_ranks(1, train, config, root / "run") == [0]
+    return root / "run"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_ranks_gives_the_same_bits(run_ranks, tmp_path, data, first, name):
+    """Weights, their average, optimizer, loss scale, exponents, best score, losses, norms."""
+    values = options(data, CASES[name])
+    if "init_from" in values["train"]:
+        values["train"]["init_from"] = str(first)
+    config = write_config(tmp_path / "c.yaml", values)
+    one = run(run_ranks, tmp_path, config, 1)
+    assert len(one["train/loss"]) == values["train"]["steps"]
+    for ranks in RANKS[name]:
+        assert run(run_ranks, tmp_path, config, ranks) == one
+
+
+def test_eight_ranks_with_an_image_or_two_each_are_one(run_ranks, tmp_path, data):
+    train_section = {"batch_size": 9, "shares": 8, "ema_decay": 0.9}
+    values = options(data, {"model": {"backbone": "mobilenet_v2"}, "train": train_section})
+    config = write_config(tmp_path / "c.yaml", values)
+    assert run(run_ranks, tmp_path, config, 8) == run(run_ranks, tmp_path, config, 1)
+
+
+def grid():
+    """Every precision with every architecture; the rest in turn."""
+    precisions = ("float32", "bfloat16", "float16", "float64")
+    archs = ("pspnet", "deeplabv3", "deeplabv3plus")
+    backbones = ("resnet18", "mobilenet_v2", "mobilenet_v3_large")
+    kinds = ("cross_entropy", "ohem", "dice")
+    for i, precision in enumerate(precisions):
+        for j, arch in enumerate(archs):
+            turn = 3 * i + j
+            adamw = {"optimizer": "adamw", "lr": 1e-3} if turn % 2 else {}
+            passes = turn % 3 + 1
+            loss = {"kind": kinds[(i + 2 * j) % 3]}
+            if loss["kind"] != "dice":
+                loss["class_weights"] = WEIGHTS
+            sections = {
+                "model": {
+                    "arch": arch,
+                    "backbone": backbones[(i + j) % 3],
+                    "recompute_norm": backbones[(i + j) % 3] == "resnet18" and i % 2 == 0,
+                },
+                "loss": loss,
+                "norm": {"precise_batches": 2} if turn % 5 == 0 else {},
+                "train": {
+                    "batch_size": 4 * passes + 1,
+                    "accumulate_steps": passes,
+                    "shares": 3 + turn % 2,
+                    "precision": precision,
+                    "clip_grad_norm": 1.0 if turn % 2 else None,
+                    "ema_decay": 0.9 if turn % 3 else None,
+                    "channels_last": turn % 4 != 2,
+                    **adamw,
+                },
+            }
+            yield pytest.param(sections, id=f"{precision}-{arch}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sections", list(grid()))
+def test_many_settings_give_the_same_bits(run_ranks, tmp_path, data, sections):
+    config = write_config(tmp_path / "c.yaml", options(data, sections))
+    one = run(run_ranks, tmp_path, config, 1)
+    for ranks in (2, 3):
+        assert run(run_ranks, tmp_path, config, ranks) == one
+
+
+def test_a_run_that_goes_on_on_other_numbers_of_ranks_ends_with_the_same_bits(
+    run_ranks, tmp_path, data
+):
+    """Three ranks are stopped, one goes on and is stopped, two finish."""
+    sections = {
+        "model": {"backbone": "mobilenet_v2"},
+        "loss": {"kind": "ohem", "ohem_min_kept": 4000},
+        "train": {"steps": 7, "shares": 4, "ema_decay": 0.9, "clip_grad_norm": 1.0},
+        "eval": {"every_steps": 3},
+    }
+    config = write_config(tmp_path / "c.yaml", options(data, sections))
+    alone, stopped, steps = tmp_path / "alone", tmp_path / "stopped", []
+    assert run_ranks(2, train, config, alone) == [0] * 2
+    for ranks, step, resume in ((3, 1, False), (1, 4, True)):
+        assert run_ranks(ranks, stopped_after, step, config, stopped, resume) == [143] * ranks
+        steps.append(last(stopped).step)
+    assert 1 <= steps[0] < 4 <= steps[1] < 7
+    assert run_ranks(2, train, config, stopped, True) == [0] * 2
+    assert bits(last(stopped)) == bits(last(alone))
+    assert logged(stopped) == logged(alone)
+    assert len(logged(alone)["train/loss"]) == 7
+
+
+def trained_at_once(threads, config, directory):
+    """One process, in which so many shares are computed at the same time."""
+    shares._threads_at_start = lambda: threads
+    return trained_bits(config, directory)
+
+
+@pytest.mark.parametrize(
+    ("precision", "threads"),
+    [("float32", 2), *(pytest.param(p, 5, marks=pytest.mark.slow) for p in ("float32", "float16"))],
+)
+def test_shares_at_the_same_time_are_shares_one_after_another(
+    run_ranks, tmp_path, data, precision, threads
+):
+    sections = {
+        "model": {"backbone": "mobilenet_v2"},
+        "norm": {"precise_batches": 2},
+        "train": {"shares": 5, "precision": precision, "ema_decay": 0.9},
+    }
+    config = write_config(tmp_path / "c.yaml", options(data, sections))
+    one, at_once = (
+        run(run_ranks, tmp_path / str(number), config, 1, trained_at_once, number)
+        for number in (1, threads)
+    )
+    assert at_once == one
