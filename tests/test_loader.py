@@ -118,6 +118,22 @@ def test_indices_of_rank_partition_every_batch_as_evenly_as_possible():
                 assert max(totals) - min(totals) <= 1
 
 
+def test_with_shares_ranks_take_whole_ones_of_every_pass():
+    """11 images in passes of 4, 4 and 3; three shares of each: 2 + 1 + 1 and 1 + 1 + 1."""
+    assert indices_of_rank(11, 3, 0, 2, 3) == [range(3), range(4, 7), range(8, 10)]
+    assert indices_of_rank(11, 3, 1, 2, 3) == [range(3, 4), range(7, 8), range(10, 11)]
+    for batch_size in range(1, 14):
+        for passes in range(1, batch_size + 1):
+            for shares in range(1, batch_size // passes + 1):
+                for world_size in range(1, shares + 1):
+                    ranks = [
+                        indices_of_rank(batch_size, passes, rank, world_size, shares)
+                        for rank in range(world_size)
+                    ]
+                    in_order = [i for index in range(passes) for mine in ranks for i in mine[index]]
+                    assert in_order == list(range(batch_size))
+
+
 def test_a_pass_holds_the_same_images_on_any_number_of_ranks():
     for index in range(3):
         alone = list(indices_of_rank(8, 3, 0, 1)[index])

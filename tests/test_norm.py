@@ -20,6 +20,7 @@ from segtrain.norm import (
     convert,
     make_norm,
     normalize_together,
+    untracked,
 )
 from segtrain.norm.kernels import local_moments
 
@@ -648,3 +649,22 @@ def test_the_config_chooses_the_layer():
     assert (type(sync), sync.num_features, sync.momentum) == (SyncBatchNorm2d, 7, 0.03)
     local = make_norm(NormConfig(kind="local", running="mean"))(7)
     assert (type(local), local.extent, local.running) == (PartialBatchNorm2d, 1, "mean")
+
+
+def statistics_of_a_repeated_step():
+    layer, x = SyncBatchNorm2d(3), torch.randn(2, 3, 4, 5)
+    once = layer(x)
+    tracked = {name: value.clone() for name, value in layer.named_buffers()}
+    with untracked():
+        again = layer(x)
+    same = {name: torch.equal(value, tracked[name]) for name, value in layer.named_buffers()}
+    layer(x)
+    return torch.equal(once, again), same, layer.num_batches_tracked.item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_repeated_step_leaves_running_statistics_alone(run_ranks, ranks):
+    """Alone the layer is torch's own, which knows nothing of repeated steps."""
+    buffers = ("running_mean", "running_var", "num_batches_tracked")
+    wanted = (True, dict.fromkeys(buffers, True), 2)
+    assert run_ranks(ranks, statistics_of_a_repeated_step) == [wanted] * ranks

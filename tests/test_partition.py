@@ -1,7 +1,12 @@
 import pytest
 
 from segtrain.config import parse_config
-from segtrain.distributed.partition import batch_findings, smallest_batch
+from segtrain.distributed.partition import (
+    batch_findings,
+    parts_of_rank,
+    shares_of_ranks,
+    smallest_batch,
+)
 
 DATA = "data: {layout: folders, root: /data, classes: voc}\n"
 
@@ -46,3 +51,28 @@ def test_the_smallest_batch_of_each_extent():
         norm = f"train: {{batch_size: 11}}\nnorm: {{extent: {extent}}}\n"
         sizes[extent] = smallest_batch(config(norm), ranks=6, ranks_here=3)
     assert sizes == {"world": 11, "node": 5, 2: 3}  # 2 + 2 + 2 + 2 + 2 + 1
+
+
+def test_ranks_take_whole_shares_which_are_the_same_for_any_number_of_ranks():
+    assert shares_of_ranks(8, 3) == [3, 3, 2]
+    assert parts_of_rank(7, 0, 2, None) == [range(4)]
+    for total in range(1, 14):
+        for shares in range(1, total + 1):
+            alone = parts_of_rank(total, 0, 1, shares)
+            assert [i for part in alone for i in part] == list(range(total))
+            sizes = [len(part) for part in alone]
+            assert (len(sizes), max(sizes) - min(sizes) <= 1) == (shares, True)
+            for ranks in range(1, shares + 1):
+                cut = [parts_of_rank(total, rank, ranks, shares) for rank in range(ranks)]
+                assert [part for parts in cut for part in parts] == alone
+                assert [len(parts) for parts in cut] == shares_of_ranks(shares, ranks)
+                assert max(map(len, cut)) - min(map(len, cut)) <= 1
+
+
+def test_more_ranks_than_shares_are_refused():
+    five = config("train: {batch_size: 16, shares: 5}")
+    assert batch_findings(five, 5, 5) == []
+    (finding,) = batch_findings(five, 6, 3)
+    assert finding.startswith(
+        "train.shares: 5 shares leave some of 6 ranks without one; start at most 5 ranks"
+    )

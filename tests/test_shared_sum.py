@@ -48,6 +48,32 @@ def test_sums_are_those_of_gloo_on_every_rank(run_ranks, num_ranks):
             assert torch.equal(mine, first)
 
 
+def gathered():
+    """Through shared memory; and through gloo, which is the oracle."""
+    generator = torch.Generator().manual_seed(dist.rank())
+    pairs = []
+    for round_ in range(30):
+        dtype, length = DTYPES[round_ % 3], LENGTHS[round_ % 4]
+        values = torch.randn(length, generator=generator, dtype=torch.float64).mul(9).to(dtype)
+        if round_ % 7 == dist.rank():
+            time.sleep(0.005)
+        wanted = [torch.empty_like(values) for _ in range(dist.world_size())]
+        torch.distributed.all_gather(wanted, values)
+        mine = values.clone()
+        rows = dist._shared_sum.gather(mine)
+        assert torch.equal(mine, values)
+        pairs.append((rows, torch.stack(wanted)))
+    # They are copies: sums that follow do not change them.
+    return pairs
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_is_gathered_is_what_gloo_gathers(run_ranks, num_ranks):
+    for pairs in run_ranks(num_ranks, gathered):
+        assert len(pairs) == 30
+        assert all(torch.equal(rows, wanted) for rows, wanted in pairs)
+
+
 def float_sums():
     generator = torch.Generator().manual_seed(dist.rank())
     values = [torch.randn(100, generator=generator, dtype=torch.float64) for _ in range(20)]

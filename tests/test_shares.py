@@ -11,13 +11,20 @@ from experiments import (
     experiment,
     last,
     logged,
+    refusal,
     stopped_after,
     train,
     trained_bits,
     write_config,
 )
 
+from segtrain.cli import main
+from segtrain.config import load_config
+from segtrain.distributed import collectives as dist
 from segtrain.distributed import shares
+from segtrain.errors import ConfigError
+from segtrain.training import engine
+from segtrain.training.exact_sum import ExactGradientSum
 
 SMALL = {"head_channels": 8, "aux_channels": 8, "output_stride": 16}
 WEIGHTS = [1.0, 2.3, 0.4, 1.7]
@@ -227,3 +234,110 @@ def test_shares_at_the_same_time_are_shares_one_after_another(
         for number in (1, threads)
     )
     assert at_once == one
+
+
+def trained_twice(config, directory):
+    """Every step is computed once more than it needs to be."""
+    whole, first_time = ExactGradientSum.finish, [True]
+
+    def finish(self):
+        before = self.exponents
+        done = whole(self)
+        if done and first_time[0]:
+            self.exponents, done = before, False
+        first_time[0] = done
+        return done
+
+    ExactGradientSum.finish = finish
+    return trained_bits(config, directory)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_step_that_is_computed_again_changes_nothing(run_ranks, tmp_path, data, number):
+    """Running statistics above all. A single share has torch's own batch norm."""
+    sections = {"model": {"backbone": "mobilenet_v2"}, "train": {"shares": number}}
+    config = write_config(tmp_path / "c.yaml", options(data, sections))
+    once = run(run_ranks, tmp_path / "once", config, 1)
+    assert run(run_ranks, tmp_path / "again", config, 1, trained_twice) == once
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"train": {"compile": True}}, "shares: cannot go with compile"),
+        ({"train": {"virtual_ranks": 2}}, "shares: cannot go with virtual_ranks, 2"),
+        ({"norm": {"kind": "local"}}, "train.shares: with batch norm over each rank alone"),
+        ({"norm": {"extent": "node"}}, "train.shares: with batch norm over extent node"),
+        ({"norm": {"extent": 2}}, "train.shares: with batch norm over extent 2"),
+        ({"train": {"shares": 6}}, "shares: 6 shares of a pass of 5 images"),
+        (
+            {"train": {"batch_size": 11, "accumulate_steps": 3, "shares": 4}},
+            "shares: 4 shares of a pass of 3 images",
+        ),
+        ({"train": {"shares": 0}}, "train.shares"),
+    ],
+)
+def test_what_shares_cannot_promise_is_refused(tmp_path, data, sections, said):
+    sections = {"train": {"shares": 3}, **sections}
+    sections["train"] = {"shares": 3} | sections["train"]
+    config = write_config(tmp_path / "c.yaml", options(data, sections))
+    with pytest.raises(ConfigError) as error:
+        load_config(config)
+    assert said in str(error.value)
+
+
+def test_more_ranks_than_shares_are_refused_by_the_ranks_and_by_the_launcher(
+    run_ranks, tmp_path, data, capsys
+):
+    config = write_config(tmp_path / "c.yaml", options(data, {"train": {"shares": 2}}))
+    said = "train.shares: 2 shares leave some of 3 ranks without one; start at most 2 ranks"
+    for kind, code, text in run_ranks(3, refusal, train, config, tmp_path / "run"):
+        assert (kind, code) == ("ConfigError", 2)
+        assert text.startswith(said)
+    other = ["train", str(config), "--nproc", "3", "--output", str(tmp_path / "other")]
+    assert main(other) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_does_not_go_on_with_another_number_of_shares(run_ranks, tmp_path, data):
+    sections = {"model": {"backbone": "mobilenet_v2"}, "train": {"shares": 2}}
+    values = options(data, sections)
+    config = write_config(tmp_path / "c.yaml", values)
+    assert run_ranks(1, train, config, tmp_path / "run") == [0]
+    for number in (3, None):
+        values["train"]["shares"] = number
+        other = write_config(tmp_path / "other.yaml", values)
+        (answer,) = run_ranks(1, refusal, train, other, tmp_path / "run", True)
+        assert answer[:2] == ("ConfigError", 2)
+        assert "was started with another config\n  train.shares" in answer[2]
+
+
+def trained_with_digits(digits, *args):
+    """As `train`, on ranks whose arithmetic has these digits."""
+    engine.fingerprint = lambda *_: digits[dist.rank()]
+    return train(*args)
+
+
+def test_the_log_warns_of_ranks_and_checkpoints_with_other_arithmetic(run_ranks, tmp_path, data):
+    sections = {"model": {"backbone": "mobilenet_v2"}, "train": {"shares": 3, "steps": 4}}
+    config = write_config(tmp_path / "c.yaml", options(data, sections))
+    others, saved = "compute other bits than rank 0", "than the one that saved the checkpoint"
+
+    def warnings(directory):
+        lines = (directory / "train.log").read_text().splitlines()
+        return [line for line in lines if "warning" in line and "other bits" in line]
+
+    stop = (stopped_with_digits, ["a", "a"], 1, config, tmp_path / "run")
+    assert run_ranks(2, *stop) == [143] * 2
+    assert last(tmp_path / "run").shares["arithmetic"] == "a"
+    assert warnings(tmp_path / "run") == []
+    again = (trained_with_digits, ["b", "b", "c"], config, tmp_path / "run", True)
+    assert run_ranks(3, *again) == [0] * 3
+    first, second = warnings(tmp_path / "run")
+    assert "warning: ranks 2 " + others in first
+    assert saved in second
+
+
+def stopped_with_digits(digits, *args):
+    engine.fingerprint = lambda *_: digits[dist.rank()]
+    return stopped_after(*args)

@@ -1,6 +1,8 @@
 """The promise in the other direction: few ranks, working in shares, equal many."""
 
+import random
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -72,6 +74,107 @@ def test_a_slot_that_meets_less_often_is_an_error_not_a_hang(short):
 
     with pytest.raises(RuntimeError, match="ended"):
         VirtualRanks(3).run([work] * 3)
+
+
+class Running:
+    """How many threads are between two meetings, and in which order they began."""
+
+    def __init__(self):
+        self.lock, self.now, self.most, self.began = threading.Lock(), 0, 0, []
+
+    def __enter__(self):
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            self.began.append(virtual_ranks.slot())
+
+    def __exit__(self, *_):
+        with self.lock:
+            self.now -= 1
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7, 20])
+def test_no_more_than_at_once_run_at_a_time(at_once):
+    """Before, between and after many meetings; each sum is that of all slots."""
+    slots, meetings, running = 7, 40, Running()
+    rng = random.Random(0)
+    naps = [[rng.choice((0, 0, 0, 1e-4)) for _ in range(meetings)] for _ in range(slots)]
+
+    def work():
+        mine, totals = virtual_ranks.slot(), []
+        for meeting in range(meetings):
+            with running:
+                time.sleep(naps[mine][meeting])
+            totals.append(virtual_ranks.current().meet((meeting, mine), list))
+        with running:
+            return totals
+
+    results = VirtualRanks(slots, at_once=at_once).run([work] * slots)
+    wanted = [[(meeting, slot) for slot in range(slots)] for meeting in range(meetings)]
+    assert results == [wanted] * slots
+    assert running.now == 0
+    assert running.most <= at_once
+    assert len(running.began) == slots * (meetings + 1)
+    if at_once == 1:
+        assert running.began == list(range(slots)) * (meetings + 1)
+
+
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_as_many_run_at_the_same_time_as_may(at_once):
+    """Nobody passes the barrier before `at_once` threads of a round have come to it."""
+    barrier = threading.Barrier(at_once, timeout=60)
+
+    def work():
+        for _ in range(5):
+            barrier.wait()
+            virtual_ranks.current().meet(0, sum)
+
+    VirtualRanks(2 * at_once, at_once=at_once).run([work] * 2 * at_once)
+
+
+def test_slots_begin_in_their_order():
+    """Of two at a time, the third begins when one of the first two has met, and so on."""
+    began, lock = [], threading.Lock()
+
+    def work():
+        for meeting in range(3):
+            with lock:
+                began.append(meeting)
+                assert began.count(meeting) >= virtual_ranks.slot()
+            virtual_ranks.current().meet(0, sum)
+
+    for _ in range(20):
+        began.clear()
+        VirtualRanks(6, at_once=2).run([work] * 6)
+        assert len(began) == 18
+
+
+@pytest.mark.parametrize("failing", [0, 2, 4])
+@pytest.mark.parametrize("at_once", [2, 5])
+def test_an_error_ends_those_that_run_beside_it(failing, at_once):
+    def work():
+        virtual_ranks.current().meet(0, sum)
+        if virtual_ranks.slot() == failing:
+            raise ZeroDivisionError("in one share")
+        virtual_ranks.current().meet(0, sum)
+
+    before = threading.active_count()
+    for _ in range(20):
+        with pytest.raises(ZeroDivisionError, match="in one share"):
+            VirtualRanks(5, at_once=at_once).run([work] * 5)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("short", [0, 2, 4])
+@pytest.mark.parametrize("at_once", [2, 5])
+def test_a_slot_that_ends_early_beside_others_is_an_error_too(short, at_once):
+    def work():
+        for _ in range(2 - (virtual_ranks.slot() == short)):
+            virtual_ranks.current().meet(0, sum)
+
+    for _ in range(20):
+        with pytest.raises(RuntimeError, match="ended"):
+            VirtualRanks(5, at_once=at_once).run([work] * 5)
 
 
 def run(run_ranks, tmp_path, data, ranks, virtual, sections):
