@@ -20,7 +20,7 @@ from segtrain.checkpoint.initial import load_initial
 from segtrain.checkpoint.loading import load_model, resolve
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.recovery import restore_config
-from segtrain.checkpoint.training_state import restore, restore_scaler
+from segtrain.checkpoint.training_state import restore, restore_exponents, restore_scaler
 from segtrain.checkpoint.weights import load_weights
 from segtrain.config import load_config
 from segtrain.data.class_file import class_file_from_json, load_class_file
@@ -28,6 +28,7 @@ from segtrain.data.classes import ignoring_as
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
 from segtrain.training.engine import make_state
+from segtrain.training.exact_sum import ExactGradientSum, replica
 
 
 def checkpoint(step=3, **fields):
@@ -462,3 +463,49 @@ def test_a_new_file_is_loaded_once_before_it_replaces_the_old_one(tmp_path, monk
         save(tmp_path / "a.pt", checkpoint(step=2))
     monkeypatch.undo()
     assert load(tmp_path / "a.pt").step == 1
+
+
+def exact_gradients():
+    model = nn.Linear(3, 2)
+    return ExactGradientSum(model, [replica(model)], shares=[1], passes=1)
+
+
+def test_exponents_are_restored():
+    gradients = exact_gradients()
+    restore_exponents(gradients, {"exponents": {"weight": 51, "bias": -7}}, Path("a.pt"))
+    assert gradients.exponents == {"weight": 51, "bias": -7}
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({}, "of other weights"),
+        ({"exponents": None}, "of other weights"),
+        ({"exponents": [40, 40]}, "of other weights"),
+        ({"exponents": {"weight": 40}}, "of other weights"),
+        ({"exponents": {"weight": 40, "bias": 40, "more": 40}}, "of other weights"),
+        ({"exponents": {"weight": 40, "bias": 40.0}}, "impossible exponent"),
+        ({"exponents": {"weight": 40, "bias": True}}, "impossible exponent"),
+        ({"exponents": {"weight": 40, "bias": "40"}}, "impossible exponent"),
+        ({"exponents": {"weight": 40, "bias": torch.tensor(40)}}, "impossible exponent"),
+        ({"exponents": {"weight": 40, "bias": 129}}, "impossible exponent"),
+        ({"exponents": {"weight": -(10**30), "bias": 40}}, "impossible exponent"),
+    ],
+)
+def test_damaged_exponents_are_refused(saved, words):
+    gradients = exact_gradients()
+    before = gradients.exponents
+    with pytest.raises(CheckpointError, match=rf"^a\.pt: damaged: .*{words}"):
+        restore_exponents(gradients, saved, Path("a.pt"))
+    assert gradients.exponents == before
+
+
+def test_a_checkpoint_of_an_older_version_has_no_shares(tmp_path):
+    save(tmp_path / "a.pt", checkpoint())
+    content = torch.load(tmp_path / "a.pt")
+    del content["shares"]
+    torch.save(content, tmp_path / "old.pt")
+    assert load(tmp_path / "old.pt").shares is None
+    torch.save(content | {"shares": 3}, tmp_path / "odd.pt")
+    with pytest.raises(CheckpointError, match="damaged: shares is a int"):
+        load(tmp_path / "odd.pt")
