@@ -136,7 +136,7 @@ def test_any_number_of_ranks_gives_the_same_bits(run_ranks, tmp_path, data, firs
 
 
 def test_eight_ranks_with_an_image_or_two_each_are_one(run_ranks, tmp_path, data):
-    train_section = {"batch_size": 9, "shares": 8, "ema_decay": 0.9}
+    train_section = {"batch_size": 9, "shares": 8, "steps": 1}
     values = options(data, {"model": {"backbone": "mobilenet_v2"}, "train": train_section})
     config = write_config(tmp_path / "c.yaml", values)
     assert run(run_ranks, tmp_path, config, 8) == run(run_ranks, tmp_path, config, 1)

@@ -306,19 +306,16 @@ def forgetful(config, directory):
     return train(config, directory, resume=True)
 
 
-def test_without_the_exponents_a_resumed_run_parts(run_ranks, tmp_path, data):
+def test_without_its_exponents_a_resumed_run_parts(run_ranks, tmp_path, data):
     """They follow the step before. In float32 most of what they cut off is rounded away anyway."""
     options = experiment(data, **copy.deepcopy(BASE))
     options["train"] |= {"steps": 5, "batch_size": 4, "shares": 2}
     config = write_config(tmp_path / "c.yaml", options)
-    assert run_ranks(1, train, config, tmp_path / "alone") == [0]
-    whole = last(tmp_path / "alone")
-    assert run_ranks(1, stopped_after, 1, config, tmp_path / "cut") == [143]
-    assert last(tmp_path / "cut").step < 5
-    shutil.copytree(tmp_path / "cut", tmp_path / "forgetful")
-    assert run_ranks(1, train, config, tmp_path / "cut", True) == [0]
-    assert bits(last(tmp_path / "cut")) == bits(whole)
+    assert run_ranks(1, stopped_after, 1, config, tmp_path / "run") == [143]
+    assert last(tmp_path / "run").step < 5
+    shutil.copytree(tmp_path / "run", tmp_path / "forgetful")
+    assert run_ranks(1, train, config, tmp_path / "run", True) == [0]
     assert run_ranks(1, forgetful, config, tmp_path / "forgetful") == [0]
-    resumed = last(tmp_path / "forgetful")
-    assert resumed.step == whole.step
-    assert bits(resumed)["model"] != bits(whole)["model"]
+    wanted, found = last(tmp_path / "run"), last(tmp_path / "forgetful")
+    assert found.step == wanted.step == 5
+    assert bits(found)["model"] != bits(wanted)["model"]
