@@ -151,6 +151,7 @@ def gradients():
         for index, total in sorted(totals.items()):
             self._parameters[index].grad = dist._sum_processes(total, None)
         totals.clear()
+        self._last_largest = self._largest  # for the receipt
         return True
 
     ExactGradientSum._take, ExactGradientSum.finish = take, finish

@@ -39,7 +39,7 @@ TARGET_BITS = 46
 _SUM_BITS = 62
 # With fewer bits than these a tensor's gradient is computed again.
 _FEWEST_BITS = 32
-_FIRST_EXPONENT, _EXPONENTS = 40, (-90, 100)
+_FIRST_EXPONENT, _EXPONENTS = 40, (-90, 126)
 # What is larger in float64 counts as infinite.
 _LARGEST = 2.0**128
 _ORDERED_NORMS = (SyncBatchNorm, FrozenBatchNorm2d)
