@@ -166,6 +166,9 @@ class _NoSum:
     def finish(self) -> bool:
         return True
 
+    def digest(self) -> None:
+        return None
+
 
 class _PlainSum:
     """Sums of the shares' gradients in floating point, in the order in which they come."""
@@ -192,6 +195,9 @@ class _PlainSum:
         with self._sum.summed(overlap=False):
             pass
         return True
+
+    def digest(self) -> None:
+        return None
 
 
 def _replicated(module: nn.Module, device: torch.device) -> nn.Module:

@@ -176,7 +176,7 @@ def train_steps(
             with untracked():
                 losses = _run_passes(state, parts, config, step_sync)
 
-        digest = state.gradients.digest() if state.shares is not None else None
+        digest = state.gradients.digest()
         lr = learning_rate(train, state.step)
         grad_norm = _update(state, lr, train.clip_grad_norm)
         step_sync.record(state.step, grad_norm, [name for batch in passes for name in batch.names])

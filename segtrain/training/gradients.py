@@ -51,6 +51,9 @@ class GradientSum:
         """True: the step never has to be computed again (see `ExactGradientSum.finish`)."""
         return True
 
+    def digest(self) -> None:
+        """Only exact sums leave one (see `ExactGradientSum.digest`)."""
+
     @contextmanager
     def summed(self, *, overlap: bool = True) -> Iterator[None]:
         """On exit the gradients are the sums over all ranks (collective).

@@ -11,9 +11,9 @@ sums, losses and weights, and its value is their quotient; Dice has three sums f
 the backward pass a rank computes d value / d totals from the totals, without another exchange: the
 gradients of the parameters, added up over the ranks, are those of the whole batch.
 
-With train.shares the same happens once for each share instead of each rank. `sums` may look at other
-shares only through `segtrain.distributed.collectives`, and must not depend on their order: OHEM
-takes the k-th largest of all losses, which is a number of the set.
+With train.shares the same happens once for each share instead of each rank. `sums` may look at
+other shares only through `segtrain.distributed.collectives`, and must not depend on their order:
+OHEM takes the k-th largest of all losses, which is the same in any order.
 
 To add a loss: a class with these two methods, one line in LOSSES, and its name in
 `LossConfig.kind` (config/options.py).
