@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -267,21 +268,42 @@ class _Sender:
 def _add_fixed_point(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> Tensor:
     """Adds trunc(grad * scale) to `total`, int64 of the same shape, or overwrites it.
 
+    `grad` is overwritten. `scale` is a power of two, so the product is exact.
+
     Returns the largest absolute value of `grad` (), NaN if there is one.
     """
-    pairs = [(total, grad)]
     if grad.device.type == "cpu" and _same_layout(total, grad):
-        pairs = list(zip(_memory(total).split(_CHUNK), _memory(grad).split(_CHUNK), strict=True))
-    extremes = []
-    for chunk, values in pairs:
-        extremes += values.aminmax()
-        # A power of two: exact, and what is cut off at the integer is cut off toward zero.
-        scaled = values.mul_(scale)
-        if overwrite:
-            chunk.copy_(scaled)
-        else:
-            chunk.add_(scaled.to(torch.int64))
-    return torch.stack(extremes).abs().amax()
+        return _add_in_chunks(_memory(total), _memory(grad), scale, overwrite=overwrite)
+    largest = _largest(grad)
+    scaled = grad.mul_(scale)
+    if overwrite:
+        total.copy_(scaled)
+    else:
+        total.add_(scaled.to(torch.int64))
+    return largest
+
+
+def _add_in_chunks(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> Tensor:
+    """`_add_fixed_point` for vectors on a CPU, each part of them while it is in the cache."""
+    largest = []
+    sums, scaled = total.numpy(), grad.numpy()
+    # Numbers that are not finite are told by the largest, and their sum is thrown away.
+    with np.errstate(invalid="ignore"):
+        for start in range(0, len(grad), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            largest.append(_largest(grad[part]))
+            grad[part].mul_(scale)
+            if overwrite:
+                sums[part] = scaled[part]
+            else:
+                # NumPy converts some thousands at a time, without a tensor of integers between.
+                np.add(sums[part], scaled[part], sums[part], dtype=np.int64, casting="unsafe")
+    return torch.stack(largest).amax()
+
+
+def _largest(values: Tensor) -> Tensor:
+    low, high = values.aminmax()
+    return torch.maximum(-low, high)
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
