@@ -18,11 +18,17 @@ class StepMeter:
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self._batch_size, self._device = batch_size, device
         self._results: list[StepResult] = []
+        self._earlier: list[torch.Tensor] = []  # (loss, aux_loss, grad_norm) each
         self._since = time.perf_counter()
 
     def update(self, result: StepResult) -> None:
         """Takes in one step."""
         self._results.append(result)
+
+    def update_earlier(self, loss: float, aux_loss: float, grad_norm: float) -> None:
+        """Takes in the numbers of a step before an interruption, for the next means."""
+        numbers = [loss, aux_loss, grad_norm]
+        self._earlier.append(torch.tensor(numbers, dtype=torch.float64, device=self._device))
 
     def skip(self, seconds: float) -> None:
         """Leaves out time that was spent on something else than training."""
@@ -37,8 +43,9 @@ class StepMeter:
         results, self._results = self._results, []
         if not results:
             raise ValueError("no step to read")
-        sums = sum(torch.stack([r.loss, r.aux_loss, r.grad_norm.double()]) for r in results)
-        loss, aux_loss, grad_norm = (sums / len(results)).tolist()
+        numbers = [torch.stack([r.loss, r.aux_loss, r.grad_norm.double()]) for r in results]
+        numbers, self._earlier = [*self._earlier, *numbers], []
+        loss, aux_loss, grad_norm = (sum(numbers) / len(numbers)).tolist()
         now = time.perf_counter()
         step_s, self._since = (now - self._since) / len(results), now
         values = {

@@ -14,6 +14,7 @@ from segtrain.distributed.exit_status import write_exit_status
 from segtrain.distributed.launcher_folder import has_launcher
 from segtrain.run import directory as run_directory
 from segtrain.run.progress import ProgressBar, progress_words, score_text
+from segtrain.run.receipts import read_receipts
 from segtrain.training.engine import train_steps
 from segtrain.training.meter import StepMeter
 from segtrain.training.receipts import weights_lines
@@ -58,6 +59,8 @@ def _train_steps(run: Run) -> None:
         step_sync=run.step_sync,
     )
     meter = StepMeter(config.train.batch_size, run.device)
+    if run.receipts is not None and dist.is_main():
+        _count_unlogged(run, meter)
     heartbeat.beat("training", state.step)
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
         for result in steps:
@@ -73,6 +76,19 @@ def _train_steps(run: Run) -> None:
             with _not_timed(meter):
                 _keep_cadences(run)
             heartbeat.beat("training", state.step)
+
+
+def _count_unlogged(run: Run, meter: StepMeter) -> None:
+    """Lets the first line after an interruption be the mean of all steps since the line before."""
+    every_steps, step = run.config.log.every_steps, run.state.step
+    unlogged = range(step - step % every_steps + 1, step + 1)
+    path = run.directory / run_directory.RECEIPTS
+    receipts = read_receipts(path) if path.exists() else {}
+    if not all(number in receipts for number in unlogged):
+        return
+    for receipt in (receipts[number] for number in unlogged):
+        aux_loss = "nan" if receipt.aux_loss is None else receipt.aux_loss
+        meter.update_earlier(*map(float.fromhex, (receipt.loss, aux_loss, receipt.grad_norm)))
 
 
 def _keep_cadences(run: Run) -> None:
