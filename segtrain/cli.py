@@ -220,7 +220,7 @@ def _add_verify(commands: Commands) -> None:
         "commands.launch:verify",
         help="compute steps of a run again and compare every bit",
         description="Compute steps of a run with train.shares again, on any number of ranks, and "
-        "compare\nevery sample, loss, gradient and weight with its receipts and checkpoints. "
+        "compare\nsamples, losses, gradients and weights with its receipts and checkpoints. "
         "Nothing is\nwritten into the run, which may still be training.",
         epilog="The replay starts at the newest checkpoint before A, or at the beginning.\n\n"
         "examples:\n"

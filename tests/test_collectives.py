@@ -134,3 +134,11 @@ def sum_over_a_group():
 
 def test_a_sum_of_shares_over_some_ranks_is_refused(run_ranks):
     assert run_ranks(2, sum_over_a_group) == [True, True]
+
+
+def test_a_tensor_with_a_gradient_is_refused():
+    """Over one process the gradient would go through, over several it would be lost."""
+    values = torch.ones(3, requires_grad=True)
+    for collective in (dist.all_reduce_sum, dist.all_gather):
+        with pytest.raises(RuntimeError, match="no gradient flows through a collective"):
+            collective(values * 2)

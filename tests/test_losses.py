@@ -347,7 +347,7 @@ def losses_of_rank(splits):
     for name, (loss, options) in CASES.items():
         own = logits.clone().requires_grad_()
         total, weight = loss(own, labels, **options)
-        mean = total / dist.all_reduce_sum(weight.clone())
+        mean = total / dist.all_reduce_sum(weight.detach().clone())
         (gradient,) = torch.autograd.grad(mean, own)
         results[name] = dist.all_reduce_sum(mean.detach()), gradient
     return results

@@ -223,9 +223,12 @@ def _replay(this: Replay) -> None:
         this.step_sync.settle()
     if state.step == config.train.steps and dist.is_main():
         _say(*weights_lines(state))
+    replayed = range(plan.start_step + 1, plan.last + 1)
+    num_weights = sum(this.receipts[s].weights is not None for s in replayed if s in this.receipts)
     _say(
-        f"verified steps {plan.first}..{plan.last} of {this.directory}: every sample, loss, "
-        "gradient and weight digest is equal"
+        f"verified steps {plan.first}..{plan.last} of {this.directory}: the names of samples, "
+        "losses, gradient norms and the largest value of each gradient are equal in every bit, "
+        f"and so are all weights in {num_weights} of these steps"
     )
 
 

@@ -10,7 +10,7 @@ from segtrain.checkpoint.format import Checkpoint
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, unpack
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.engine import TrainState
-from segtrain.training.receipts import weights_fields
+from segtrain.training.receipts import hash_tensor, weights_fields
 
 
 def receipt_differences(there: Receipt, here: Receipt, state: TrainState) -> list[str]:
@@ -61,6 +61,9 @@ def checkpoint_differences(checkpoint: Checkpoint, state: TrainState) -> list[st
     if checkpoint.optimizer is not None:
         saved = _moments(checkpoint.optimizer, state.model, state.optimizer)
         parts.append(("optimizer", saved, optimizer))
+        exponents = (checkpoint.shares or {}).get("exponents")
+        parts.append(("exponents", exponents or {}, state.gradients.exponents))
+        parts.append(("loss scale", checkpoint.scaler or {}, state.scaler.state_dict()))
     lines = []
     for what, before, now in parts:
         names = list(dict.fromkeys([*now, *before]))
@@ -88,7 +91,8 @@ def _moments(
 
 def _is_equal(before: object, now: object) -> bool:
     if isinstance(before, Tensor) and isinstance(now, Tensor):
-        return before.dtype == now.dtype and torch.equal(before.cpu(), now.cpu())
+        # Not torch.equal, for which -0.0 is 0.0.
+        return hash_tensor("", before) == hash_tensor("", now)
     return type(before) is type(now) and before == now
 
 
@@ -104,6 +108,8 @@ def _tensors(
 def _line(what: str, differing: Sequence[str], total: int, which: str) -> list[str]:
     if not differing:
         return []
+    if len(differing) == total > 1:
+        return [f"{what}: all {total} tensors differ"]
     verb = "differs" if len(differing) == 1 else "differ"
     first = printable(differing[0], 2 * MAX_NAME)
     return [f"{what}: {len(differing)} of {total} tensors {verb}; {which} is {first}"]

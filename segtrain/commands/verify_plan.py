@@ -55,7 +55,16 @@ def make_plan(
     newest = max(receipts)
     last = last or max(newest, first or 0)
     kept = kept_checkpoints(run / run_directory.CHECKPOINTS)
+    # Where receipts begin later than the run, its config was changed: what came before was another.
+    beginning = min(receipts) - 1
+    kept = [(step, path) for step, path in kept if step >= beginning]
     start_step, start, notes = _start(kept, before=first or last)
+    if start is None and beginning > 0:
+        raise ConfigError(
+            f"{run}: its receipts begin with step {beginning + 1}, because its config was changed "
+            "there or it had no train.shares before, and no checkpoint between that step and the "
+            "steps to verify is kept; checkpoint.keep_every_steps keeps some"
+        )
     first = first or start_step + 1
     missing = [step for step in range(first, last + 1) if step not in receipts]
     if missing:

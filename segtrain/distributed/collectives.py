@@ -131,8 +131,13 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """`tensor`, overwritten with the sum over the ranks of `group` (None: all). Collective.
 
     Every rank gets the same bits. Virtual ranks add up first, in their order; shares (see
-    `VirtualRanks`) as in `ordered_sum`.
+    `VirtualRanks`) as in `ordered_sum`. The sum has no gradient: see `training/losses.py` for a way
+    around.
+
+    Raises:
+        RuntimeError: `tensor` requires a gradient, which would be lost.
     """
+    _refuse_gradient(tensor)
     virtual = virtual_ranks.current()
     if virtual is None:
         return _sum_processes(tensor, group)
@@ -175,6 +180,14 @@ def _gather_parts(parts: Tensor, shares: Sequence[int]) -> Tensor:
     return torch.cat([rows[:count] for rows, count in zip(gathered, shares, strict=True)])
 
 
+def _refuse_gradient(tensor: Tensor) -> None:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise RuntimeError(
+            "no gradient flows through a collective: pass tensor.detach(), and let the gradient go "
+            "through this rank's own sums, as training/losses.py does"
+        )
+
+
 def _refuse_group(group: ProcessGroup | None) -> None:
     if group is not None:
         raise RuntimeError("shares are added up over all ranks, not over a group of them")
@@ -204,7 +217,11 @@ def start_sum(tensor: Tensor) -> Callable[[], object]:
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Every rank's `tensor` (...), stacked to (ranks, ...), virtual ranks too. Collective."""
+    """Every rank's `tensor` (...), stacked to (ranks, ...), virtual ranks too. Collective.
+
+    Virtual ranks get one and the same tensor: do not write into it. Raises as `all_reduce_sum`.
+    """
+    _refuse_gradient(tensor)
     virtual = virtual_ranks.current()
     if virtual is None:
         return _gather_processes(tensor.unsqueeze(0))

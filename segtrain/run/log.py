@@ -27,11 +27,18 @@ class RunLog:
     """The log of one run; on ranks other than 0, which are not `enabled`, calls do nothing.
 
     Training goes on at `start_step`, its last evaluation was at `evaluated_step`. Later values,
-    from before a crash, are dropped, so that curves do not run back and forth.
+    from before a crash, are dropped, so that curves do not run back and forth. With `changed`, the
+    config is another from here on: earlier steps cannot be repeated, and their receipts go.
     """
 
     def __init__(
-        self, directory: Path, *, enabled: bool, start_step: int = 0, evaluated_step: int = 0
+        self,
+        directory: Path,
+        *,
+        enabled: bool,
+        start_step: int = 0,
+        evaluated_step: int = 0,
+        changed: bool = False,
     ) -> None:
         self.enabled = enabled
         self._failed: set[str] = set()
@@ -41,8 +48,8 @@ class RunLog:
         self._directory = directory
         self._handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         log_files.append(self._write_log)
-        for name in (METRICS, RECEIPTS):
-            self._try(name, _drop_later, directory / name, start_step, evaluated_step)
+        for name, step in ((METRICS, start_step), (RECEIPTS, 0 if changed else start_step)):
+            self._try(name, _drop_later, directory / name, step, evaluated_step)
         # TensorBoard writes in a thread: Python would print a traceback when that fails.
         self._excepthook, threading.excepthook = threading.excepthook, self._on_thread_error
         self._try("TensorBoard", self._open_board, start_step + 1 if start_step else 0)

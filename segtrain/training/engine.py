@@ -22,10 +22,11 @@ from segtrain.models.normalize import Normalize
 from segtrain.models.precision import dtype_of
 from segtrain.norm import settle_statistics, untracked
 from segtrain.training.arithmetic import fingerprint
-from segtrain.training.exact_sum import ExactGradientSum, refuse_layers, replica
+from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
+from segtrain.training.share_rules import refuse_layers, watch
 from segtrain.training.step_sync import StepSync
 from segtrain.training.wrap import share_weights, wrap
 from segtrain.types import Batch, DropoutMasks
@@ -160,6 +161,7 @@ def train_steps(
     train = config.train
     batches = iter(batches)
     state.model.train()
+    first_with_shares = state.shares is not None
 
     while state.step < train.steps and not step_sync.stopped:
         began = time.perf_counter()
@@ -171,7 +173,9 @@ def train_steps(
             images, labels = (t.to(device, non_blocking=True) for t in batch[:2])
             masks = _dropout_masks(state, config, positions, device)
             parts.append(RankBatch(images, labels, masks))
-        losses = _run_passes(state, parts, config, step_sync)
+        with watch(state.model) if first_with_shares else nullcontext():
+            losses = _run_passes(state, parts, config, step_sync)
+        first_with_shares = False
         while not state.gradients.finish():
             with untracked():
                 losses = _run_passes(state, parts, config, step_sync)

@@ -5,12 +5,15 @@ share is turned into 64-bit fixed point before it is added to anything:
 
     integer = trunc(gradient * 2**exponent)     one exponent for each parameter tensor
 
-The exponent follows the largest value of the step before: it becomes 2**TARGET_BITS, so that the
-rounding error is at most 2**-TARGET_BITS of it, far below that of float32. Above it there is room
-for the number of shares and for a larger gradient in the next step. A step that needs more room, or
-whose gradient has become tiny, is computed again with other exponents; so is the first one, which
-knows nothing yet. All of this is decided by the largest value over all shares, which does not
-depend on their order either, and the exponents are part of a checkpoint.
+The exponent follows the largest value of the step before: with 8 shares, that becomes 2**51. A
+value 2**8 times larger still fits into 63 bits when all shares are added. A step that needs more
+room is computed again with other exponents; so is one whose largest value in some tensor has fallen
+by more than 2**10, and the first step, which knows nothing yet. So an element keeps all 24 digits
+of float32 if it is above 2**-27 of the largest of its tensor, and at the worst, after a fall, above
+2**-17.
+
+All of this is decided by the largest value over all shares, which does not depend on their order
+either. The exponents are part of a checkpoint.
 """
 
 import copy
@@ -22,11 +25,8 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.distributed import collectives as dist
-from segtrain.errors import ConfigError
-from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm
 from segtrain.training.gradients import (
     Bucket,
     compare_ranks,
@@ -34,16 +34,14 @@ from segtrain.training.gradients import (
     make_buckets,
 )
 
-# The largest value of the step before is scaled to this many bits.
-TARGET_BITS = 46
-# All shares together must stay below 2**63.
+# All shares together stay below 2**62: a largest value is known as a power of two only.
 _SUM_BITS = 62
-# With fewer bits than these a tensor's gradient is computed again.
-_FEWEST_BITS = 32
-_FIRST_EXPONENT, _EXPONENTS = 40, (-90, 126)
-# What is larger in float64 counts as infinite.
+# Above the largest value of the step before: room for a larger one in the next. Below: how far it
+# may fall.
+_ROOM_BITS, _FALL_BITS = 8, 10
+_FIRST_EXPONENT, _EXPONENTS = 0, (-90, 126)
+# What is larger, in float64, counts as infinite: no exponent brings it into range.
 _LARGEST = 2.0**128
-_ORDERED_NORMS = (SyncBatchNorm, FrozenBatchNorm2d)
 # On a CPU so many values at a time go through all operations, while they are in its cache.
 _CHUNK = 1 << 16
 
@@ -72,7 +70,9 @@ class ExactGradientSum:
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._replicas = [[p for p in r.parameters() if p.requires_grad] for r in replicas]
         self._locks = [threading.Lock() for _ in parameters]
-        self._bits = _SUM_BITS - (sum(shares) * passes - 1).bit_length()
+        # The most bits of one share's values, and those of the largest one in the next step.
+        self._most_bits = _SUM_BITS - (sum(shares) * passes - 1).bit_length()
+        self._target_bits = self._most_bits - _ROOM_BITS
         self._num_threads = num_threads
         self._used: set[str] | None = None  # names of the parameters that get a gradient
         device = self._parameters[0].device
@@ -129,7 +129,7 @@ class ExactGradientSum:
         """
         self._sender = _Sender(self._buckets, self._arrivals() if last else None)
         hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._take, i))
+            parameter.register_post_accumulate_grad_hook(partial(self._take, i, set()))
             for parameters in self._replicas
             for i, parameter in enumerate(parameters)
         ]
@@ -152,7 +152,13 @@ class ExactGradientSum:
             counts[bucket] += len(self._replicas) * (name in self._used)
         return counts
 
-    def _take(self, index: int, parameter: nn.Parameter) -> None:
+    def _take(self, index: int, taken: set[int], parameter: nn.Parameter) -> None:
+        if taken:
+            raise RuntimeError(
+                f"rank {dist.rank()}: {self._names[index]} got a second gradient in a pass: a "
+                "bucket may have been sent without it; run one backward pass"
+            )
+        taken.add(index)
         grad, parameter.grad = parameter.grad, None
         with self._locks[index]:
             begun, self._begun[index] = self._begun[index], True
@@ -185,10 +191,10 @@ class ExactGradientSum:
         compare_steps(found, self._used)
         bits = _bit_length(largest) + self._exponents
         finite = largest.isfinite().all()
-        small = (bits < _FEWEST_BITS) & (largest > 0)
-        again = finite & ((bits > self._bits) | (small & (self._exponents < _EXPONENTS[1]))).any()
+        fallen = (bits < self._target_bits - _FALL_BITS) & (self._exponents < _EXPONENTS[1])
+        again = finite & ((bits > self._most_bits) | (fallen & (largest > 0))).any()
         # Not where the largest is 0: nothing is known about the next gradient.
-        fitting = (TARGET_BITS - _bit_length(largest)).clamp(*_EXPONENTS)
+        fitting = (self._target_bits - _bit_length(largest)).clamp(*_EXPONENTS)
         exponents = torch.where((largest > 0) & finite, fitting, self._exponents)
         repeat = bool(again)  # the host waits for the device here, once a step
         if not repeat:
@@ -218,18 +224,6 @@ def replica(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     return copy.deepcopy(module, memo)
-
-
-def refuse_layers(model: nn.Module) -> None:
-    """Raises ConfigError for torch's layers whose results depend on when a share is computed."""
-    for name, layer in model.named_modules():
-        what = None
-        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
-            what = "draws from a generator that all shares have in common; take `DropoutMasks`"
-        elif isinstance(layer, _BatchNorm) and not isinstance(layer, _ORDERED_NORMS):
-            what = "updates its running statistics in every share; make it by `norm`"
-        if what is not None:
-            raise ConfigError(f"train.shares: {name}, a {type(layer).__name__}, {what}")
 
 
 class _Sender:
@@ -268,14 +262,15 @@ class _Sender:
 def _add_fixed_point(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> Tensor:
     """Adds trunc(grad * scale) to `total`, int64 of the same shape, or overwrites it.
 
-    `grad` is overwritten. `scale` is a power of two, so the product is exact.
+    `scale` is a power of two, so the product is exact. `grad` is left alone: where a
+    parameter was only reshaped and added, autograd still needs its memory.
 
     Returns the largest absolute value of `grad` (), NaN if there is one.
     """
     if grad.device.type == "cpu" and _same_layout(total, grad):
         return _add_in_chunks(_memory(total), _memory(grad), scale, overwrite=overwrite)
     largest = _largest(grad)
-    scaled = grad.mul_(scale)
+    scaled = grad * scale
     if overwrite:
         total.copy_(scaled)
     else:
@@ -286,18 +281,19 @@ def _add_fixed_point(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: b
 def _add_in_chunks(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> Tensor:
     """`_add_fixed_point` for vectors on a CPU, each part of them while it is in the cache."""
     largest = []
-    sums, scaled = total.numpy(), grad.numpy()
+    sums, buffer = total.numpy(), grad.new_empty(min(_CHUNK, len(grad)))
     # Numbers that are not finite are told by the largest, and their sum is thrown away.
     with np.errstate(invalid="ignore"):
         for start in range(0, len(grad), _CHUNK):
             part = slice(start, start + _CHUNK)
-            largest.append(_largest(grad[part]))
-            grad[part].mul_(scale)
+            values = grad[part]
+            largest.append(_largest(values))
+            scaled = torch.mul(values, scale, out=buffer[: len(values)]).numpy()
             if overwrite:
-                sums[part] = scaled[part]
+                sums[part] = scaled
             else:
                 # NumPy converts some thousands at a time, without a tensor of integers between.
-                np.add(sums[part], scaled[part], sums[part], dtype=np.int64, casting="unsafe")
+                np.add(sums[part], scaled, sums[part], dtype=np.int64, casting="unsafe")
     return torch.stack(largest).amax()
 
 

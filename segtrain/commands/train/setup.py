@@ -105,7 +105,13 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     # 6. Directory and log say what this run is.
     devices = dist.all_gather_object(_device_name(device))
     _describe(order, changes, devices, notes)
-    log = RunLog(directory, enabled=dist.is_main(), start_step=state.step, evaluated_step=evaluated)
+    log = RunLog(
+        directory,
+        enabled=dist.is_main(),
+        start_step=state.step,
+        evaluated_step=evaluated,
+        changed=bool(changes),
+    )
     log.lines(start_lines(config, directory, state.model, train_set, eval_set, devices, state.step))
     log.lines(notes)
     if state.step == 0:
