@@ -44,7 +44,7 @@ def hostile_peer():
         except ValueError as error:
             return type(error).__name__
     length = torch.tensor([len(data)])
-    torch.distributed.all_gather_into_tensor(torch.empty(2, dtype=torch.int64), length)
+    dist._gather_processes(length)  # through shared memory, where there is some
     longest = max(len(data), len('"fine"'))
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     torch.distributed.all_gather_into_tensor(torch.empty(2 * longest, dtype=torch.uint8), mine)

@@ -143,7 +143,7 @@ def gradients():
     """Floats, not integers."""
     totals = {}
 
-    def take(self, index, parameter):
+    def take(self, index, taken, parameter):
         grad, parameter.grad = parameter.grad, None
         totals[index] = totals[index] + grad if index in totals else grad.clone()
 

@@ -28,7 +28,14 @@ from segtrain.checkpoint.format import load as load_checkpoint
 from segtrain.checkpoint.initial import load_initial
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.training_state import restore
-from segtrain.config import DataConfig, LossConfig, config_to_yaml, load_config, parse_config
+from segtrain.config import (
+    Config,
+    DataConfig,
+    TrainConfig,
+    config_to_yaml,
+    load_config,
+    parse_config,
+)
 from segtrain.data import decode
 from segtrain.data.class_file import load_class_file
 from segtrain.data.classes import ClassFile
@@ -36,9 +43,7 @@ from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.data.layouts import list_split
 from segtrain.files import manifest
 from segtrain.models.pretrained import load_backbone
-from segtrain.training.engine import TrainState
-from segtrain.training.gradients import GradientSum
-from segtrain.training.losses import SegLoss
+from segtrain.training.engine import TrainState, make_state
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -193,16 +198,10 @@ def _checkpoint(path: Path) -> None:
 
 
 def _train_state(model: nn.Module) -> TrainState:
-    cpu = torch.device("cpu")
-    return TrainState(
-        model=model,
-        criterion=SegLoss(LossConfig(), cpu),
-        wrapped=model,
-        gradients=GradientSum(model.named_parameters()),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        scaler=torch.amp.GradScaler("cpu", enabled=True),
-        average=None,
-    )
+    data = DataConfig(layout="folders", root="none", classes="none")
+    # With a loss scale.
+    config = Config(data=data, train=TrainConfig(precision="float16", lr=0.1))
+    return make_state(model, config, torch.device("cpu"))
 
 
 @cache
