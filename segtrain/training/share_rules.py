@@ -45,7 +45,7 @@ def watch(model: nn.Module) -> Iterator[None]:
             "train.shares to null"
         )
     for name, buffer in _buffers(model).items():
-        if not torch.equal(before[name], buffer):
+        if name not in before or not torch.equal(before[name], buffer):
             raise ConfigError(
                 f"train.shares: the model changes its buffer {name} in every share; let share 0 "
                 "change it (virtual_ranks.slot() == 0), or set train.shares to null"
