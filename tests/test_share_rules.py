@@ -19,14 +19,18 @@ def test_layers_that_depend_on_when_they_run_are_refused_by_name(layer):
 
 def test_layers_that_do_not_are_taken():
     layers = [SyncBatchNorm2d(3), FrozenBatchNorm2d(3), nn.GroupNorm(1, 3), nn.Dropout(0.0)]
-    refuse_layers(nn.Sequential(*layers))
+    model = nn.Sequential(*layers, nn.Dropout())
+    with pytest.raises(ConfigError, match=r"train\.shares: 4, a Dropout"):  # none of those before
+        refuse_layers(model)
+    del model[4]
+    refuse_layers(model)
 
 
 @pytest.mark.parametrize(
     ("layer", "what"),
     [
         (nn.RReLU(), "draws from torch's generator"),
-        (nn.InstanceNorm2d(3, track_running_stats=True), "its buffer 0.running_mean in every"),
+        (nn.InstanceNorm2d(3, track_running_stats=True), "its buffer 0.running_mean while"),
     ],
 )
 def test_other_layers_are_seen_in_the_first_step(layer, what):

@@ -47,8 +47,8 @@ def watch(model: nn.Module) -> Iterator[None]:
     for name, buffer in _buffers(model).items():
         if name not in before or not torch.equal(before[name], buffer):
             raise ConfigError(
-                f"train.shares: the model changes its buffer {name} in every share; let share 0 "
-                "change it (virtual_ranks.slot() == 0), or set train.shares to null"
+                f"train.shares: the model changes its buffer {name} while it computes a share; "
+                "only the layers that `norm` makes may do that; set train.shares to null otherwise"
             )
 
 
