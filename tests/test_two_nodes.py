@@ -16,6 +16,7 @@ import torch
 from attacker import NOBODY, attack, listening
 from experiments import experiment, last, losses, train, write_config
 from processes import Command
+from two_machines import ip, join, remove
 
 from segtrain.checkpoint.format import load
 from segtrain.distributed.machine import children
@@ -24,10 +25,6 @@ pytestmark = pytest.mark.netns
 
 ADDRESS = "10.77.0.{}"  # seen by the two namespaces only
 PORT = "29400"  # free, since they are new
-
-
-def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -53,7 +50,7 @@ def start(tmp_path):
 
     try:
         try:
-            _join(names)
+            join(names, ADDRESS)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"needs the right to make network namespaces: {error.stderr.strip()}")
         yield run
@@ -61,19 +58,7 @@ def start(tmp_path):
         for command in commands:
             if command.process.poll() is None:
                 command.kill()
-        for name in names:  # the cable goes with its ends
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def _join(names):
-    for name in names:
-        ip("netns", "add", name)
-    cable = ["link", "add", "eth0", "netns", names[0], "type", "veth"]
-    ip(*cable, "peer", "name", "eth0", "netns", names[1])
-    for i, name in enumerate(names, start=1):
-        ip("-n", name, "addr", "add", f"{ADDRESS.format(i)}/30", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            ip("-n", name, "link", "set", device, "up")
+        remove(names)
 
 
 def small(data, **norm):

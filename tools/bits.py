@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import two_machines
 
 from segtrain.checkpoint.format import load
 
@@ -157,7 +158,7 @@ def train_on_two_machines(run: Run, steps: int) -> None:
     """One rank on the first machine, two on the second."""
     names = [f"bits-{os.getpid()}-{node}" for node in range(2)]
     try:
-        _join(names)
+        two_machines.join(names, ADDRESS)
         processes = []
         for node, (name, ranks) in enumerate(zip(names, (1, 2), strict=True)):
             group = ("--nnodes", 2, "--node-rank", node, "--nproc", ranks)
@@ -168,22 +169,7 @@ def train_on_two_machines(run: Run, steps: int) -> None:
         if any(codes):
             raise RuntimeError(f"{run.directory}: training on two machines failed")
     finally:
-        for name in names:  # the cable goes with its ends
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def _join(names: Sequence[str]) -> None:
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True)
-
-    for name in names:
-        ip("netns", "add", name)
-    cable = ["link", "add", "eth0", "netns", names[0], "type", "veth"]
-    ip(*cable, "peer", "name", "eth0", "netns", names[1])
-    for i, name in enumerate(names, start=1):
-        ip("-n", name, "addr", "add", f"{ADDRESS.format(i)}/30", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            ip("-n", name, "link", "set", device, "up")
+        two_machines.remove(names)
 
 
 def report(title: str, runs: dict[str, Run]) -> bool:
