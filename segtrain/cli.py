@@ -234,8 +234,8 @@ def _add_verify(commands: Commands) -> None:
         type=_steps,
         default=(None, None),
         metavar="A:B",
-        help="first and last step, counted from 1 (default: from the newest checkpoint before B; "
-        "to the last receipt)",
+        help="first and last step, counted from 1, or one step (default: from the newest "
+        "checkpoint before B; to the last receipt)",
     )
     _add_set(add)
     _add_nproc(add)
@@ -407,7 +407,7 @@ def _integer(text: str, *, least: int) -> int:
 def _steps(text: str) -> tuple[int | None, int | None]:
     first, colon, last = text.partition(":")
     if not colon:
-        raise argparse.ArgumentTypeError(f"expected A:B, A: or :B, got '{text}'")
+        last = first  # one step
     steps = tuple(_positive(number) if number else None for number in (first, last))
     if None not in steps and steps[0] > steps[1]:
         raise argparse.ArgumentTypeError(f"expected A up to B, got '{text}'")
