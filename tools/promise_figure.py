@@ -89,7 +89,9 @@ def main() -> int:
         row = [curve[step] for curves in ways.values() for curve in curves.values()]
         print(f"{step + 1:4}  " + "".join(f"{loss:9.4f}" for loss in row))
     for title, curves in ways.items():
-        print(f"{title}: largest difference to 1 rank {apart(curves):.1e}")
+        first_step = apart({ranks: curve[:1] for ranks, curve in curves.items()})
+        print(f"{title}: differs from 1 rank by {first_step:.1e} in the first step, ", end="")
+        print(f"by at most {apart(curves):.1e}")
     # Nothing but the ways differs if they agree on one rank where training begins.
     first = {i: curves[1][:BEGINNING] for i, curves in enumerate(ways.values())}
     if apart(first) > 1e-4:
