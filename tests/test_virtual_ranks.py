@@ -129,7 +129,8 @@ def test_as_many_run_at_the_same_time_as_may(at_once):
             barrier.wait()
             virtual_ranks.current().meet(0, sum)
 
-    VirtualRanks(2 * at_once, at_once=at_once).run([work] * 2 * at_once)
+    group = VirtualRanks(2 * at_once, at_once=at_once)
+    assert group.run([work] * 2 * at_once) == [None] * 2 * at_once
 
 
 def test_slots_begin_in_their_order():

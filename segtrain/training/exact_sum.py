@@ -40,8 +40,8 @@ _SUM_BITS = 62
 # may fall.
 _ROOM_BITS, _FALL_BITS = 8, 10
 _FIRST_EXPONENT, _EXPONENTS = 0, (-90, 126)
-# What is larger, in float64, counts as infinite: no exponent brings it into range.
-_LARGEST = 2.0**128
+# What is not below this, in float64, counts as infinite: no exponent brings it into range.
+_INFINITE = 2.0**128
 # On a CPU so many values at a time go through all operations, while they are in its cache.
 _CHUNK = 1 << 16
 
@@ -186,7 +186,7 @@ class ExactGradientSum:
             self._largest.fill_(torch.inf)  # the other ranks may not notice
         self._sender.finish()
         # NaN compares as not smaller.
-        largest = torch.where(self._largest < _LARGEST, self._largest, torch.inf)
+        largest = torch.where(self._largest < _INFINITE, self._largest, torch.inf)
         largest = dist.all_gather(largest).amax(0)
         compare_steps(found, self._used)
         bits = _bit_length(largest) + self._exponents
