@@ -262,7 +262,11 @@ def test_more_ranks_than_shares_are_refused(run_ranks, run):
         assert "train.shares: 3 shares leave some of 4 ranks without one" in said
 
 
-@pytest.mark.parametrize("text", ["3", "0:", "4:3", "a:b", ":-1"])
+def test_one_number_is_one_step():
+    assert cli._parser().parse_args(["verify", "RUN", "--steps=3"]).steps == (3, 3)
+
+
+@pytest.mark.parametrize("text", ["0", "a", "-1", "0:", "4:3", "a:b", ":-1"])
 def test_steps_in_another_form_are_refused(text, capsys):
     with pytest.raises(SystemExit):
         cli._parser().parse_args(["verify", "RUN", f"--steps={text}"])
