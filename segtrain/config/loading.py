@@ -7,9 +7,10 @@ from typing import Any
 
 import yaml
 
+from segtrain.config.foreign_keys import FOREIGN_KEYS
 from segtrain.config.messages import validate
 from segtrain.config.mistakes import KeyPath, Place, dotted, report
-from segtrain.config.options import FOREIGN_KEYS, SECTIONS, Config
+from segtrain.config.options import SECTIONS, Config
 from segtrain.config.strict_yaml import Document, parse_value, plain_value, read_text, scan_yaml
 from segtrain.errors import ConfigError
 from segtrain.text import printable

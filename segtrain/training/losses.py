@@ -16,7 +16,7 @@ other shares only through `segtrain.distributed.collectives`, and must not depen
 OHEM takes the k-th largest of all losses, which is the same in any order.
 
 To add a loss: a class with these two methods, one line in LOSSES, and its name in
-`LossConfig.kind` (config/options.py).
+`LossConfig.kind` (config/options/loss.py).
 
 With train.accumulate_steps, the sums are those of one pass, like batch statistics. The step weighs
 the passes by their valid pixels: exact for a mean over pixels, not for dice.

@@ -1,0 +1,96 @@
+"""Options of the data: where it lies, and how training images are changed."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from segtrain.config.options.section import (
+    Fraction,
+    NonNegative,
+    Pixels,
+    Positive,
+    PositiveFloat,
+    Scale,
+    Section,
+    Size,
+    option,
+)
+
+
+class DataConfig(Section):
+    """Where images and labels lie and how they are read."""
+
+    layout: Literal["cityscapes", "camvid", "voc", "ade20k", "folders", "list"] = option(
+        ..., "directory layout of the data set"
+    )
+    root: str = option(..., "data set directory", min_length=1)
+    classes: str = option(
+        ...,
+        "class file: a name from data/classes (cityscapes, camvid, ...) or a YAML path",
+        min_length=1,
+    )
+    train_split: str = option("train", "split to train on; a file for layout 'list'")
+    eval_split: str = option("val", "split to evaluate on; a file for layout 'list'")
+    images_dir: str = option("images", "layout 'folders': images/<split>/**")
+    labels_dir: str = option("labels", "layout 'folders': labels/<split>/**.png")
+    label_format: Literal["ids", "colors"] = option(
+        "ids", "labels hold raw class ids (grey or palette PNG) or the class colours (RGB)"
+    )
+    short_side_px: Pixels | None = option(
+        None, "image size that scale_range refers to, by its short side; null: as stored"
+    )
+    mean: tuple[float, float, float] = option(
+        (123.675, 116.28, 103.53), "RGB mean subtracted, in units of 0..255"
+    )
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = option(
+        (58.395, 57.12, 57.375), "RGB standard deviation divided by, in units of 0..255"
+    )
+    num_workers: NonNegative | None = option(
+        None, "loader processes a rank; null: the cores divided by the ranks, at most 8"
+    )
+    prefetch: Positive = option(4, "batches each loader worker prepares ahead")
+
+
+class ExtraTransform(Section):
+    """One further albumentations transform, by class name, that changes pixels but not geometry."""
+
+    name: str = option(..., "class name in albumentations", pattern=r"^[A-Z][A-Za-z0-9]*$")
+    args: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments")
+
+
+class AugmentConfig(Section):
+    """Random changes of the training images, in the order they happen: geometry, then the crop."""
+
+    crop_size: Size = option((512, 512), "height and width of a training crop")
+    scale_range: tuple[Scale, Scale] = option(
+        (0.5, 2.0), "uniform random scale of the image; [1, 1]: none"
+    )
+    rotate_deg: Annotated[float, Field(ge=0, le=180)] = option(
+        0.0, "rotation uniform in [-x, x] degrees; semseg uses 10"
+    )
+    rotate_prob: Fraction = option(0.5, "probability of a rotation")
+    flip_prob: Fraction = option(0.5, "probability of a horizontal flip")
+    max_class_share: Annotated[float, Field(gt=0, le=1)] = option(
+        1.0, "draw the crop again while one class covers more; mmsegmentation uses 0.75"
+    )
+    blur_prob: Fraction = option(0.0, "probability of a 5x5 Gaussian blur")
+    color_prob: Fraction = option(
+        0.0,
+        "probability of each change of colour: brightness, contrast, saturation, hue; "
+        "mmsegmentation uses 0.5",
+    )
+    brightness: Fraction = option(0.125, "largest change of brightness, as a share of 255")
+    contrast: Fraction = option(0.5, "contrast factor drawn from [1 - x, 1 + x]")
+    saturation: Fraction = option(0.5, "saturation factor drawn from [1 - x, 1 + x]")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = option(
+        0.1, "largest rotation of the hue, as a share of the circle"
+    )
+    extra: tuple[ExtraTransform, ...] = option(
+        (), "further albumentations transforms, applied to the crop last"
+    )
+
+    def _mistakes(self) -> Iterator[str]:
+        low, high = self.scale_range
+        if low > high:
+            yield f"scale_range: the first number, {low}, is larger than {high}"

@@ -1,0 +1,75 @@
+"""All sections together: an experiment."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from segtrain.config.options.data import AugmentConfig, DataConfig
+from segtrain.config.options.loss import LossConfig
+from segtrain.config.options.model import ModelConfig, NormConfig
+from segtrain.config.options.run import CheckpointConfig, EvalConfig, LogConfig
+from segtrain.config.options.section import (
+    Section,
+    option,
+)
+from segtrain.config.options.train import TrainConfig
+
+
+class Config(Section):
+    """One experiment."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = option(
+        0, "decides weights, sample order, augmentation and dropout"
+    )
+    data: DataConfig
+    augment: AugmentConfig = AugmentConfig()
+    model: ModelConfig = ModelConfig()
+    norm: NormConfig = NormConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    def _mistakes(self) -> Iterator[str]:
+        norm, train = self.norm, self.train
+        if norm.is_batch_norm and train.batch_size // train.accumulate_steps == 1:
+            yield (
+                "train.batch_size: a pass of one image has one value a channel after global "
+                "pooling, and batch norm needs two; use at least 2 images a pass "
+                "(batch_size / accumulate_steps)"
+            )
+        if train.virtual_ranks > 1 and (norm.kind, norm.extent) != ("sync", "world"):
+            yield (
+                "train.virtual_ranks: need norm.kind sync over the world; with other statistics "
+                "train.accumulate_steps is as good"
+            )
+        if train.shares is not None and norm.is_batch_norm:
+            extent = "each rank alone" if norm.kind == "local" else f"extent {norm.extent}"
+            if (norm.kind, norm.extent) != ("sync", "world"):
+                yield (
+                    f"train.shares: with batch norm over {extent} the result depends on the "
+                    "number of ranks; use norm.kind sync over the world, or set train.shares to "
+                    "null"
+                )
+        if self.model.recompute_norm and not norm.is_batch_norm:
+            yield f"model.recompute_norm: has no effect with norm.kind {norm.kind}; remove it"
+        if norm.kind == "frozen" and train.init_from is None:
+            yield (
+                "norm.kind: frozen statistics come with the weights that training starts from; "
+                "name a run or checkpoint in train.init_from"
+            )
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON Schema of an experiment file, for completion and checks in editors."""
+    schema = Config.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

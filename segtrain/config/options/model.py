@@ -1,0 +1,130 @@
+"""Options of the network and its normalization."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from segtrain.config.options.section import (
+    FractionBelow1,
+    Positive,
+    PositiveFloat,
+    Positives,
+    Section,
+    option,
+)
+
+Backbone = Literal[
+    "resnet18", "resnet34", "resnet50", "resnet101", "mobilenet_v2", "mobilenet_v3_large"
+]
+
+
+class ModelConfig(Section):
+    """The network."""
+
+    arch: Literal["pspnet", "deeplabv3", "deeplabv3plus"] = option(
+        "pspnet", "pyramid pooling, ASPP, or ASPP with a decoder"
+    )
+    backbone: Backbone = option("resnet50", "feature extractor, as in torchvision")
+    pretrained: str | None = option(
+        None,
+        "torchvision weights by name (IMAGENET1K_V1, DEFAULT), a file in torchvision's "
+        "layout, or null: random weights",
+    )
+    output_stride: Literal[8, 16, 32] = option(8, "input pixels per feature pixel")
+    stem: Literal["7x7", "64-64-128", "32-32-64"] = option(
+        "7x7", "ResNet stem: torchvision's, semseg's or mmsegmentation's (ResNetV1c)"
+    )
+    contract_dilation: bool = option(
+        True,
+        "the first block of a dilated stage keeps the dilation of the stage before it "
+        "(torchvision, mmsegmentation); false: all blocks of a stage alike (semseg)",
+    )
+    multi_grid: Positives | None = option(
+        None, "dilation multipliers of the last stage's blocks, such as [1, 2, 4]"
+    )
+    align_corners: bool = option(False, "how logits are resized; semseg uses true")
+    head_channels: Positive | None = option(
+        None, "width of the head; null: 512 for PSPNet, 256 for DeepLab"
+    )
+    ppm_bins: Positives = option((1, 2, 3, 6), "pyramid pooling grid sizes")
+    aspp_rates: Positives | None = option(
+        None, "ASPP dilations; null: [12, 24, 36] at stride 8, [6, 12, 18] at 16, [3, 6, 9] at 32"
+    )
+    separable: bool = option(False, "depthwise separable 3x3 convolutions in DeepLab's head")
+    low_level_channels: Positive = option(
+        48, "DeepLabV3+: width of the projected low-level features"
+    )
+    aux_head: bool = option(True, "auxiliary classifier, used in training only")
+    aux_channels: Positive = option(256, "width of the auxiliary head")
+    recompute_norm: bool = option(
+        False,
+        "memory for time: batch norm, ReLU and the convolution after them keep one "
+        "tensor for the backward pass instead of two, and compute the other again",
+    )
+    dropout: FractionBelow1 = option(0.1, "channel dropout before each classifier")
+
+    def _mistakes(self) -> Iterator[str]:
+        resnet, deeplab = self.backbone.startswith("resnet"), self.arch.startswith("deeplab")
+        backbone, arch = f"backbone {self.backbone}", f"arch {self.arch}"
+        yield from self._no_effect(
+            ("stem multi_grid recompute_norm", resnet, backbone),
+            ("contract_dilation", self.output_stride < 32, "output_stride 32"),
+            ("ppm_bins", self.arch == "pspnet", arch),
+            ("aspp_rates separable", deeplab, arch),
+            ("low_level_channels", self.arch == "deeplabv3plus", arch),
+            ("aux_channels", self.aux_head, "aux_head false"),
+        )
+        blocks = 2 if self.backbone == "resnet18" else 3
+        if resnet and self.multi_grid is not None and len(self.multi_grid) != blocks:
+            yield (
+                f"multi_grid: expected {blocks} numbers, one for each block of the last stage of "
+                f"{backbone}, got {list(self.multi_grid)}"
+            )
+
+
+class NormConfig(Section):
+    """Normalization: whose pixels make the statistics, and which ones are kept for evaluation."""
+
+    kind: Literal["sync", "local", "frozen", "group"] = option(
+        "sync",
+        "sync: batch norm over all ranks together, exactly; local: every rank its own "
+        "images; frozen: the running statistics of the weights training starts from, as constants; "
+        "group: GroupNorm, which knows no batch",
+    )
+    extent: Literal["world", "node"] | Positive = option(
+        "world",
+        "sync: the ranks that share statistics: all, those of one machine, or groups of this many",
+    )
+    running: Literal["rank0", "mean", "pooled"] = option(
+        "pooled",
+        "running statistics where not all ranks share theirs: of rank 0; the mean of "
+        "means and variances; or mean and variance of all values together",
+    )
+    precise_batches: Positive | None = option(
+        None,
+        "before an evaluation, take the running statistics anew from this many "
+        "training batches, with the weights standing still",
+    )
+    num_groups: Positive = option(
+        32, "group: at most this many groups; the largest common divisor with the width"
+    )
+    momentum: Annotated[float, Field(gt=0, le=1)] | None = option(
+        0.1, "share of the new batch in the running statistics; null: cumulative average"
+    )
+    eps: PositiveFloat = option(1e-5, "added to the variance")
+
+    def _mistakes(self) -> Iterator[str]:
+        kind = f"kind {self.kind}"
+        parted = self.kind == "local" or (self.kind == "sync" and self.extent != "world")
+        yield from self._no_effect(
+            ("extent", self.kind == "sync", kind),
+            ("running", parted, f"{kind} over {self.extent}"),
+            ("precise_batches momentum", self.is_batch_norm, kind),
+            ("num_groups", self.kind == "group", kind),
+        )
+
+    @property
+    def is_batch_norm(self) -> bool:
+        """Whether batches are normalized by their own statistics."""
+        return self.kind in ("sync", "local")
