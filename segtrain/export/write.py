@@ -115,7 +115,10 @@ def min_side_px(loaded: LoadedModel, format: str) -> int:
 
     torch.export makes a constant of a side of a single feature, and refuses images that have one.
     """
-    return loaded.config.model.output_stride + 1 if format == "pt2" else 1
+    stride = loaded.config.model.output_stride
+    # timm's stems of patches round sizes down, all other layers up.
+    two_pixels = 2 * stride if loaded.config.model.backbone.startswith("timm/") else stride + 1
+    return two_pixels if format == "pt2" else 1
 
 
 def _refusal(output: Path, format: str, compared: list[Comparison]) -> str:

@@ -20,6 +20,7 @@ from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
 from segtrain.models.mobilenet import MobileNet
 from segtrain.models.pspnet import PSPHead
 from segtrain.models.resnet import ResNet
+from segtrain.models.timm_backbone import PREFIX, TimmBackbone
 from segtrain.norm import NormFactory
 from segtrain.types import DropoutMasks, SegLogits
 
@@ -29,7 +30,7 @@ BACKBONES: dict[str, Callable[..., nn.Module]] = {
     **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101"), ResNet),
     **dict.fromkeys(("mobilenet_v2", "mobilenet_v3_large"), MobileNet),
 }
-"""`model.backbone`: what is called with (model config, norm=factory)."""
+"""`model.backbone`: what is called with (model config, norm=factory). timm/NAME: `TimmBackbone`."""
 
 MODELS: dict[str, Callable[..., Head]] = {
     "pspnet": PSPHead,
@@ -101,7 +102,8 @@ class SegModel(nn.Module):
 
 def build_backbone(model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> nn.Module:
     """The backbone that `model` names, with random weights from torch's generator."""
-    return BACKBONES[model.backbone](model, norm=norm)
+    timm = model.backbone.startswith(PREFIX)
+    return (TimmBackbone if timm else BACKBONES[model.backbone])(model, norm=norm)
 
 
 def build_model(

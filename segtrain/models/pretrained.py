@@ -1,4 +1,4 @@
-"""ImageNet weights for a backbone: torchvision's by name, or a file in torchvision's layout.
+"""ImageNet weights for a backbone: torchvision's or timm's by name, or a file in their layout.
 
 Every key of the file ends in the backbone, in the report (keys of other parts, such as a
 classifier) or in an error that lists all keys without a place.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import open_regular, torch_file
+from segtrain.models import timm_backbone
 from segtrain.text import MAX_NAME, printable
 
 _SUFFIXES = (".pth", ".pt", ".safetensors")
@@ -67,8 +68,8 @@ def load_backbone(backbone: nn.Module, spec: str, *, progress: bool = False) -> 
     process of a machine call this before the others.
 
     Args:
-        spec: a weight of torchvision's model of the same name, such as IMAGENET1K_V1 or DEFAULT, or
-            a .pth, .pt (loaded weights-only) or .safetensors file.
+        spec: a weight of torchvision's or timm's model of the same name, such as IMAGENET1K_V1,
+            a1_in1k or DEFAULT, or a .pth, .pt (loaded weights-only) or .safetensors file.
         progress: shows the download on stderr.
 
     Raises:
@@ -77,6 +78,8 @@ def load_backbone(backbone: nn.Module, spec: str, *, progress: bool = False) -> 
     """
     if Path(spec).suffix in _SUFFIXES or Path(spec).is_file():
         source, content = spec, _read(Path(spec))
+    elif isinstance(backbone, timm_backbone.TimmBackbone):
+        source, content = _fetch_of_timm(backbone.name, spec)
     else:
         source, content = _fetch(backbone.name, spec, progress)
     state, heads = _without_prefixes(_state_dict(content, source))
@@ -104,6 +107,17 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
         raise CheckpointError(
             f"model.pretrained: {spec}: cannot load {weights.url}: {_problem(error)}; delete its "
             f"copy {cache}, or fetch it by hand and set model.pretrained to its path"
+        ) from error
+
+
+def _fetch_of_timm(name: str, spec: str) -> tuple[str, Any]:
+    """Source and content of timm's weights `spec` for the network `name`."""
+    try:
+        return timm_backbone.fetch(name, spec)
+    except (OSError, HTTPException, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"model.pretrained: {spec}: cannot load timm's weights for {name}: {_problem(error)}; "
+            "or fetch the file by hand and set model.pretrained to its path"
         ) from error
 
 
@@ -151,7 +165,8 @@ def _without_prefixes(state: State) -> tuple[State, list[str]]:
 
 def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> PretrainedReport:
     """Loads what fits, all of it or nothing."""
-    wanted = backbone.state_dict()
+    weights = backbone.weights if isinstance(backbone, timm_backbone.TimmBackbone) else backbone
+    wanted = weights.state_dict()
     leave_out, random = backbone.classifier_keys, []
     if backbone.stem_keys and state.get("conv1.weight", torch.empty(0)).shape[2:] == (7, 7):
         # bn1 would fit by its shape, but its statistics are those of another convolution.
@@ -161,15 +176,19 @@ def _fill(backbone: nn.Module, state: State, heads: list[str], source: str) -> P
     offered = {key: value for key, value in state.items() if key not in ignored}
     missing = [key for key in wanted if key not in offered and key not in random]
     counters = [key for key in missing if key.endswith(_COUNTER)]
-    _refuse_misfits(wanted, offered, [key for key in missing if key not in counters], source)
+    library = "torchvision" if weights is backbone else "timm"
+    missing = [key for key in missing if key not in counters]
+    _refuse_misfits(wanted, offered, missing, source, library)
 
     zeros = {key: torch.zeros_like(wanted[key]) for key in counters}
-    backbone.load_state_dict({**wanted, **offered, **zeros})
+    weights.load_state_dict({**wanted, **offered, **zeros})
     ignored = (*heads, *ignored)
     return PretrainedReport(source, len(offered), ignored, tuple(random), len(counters))
 
 
-def _refuse_misfits(wanted: State, offered: State, missing: list[str], source: str) -> None:
+def _refuse_misfits(
+    wanted: State, offered: State, missing: list[str], source: str, library: str
+) -> None:
     shapes, infinite = [], []
     for key in sorted(wanted.keys() & offered.keys()):
         expected, found = tuple(wanted[key].shape), tuple(offered[key].shape)
@@ -187,7 +206,7 @@ def _refuse_misfits(wanted: State, offered: State, missing: list[str], source: s
     if lines:
         raise CheckpointError(
             f"model.pretrained: {source} does not fit model.backbone and model.stem; expected the "
-            "layout of torchvision's model of that name:\n" + "\n".join(lines)
+            f"layout of {library}'s model of that name:\n" + "\n".join(lines)
         )
 
 

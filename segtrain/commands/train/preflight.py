@@ -20,6 +20,7 @@ from segtrain.distributed.machine import SHARED_MEMORY, compiler
 from segtrain.distributed.partition import batch_findings, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
+from segtrain.models.timm_backbone import TimmBackbone
 from segtrain.norm import describe_norm
 from segtrain.run.environment import git_revision, library_version
 from segtrain.training.optim import base_lr, learning_rate
@@ -129,7 +130,8 @@ def start_lines(
         f"devices    {ranks} x {devices[0]}, {train.precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {_batch_words(config, ranks)}",
-        f"norm       {describe_norm(config.norm)}{_statistics_words(config, ranks)}",
+        f"norm       {describe_norm(config.norm)}{_statistics_words(config, ranks)}"
+        + _own_norms_words(model),
         f"data       {len(train_set.pairs)} training and {len(eval_set.pairs)} evaluation images, "
         f"{train_set.classes.num_classes} classes",
         f"model      {config.model.arch} on {config.model.backbone}, output stride "
@@ -166,6 +168,14 @@ def _statistics_words(config: Config, ranks: int) -> str:
     if not config.norm.is_batch_norm:
         return ""
     return f"; statistics over {smallest_batch(config, ranks, dist.local_world_size())} images"
+
+
+def _own_norms_words(model: nn.Module) -> str:
+    """The norms that timm's networks bring, which no option changes."""
+    if not isinstance(model.backbone, TimmBackbone) or not model.backbone.own_norms:
+        return ""
+    listed = ", ".join(f"{count} {name}" for name, count in model.backbone.own_norms.items())
+    return f"; in the backbone also {listed}, which no option changes"
 
 
 def _weights_words(config: Config, step: int) -> str:

@@ -19,7 +19,7 @@ from segtrain.data.classes import ignoring_as
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import names_of_step
 from segtrain.distributed import collectives as dist
-from segtrain.models import SegModel, build_model
+from segtrain.models import SegModel, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
 from segtrain.norm import make_norm
 from segtrain.training.engine import TrainState, make_state
@@ -121,7 +121,21 @@ def _load_initial(model: SegModel, config: Config, class_names: Sequence[str]) -
     report = load_backbone(model.backbone, config.model.pretrained, progress=dist.is_main())
     if dist.local_rank() == 0:
         dist.barrier()
-    return report.lines()
+    return report.lines() + _other_normalization(config)
+
+
+def _other_normalization(config: Config) -> list[str]:
+    """A warning if data.mean or data.std are not those of timm's weights."""
+    if not config.model.backbone.startswith(timm_backbone.PREFIX):
+        return []
+    used = {"mean": config.data.mean, "std": config.data.std}
+    expected = timm_backbone.expected_normalization(config.model.backbone, config.model.pretrained)
+    words = [
+        f"data.{key} is {[*used[key]]}, timm's weights expect {[round(x, 3) for x in numbers]}"
+        for key, numbers in zip(used, expected, strict=True)
+        if any(abs(x - y) > 0.01 for x, y in zip(used[key], numbers, strict=True))
+    ]
+    return [f"warning: {'; '.join(words)}"] if words else []
 
 
 def receipt_meter(this: Training, weights_due: Callable[[int], bool]) -> ReceiptMeter:

@@ -1,9 +1,10 @@
 """Options of the network and its normalization."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema, WrapValidator
 
 from segtrain.config.options.section import (
     FractionBelow1,
@@ -14,9 +15,19 @@ from segtrain.config.options.section import (
     option,
 )
 
-Backbone = Literal[
+_TIMM = r"timm/[a-z0-9_]+"
+
+
+def _or_timm(value: Any, check: Callable[[Any], Any]) -> Any:
+    """Takes names of timm's networks too; whether timm has one is known once it is imported."""
+    return value if isinstance(value, str) and re.fullmatch(_TIMM, value) else check(value)
+
+
+_OwnBackbone = Literal[
     "resnet18", "resnet34", "resnet50", "resnet101", "mobilenet_v2", "mobilenet_v3_large"
 ]
+_SCHEMA = {"anyOf": [{"enum": [*get_args(_OwnBackbone)]}, {"pattern": f"^{_TIMM}$"}]}
+Backbone = Annotated[_OwnBackbone, WrapValidator(_or_timm), WithJsonSchema(_SCHEMA)]
 
 
 class ModelConfig(Section):
@@ -25,11 +36,15 @@ class ModelConfig(Section):
     arch: Literal["pspnet", "deeplabv3", "deeplabv3plus"] = option(
         "pspnet", "pyramid pooling, ASPP, or ASPP with a decoder"
     )
-    backbone: Backbone = option("resnet50", "feature extractor, as in torchvision")
+    backbone: Backbone = option(
+        "resnet50",
+        "feature extractor, as in torchvision; or timm/NAME: any convolutional timm network with "
+        "features at strides 4 to 32, such as timm/convnext_tiny (pip install 'segtrain[timm]')",
+    )
     pretrained: str | None = option(
         None,
-        "torchvision weights by name (IMAGENET1K_V1, DEFAULT), a file in torchvision's "
-        "layout, or null: random weights",
+        "torchvision weights by name (IMAGENET1K_V1, DEFAULT), for timm/NAME a tag of timm's "
+        "(a1_in1k, DEFAULT); a file in torchvision's or timm's layout; or null: random weights",
     )
     output_stride: Literal[8, 16, 32] = option(8, "input pixels per feature pixel")
     stem: Literal["7x7", "64-64-128", "32-32-64"] = option(
@@ -70,6 +85,7 @@ class ModelConfig(Section):
         yield from self._no_effect(
             ("stem multi_grid recompute_norm", resnet, backbone),
             ("contract_dilation", self.output_stride < 32, "output_stride 32"),
+            ("contract_dilation", not self.backbone.startswith("timm/"), backbone),
             ("ppm_bins", self.arch == "pspnet", arch),
             ("aspp_rates separable", deeplab, arch),
             ("low_level_channels", self.arch == "deeplabv3plus", arch),

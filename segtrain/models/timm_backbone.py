@@ -1,0 +1,222 @@
+"""timm's convolutional networks as backbones: `model.backbone: timm/NAME`.
+
+timm (https://github.com/huggingface/pytorch-image-models) is an optional dependency,
+`pip install 'segtrain[timm]'`.
+"""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from segtrain.config import ModelConfig
+from segtrain.config.suggest import did_you_mean
+from segtrain.errors import ConfigError
+from segtrain.models.blocks import FeatureChannels, Features
+from segtrain.norm import NormFactory
+
+PREFIX = "timm/"
+# What timm raises for what a network cannot do; there is no class for it.
+_UNABLE = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
+
+
+class TimmBackbone(nn.Module):
+    """The timm network that `model` names, without its classifier: images to `Features`.
+
+    timm replaces strides by dilations for `output_stride`. Every batch norm is made by `norm` and
+    gets the eps that timm chose, which pretrained weights belong to. Other norms (LayerNorm of
+    ConvNeXt) stay: they look at one image alone. Features have the sizes that the network gives
+    them: a stem of 4x4 patches rounds down.
+
+    Raises:
+        ConfigError: timm is not installed or has no such network, or the network has no features of
+            stride 4, cannot have this output stride, or keeps statistics of another kind.
+    """
+
+    stem_keys: tuple[str, ...] = ()
+
+    def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.name = model.backbone
+        self.network = _features_only(model)
+        self.own_norms = _norms_of_one_image(self.network)
+        _replace_norms(self.network, norm, self.name)
+        _refuse_random_layers(self.network, self.name)
+        info = self.network.feature_info
+        strides = _strides(model)
+        if 4 not in strides[:-2]:
+            raise ConfigError(
+                f"model.backbone: {self.name} has features of strides {strides}; needed are 4 and "
+                "two larger ones"
+            )
+        self._low, self._aux = strides.index(4), len(strides) - 2
+        channels = info.channels()
+        self.channels = FeatureChannels(channels[self._low], channels[self._aux], channels[-1])
+
+    @property
+    def weights(self) -> nn.Module:
+        """The part whose keys are those of timm's own files."""
+        return getattr(self.network, "model", self.network)
+
+    @property
+    def classifier_keys(self) -> tuple[str, ...]:
+        """The keys of timm's whole network that this backbone does not have."""
+        with torch.device("meta"):
+            whole = _timm().create_model(_timm_name(self.name), exportable=False)
+        return tuple(whole.state_dict().keys() - self.weights.state_dict().keys())
+
+    def forward(self, images: Tensor) -> Features:
+        """Features of normalized images (N, 3, H, W)."""
+        features = self.network(images)
+        return Features(features[self._low], features[self._aux], features[-1])
+
+
+def fetch(name: str, spec: str) -> tuple[str, dict[str, Tensor]]:
+    """Source and state dict of timm's weights `spec` (a tag, or DEFAULT) for the backbone `name`.
+
+    Raises:
+        ConfigError: timm has no such weights.
+        OSError: they cannot be downloaded.
+    """
+    timm, arch = _timm(), _timm_name(name)
+    known = [full.partition(".")[2] for full in timm.list_pretrained(f"{arch}.*")]
+    if spec not in (*known, "DEFAULT"):
+        names = ", ".join(known) or "none"
+        raise ConfigError(
+            f"model.pretrained: {spec!r} is neither a tag of timm's weights for {name} ({names}), "
+            "nor DEFAULT, nor a file"
+        )
+    full = arch if spec == "DEFAULT" else f"{arch}.{spec}"
+    network = timm.create_model(full, pretrained=True)
+    return f"timm/{network.pretrained_cfg['architecture']}.{network.pretrained_cfg['tag']}", (
+        network.state_dict()
+    )
+
+
+def expected_normalization(name: str, spec: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of RGB, in units of 0..255, of timm's weights `spec`.
+
+    Those of the default weights if `spec` is a file.
+    """
+    timm, arch = _timm(), _timm_name(name)
+    tagged = f"{arch}.{spec}"
+    cfg = timm.get_pretrained_cfg(tagged if tagged in timm.list_pretrained(tagged) else arch)
+    return tuple(255 * x for x in cfg.mean), tuple(255 * x for x in cfg.std)
+
+
+def _timm() -> Any:
+    try:
+        import timm  # optional, and slow to import
+    except ImportError:
+        raise ConfigError(
+            "model.backbone: timm is not installed; pip install 'segtrain[timm]'"
+        ) from None
+    return timm
+
+
+def _timm_name(name: str) -> str:
+    timm, arch = _timm(), name.removeprefix(PREFIX)
+    if not timm.is_model(arch):
+        hint = did_you_mean(arch, timm.list_models())
+        raise ConfigError(f"model.backbone: timm has no network {arch!r}{hint}")
+    return arch
+
+
+def _features_only(model: ModelConfig) -> nn.Module:
+    """timm's network that returns a list of features."""
+    arch, options = _timm_name(model.backbone), {}
+    if model.output_stride != 32:
+        options["output_stride"] = model.output_stride
+    reasons = []
+    # The "getter" keeps the keys of the network below `model`. MobileNets have only a class of
+    # their own, with the same keys at its top.
+    for wrapper in ({"feature_cls": "getter"}, {}):
+        try:
+            network = _timm().create_model(arch, features_only=True, **options, **wrapper)
+            _try(network)
+        except _UNABLE as error:
+            reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        else:
+            return network
+    raise ConfigError(
+        f"model.backbone: {model.backbone} cannot give features at output stride "
+        f"{model.output_stride} for images of any size (timm: {reasons[0]}); try "
+        "model.output_stride 32 or another network"
+    )
+
+
+def _try(network: nn.Module) -> None:
+    """Raises an error unless images of odd sizes give features of the channels promised."""
+    shapes = copy.deepcopy(network).to("meta").eval()
+    features = shapes(torch.empty(2, 3, 65, 97, device="meta"))
+    for feature, channels, stride in zip(
+        features, network.feature_info.channels(), network.feature_info.reduction(), strict=True
+    ):
+        if feature.dim() != 4 or feature.shape[1] != channels or feature.shape[2] < 65 // stride:
+            raise ValueError(f"features of shape {tuple(feature.shape)} at stride {stride}")
+
+
+def _strides(model: ModelConfig) -> list[int]:
+    """The strides of the network's features as they are without dilation."""
+    with torch.device("meta"):
+        plain = _features_only(model.model_copy(update={"output_stride": 32}))
+    return list(plain.feature_info.reduction())
+
+
+def _replace_norms(network: nn.Module, norm: NormFactory, name: str) -> None:
+    """Puts a layer of `norm` in the place of each batch norm; keys stay."""
+    for parent_name, parent in list(network.named_modules()):
+        for child_name, layer in list(parent.named_children()):
+            if isinstance(layer, nn.BatchNorm2d):
+                setattr(parent, child_name, _like(layer, norm))
+            elif isinstance(layer, _BatchNorm) or hasattr(layer, "running_var"):
+                raise ConfigError(
+                    f"model.backbone: {name}: {parent_name}.{child_name} is a "
+                    f"{type(layer).__name__}, whose statistics cannot be synchronized; "
+                    "use another network"
+                )
+
+
+def _norms_of_one_image(network: nn.Module) -> Counter[str]:
+    """How many layers there are of each class that normalizes, other than batch norm."""
+    leaves = (layer for layer in network.modules() if not any(True for _ in layer.children()))
+    return Counter(
+        type(layer).__name__
+        for layer in leaves
+        if "Norm" in type(layer).__name__ and not isinstance(layer, _BatchNorm)
+    )
+
+
+def _like(layer: nn.BatchNorm2d, norm: NormFactory) -> nn.Module:
+    """A layer of `norm` that does what `layer` does."""
+    new = norm(layer.num_features)
+    new.eps = layer.eps
+    if layer.affine:
+        with torch.no_grad():  # some blocks start with weight 0
+            new.weight.copy_(layer.weight)
+            new.bias.copy_(layer.bias)
+    # timm's BatchNormAct2d applies what it holds. It is run after the norm, whatever its class.
+    extra = [child for _, child in layer.named_children() if not isinstance(child, nn.Identity)]
+    if extra:
+        new.after_norm = nn.Sequential(*extra)
+        new.register_forward_hook(_run_after_norm)
+    return new
+
+
+def _run_after_norm(norm: nn.Module, _: Any, output: Tensor) -> Tensor:
+    return norm.after_norm(output)
+
+
+def _refuse_random_layers(network: nn.Module, name: str) -> None:
+    for path, layer in network.named_modules():
+        rate = getattr(layer, "drop_prob", None) or (
+            layer.p if isinstance(layer, nn.modules.dropout._DropoutNd) else 0
+        )
+        if rate:
+            raise ConfigError(
+                f"model.backbone: {name}: {path}, a {type(layer).__name__}, draws random numbers "
+                "that depend on the rank; use another network"
+            )

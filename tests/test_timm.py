@@ -1,0 +1,258 @@
+"""timm's networks as backbones: timm's features, our batch norm, nothing random, clear refusals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from experiments import bits, experiment, last, train, write_config
+from torch import nn
+
+from segtrain import cli
+from segtrain.commands.train.stages import _other_normalization
+from segtrain.config import ModelConfig, load_config, override_config
+from segtrain.errors import CheckpointError, ConfigError
+from segtrain.models import build_backbone, build_model, timm_backbone
+from segtrain.models.pretrained import load_backbone
+from segtrain.norm import SyncBatchNorm2d
+
+timm = pytest.importorskip("timm", reason="needs timm: pip install 'segtrain[timm]'")
+
+# The smallest of a family each.
+CONVNEXT, EFFICIENTNET, REGNET = "convnext_atto", "efficientnet_b0", "regnetx_002"
+NAMES = (CONVNEXT, EFFICIENTNET, REGNET, "resnet18", "mobilenetv3_small_050", "densenet121")
+
+
+def config_of(name, **options):
+    return ModelConfig(backbone=f"timm/{name}", **({"output_stride": 32} | options))
+
+
+def images(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def lively(module, seed=2):
+    """`module` with weights and statistics that no two layers share."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in module.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.5, 1.5, generator=generator)
+            if tensor.dim() > 1:
+                tensor.sub_(1).mul_(2 / tensor[0].numel() ** 0.5)
+    return module
+
+
+@pytest.mark.parametrize("output_stride", [8, 32])
+@pytest.mark.parametrize("name", NAMES)
+def test_features_are_those_of_timm(name, output_stride):
+    if name == "densenet121" and output_stride == 8:
+        pytest.skip("timm's DenseNet cannot be dilated")
+    options = {} if output_stride == 32 else {"output_stride": output_stride}
+    reference = lively(timm.create_model(name, features_only=True, **options)).double().eval()
+    ours = build_backbone(config_of(name, output_stride=output_stride), norm=SyncBatchNorm2d)
+    ours = ours.double().eval()
+    # timm writes stages.0 as stages_0 in some of its wrappers; the order is the same.
+    ours.load_state_dict(dict(zip(ours.state_dict(), reference.state_dict().values(), strict=True)))
+    x = images(2, 3, 65, 97)
+    with torch.no_grad():
+        expected = reference(x)
+        found = ours(x)
+    reductions = reference.feature_info.reduction()
+    low = next(f for f, r in zip(expected, reductions, strict=True) if r == 4)
+    for a, b, channels in zip(found, (low, expected[-2], expected[-1]), ours.channels, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        assert a.shape[1] == channels
+
+
+def first_gradients(name, sizes, rank_images):
+    """Loss and gradients of a step of training on this rank's part of a batch, summed."""
+    from segtrain.distributed import collectives as dist
+
+    torch.manual_seed(0)
+    backbone = lively(build_backbone(config_of(name), norm=SyncBatchNorm2d)).double().train()
+    start = sum(sizes[: dist.rank()])
+    features = backbone(rank_images[start : start + sizes[dist.rank()]])
+    loss = sum(f.square().sum() for f in features)
+    loss.backward()
+    gradients = {k: dist.all_reduce_sum(p.grad) for k, p in backbone.named_parameters()}
+    return dist.all_reduce_sum(loss.detach()), gradients, backbone.state_dict()
+
+
+@pytest.mark.parametrize("name", [EFFICIENTNET, REGNET])
+def test_ranks_have_the_statistics_and_gradients_of_the_whole_batch(run_ranks, name):
+    whole = images(4, 3, 64, 96)
+    torch.manual_seed(0)
+    reference = lively(build_backbone(config_of(name), norm=nn.BatchNorm2d)).double().train()
+    loss = sum(f.square().sum() for f in reference(whole))
+    loss.backward()
+    for result in run_ranks(2, first_gradients, name, (1, 3), whole):
+        torch.testing.assert_close(result[0], loss.detach(), rtol=1e-9, atol=0)
+        for key, parameter in reference.named_parameters():
+            close = torch.allclose(result[1][key], parameter.grad, rtol=1e-6, atol=1e-8)
+            assert close, key
+        for key, value in reference.state_dict().items():
+            torch.testing.assert_close(result[2][key], value, rtol=1e-9, atol=1e-9)
+
+
+def trained(config, directory):
+    assert train(config, directory) == 0
+
+
+def test_shares_have_equal_bits_on_any_number_of_ranks(run_ranks, data, tmp_path):
+    model = {"backbone": f"timm/{EFFICIENTNET}", "output_stride": 16}
+    steps = {"steps": 2, "batch_size": 4, "precision": "float32", "shares": 2}
+    options = experiment(data, model=model, train=steps)
+    config = write_config(tmp_path / "timm.yaml", options)
+    for ranks in (1, 2):
+        run_ranks(ranks, trained, config, tmp_path / str(ranks))
+    one, two = (bits(last(tmp_path / str(ranks))) for ranks in (1, 2))
+    assert one == two
+
+
+def test_a_trained_run_is_evaluated_and_exported(data, tmp_path, capsys):
+    model = {"backbone": f"timm/{CONVNEXT}", "output_stride": 32, "aux_head": False}
+    options = experiment(data, model=model, train={"steps": 1, "precision": "float32"})
+    del options["model"]["aux_channels"]
+    config = write_config(tmp_path / "timm.yaml", options)
+    run = tmp_path / "run"
+    assert cli.main(["train", str(config), "--nproc", "1", "--output", str(run)]) == 0
+    log = (run / "train.log").read_text()
+    assert "in the backbone also 16 LayerNorm2d, which no option changes" in log
+    out = tmp_path / "m.pt2"
+    assert cli.main(["export", str(run), "--format", "pt2", "--output", str(out)]) == 0
+    assert out.stat().st_size > 1_000_000
+
+
+def test_every_batch_norm_is_made_by_the_factory_and_keeps_timms_eps():
+    made = []
+
+    def norm(channels):
+        made.append(SyncBatchNorm2d(channels, momentum=0.3))
+        return made[-1]
+
+    backbone = build_backbone(config_of("tf_efficientnet_b0"), norm=norm)
+    layers = [m for m in backbone.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert len(layers) == 48
+    assert {id(layer) for layer in layers} <= {id(layer) for layer in made}
+    assert {(layer.eps, layer.momentum) for layer in layers} == {(1e-3, 0.3)}
+
+
+def test_group_norm_takes_the_place_of_batch_norm_with_its_activation():
+    backbone = build_backbone(config_of(REGNET), norm=lambda c: nn.GroupNorm(1, c))
+    first = backbone.weights.stem.bn
+    x = images(2, 32, 4, 4, dtype=torch.float32)
+    torch.testing.assert_close(first(x), F.relu(F.group_norm(x, 1)))
+
+
+def test_weights_in_timms_layout_are_loaded_and_the_classifier_reported(tmp_path):
+    state = lively(timm.create_model(EFFICIENTNET)).state_dict()
+    torch.save(state, tmp_path / "weights.pth")
+    backbone = build_backbone(config_of(EFFICIENTNET))
+    report = load_backbone(backbone, str(tmp_path / "weights.pth"))
+    assert {"classifier.weight", "classifier.bias", "conv_head.weight"} <= set(report.ignored)
+    for key, value in backbone.weights.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+def test_weights_of_another_layout_are_refused_with_timms_name(tmp_path):
+    torch.save(timm.create_model("resnet18").state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match=r"expected the layout of timm's model of that name"):
+        load_backbone(build_backbone(config_of(REGNET)), str(tmp_path / "weights.pth"))
+
+
+def test_weights_by_name_are_timms(monkeypatch):
+    whole = lively(timm.create_model(REGNET))
+    downloaded = []
+
+    def from_hub(repository, *_, **__):
+        downloaded.append(repository)
+        return whole.state_dict()
+
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", from_hub)
+    backbone = build_backbone(config_of(REGNET))
+    report = load_backbone(backbone, "DEFAULT")
+    assert downloaded == ["timm/regnetx_002.pycls_in1k"]
+    assert report.source == "timm/regnetx_002.pycls_in1k"
+    key = "stem.conv.weight"
+    assert torch.equal(backbone.weights.state_dict()[key], whole.state_dict()[key])
+
+
+def test_an_unknown_tag_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match=r"'a1' is neither a tag .*\(pycls_in1k\), nor DEFAULT"):
+        load_backbone(build_backbone(config_of(REGNET)), "a1")
+
+
+def test_weights_that_cannot_be_downloaded_are_a_message(monkeypatch):
+    def offline(*_, **__):
+        raise FileNotFoundError("cannot locate the file on the Hub")
+
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", offline)
+    with pytest.raises(CheckpointError, match="fetch the file by hand"):
+        load_backbone(build_backbone(config_of(REGNET)), "DEFAULT")
+
+
+def test_the_normalization_of_a_tag_is_known():
+    expected = (127.5,) * 3
+    mean, std = timm_backbone.expected_normalization("timm/tf_efficientnet_b0", "ap_in1k")
+    assert (mean, std) == (expected, expected)
+    mean, _ = timm_backbone.expected_normalization("timm/tf_efficientnet_b0", "weights.pth")
+    assert mean == pytest.approx((123.675, 116.28, 103.53))
+
+
+def test_a_mean_that_the_weights_do_not_expect_is_told(data, tmp_path):
+    weights = {"backbone": "timm/tf_efficientnet_b0", "pretrained": "ap_in1k"}
+    config = load_config(
+        write_config(tmp_path / "c.yaml", experiment(data, model={**weights, "output_stride": 16}))
+    )
+    (warning,) = _other_normalization(config)
+    assert "data.mean is [123.675, 116.28, 103.53], timm's weights expect [127.5, " in warning
+    half = [f"data.{key}=[127.5, 127.5, 127.5]" for key in ("mean", "std")]
+    assert _other_normalization(override_config(config, half, source="test")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "stride", "message"),
+    [
+        ("convnext_atom", 32, "timm has no network 'convnext_atom'; did you mean convnext_atto?"),
+        ("densenet121", 8, "cannot give features at output stride 8"),
+        ("hrnet_w18_small", 32, "for images of any size"),  # sizes that 32 does not divide
+        ("swin_tiny_patch4_window7_224", 32, "for images of any size"),
+        ("bat_resnext26ts", 32, "cannot give features"),
+        ("inception_v3", 32, "cannot give features|strides"),
+    ],
+)
+def test_networks_that_cannot_be_used_are_refused(name, stride, message):
+    with pytest.raises(ConfigError, match=message):
+        build_backbone(config_of(name, output_stride=stride))
+
+
+def test_random_layers_are_refused():
+    network = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.1))
+    with pytest.raises(ConfigError, match="1, a Dropout, draws random numbers"):
+        timm_backbone._refuse_random_layers(network, "timm/x")
+
+
+def test_statistics_that_cannot_be_synchronized_are_refused():
+    network = nn.Sequential(nn.BatchNorm1d(3))
+    with pytest.raises(ConfigError, match=r"0 is a BatchNorm1d, whose statistics"):
+        timm_backbone._replace_norms(network, SyncBatchNorm2d, "timm/x")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backbone": "timm/ResNet50"}, "backbone"),
+        ({"backbone": "timm/resnet50.a1_in1k"}, "backbone"),
+        ({"backbone": "timm/resnet50", "multi_grid": [1, 2, 4]}, "multi_grid: has no effect"),
+        ({"backbone": "timm/resnet50", "contract_dilation": False}, "contract_dilation: has no"),
+        ({"backbone": "timm/resnet50", "stem": "32-32-64"}, "stem: has no effect"),
+    ],
+)
+def test_options_that_timm_does_not_follow_are_refused(options, message):
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**options)
+
+
+def test_without_timm_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    with pytest.raises(ConfigError, match=r"pip install 'segtrain\[timm\]'"):
+        build_model(config_of("resnet18"), num_classes=2)
