@@ -29,7 +29,8 @@ def test_too_little_shared_memory_is_refused_at_the_start(tmp_path, data, little
     arguments = ["train", config, "--nproc", 2, "--output", tmp_path / "run"]
     command = Command(tmp_path, *arguments, wrapper=little_shared_memory)
     assert command.wait() == 2
-    (line,) = command.errors.splitlines()
+    assert len(command.errors.splitlines()) == 1, command.errors
+    line = command.errors
     assert line.startswith("segtrain: /dev/shm: the loader's batches take up to 1.3 MB (2 ranks x ")
     assert "4 workers x 10 batches of 3 images) and 1.0 MB are free; use fewer data.num_" in line
     assert "a smaller data.prefetch" in line
