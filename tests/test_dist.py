@@ -2,6 +2,9 @@
 
 import os
 import pickle
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -93,3 +96,29 @@ def test_ranks_of_one_machine_listen_on_its_loopback(tmp_path, monkeypatch, alre
     wanted = already or machine.interface_with("127.0.0.1")
     assert wanted is not None
     assert [os.environ[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")] == [wanted] * 2
+
+
+def test_no_thread_of_the_group_outlives_it():
+    """A thread that releases a tensor while Python ends would abort the process."""
+    script = """
+        import os
+        import torch
+        import torch.distributed
+        from segtrain.distributed.process_group import process_group
+
+        with process_group(torch.device("cpu"), timeout_s=20):
+            import torch.distributed.nn.functional  # as torch does it in the middle of a run
+            torch.distributed.all_reduce(torch.ones(3))
+        names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
+        print([name for name in names if "gloo" in name])
+    """
+    group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **group, **store},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

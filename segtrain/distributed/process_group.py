@@ -16,6 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+# Its functions have the group that exists when they are imported as a default argument. Imported
+# later (torch does it for its own needs) it would keep the group and its threads alive; one of them
+# may still release a tensor while Python ends, and then the process aborts.
+import torch.distributed.nn.functional
+
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat, launcher_folder, machine
 from segtrain.distributed.shared_sum import SharedSum, is_possible
