@@ -193,6 +193,13 @@ def test_the_exit_code_is_that_of_the_cause(codes, statuses, stopped_by, wanted)
     assert exit_code_of(notes(*codes), statuses, stopped_by) == wanted
 
 
+@pytest.mark.parametrize(("codes", "said"), [((130, 130), ""), ((), "segtrain: interrupted\n")])
+def test_an_interruption_is_told_once(codes, said, capsys):
+    """Ranks that stop after a step tell it themselves; those of eval and verify just end."""
+    assert exit_code_of(notes(*codes), {}, signal.SIGINT) == 130
+    assert capsys.readouterr().err == said
+
+
 def test_a_rank_that_hung_is_named_with_its_phase_and_step(capsys):
     hung = [Heartbeat(1, pid=1, phase="evaluation", step=40, since=0.0)]
     assert exit_code_of(notes("lost", None), {0: 6}, None, killed=hung) == 6

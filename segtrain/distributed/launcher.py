@@ -176,6 +176,9 @@ def exit_code_of(
         if late is not None and stopped_by != signal.SIGINT:
             say(f"rank {late} did not stop in {_SHUTDOWN_TIMEOUT_S} s and was killed; {_RESUME}")
             return EXIT_SYSTEM
+        # Ranks that stop in good order say so; before and besides training they just end.
+        if stopped_by == signal.SIGINT and not any(s.code in _STOPPED for s in statuses):
+            say("interrupted")
         return signals.exit_code(stopped_by)
     explained = {status.rank for status in statuses if status.code is not None}
     explained |= {rank.rank for rank in killed}
