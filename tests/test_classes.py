@@ -1,9 +1,13 @@
 import pickle
 
+import numpy as np
 import pytest
 
-from segtrain.data.class_file import known_names, load_class_file
+from segtrain.checkpoint.experiment import experiment_fields
+from segtrain.config import Config, DataConfig
+from segtrain.data.class_file import class_file_from_json, known_names, load_class_file
 from segtrain.data.classes import default_palette
+from segtrain.data.labels import map_colors
 from segtrain.errors import ConfigError
 from segtrain.types import IGNORE_INDEX
 
@@ -79,6 +83,17 @@ def test_255_is_not_ignored_where_it_is_a_class(tmp_path):
         (
             "classes:\n- {name: a, color: [1, 2, 3]}\n- {name: b, color: [1, 2, 3]}\n",
             ["own.yaml:3: classes[1].color: [1, 2, 3] is also a"],
+        ),
+        (
+            "classes:\n- {name: a, color: [1, 2, 3]}\n- {name: b, more_colors: [[1, 2, 3]]}\n",
+            ["own.yaml:3: classes[1].more_colors: [1, 2, 3] is also a"],
+        ),
+        (
+            "classes:\n- {name: a, category: x}\n- b\n",
+            [
+                "own.yaml:1: classes: a category is given for some classes, but not for b; "
+                "give all one, or none"
+            ],
         ),
         (
             "classes: [a]\nignore_color: [0, 0, 0]\n",
@@ -197,7 +212,7 @@ def test_the_shipped_class_files(name, num_classes, ignored, some):
 
 
 def test_every_shipped_class_file_is_tested():
-    assert known_names() == ["ade20k", "camvid", "cityscapes", "voc"]
+    assert known_names() == ["ade20k", "camvid", "camvid_colors", "cityscapes", "voc"]
 
 
 def test_cityscapes_agrees_with_the_official_scripts():
@@ -211,10 +226,86 @@ def test_cityscapes_agrees_with_the_official_scripts():
             assert (one.name, one.color, one.ids) == (label.name, label.color, (label.id,))
 
 
+def test_cityscapes_groups_and_weights_classes_as_the_official_evaluator():
+    labels = pytest.importorskip("cityscapesscripts.helpers.labels").labels
+    official = pytest.importorskip("cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling")
+    found = {one.name: one for one in load_class_file("cityscapes").classes}
+    for label in labels:
+        if not label.ignoreInEval:
+            one = found[label.name]
+            assert one.category == label.category
+            expected = official.args.avgClassSize[label.name] if label.hasInstances else None
+            assert one.instance_px == expected
+
+
+# CamVid's label_colors.txt, in which void is black.
+CAMVID_32 = {
+    "Animal": (64, 128, 64),
+    "Archway": (192, 0, 128),
+    "Bicyclist": (0, 128, 192),
+    "Bridge": (0, 128, 64),
+    "Building": (128, 0, 0),
+    "Car": (64, 0, 128),
+    "CartLuggagePram": (64, 0, 192),
+    "Child": (192, 128, 64),
+    "Column_Pole": (192, 192, 128),
+    "Fence": (64, 64, 128),
+    "LaneMkgsDriv": (128, 0, 192),
+    "LaneMkgsNonDriv": (192, 0, 64),
+    "Misc_Text": (128, 128, 64),
+    "MotorcycleScooter": (192, 0, 192),
+    "OtherMoving": (128, 64, 64),
+    "ParkingBlock": (64, 192, 128),
+    "Pedestrian": (64, 64, 0),
+    "Road": (128, 64, 128),
+    "RoadShoulder": (128, 128, 192),
+    "Sidewalk": (0, 0, 192),
+    "SignSymbol": (192, 128, 128),
+    "Sky": (128, 128, 128),
+    "SUVPickupTruck": (64, 128, 192),
+    "TrafficCone": (0, 0, 64),
+    "TrafficLight": (0, 64, 64),
+    "Train": (192, 64, 128),
+    "Tree": (128, 128, 0),
+    "Truck_Bus": (192, 128, 192),
+    "Tunnel": (64, 0, 64),
+    "VegetationMisc": (192, 192, 0),
+    "Void": (0, 0, 0),
+    "Wall": (64, 192, 0),
+}
+
+
+def test_the_32_colors_of_camvid_become_the_11_classes():
+    found = load_class_file("camvid_colors", label_format="colors")
+    picture = np.array([list(CAMVID_32.values())], np.uint8)
+    train_ids = dict(zip(CAMVID_32, map_colors(picture, found)[0].tolist(), strict=True))
+    names = {name: found.names[i] if i < 255 else "" for name, i in train_ids.items()}
+    assert found.names == load_class_file("camvid").names
+    assert names["Void"] == ""
+    assert {name for name, to in names.items() if to == "Car"} == {
+        *("Car", "SUVPickupTruck", "Truck_Bus", "Train", "OtherMoving")
+    }
+    assert {name for name, to in names.items() if to == "Pavement"} == {
+        *("Sidewalk", "ParkingBlock", "RoadShoulder")
+    }
+    assert list(names.values()).count("") == 1
+
+
+def test_a_checkpoint_keeps_further_colors_and_no_key_that_is_unused():
+    """An older version refuses keys that it does not know."""
+    config = Config(data=DataConfig(layout="camvid", root=".", classes="camvid"))
+    for name in ("camvid_colors", "cityscapes"):
+        stored = experiment_fields(config, load_class_file(name))["classes"]
+        assert class_file_from_json(stored) == load_class_file(name)
+        assert ("more_colors" in stored) == (name == "camvid_colors")
+        assert "category" not in stored
+        assert "instance_px" not in stored
+
+
 def test_an_unknown_name_gets_the_nearest():
     with pytest.raises(ConfigError, match=r"named 'cityscape'; did you mean cityscapes\?"):
         load_class_file("cityscape")
-    with pytest.raises(ConfigError, match="expected one of ade20k, camvid, cityscapes, voc, or a"):
+    with pytest.raises(ConfigError, match="expected one of ade20k, camvid, camvid_colors, c"):
         load_class_file("zzz")
 
 

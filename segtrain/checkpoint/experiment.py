@@ -22,7 +22,10 @@ def experiment_fields(config: Config, classes: ClassFile) -> dict[str, str]:
     # Indented, because `torch_file` refuses a long text without blanks.
     return {
         "config": config.model_dump_json(indent=1),
-        "classes": _CLASS_FILE.dump_json(classes, indent=1, exclude=default).decode(),
+        # Keys that came later are left out where unused, so that older versions can read the rest.
+        "classes": _CLASS_FILE.dump_json(
+            classes, indent=1, exclude=default, exclude_defaults=True
+        ).decode(),
     }
 
 

@@ -11,6 +11,10 @@ position in the list, `color` the next free colour of the Pascal VOC palette, `i
 and no colour is ignored. A class may be only its name:
 
     classes: [background, crack, spalling]
+
+Further keys of a class: `more_colors`, a list of colours that mean the class too, in labels;
+`category`, the group of classes that is also scored; `instance_px`, the mean pixels of an instance,
+by which instances are weighted.
 """
 
 import os
@@ -139,6 +143,9 @@ class _ClassEntry(_Section):
     name: Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
     color: tuple[_Byte, _Byte, _Byte] | None = None
     ids: Annotated[tuple[_RawId, ...], Field(min_length=1)] | None = None
+    more_colors: tuple[tuple[_Byte, _Byte, _Byte], ...] = ()
+    category: Annotated[str, Field(min_length=1), AfterValidator(_check_name)] | None = None
+    instance_px: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 class _ClassFileEntry(_Section):
@@ -214,16 +221,24 @@ def _with_names(data: dict[str, Any]) -> dict[str, Any]:
 def _resolve(entry: _ClassFileEntry, name: str) -> ClassFile:
     """The class file of `entry` with the defaults filled in."""
     given = {c.color for c in entry.classes if c.color}
+    given |= {color for c in entry.classes for color in c.more_colors}
     free = iter([color for color in default_palette(256) if color not in given])
     classes = tuple(
-        SegClass(c.name, c.color or next(free), c.ids or (train_id,))
+        SegClass(
+            c.name,
+            c.color or next(free),
+            c.ids or (train_id,),
+            more_colors=c.more_colors,
+            category=c.category,
+            instance_px=c.instance_px,
+        )
         for train_id, c in enumerate(entry.classes)
     )
     ignore_ids = entry.ignore_ids
     if ignore_ids is None:
         is_class = any(IGNORE_INDEX in c.ids for c in classes)
         ignore_ids = () if is_class else (IGNORE_INDEX,)
-    used = {c.color for c in classes}
+    used = {color for c in classes for color in c.label_colors}
     unused = (c for c in (*_IGNORE_COLORS, *default_palette(256)) if c not in used)
     return ClassFile(
         printable(name, MAX_NAME),
@@ -236,7 +251,7 @@ def _resolve(entry: _ClassFileEntry, name: str) -> ClassFile:
 
 
 def _repeated(class_file: ClassFile) -> Iterator[Mistake]:
-    """Names, ids and colours that are given twice."""
+    """Names, ids and colours that are given twice, and categories that are incomplete."""
     names: set[str] = set()
     colors: dict[Color, str] = {}
     ids: dict[int, str] = {}
@@ -246,6 +261,12 @@ def _repeated(class_file: ClassFile) -> Iterator[Mistake]:
         names.add(c.name)
         if (other := colors.setdefault(c.color, c.name)) != c.name:
             yield Mistake(("classes", i, "color"), f"{list(c.color)} is also {other}")
+        for color in c.more_colors:
+            if color in colors:
+                yield Mistake(
+                    ("classes", i, "more_colors"), f"{list(color)} is also {colors[color]}"
+                )
+            colors[color] = c.name
         for raw in c.ids:
             if raw in ids:
                 yield Mistake(("classes", i, "ids"), f"{raw} is also an id of {ids[raw]}")
@@ -255,6 +276,11 @@ def _repeated(class_file: ClassFile) -> Iterator[Mistake]:
             yield Mistake(("ignore_ids",), f"{raw} is also an id of {ids[raw]}")
         elif raw in class_file.ignore_ids[:i]:
             yield Mistake(("ignore_ids",), f"{raw} is given twice")
+    without = [c.name for c in class_file.classes if c.category is None]
+    if 0 < len(without) < class_file.num_classes:
+        shown = ", ".join(without[:_MAX_SHOWN])
+        what = f"a category is given for some classes, but not for {shown}; give all one, or none"
+        yield Mistake(("classes",), what)
     color = class_file.ignore_color
     if class_file.ignores_color and (other := colors.get(color)):
         yield Mistake(("ignore_color",), f"{list(color)} is also {other}")

@@ -13,11 +13,25 @@ Color = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class SegClass:
-    """One class: its name, its colour in pictures, and the label values that mean it."""
+    """One class: its name, its colour in pictures, and the label values that mean it.
+
+    more_colors: colours beside `color` that mean it in labels.
+    category: the group of classes that is also scored; None: the data set has no groups.
+    instance_px: mean pixels of an instance in the data set; None: instances are not scored. Both
+        concern scores only, so a checkpoint does not store them.
+    """
 
     name: str
     color: Color
     ids: tuple[int, ...]
+    more_colors: tuple[Color, ...] = ()
+    category: Annotated[str | None, Field(exclude=True)] = field(default=None, compare=False)
+    instance_px: Annotated[float | None, Field(exclude=True)] = field(default=None, compare=False)
+
+    @property
+    def label_colors(self) -> tuple[Color, ...]:
+        """All colours that mean it in labels."""
+        return (self.color, *self.more_colors)
 
 
 @dataclass(frozen=True)

@@ -63,13 +63,17 @@ def class_differences(
     ids = {f"ids of {old.name}": (old.ids, new.ids) for old, new in both}
     ids["ignore_ids"] = (before.ignore_ids, now.ignore_ids)
     colors = {f"color of {old.name}": (old.color, new.color) for old, new in both}
+    colors |= {
+        f"more_colors of {old.name}": (sorted(old.more_colors), sorted(new.more_colors))
+        for old, new in both
+    }
     colors["color of what is ignored"] = (before.ignore_color, now.ignore_color)
     id_lines = [_line(what, *pair) for what, pair in ids.items() if set(pair[0]) != set(pair[1])]
     color_lines = [_line(what, *pair) for what, pair in colors.items() if pair[0] != pair[1]]
     return (color_lines, id_lines) if label_format == "colors" else (id_lines, color_lines)
 
 
-def _line(what: str, old: Sequence[int], new: Sequence[int]) -> str:
+def _line(what: str, old: Sequence[object], new: Sequence[object]) -> str:
     return f"class file: {what}: {list(old)} there, {list(new)} now"
 
 

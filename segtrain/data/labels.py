@@ -70,7 +70,8 @@ def colors_to_train_ids(colors: np.ndarray, path: str | Path, class_file: ClassF
 def map_colors(colors: np.ndarray, class_file: ClassFile) -> np.ndarray:
     """Train ids (H, W) int16 of the colours (H, W, 3) uint8; -1 where no class has the colour."""
     ignored = class_file.ignore_color if class_file.ignores_color else None
-    return _color_table(tuple(class_file.palette), ignored)[_pack(colors)]
+    meanings = tuple(c.label_colors for c in class_file.classes)
+    return _color_table(meanings, ignored)[_pack(colors)]
 
 
 def count_colors(colors: np.ndarray) -> dict[Color, int]:
@@ -114,10 +115,14 @@ def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np
 
 
 @lru_cache(maxsize=2)
-def _color_table(palette: tuple[Color, ...], ignored: Color | None) -> np.ndarray:
-    """Train id of every 24-bit colour, -1 where there is none, (2**24,) int16."""
+def _color_table(meanings: tuple[tuple[Color, ...], ...], ignored: Color | None) -> np.ndarray:
+    """Train id of every 24-bit colour, -1 where there is none, (2**24,) int16.
+
+    meanings: the colours of each class.
+    """
     table = np.full(1 << 24, -1, np.int16)
-    table[_pack(np.array(palette))] = np.arange(len(palette))
+    for train_id, colors in enumerate(meanings):
+        table[_pack(np.array(colors))] = train_id
     if ignored is not None:
         table[_pack(np.array(ignored))] = IGNORE_INDEX
     return table
