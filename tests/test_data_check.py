@@ -283,6 +283,16 @@ def test_train_ids_under_a_class_file_of_raw_ids_are_suspected(root):
 
 
 @pytest.mark.fault(60)
+def test_labels_of_train_ids_are_counted_by_position(root):
+    expected = check_data(config(root), jobs=1).scans[0].pixels.tolist()
+    raw_ids = "classes: [{name: sky, ids: [10]}, {name: road, ids: [20]}, {name: car, ids: [30]}]\n"
+    (root / "toy.yaml").write_text(raw_ids)
+    result = check_data(config(root, label_format="train_ids"), jobs=1)
+    assert result.issues == []
+    assert quick_check(*opened(root, label_format="train_ids")) == []
+    assert result.scans[0].pixels.tolist() == expected
+
+
 def test_exif_orientation_is_a_warning(root):
     exif = Image.Exif()
     exif[0x0112] = 3

@@ -87,6 +87,20 @@ def test_file_that_vanishes_during_training_is_named(tmp_path):
         dataset[1]
 
 
+def test_a_damaged_training_image_can_be_left_out_by_the_option_that_is_named(tmp_path):
+    write_split(tmp_path, "train", [(5, 8), (7, 4)])
+    write_split(tmp_path, "val", [(5, 8)])
+    for path in (tmp_path / "images/train/1.png", tmp_path / "images/val/0.png"):
+        path.write_bytes(path.read_bytes()[:-20])
+    data = config(tmp_path)
+    with pytest.raises(DataError, match=r"train/1\.png: .*data\.train_exclude: \[1\]$"):
+        open_dataset(data, "train")[1]
+    with pytest.raises(DataError, match=r"val/0\.png: damaged image: [^;]*$"):
+        open_dataset(data, "val")[0]
+    (kept,) = open_dataset(data.model_copy(update={"train_exclude": ("1",)}), "train")
+    assert kept[0].shape == (5, 8, 3)
+
+
 def test_index_beyond_the_end_ends_iteration(tmp_path):
     write_split(tmp_path, "train", [(5, 8)])
     dataset = open_dataset(config(tmp_path), "train")

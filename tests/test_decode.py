@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from segtrain.data import decode
+from segtrain.data.class_file import load_class_file
 from segtrain.data.classes import ClassFile, SegClass
 from segtrain.errors import DataError
 
@@ -77,6 +78,26 @@ def test_grey_label_gives_the_stored_ids_at_every_depth(saved, depth):
     raw = decode.read_raw_label(saved(png(ids, GREY, depth)))
     assert raw.dtype == (np.uint16 if depth == 16 else np.uint8)
     np.testing.assert_array_equal(raw, ids)
+
+
+def test_train_ids_are_positions_whatever_the_ids_of_the_classes(saved):
+    classes = class_file(7, 8, 0, ignore=(1, 255))
+    path = saved(png(np.array([[0, 1, 2, 255]]), GREY, 8))
+    assert decode.read_label(path, classes, "train_ids").tolist() == [[0, 1, 2, 255]]
+    assert classes.write_ids == [7, 8, 0]
+
+
+@pytest.mark.parametrize("value", [3, 7, 254])
+def test_a_train_id_beyond_the_last_class_is_refused(saved, value):
+    path = saved(png(np.array([[0, value]]), GREY, 8))
+    with pytest.raises(DataError, match=rf"outside class file toy: {value} \(1 pixels\)"):
+        decode.read_label(path, class_file(7, 8, 0, ignore=(1, 255)), "train_ids")
+
+
+def test_label_ids_read_as_train_ids_name_the_option(saved):
+    path = saved(png(np.array([[7, 11, 23, 33]]), GREY, 8))
+    with pytest.raises(DataError, match=r"labelIds: set .* and data\.label_format: ids"):
+        decode.read_label(path, load_class_file("cityscapes"), "train_ids")
 
 
 @pytest.mark.fault(55, 58)

@@ -233,6 +233,14 @@ def test_colors_count_where_labels_are_colors_and_ids_where_they_are_ids(tmp_pat
         assert found == ((lines, []) if counts == label_format else ([], lines))
 
 
+def test_neither_ids_nor_colors_matter_where_labels_hold_train_ids():
+    before, now = load_class_file("camvid"), load_class_file("camvid_colors")
+    refused, harmless = class_differences(before, now, "train_ids")
+    assert refused == []
+    assert "class file: more_colors of Pole: [] there, [(0, 0, 64)] now" in harmless
+    assert class_differences(before, now, "colors") == (harmless, [])
+
+
 def test_ignored_ids_count(tmp_path):
     def class_file(ignored):
         (tmp_path / "c.yaml").write_text(f"classes: [a, b]\nignore_ids: {ignored}\n")

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from segtrain.config import DataConfig
-from segtrain.data.layouts import LAYOUTS, list_split, scan_layout
+from segtrain.data.layouts import LAYOUTS, instance_files, list_split, scan_layout
 from segtrain.data.listing import first_lines
 from segtrain.errors import DataError
 
@@ -502,3 +502,110 @@ def test_a_folder_of_other_formats_only_says_which_are_read(tmp_path):
     touch(tmp_path, "images/train/a.bmp", "labels/train/a.png")
     with pytest.raises(DataError, match=r"none of its 1 files is an image .*only JPEG and PNG"):
         list_pairs(config(tmp_path, "folders"), "train")
+
+
+def cityscapes_files(root, kind, split, *names):
+    for name in names:
+        touch(root, f"leftImg8bit/{split}/{name}_leftImg8bit.png")
+        touch(root, f"{kind}/{split}/{name}_{kind}_labelIds.png")
+        touch(root, f"{kind}/{split}/{name}_{kind}_labelTrainIds.png")
+
+
+def test_cityscapes_reads_train_ids_or_coarse_labels_where_asked(tmp_path):
+    cityscapes_files(tmp_path, "gtFine", "train", "ulm/ulm_1")
+    cityscapes_files(tmp_path, "gtCoarse", "train", "ulm/ulm_1")
+    data = config(tmp_path, "cityscapes")
+    by_position = config(tmp_path, "cityscapes", label_format="train_ids")
+    found = [
+        list_pairs(by_position, "train"),
+        list_pairs(data, "gtFine/train"),
+        list_pairs(data, "gtCoarse/train"),
+    ]
+    assert [(pair.label.name, pair.name) for (pair,) in found] == [
+        ("ulm_1_gtFine_labelTrainIds.png", "ulm/ulm_1"),
+        ("ulm_1_gtFine_labelIds.png", "ulm/ulm_1"),
+        ("ulm_1_gtCoarse_labelIds.png", "ulm/ulm_1"),
+    ]
+
+
+def test_where_only_train_ids_lie_the_option_that_reads_them_is_named(tmp_path):
+    touch(tmp_path, "leftImg8bit/val/ulm/ulm_1_leftImg8bit.png")
+    touch(tmp_path, "gtFine/val/ulm/ulm_1_gtFine_labelTrainIds.png")
+    with pytest.raises(DataError, match=r"; set data\.label_format: train_ids to read those"):
+        list_pairs(config(tmp_path, "cityscapes"), "val")
+
+
+def test_joined_splits_keep_their_order_and_their_names_apart(tmp_path):
+    cityscapes_files(tmp_path, "gtFine", "train", "ulm/ulm_1")
+    cityscapes_files(tmp_path, "gtCoarse", "train_extra", "bonn/bonn_1", "bonn/bonn_2")
+    pairs = list_pairs(config(tmp_path, "cityscapes"), "train+train_extra")
+    assert [pair.name for pair in pairs] == [
+        *("train/ulm/ulm_1", "train_extra/bonn/bonn_1", "train_extra/bonn/bonn_2")
+    ]
+    assert [pair.label.name for pair in pairs] == [
+        "ulm_1_gtFine_labelIds.png",
+        *(f"bonn_{i}_gtCoarse_labelIds.png" for i in (1, 2)),
+    ]
+
+
+def test_one_image_does_not_join_with_itself(tmp_path):
+    """Fine and coarse labels of one image contradict each other."""
+    cityscapes_files(tmp_path, "gtFine", "train", "ulm/ulm_1")
+    cityscapes_files(tmp_path, "gtCoarse", "train", "ulm/ulm_1")
+    with pytest.raises(DataError, match=r"train/ulm/ulm_1 and gtCoarse/train/ulm/ulm_1 are one im"):
+        list_pairs(config(tmp_path, "cityscapes"), "train+gtCoarse/train")
+
+
+def test_a_plus_joins_only_splits_that_are_named(tmp_path):
+    touch(tmp_path, "images/a+b/1.png", "labels/a+b/1.png", "images/a/2.png", "labels/a/2.png")
+    data = config(tmp_path, "folders")
+    assert [pair.name for pair in list_pairs(data, "a+b")] == ["1"]
+    with pytest.raises(DataError, match=r"expected names joined by \+"):
+        list_pairs(data, "a+")
+    with pytest.raises(DataError, match="no split 'c'"):
+        list_pairs(data, "a+c")
+
+
+def test_excluded_images_are_left_out_of_training_alone(tmp_path):
+    for split in ("train", "val"):
+        touch(tmp_path, *(f"{kind}/{split}/{n}.png" for kind in ("images", "labels") for n in "ab"))
+    data = config(tmp_path, "folders", train_exclude=("a",))
+    assert [pair.name for pair in list_pairs(data, "train")] == ["b"]
+    assert [pair.name for pair in list_pairs(data, "val")] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("troisdorf_000000_000074",), "did you mean city/troisdorf_000000_000073"),
+        (("x",), "no image x in split 'train'; names look like city/troisdorf_000000_000073"),
+        (("city/troisdorf_000000_000073",), "leaves no image in split 'train'"),
+    ],
+)
+def test_an_exclusion_that_has_no_effect_or_leaves_nothing_is_refused(tmp_path, names, text):
+    cityscapes_files(tmp_path, "gtCoarse", "train", "city/troisdorf_000000_000073")
+    with pytest.raises(DataError, match=text):
+        list_pairs(config(tmp_path, "cityscapes", train_exclude=names), "train")
+
+
+def test_instance_maps_are_found_for_all_labels_or_for_none(tmp_path):
+    cityscapes_files(tmp_path, "gtFine", "val", "ulm/ulm_1", "ulm/ulm_2")
+    data = config(tmp_path, "cityscapes")
+    pairs = list_pairs(data, "val")
+    assert instance_files(data, "val", pairs) == []
+    touch(tmp_path, "gtFine/val/ulm/ulm_1_gtFine_instanceIds.png")
+    with pytest.raises(DataError, match=r"1 of 2 labels have no instance map, the first.*ulm_2"):
+        instance_files(data, "val", pairs)
+    touch(tmp_path, "gtFine/val/ulm/ulm_2_gtFine_instanceIds.png")
+    found = instance_files(data, "val", pairs)
+    assert [path.name for path in found] == [f"ulm_{i}_gtFine_instanceIds.png" for i in (1, 2)]
+    assert instance_files(config(tmp_path, "folders"), "val", pairs) == []
+
+
+@pytest.mark.parametrize("folders", [("images/val", "labels/val"), ("val", "val_labels")])
+def test_camvid_labels_in_original_colors_have_an_ending(tmp_path, folders):
+    touch(tmp_path, f"{folders[0]}/0016E5_1.png", f"{folders[1]}/0016E5_1_L.png")
+    pairs = list_pairs(config(tmp_path, "camvid"), "val")
+    assert relative_pairs(tmp_path, pairs) == [
+        (f"{folders[0]}/0016E5_1.png", f"{folders[1]}/0016E5_1_L.png", "0016E5_1")
+    ]

@@ -281,6 +281,9 @@ def _repeated(class_file: ClassFile) -> Iterator[Mistake]:
         shown = ", ".join(without[:_MAX_SHOWN])
         what = f"a category is given for some classes, but not for {shown}; give all one, or none"
         yield Mistake(("classes",), what)
+    for i, c in enumerate(class_file.classes):
+        if c.instance_px is not None and c.category is None:
+            yield Mistake(("classes", i, "instance_px"), "needs a category for each class")
     color = class_file.ignore_color
     if class_file.ignores_color and (other := colors.get(color)):
         yield Mistake(("ignore_color",), f"{list(color)} is also {other}")

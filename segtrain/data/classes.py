@@ -93,6 +93,18 @@ def default_palette(num_colors: int) -> list[Color]:
     ]
 
 
+def read_by(classes: ClassFile, label_format: str) -> ClassFile:
+    """The class file with the ids that labels of this format hold; for reading only.
+
+    "train_ids": positions in the file, and 255 to ignore. Predictions are still written with the
+    ids of `classes`.
+    """
+    if label_format != "train_ids":
+        return classes
+    by_position = tuple(replace(c, ids=(i,)) for i, c in enumerate(classes.classes))
+    return replace(classes, classes=by_position, ignore_ids=(IGNORE_INDEX,))
+
+
 def ignoring_as(before: ClassFile, now: ClassFile) -> ClassFile:
     """`now`; labels may hold the default `ignore_color` if `before` is equal and allows it.
 

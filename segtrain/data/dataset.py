@@ -21,7 +21,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
 
     Item i is (image, label): (H, W, 3) uint8 RGB and (H, W) uint8 train ids with 255 for ignored
     pixels. The object holds paths only, so it is cheap to send to loader processes.
-    `warnings`: lines that training and evaluation show when they start.
+    `warnings`: lines that training and evaluation show when they start. `may_exclude`: whether
+    `data.train_exclude` concerns this split.
 
     Raises:
         DataError: on access; the file is missing, damaged or does not fit, named with its path.
@@ -33,17 +34,26 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     split: str
     label_format: str = "ids"
     warnings: Sequence[str] = ()
+    may_exclude: bool = False
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         pair = self.pairs[index]
-        image = read_image(pair.image)
+        try:
+            image = read_image(pair.image)
+        except DataError as error:
+            raise DataError(f"{error}{self._way_out(pair)}") from error
         label = read_label(pair.label, self.classes, self.label_format)
         if problem := size_problem(pair, image.shape[:2], label.shape):
             raise DataError(problem)
         return image, label
+
+    def _way_out(self, pair: Pair) -> str:
+        if not self.may_exclude:
+            return ""
+        return f"; replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
 
     def name(self, index: int) -> str:
         """The name of image `index`: unique in the split, a relative path without suffix."""
@@ -70,6 +80,7 @@ def open_dataset(data: DataConfig, split: str, *, hidden: Collection[str] = ()) 
         split=split,
         label_format=data.label_format,
         warnings=listing.warnings_of_start(),
+        may_exclude=split == data.train_split,
     )
 
 

@@ -28,7 +28,7 @@ import cv2
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from segtrain.data.classes import ClassFile, Color
+from segtrain.data.classes import ClassFile, Color, read_by
 from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.errors import DataError
 from segtrain.files import open_regular
@@ -72,7 +72,8 @@ def read_image(path: str | Path) -> np.ndarray:
 def read_label(path: str | Path, class_file: ClassFile, label_format: str = "ids") -> np.ndarray:
     """The label, (H, W) uint8: train ids, and 255 for the pixels that the class file ignores.
 
-    label_format: "ids" (one channel of raw ids) or "colors" (the exact colours of the classes).
+    label_format: "ids" (one channel of raw ids), "colors" (the exact colours of the classes) or
+        "train_ids" (one channel of positions in the class file, and 255).
 
     Raises:
         DataError: also for ids or colours that are not in the class file; it lists each with its
@@ -81,7 +82,7 @@ def read_label(path: str | Path, class_file: ClassFile, label_format: str = "ids
     data = read_bytes(path)
     if label_format == "colors":
         return colors_to_train_ids(decode_colors(data, path), path, class_file)
-    return ids_to_train_ids(decode_raw_label(data, path), path, class_file)
+    return ids_to_train_ids(decode_raw_label(data, path), path, read_by(class_file, label_format))
 
 
 def read_raw_label(path: str | Path) -> np.ndarray:

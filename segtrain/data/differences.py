@@ -50,7 +50,7 @@ def class_differences(
     """Differences between two class files: those that change the labels, and the others.
 
     If labels are read by ids, colours only change pictures. If they are read by colours, ids only
-    change the label maps that segtrain writes.
+    change the label maps that segtrain writes. If they hold train ids, both are harmless.
     """
     if before.names != now.names:
         pairs = zip((*before.names, "none"), (*now.names, "none"), strict=False)
@@ -70,6 +70,8 @@ def class_differences(
     colors["color of what is ignored"] = (before.ignore_color, now.ignore_color)
     id_lines = [_line(what, *pair) for what, pair in ids.items() if set(pair[0]) != set(pair[1])]
     color_lines = [_line(what, *pair) for what, pair in colors.items() if pair[0] != pair[1]]
+    if label_format == "train_ids":
+        return [], id_lines + color_lines
     return (color_lines, id_lines) if label_format == "colors" else (id_lines, color_lines)
 
 

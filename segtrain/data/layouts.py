@@ -30,6 +30,7 @@ from segtrain.data.folders import (
 from segtrain.data.listfile import CleanPath, clean_relative_path, list_file_rows, list_file_words
 from segtrain.data.listing import IMAGE_SUFFIXES, LABEL_SUFFIX, Listing, Pair, first_lines
 from segtrain.data.match import case_clashes, match_folders
+from segtrain.data.splits import join_listings, without_excluded
 from segtrain.errors import DataError
 from segtrain.text import printable
 
@@ -41,11 +42,15 @@ class Layout(NamedTuple):
     folders: (root, data, split) -> the folders below `root` that `scan` searches; nothing may be
         written there.
     has_list_file: whether a text file lists the split, so that messages may quote its lines.
+    instances: the file with the instances of a label, if the data set has such files.
+    joins: whether a split "a+b" is the splits a and b.
     """
 
     scan: Callable[[Path, DataConfig, str], Listing]
     folders: Callable[[Path, DataConfig, str], Sequence[str]]
     has_list_file: bool = False
+    instances: Callable[[Path], Path] | None = None
+    joins: bool = True
 
 
 def list_split(data: DataConfig, split: str, *, quoted: bool = True) -> Listing:
@@ -72,41 +77,113 @@ def list_split(data: DataConfig, split: str, *, quoted: bool = True) -> Listing:
 def scan_layout(data: DataConfig, split: str) -> Listing:
     """The listing of `split`, with its problems.
 
+    "a+b" is both splits, a first; there, names begin with the split's. Images that
+    `data.train_exclude` names are left out of `data.train_split`.
+
     Raises:
-        DataError: the split itself is missing or holds no image.
+        DataError: the split itself is missing or holds no image, or two parts share an image.
     """
     try:
         root = data_root(data)
-        listing = LAYOUTS[data.layout].scan(root, data, split)
+        parts = split_parts(root, data, split)
+        listings = [LAYOUTS[data.layout].scan(root, data, part) for part in parts]
+        listing = listings[0] if len(parts) == 1 else join_listings(parts, listings)
     except OSError as error:
         place = printable(error.filename or data.root)
         raise DataError(f"{place}: {error.strerror or error}") from error
     if not listing.pairs and not listing.problems:
         raise DataError(f"{printable(root)}, split {split!r}: no images in it")
-    return listing
+    return without_excluded(listing, data) if split == data.train_split else listing
+
+
+def split_parts(root: Path, data: DataConfig, split: str) -> list[str]:
+    """The splits that `split` joins: "a+b" is ["a", "b"], unless "a+b" itself exists.
+
+    Raises:
+        DataError: a name is empty.
+    """
+    layout = LAYOUTS[data.layout]
+    if not layout.joins or "+" not in split:
+        return [split]
+    folders = [root / name for name in ("", *layout.folders(root, data, split))]
+    names = (split, f"Segmentation/{split}.txt")  # VOC has files, not folders
+    if any((folder / name).exists() for folder in folders for name in names):
+        return [split]
+    parts = split.split("+")
+    if not all(parts):
+        raise DataError(f"split {split!r}: expected names joined by +, such as train+train_extra")
+    return parts
+
+
+def instance_files(data: DataConfig, split: str, pairs: Sequence[Pair]) -> list[Path]:
+    """The instance map of each of `pairs`; empty if there are none at all.
+
+    Raises:
+        DataError: some labels have one and some do not.
+    """
+    place = LAYOUTS[data.layout].instances
+    paths = [place(pair.label) for pair in pairs] if place else []
+    missing = [path for path in paths if not path.is_file()]
+    if not missing:
+        return paths
+    if len(missing) < len(paths):
+        raise DataError(
+            f"split {split!r}: {len(missing)} of {len(paths)} labels have no instance map, the "
+            f"first is {printable(missing[0])}; add them, or remove all of this split"
+        )
+    return []
+
+
+_CITYSCAPES_CONTENT = {"ids": "labelIds", "train_ids": "labelTrainIds", "colors": "color"}
 
 
 def _cityscapes(root: Path, data: DataConfig, split: str) -> Listing:
+    """`gtCoarse/train` is the split train with its coarse labels instead of the fine ones."""
+    given, split = _cityscapes_split(split)
     images = split_folder(root, "leftImg8bit", split)
     coarse = not (root / "gtFine" / split).is_dir() and (root / "gtCoarse" / split).is_dir()
-    kind = "gtCoarse" if coarse else "gtFine"
-    content = "color" if data.label_format == "colors" else "labelIds"
-    return match_folders(
+    kind = given or ("gtCoarse" if coarse else "gtFine")
+    content = _CITYSCAPES_CONTENT[data.label_format]
+    listing = match_folders(
         images,
         split_folder(root, kind, split),
         image_end="_leftImg8bit",
         label_end=f"_{kind}_{content}",
     )
+    for i, problem in enumerate(listing.problems):
+        if data.label_format == "ids" and problem.endswith("_labelTrainIds.png)"):
+            listing.problems[i] += "; set data.label_format: train_ids to read those"
+    return listing
+
+
+def _cityscapes_split(split: str) -> tuple[str, str]:
+    """The label folder that a split names, or "", and the split itself."""
+    kind, slash, name = split.partition("/")
+    return (kind, name) if slash and kind in ("gtFine", "gtCoarse") else ("", split)
+
+
+def _cityscapes_instances(label: Path) -> Path:
+    stem = label.stem.rpartition("_")[0]
+    return label.with_name(f"{stem}_instanceIds.png")
 
 
 def _camvid(root: Path, data: DataConfig, split: str) -> Listing:
     if (root / split).is_dir() and not (root / "images").is_dir():
-        return match_folders(root / split, existing_folder(root, f"{split}annot"))
-    return match_folders(split_folder(root, "images", split), split_folder(root, "labels", split))
+        original = root / f"{split}_labels"
+        images = root / split
+        labels = original if original.is_dir() else existing_folder(root, f"{split}annot")
+    else:
+        images, labels = (split_folder(root, kind, split) for kind in ("images", "labels"))
+    # The label of 0001TP_006690.png is 0001TP_006690_L.png where it has the original 32 colours.
+    found = files_by_name(labels, (LABEL_SUFFIX,))
+    end = "_L" if found and all(name.endswith("_L") for name in found) else ""
+    return match_folders(images, labels, label_end=end)
 
 
 def _camvid_folders(root: Path, data: DataConfig, split: str) -> Sequence[str]:
-    return ("images", "labels") if (root / "images").is_dir() else (split, f"{split}annot")
+    if (root / "images").is_dir():
+        return ("images", "labels")
+    return (split, f"{split}annot", f"{split}_labels")
 
 
 def _voc(root: Path, data: DataConfig, split: str) -> Listing:
@@ -189,7 +266,11 @@ def _listed_file(name: str, root: Path, real_root: str, *, is_label: bool) -> Cl
 
 
 LAYOUTS: dict[str, Layout] = {
-    "cityscapes": Layout(_cityscapes, lambda *_: ("leftImg8bit", "gtFine", "gtCoarse")),
+    "cityscapes": Layout(
+        _cityscapes,
+        lambda *_: ("leftImg8bit", "gtFine", "gtCoarse"),
+        instances=_cityscapes_instances,
+    ),
     "camvid": Layout(_camvid, _camvid_folders),
     "voc": Layout(
         _voc,
@@ -198,5 +279,5 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "ade20k": Layout(_ade20k, lambda *_: ("images", "annotations")),
     "folders": Layout(_folders, lambda root, data, split: (data.images_dir, data.labels_dir)),
-    "list": Layout(_list, lambda *_: (), has_list_file=True),
+    "list": Layout(_list, lambda *_: (), has_list_file=True, joins=False),
 }

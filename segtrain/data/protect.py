@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from segtrain.config import DataConfig
-from segtrain.data.layouts import LAYOUTS
+from segtrain.data.layouts import LAYOUTS, split_parts
 from segtrain.data.listfile import list_file_rows
 from segtrain.errors import ConfigError, DataError
 
@@ -43,7 +43,7 @@ def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]
     """The folders that are searched to any depth and contain some of `targets`."""
     root = Path(os.path.expanduser(data.root))
     found = []
-    for split in splits:
+    for split in (part for whole in splits for part in split_parts(root, data, whole)):
         for name in LAYOUTS[data.layout].folders(root, data, split):
             folder = root / name
             if _real(root).is_relative_to(_real(folder)):

@@ -32,7 +32,10 @@ def repair_for_ids(counts: dict[int, int], class_file: ClassFile) -> str:
     if not _counts_from_zero(class_file):
         return ""
     if num_classes == _CITYSCAPES_CLASSES and max(unknown - {255}) <= _CITYSCAPES_LAST_ID:
-        return "; these look like Cityscapes labelIds: set data.classes: cityscapes"
+        return (
+            "; these look like Cityscapes labelIds: set data.classes: cityscapes and "
+            "data.label_format: ids"
+        )
     if unknown - {255} == {num_classes}:
         if 0 not in found:
             return (

@@ -30,12 +30,21 @@ class DataConfig(Section):
         "class file: a name from data/classes (cityscapes, camvid, ...) or a YAML path",
         min_length=1,
     )
-    train_split: str = option("train", "split to train on; a file for layout 'list'")
+    train_split: str = option(
+        "train",
+        "split to train on, several as train+train_extra; a file for layout 'list'. Cityscapes: "
+        "gtCoarse/train is train with coarse labels",
+    )
     eval_split: str = option("val", "split to evaluate on; a file for layout 'list'")
+    train_exclude: tuple[str, ...] = option(
+        (), "images left out of train_split, by name: the path below the split, without ending"
+    )
     images_dir: str = option("images", "layout 'folders': images/<split>/**")
     labels_dir: str = option("labels", "layout 'folders': labels/<split>/**.png")
-    label_format: Literal["ids", "colors"] = option(
-        "ids", "labels hold raw class ids (grey or palette PNG) or the class colours (RGB)"
+    label_format: Literal["ids", "colors", "train_ids"] = option(
+        "ids",
+        "labels hold raw class ids (grey or palette PNG), the class colours (RGB), or positions "
+        "in the class file, from 0, and 255 to ignore (Cityscapes: labelTrainIds)",
     )
     short_side_px: Pixels | None = option(
         None, "image size that scale_range refers to, by its short side; null: as stored"

@@ -8,6 +8,7 @@ from segtrain.data.check import issues as find
 from segtrain.data.check.result import CheckResult, Issue
 from segtrain.data.check.scan import process_pool, scan_split
 from segtrain.data.class_file import load_class_file
+from segtrain.data.classes import read_by
 from segtrain.data.dataset import SegDataset
 from segtrain.data.layouts import scan_layout
 from segtrain.distributed.machine import num_cores
@@ -47,7 +48,7 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
     with process_pool(max(1, min(jobs or num_cores(), useful))) as pool:
         scans = [scan_split(dataset, pool) for dataset in datasets]
     for scan in scans:
-        issues += find.split_issues(scan, classes)
+        issues += find.split_issues(scan, read_by(classes, data.label_format))
         if scan.split == data.train_split:
             issues += find.training_issues(scan, config)
     issues += find.shared_image_issues(scans, is_one_split=data.train_split == data.eval_split)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from segtrain.data import decode, labels
 from segtrain.data.brightness import Brightness, brightness
 from segtrain.data.check.palettes import Palette, used_palette
-from segtrain.data.classes import ClassFile, Color
+from segtrain.data.classes import ClassFile, Color, read_by
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.listing import Pair
 from segtrain.errors import DataError, ExecutionError
@@ -188,8 +188,9 @@ def _scan_label(scan: SplitScan, pair: Pair, classes: ClassFile, label_format: s
     else:
         label = decode.decode_raw_label(data, pair.label)
         scan.values.update(labels.count_ids(label))
+        train_id_of = read_by(classes, label_format).train_id_of
         for raw_id, count in scan.values.items():
-            train_id = classes.train_id_of.get(raw_id)
+            train_id = train_id_of.get(raw_id)
             if train_id is None:
                 scan.unknown[raw_id] = count
             elif train_id < classes.num_classes:
