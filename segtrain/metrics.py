@@ -109,38 +109,46 @@ class ConfusionMatrix:
         total = sum(labelled)
 
         union = [a + b - both for a, b, both in zip(labelled, predicted, correct, strict=True)]
-        iou = tuple(map(_ratio, correct, union))
-        acc = tuple(map(_ratio, correct, labelled))
-        frequency = tuple(_ratio(n, total) for n in labelled)
+        iou = tuple(map(ratio, correct, union))
+        acc = tuple(map(ratio, correct, labelled))
+        frequency = tuple(ratio(n, total) for n in labelled)
         # A class without labelled pixels has weight 0, whether its IoU is 0 or NaN.
         weighted = math.fsum(f * i for f, i in zip(frequency, iou, strict=True) if f > 0)
         return Scores(
             iou=iou,
             acc=acc,
             class_frequency=frequency,
-            mean_iou=_mean(iou),
-            mean_acc=_mean(acc),
-            pixel_acc=_ratio(sum(correct), total),
+            mean_iou=mean_of_present(iou),
+            mean_acc=mean_of_present(acc),
+            pixel_acc=ratio(sum(correct), total),
             freq_weighted_iou=weighted if total else math.nan,
             num_pixels=total,
         )
 
 
-def score_table(scores: Scores, names: Sequence[str]) -> list[str]:
-    """Lines of text with the scores in percent: first the classes, then the means."""
+def score_table(
+    scores: Scores, names: Sequence[str], iiou: Sequence[float] | None = None
+) -> list[str]:
+    """Lines of text with the scores in percent: first the classes, then the means.
+
+    iiou: instance-weighted IoU of each class, for a further column.
+    """
     names = [printable(name, MAX_NAME) for name in names]
     width = max(len("class"), *(len(name) for name in names))
-    lines = [f"{'class':<{width}}  {'IoU':>6}  {'acc':>6}  {'share':>6}"]
-    for name, *values in zip(names, scores.iou, scores.acc, scores.class_frequency, strict=True):
-        lines.append("  ".join([f"{name:<{width}}", *map(_percent, values)]))
-    lines.append("  ".join(f"{n} {_percent(value)}" for n, value in scores.means().items()))
+    columns = {"IoU": scores.iou, "acc": scores.acc, "share": scores.class_frequency}
+    columns |= {} if iiou is None else {"iIoU": iiou}
+    lines = ["  ".join([f"{'class':<{width}}", *(f"{column:>6}" for column in columns)])]
+    for name, *values in zip(names, *columns.values(), strict=True):
+        lines.append("  ".join([f"{name:<{width}}", *map(percent, values)]))
+    lines.append("  ".join(f"{n} {percent(value)}" for n, value in scores.means().items()))
     absent = [name for name, iou in zip(names, scores.iou, strict=True) if math.isnan(iou)]
     if absent:
         lines.append(f"left out of mIoU, neither labelled nor predicted: {', '.join(absent)}")
     return lines
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
+    """`value` in percent with two decimals, six characters wide; a dash for NaN."""
     return f"{'-' if math.isnan(value) else format(100 * value, '.2f'):>6}"
 
 
@@ -157,11 +165,13 @@ def _out_of_range(name: str, odd: Tensor, highest: int) -> str:
     return f"{name}: expected 0 to {highest}, found {odd.unique().tolist()[:10]}"
 
 
-def _ratio(part: int, whole: int) -> float:
+def ratio(part: int, whole: int) -> float:
+    """`part` / `whole`; NaN if `whole` is 0."""
     return part / whole if whole else math.nan
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean_of_present(values: Sequence[float]) -> float:
+    """The mean of the values that are not NaN; NaN if there are none."""
     present = [v for v in values if not math.isnan(v)]
     return math.fsum(present) / len(present) if present else math.nan
 

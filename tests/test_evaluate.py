@@ -1,11 +1,11 @@
 import argparse
 import json
-import math
 import os
 import stat
 
 import cv2
 import numpy as np
+import official_scores
 import pytest
 import torch
 from experiments import refusal
@@ -26,7 +26,8 @@ from segtrain.models import build_model
 from segtrain.types import SegLogits
 
 # Raw ids of the test scenes: ignored ones too; `train` (31) occurs nowhere.
-VOID, ROAD, PERSON, CAR, BUS = 0, 7, 24, 26, 28
+VOID, ROAD, PERSON, RIDER, CAR, BUS, CARAVAN = 0, 7, 24, 25, 26, 28, 29
+HAVE_INSTANCES = [PERSON, RIDER, CAR, CARAVAN]
 SIZES = [(30, 44), (26, 50), (30, 44)]
 
 
@@ -48,14 +49,22 @@ def scene(index, classes):
     """An image in the classes' colours and its raw label; a fifth of the pixels disagree."""
     rng = np.random.default_rng(index)
     size = SIZES[index]
-    choice = np.array([VOID, 3, 9, ROAD, PERSON, CAR])
+    choice = np.array([VOID, 3, 9, ROAD, PERSON, RIDER, CAR, CARAVAN])
     label = rng.choice(choice, size).repeat(1, axis=0).astype(np.uint8)
-    shown = np.where(rng.random(size) < 0.2, rng.choice([ROAD, CAR, BUS], size), label)
+    shown = np.where(rng.random(size) < 0.2, rng.choice([ROAD, RIDER, CAR, BUS], size), label)
     shown[label == VOID] = CAR
     colors = {one.ids[0]: one.color for one in classes.classes}
     image = np.array([[colors.get(i, (0, 0, 142)) for i in row] for row in shown.tolist()])
     noise = rng.integers(-3, 4, image.shape)
     return (image + noise).clip(0, 255).astype(np.uint8), label
+
+
+def instances_of(label):
+    """The instance map: strips of unequal width, of which the last is a group without instances."""
+    strips = np.floor(np.sqrt(np.arange(label.shape[1])))
+    single = np.isin(label, HAVE_INSTANCES) & (strips < strips.max())
+    ids = label.astype(np.uint16)
+    return np.where(single, 1000 * ids + strips, ids).astype(np.uint16)
 
 
 @pytest.fixture
@@ -66,7 +75,11 @@ def cityscapes(tmp_path):
     for i, name in enumerate(names):
         image, label = scene(i, classes)
         city = name.split("_")[0]
-        for kind, end, array in (("leftImg8bit", "", image), ("gtFine", "_labelIds", label)):
+        for kind, end, array in (
+            ("leftImg8bit", "", image),
+            ("gtFine", "_labelIds", label),
+            ("gtFine", "_instanceIds", instances_of(label)),
+        ):
             folder = root / kind / "val" / city
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(array).save(folder / f"{name}_{kind}{end}.png")
@@ -109,35 +122,18 @@ def arguments(checkpoint, **options):
     return argparse.Namespace(checkpoint=checkpoint, **{**given, **options})
 
 
-def official_scores(root, predictions):
-    """The official evaluator's class scores by name and their mean."""
-    official = pytest.importorskip(
-        "cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling",
-        reason="pip install --no-deps cityscapesscripts pyquaternion",
-    )
-    official.args.evalInstLevelScore = False
-    official.args.JSONOutput = False
-    official.args.quiet = True
-    official.args.predictionPath = str(predictions)
-    official.args.predictionWalk = None
-    labels = sorted(map(str, root.glob("gtFine/val/*/*_gtFine_labelIds.png")))
-    found = [official.getPrediction(official.args, label) for label in labels]
-    result = official.evaluateImgLists(found, labels, official.args)
-    return result["classScores"], result["averageScoreClasses"]
-
-
 def test_scores_equal_the_official_evaluator_on_the_saved_predictions(
     command, cityscapes, tmp_path
 ):
     scores = command(save_predictions=str(tmp_path / "out"))
-    classes, mean = official_scores(cityscapes, tmp_path / "out")
-    assert scores["mIoU"] == pytest.approx(mean, rel=0, abs=1e-9)
-    for row in scores["classes"]:
-        official = classes[row["name"]]
-        if row["IoU"] is None:
-            assert math.isnan(official)
-        else:
-            assert row["IoU"] == pytest.approx(official, rel=0, abs=1e-9)
+    pytest.importorskip("cityscapesscripts", reason=official_scores.INSTALL)
+    official = official_scores.official_scores(cityscapes, "val", tmp_path / "out")
+    found = official_scores.rows(scores, official)
+    assert len(found) == 2 * (19 + 7) + 4
+    assert official_scores.largest_difference(found) < 1e-9
+    categories = {row["name"]: row for row in scores["categories"]}
+    assert 0.1 < categories["human"]["iIoU"] < 1
+    assert 0.1 < scores["miIoU"] < scores["category_miIoU"]
     by_name = {row["name"]: row["IoU"] for row in scores["classes"]}
     assert by_name["train"] is None
     assert by_name["bus"] == 0
@@ -191,7 +187,7 @@ def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, monke
 def test_table_lists_the_classes_in_their_order_and_the_means(command, capsys):
     scores = command()
     lines = capsys.readouterr().out.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("class"))
+    start = next(i for i, line in enumerate(lines) if line.startswith("class "))
     names = load_class_file("cityscapes").names
     assert [line[: len(name)] for line, name in zip(lines[start + 1 :], names, strict=False)] == [
         *names
@@ -200,13 +196,64 @@ def test_table_lists_the_classes_in_their_order_and_the_means(command, capsys):
     assert lines[start + 1].split() == [
         "road",
         *(f"{100 * road[key]:.2f}" for key in ("IoU", "acc", "share")),
+        "-",
     ]
+    person = next(row for row in scores["classes"] if row["name"] == "person")
+    assert lines[start + 1 + names.index("person")].endswith(f"  {100 * person['iIoU']:.2f}")
+    human = next(row for row in scores["categories"] if row["name"] == "human")
+    (shown,) = [line.split() for line in lines if line.startswith("human ")]
+    assert shown[1:] == [f"{100 * human[key]:.2f}" for key in ("IoU", "iIoU")]
     text = "\n".join(lines)
     assert f"mIoU  {100 * scores['mIoU']:.2f}" in text
     assert "left out of mIoU, neither labelled nor predicted: " in text
     assert "step 1200, 3 images of split val" in text
     assert "sliding window 16x24" in text
     assert "trained with synchronized batch norm" in text
+
+
+def test_without_instance_maps_the_other_scores_are_told_and_the_reason(
+    command, cityscapes, capsys
+):
+    before = command()
+    for path in cityscapes.rglob("*_instanceIds.png"):
+        path.unlink()
+    scores = command()
+    assert "no instance maps (*_instanceIds.png) beside the labels" in capsys.readouterr().out
+    assert scores["miIoU"] is None
+    assert {row["iIoU"] for row in [*scores["classes"], *scores["categories"]]} == {None}
+    for key in ("mIoU", "category_mIoU", "confusion_matrix"):
+        assert scores[key] == before[key]
+
+
+def test_an_instance_map_that_does_not_fit_is_refused(command, cityscapes):
+    path = cityscapes / "gtFine/val/ulm/ulm_000000_000019_gtFine_instanceIds.png"
+    Image.fromarray(np.zeros((44, 30), np.uint16)).save(path)
+    with pytest.raises(DataError, match=r"ulm.*instanceIds\.png: instance map 44x30, label 30x44"):
+        command()
+    Image.fromarray(np.full((30, 44), 7001, np.uint16)).save(path)
+    with pytest.raises(DataError, match=r"instance 7001 is of class road, which has no instance_"):
+        command()
+    Image.fromarray(np.full((30, 44), 50001, np.uint16)).save(path)
+    with pytest.raises(DataError, match=r"instance 50001 is of class id 50, which class file city"):
+        command()
+    path.unlink()
+    with pytest.raises(DataError, match="1 of 3 labels have no instance map"):
+        command()
+
+
+def test_a_split_whose_labels_are_dummies_has_predictions_and_no_scores(
+    command, cityscapes, tmp_path, capsys
+):
+    """As gtFine/test is published."""
+    for path in cityscapes.rglob("*_gtFine_*.png"):
+        with Image.open(path) as label:
+            dummy = np.full(label.size[::-1], 3, np.uint8)
+        Image.fromarray(dummy).save(path)
+    scores = command(save_predictions=str(tmp_path / "out"))
+    assert len(list((tmp_path / "out").rglob("*_pred_labelIds.png"))) == 3
+    assert scores["num_pixels"] == 0
+    assert {scores[key] for key in ("mIoU", "aAcc", "miIoU", "category_mIoU")} == {None}
+    assert "no pixel is labelled: there is nothing to score" in capsys.readouterr().out
 
 
 def test_json_holds_the_matrix_and_how_it_was_made(command):
@@ -356,7 +403,7 @@ def test_normalization_that_is_not_that_of_the_training_is_said(command, capsys)
     ("top", "dtype", "words"),
     [
         (4095, np.uint16, "at most 12 of their 16 bits"),
-        (9, np.uint8, "nothing in the images is brighter than 7 of 255"),
+        (9, np.uint8, "nothing in the images is brighter than 9 of 255"),
     ],
 )
 def test_images_that_are_black_once_read_are_warned_about(

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from segtrain.data.class_file import load_class_file
+from segtrain.data.decode import read_raw_label
 from segtrain.errors import ConfigError, DataError
 from segtrain.synthetic import main
 from segtrain.synthetic.canvas import Camera, Canvas
@@ -24,7 +25,7 @@ JUDGED = {
 
 
 def scene(index: int, size: tuple[int, int] = SIZE) -> tuple[np.ndarray, np.ndarray]:
-    return draw_scene(np.random.default_rng((7, index)), size)
+    return draw_scene(np.random.default_rng((7, index)), size)[:2]
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -77,6 +78,18 @@ def test_no_class_is_a_trace(scenes):
     labels = np.stack([label for _, label in scenes])
     shares = {i: float((labels == i).mean()) for i in np.unique(labels)}
     assert min(shares[i] for i in shares if classes.train_id_of[i] != 255) > 0.01, shares
+
+
+def test_people_and_vehicles_have_instances_of_their_class():
+    several = 0
+    for index in range(10):
+        _, label, instances = draw_scene(np.random.default_rng((7, index)), SIZE)
+        single = instances >= 1000
+        assert instances.dtype == np.uint16
+        assert np.array_equal(np.where(single, instances // 1000, instances), label)
+        assert np.array_equal(single, np.isin(label, (24, 26, 28)))
+        several += len(np.unique(instances[label == 26])) > 1
+    assert several > 1
 
 
 def test_sky_lies_above_and_road_below(scenes):
@@ -138,20 +151,23 @@ def test_files_have_the_names_and_places_of_cityscapes(written):
     assert "leftImg8bit/train/ashdown/ashdown_000000_000019_leftImg8bit.png" in images
     assert "leftImg8bit/val/dunmore/dunmore_000001_000019_leftImg8bit.png" in images
     labels = {
-        n.replace("leftImg8bit/", "gtFine/").replace("_leftImg8bit", "_gtFine_labelIds")
+        n.replace("leftImg8bit/", "gtFine/").replace("_leftImg8bit", f"_gtFine_{kind}")
         for n in images
+        for kind in ("labelIds", "instanceIds")
     }
     assert names == images | labels
 
 
 def test_files_hold_the_scene_in_rgb(written):
     path = written / "leftImg8bit/val/dunmore/dunmore_000001_000019_leftImg8bit.png"
-    image, label = draw_scene(np.random.default_rng((3, 2, 1)), SIZE)
+    image, label, instances = draw_scene(np.random.default_rng((3, 2, 1)), SIZE)
     assert np.array_equal(np.asarray(Image.open(path)), image)
     label_path = written / "gtFine/val/dunmore/dunmore_000001_000019_gtFine_labelIds.png"
     with Image.open(label_path) as stored:
         assert stored.mode == "L"
         assert np.array_equal(np.asarray(stored), label)
+    instance_path = str(label_path).replace("labelIds", "instanceIds")
+    assert np.array_equal(read_raw_label(instance_path), instances)
 
 
 def test_train_and_val_share_no_picture(written):

@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from segtrain.data.check.faint import faint_lines
 from segtrain.data.classes import ClassFile, ignoring_as
 from segtrain.data.dataset import SegDataset
 from segtrain.data.differences import class_differences
+from segtrain.data.layouts import LAYOUTS, instance_files
 from segtrain.data.loader import num_loader_workers
 from segtrain.data.protect import check_pictures
 from segtrain.distributed import collectives as dist
@@ -32,7 +33,9 @@ from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
-from segtrain.metrics import ConfusionMatrix, score_table
+from segtrain.evaluation.instances import InstanceCounts
+from segtrain.evaluation.report import Report, make_report
+from segtrain.metrics import ConfusionMatrix
 from segtrain.models.memory import check_windows
 from segtrain.norm import describe_norm
 from segtrain.run.log import say
@@ -64,6 +67,7 @@ def run_eval(args: argparse.Namespace) -> int:
     dataset.classes = ignoring_as(loaded.classes, dataset.classes)
     check_windows(config, num_classes, device, dist.local_world_size())
     writers = _writers(args, dataset, config, split)
+    instances = _instances(dataset, config, split)
 
     with ExitStack() as stack:
         if args.json:
@@ -89,8 +93,10 @@ def run_eval(args: argparse.Namespace) -> int:
             num_classes=num_classes,
             progress=True,
             num_threads=max(1, num_loader_workers(config.data)),
-            callbacks=writers,
+            callbacks=[*writers, *([] if instances is None else [instances.add])],
         )
+        if instances is not None:
+            instances.sum_over_ranks()
 
         # 5. Rank 0 reports.
         if dist.is_main():
@@ -102,8 +108,10 @@ def run_eval(args: argparse.Namespace) -> int:
                 "split": split,
                 "num_images": len(dataset),
             }
-            scores = _scores(matrix, loaded.classes.names, about, settings, config)
-            for line in score_table(matrix.scores(), loaded.classes.names):
+            names, layout = loaded.classes.names, config.data.layout
+            report = make_report(matrix, names, dataset.classes, instances, layout=layout)
+            scores = _scores(matrix, report, about, settings, config)
+            for line in [*report.lines(), *_note_on_instances(dataset, instances, layout)]:
                 say(line)
             say("{checkpoint}, step {step}, {num_images} images of split {split}".format(**about))
             say(f"{settings.describe()}; trained with {scores['norm']}")
@@ -180,6 +188,24 @@ def _writers(
     return writers
 
 
+def _instances(dataset: SegDataset, config: Config, split: str) -> InstanceCounts | None:
+    """What counts instances; None if the data set has none."""
+    if not any(c.instance_px for c in dataset.classes.classes):
+        return None
+    paths = instance_files(config.data, split, dataset.pairs)
+    return InstanceCounts(dataset.classes, paths) if paths else None
+
+
+def _note_on_instances(
+    dataset: SegDataset, instances: InstanceCounts | None, layout: str
+) -> list[str]:
+    """Why there are no instance-weighted scores, where the data set could have them."""
+    can_have = any(c.instance_px for c in dataset.classes.classes) and LAYOUTS[layout].instances
+    if instances is not None or not can_have:
+        return []
+    return ["no instance maps (*_instanceIds.png) beside the labels: no instance-weighted scores"]
+
+
 def _make_folder(option: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +252,7 @@ def _overlay_writer(folder: Path, dataset: SegDataset, *, num: int) -> Writer:
 
 def _scores(
     matrix: ConfusionMatrix,
-    names: Sequence[str],
+    report: Report,
     about: dict[str, Any],
     settings: InferenceSettings,
     config: Config,
@@ -234,7 +260,7 @@ def _scores(
     """What --json writes: the same bytes on any number of ranks."""
     return {
         **about,
-        **matrix.scores().to_dict(names),
+        **report.to_dict(),
         "confusion_matrix": matrix.counts.tolist(),
         "inference": settings.to_dict(),
         "norm": describe_norm(config.norm),

@@ -44,6 +44,9 @@ class Camera(NamedTuple):
 class Canvas:
     """Image (H, W, 3) uint8 RGB and label ids (H, W) uint8; every call paints over what is there.
 
+    `instances` (H, W) uint16 holds 1000 * label id + `instance` where a polygon was filled while
+    `instance` was not None, and otherwise less than 1000.
+
     air: the colour (3,) that distant things fade to. clear_m: distance at which 63% has faded.
     """
 
@@ -51,6 +54,8 @@ class Canvas:
         self.camera = camera
         self.image = np.zeros((*camera.size, 3), np.uint8)
         self.label = np.zeros(camera.size, np.uint8)
+        self.instances = np.zeros(camera.size, np.uint16)
+        self.instance: int | None = None
         self._air = air
         self._clear_m = clear_m
 
@@ -66,6 +71,8 @@ class Canvas:
             cv2.fillPoly(self.image, [corners], rgb, cv2.LINE_AA, _SHIFT)
             if label is not None:
                 cv2.fillPoly(self.label, [corners], label, cv2.LINE_8, _SHIFT)
+                value = label if self.instance is None else 1000 * label + self.instance
+                cv2.fillPoly(self.instances, [corners], value, cv2.LINE_8, _SHIFT)
 
     def shade(self, points: np.ndarray) -> None:
         """Darkens a polygon (N, 3): a shadow."""

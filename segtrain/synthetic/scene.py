@@ -11,6 +11,7 @@ from segtrain.synthetic.canvas import Camera, Canvas, Rng
 from segtrain.synthetic.ground import paint_ground, paint_sky, plan_ground
 
 _FAR_M = 70.0
+_WITH_INSTANCES = (paint.person, paint.car, paint.bus)
 
 
 class Thing(NamedTuple):
@@ -22,8 +23,19 @@ class Thing(NamedTuple):
     options: tuple[float, ...] = ()
 
 
-def draw_scene(rng: Rng, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """An image (H, W, 3) uint8 RGB and its label ids (H, W) uint8, of `size` = (H, W)."""
+class Scene(NamedTuple):
+    """An image (H, W, 3) uint8 RGB, its label ids (H, W) uint8 and its instances (H, W) uint16.
+
+    instances: 1000 * label id + number for people and vehicles, elsewhere the label id.
+    """
+
+    image: np.ndarray
+    label: np.ndarray
+    instances: np.ndarray
+
+
+def draw_scene(rng: Rng, size: tuple[int, int]) -> Scene:
+    """A scene of `size` = (H, W)."""
     height, width = size
     camera = Camera(
         size=size,
@@ -43,9 +55,13 @@ def draw_scene(rng: Rng, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]
     paint_sky(canvas, rng, air)
     paint_ground(canvas, rng, ground)
     for row in (backdrop, things):
-        for thing in sorted(row, key=lambda thing: -thing.z):
+        for number, thing in enumerate(sorted(row, key=lambda thing: -thing.z)):
+            canvas.instance = number if thing.painter in _WITH_INSTANCES else None
             thing.painter(canvas, rng, thing.x, thing.z, *thing.options)
-    return _lens(rng, canvas.image), canvas.label
+    # The ground is painted without polygons, into the label alone; it has no instances.
+    single = canvas.instances // 1000 == canvas.label
+    instances = np.where(single, canvas.instances, canvas.label)
+    return Scene(_lens(rng, canvas.image), canvas.label, instances)
 
 
 def _plots(rng: Rng, side: int, front: float) -> list[Thing]:

@@ -92,22 +92,23 @@ def _claim(root: Path, settings: dict[str, object]) -> None:
         )
 
 
-def _paths(root: Path, split: str, index: int) -> tuple[Path, Path]:
-    """Where the image and the label ids of a scene lie."""
+def _paths(root: Path, split: str, index: int) -> tuple[Path, Path, Path]:
+    """Where the image, the label ids and the instances of a scene lie."""
     city = _CITIES[split][index % len(_CITIES[split])]
     stem = f"{city}_{index:06d}_000019"
     image = root / "leftImg8bit" / split / city / f"{stem}_leftImg8bit.png"
-    return image, root / "gtFine" / split / city / f"{stem}_gtFine_labelIds.png"
+    label = root / "gtFine" / split / city / f"{stem}_gtFine"
+    return image, *(Path(f"{label}_{kind}.png") for kind in ("labelIds", "instanceIds"))
 
 
 def _draw(root: Path, scenes: list[tuple[str, int]], size: tuple[int, int], seed: int) -> int:
     for split, index in scenes:
         rng = np.random.default_rng((seed, _SPLIT_KEY[split], index))
-        image, label = draw_scene(rng, size)
-        pictures = (cv2.cvtColor(image, cv2.COLOR_RGB2BGR), label)
+        image, *labels = draw_scene(rng, size)
+        pictures = (cv2.cvtColor(image, cv2.COLOR_RGB2BGR), *labels)
         for path, picture in zip(_paths(root, split, index), pictures, strict=True):
             written, data = cv2.imencode(".png", picture, _PNG)
-            assert written, "OpenCV encodes every uint8 array as PNG"
+            assert written, "PNG holds any 8 or 16 bit picture"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, data.tobytes(), durable=False)
     return len(scenes)
