@@ -195,7 +195,8 @@ def _add_eval(commands: Commands) -> None:
         epilog="examples:\n"
         "  segtrain eval runs/own\n"
         "  segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
-        "  segtrain eval runs/own/checkpoints/last.pt --split test --save-predictions out",
+        "  segtrain eval runs/own/checkpoints/last.pt --split val --save-predictions out\n"
+        "  segtrain eval runs/own --split test --no-labels --save-predictions out",
     )
     add("checkpoint", metavar="RUN|CHECKPOINT", help=_SOURCE_HELP)
     add("--split", metavar="S", help="split (default: data.eval_split)")
@@ -203,6 +204,11 @@ def _add_eval(commands: Commands) -> None:
     _add_nproc(add)
     _add_device(add)
     add("--save-predictions", type=Path, metavar="DIR", help="write label maps with raw ids")
+    add(
+        "--no-labels",
+        action="store_true",
+        help="the split has no labels: predict for a test server, score nothing",
+    )
     add("--json", type=Path, metavar="FILE", help="write all scores as JSON")
     add(
         "--overlays",

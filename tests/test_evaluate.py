@@ -1,6 +1,7 @@
 import argparse
 import json
 import os
+import shutil
 import stat
 
 import cv2
@@ -19,7 +20,7 @@ from segtrain.commands import evaluate
 from segtrain.commands.evaluate import run_eval
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
 from segtrain.data.class_file import load_class_file
-from segtrain.data.classes import ClassFile
+from segtrain.data.classes import ClassFile, default_palette
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.models import build_model
@@ -118,7 +119,7 @@ def command(cityscapes, monkeypatch, tmp_path):
 
 def arguments(checkpoint, **options):
     given = {"set": [], "split": None, "device": "cpu", "json": None}
-    given |= {"save_predictions": None, "overlays": None, "num_overlays": 2}
+    given |= {"no_labels": False, "save_predictions": None, "overlays": None, "num_overlays": 2}
     return argparse.Namespace(checkpoint=checkpoint, **{**given, **options})
 
 
@@ -254,6 +255,58 @@ def test_a_split_whose_labels_are_dummies_has_predictions_and_no_scores(
     assert scores["num_pixels"] == 0
     assert {scores[key] for key in ("mIoU", "aAcc", "miIoU", "category_mIoU")} == {None}
     assert "no pixel is labelled: there is nothing to score" in capsys.readouterr().out
+
+
+def test_a_split_without_labels_is_predicted_for_a_test_server(
+    command, cityscapes, tmp_path, capsys
+):
+    command(save_predictions=str(tmp_path / "labelled"))
+    capsys.readouterr()
+    shutil.rmtree(cityscapes / "gtFine")
+    options = {"no_labels": True, "save_predictions": str(tmp_path / "out")}
+    assert run_eval(arguments("run", **options)) == 0
+    assert "mIoU" not in capsys.readouterr().out
+    written = sorted((tmp_path / "out").rglob("*.png"))
+    assert len(written) == 3
+    for path in written:
+        labelled = tmp_path / "labelled" / path.relative_to(tmp_path / "out")
+        assert path.read_bytes() == labelled.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "--no-labels: there is nothing to score; add --save-predictions DIR"),
+        ({"json": "s.json", "save_predictions": "out"}, "--json: needs labels"),
+        ({"overlays": "o", "save_predictions": "out"}, "--overlays: needs labels"),
+    ],
+)
+def test_what_needs_labels_is_refused_where_there_are_none(command, options, text):
+    with pytest.raises(ConfigError, match=text):
+        run_eval(arguments("run", no_labels=True, **options))
+
+
+def test_voc_predictions_are_indices_into_the_palette_of_voc(tmp_path, monkeypatch):
+    classes = load_class_file("voc")
+    label = np.array([[0, 15, 20], [7, 255, 0]], np.uint8)
+    colors = np.array(default_palette(256), np.uint8)[label]
+    for folder in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        (tmp_path / folder).mkdir(parents=True)
+    Image.fromarray(colors).save(tmp_path / "JPEGImages/2007_000033.png")
+    Image.fromarray(label).save(tmp_path / "SegmentationClass/2007_000033.png")
+    (tmp_path / "ImageSets/Segmentation/val.txt").write_text("2007_000033\n")
+    options = {"mean": (0.0, 0.0, 0.0), "std": (255.0, 255.0, 255.0)}
+    config = Config(data=DataConfig(layout="voc", root=str(tmp_path), classes="voc", **options))
+    loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1)
+    monkeypatch.setattr(evaluate, "load_with_data", lambda path, *, device: (loaded, None))
+    for options in ({}, {"no_labels": True}):
+        run_eval(arguments("run", save_predictions=str(tmp_path / "out"), **options))
+        with Image.open(tmp_path / "out/2007_000033.png") as picture:
+            assert picture.mode == "P"
+            indices = np.array(picture)
+            assert np.array_equal(indices[label != 255], label[label != 255])
+            rgb = np.array(picture.convert("RGB"))
+        assert np.array_equal(rgb, np.array(default_palette(256), np.uint8)[indices])
 
 
 def test_json_holds_the_matrix_and_how_it_was_made(command):

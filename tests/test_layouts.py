@@ -609,3 +609,35 @@ def test_camvid_labels_in_original_colors_have_an_ending(tmp_path, folders):
     assert relative_pairs(tmp_path, pairs) == [
         (f"{folders[0]}/0016E5_1.png", f"{folders[1]}/0016E5_1_L.png", "0016E5_1")
     ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "files"),
+    [
+        ("cityscapes", {"leftImg8bit/test/bonn/b_1_leftImg8bit.png": "bonn/b_1"}),
+        ("camvid", {"images/test/a.png": "a"}),
+        ("camvid", {"test/a.png": "a"}),
+        ("voc", {"JPEGImages/a.jpg": "a", "JPEGImages/of_another_split.jpg": None}),
+        ("ade20k", {"images/testing/ADE_test_1.jpg": "ADE_test_1"}),
+        ("folders", {"images/test/hall/a.png": "hall/a"}),
+    ],
+)
+def test_a_test_split_without_labels_lists_its_images(tmp_path, layout, files):
+    touch(tmp_path, *files, "ImageSets/Segmentation/test.txt")
+    (tmp_path / "ImageSets/Segmentation/test.txt").write_text("a\n")
+    pairs = list_split(config(tmp_path, layout), "test", labelled=False).pairs
+    expected = [(path, path, name) for path, name in files.items() if name]
+    assert relative_pairs(tmp_path, pairs) == expected
+
+
+def test_a_listed_image_that_is_missing_is_told_without_labels_too(tmp_path):
+    touch(tmp_path, "JPEGImages/a.jpg", "ImageSets/Segmentation/test.txt")
+    (tmp_path / "ImageSets/Segmentation/test.txt").write_text("a\nb\n")
+    with pytest.raises(DataError, match=r"b: no image .*/JPEGImages/b\.jpg"):
+        list_split(config(tmp_path, "voc"), "test", labelled=False)
+
+
+def test_a_list_file_always_names_labels(tmp_path):
+    data = write_list(tmp_path, "i/a.png l/a.png\n")
+    with pytest.raises(DataError, match="its splits name labels; use predict"):
+        list_split(data, "train.txt", labelled=False)

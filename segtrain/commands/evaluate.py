@@ -7,8 +7,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from segtrain.config import Config, override_config
 from segtrain.config.warnings import changed_normalization
 from segtrain.data import open_dataset
 from segtrain.data.check.faint import faint_lines
-from segtrain.data.classes import ClassFile, ignoring_as
+from segtrain.data.classes import ClassFile, default_palette, ignoring_as
 from segtrain.data.dataset import SegDataset
 from segtrain.data.differences import class_differences
 from segtrain.data.layouts import LAYOUTS, instance_files
@@ -39,7 +40,7 @@ from segtrain.metrics import ConfusionMatrix
 from segtrain.models.memory import check_windows
 from segtrain.norm import describe_norm
 from segtrain.run.log import say
-from segtrain.run.pictures import panel, write_png
+from segtrain.run.pictures import panel, write_indexed_png, write_png
 from segtrain.text import printable
 
 # Everything else was decided when the model was trained.
@@ -52,14 +53,16 @@ def run_eval(args: argparse.Namespace) -> int:
     """Evaluates as the command line says and returns the exit code (collective).
 
     args: checkpoint (run directory or file), set, split, device, json, save_predictions, overlays,
-        num_overlays.
+        num_overlays, no_labels.
     """
     # 1. The model, the experiment and the data.
+    _check_options(args)
     device = device_for(args.device)
     loaded, known = load_with_data(args.checkpoint, device=device)
     config = _config(loaded.config, args)
     split = args.split or config.data.eval_split
-    dataset = open_dataset(config.data, split, hidden=_named_by_checkpoint(args))
+    hidden = _named_by_checkpoint(args)
+    dataset = open_dataset(config.data, split, hidden=hidden, labelled=not args.no_labels)
 
     # 2. What cannot work is refused before it takes time.
     num_classes = loaded.classes.num_classes
@@ -67,7 +70,8 @@ def run_eval(args: argparse.Namespace) -> int:
     dataset.classes = ignoring_as(loaded.classes, dataset.classes)
     check_windows(config, num_classes, device, dist.local_world_size())
     writers = _writers(args, dataset, config, split)
-    instances = _instances(dataset, config, split)
+    instances = None if args.no_labels else _instances(dataset, config, split)
+    compare = _no_differences if args.no_labels else eval_differences
 
     with ExitStack() as stack:
         if args.json:
@@ -77,10 +81,9 @@ def run_eval(args: argparse.Namespace) -> int:
 
         # 3. What differs from the training.
         if dist.is_main():
-            differences = eval_differences(loaded, known, config.data, dataset)
-            stack.enter_context(closing(differences))
             _warn(changed_normalization(loaded.config, config))
-            _warn(next(differences))
+            differences = stack.enter_context(closing(compare(loaded, known, config.data, dataset)))
+            _warn(next(differences, []))
             _warn(f"warning: {line}" for line in faint_lines(dataset))
 
         # 4. All ranks predict and count.
@@ -111,7 +114,8 @@ def run_eval(args: argparse.Namespace) -> int:
             names, layout = loaded.classes.names, config.data.layout
             report = make_report(matrix, names, dataset.classes, instances, layout=layout)
             scores = _scores(matrix, report, about, settings, config)
-            for line in [*report.lines(), *_note_on_instances(dataset, instances, layout)]:
+            lines = [*report.lines(), *_note_on_instances(dataset, instances, layout)]
+            for line in [] if args.no_labels else lines:
                 say(line)
             say("{checkpoint}, step {step}, {num_images} images of split {split}".format(**about))
             say(f"{settings.describe()}; trained with {scores['norm']}")
@@ -119,6 +123,17 @@ def run_eval(args: argparse.Namespace) -> int:
             if args.json:
                 _write_json(Path(args.json), scores)
     return EXIT_OK
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuses what needs labels where there are none."""
+    if not args.no_labels:
+        return
+    for option, value in (("--json", args.json), ("--overlays", args.overlays)):
+        if value:
+            raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")
+    if not args.save_predictions:
+        raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
 
 
 def _config(trained: Config, args: argparse.Namespace) -> Config:
@@ -206,6 +221,11 @@ def _note_on_instances(
     return ["no instance maps (*_instanceIds.png) beside the labels: no instance-weighted scores"]
 
 
+def _no_differences(*_: object) -> Iterator[list[str]]:
+    """In place of `eval_differences`, for a split that no training has seen."""
+    yield from ()
+
+
 def _make_folder(option: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -219,15 +239,19 @@ def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Wri
     """Writes a PNG of raw class ids, at the size of the label, under the name of the image.
 
     For the layout `cityscapes` its evaluation server expects <city>_<sequence>_<frame>*.png,
-    anywhere below the folder.
+    anywhere below the folder. That of `voc` expects indices into VOC's palette.
     """
     ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
     ids = dataset.classes.write_ids
     raw_ids = np.array(ids, dtype=np.uint8 if max(ids) < 256 else np.uint16)
 
+    write_ids: Callable[[Path, np.ndarray], None] = write_png
+    if layout == "voc" and raw_ids.dtype == np.uint8:
+        write_ids = partial(write_indexed_png, palette=default_palette(256))
+
     def write(prediction: Prediction) -> None:
         name = dataset.name(prediction.index) + ending
-        write_png(folder / name, raw_ids[prediction.pred])
+        write_ids(folder / name, raw_ids[prediction.pred])
 
     return write
 

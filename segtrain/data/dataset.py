@@ -13,6 +13,7 @@ from segtrain.data.layouts import list_split
 from segtrain.data.listing import Pair
 from segtrain.errors import DataError
 from segtrain.text import printable
+from segtrain.types import IGNORE_INDEX
 
 
 @dataclass(eq=False)
@@ -60,8 +61,21 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         return self.pairs[index].name
 
 
-def open_dataset(data: DataConfig, split: str, *, hidden: Collection[str] = ()) -> SegDataset:
+@dataclass(eq=False)
+class UnlabelledDataset(SegDataset):
+    """Images without labels: every pixel of item i's label is ignored."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        image = read_image(self.pairs[index].image)
+        return image, np.full(image.shape[:2], IGNORE_INDEX, np.uint8)
+
+
+def open_dataset(
+    data: DataConfig, split: str, *, hidden: Collection[str] = (), labelled: bool = True
+) -> SegDataset:
     """The images and labels of `split`, listed and complete, not yet opened.
+
+    labelled: False for a split without labels.
 
     hidden: "data.classes" for a class file, "data.eval_split" for a list file, if messages must
         show none of its lines: a checkpoint names it, not the user.
@@ -73,8 +87,9 @@ def open_dataset(data: DataConfig, split: str, *, hidden: Collection[str] = ()) 
     classes = load_class_file(
         data.classes, label_format=data.label_format, quoted="data.classes" not in hidden
     )
-    listing = list_split(data, split, quoted="data.eval_split" not in hidden)
-    return SegDataset(
+    quoted = "data.eval_split" not in hidden
+    listing = list_split(data, split, quoted=quoted, labelled=labelled)
+    return (SegDataset if labelled else UnlabelledDataset)(
         listing.pairs,
         classes,
         split=split,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.config import DataConfig
+from segtrain.data import cityscapes
 from segtrain.data.folders import (
     check_named_folder,
     data_root,
@@ -29,7 +30,7 @@ from segtrain.data.folders import (
 )
 from segtrain.data.listfile import CleanPath, clean_relative_path, list_file_rows, list_file_words
 from segtrain.data.listing import IMAGE_SUFFIXES, LABEL_SUFFIX, Listing, Pair, first_lines
-from segtrain.data.match import case_clashes, match_folders
+from segtrain.data.match import case_clashes, match_folders, only_images
 from segtrain.data.splits import join_listings, without_excluded
 from segtrain.errors import DataError
 from segtrain.text import printable
@@ -42,6 +43,7 @@ class Layout(NamedTuple):
     folders: (root, data, split) -> the folders below `root` that `scan` searches; nothing may be
         written there.
     has_list_file: whether a text file lists the split, so that messages may quote its lines.
+    images: as `scan`, for a split without labels; None: a split cannot be without.
     instances: the file with the instances of a label, if the data set has such files.
     joins: whether a split "a+b" is the splits a and b.
     """
@@ -49,20 +51,24 @@ class Layout(NamedTuple):
     scan: Callable[[Path, DataConfig, str], Listing]
     folders: Callable[[Path, DataConfig, str], Sequence[str]]
     has_list_file: bool = False
+    images: Callable[[Path, DataConfig, str], Listing] | None = None
     instances: Callable[[Path], Path] | None = None
     joins: bool = True
 
 
-def list_split(data: DataConfig, split: str, *, quoted: bool = True) -> Listing:
+def list_split(
+    data: DataConfig, split: str, *, quoted: bool = True, labelled: bool = True
+) -> Listing:
     """The listing of `split`, which has no problems.
 
     quoted: whether messages may show lines of a text file that lists the split.
+    labelled: False for a split without labels: each pair has its image twice.
 
     Raises:
         DataError: no such split, no images in it, or files missing; all of them are counted and
             the first ten shown.
     """
-    listing = scan_layout(data, split)
+    listing = scan_layout(data, split, labelled=labelled)
     title = f"{printable(data.root)}, split {split!r}"
     if listing.problems and not quoted and LAYOUTS[data.layout].has_list_file:
         raise DataError(
@@ -74,7 +80,7 @@ def list_split(data: DataConfig, split: str, *, quoted: bool = True) -> Listing:
     return listing
 
 
-def scan_layout(data: DataConfig, split: str) -> Listing:
+def scan_layout(data: DataConfig, split: str, *, labelled: bool = True) -> Listing:
     """The listing of `split`, with its problems.
 
     "a+b" is both splits, a first; there, names begin with the split's. Images that
@@ -86,7 +92,11 @@ def scan_layout(data: DataConfig, split: str) -> Listing:
     try:
         root = data_root(data)
         parts = split_parts(root, data, split)
-        listings = [LAYOUTS[data.layout].scan(root, data, part) for part in parts]
+        layout = LAYOUTS[data.layout]
+        scan = layout.scan if labelled else layout.images
+        if scan is None:
+            raise DataError(f"data.layout {data.layout}: its splits name labels; use predict")
+        listings = [scan(root, data, part) for part in parts]
         listing = listings[0] if len(parts) == 1 else join_listings(parts, listings)
     except OSError as error:
         place = printable(error.filename or data.root)
@@ -134,39 +144,6 @@ def instance_files(data: DataConfig, split: str, pairs: Sequence[Pair]) -> list[
     return []
 
 
-_CITYSCAPES_CONTENT = {"ids": "labelIds", "train_ids": "labelTrainIds", "colors": "color"}
-
-
-def _cityscapes(root: Path, data: DataConfig, split: str) -> Listing:
-    """`gtCoarse/train` is the split train with its coarse labels instead of the fine ones."""
-    given, split = _cityscapes_split(split)
-    images = split_folder(root, "leftImg8bit", split)
-    coarse = not (root / "gtFine" / split).is_dir() and (root / "gtCoarse" / split).is_dir()
-    kind = given or ("gtCoarse" if coarse else "gtFine")
-    content = _CITYSCAPES_CONTENT[data.label_format]
-    listing = match_folders(
-        images,
-        split_folder(root, kind, split),
-        image_end="_leftImg8bit",
-        label_end=f"_{kind}_{content}",
-    )
-    for i, problem in enumerate(listing.problems):
-        if data.label_format == "ids" and problem.endswith("_labelTrainIds.png)"):
-            listing.problems[i] += "; set data.label_format: train_ids to read those"
-    return listing
-
-
-def _cityscapes_split(split: str) -> tuple[str, str]:
-    """The label folder that a split names, or "", and the split itself."""
-    kind, slash, name = split.partition("/")
-    return (kind, name) if slash and kind in ("gtFine", "gtCoarse") else ("", split)
-
-
-def _cityscapes_instances(label: Path) -> Path:
-    stem = label.stem.rpartition("_")[0]
-    return label.with_name(f"{stem}_instanceIds.png")
-
-
 def _camvid(root: Path, data: DataConfig, split: str) -> Listing:
     if (root / split).is_dir() and not (root / "images").is_dir():
         original = root / f"{split}_labels"
@@ -178,6 +155,11 @@ def _camvid(root: Path, data: DataConfig, split: str) -> Listing:
     found = files_by_name(labels, (LABEL_SUFFIX,))
     end = "_L" if found and all(name.endswith("_L") for name in found) else ""
     return match_folders(images, labels, label_end=end)
+
+
+def _camvid_images(root: Path, data: DataConfig, split: str) -> Listing:
+    plain = (root / split).is_dir() and not (root / "images").is_dir()
+    return only_images(root / split if plain else split_folder(root, "images", split))
 
 
 def _camvid_folders(root: Path, data: DataConfig, split: str) -> Sequence[str]:
@@ -209,9 +191,27 @@ def _voc(root: Path, data: DataConfig, split: str) -> Listing:
     return Listing(pairs, problems)
 
 
+def _voc_images(root: Path, data: DataConfig, split: str) -> Listing:
+    names, problems = list_file_words(split_folder(root, "ImageSets/Segmentation", f"{split}.txt"))
+    images = files_by_name(existing_folder(root, "JPEGImages"), IMAGE_SUFFIXES)
+    missing = [root / "JPEGImages" / name for name in sorted(names) if name not in images]
+    problems += [f"{printable(path.name)}: no image {printable(path)}.jpg" for path in missing]
+    found = [(images[name][0], name) for name in sorted(names) if name in images]
+    return Listing([Pair(image, image, name) for image, name in found], problems)
+
+
+def _ade20k_split(root: Path, split: str) -> str:
+    if (root / "images" / split).is_dir():
+        return split
+    return {"train": "training", "val": "validation", "test": "testing"}.get(split, split)
+
+
+def _ade20k_images(root: Path, data: DataConfig, split: str) -> Listing:
+    return only_images(split_folder(root, "images", _ade20k_split(root, split)))
+
+
 def _ade20k(root: Path, data: DataConfig, split: str) -> Listing:
-    if not (root / "images" / split).is_dir():
-        split = {"train": "training", "val": "validation"}.get(split, split)
+    split = _ade20k_split(root, split)
     images = split_folder(root, "images", split)
     return match_folders(images, split_folder(root, "annotations", split))
 
@@ -227,6 +227,11 @@ def _folders(root: Path, data: DataConfig, split: str) -> Listing:
             "separate them, or name every pair in a text file (data.layout: list)"
         )
     return match_folders(images, labels)
+
+
+def _folder_images(root: Path, data: DataConfig, split: str) -> Listing:
+    check_named_folder(root, "images_dir", data.images_dir)
+    return only_images(split_folder(root, data.images_dir, split))
 
 
 def _list(root: Path, data: DataConfig, split: str) -> Listing:
@@ -267,17 +272,23 @@ def _listed_file(name: str, root: Path, real_root: str, *, is_label: bool) -> Cl
 
 LAYOUTS: dict[str, Layout] = {
     "cityscapes": Layout(
-        _cityscapes,
+        cityscapes.scan,
         lambda *_: ("leftImg8bit", "gtFine", "gtCoarse"),
-        instances=_cityscapes_instances,
+        images=cityscapes.scan_images,
+        instances=cityscapes.instance_file,
     ),
-    "camvid": Layout(_camvid, _camvid_folders),
+    "camvid": Layout(_camvid, _camvid_folders, images=_camvid_images),
     "voc": Layout(
         _voc,
         lambda *_: ("JPEGImages", "SegmentationClass", "SegmentationClassAug", "ImageSets"),
         has_list_file=True,
+        images=_voc_images,
     ),
-    "ade20k": Layout(_ade20k, lambda *_: ("images", "annotations")),
-    "folders": Layout(_folders, lambda root, data, split: (data.images_dir, data.labels_dir)),
+    "ade20k": Layout(_ade20k, lambda *_: ("images", "annotations"), images=_ade20k_images),
+    "folders": Layout(
+        _folders,
+        lambda root, data, split: (data.images_dir, data.labels_dir),
+        images=_folder_images,
+    ),
     "list": Layout(_list, lambda *_: (), has_list_file=True, joins=False),
 }

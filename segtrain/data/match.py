@@ -27,24 +27,14 @@ def match_folders(
     Raises:
         DataError: there are no images.
     """
-    pictures = files_by_name(images_dir, IMAGE_SUFFIXES + OTHER_IMAGES, image_end)
-    readable = {
-        name: [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
-        for name, files in pictures.items()
-    }
-    images = {name: readable[name] for name in sorted(readable) if readable[name]}
+    pictures, images = _images_below(images_dir, image_end)
     labels = files_by_name(labels_dir, (LABEL_SUFFIX,), label_end)
     clashes = case_clashes(images)
-    if not images:
-        raise DataError(_none_of(images_dir, "an image", image_end + "|".join(IMAGE_SUFFIXES)))
     if not files_by_name(labels_dir, (LABEL_SUFFIX,)):
         return Listing([], [_none_of(labels_dir, "a label", LABEL_SUFFIX)], clashes)
     pairs, problems, missing = [], [], []
     for name, files in images.items():
-        for same in (files, labels.get(name, [])):
-            if len(same) > 1:
-                names = ", ".join(printable(file.name) for file in same)
-                problems.append(f"{printable(same[0].parent)}: {names} have one name; keep one")
+        problems += [*_one_name(files), *_one_name(labels.get(name, []))]
         if name in labels:
             pairs.append(Pair(files[0], labels[name][0], name))
         else:
@@ -59,6 +49,44 @@ def match_folders(
         sorted(file for name in labels.keys() - images.keys() for file in labels[name]),
         sorted(pictures[name][0] for name in pictures.keys() - images.keys()),
     )
+
+
+def only_images(images_dir: Path, *, image_end: str = "") -> Listing:
+    """All images below `images_dir`, which have no labels: each pair has its image twice.
+
+    Raises:
+        DataError: there are no images.
+    """
+    pictures, images = _images_below(images_dir, image_end)
+    return Listing(
+        [Pair(files[0], files[0], name) for name, files in images.items()],
+        [problem for files in images.values() for problem in _one_name(files)],
+        case_clashes(images),
+        left_out=sorted(pictures[name][0] for name in pictures.keys() - images.keys()),
+    )
+
+
+def _images_below(
+    images_dir: Path, image_end: str
+) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
+    """Images of all formats, and of those that are read, by name."""
+    pictures = files_by_name(images_dir, IMAGE_SUFFIXES + OTHER_IMAGES, image_end)
+    readable = {
+        name: [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+        for name, files in pictures.items()
+    }
+    images = {name: readable[name] for name in sorted(readable) if readable[name]}
+    if not images:
+        raise DataError(_none_of(images_dir, "an image", image_end + "|".join(IMAGE_SUFFIXES)))
+    return pictures, images
+
+
+def _one_name(files: Sequence[Path]) -> list[str]:
+    """A problem if several files have one name."""
+    if len(files) < 2:
+        return []
+    names = ", ".join(printable(file.name) for file in files)
+    return [f"{printable(files[0].parent)}: {names} have one name; keep one"]
 
 
 def case_clashes(names: Iterable[str]) -> list[str]:

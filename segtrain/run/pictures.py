@@ -3,6 +3,7 @@
 Every picture is an (H, W, 3) uint8 RGB array. Labels are (H, W) uint8 train ids or IGNORE_INDEX.
 """
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,10 +171,23 @@ def write_png(path: Path, picture: np.ndarray) -> None:
         picture = cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)
     ok, data = cv2.imencode(".png", picture)
     assert ok, "PNG holds any 8 or 16 bit picture"
+    _write(path, data.tobytes())
+
+
+def write_indexed_png(path: Path, indices: np.ndarray, palette: Sequence[Rgb]) -> None:
+    """As `write_png`: a PNG of `indices` (H, W) uint8 into `palette`, its colours from index 0."""
+    picture = Image.fromarray(indices)
+    picture.putpalette([value for color in palette for value in color])
+    data = io.BytesIO()
+    picture.save(data, "PNG")
+    _write(path, data.getvalue())
+
+
+def _write(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_replaceable(path)
-        write_atomic(path, data.tobytes(), durable=False)
+        write_atomic(path, data, durable=False)
     except OSError as error:
         raise ExecutionError(f"{path}: cannot write the picture: {error.strerror}") from error
 
