@@ -112,6 +112,18 @@ def test_voc_augmented_split_reads_the_augmented_labels(tmp_path):
     assert {pair.label.parent.name for pair in pairs} == {"SegmentationClassAug"}
 
 
+def test_voc_scores_on_augmented_labels_are_told(tmp_path):
+    touch(tmp_path, "JPEGImages/a.jpg", "SegmentationClassAug/a.png", "ImageSets/Segmentation/x")
+    for split in ("val", "trainaug"):
+        (tmp_path / f"ImageSets/Segmentation/{split}.txt").write_text("a\n")
+    data = config(tmp_path, "voc")
+    (line,) = list_split(data, "val").warnings_of_start()
+    assert "Aug: the benchmark scores the labels of SegmentationClass" in line
+    assert list_split(data, "trainaug").warnings_of_start() == []
+    touch(tmp_path, "SegmentationClass/a.png")
+    assert list_split(data, "val").warnings_of_start() == []
+
+
 def test_voc_counts_missing_images_and_labels(tmp_path):
     touch(tmp_path, "JPEGImages/a.jpg", "SegmentationClass/b.png", "ImageSets/Segmentation/v.txt")
     (tmp_path / "ImageSets/Segmentation/v.txt").write_text("a\nb\n../c\na 1\n")

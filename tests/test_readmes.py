@@ -58,6 +58,9 @@ NOT_RUN = {
     "segtrain train my.yaml --nproc 4": "four processes; test_launch.py starts two",
     "segtrain train runs/my --nproc 4 --resume": "four processes; test_resume.py resumes on three",
     "segtrain eval RUN --save-predictions DIR": "test_evaluate.py compares these files",
+    "segtrain eval RUN --split test --no-labels --save-predictions DIR": (
+        "test_evaluate.py predicts a split without labels"
+    ),
     "segtrain train RUN --resume": "stands for any run",
     "segtrain verify RUN": "needs train.shares; test_verify.py verifies runs",
     "segtrain verify RUN --steps 1: --nproc 2": "test_verify.py verifies on other ranks",

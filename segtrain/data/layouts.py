@@ -188,7 +188,11 @@ def _voc(root: Path, data: DataConfig, split: str) -> Listing:
             problems.append(f"{printable(image[0])}: no label {printable(path)}{LABEL_SUFFIX}")
         else:
             pairs.append(Pair(image[0], label[0], name))
-    return Listing(pairs, problems)
+    notes = []
+    if split == "val" and folder.name == "SegmentationClassAug":
+        what = "the benchmark scores the labels of SegmentationClass, which has other borders"
+        notes.append(f"split 'val' is read from {printable(folder)}: {what}")
+    return Listing(pairs, problems, notes=notes)
 
 
 def _voc_images(root: Path, data: DataConfig, split: str) -> Listing:

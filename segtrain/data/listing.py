@@ -35,6 +35,7 @@ class Listing(NamedTuple):
     warnings: a line for each oddity that does not.
     extra_labels: labels without an image, which are not used.
     left_out: images of formats that are not read and that exist in no other format.
+    notes: further lines that training and evaluation show when they start.
     """
 
     pairs: list[Pair]
@@ -42,10 +43,11 @@ class Listing(NamedTuple):
     warnings: Sequence[str] = ()
     extra_labels: Sequence[Path] = ()
     left_out: Sequence[Path] = ()
+    notes: Sequence[str] = ()
 
     def warnings_of_start(self) -> list[str]:
         """What training and evaluation must say when they start."""
-        lines = []
+        lines = list(self.notes)
         if self.left_out:
             lines.append(f"{left_out_text(self.left_out)}: {first_names(self.left_out, _FEW)}")
         if self.extra_labels:

@@ -27,6 +27,8 @@ def listing_issues(split: str, listing: Listing) -> Iterator[Issue]:
     if clashes := listing.warnings:
         text = f"{len(clashes)} names clash on some file systems"
         yield Issue("warning", split, "names", text, clashes)
+    for note in listing.notes:
+        yield Issue("warning", split, "labels", note)
     if files := listing.left_out:
         places = list(map(printable, files))
         yield Issue("warning", split, "formats", left_out_text(files), places)
