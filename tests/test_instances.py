@@ -106,6 +106,11 @@ def test_without_instances_only_categories_are_scored():
     assert group_scores(matrix, load_class_file("camvid"), None) is None
 
 
+def test_the_order_of_the_images_changes_no_bit():
+    data = images(25, seed=4)
+    assert repr(scores_of(data[::-1])) == repr(scores_of(data))
+
+
 def scores_of_rank(splits):
     first = sum(splits[: dist.rank()])
     matrix, instances = counted(images(7)[first : first + splits[dist.rank()]])
