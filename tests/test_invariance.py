@@ -97,9 +97,9 @@ def train_without(place, config, directory):
 
         step_sync.dist = type("Alone", (), {"all_reduce_sum": staticmethod(lambda t: t)})
     elif place == "mining":
-        from segtrain.training import losses as pixel_losses
+        from segtrain.training.losses import ohem
 
-        pixel_losses.dist = type("Alone", (), {"all_gather": staticmethod(lambda t: t)})
+        ohem.dist = type("Alone", (), {"all_gather": staticmethod(lambda t: t)})
     elif place == "gradient":
         dist.start_sum = lambda tensor: lambda: None
     return train(config, directory)

@@ -175,9 +175,9 @@ def shares_sum():
 
 def mining():
     """The limit between hard and easy pixels is that of the rank."""
-    from segtrain.training import losses
+    from segtrain.training.losses import ohem
 
-    losses.dist = Collectives(
+    ohem.dist = Collectives(
         all_gather=lambda values: virtual_ranks.current().meet(values, torch.stack)
     )
 

@@ -62,6 +62,16 @@ def group_size(group: ProcessGroup | None = None) -> int:
     return _num_processes(group) * virtual.num_slots
 
 
+def group_rank() -> int:
+    """The row of `all_gather` that is this rank's: its number among all, virtual ones counted."""
+    virtual = virtual_ranks.current()
+    if virtual is None:
+        return rank()
+    if virtual.shares is not None:
+        return sum(virtual.shares[: rank()]) + virtual_ranks.slot()
+    return rank() * virtual.num_slots + virtual_ranks.slot()
+
+
 def _num_processes(group: ProcessGroup | None) -> int:
     return torch_dist.get_world_size(group) if is_distributed() else 1
 

@@ -103,7 +103,8 @@ def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainS
         model.to(memory_format=layout)
     share_weights(model)
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
-    criterion = SegLoss(config.loss, device, passes=train.accumulate_steps)
+    sizes = {"passes": train.accumulate_steps, "batch_size": train.batch_size}
+    criterion = SegLoss(config.loss, device, **sizes)
     wrapped = wrap(model, criterion, train)
     # Virtual ranks have a backward pass each, so their gradients wait for the end.
     gradients = GradientSum(model.named_parameters(), overlap=train.virtual_ranks == 1)

@@ -35,14 +35,16 @@ def check_experiment(
         ConfigError: the config does not fit the ranks, the classes or this machine.
         DataError: images and labels do not fit together.
     """
-    num_classes, weights = train_set.classes.num_classes, config.loss.class_weights
+    num_classes = train_set.classes.num_classes
     # 1. What is the same on all ranks.
     findings = batch_findings(config, dist.world_size(), dist.local_world_size())
-    if weights is not None and len(weights) != num_classes:
-        findings.append(
-            f"loss.class_weights: {len(weights)} numbers for the {num_classes} classes of "
-            f"{config.data.classes}"
-        )
+    for i, term in enumerate(config.loss.terms):
+        weights, key = term.class_weights, "loss" if i == 0 else f"loss.also[{i - 1}]"
+        if weights is not None and len(weights) != num_classes:
+            findings.append(
+                f"{key}.class_weights: {len(weights)} numbers for the {num_classes} classes of "
+                f"{config.data.classes}"
+            )
     if config.train.compile:
         findings += _compile_findings()
     if findings:

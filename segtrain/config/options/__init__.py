@@ -6,7 +6,7 @@ file says only what differs. Nothing here imports torch: a wrong file is refused
 
 from segtrain.config.options.data import AugmentConfig, DataConfig, ExtraTransform
 from segtrain.config.options.experiment import SECTIONS, Config, config_schema
-from segtrain.config.options.loss import LossConfig, takes_class_weights
+from segtrain.config.options.loss import LossConfig, LossTerm, takes_class_weights
 from segtrain.config.options.model import ModelConfig, NormConfig
 from segtrain.config.options.run import CheckpointConfig, EvalConfig, LogConfig
 from segtrain.config.options.train import TrainConfig
@@ -21,6 +21,7 @@ __all__ = [
     "ExtraTransform",
     "LogConfig",
     "LossConfig",
+    "LossTerm",
     "ModelConfig",
     "NormConfig",
     "TrainConfig",

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from segtrain.config.options.data import AugmentConfig, DataConfig
-from segtrain.config.options.loss import LossConfig
+from segtrain.config.options.loss import LossConfig, takes_class_weights
 from segtrain.config.options.model import ModelConfig, NormConfig
 from segtrain.config.options.run import CheckpointConfig, EvalConfig, LogConfig
 from segtrain.config.options.section import (
@@ -53,6 +53,13 @@ class Config(Section):
                     "number of ranks; use norm.kind sync over the world, or set train.shares to "
                     "null"
                 )
+        weights = {t.class_weights for t in self.loss.terms if takes_class_weights(t.kind)}
+        if train.accumulate_steps > 1 and len(weights) > 1:
+            yield (
+                "loss.also: with train.accumulate_steps passes are weighed by class weights, and "
+                "those of the terms differ; give all terms the same class_weights, or use "
+                "train.virtual_ranks instead"
+            )
         if self.model.recompute_norm and not norm.is_batch_norm:
             yield f"model.recompute_norm: has no effect with norm.kind {norm.kind}; remove it"
         if norm.kind == "frozen" and train.init_from is None:

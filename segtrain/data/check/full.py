@@ -52,5 +52,5 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         if scan.split == data.train_split:
             issues += find.training_issues(scan, config)
     issues += find.shared_image_issues(scans, is_one_split=data.train_split == data.eval_split)
-    weighs = takes_class_weights(config.loss.kind)
+    weighs = any(takes_class_weights(term.kind) for term in config.loss.terms)
     return CheckResult(classes.name, list(classes.names), scans, issues, weighs)

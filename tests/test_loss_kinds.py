@@ -1,0 +1,385 @@
+"""The oracles are torch's own functions and the papers' formulas, over the valid pixels of the whole
+batch in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from segtrain.config import Config, DataConfig, LossConfig, TrainConfig
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.virtual_ranks import VirtualRanks
+from segtrain.training.losses import LOSSES, LossOptions, SegLoss
+from segtrain.training.step_sync import StepSync
+from segtrain.types import IGNORE_INDEX, SegLogits
+
+K, H, W = 4, 5, 7
+WEIGHTS = (1.0, 2.5, 0.25, 0.5)
+CPU = torch.device("cpu")
+IMAGES = 5
+
+
+def scene(num_images=IMAGES):
+    """Logits and labels: a fifth ignored, the last image throughout; equally hard pixels; one
+    class only in the first image."""
+    generator = torch.Generator().manual_seed(7)
+    logits = 2 * torch.randn((num_images, K, H, W), generator=generator, dtype=torch.float64)
+    labels = torch.randint(K, (num_images, H, W), generator=generator)
+    labels[1:][labels[1:] == 3] = 0
+    labels = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.2, IGNORE_INDEX)
+    labels[-1] = IGNORE_INDEX
+    logits[1:3, :, 1:3] = 0.5
+    return logits, labels
+
+
+def seg_loss(config):
+    return SegLoss(LossConfig.model_validate(config), CPU, batch_size=IMAGES)
+
+
+def of_one_rank(config, logits, labels):
+    """The loss of the head, with a gradient."""
+    loss = seg_loss(config)
+    return loss.objective(sums := loss(SegLogits(logits), labels), sums.detach())
+
+
+# The formulas, written naively.
+
+
+def valid_pixels(logits, labels):
+    """(pixels, K) logits and (pixels,) labels."""
+    valid = labels != IGNORE_INDEX
+    return logits.movedim(1, -1)[valid], labels[valid]
+
+
+def weighted_mean(losses, labels, weights):
+    w = torch.tensor(weights, dtype=losses.dtype)[labels]
+    return (w * losses).sum() / w.sum()
+
+
+def focal(logits, labels, gamma=2.0, weights=(1.0,) * K):
+    pixels, labels = valid_pixels(logits, labels)
+    p = pixels.softmax(1)[torch.arange(len(labels)), labels]
+    return weighted_mean((1 - p) ** gamma * -p.log(), labels, weights)
+
+
+def smoothed(logits, labels, weights=None):
+    weight = None if weights is None else torch.tensor(weights, dtype=logits.dtype)
+    return F.cross_entropy(
+        logits, labels, weight=weight, ignore_index=IGNORE_INDEX, label_smoothing=0.1
+    )
+
+
+def relaxed(logits, labels, radius=1, weights=(1.0,) * K):
+    losses, own = [], []
+    for n, i, j in (labels != IGNORE_INDEX).nonzero().tolist():
+        window = labels[n, max(0, i - radius) : i + radius + 1, max(0, j - radius) : j + radius + 1]
+        classes = sorted({c for c in window.flatten().tolist() if c != IGNORE_INDEX})
+        losses.append(-logits[n, :, i, j].softmax(0)[classes].sum().log())
+        own.append(labels[n, i, j])
+    return weighted_mean(torch.stack(losses), torch.stack(own), weights)
+
+
+def lovasz_flat(logits, labels):
+    """Algorithm 1 of arXiv:1705.08790 for each class that occurs; the mean over them."""
+    losses = []
+    for k in range(K):
+        truth = (labels == k).double()
+        if not truth.any():
+            continue
+        errors = (truth - logits.softmax(1)[:, k]).abs()
+        errors, order = errors.sort(descending=True, stable=True)
+        truth = truth[order]
+        iou = (truth.sum() - truth.cumsum(0)) / (truth.sum() + (1 - truth).cumsum(0))
+        losses.append(errors @ torch.diff(1 - iou, prepend=torch.zeros(1).double()))
+    return torch.stack(losses).mean()
+
+
+def lovasz_batch(logits, labels):
+    return lovasz_flat(*valid_pixels(logits, labels))
+
+
+def lovasz_images(logits, labels):
+    images = [valid_pixels(a[None], b[None]) for a, b in zip(logits, labels, strict=True)]
+    return torch.stack([lovasz_flat(a, b) for a, b in images if len(b)]).mean()
+
+
+def hardest(logits, labels, fraction=0.2):
+    losses = F.cross_entropy(*valid_pixels(logits, labels), reduction="none")
+    limit = losses.sort(descending=True).values[max(1, int(fraction * len(losses))) - 1]
+    return losses[losses >= limit - 1e-12].mean()
+
+
+def plain_dice(logits, labels):
+    """MONAI's with softmax and batch, without its epsilon, of the classes that occur."""
+    pixels, labels = valid_pixels(logits, labels)
+    p, g = pixels.softmax(1), F.one_hot(labels, K).double()
+    dice = 2 * (p * g).sum(0) / (p.sum(0) + g.sum(0))
+    return (1 - dice)[g.any(0)].mean()
+
+
+def recipe(logits, labels):
+    """That of Composer's DeepLabV3+ for ADE20K."""
+    cross_entropy = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
+    return 0.375 * cross_entropy + 1.125 * plain_dice(logits, labels)
+
+
+def everything(logits, labels):
+    weighted = F.cross_entropy(
+        logits, labels, torch.tensor(WEIGHTS).double(), ignore_index=IGNORE_INDEX
+    )
+    return (
+        0.5 * weighted
+        + 2 * lovasz_batch(logits, labels)
+        + focal(logits, labels)
+        + hardest(logits, labels)
+    )
+
+
+CASES = {
+    "focal": ({"kind": "focal"}, focal),
+    "focal, 0.5, weighted": (
+        {"kind": "focal", "focal_gamma": 0.5, "class_weights": WEIGHTS},
+        partial(focal, gamma=0.5, weights=WEIGHTS),
+    ),
+    "smoothed": ({"label_smoothing": 0.1}, smoothed),
+    "smoothed, weighted": (
+        {"label_smoothing": 0.1, "class_weights": WEIGHTS},
+        partial(smoothed, weights=WEIGHTS),
+    ),
+    "relaxed": ({"kind": "boundary_relaxation"}, relaxed),
+    "relaxed, 2 px, weighted": (
+        {"kind": "boundary_relaxation", "boundary_px": 2, "class_weights": WEIGHTS},
+        partial(relaxed, radius=2, weights=WEIGHTS),
+    ),
+    "lovasz of images": ({"kind": "lovasz"}, lovasz_images),
+    "lovasz of the batch": ({"kind": "lovasz", "lovasz_per_image": False}, lovasz_batch),
+    "hardest fifth": ({"kind": "ohem", "ohem_fraction": 0.2}, hardest),
+    "hardest 0.73": (
+        {"kind": "ohem", "ohem_fraction": 0.73},
+        partial(hardest, fraction=0.73),
+    ),
+    "hardest pixel": ({"kind": "ohem", "ohem_fraction": 1e-9}, partial(hardest, fraction=1e-9)),
+    "all pixels": (
+        {"kind": "ohem", "ohem_fraction": 1.0},
+        partial(F.cross_entropy, ignore_index=IGNORE_INDEX),
+    ),
+    "dice without squares": ({"kind": "dice", "dice_squared": False}, plain_dice),
+    "twice": ({"weight": 2.0}, lambda *args: 2 * F.cross_entropy(*args, ignore_index=IGNORE_INDEX)),
+    "Composer's recipe": (
+        {"weight": 0.375, "also": ({"kind": "dice", "weight": 1.125, "dice_squared": False},)},
+        recipe,
+    ),
+    "four terms": (
+        {
+            "weight": 0.5,
+            "class_weights": WEIGHTS,
+            "also": (
+                {"kind": "lovasz", "lovasz_per_image": False, "weight": 2.0},
+                {"kind": "focal"},
+                {"kind": "ohem", "ohem_fraction": 0.2},
+            ),
+        },
+        everything,
+    ),
+}
+
+
+def with_gradient(function, logits, labels):
+    logits = logits.clone().requires_grad_()
+    value = function(logits, labels)
+    return value.detach(), torch.autograd.grad(value, logits)[0]
+
+
+def assert_equal_up_to_rounding(found, wanted, name=""):
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=0, msg=f"{name}: value")
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-9, atol=1e-15, msg=f"{name}: gradient")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_and_its_gradient_are_those_of_the_formula(name):
+    config, formula = CASES[name]
+    found = with_gradient(partial(of_one_rank, config), *scene())
+    assert_equal_up_to_rounding(found, with_gradient(formula, *scene()))
+
+
+def of_part(part):
+    """The losses of both heads over all parts, and the gradient of this one, in every case."""
+    logits, labels = part
+    results = {}
+    for name, (config, _) in CASES.items():
+        own = logits.clone().requires_grad_()
+        loss = seg_loss(config)
+        sums = loss(SegLogits(own, -own), labels)
+        totals = StepSync(lambda: False).reduce(sums)
+        (gradient,) = torch.autograd.grad(loss.objective(sums, totals), own)
+        results[name] = loss.means(totals), gradient
+    return results
+
+
+def of_rank(splits):
+    return of_part([part.split(splits)[dist.rank()] for part in scene()])
+
+
+def assert_one_batch(parts):
+    """`parts`: what `of_part` returned for each."""
+    for name, (_, formula) in CASES.items():
+        logits, labels = scene()
+        out, gradient = with_gradient(formula, logits, labels)
+        aux, aux_gradient = with_gradient(lambda x, y: formula(-x, y), logits, labels)  # noqa: B023
+        found = torch.cat([part[name][1] for part in parts])
+        wanted = torch.stack([out, aux]), gradient + 0.4 * aux_gradient
+        for part in parts:
+            assert_equal_up_to_rounding((part[name][0], found), wanted, name)
+
+
+@pytest.mark.parametrize("splits", [(3, 2), (2, 2, 1)])
+def test_ranks_together_have_the_loss_of_the_whole_batch(run_ranks, splits):
+    """Unequal parts, of which the last has an ignored image or nothing else."""
+    assert_one_batch(run_ranks(len(splits), of_rank, splits))
+
+
+@pytest.mark.parametrize("shares", [None, (3,)])
+def test_virtual_ranks_and_shares_have_the_loss_of_the_whole_batch(shares):
+    parts = list(zip(*(part.split((2, 2, 1)) for part in scene()), strict=True))
+    group = VirtualRanks(3, shares=shares)
+    assert_one_batch(group.run([partial(of_part, part) for part in parts]))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logits_are_widened_first(name, dtype):
+    logits, labels = scene()
+    half = logits.to(dtype)
+    found, gradient = with_gradient(partial(of_one_rank, CASES[name][0]), half, labels)
+    assert found == of_one_rank(CASES[name][0], half.float(), labels)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ignored_pixels_alone_have_a_loss_of_zero_and_no_gradient(name):
+    logits, labels = scene()
+    labels[:] = IGNORE_INDEX
+    loss, gradient = with_gradient(partial(of_one_rank, CASES[name][0]), logits, labels)
+    assert loss == 0
+    assert gradient.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("factor", [1e3, 1e30])
+def test_certain_logits_have_a_finite_loss_and_gradient(name, factor):
+    """Probabilities of exactly 1 and 0, right and wrong."""
+    logits, labels = scene()
+    logits = (logits.sign() * factor).float()
+    loss, gradient = with_gradient(partial(of_one_rank, CASES[name][0]), logits, labels)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_loss_makes_the_host_wait_for_the_device(name):
+    """Fake tensors have no values: whatever reads one is an error."""
+    loss = seg_loss(CASES[name][0])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        logits = torch.randn(IMAGES, K, H, W, requires_grad=True)
+        labels = torch.zeros(IMAGES, H, W, dtype=torch.int64)
+        sums = loss(SegLogits(logits, logits), labels)
+        loss.objective(sums, sums.detach()).backward()
+        loss.means(sums.detach())
+
+
+def test_focal_with_a_gamma_of_zero_is_cross_entropy():
+    logits, labels = scene()
+    found = of_one_rank({"kind": "focal", "focal_gamma": 0.0}, logits, labels)
+    torch.testing.assert_close(found, of_one_rank({}, logits, labels), rtol=1e-14, atol=0)
+
+
+def test_relaxation_away_from_boundaries_is_cross_entropy():
+    logits, labels = scene()
+    labels[:] = 1
+    found = of_one_rank({"kind": "boundary_relaxation", "boundary_px": 2}, logits, labels)
+    torch.testing.assert_close(found, of_one_rank({}, logits, labels), rtol=1e-14, atol=0)
+
+
+def test_lovasz_of_certain_predictions_is_one_minus_the_mean_iou():
+    """At the corners, the extension is the set function itself."""
+    labels = scene()[1]
+    pred = labels.roll(1, 2).clamp(max=K - 1)
+    logits = 1e4 * F.one_hot(pred, K).movedim(-1, 1).double()
+    valid = labels != IGNORE_INDEX
+    ious = [
+        ((pred == k) & (labels == k)).sum() / (((pred == k) & valid) | (labels == k)).sum()
+        for k in range(K)
+    ]
+    found = of_one_rank({"kind": "lovasz", "lovasz_per_image": False}, logits, labels)
+    assert found.item() == pytest.approx(1 - torch.stack(ious).mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fraction", [0.003, 0.2, 0.5, 0.999])
+def test_the_limit_of_a_fraction_is_found_to_the_last_bit(dtype, fraction):
+    from segtrain.training.losses.ohem import _limit_of_fraction
+
+    generator = torch.Generator().manual_seed(0)
+    values = 30 * torch.rand(1000, generator=generator, dtype=dtype) ** 9
+    values[::7], values[1::97], values[2::89] = -torch.inf, 0.0, 3.0
+    ordered = values[values >= 0].sort(descending=True).values
+    wanted = ordered[max(1, int(fraction * len(ordered))) - 1]
+    assert _limit_of_fraction(values, fraction) == wanted
+
+
+def test_a_rank_with_more_images_than_an_even_part_is_an_error():
+    """Otherwise ranks would send tensors of different sizes and wait for each other."""
+    loss = SegLoss(LossConfig(kind="lovasz", lovasz_per_image=False), CPU, batch_size=4)
+    with pytest.raises(ValueError, match="5 images on a rank, and 4 is an even part"):
+        loss(SegLogits(scene()[0]), scene()[1])
+
+
+def test_terms_that_weigh_pixels_decide_the_weight_of_a_pass():
+    labels = torch.tensor([[[0, 1, IGNORE_INDEX]]])
+    config = {"kind": "dice", "also": ({"kind": "focal", "class_weights": WEIGHTS},)}
+    assert seg_loss(config).label_weight(labels) == 3.5
+
+
+REFUSED = [
+    ({"label_smoothing": 0.1, "kind": "ohem"}, "label_smoothing: has no effect with kind ohem"),
+    ({"focal_gamma": 1.0}, "focal_gamma: has no effect with kind cross_entropy"),
+    ({"ohem_fraction": 0.2}, "ohem_fraction: has no effect with kind cross_entropy"),
+    ({"dice_squared": False}, "dice_squared: has no effect"),
+    ({"lovasz_per_image": False}, "lovasz_per_image: has no effect"),
+    ({"boundary_px": 2}, "boundary_px: has no effect"),
+    ({"kind": "lovasz", "class_weights": (1.0,)}, "class_weights: has no effect with kind lovasz"),
+    (
+        {"kind": "ohem", "ohem_fraction": 0.2, "ohem_threshold": 0.5},
+        "ohem_threshold: has no effect with ohem_fraction",
+    ),
+    ({"also": ({"kind": "dice", "ohem_min_kept": 5},)}, "ohem_min_kept: has no effect with kind"),
+    ({"also": ({"weight": 5.0},)}, "kind"),
+    ({"also": ({"kind": "focal", "class_weights": (0.0,)},)}, "all weights are 0"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_an_option_without_effect_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        LossConfig.model_validate(config)
+
+
+def test_passes_cannot_be_weighed_by_two_sets_of_class_weights():
+    term = {"kind": "focal", "class_weights": WEIGHTS}
+    data = DataConfig(layout="folders", root="x", classes="x")
+    train = TrainConfig(accumulate_steps=2)
+    with pytest.raises(ValueError, match=r"loss\.also: with train\.accumulate_steps"):
+        Config(data=data, train=train, loss=LossConfig.model_validate({"also": (term,)}))
+    both = {"class_weights": WEIGHTS, "also": (term, {"kind": "dice"})}
+    Config(data=data, train=train, loss=LossConfig.model_validate(both))
+
+
+def test_every_loss_says_the_shape_of_its_sums():
+    logits, labels = scene()
+    for kind, make in LOSSES.items():
+        for per_image in (True, False) if kind == "lovasz" else (True,):
+            config = LossConfig(kind=kind, lovasz_per_image=per_image)
+            loss = make(LossOptions(config))
+            assert loss.sums(logits, labels).shape == loss.shape(K), kind
