@@ -189,7 +189,19 @@ VARIANTS = {
         "loss": {"kind": "ohem", "ohem_min_kept": 3000, "class_weights": [1.0, 2.0, 0.5, 0.0]},
         "train": {"accumulate_steps": 2, "batch_size": 11},
     },
-    "cumulative average, no dropout, contiguous": {
+    "a sum of losses, cumulative average, no dropout, contiguous": {
+        "loss": {
+            "kind": "lovasz",
+            "lovasz_per_image": False,
+            "also": [
+                {"kind": "ohem", "ohem_fraction": 0.2},
+                {"kind": "focal", "class_weights": [1.0, 2.0, 0.5, 0.0]},
+                {"kind": "boundary_relaxation"},
+                {"kind": "cross_entropy", "label_smoothing": 0.1},
+                {"kind": "lovasz"},
+                {"kind": "dice"},
+            ],
+        },
         "norm": {"momentum": None},
         "model": {"dropout": 0.0},
         "train": {"channels_last": False},

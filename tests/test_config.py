@@ -95,8 +95,8 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ),
         (
             "loss: {kind: cross-entropy}",
-            "f.yaml:2: loss.kind: must be 'cross_entropy', 'ohem' or 'dice', got "
-            "'cross-entropy'; did you mean cross_entropy?",
+            "f.yaml:2: loss.kind: must be 'cross_entropy', 'ohem', 'dice', 'focal', 'lovasz' or "
+            "'boundary_relaxation', got 'cross-entropy'; did you mean cross_entropy?",
         ),
         (
             "model: {output_stride: 4}",

@@ -1,5 +1,5 @@
-"""The oracles are torch's own functions and the papers' formulas, over the valid pixels of the whole
-batch in float64."""
+"""The oracles are torch's own functions and the papers' formulas, in float64, over the valid pixels
+of the whole batch."""
 
 from functools import partial
 

@@ -72,6 +72,22 @@ CASES = {
             "lr": 1e-3,
         },
     },
+    # All losses, so that all sums and sorts of theirs are in it.
+    "pspnet, six losses": {
+        "model": {"arch": "pspnet", "backbone": "mobilenet_v2"},
+        "loss": {
+            "kind": "lovasz",
+            "lovasz_per_image": False,
+            "also": [
+                {"kind": "ohem", "ohem_fraction": 0.2, "class_weights": WEIGHTS},
+                {"kind": "focal", "weight": 0.7},
+                {"kind": "boundary_relaxation"},
+                {"kind": "cross_entropy", "label_smoothing": 0.1},
+                {"kind": "lovasz"},
+            ],
+        },
+        "train": {"batch_size": 5, "shares": 3},
+    },
     # Passes of 4, 3 and 3 images.
     "deeplabv3, dice, three passes": {
         "model": {"arch": "deeplabv3", "backbone": "resnet18", "recompute_norm": True},
@@ -109,7 +125,7 @@ CASES = {
 }
 
 # All of them on both: the slow grid.
-RANKS = dict(zip(CASES, [(2, 3), (3,), (2,), (3,), (2,), (3,)], strict=True))
+RANKS = dict(zip(CASES, [(2, 3), (3,), (2,), (2,), (3,), (2,), (3,)], strict=True))
 
 
 @pytest.fixture(scope="module")

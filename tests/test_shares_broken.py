@@ -54,6 +54,13 @@ SETTINGS = {
         },
         "train": {"batch_size": 10, "accumulate_steps": 2},
     },
+    "sorting": {
+        "loss": {
+            "kind": "lovasz",
+            "lovasz_per_image": False,
+            "also": [{"kind": "ohem", "ohem_fraction": 0.2}],
+        }
+    },
     # Batch norm would carry what is not finite from one share to all others.
     "overflow": {
         "norm": {"kind": "group", "num_groups": 4},
@@ -182,6 +189,27 @@ def mining():
     )
 
 
+def fraction():
+    """The limit is that of the rank."""
+    from segtrain.training.losses import ohem
+
+    def all_reduce_sum(tensor):
+        group = virtual_ranks.current()
+        return group.meet(tensor, lambda parts: reduce(torch.add, parts)).clone()
+
+    ohem.dist = Collectives(all_reduce_sum=all_reduce_sum)
+
+
+def sorting():
+    """The errors of the rank are sorted alone."""
+    from segtrain.training.losses import lovasz
+
+    lovasz.dist = Collectives(
+        all_gather=lambda values: virtual_ranks.current().meet(values, torch.stack),
+        group_rank=virtual_ranks.slot,
+    )
+
+
 def cut():
     """Ranks take even parts of the batch, 4 + 3 images and not 5 + 2, and cut them into shares."""
     from segtrain.data import loader
@@ -246,6 +274,8 @@ SABOTAGES = {
     "pass weights": shares_sum,
     "precise statistics": shares_sum,
     "mining": mining,
+    "fraction": fraction,
+    "sorting": sorting,
     "cut": cut,
     "overflow": overflow,
     "threads": threads,
@@ -284,6 +314,8 @@ def test_without_sabotage_nothing_parts(run_ranks, tmp_path, alone, setting):
         ("threads", "dice"),
         ("pass weights", "mining"),
         ("mining", "mining"),
+        ("fraction", "sorting"),
+        ("sorting", "sorting"),
         ("overflow", "overflow"),
     ],
 )

@@ -141,7 +141,7 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """`tensor`, overwritten with the sum over the ranks of `group` (None: all). Collective.
 
     Every rank gets the same bits. Virtual ranks add up first, in their order; shares (see
-    `VirtualRanks`) as in `ordered_sum`. The sum has no gradient: see `training/losses.py` for a way
+    `VirtualRanks`) as in `ordered_sum`. The sum has no gradient: see `training/losses` for a way
     around.
 
     Raises:
@@ -194,7 +194,7 @@ def _refuse_gradient(tensor: Tensor) -> None:
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise RuntimeError(
             "no gradient flows through a collective: pass tensor.detach(), and let the gradient go "
-            "through this rank's own sums, as training/losses.py does"
+            "through this rank's own sums, as training/losses do"
         )
 
 
