@@ -328,6 +328,28 @@ def _add_data(commands: Commands) -> None:
     _add_set(add)
     _add_jobs(add)
     add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add = _add_command(
+        actions,
+        "stats",
+        "commands.data:stats",
+        help="count the classes of a split, and print class weights for the loss",
+        description="Read a split once: pixels and images of each class, size, mean and standard "
+        "deviation\nof the images, and class weights by median frequency, inverse frequency and "
+        "effective\nnumber, as lines to paste into a config.",
+        epilog="examples:\n  segtrain data stats own.yaml\n"
+        "  segtrain data stats own.yaml --split val --json stats.json",
+    )
+    add("config", metavar="CONFIG", help=_CONFIG_HELP)
+    add("--split", metavar="S", help="split (default: data.train_split)")
+    add(
+        "--beta",
+        type=_fraction_below_1,
+        metavar="B",
+        help="of the effective number of pixels (default: 1 - 1 / pixels of a mean class)",
+    )
+    _add_set(add)
+    _add_jobs(add)
+    add("--json", type=Path, metavar="FILE", help="write all numbers as JSON")
 
 
 def _add_config(commands: Commands) -> None:
@@ -408,6 +430,16 @@ def _integer(text: str, *, least: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got '{text}'")
     return int(text)
+
+
+def _fraction_below_1(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0 and below 1: '{text}'")
+    return value
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:

@@ -37,6 +37,7 @@ segtrain doctor
 segtrain data synth runs/street --num-train 20 --num-val 4
 segtrain config copy own_data my.yaml
 segtrain data check my.yaml
+segtrain data stats my.yaml
 segtrain train my.yaml
 segtrain train my.yaml --set train.lr=0.02 --output runs/my_lr2
 segtrain train my.yaml --resume

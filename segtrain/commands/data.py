@@ -1,4 +1,4 @@
-"""`segtrain data`: check."""
+"""`segtrain data`: check, stats."""
 
 import argparse
 
@@ -14,3 +14,11 @@ def check(args: argparse.Namespace) -> int:
     from segtrain.commands import data_check
 
     return data_check.main(args)
+
+
+def stats(args: argparse.Namespace) -> int:
+    """`segtrain data stats`: refuses a wrong config before anything heavy is imported."""
+    load_named(args)
+    from segtrain.commands import data_stats
+
+    return data_stats.main(args)

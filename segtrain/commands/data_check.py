@@ -18,11 +18,11 @@ def main(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set)
     with ExitStack() as stack:
         if args.json is not None:
-            with _json_errors(args.json):
+            with json_errors(args.json):
                 stack.enter_context(reserve_output(args.json))
         result = check_data(config, jobs=args.jobs)
         if args.json is not None:
-            with _json_errors(args.json):
+            with json_errors(args.json):
                 write_output(args.json, as_json(result) + "\n")
     text = as_text(result)
     print("\n".join(printable_lines(text, len(text) + 1)))
@@ -30,7 +30,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _json_errors(path: Path) -> Iterator[None]:
+def json_errors(path: Path) -> Iterator[None]:
+    """Says of an OSError inside that the file of --json cannot be written, as a ConfigError."""
     try:
         yield
     except OSError as error:

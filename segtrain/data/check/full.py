@@ -6,15 +6,12 @@ from segtrain.config import Config
 from segtrain.config.options import takes_class_weights
 from segtrain.data.check import issues as find
 from segtrain.data.check.result import CheckResult, Issue
-from segtrain.data.check.scan import process_pool, scan_split
+from segtrain.data.check.scan import num_processes, process_pool, scan_split
 from segtrain.data.class_file import load_class_file
 from segtrain.data.classes import read_by
 from segtrain.data.dataset import SegDataset
 from segtrain.data.layouts import scan_layout
-from segtrain.distributed.machine import num_cores
 from segtrain.errors import DataError
-
-_PAIRS_PER_PROCESS = 128
 
 
 def check_data(config: Config, jobs: int | None = None) -> CheckResult:
@@ -43,9 +40,7 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         issues += find.listing_issues(split, listing)
         dataset = SegDataset(listing.pairs, classes, split=split, label_format=data.label_format)
         datasets.append(dataset)
-    # Each process needs enough pairs to pay for its start.
-    useful = -(-sum(map(len, datasets)) // _PAIRS_PER_PROCESS)
-    with process_pool(max(1, min(jobs or num_cores(), useful))) as pool:
+    with process_pool(num_processes(sum(map(len, datasets)), jobs)) as pool:
         scans = [scan_split(dataset, pool) for dataset in datasets]
     for scan in scans:
         issues += find.split_issues(scan, read_by(classes, data.label_format))

@@ -24,12 +24,15 @@ from segtrain.data.check.palettes import Palette, used_palette
 from segtrain.data.classes import ClassFile, Color, read_by
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.listing import Pair
+from segtrain.distributed.machine import num_cores
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable
 
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
 _CHUNK = 8
+# Each process needs enough pairs to pay for its start.
+_PAIRS_PER_PROCESS = 128
 _PLAIN_PROGRESS_S = 15
 
 
@@ -68,6 +71,7 @@ class SplitScan:
     turned: images with an EXIF orientation.
     digests: names of the images by the hash of their file.
     palettes: the colours of the ids that occur, by the name of the label.
+    rgb: (3, 256) int64, pixels of each red, green and blue value; zeros unless asked for.
     """
 
     split: str
@@ -88,6 +92,7 @@ class SplitScan:
     digests: dict[bytes, list[str]] = field(default_factory=lambda: defaultdict(list))
     brightness: list[Brightness] = field(default_factory=list)
     palettes: dict[str, Palette] = field(default_factory=dict)
+    rgb: np.ndarray = field(default_factory=lambda: np.zeros((3, 256), np.int64))
 
     def __post_init__(self, num_classes: int) -> None:
         self.pixels, self.images, self.pixels_beside = np.zeros((3, num_classes), np.int64)
@@ -111,6 +116,13 @@ class SplitScan:
             self.digests[digest] += names
         self.brightness += pair.brightness
         self.palettes |= pair.palettes
+        self.rgb += pair.rgb
+
+
+def num_processes(num_pairs: int, jobs: int | None) -> int:
+    """At most `jobs` (None: one for each core that this process may use), and no idle ones."""
+    useful = -(-num_pairs // _PAIRS_PER_PROCESS)
+    return max(1, min(jobs or num_cores(), useful))
 
 
 def process_pool(jobs: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
@@ -124,16 +136,21 @@ def process_pool(jobs: int) -> AbstractContextManager[ProcessPoolExecutor | None
     )
 
 
-def scan_split(dataset: SegDataset, pool: ProcessPoolExecutor | None) -> SplitScan:
+def scan_split(
+    dataset: SegDataset, pool: ProcessPoolExecutor | None, *, count_rgb: bool = False
+) -> SplitScan:
     """Reads every pair of `dataset` in the processes of `pool`, or in this one if it is None.
 
     What is wrong with a pair is recorded, not raised.
+
+    count_rgb: also count `SplitScan.rgb`.
 
     Raises:
         ExecutionError: a process was killed.
     """
     total = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
-    work = partial(_scan_pair, classes=dataset.classes, label_format=dataset.label_format)
+    settings = {"classes": dataset.classes, "label_format": dataset.label_format}
+    work = partial(_scan_pair, **settings, count_rgb=count_rgb)
     try:
         scans = (
             map(work, dataset.pairs)
@@ -153,10 +170,10 @@ def scan_split(dataset: SegDataset, pool: ProcessPoolExecutor | None) -> SplitSc
     return total
 
 
-def _scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> SplitScan:
+def _scan_pair(pair: Pair, classes: ClassFile, label_format: str, count_rgb: bool) -> SplitScan:
     scan = SplitScan("", 1, classes.num_classes)
     try:
-        _scan_image(scan, pair)
+        _scan_image(scan, pair, count_rgb)
     except DataError as error:
         scan.bad_files.append(BadFile.of(pair.image, error))
     try:
@@ -166,7 +183,7 @@ def _scan_pair(pair: Pair, classes: ClassFile, label_format: str) -> SplitScan:
     return scan
 
 
-def _scan_image(scan: SplitScan, pair: Pair) -> None:
+def _scan_image(scan: SplitScan, pair: Pair, count_rgb: bool) -> None:
     data = decode.read_bytes(pair.image)
     scan.digests[hashlib.blake2b(data, digest_size=16).digest()] = [pair.name]
     image = decode.decode_image(data, pair.image)
@@ -175,6 +192,8 @@ def _scan_image(scan: SplitScan, pair: Pair) -> None:
     if header.orientation != 1:
         scan.turned = [pair.name]
     scan.brightness = [brightness(image, header.depth, pair.name)]
+    if count_rgb:
+        scan.rgb[:] = [np.bincount(image[..., c].ravel(), minlength=256) for c in range(3)]
 
 
 def _scan_label(scan: SplitScan, pair: Pair, classes: ClassFile, label_format: str) -> None:
