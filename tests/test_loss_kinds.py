@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from segtrain.config import Config, DataConfig, LossConfig, TrainConfig
+from segtrain.config import (
+    Config,
+    DataConfig,
+    LossConfig,
+    TrainConfig,
+    config_to_yaml,
+    parse_config,
+)
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.training.losses import LOSSES, LossOptions, SegLoss
@@ -340,6 +347,31 @@ def test_terms_that_weigh_pixels_decide_the_weight_of_a_pass():
     labels = torch.tensor([[[0, 1, IGNORE_INDEX]]])
     config = {"kind": "dice", "also": ({"kind": "focal", "class_weights": WEIGHTS},)}
     assert seg_loss(config).label_weight(labels) == 3.5
+
+
+@pytest.mark.parametrize("name", ["focal, 0.5, weighted", "smoothed, weighted", "relaxed"])
+def test_a_mean_over_pixels_is_exact_over_passes(name):
+    """The step weighs passes by `label_weight`, whatever the loss."""
+    config, formula = CASES[name]
+    logits, labels = scene()
+    loss, parts = seg_loss(config), []
+    for one, other in zip(logits.split([3, 2]), labels.split([3, 2]), strict=True):
+        parts.append((of_one_rank(config, one, other), loss.label_weight(other)))
+    mean = sum(value * weight for value, weight in parts) / loss.label_weight(labels)
+    torch.testing.assert_close(mean, formula(logits, labels), rtol=1e-12, atol=0)
+
+
+def test_a_sum_of_losses_survives_checkpoint_and_run_directory():
+    """As JSON in a checkpoint, as YAML in config.yaml; an old checkpoint knows none of the keys."""
+    loss = LossConfig.model_validate(CASES["four terms"][0])
+    config = Config(data=DataConfig(layout="folders", root="x", classes="x"), loss=loss)
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert parse_config(config_to_yaml(config), source="config.yaml") == config
+    old = (
+        '{"kind": "ohem", "aux_weight": 0.4, "class_weights": [1.0, 2.0], "ohem_threshold": 0.7, '
+        '"ohem_min_kept": 100000}'
+    )
+    assert LossConfig.model_validate_json(old) == LossConfig(kind="ohem", class_weights=(1.0, 2.0))
 
 
 REFUSED = [

@@ -90,7 +90,9 @@ class _Loss(Section):
 class LossTerm(_Loss):
     """A further loss that is added to the first."""
 
-    kind: LossKind = option(..., "as loss.kind; the other keys too are those of the loss section")
+    kind: LossKind = option(
+        ..., "the loss to add, as loss.kind; the other keys too are those of the loss section"
+    )
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()

@@ -125,8 +125,8 @@ def _growth(errors: Tensor, truth: Tensor, valid: Tensor) -> Tensor:
     right = truth.gather(1, order)
     others = valid.expand_as(truth).gather(1, order) & ~right
     # Integers: sums of floating-point numbers are exact for few pixels only.
-    wrong_before = right.cumsum(1)  # t, at the others
-    others_before = others.cumsum(1) - others.long()  # f
+    wrong_before = right.cumsum(1, dtype=torch.int32)  # t, at the others
+    others_before = others.cumsum(1, dtype=torch.int32) - others.int()  # f
     total = truth.sum(1, keepdim=True)  # T
     union = (total + others_before).double()
     grows = torch.where(right, 1 / union, (total - wrong_before) / (union * (union + 1)))
