@@ -249,3 +249,45 @@ def test_feature_sizes_are_the_input_divided_rounded_up(name, stem, output_strid
 def test_parameter_counts(name, count):
     backbone = on_meta(lambda: build_backbone(ModelConfig(backbone=name)))
     assert sum(p.numel() for p in backbone.parameters()) == count
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("stem", ["7x7", "64-64-128"])
+def test_residual_blocks_start_at_zero_as_torchvisions(name, stem):
+    from torchvision.models import get_model
+
+    with torch.device("meta"):
+        keys = get_model(name, zero_init_residual=True).state_dict().keys()
+    last = "bn3.weight" if name == "resnet50" else "bn2.weight"
+    wanted = {key for key in keys if key.startswith("layer") and key.endswith(last)}
+    torch.manual_seed(0)
+    config = ModelConfig(backbone=name, stem=stem, zero_init_residual=True)
+    backbone = build_backbone(config)
+    state = backbone.state_dict()
+    zero = {key for key, value in state.items() if key.endswith("weight") and not value.any()}
+    assert zero == wanted
+    torch.manual_seed(0)
+    other = build_backbone(config.model_copy(update={"zero_init_residual": False})).state_dict()
+    assert {key for key in state if not torch.equal(state[key], other[key])} == wanted
+
+
+def test_torchvision_zeroes_the_same_norms():
+    from torchvision.models import resnet18
+
+    theirs = resnet18(zero_init_residual=True).state_dict()
+    mine = build_backbone(ModelConfig(backbone="resnet18", zero_init_residual=True)).state_dict()
+    zero = {key for key, value in theirs.items() if key.endswith("bn2.weight") and not value.any()}
+    assert zero == {k for k, v in mine.items() if k.endswith("weight") and not v.any()}
+    assert len(zero) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"backbone": "mobilenet_v2"}, "backbone mobilenet_v2"),
+        ({"pretrained": "DEFAULT"}, "pretrained, whose weights replace it"),
+    ],
+)
+def test_residuals_that_cannot_start_at_zero_are_refused(options, reason):
+    with pytest.raises(ValueError, match=f"zero_init_residual: has no effect with {reason}"):
+        ModelConfig(zero_init_residual=True, **options)

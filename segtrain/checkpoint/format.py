@@ -38,9 +38,10 @@ class Checkpoint(NamedTuple):
     scaler: dict[str, Any] | None
     best: dict[str, Any] | None  # "step" (int) and "mean_iou" (float) of the best evaluation
     evaluated: int = 0  # the step of the newest evaluation; 0: none
-    # Older versions did not write these two.
+    # Older versions did not write these.
     data: str | None = None  # the DataFingerprint as JSON
     shares: dict[str, Any] | None = None  # what train.shares needs, see `training_state`
+    start: dict[str, Any] | None = None  # the starting weights that updates need, see there
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
@@ -145,7 +146,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("config", "classes"), (str,)),
     "data": (str, type(None)),
     "model": _STATE,
-    **dict.fromkeys(("average", "optimizer", "scaler", "best", "shares"), _OPTIONAL),
+    **dict.fromkeys(("average", "optimizer", "scaler", "best", "shares", "start"), _OPTIONAL),
 }
 
 
@@ -159,7 +160,7 @@ def _parse(content: Any) -> Checkpoint:
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
-    content = {"data": None, "shares": None} | content
+    content = {"data": None, "shares": None, "start": None} | content
     missing = [field for field in Checkpoint._fields if field not in content]
     if missing:
         raise _ForeignError(f"incomplete: {', '.join(missing)} missing")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from torch import nn
@@ -14,12 +14,24 @@ from segtrain.data.class_file import class_file_from_json
 from segtrain.errors import CheckpointError, ConfigError
 
 
+class Initial(NamedTuple):
+    """What `fill_initial` did."""
+
+    lines: list[str]  # for the log
+    random: list[str]  # the keys that stay random
+
+
 def load_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] = ()) -> list[str]:
+    """As `fill_initial`; returns its log lines."""
+    return fill_initial(model, spec, class_names).lines
+
+
+def fill_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] = ()) -> Initial:
     """Fills `model` with the weights of another run, the averaged ones if it has them.
 
     Classifier layers stay random if the number of classes differs; if the same classes come in
-    another order, their channels are reordered. Returns log lines. CheckpointError if any other
-    layer does not fit. `class_names` are the classes of `model` in order; (): not known.
+    another order, their channels are reordered. CheckpointError if any other layer does not fit.
+    `class_names` are the classes of `model` in order; (): not known.
     """
     file = resolve(spec)
     checkpoint = load(file)
@@ -32,13 +44,15 @@ def load_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] 
     except (ConfigError, ValidationError) as error:
         raise CheckpointError(f"{file}: damaged: its classes cannot be read") from error
     lines += _reorder_classes(weights, there, class_names)
+    random = []
     for key in sorted(weights.keys() & own.keys()):
         old, new = tuple(weights[key].shape), tuple(own[key].shape)
         if ".classifier." in key and old != new:
             lines.append(f"init       {key} stays random: {old} there, {new} here")
             weights[key] = own[key]
+            random.append(key)
     load_weights(model, weights, file)
-    return lines
+    return Initial(lines, random)
 
 
 def _reorder_classes(

@@ -1,5 +1,6 @@
 """Restoring weights, optimizer and loss scale, checked before training goes on."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
             raise CheckpointError(f"{path}: holds no average of the weights (train.ema_decay)")
         load_weights(state.average.model, checkpoint.average, path)
     restore_optimizer(state.optimizer, checkpoint.optimizer, path)
+    restore_start(state, checkpoint.start, path)
     # The run may not have used float16 before; a new scaler finds its scale within some steps.
     if state.scaler.is_enabled() and checkpoint.scaler:
         restore_scaler(state.scaler, checkpoint.scaler, path)
@@ -32,6 +34,73 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
     if isinstance(state.gradients, ExactGradientSum) and checkpoint.shares:
         restore_exponents(state.gradients, checkpoint.shares, path)
     state.step = checkpoint.step
+
+
+def start_fields(state: TrainState) -> dict[str, Any] | None:
+    """What a checkpoint keeps of the weights that training started from; None if it needs nothing.
+
+    loaded: the names of the weights that came from a file; None: all.
+    weights: the starting values of those that decay pulls toward them, by name.
+    held: bool masks of the weights that keep their value, by name.
+    hold: what of the config decided the masks.
+    """
+    start = state.start
+    if not start.is_needed:
+        return None
+    loaded = None if start.loaded is None else sorted(start.loaded)
+    fields = {"weights": dict(start.weights), "held": dict(start.held)}
+    return {"loaded": loaded, "hold": start.hold, **fields}
+
+
+def loaded_names(checkpoint: Checkpoint, path: Path) -> list[str] | None:
+    """The names of the weights that the run loaded at its start; None: all, or not told.
+
+    CheckpointError if they are damaged.
+    """
+    names = (checkpoint.start or {}).get("loaded")
+    if names is None or (type(names) is list and all(type(name) is str for name in names)):
+        return names
+    raise CheckpointError(f"{path}: damaged: the names of loaded weights cannot be read")
+
+
+def restore_start(state: TrainState, saved: dict[str, Any] | None, path: Path) -> None:
+    """Sets the weights that training started from; CheckpointError if other ones are needed."""
+    start = state.start
+    if not start.is_needed:
+        return
+    if saved is None:
+        raise CheckpointError(
+            f"{path}: does not hold the weights that the run started from, which new_weight_decay, "
+            "decay_toward, hold_zeros and hold_mask need: these cannot begin in the middle of a "
+            "run; start a new one with train.init_from"
+        )
+    weights, held = saved.get("weights"), saved.get("held")
+    parameters = dict(state.model.named_parameters())
+    damaged = f"{path}: damaged: the weights at the start of the run cannot be read"
+    for tensors, dtypes in (
+        (weights, {p.dtype for p in parameters.values()}),
+        (held, {torch.bool}),
+    ):
+        if not isinstance(tensors, dict):
+            raise CheckpointError(damaged)
+        for name, value in tensors.items():
+            fits = name in parameters and is_plain(value) and value.dtype in dtypes
+            if not fits or value.shape != parameters[name].shape:
+                raise CheckpointError(damaged)
+            if value.is_floating_point() and not torch.isfinite(value).all():
+                raise CheckpointError(damaged)
+    missing = [name for name in start.weights if name not in weights]
+    if missing or saved.get("hold") != start.hold:
+        what = f"decay_toward start for {missing[0]}" if missing else "other held weights"
+        raise CheckpointError(
+            f"{path}: was trained without {what}: this cannot begin in the middle of a run; start "
+            "a new one with train.init_from"
+        )
+    for name, value in start.weights.items():
+        value.copy_(weights[name])
+    if start.has_held:
+        start.held = {name: held[name].to(parameters[name].device) for name in held}
+        start.hold_from_now(state.model)
 
 
 def shares_fields(state: TrainState) -> dict[str, Any] | None:
@@ -59,12 +128,14 @@ def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any], path: 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], path: Path) -> None:
     """Loads the state of each weight; learning rates and other settings stay as configured.
 
-    CheckpointError if it is of another optimizer or other weights, or its numbers are damaged.
+    Weights go by their names; older checkpoints have none, and their order counts. CheckpointError
+    if it is of another optimizer or other weights, or its numbers are damaged.
     """
     # load_state_dict would bring back the settings of the old config.
     settings = [dict(group) for group in optimizer.param_groups]
     try:
-        optimizer.load_state_dict(saved)
+        velocities = _velocity_rates(saved)
+        optimizer.load_state_dict(_in_order(saved, optimizer))
         problem = _problem(optimizer)
     # A damaged dict has anything where torch expects a dict, a list or a tensor.
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -74,6 +145,40 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], p
         raise CheckpointError(f"{path}: {what}: {problem}")
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+        if "velocity_lr" in own:
+            group["velocity_lr"] = velocities.get(tuple(own["param_names"]))
+
+
+def _velocity_rates(saved: dict[str, Any]) -> dict[tuple[str, ...], float | None]:
+    """The learning rates of the newest step, which a velocity remembers, by the group's weights."""
+    rates = {}
+    for group in saved["param_groups"]:
+        rate = group.get("velocity_lr")
+        if rate is not None and not (type(rate) is float and 0 <= rate < math.inf):
+            raise ValueError("a group has an impossible velocity_lr")
+        rates[tuple(group.get("param_names", ()))] = rate
+    return rates
+
+
+def _in_order(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`saved` with its weights in the groups and the order of `optimizer`, if it has their names.
+
+    torch goes by the order alone: with other groups it would give a weight the momentum of another.
+    """
+    groups = optimizer.state_dict()["param_groups"]
+    own = [name for group in groups for name in group["param_names"]]
+    if any("param_names" not in group for group in saved["param_groups"]):
+        return saved
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
+    if names == own and len(groups) == len(saved["param_groups"]):
+        return saved
+    ids = [number for group in saved["param_groups"] for number in group["params"]]
+    states = {
+        name: saved["state"][i] for name, i in zip(names, ids, strict=True) if i in saved["state"]
+    }
+    numbers = [number for group in groups for number in group["params"]]
+    state = {i: states[name] for name, i in zip(own, numbers, strict=True) if name in states}
+    return {"state": state, "param_groups": groups}
 
 
 # Each value is above the first and below the second number: the scale is a float32, counters int32.

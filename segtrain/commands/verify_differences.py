@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.checkpoint.format import Checkpoint
+from segtrain.checkpoint.training_state import start_fields
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, unpack
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.engine import TrainState
@@ -63,6 +64,7 @@ def checkpoint_differences(checkpoint: Checkpoint, state: TrainState) -> list[st
         parts.append(("optimizer", saved, optimizer))
         exponents = (checkpoint.shares or {}).get("exponents")
         parts.append(("exponents", exponents or {}, state.gradients.exponents))
+        parts.append(("start", _start(checkpoint.start), _start(start_fields(state))))
         parts.append(("loss scale", checkpoint.scaler or {}, state.scaler.state_dict()))
     lines = []
     for what, before, now in parts:
@@ -70,6 +72,17 @@ def checkpoint_differences(checkpoint: Checkpoint, state: TrainState) -> list[st
         differing = [name for name in names if not _is_equal(before.get(name), now.get(name))]
         lines += _line(what, differing, len(names), "the first")
     return lines
+
+
+def _start(fields: dict[str, Any] | None) -> dict[str, Any]:
+    """The tensors of the field `start`, by name."""
+    kinds = ("weights", "held")
+    found = {kind: fields.get(kind) for kind in kinds} if isinstance(fields, dict) else {}
+    return {
+        f"{kind} of {printable(name, MAX_NAME)}": value
+        for kind, tensors in found.items()
+        for name, value in (tensors.items() if isinstance(tensors, dict) else ())
+    }
 
 
 def _moments(

@@ -11,6 +11,7 @@ from segtrain.config.foreign_keys import FOREIGN_KEYS
 from segtrain.config.messages import validate
 from segtrain.config.mistakes import KeyPath, Place, dotted, report
 from segtrain.config.options import SECTIONS, Config
+from segtrain.config.options.update import with_large_batch
 from segtrain.config.strict_yaml import Document, parse_value, plain_value, read_text, scan_yaml
 from segtrain.errors import ConfigError
 from segtrain.text import printable
@@ -58,6 +59,7 @@ def _checked(document: Document, overrides: Sequence[str]) -> Config:
         places = {p: place for p, place in places.items() if p[: len(path)] != path}
         for length in range(len(path), 0, -1):  # the sections too, where the file has none
             places.setdefault(path[:length], Place((1, i), f"--set {dotted(path)}"))
+    data = with_large_batch(data)
     checked = validate(Config, data, hints=FOREIGN_KEYS)
     if isinstance(checked, list):
         # A value that was refused is missing from the data, which is no second mistake.

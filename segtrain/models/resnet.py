@@ -55,6 +55,11 @@ class _ConvChain(nn.Module):
             self.add_module(f"bn{i}", norm(width))
             in_channels = width
 
+    @property
+    def last_norm(self) -> nn.Module:
+        """The norm after the last convolution."""
+        return getattr(self, f"bn{self._length}")
+
     def run_chain(self, x: Tensor) -> tuple[Tensor, nn.Module]:
         """The input of the last norm, and this norm."""
         x, norm = self.conv1(x), self.bn1
@@ -95,6 +100,8 @@ class ResNet(_ConvChain):
     `multi_grid` multiplies the dilations of the last stage, as in DeepLabV3 (arXiv:1706.05587,
     section 4.2.1) and detectron2; such a stage is not contracted. mmsegmentation reads the numbers
     as the dilations themselves. `recompute_norm`: see `segtrain.norm.norm_relu_conv`.
+    `zero_init_residual` is torchvision's: each block starts as its shortcut (arXiv:1706.02677,
+    section 5.1).
     """
 
     classifier_keys = ("fc.",)
@@ -117,6 +124,9 @@ class ResNet(_ConvChain):
                 blocks.append(_Block(channels, convs, **options))
                 channels = convs[-1].width
             self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
+        if model.zero_init_residual:
+            for block in (module for module in self.modules() if isinstance(module, _Block)):
+                nn.init.zeros_(block.last_norm.weight)
 
     def forward(self, images: Tensor) -> Features:
         """Features of normalized images (N, 3, H, W)."""

@@ -12,6 +12,7 @@ from segtrain.norm.kinds import (
     FrozenBatchNorm2d,
     NormFactory,
     describe_norm,
+    freeze_statistics,
     make_inference_norm,
     make_norm,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "SyncBatchNorm3d",
     "convert",
     "describe_norm",
+    "freeze_statistics",
     "make_groups",
     "make_inference_norm",
     "make_norm",

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import NormConfig
 from segtrain.norm.partial import PartialBatchNorm2d
@@ -74,6 +75,13 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
         return F.batch_norm(
             input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
         )
+
+
+def freeze_statistics(layer: _BatchNorm) -> FrozenBatchNorm2d:
+    """`layer` with constant statistics; parameters and buffers are the same tensors."""
+    frozen = FrozenBatchNorm2d(layer.num_features, eps=layer.eps, momentum=layer.momentum)
+    frozen._parameters, frozen._buffers = layer._parameters, layer._buffers
+    return frozen.train(layer.training)
 
 
 def _group_norm(num_groups: int, channels: int, *, eps: float) -> nn.GroupNorm:

@@ -13,6 +13,7 @@ from segtrain.distributed import virtual_ranks
 from segtrain.distributed.shares import Shares
 from segtrain.norm.functional import packed_moments, unbiased, unpacked_moments
 from segtrain.norm.kernels import local_moments
+from segtrain.norm.kinds import FrozenBatchNorm2d
 from segtrain.norm.partial import PartialBatchNorm2d
 
 T = TypeVar("T")
@@ -31,7 +32,8 @@ def precise_statistics(
     (Wu and Johnson, arXiv:2105.07576, section 3). Here the weights are fixed, batch norm normalizes
     by the batch as in training, and other layers are in evaluation mode. The moments of all batches
     of all ranks are pooled exactly, each value counts once, and the variance is unbiased. Every
-    layer is set, even if it was in evaluation mode; modes and `num_batches_tracked` do not change.
+    layer is set, even if it was in evaluation mode, but those with frozen statistics; modes and
+    `num_batches_tracked` do not change.
 
     Args:
         batches: this rank's; layers that share statistics need as many on every rank.
@@ -59,6 +61,7 @@ def precise_statistics_of_parts(
     shares: each batch has one part for each share of this rank; None: one part.
     """
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    norms = [layer for layer in norms if not isinstance(layer, FrozenBatchNorm2d)]
     layers = [layer for layer in norms if layer.running_mean is not None]
     if not layers:
         return 0

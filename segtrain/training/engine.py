@@ -1,7 +1,7 @@
 """The training step, and the loop of steps; the command logs, evaluates and saves."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,17 @@ from segtrain.training.arithmetic import fingerprint
 from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
-from segtrain.training.optim import WeightAverage, build_optimizer, learning_rate, set_learning_rate
+from segtrain.training.optim import (
+    Start,
+    WeightAverage,
+    build_optimizer,
+    freeze_layers,
+    learning_rate,
+    make_start,
+    momentum,
+    set_learning_rate,
+    set_momentum,
+)
 from segtrain.training.share_rules import refuse_layers, watch
 from segtrain.training.step_sync import StepSync
 from segtrain.training.wrap import share_weights, wrap
@@ -84,6 +94,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     average: WeightAverage | None
+    start: Start  # what updates need of the weights that training started from
     step: int = 0  # updates done
 
     @property
@@ -92,9 +103,24 @@ class TrainState:
         return self.model if self.average is None else self.average.model
 
 
-def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainState:
-    """The state before the first step, with `model` moved to `device` (collective)."""
+def make_state(
+    model: nn.Module,
+    config: Config,
+    device: torch.device,
+    *,
+    loaded: Collection[str] | None = None,
+    resumed: bool = False,
+) -> TrainState:
+    """The state before the first step, with `model` moved to `device` (collective).
+
+    loaded: the names of the weights that come from a file; None: all. The others are new layers.
+    resumed: a checkpoint is going to be restored, with what depends on the weights at the start.
+
+    Raises:
+        ConfigError: train.layers or train.hold_mask do not fit the model.
+    """
     train = config.train
+    freeze_layers(model, train, None if resumed else loaded)
     # Also where channels_last is off: the loader's images have that layout, and convolutions would
     # follow it.
     layout = torch.channels_last if train.channels_last else torch.contiguous_format
@@ -102,6 +128,7 @@ def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainS
     if train.channels_last:
         model.to(memory_format=layout)
     share_weights(model)
+    start = make_start(model, train, loaded, resumed=resumed)
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
     sizes = {"passes": train.accumulate_steps, "batch_size": train.batch_size}
     criterion = SegLoss(config.loss, device, **sizes)
@@ -133,9 +160,10 @@ def make_state(model: nn.Module, config: Config, device: torch.device) -> TrainS
         arithmetic=digits,
         replicas=replicas,
         gradients=gradients,
-        optimizer=build_optimizer(model, train),
+        optimizer=build_optimizer(model, train, start=start, loaded=loaded),
         scaler=scaler,
         average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
+        start=start,
     )
 
 
@@ -183,6 +211,7 @@ def train_steps(
 
         digest = state.gradients.digest()
         lr = learning_rate(train, state.step)
+        set_momentum(state.optimizer, momentum(train, state.step))
         grad_norm = _update(state, lr, train.clip_grad_norm)
         step_sync.record(state.step, grad_norm, [name for batch in passes for name in batch.names])
         yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s, digest)
@@ -258,6 +287,7 @@ def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tenso
     """Moves the weights by the gradients, which it frees; returns the gradients' norm ()."""
     set_learning_rate(state.optimizer, lr)
     state.scaler.unscale_(state.optimizer)
+    state.start.hold_gradients()
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if clip_grad_norm is not None:

@@ -194,7 +194,10 @@ def _lr_words(config: Config) -> str:
     words = f"{learning_rate(train, 0):.3g}"
     if train.warmup_steps:
         words += f" -> {learning_rate(train, train.warmup_steps):.3g} at step {train.warmup_steps}"
-    words += f" -> {learning_rate(train, train.steps - 1):.3g} at the end, {train.optimizer}"
+    if train.schedule == "one_cycle":
+        words += f" -> {lr:.3g} after {train.cycle_rise:.0%} of the steps"
+    words += f" -> {learning_rate(train, train.steps - 1):.3g} at the end, {train.schedule}"
+    words += f", {train.optimizer}"
     if train.head_lr_mult != 1:
         words += f", heads x {train.head_lr_mult:g}"
     if train.lr_batch_size is not None:

@@ -2,7 +2,7 @@
 
 from segtrain.checkpoint.experiment import experiment_fields
 from segtrain.checkpoint.format import Checkpoint
-from segtrain.checkpoint.training_state import shares_fields
+from segtrain.checkpoint.training_state import shares_fields, start_fields
 from segtrain.commands.train.setup import DATA_PATIENCE_S, Run
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
@@ -64,4 +64,5 @@ def checkpoint_of(run: Run) -> Checkpoint:
         evaluated=run.evaluated,
         data=run.data.fingerprint(),
         shares=shares_fields(state),
+        start=start_fields(state),
     )

@@ -9,9 +9,9 @@ import torch
 from segtrain import seed
 from segtrain.checkpoint.experiment import parse_experiment
 from segtrain.checkpoint.format import Checkpoint
-from segtrain.checkpoint.initial import load_initial
+from segtrain.checkpoint.initial import fill_initial
 from segtrain.checkpoint.same_data import Resumed
-from segtrain.checkpoint.training_state import restore
+from segtrain.checkpoint.training_state import loaded_names, restore
 from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import Config
 from segtrain.data import open_dataset
@@ -80,11 +80,31 @@ def build_state(
     model = build_model(config.model, num_classes=classes.num_classes, norm=make_norm(config.norm))
     # A checkpoint brings all weights; fetching others first would only cost time.
     if resumed is None:
-        notes += _load_initial(model, config, classes.names)
-    state = make_state(model, config, device)
+        lines, loaded = _load_initial(model, config, classes.names)
+        notes += lines
+    else:
+        loaded = loaded_names(*resumed)
+    # One answer for all: a machine with another file would decay other weights.
+    loaded = dist.broadcast_object(loaded)
+    state = make_state(model, config, device, loaded=loaded, resumed=resumed is not None)
     if resumed is not None:
         restore(state, *resumed)
+    notes += _layer_lines(state)
     return state
+
+
+def _layer_lines(state: TrainState) -> list[str]:
+    """Log lines about what is not trained."""
+    lines = []
+    parameters = list(state.model.parameters())
+    frozen = [p.numel() for p in parameters if not p.requires_grad]
+    if frozen:
+        lines.append(f"frozen     {sum(frozen)} weights in {len(frozen)} tensors (train.layers)")
+    masks = list(state.start.held.values())
+    if masks:
+        held = sum(int(mask.sum()) for mask in masks)
+        lines.append(f"held       {held} weights in {len(masks)} tensors keep their value")
+    return lines
 
 
 def unequal_ranks(state: TrainState) -> list[str]:
@@ -109,19 +129,28 @@ def computes_otherwise(state: TrainState, checkpoint: Checkpoint) -> bool:
     return bool(saved) and saved.get("arithmetic") != mine
 
 
-def _load_initial(model: SegModel, config: Config, class_names: Sequence[str]) -> list[str]:
-    """Fills the model or its backbone, as the config asks; returns notes (collective)."""
+def _load_initial(
+    model: SegModel, config: Config, class_names: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Fills the model or its backbone, as the config asks (collective).
+
+    Returns notes, and the names of the weights that were loaded.
+    """
+    names = [name for name, _ in model.named_parameters()]
     if config.train.init_from is not None:
-        return load_initial(model, config.train.init_from, class_names)
+        initial = fill_initial(model, config.train.init_from, class_names)
+        return initial.lines, [name for name in names if name not in initial.random]
     if config.model.pretrained is None:
-        return []
+        return [], []
     # The first rank of each machine downloads the file, then the others find it.
     if dist.local_rank() != 0:
         dist.barrier()
     report = load_backbone(model.backbone, config.model.pretrained, progress=dist.is_main())
     if dist.local_rank() == 0:
         dist.barrier()
-    return report.lines() + _other_normalization(config)
+    random = {f"backbone.{key}" for key in report.random}
+    loaded = [name for name in names if name.startswith("backbone.") and name not in random]
+    return report.lines() + _other_normalization(config), loaded
 
 
 def _other_normalization(config: Config) -> list[str]:

@@ -10,6 +10,7 @@ from segtrain.config.options.loss import LossConfig, LossTerm, takes_class_weigh
 from segtrain.config.options.model import ModelConfig, NormConfig
 from segtrain.config.options.run import CheckpointConfig, EvalConfig, LogConfig
 from segtrain.config.options.train import TrainConfig
+from segtrain.config.options.update import LayerRule
 
 __all__ = [
     "SECTIONS",
@@ -19,6 +20,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "ExtraTransform",
+    "LayerRule",
     "LogConfig",
     "LossConfig",
     "LossTerm",

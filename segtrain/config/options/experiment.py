@@ -34,6 +34,7 @@ class Config(Section):
 
     def _mistakes(self) -> Iterator[str]:
         norm, train = self.norm, self.train
+        yield from self._start_mistakes()
         if norm.is_batch_norm and train.batch_size // train.accumulate_steps == 1:
             yield (
                 "train.batch_size: a pass of one image has one value a channel after global "
@@ -67,6 +68,34 @@ class Config(Section):
                 "norm.kind: frozen statistics come with the weights that training starts from; "
                 "name a run or checkpoint in train.init_from"
             )
+
+    def _start_mistakes(self) -> Iterator[str]:
+        """Options that are about the weights that training starts from."""
+        model, train = self.model, self.train
+        zero_init = model.zero_init_residual
+        if zero_init and train.init_from is not None:
+            yield (
+                "model.zero_init_residual: has no effect with train.init_from, whose weights "
+                "replace it; remove it"
+            )
+        if model.pretrained is not None or train.init_from is not None:
+            return
+        if train.large_batch and model.backbone.startswith("resnet") and not zero_init:
+            yield (
+                "model.zero_init_residual: false contradicts train.large_batch; remove one of them"
+            )
+        rules = train.layers
+        needs = {
+            "decay_toward": any(x.decay_toward == "start" for x in (train, *rules)),
+            "new_weight_decay": train.new_weight_decay is not None,
+            "layers": any(rule.freeze or rule.hold_zeros for rule in rules),
+        }
+        for key, needed in needs.items():
+            if needed:
+                yield (
+                    f"train.{key}: is about weights that are loaded, and all start from random "
+                    "numbers here; name some in model.pretrained or train.init_from"
+                )
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -55,6 +55,11 @@ class ModelConfig(Section):
         "the first block of a dilated stage keeps the dilation of the stage before it "
         "(torchvision, mmsegmentation); false: all blocks of a stage alike (semseg)",
     )
+    zero_init_residual: bool = option(
+        False,
+        "ResNet: the last norm of each residual block starts with weight 0, so that blocks start "
+        "as identities (arXiv:1706.02677, section 5.1)",
+    )
     multi_grid: Positives | None = option(
         None, "dilation multipliers of the last stage's blocks, such as [1, 2, 4]"
     )
@@ -83,7 +88,8 @@ class ModelConfig(Section):
         resnet, deeplab = self.backbone.startswith("resnet"), self.arch.startswith("deeplab")
         backbone, arch = f"backbone {self.backbone}", f"arch {self.arch}"
         yield from self._no_effect(
-            ("stem multi_grid recompute_norm", resnet, backbone),
+            ("stem multi_grid recompute_norm zero_init_residual", resnet, backbone),
+            ("zero_init_residual", self.pretrained is None, "pretrained, whose weights replace it"),
             ("contract_dilation", self.output_stride < 32, "output_stride 32"),
             ("contract_dilation", not self.backbone.startswith("timm/"), backbone),
             ("ppm_bins", self.arch == "pspnet", arch),

@@ -12,9 +12,11 @@ from segtrain.config.options.section import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
+    Positives,
     Section,
     option,
 )
+from segtrain.config.options.update import LayerRule
 
 
 class TrainConfig(Section):
@@ -60,15 +62,80 @@ class TrainConfig(Section):
     head_lr_mult: PositiveFloat = option(1.0, "learning rate factor outside the backbone")
     momentum: FractionBelow1 = option(0.9, "SGD")
     nesterov: bool = option(False, "SGD: Nesterov's momentum")
+    momentum_correction: bool = option(
+        True,
+        "SGD: momentum adds up gradients and a new rate acts on all of them, which is the momentum "
+        "correction of arXiv:1706.02677, section 3; false: each keeps the rate of its step, as in "
+        "Caffe",
+    )
     betas: tuple[FractionBelow1, FractionBelow1] = option(
         (0.9, 0.999), "AdamW: decay of the averages of gradient and squared gradient"
     )
-    weight_decay: NonNegativeFloat = option(1e-4, "SGD: L2; AdamW: decoupled")
-    decay_norm_and_bias: bool = option(True, "false: no weight decay on batch norm and biases")
+    weight_decay: NonNegativeFloat = option(
+        1e-4,
+        "SGD: L2, decay * weight joins the gradient; AdamW: decoupled, lr * decay * weight is "
+        "taken away",
+    )
+    decoupled_decay: bool = option(
+        False,
+        "decay * lr / (lr after warmup) * weight is taken away in each step, by SGD and AdamW "
+        "(arXiv:1711.05101; MosaicML's DecoupledSGDW and DecoupledAdamW)",
+    )
+    decay_norm_and_bias: bool = option(
+        True, "false: weight decay on convolution weights only, none on batch norm and biases"
+    )
+    decay_toward: Literal["zero", "start"] = option(
+        "zero",
+        "start: L2-SP, loaded weights decay toward the values that training starts from, others "
+        "toward 0 (arXiv:1802.01483)",
+    )
+    new_weight_decay: NonNegativeFloat | None = option(
+        None, "weight decay of layers that start from random numbers; null: weight_decay"
+    )
+    schedule: Literal["poly", "cosine", "step", "one_cycle"] = option(
+        "poly", "how the learning rate goes on after warmup, over the steps"
+    )
     poly_power: NonNegativeFloat = option(0.9, "lr * (1 - step / steps) ** power; 0: constant")
-    min_lr: NonNegativeFloat = option(0.0, "learning rate the schedule ends with")
+    min_lr: NonNegativeFloat = option(0.0, "learning rate that poly and cosine end with")
+    milestones: Positives | None = option(
+        None, "schedule step: the steps after which the rate is multiplied by milestone_factor"
+    )
+    milestone_factor: PositiveFloat = option(0.1, "schedule step: factor at each milestone")
+    cycle_rise: Annotated[float, Field(gt=0, lt=1)] = option(
+        0.3, "one_cycle: share of the steps in which the rate rises (torch: pct_start)"
+    )
+    cycle_start_div: PositiveFloat = option(
+        25.0, "one_cycle: begin with lr divided by this (torch: div_factor)"
+    )
+    cycle_end_div: PositiveFloat = option(
+        1e4, "one_cycle: end with the first rate divided by this (torch: final_div_factor)"
+    )
+    cycle_momentum: tuple[FractionBelow1, FractionBelow1] | None = option(
+        None,
+        "one_cycle: momentum (AdamW: first beta) at the highest rate and at both ends, such as "
+        "[0.85, 0.95]; null: constant",
+    )
     warmup_steps: NonNegative = option(0, "steps of linear warmup")
     warmup_start: Fraction = option(0.1, "share of the learning rate at the first step")
+    schedule_after_warmup: bool = option(
+        False,
+        "poly and cosine begin when warmup ends (mmsegmentation, torchvision); false: with the "
+        "first step (detectron2)",
+    )
+    large_batch: bool = option(
+        False,
+        "the rules for large batches of arXiv:1706.02677: sets lr_batch_size, warmup_steps, "
+        "warmup_start, decay_norm_and_bias, momentum_correction and model.zero_init_residual, "
+        "where you do not",
+    )
+    layers: tuple[LayerRule, ...] = option(
+        (), "rules for chosen weights: freeze, lr_mult, weight_decay, decay_toward, hold_zeros"
+    )
+    hold_mask: str | None = option(
+        None,
+        "a .safetensors file with a bool tensor for each of some weights; where true, the weight "
+        "keeps the value it starts with",
+    )
     clip_grad_norm: PositiveFloat | None = option(None, "largest norm of the gradient")
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = option(
         None, "keep an exponential moving average of the weights and evaluate it"
@@ -79,6 +146,9 @@ class TrainConfig(Section):
     )
 
     def _mistakes(self) -> Iterator[str]:
+        yield from self._update_mistakes()
+        if self.large_batch:
+            yield from self._large_batch_mistakes()
         batch, passes = self.batch_size, self.accumulate_steps
         if self.shares is not None:
             yield from self._share_mistakes(self.shares)
@@ -96,6 +166,66 @@ class TrainConfig(Section):
                 "other inside the model, and a compiled graph cannot; set virtual_ranks to 1 or "
                 "compile to false"
             )
+
+    def _update_mistakes(self) -> Iterator[str]:
+        sgd, optimizer = self.optimizer == "sgd", f"optimizer {self.optimizer}"
+        schedule = f"schedule {self.schedule}"
+        smooth, cycle = self.schedule in ("poly", "cosine"), self.schedule == "one_cycle"
+        cycle_keys = "cycle_rise cycle_start_div cycle_end_div cycle_momentum"
+        yield from self._no_effect(
+            ("poly_power", self.schedule == "poly", schedule),
+            ("min_lr schedule_after_warmup", smooth, schedule),
+            ("milestones milestone_factor", self.schedule == "step", schedule),
+            (cycle_keys, cycle, schedule),
+            ("warmup_steps", not cycle, f"{schedule}, which has a rise of its own"),
+            ("momentum_correction", sgd and self.momentum > 0, f"{optimizer} or momentum 0"),
+            ("schedule_after_warmup", self.warmup_steps > 0, "warmup_steps 0"),
+            ("decoupled_decay", self._decays, "weight_decay 0"),
+            ("decay_toward", self._decays, "weight_decay 0"),
+        )
+        marks = self.milestones
+        if self.schedule == "step" and marks is None:
+            yield "milestones: schedule step needs them, such as [60000, 75000]"
+        if marks is not None and (list(marks) != sorted(set(marks)) or marks[-1] >= self.steps):
+            yield (
+                f"milestones: {list(marks)} must rise and end before the last step, {self.steps}"
+            )
+        if cycle and self.cycle_rise * self.steps <= 1:
+            yield f"cycle_rise: {self.cycle_rise} of {self.steps} steps is not more than one step"
+        if self.cycle_momentum is not None:
+            low, high = self.cycle_momentum
+            if low > high:
+                yield f"cycle_momentum: the first number, {low}, is larger than {high}"
+            if sgd and self.nesterov and low == 0:
+                yield "cycle_momentum: nesterov needs momentum above 0"
+            if sgd and self.momentum == 0:
+                yield "cycle_momentum: needs a momentum above 0"
+
+    @property
+    def _decays(self) -> bool:
+        rates = [self.weight_decay, self.new_weight_decay, *(r.weight_decay for r in self.layers)]
+        return any(rates)
+
+    def _large_batch_mistakes(self) -> Iterator[str]:
+        """What contradicts the rules of arXiv:1706.02677."""
+        if self.optimizer != "sgd":
+            yield f"large_batch: its rules are for SGD, not for optimizer {self.optimizer}"
+        if self.lr_batch_size is None:
+            yield (
+                "lr_batch_size: large_batch scales lr with the batch; say which batch size your "
+                "lr is meant for"
+            )
+        if self.schedule == "one_cycle":
+            yield "schedule: one_cycle has a rise of its own, and large_batch warms up; choose one"
+        elif self.warmup_steps == 0:
+            yield "warmup_steps: 0 contradicts large_batch, which warms up; remove one of them"
+        if self.decay_norm_and_bias:
+            yield (
+                "decay_norm_and_bias: true contradicts large_batch, which spares them the decay; "
+                "remove one of them"
+            )
+        if not self.momentum_correction:
+            yield "momentum_correction: false contradicts large_batch; remove one of them"
 
     def _share_mistakes(self, shares: int) -> Iterator[str]:
         smallest_pass = self.batch_size // self.accumulate_steps

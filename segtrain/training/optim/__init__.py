@@ -1,0 +1,28 @@
+"""What moves the weights.
+
+schedule.py says how fast, layers.py what each weight is subject to (rate, decay, frozen or not),
+optimizer.py makes the optimizer, start.py keeps what an update needs of the weights that training
+started from, average.py averages weights.
+"""
+
+from segtrain.training.optim.average import WeightAverage
+from segtrain.training.optim.layers import freeze_layers, parameter_groups
+from segtrain.training.optim.optimizer import build_optimizer, set_learning_rate, set_momentum
+from segtrain.training.optim.schedule import base_lr, learning_rate, momentum, one_cycle, poly
+from segtrain.training.optim.start import Start, make_start
+
+__all__ = [
+    "Start",
+    "WeightAverage",
+    "base_lr",
+    "build_optimizer",
+    "freeze_layers",
+    "learning_rate",
+    "make_start",
+    "momentum",
+    "one_cycle",
+    "parameter_groups",
+    "poly",
+    "set_learning_rate",
+    "set_momentum",
+]

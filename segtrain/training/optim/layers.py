@@ -1,0 +1,154 @@
+"""What each weight is subject to: learning rate, decay, or nothing at all (frozen)."""
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from segtrain.config import LayerRule, TrainConfig
+from segtrain.errors import ConfigError
+from segtrain.norm import freeze_statistics
+from segtrain.text import MAX_NAME, printable
+
+_SHOWN = 5
+
+
+class Settings(NamedTuple):
+    """What an update does to a weight; weights with equal settings are one parameter group."""
+
+    in_backbone: bool
+    undecayed: bool  # a norm layer or a bias, where these are spared the decay
+    lr_mult: float
+    decay: float
+    toward_start: bool  # decay toward the weights that training started from (L2-SP), not toward 0
+
+
+def parameter_groups(
+    model: nn.Module, train: TrainConfig, loaded: Collection[str] | None = None
+) -> list[dict]:
+    """The trainable parameters in groups of equal settings, each with `lr_mult`.
+
+    Every parameter is in exactly one group, also one shared by two modules. `param_names` are the
+    names of a group's parameters in order. What torch's optimizer cannot do by its `weight_decay`
+    stands under `pull`, for `optimizer.build_optimizer`: a rate, and `toward_start`.
+
+    loaded: the names of the weights that come from a file; None: all. The others are new layers.
+    """
+    groups: dict[Settings, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_old = loaded is None or name in loaded
+            settings = _settings(name, parameter, train, is_old)
+            groups.setdefault(settings, []).append((name, parameter))
+    result = []
+    for settings, named in groups.items():
+        by_torch = not (settings.toward_start or train.decoupled_decay)
+        result.append(
+            {
+                "params": [parameter for _, parameter in named],
+                "param_names": [name for name, _ in named],
+                "lr_mult": settings.lr_mult,
+                "weight_decay": settings.decay if by_torch else 0.0,
+                "pull": 0.0 if by_torch else settings.decay,
+                "toward_start": settings.toward_start,
+            }
+        )
+    return result
+
+
+def _settings(name: str, parameter: nn.Parameter, train: TrainConfig, is_old: bool) -> Settings:
+    # Norm layers are recognized by their shape, whatever their class: a number a channel.
+    norm_or_bias = parameter.dim() <= 1 or name.split(".")[-1] == "bias"
+    in_backbone = name.startswith("backbone.")
+    lr_mult = 1.0 if in_backbone else train.head_lr_mult
+    decay = train.weight_decay
+    if not is_old and train.new_weight_decay is not None:
+        decay = train.new_weight_decay
+    toward = train.decay_toward if is_old else "zero"
+    # Of two rules that set the same, the later one counts.
+    for rule in train.layers:
+        if matches(rule, name):
+            lr_mult = lr_mult if rule.lr_mult is None else rule.lr_mult
+            decay = decay if rule.weight_decay is None else rule.weight_decay
+            toward = toward if rule.decay_toward is None else rule.decay_toward
+            if rule.decay_toward == "start" and not is_old:
+                raise ConfigError(
+                    f"train.layers: decay_toward start: {name} starts from random numbers; "
+                    "leave it out of names"
+                )
+    undecayed = norm_or_bias and not train.decay_norm_and_bias
+    decay = 0.0 if undecayed else decay
+    return Settings(in_backbone, undecayed, lr_mult, decay, toward == "start" and decay > 0)
+
+
+def matches(rule: LayerRule, name: str) -> bool:
+    """Whether `rule` is about the parameter `name`: a pattern fits it, or a module around it."""
+    patterns = (*rule.names, *(f"{pattern}.*" for pattern in rule.names))
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_layers(model: nn.Module, train: TrainConfig) -> None:
+    """Raises ConfigError if a pattern of train.layers fits no parameter of `model`."""
+    names = [name for name, _ in model.named_parameters()]
+    for number, rule in enumerate(train.layers):
+        for pattern in rule.names:
+            one = rule.model_copy(update={"names": (pattern,)})
+            if not any(matches(one, name) for name in names):
+                raise ConfigError(
+                    f"train.layers[{number}].names: {printable(pattern, MAX_NAME)} fits no weight "
+                    f"of the model{close_names(pattern, names)}"
+                )
+
+
+def close_names(wrong: str, names: Iterable[str]) -> str:
+    """`; did you mean ...?` with weights or modules of similar names; "" if there are none."""
+    names = list(names)
+    modules = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
+    choices = sorted({*names, *modules})
+    # Stars would count as letters.
+    similar = difflib.get_close_matches(wrong.replace("*", "").strip("."), choices, n=3)
+    return f"; did you mean {' or '.join(similar)}?" if similar else ""
+
+
+def freeze_layers(
+    model: nn.Module, train: TrainConfig, loaded: Collection[str] | None = None
+) -> None:
+    """Stops the training of what train.layers freezes, in place.
+
+    A batch norm with weight and bias frozen is constant altogether: it normalizes by its running
+    statistics, in training too, and they never change. Otherwise these would drift away from the
+    weights that stand still.
+
+    loaded: the names of the weights that come from a file; None: all.
+
+    Raises:
+        ConfigError: a pattern fits nothing, a frozen weight is random, or all weights are frozen.
+    """
+    check_layers(model, train)
+    frozen = set(_frozen_names(model, train))
+    random = sorted(frozen.difference(loaded)) if loaded is not None else []
+    if random:
+        more = f" and {len(random) - _SHOWN} more" if len(random) > _SHOWN else ""
+        raise ConfigError(
+            f"train.layers: freeze: {', '.join(random[:_SHOWN])}{more}: would stay at random "
+            "numbers, because neither model.pretrained nor train.init_from holds them"
+        )
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("train.layers: freeze: all weights are frozen; nothing is left to train")
+    for path, layer in list(model.named_modules()):
+        own = list(layer.parameters(recurse=False))
+        if isinstance(layer, _BatchNorm) and own and not any(p.requires_grad for p in own):
+            model.set_submodule(path, freeze_statistics(layer))
+
+
+def _frozen_names(model: nn.Module, train: TrainConfig) -> Iterator[str]:
+    for name, _ in model.named_parameters():
+        rules = [rule for rule in train.layers if rule.freeze is not None and matches(rule, name)]
+        if rules and rules[-1].freeze:
+            yield name

@@ -1,0 +1,117 @@
+"""The optimizer of the config: torch's, and what torch's does not do as hooks around its step.
+
+Hooks run with the step: where a float16 step overflows and is left out, they are left out too.
+"""
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from segtrain.config import TrainConfig
+from segtrain.training.optim.layers import parameter_groups
+from segtrain.training.optim.schedule import base_lr
+from segtrain.training.optim.start import Start
+
+
+def build_optimizer(
+    model: nn.Module,
+    train: TrainConfig,
+    *,
+    start: Start | None = None,
+    loaded: Collection[str] | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer of the config; `set_learning_rate` gives it a rate before every step.
+
+    start: what is held, and the weights that decay pulls toward with train.decay_toward.
+    loaded: as in `parameter_groups`.
+    """
+    groups, lr = parameter_groups(model, train, loaded), base_lr(train)
+    if train.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr, betas=train.betas)
+    else:
+        optimizer = torch.optim.SGD(groups, lr, momentum=train.momentum, nesterov=train.nesterov)
+    if any(group["pull"] for group in groups):
+        points = {} if start is None else start.points(model)
+        optimizer.register_step_pre_hook(partial(_pull, train, points))
+    if not train.momentum_correction:
+        for group in optimizer.param_groups:
+            group["velocity_lr"] = None
+        optimizer.register_step_pre_hook(_keep_velocity)
+    if start is not None and start.has_held:
+        optimizer.register_step_post_hook(lambda *_: start.hold_weights())
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets every group's rate to `lr` times its multiplier."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_mult"]
+
+
+def set_momentum(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Sets SGD's momentum, or AdamW's first beta."""
+    for group in optimizer.param_groups:
+        if "betas" in group:
+            group["betas"] = (value, group["betas"][1])
+        else:
+            group["momentum"] = value
+
+
+@torch.no_grad()
+def _pull(
+    train: TrainConfig,
+    points: dict[nn.Parameter, Tensor],
+    optimizer: torch.optim.Optimizer,
+    *_: Any,
+) -> None:
+    """The decay that torch's `weight_decay` cannot do; s is 0 or the starting weight.
+
+        SGD:                    gradient += decay * (w - s)            L2, L2-SP (arXiv:1802.01483)
+        AdamW:                  w -= decay * lr * (w - s)              arXiv:1711.05101
+        train.decoupled_decay:  w -= decay * lr / base_lr * (w - s)    arXiv:1711.05101, as composer
+
+    base_lr is the rate after warmup, so the last form follows the schedule and not the rate.
+    """
+    for group in optimizer.param_groups:
+        rate = group["pull"]
+        weights = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not rate or not weights:
+            continue
+        targets = [points[weight] for weight in weights] if group["toward_start"] else None
+        if train.optimizer == "sgd" and not train.decoupled_decay:
+            away = weights if targets is None else torch._foreach_sub(weights, targets)
+            torch._foreach_add_([weight.grad for weight in weights], away, alpha=rate)
+            continue
+        lr = group["lr"]
+        if train.decoupled_decay:
+            lr /= group["lr_mult"] * base_lr(train)
+        if targets is None:
+            torch._foreach_mul_(weights, 1 - rate * lr)
+        else:
+            torch._foreach_lerp_(weights, targets, rate * lr)
+
+
+@torch.no_grad()
+def _keep_velocity(optimizer: torch.optim.SGD, *_: Any) -> None:
+    """SGD without momentum correction, by what torch's buffer holds before its step.
+
+    Two forms of momentum are equal as long as the rate stands still (arXiv:1706.02677, section 3):
+
+        u = m u + g;     w -= lr u     (9): torch's; a new rate acts on all gradients in u
+        v = m v + lr g;  w -= v        (10): Caffe's, Keras'; each gradient keeps its own rate
+
+    Momentum correction, v = m (lr / lr before) v + lr g, makes (10) equal to (9). Here (10) is
+    meant without it: u = v / lr of each step, so u shrinks by lr before / lr.
+    """
+    for group in optimizer.param_groups:
+        before, group["velocity_lr"] = group["velocity_lr"], group["lr"]
+        if before is None or before == group["lr"]:
+            continue
+        # Not optimizer.state[p], which would make an entry for a weight without one.
+        states = [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+        buffers = [s["momentum_buffer"] for s in states if s.get("momentum_buffer") is not None]
+        if buffers:
+            torch._foreach_mul_(buffers, before / group["lr"])

@@ -1,0 +1,93 @@
+"""Learning rate and momentum of each step: pure functions of the config and the step."""
+
+import math
+from bisect import bisect_right
+
+from segtrain.config import TrainConfig
+
+
+def poly(step: int, total: int, power: float = 0.9) -> float:
+    """Fraction of the base learning rate at `step`, in [0, 1].
+
+    (1 - step / total) ** power, as in PSPNet (arXiv:1612.01105, section 5).
+
+    Raises:
+        ValueError: `step` outside [0, total].
+    """
+    if not 0 <= step <= total:
+        raise ValueError(f"step {step} is outside [0, {total}]")
+    return (1 - step / total) ** power
+
+
+def cosine(step: int, total: int) -> float:
+    """Fraction of the base learning rate at `step`, in [0, 1].
+
+    (1 + cos(pi * step / total)) / 2, as in arXiv:1608.03983, equation 5, without restarts.
+    """
+    return (1 + math.cos(math.pi * step / total)) / 2
+
+
+def one_cycle(
+    step: int, total: int, *, rise: float, start: float, peak: float, end: float
+) -> float:
+    """From `start` to `peak` in the first `rise` of the steps, then to `end`, along cosines.
+
+    The one-cycle policy (arXiv:1708.07120) in two phases, as torch's OneCycleLR with anneal "cos".
+    """
+    turn = rise * total - 1
+    if step <= turn:
+        done, a, b = step / turn, start, peak
+    else:
+        done, a, b = (step - turn) / (total - 1 - turn), peak, end
+    return b + (a - b) / 2 * (1 + math.cos(math.pi * done))
+
+
+def base_lr(train: TrainConfig) -> float:
+    """The backbone's learning rate after warmup, scaled with the batch size if the config says so.
+
+    Linear scaling as in arXiv:1706.02677, section 2.1.
+    """
+    scale = 1.0 if train.lr_batch_size is None else train.batch_size / train.lr_batch_size
+    return train.lr * scale
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """The backbone's learning rate of update `step`, 0 .. steps - 1.
+
+    Linear warmup from warmup_start times the rate (arXiv:1706.02677, section 2.2), multiplied with
+    the schedule, which begins at the first step or after the warmup. min_lr is what poly and cosine
+    end with.
+    """
+    decayed = _scheduled(train, step)
+    if step >= train.warmup_steps:
+        return decayed
+    done = step / train.warmup_steps
+    return decayed * (train.warmup_start + (1 - train.warmup_start) * done)
+
+
+def _scheduled(train: TrainConfig, step: int) -> float:
+    """The learning rate without warmup."""
+    lr = base_lr(train)
+    if train.schedule == "one_cycle":
+        start = lr / train.cycle_start_div
+        end = start / train.cycle_end_div
+        return one_cycle(step, train.steps, rise=train.cycle_rise, start=start, peak=lr, end=end)
+    if train.schedule == "step":
+        return lr * train.milestone_factor ** bisect_right(train.milestones or (), step)
+    begin = train.warmup_steps if train.schedule_after_warmup else 0
+    done, total = max(step - begin, 0), train.steps - begin
+    fraction = (
+        poly(done, total, train.poly_power) if train.schedule == "poly" else cosine(done, total)
+    )
+    return train.min_lr + (lr - train.min_lr) * fraction
+
+
+def momentum(train: TrainConfig, step: int) -> float:
+    """SGD's momentum, or AdamW's first beta, in update `step`.
+
+    With train.cycle_momentum it falls while the one-cycle rate rises, and the other way round.
+    """
+    if train.cycle_momentum is None:
+        return train.momentum if train.optimizer == "sgd" else train.betas[0]
+    low, high = train.cycle_momentum
+    return one_cycle(step, train.steps, rise=train.cycle_rise, start=high, peak=low, end=high)

@@ -1,0 +1,171 @@
+"""What updates need of the weights that training started from: a part of the checkpoint.
+
+Decay may pull toward them (L2-SP, arXiv:1802.01483), and chosen weights may be held at their value.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from segtrain.config import TrainConfig
+from segtrain.distributed import collectives as dist
+from segtrain.errors import ConfigError
+from segtrain.text import printable
+from segtrain.training.optim.layers import close_names, matches, parameter_groups
+
+
+@dataclass
+class Start:
+    """Tensors are on the device of the model, by the names of its parameters.
+
+    loaded: the names of the weights that came from a file; None: all.
+    weights: the values at the start of those that decay pulls toward them.
+    held: bool masks; where true, a weight keeps its value in every update.
+    hold: what of the config decided the masks; "" if it holds nothing.
+    needs_loaded: whether the decay of a weight depends on `loaded`.
+    """
+
+    loaded: frozenset[str] | None
+    weights: dict[str, Tensor]
+    held: dict[str, Tensor]
+    hold: str
+    needs_loaded: bool
+    _holding: list[tuple[nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether updates depend on anything here, so that a checkpoint must hold it."""
+        return self.needs_loaded or self.has_held
+
+    @property
+    def has_held(self) -> bool:
+        """Whether the config holds any weight."""
+        return self.hold != ""
+
+    def points(self, model: nn.Module) -> dict[nn.Parameter, Tensor]:
+        """The values that decay pulls toward; `restore` of a checkpoint fills the same tensors."""
+        parameters = dict(model.named_parameters())
+        return {parameters[name]: value for name, value in self.weights.items()}
+
+    def hold_from_now(self, model: nn.Module) -> None:
+        """Holds the values that the weights under the masks have now."""
+        parameters = dict(model.named_parameters())
+        self._holding = [
+            (parameters[name], mask, parameters[name].detach().clone())
+            for name, mask in self.held.items()
+        ]
+
+    @torch.no_grad()
+    def hold_gradients(self) -> None:
+        """Takes held weights out of the gradient: neither norm nor momentum count them."""
+        for parameter, mask, _ in self._holding:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(mask, 0)
+
+    @torch.no_grad()
+    def hold_weights(self) -> None:
+        """Puts held weights back after an update, whatever moved them."""
+        for parameter, mask, value in self._holding:
+            torch.where(mask, value, parameter, out=parameter)
+
+
+def make_start(
+    model: nn.Module, train: TrainConfig, loaded: Collection[str] | None, *, resumed: bool = False
+) -> Start:
+    """What `train` needs of the weights that `model` has now (collective).
+
+    The ranks must have equal weights already.
+
+    resumed: they come from a checkpoint, and so does what is held.
+
+    Raises:
+        ConfigError: a mask does not fit, or there is nothing to hold.
+    """
+    parameters = dict(model.named_parameters())
+    weights = {
+        name: parameters[name].detach().clone()
+        for group in parameter_groups(model, train, loaded)
+        if group["toward_start"]
+        for name in group["param_names"]
+    }
+    rules = [list(rule.names) for rule in train.layers if rule.hold_zeros]
+    hold = f"{rules} {train.hold_mask}" if rules or train.hold_mask else ""
+    toward = any(x.decay_toward == "start" for x in (train, *train.layers))
+    needs_loaded = toward or train.new_weight_decay is not None
+    names = None if loaded is None else frozenset(loaded)
+    start = Start(names, weights, {}, hold, needs_loaded)
+    if hold and not resumed:
+        start.held = _masks(model, train)
+        start.hold_from_now(model)
+    return start
+
+
+def _masks(model: nn.Module, train: TrainConfig) -> dict[str, Tensor]:
+    """Of each weight that is held somewhere, the mask; the same on all ranks (collective)."""
+    masks = {} if train.hold_mask is None else _read(Path(train.hold_mask), model)
+    for number, rule in enumerate(train.layers):
+        if not rule.hold_zeros:
+            continue
+        found = False
+        for name, parameter in model.named_parameters():
+            # Norm layers and biases may start at 0 without being pruned.
+            if parameter.dim() <= 1 or not (parameter.requires_grad and matches(rule, name)):
+                continue
+            zeros = parameter.detach() == 0
+            if zeros.any():
+                found = True
+                masks[name] = masks[name] | zeros if name in masks else zeros
+        if not found:
+            raise ConfigError(
+                f"train.layers[{number}].hold_zeros: no kernel under these names holds a 0 at the "
+                "start; name the pruned weights in model.pretrained or train.init_from"
+            )
+    return masks
+
+
+def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The masks in a .safetensors file, those of rank 0 on all ranks (collective)."""
+    where = f"train.hold_mask: {printable(str(path), 200)}"
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def check() -> list[str]:
+        masks = _load(path, where)
+        for name, mask in masks.items():
+            wanted = trainable.get(name)
+            if wanted is None:
+                hint = close_names(name, trainable)
+                raise ConfigError(
+                    f"{where}: the model trains no weight {printable(name, 60)}{hint}"
+                )
+            if mask.dtype != torch.bool or mask.shape != wanted.shape:
+                found = f"{mask.dtype} {tuple(mask.shape)}"
+                raise ConfigError(
+                    f"{where}: {name}: expected torch.bool {tuple(wanted.shape)}, found {found}"
+                )
+        if not any(mask.any() for mask in masks.values()):
+            raise ConfigError(f"{where}: holds nothing: all values are false")
+        return sorted(masks)
+
+    names = dist.run_on_rank0(check)
+    if dist.is_main():
+        loaded = _load(path, where)
+        bits = [loaded[name].to(torch.uint8) for name in names]
+    else:
+        bits = [torch.empty(trainable[name].shape, dtype=torch.uint8) for name in names]
+    bits = [b.to(trainable[name].device) for b, name in zip(bits, names, strict=True)]
+    dist.broadcast_from_rank0(bits)
+    return {name: mask.bool() for name, mask in zip(names, bits, strict=True)}
+
+
+def _load(path: Path, where: str) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ConfigError(f"{where}: no such file, or not a regular one")
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError, KeyError) as error:
+        raise ConfigError(f"{where}: cannot be read as safetensors: {error}") from None

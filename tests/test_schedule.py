@@ -1,0 +1,221 @@
+"""Learning rate and momentum at every step, against torch and formulas of other programs."""
+
+import math
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from segtrain.config import TrainConfig, parse_config
+from segtrain.errors import ConfigError
+from segtrain.training.optim import base_lr, learning_rate, momentum
+
+STEPS = 40
+DATA = "data: {layout: folders, root: x, classes: y}\n"
+
+
+def config(train, model="{}"):
+    return parse_config(f"{DATA}model: {model}\ntrain: {train}\n", source="c.yaml")
+
+
+def rates(train):
+    return [learning_rate(train, step) for step in range(train.steps)]
+
+
+def theirs(make, lr=0.3, steps=STEPS, **options):
+    """The rates that a scheduler of torch gives to SGD, and its momenta."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
+    scheduler = make(optimizer, **options)
+    found, momenta = [], []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        momenta.append(optimizer.param_groups[0]["momentum"])
+        optimizer.step()
+        scheduler.step()
+    return found, momenta
+
+
+def test_cosine_is_torchs():
+    train = TrainConfig(schedule="cosine", steps=STEPS, lr=0.3, min_lr=0.02)
+    wanted, _ = theirs(lr_scheduler.CosineAnnealingLR, T_max=STEPS, eta_min=0.02)
+    assert rates(train) == pytest.approx(wanted, rel=1e-9)
+    assert rates(train)[STEPS // 2] == pytest.approx((0.3 + 0.02) / 2)
+
+
+def test_steps_are_torchs():
+    train = TrainConfig(
+        schedule="step", steps=STEPS, lr=0.3, milestones=(7, 30), milestone_factor=0.2
+    )
+    wanted, _ = theirs(lr_scheduler.MultiStepLR, milestones=[7, 30], gamma=0.2)
+    assert rates(train) == pytest.approx(wanted, rel=1e-12)
+    assert len(set(rates(train))) == 3
+
+
+@pytest.mark.parametrize("rise", [0.3, 0.25, 0.05])
+@pytest.mark.parametrize("steps", [STEPS, 37])
+def test_one_cycle_is_torchs_with_its_momentum(rise, steps):
+    train = TrainConfig(
+        schedule="one_cycle",
+        steps=steps,
+        lr=0.3,
+        cycle_rise=rise,
+        cycle_start_div=10.0,
+        cycle_end_div=100.0,
+        cycle_momentum=(0.8, 0.95),
+    )
+    wanted, momenta = theirs(
+        lr_scheduler.OneCycleLR,
+        steps=steps,
+        max_lr=0.3,
+        total_steps=steps,
+        pct_start=rise,
+        div_factor=10.0,
+        final_div_factor=100.0,
+        base_momentum=0.8,
+        max_momentum=0.95,
+    )
+    assert rates(train) == pytest.approx(wanted, rel=1e-9)
+    assert rates(train)[-1] == pytest.approx(0.3 / 10 / 100)
+    mine = [momentum(train, step) for step in range(steps)]
+    assert mine == pytest.approx(momenta, rel=1e-9)
+
+
+def test_the_defaults_of_one_cycle_are_torchs():
+    train = TrainConfig(schedule="one_cycle", steps=STEPS, lr=0.3)
+    wanted, _ = theirs(
+        lr_scheduler.OneCycleLR,
+        max_lr=0.3,
+        total_steps=STEPS,
+        cycle_momentum=False,
+    )
+    assert rates(train) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_momentum_is_constant_without_a_cycle():
+    assert momentum(TrainConfig(momentum=0.7), 3) == 0.7
+    assert momentum(TrainConfig(optimizer="adamw", betas=(0.8, 0.99)), 3) == 0.8
+
+
+@pytest.mark.parametrize("schedule", ["poly", "cosine"])
+def test_a_schedule_after_warmup_is_torchs_sequence(schedule):
+    train = TrainConfig(
+        schedule=schedule,
+        steps=STEPS,
+        lr=0.3,
+        warmup_steps=8,
+        warmup_start=0.25,
+        schedule_after_warmup=True,
+    )
+
+    def sequence(optimizer):
+        total = STEPS - 8
+        after = (
+            lr_scheduler.PolynomialLR(optimizer, total, power=0.9)
+            if schedule == "poly"
+            else lr_scheduler.CosineAnnealingLR(optimizer, total)
+        )
+        first = lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=8)
+        return lr_scheduler.SequentialLR(optimizer, [first, after], milestones=[8])
+
+    wanted, _ = theirs(sequence)
+    assert rates(train) == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("step", [0, 500, 45_000, 89_999])
+def test_detectron2s_warmup_poly_is_the_default_schedule_with_warmup(step):
+    """projects/DeepLab/deeplab/lr_scheduler.py, WarmupPolyLR with the numbers of its configs."""
+    train = TrainConfig(steps=90_000, lr=0.01, warmup_steps=1000, warmup_start=0.001)
+    alpha = min(step / 1000, 1.0)
+    factor = 0.001 * (1 - alpha) + alpha
+    wanted = 0.01 * factor * math.pow(1.0 - step / 90_000, 0.9)
+    assert learning_rate(train, step) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("step", [0, 40_000, 79_999])
+def test_mmsegmentations_poly_ends_with_its_eta_min(step):
+    """configs/_base_/schedules/schedule_80k.py: PolyLR(eta_min=1e-4, power=0.9)."""
+    train = TrainConfig(steps=80_000, lr=0.01, min_lr=1e-4)
+    wanted = (0.01 - 1e-4) * (1 - step / 80_000) ** 0.9 + 1e-4
+    assert learning_rate(train, step) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_warmup_of_a_large_batch_begins_with_the_rate_of_the_small_one():
+    """arXiv:1706.02677, section 2.2: from eta to k eta in equal steps."""
+    train = config("{large_batch: true, batch_size: 64, steps: 90, poly_power: 0.0}").train
+    assert (train.lr_batch_size, train.warmup_steps) == (16, 5)
+    found = rates(train)[:7]
+    assert found == pytest.approx([0.01 + 0.03 * i / 5 for i in range(6)] + [0.04])
+    assert base_lr(train) == pytest.approx(0.04)
+
+
+def refused(**train):
+    with pytest.raises(ValueError, match=r".") as caught:
+        TrainConfig(**train)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"schedule": "step"}, "milestones: schedule step needs them"),
+        ({"milestones": (3,)}, "milestones: has no effect with schedule poly"),
+        ({"schedule": "step", "milestones": (5, 5)}, "must rise"),
+        ({"schedule": "step", "milestones": (40_000,)}, "before the last step, 40000"),
+        ({"schedule": "cosine", "poly_power": 2.0}, "poly_power: has no effect with schedule"),
+        ({"schedule": "one_cycle", "warmup_steps": 3}, "warmup_steps: has no effect with schedule"),
+        ({"schedule": "one_cycle", "min_lr": 1e-3}, "min_lr: has no effect"),
+        ({"schedule": "one_cycle", "steps": 3}, "cycle_rise: 0.3 of 3 steps is not more than one"),
+        ({"schedule": "one_cycle", "cycle_momentum": (0.9, 0.8)}, "is larger than 0.8"),
+        ({"cycle_rise": 0.2}, "cycle_rise: has no effect with schedule poly"),
+        ({"schedule_after_warmup": True}, "schedule_after_warmup: has no effect with warmup_steps"),
+    ],
+)
+def test_a_schedule_that_cannot_be_meant_is_refused(train, message):
+    assert message in refused(**train)
+
+
+def test_large_batch_sets_its_rules_where_the_file_says_nothing():
+    found = config("{large_batch: true, batch_size: 64, steps: 900}")
+    train = found.train
+    assert (train.lr_batch_size, train.warmup_steps, train.warmup_start) == (16, 50, 0.25)
+    assert not train.decay_norm_and_bias
+    assert train.momentum_correction
+    assert found.model.zero_init_residual
+
+
+def test_large_batch_keeps_what_the_file_says():
+    found = config(
+        "{large_batch: true, lr: 0.1, lr_batch_size: 256, batch_size: 512, warmup_steps: 7}",
+        "{backbone: mobilenet_v2}",
+    )
+    assert (found.train.lr_batch_size, found.train.warmup_steps) == (256, 7)
+    assert found.train.warmup_start == 0.5
+    assert not found.model.zero_init_residual  # there is no such option for MobileNets
+
+
+def test_large_batch_leaves_loaded_weights_alone():
+    assert not config("{large_batch: true}", "{pretrained: DEFAULT}").model.zero_init_residual
+    assert not config("{large_batch: true, init_from: runs/a}").model.zero_init_residual
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("optimizer: adamw", "train.large_batch: its rules are for SGD"),
+        ("lr: 0.1", "train.lr_batch_size: large_batch scales lr with the batch"),
+        ("lr_batch_size: null", "train.lr_batch_size: large_batch scales lr"),
+        ("warmup_steps: 0", "train.warmup_steps: 0 contradicts large_batch"),
+        ("decay_norm_and_bias: true", "train.decay_norm_and_bias: true contradicts large_batch"),
+        ("momentum_correction: false", "train.momentum_correction: false contradicts"),
+        ("schedule: one_cycle", "train.schedule: one_cycle has a rise of its own"),
+    ],
+)
+def test_what_contradicts_large_batch_is_refused(train, message):
+    with pytest.raises(ConfigError) as caught:
+        config(f"{{large_batch: true, {train}}}")
+    assert message in str(caught.value)
+
+
+def test_a_residual_that_does_not_start_at_zero_contradicts_large_batch():
+    with pytest.raises(ConfigError, match=r"zero_init_residual: false contradicts train\.large_b"):
+        config("{large_batch: true}", "{zero_init_residual: false}")
