@@ -34,8 +34,9 @@ class LayerRule(Section):
 
     def _mistakes(self) -> Iterator[str]:
         settings = [key for key in type(self).model_fields if key != "names"]
-        chosen = [key for key in settings if getattr(self, key) not in (None, False)]
-        if not chosen and self.freeze is None:
+        chosen = [key for key in settings if getattr(self, key) is not None]
+        chosen = [key for key in chosen if key != "hold_zeros" or self.hold_zeros]
+        if not chosen:
             yield f"names: nothing is said about these weights; set one of {', '.join(settings)}"
         if self.freeze:
             for key in chosen:

@@ -1,0 +1,287 @@
+"""Rules for chosen layers: rates, decay, frozen and held weights, by names."""
+
+import copy
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from segtrain.config import LayerRule, NormConfig, TrainConfig, parse_config
+from segtrain.errors import ConfigError
+from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d, precise_statistics
+from segtrain.training.optim import (
+    WeightAverage,
+    build_optimizer,
+    freeze_layers,
+    make_start,
+    parameter_groups,
+    set_learning_rate,
+)
+
+
+class TinyModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Conv2d(3, 3, 3), SyncBatchNorm2d(3)) for _ in range(2)]
+        self.backbone = nn.Sequential(*blocks)
+        self.head = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+def rules(*entries, **train):
+    return TrainConfig(layers=tuple(LayerRule(**entry) for entry in entries), **train)
+
+
+def found(model, train, key):
+    groups = parameter_groups(model, train)
+    return {name: group[key] for group in groups for name in group["param_names"]}
+
+
+def test_a_rule_is_for_weights_and_for_modules_and_stars_fit_anything():
+    train = rules(
+        {"names": ("backbone.0",), "lr_mult": 0.1},
+        {"names": ("*.bias", "head.weight"), "lr_mult": 3.0},
+        {"names": ("backbone.1.?.weight",), "weight_decay": 0.5},
+    )
+    rates = found(TinyModel(), train, "lr_mult")
+    assert {n for n, x in rates.items() if x == 0.1} == {
+        "backbone.0.0.weight",
+        "backbone.0.1.weight",
+    }
+    assert {n for n, x in rates.items() if x == 3.0} >= {"head.weight", "head.bias"}
+    assert rates["backbone.0.0.bias"] == 3.0  # of two rules the later one
+    decays = found(TinyModel(), train, "weight_decay")
+    assert {n for n, x in decays.items() if x == 0.5} == {
+        "backbone.1.0.weight",
+        "backbone.1.1.weight",
+    }
+
+
+def test_rules_do_not_part_weights_or_lose_any():
+    model = TinyModel()
+    train = rules({"names": ("*",), "lr_mult": 0.5}, {"names": ("*.0",), "weight_decay": 0.0})
+    names = [name for group in parameter_groups(model, train) for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("backbone.2", "; did you mean backbone.1 or backbone.0 or backbone?"),
+        ("haed", "; did you mean head?"),
+        ("backbone.*.wieght", "weight"),
+        ("xyz", "of the model"),
+    ],
+)
+def test_a_pattern_that_fits_nothing_is_refused_with_close_names(pattern, hint):
+    train = rules({"names": ("head",), "lr_mult": 2.0}, {"names": (pattern,), "freeze": True})
+    with pytest.raises(
+        ConfigError, match=r"train\.layers\[1\]\.names: .* fits no weight"
+    ) as caught:
+        freeze_layers(TinyModel(), train)
+    assert hint in str(caught.value)
+
+
+def test_frozen_weights_and_the_statistics_of_their_norms_stay():
+    """Also through training mode, momentum, decay, averaging and precise statistics."""
+    train = rules({"names": ("backbone.0",), "freeze": True})
+    model = TinyModel()
+    freeze_layers(model, train)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert frozen == [name for name, _ in model.named_parameters() if name.startswith("backbone.0")]
+    before = copy.deepcopy(model.state_dict())
+    optimizer, average = build_optimizer(model, train), WeightAverage(model, 0.9)
+    model.train()
+    for step in range(3):
+        model(torch.randn(4, 3, 9, 9)).square().mean().backward()
+        optimizer.step()
+        average.update(model, step + 1)
+    precise_statistics(model, [torch.randn(4, 3, 9, 9)])
+    assert isinstance(model.backbone[0][1], FrozenBatchNorm2d)
+    for state in (model.state_dict(), average.model.state_dict()):
+        for name, value in state.items():
+            assert torch.equal(value, before[name]) == name.startswith("backbone.0"), name
+    assert model.backbone[1][1].num_batches_tracked == 3
+
+
+def test_a_frozen_norm_normalizes_by_its_running_statistics_in_training():
+    """As torch's layer in evaluation mode."""
+    model = TinyModel()
+    with torch.no_grad():
+        model.backbone[0][1].running_mean.normal_()
+        model.backbone[0][1].running_var.uniform_(0.5, 2)
+    wanted = copy.deepcopy(model.backbone[0]).eval()
+    freeze_layers(model, rules({"names": ("backbone.0",), "freeze": True}))
+    x = torch.randn(2, 3, 9, 9)
+    assert torch.equal(model.train().backbone[0](x), wanted(x))
+
+
+def test_a_norm_with_one_trained_weight_keeps_tracking():
+    model = TinyModel()
+    freeze_layers(model, rules({"names": ("*.bias",), "freeze": True}))
+    assert type(model.backbone[0][1]) is SyncBatchNorm2d
+
+
+def test_a_later_rule_thaws():
+    model = TinyModel()
+    train = rules(
+        {"names": ("backbone",), "freeze": True}, {"names": ("*.1.*.bias",), "freeze": False}
+    )
+    freeze_layers(model, train)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"backbone.1.0.bias", "backbone.1.1.bias", "head.weight", "head.bias"}
+
+
+def test_random_weights_cannot_be_frozen():
+    loaded = [name for name, _ in TinyModel().named_parameters() if name.startswith("backbone")]
+    with pytest.raises(ConfigError, match=r"head\.bias, head\.weight: would stay at random"):
+        freeze_layers(TinyModel(), rules({"names": ("head",), "freeze": True}), loaded)
+
+
+def test_not_all_weights_can_be_frozen():
+    with pytest.raises(ConfigError, match="nothing is left to train"):
+        freeze_layers(TinyModel(), rules({"names": ("*",), "freeze": True}))
+
+
+OPTIMIZERS = [
+    {"lr": 0.1, "weight_decay": 0.1},
+    {"lr": 0.1, "weight_decay": 0.1, "nesterov": True, "decoupled_decay": True},
+    {"lr": 0.1, "weight_decay": 0.1, "optimizer": "adamw"},
+    {"lr": 0.1, "weight_decay": 0.1, "decay_toward": "start"},
+]
+
+
+def train_pruned(train, prune, steps=4):
+    """A model after some steps, before them, and its average; `prune` is called at the start."""
+    model = TinyModel()
+    prune(model)
+    before = copy.deepcopy(model)
+    freeze_layers(model, train)
+    start = make_start(model, train, None)
+    optimizer, average = build_optimizer(model, train, start=start), WeightAverage(model, 0.9)
+    for step in range(steps):
+        model(torch.randn(4, 3, 9, 9)).square().mean().backward()
+        start.hold_gradients()
+        set_learning_rate(optimizer, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update(model, step + 1)
+    return model, before, average.model, optimizer
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+def test_pruned_kernels_stay_zero_and_the_others_move(options):
+    def prune(model):
+        with torch.no_grad():
+            model.backbone[0][0].weight[1] = 0
+            model.head.weight[0, 1] = 0
+
+    train = rules({"names": ("backbone", "head"), "hold_zeros": True}, **options)
+    model, before, average, optimizer = train_pruned(train, prune)
+    for name, weight in model.named_parameters():
+        was = before.get_parameter(name)
+        held = (was == 0) & (was.dim() > 1)
+        for now in (weight, average.get_parameter(name)):
+            assert torch.equal(now == 0, held), name  # biases that start at 0 move too
+        state = optimizer.state[weight]
+        for key in {"momentum_buffer", "exp_avg"} & state.keys():
+            assert (state[key][held] == 0).all(), name
+    assert (before.backbone[0][0].weight == 0).sum() == 27
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+def test_a_mask_holds_weights_at_their_value(options, tmp_path):
+    masks = {
+        "head.bias": torch.tensor([True, False]),
+        "backbone.1.0.weight": torch.rand(3, 3, 3, 3) < 0.5,
+        "backbone.1.1.weight": torch.tensor([False, False, True]),
+    }
+    safetensors.torch.save_file(masks, tmp_path / "held.safetensors")
+    train = TrainConfig(hold_mask=str(tmp_path / "held.safetensors"), **options)
+    model, before, average, _ = train_pruned(train, lambda _: None)
+    for name, held in masks.items():
+        for one in (model, average):
+            still = one.get_parameter(name) == before.get_parameter(name)
+            assert torch.equal(still, held), name
+
+
+def test_held_weights_do_not_count_in_the_norm_of_the_gradient():
+    model = TinyModel()
+    with torch.no_grad():
+        model.head.weight[0] = 0
+    start = make_start(model, rules({"names": ("head",), "hold_zeros": True}), None)
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    start.hold_gradients()
+    assert model.head.weight.grad.tolist() == [[[[0.0]]] * 3, [[[1.0]]] * 3]
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        (
+            {"head.wieght": torch.ones(2, 3, 1, 1).bool()},
+            "no weight head.wieght; did you",
+        ),
+        ({"head.bias": torch.ones(3).bool()}, "expected torch.bool (2,), found torch.bool (3,)"),
+        ({"head.bias": torch.ones(2)}, "expected torch.bool (2,), found torch.float32 (2,)"),
+        ({"head.bias": torch.zeros(2).bool()}, "holds nothing"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(masks, message, tmp_path):
+    safetensors.torch.save_file(masks, tmp_path / "held.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        make_start(TinyModel(), TrainConfig(hold_mask=str(tmp_path / "held.safetensors")), None)
+    assert message in str(caught.value)
+
+
+def test_a_missing_or_damaged_mask_is_refused(tmp_path):
+    path = tmp_path / "held.safetensors"
+    with pytest.raises(ConfigError, match="no such file"):
+        make_start(TinyModel(), TrainConfig(hold_mask=str(path)), None)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="cannot be read as safetensors"):
+        make_start(TinyModel(), TrainConfig(hold_mask=str(path)), None)
+
+
+def test_where_nothing_is_pruned_there_is_nothing_to_hold():
+    with pytest.raises(ConfigError, match=r"train\.layers\[0\]\.hold_zeros: no kernel"):
+        make_start(TinyModel(), rules({"names": ("head",), "hold_zeros": True}), None)
+
+
+DATA = "data: {layout: folders, root: x, classes: y}\n"
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("layers: [{names: [head]}]", "nothing is said about these weights; set one of freeze"),
+        ("layers: [{names: [], freeze: true}]", "train.layers[0].names"),
+        ("layers: [{names: [a], freeze: true, lr_mult: 2.0}]", "lr_mult: has no effect on frozen"),
+        (
+            "layers: [{names: [a], freeze: true}]",
+            "name some in model.pretrained",
+        ),
+        ("decay_toward: start", "train.decay_toward: is about weights that are loaded"),
+        ("new_weight_decay: 0.1", "train.new_weight_decay: is about weights that are loaded"),
+        ("layers: [{names: [a], lr_mutl: 2.0}]", "unknown key"),
+    ],
+)
+def test_a_rule_that_cannot_be_meant_is_refused(train, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(f"{DATA}train: {{{train}}}\n", source="c.yaml")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("c.yaml:2: train.")
+
+
+def test_rules_are_printed_and_read_back():
+    from segtrain.config import config_to_yaml
+
+    text = "{layers: [{names: ['*.bn1', head], lr_mult: 2.0}, {names: [head], hold_zeros: true}]}"
+    whole = f"{DATA}model: {{pretrained: DEFAULT}}\ntrain: {text}\n"
+    config = parse_config(whole, source="c.yaml")
+    assert parse_config(config_to_yaml(config), source="d.yaml") == config
+    assert config.norm == NormConfig()
