@@ -1,0 +1,201 @@
+"""Decay toward the start, frozen and held weights in whole runs: ranks, shares, resume, verify."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from experiments import bits, last, refusal, small, stopped_after, train, write_config
+from test_verify import verify
+
+from segtrain.checkpoint.format import load, save
+from segtrain.config import ModelConfig
+from segtrain.models import build_backbone
+
+FROZEN = "backbone.features.0"
+# The last steps of a one-cycle are small: what a resumed run forgets must show before.
+EVERYTHING = {
+    "train": {
+        "steps": 4,
+        "batch_size": 6,
+        "shares": 3,
+        "accumulate_steps": 2,
+        "clip_grad_norm": 1.0,
+        "lr": 0.05,
+        "schedule": "one_cycle",
+        "cycle_rise": 0.8,
+        "cycle_momentum": [0.8, 0.95],
+        "momentum_correction": False,
+        "decay_toward": "start",
+        "weight_decay": 0.05,
+        "new_weight_decay": 0.01,
+        "decay_norm_and_bias": False,
+        "layers": [
+            {"names": [FROZEN], "freeze": True},
+            {"names": ["backbone.features.17", "head"], "lr_mult": 0.5},
+            {"names": ["backbone"], "hold_zeros": True},
+        ],
+    },
+    "norm": {"precise_batches": 1},
+    "log": {"weights_digest_every_steps": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory):
+    """A file with a pruned backbone, and its state dict."""
+    torch.manual_seed(3)
+    backbone = build_backbone(ModelConfig(backbone="mobilenet_v2"))
+    state = backbone.state_dict()
+    for key in ("features.5.conv.0.0.weight", "features.9.conv.0.0.weight"):
+        state[key][torch.rand(state[key].shape) < 0.5] = 0
+    path = tmp_path_factory.mktemp("pruned") / "pruned.pth"
+    torch.save(state, path)
+    return path, {f"backbone.{key}": value for key, value in state.items()}
+
+
+def write(data, pruned, path, **changes):
+    options = small(data, **copy.deepcopy(EVERYTHING))
+    options["model"]["pretrained"] = str(pruned[0])
+    options["train"].update(changes)
+    return write_config(path, options)
+
+
+@pytest.fixture(scope="module")
+def alone(run_ranks, data, pruned, tmp_path_factory):
+    """The config, and a whole run of one rank."""
+    where = tmp_path_factory.mktemp("alone")
+    config = write(data, pruned, where / "c.yaml")
+    assert run_ranks(1, train, config, where / "run") == [0]
+    return config, where / "run"
+
+
+def test_frozen_and_held_weights_keep_the_values_of_the_file(alone, pruned):
+    found, start = last(alone[1]), pruned[1]
+    for weights in (found.model, found.average):
+        for key, value in start.items():
+            if key.startswith(FROZEN):
+                assert torch.equal(weights[key], value), key
+            elif value.is_floating_point():
+                assert not torch.equal(weights[key], value), key
+            if key.endswith("weight") and value.dim() > 1:
+                held = value == 0
+                assert (weights[key][held] == 0).all()
+                assert (weights[key][~held] != 0).all()
+    assert sum(mask.sum().item() for mask in found.start["held"].values()) > 1000
+
+
+def test_the_checkpoint_holds_what_decay_pulls_toward(alone, pruned):
+    found = last(alone[1]).start
+    kernels = {k for k, v in pruned[1].items() if k.endswith("weight") and v.dim() > 1}
+    assert found["weights"].keys() == {key for key in kernels if not key.startswith(FROZEN)}
+    assert all(torch.equal(value, pruned[1][key]) for key, value in found["weights"].items())
+    assert load(alone[1] / "checkpoints" / "best.pt").start is None
+
+
+def test_a_run_goes_on_with_the_same_bits_on_other_ranks_without_the_file(
+    run_ranks, tmp_path, data, pruned, alone
+):
+    """Three ranks, then two; the file with the starting weights has changed meanwhile."""
+    mine = tmp_path / "mine.pth"
+    shutil.copy(pruned[0], mine)
+    config = write(data, (mine,), tmp_path / "c.yaml")
+    assert run_ranks(3, stopped_after, 1, config, tmp_path / "run") == [143] * 3
+    stopped = last(tmp_path / "run")
+    assert stopped.step < 4
+    mine.unlink()
+    shutil.copytree(tmp_path / "run", tmp_path / "forgetful")
+    assert run_ranks(2, train, config, tmp_path / "run", True) == [0, 0]
+    assert bits(last(tmp_path / "run")) == bits(last(alone[1]))
+
+    for field, broken in (("start", forgetful_start), ("velocity", forgetful_velocity)):
+        other = tmp_path / field
+        shutil.copytree(tmp_path / "forgetful", other)
+        assert run_ranks(1, broken, config, other) == [0]
+        assert bits(last(other))["model"] != bits(last(alone[1]))["model"], field
+
+
+def forgetful_start(config, directory):
+    """Goes on toward the weights of the checkpoint instead of those of the start."""
+    from segtrain.checkpoint import training_state
+
+    def restore_start(state, saved, path):
+        parameters = dict(state.model.named_parameters())
+        for name, value in state.start.weights.items():
+            value.copy_(parameters[name].detach())
+
+    training_state.restore_start = restore_start
+    return train(config, directory, resume=True)
+
+
+def forgetful_velocity(config, directory):
+    from segtrain.checkpoint import training_state
+
+    training_state._velocity_rates = lambda _: {}
+    return train(config, directory, resume=True)
+
+
+def test_the_run_is_verified(run_ranks, alone):
+    for code, _, said in run_ranks(2, verify, alone[1], "--steps", "1:"):
+        assert (code, said) == (0, "")
+
+
+def test_without_shares_ranks_differ_by_rounding_only(run_ranks, tmp_path, data, pruned):
+    """float64; 6 images in 2 passes are 2 + 1 a pass on two ranks."""
+    config = write(data, pruned, tmp_path / "c.yaml", shares=None, precision="float64", steps=2)
+    states = []
+    for ranks in (1, 2):
+        run_ranks(ranks, train, config, tmp_path / str(ranks))
+        states.append(last(tmp_path / str(ranks)).model)
+    torch.testing.assert_close(*states, rtol=1e-7, atol=1e-9)
+
+
+def damage(run, change):
+    path = run / "checkpoints" / "last.pt"
+    (path.parent / "manifest.json").unlink(missing_ok=True)
+    checkpoint = load(path)
+    save(path, checkpoint._replace(start=change(checkpoint.start)))
+
+
+def refusals(config, run):
+    """What resuming says if the starting weights are gone or damaged in some way."""
+    from segtrain.checkpoint.training_state import restore_start
+    from segtrain.commands.train.stages import make_state
+    from segtrain.config import load_config
+    from segtrain.models import build_model
+    from segtrain.norm import make_norm
+
+    config, checkpoint = load_config(config), last(run)
+    norm = make_norm(config.norm)
+    model = build_model(config.model, num_classes=4, norm=norm)
+    loaded = checkpoint.start["loaded"]
+    state = make_state(model, config, torch.device("cpu"), loaded=loaded, resumed=True)
+    start = checkpoint.start
+    name = next(iter(start["weights"]))
+    nan = {**start["weights"], name: start["weights"][name] * torch.nan}
+    less = {k: v for k, v in start["weights"].items() if k != name}
+    cases = {
+        "none": None,
+        "nan": {**start, "weights": nan},
+        "shape": {**start, "weights": {**start["weights"], name: torch.zeros(2)}},
+        "type": {**start, "held": {name: start["weights"][name]}},
+        "kind": {**start, "held": 3},
+        "less": {**start, "weights": less},
+        "hold": {**start, "hold": ""},
+    }
+    return {
+        case: refusal(restore_start, state, saved, run / "last.pt") for case, saved in cases.items()
+    }
+
+
+def test_a_start_that_is_gone_or_damaged_is_refused(run_ranks, alone):
+    (found,) = run_ranks(1, refusals, *alone)
+    assert {kind for kind, _, _ in found.values()} == {"CheckpointError"}
+    assert {code for _, code, _ in found.values()} == {4}
+    for case, words in (
+        ("none", "does not hold the weights that the run started from"),
+        ("less", "was trained without decay_toward start for backbone."),
+        ("hold", "was trained without other held weights"),
+        *((case, "damaged: the weights at the start") for case in ("nan", "shape", "type", "kind")),
+    ):
+        assert words in found[case][2], case
