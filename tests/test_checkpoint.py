@@ -20,15 +20,21 @@ from segtrain.checkpoint.initial import load_initial
 from segtrain.checkpoint.loading import load_model, resolve
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.recovery import restore_config
-from segtrain.checkpoint.training_state import restore, restore_exponents, restore_scaler
+from segtrain.checkpoint.training_state import (
+    restore,
+    restore_exponents,
+    restore_optimizer,
+    restore_scaler,
+)
 from segtrain.checkpoint.weights import load_weights
-from segtrain.config import load_config
+from segtrain.config import LayerRule, TrainConfig, load_config
 from segtrain.data.class_file import class_file_from_json, load_class_file
 from segtrain.data.classes import ignoring_as
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
 from segtrain.training.engine import make_state
 from segtrain.training.exact_sum import ExactGradientSum, replica
+from segtrain.training.optim import build_optimizer
 
 
 def checkpoint(step=3, **fields):
@@ -509,3 +515,52 @@ def test_a_checkpoint_of_an_older_version_has_no_shares(tmp_path):
     torch.save(content | {"shares": 3}, tmp_path / "odd.pt")
     with pytest.raises(CheckpointError, match="damaged: shares is a int"):
         load(tmp_path / "odd.pt")
+
+
+def optimizer_of(model, **train):
+    return build_optimizer(model, TrainConfig(**train))
+
+
+def stepped(optimizer):
+    """Gives every weight a momentum of its own."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, weight in enumerate(sorted(weights, key=id)):
+        weight.grad = torch.full_like(weight, number + 1.0)
+    optimizer.step()
+    return {weight: optimizer.state[weight]["momentum_buffer"].clone() for weight in weights}
+
+
+def rate_of(*names):
+    return (LayerRule(names=names, lr_mult=3.0),)
+
+
+def test_momenta_find_their_weights_by_name_in_other_groups():
+    """All tensors have one shape and all groups one size: by their order they would be mistaken."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abcd"})
+    wanted = stepped(one := optimizer_of(model, layers=rate_of("a", "b")))
+    other = optimizer_of(model, layers=rate_of("a", "c"))
+    restore_optimizer(other, one.state_dict(), Path("a.pt"))
+    assert [group["param_names"][1][0] for group in other.param_groups] == ["c", "d"]
+    assert [group["lr_mult"] for group in other.param_groups] == [3.0, 1.0]
+    for weight, momentum in wanted.items():
+        assert torch.equal(other.state[weight]["momentum_buffer"], momentum)
+    # A frozen weight has left, so the numbers of those behind it have changed.
+    model["a"].requires_grad_(False)
+    third = optimizer_of(model)
+    restore_optimizer(third, one.state_dict(), Path("a.pt"))
+    assert len(third.state) == 3
+    for weight in third.state:
+        assert torch.equal(third.state[weight]["momentum_buffer"], wanted[weight])
+
+
+def test_an_optimizer_without_names_is_restored_by_its_order():
+    """As versions before 2026-11-22 saved it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wanted = stepped(one := optimizer_of(model))
+    saved = one.state_dict()
+    for group in saved["param_groups"]:
+        del group["param_names"]
+    other = optimizer_of(model)
+    restore_optimizer(other, saved, Path("a.pt"))
+    assert all(torch.equal(other.state[w]["momentum_buffer"], m) for w, m in wanted.items())
+    assert other.param_groups[0]["param_names"] == one.param_groups[0]["param_names"]

@@ -6,16 +6,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from segtrain.config import TrainConfig, parse_config
-from segtrain.errors import ConfigError
-from segtrain.training.optim import base_lr, learning_rate, momentum
+from segtrain.config import TrainConfig
+from segtrain.training.optim import learning_rate, momentum
 
 STEPS = 40
-DATA = "data: {layout: folders, root: x, classes: y}\n"
-
-
-def config(train, model="{}"):
-    return parse_config(f"{DATA}model: {model}\ntrain: {train}\n", source="c.yaml")
 
 
 def rates(train):
@@ -139,15 +133,6 @@ def test_mmsegmentations_poly_ends_with_its_eta_min(step):
     assert learning_rate(train, step) == pytest.approx(wanted, rel=1e-12)
 
 
-def test_warmup_of_a_large_batch_begins_with_the_rate_of_the_small_one():
-    """arXiv:1706.02677, section 2.2: from eta to k eta in equal steps."""
-    train = config("{large_batch: true, batch_size: 64, steps: 90, poly_power: 0.0}").train
-    assert (train.lr_batch_size, train.warmup_steps) == (16, 5)
-    found = rates(train)[:7]
-    assert found == pytest.approx([0.01 + 0.03 * i / 5 for i in range(6)] + [0.04])
-    assert base_lr(train) == pytest.approx(0.04)
-
-
 def refused(**train):
     with pytest.raises(ValueError, match=r".") as caught:
         TrainConfig(**train)
@@ -172,50 +157,3 @@ def refused(**train):
 )
 def test_a_schedule_that_cannot_be_meant_is_refused(train, message):
     assert message in refused(**train)
-
-
-def test_large_batch_sets_its_rules_where_the_file_says_nothing():
-    found = config("{large_batch: true, batch_size: 64, steps: 900}")
-    train = found.train
-    assert (train.lr_batch_size, train.warmup_steps, train.warmup_start) == (16, 50, 0.25)
-    assert not train.decay_norm_and_bias
-    assert train.momentum_correction
-    assert found.model.zero_init_residual
-
-
-def test_large_batch_keeps_what_the_file_says():
-    found = config(
-        "{large_batch: true, lr: 0.1, lr_batch_size: 256, batch_size: 512, warmup_steps: 7}",
-        "{backbone: mobilenet_v2}",
-    )
-    assert (found.train.lr_batch_size, found.train.warmup_steps) == (256, 7)
-    assert found.train.warmup_start == 0.5
-    assert not found.model.zero_init_residual  # there is no such option for MobileNets
-
-
-def test_large_batch_leaves_loaded_weights_alone():
-    assert not config("{large_batch: true}", "{pretrained: DEFAULT}").model.zero_init_residual
-    assert not config("{large_batch: true, init_from: runs/a}").model.zero_init_residual
-
-
-@pytest.mark.parametrize(
-    ("train", "message"),
-    [
-        ("optimizer: adamw", "train.large_batch: its rules are for SGD"),
-        ("lr: 0.1", "train.lr_batch_size: large_batch scales lr with the batch"),
-        ("lr_batch_size: null", "train.lr_batch_size: large_batch scales lr"),
-        ("warmup_steps: 0", "train.warmup_steps: 0 contradicts large_batch"),
-        ("decay_norm_and_bias: true", "train.decay_norm_and_bias: true contradicts large_batch"),
-        ("momentum_correction: false", "train.momentum_correction: false contradicts"),
-        ("schedule: one_cycle", "train.schedule: one_cycle has a rise of its own"),
-    ],
-)
-def test_what_contradicts_large_batch_is_refused(train, message):
-    with pytest.raises(ConfigError) as caught:
-        config(f"{{large_batch: true, {train}}}")
-    assert message in str(caught.value)
-
-
-def test_a_residual_that_does_not_start_at_zero_contradicts_large_batch():
-    with pytest.raises(ConfigError, match=r"zero_init_residual: false contradicts train\.large_b"):
-        config("{large_batch: true}", "{zero_init_residual: false}")

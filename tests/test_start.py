@@ -8,9 +8,10 @@ import torch
 from experiments import bits, last, refusal, small, stopped_after, train, write_config
 from test_verify import verify
 
-from segtrain.checkpoint.format import load, save
-from segtrain.config import ModelConfig
+from segtrain.checkpoint.format import load
+from segtrain.config import ModelConfig, load_config
 from segtrain.models import build_backbone
+from segtrain.training.optim import learning_rate, momentum
 
 FROZEN = "backbone.features.0"
 # The last steps of a one-cycle are small: what a resumed run forgets must show before.
@@ -85,6 +86,20 @@ def test_frozen_and_held_weights_keep_the_values_of_the_file(alone, pruned):
     assert sum(mask.sum().item() for mask in found.start["held"].values()) > 1000
 
 
+def test_the_step_sets_rate_and_momentum_and_leaves_held_weights_out(alone):
+    train = load_config(alone[0]).train
+    found = last(alone[1])
+    groups = found.optimizer["param_groups"]
+    names = [name for group in groups for name in group["param_names"]]
+    for group in groups:
+        assert group["momentum"] == momentum(train, 3) != train.momentum
+        assert group["lr"] == learning_rate(train, 3) * group["lr_mult"] == group["velocity_lr"]
+    assert {group["lr_mult"] for group in groups} == {1.0, 0.5}
+    for name, mask in found.start["held"].items():
+        buffer = found.optimizer["state"][names.index(name)]["momentum_buffer"]
+        assert torch.equal(buffer == 0, mask)
+
+
 def test_the_checkpoint_holds_what_decay_pulls_toward(alone, pruned):
     found = last(alone[1]).start
     kernels = {k for k, v in pruned[1].items() if k.endswith("weight") and v.dim() > 1}
@@ -150,18 +165,10 @@ def test_without_shares_ranks_differ_by_rounding_only(run_ranks, tmp_path, data,
     torch.testing.assert_close(*states, rtol=1e-7, atol=1e-9)
 
 
-def damage(run, change):
-    path = run / "checkpoints" / "last.pt"
-    (path.parent / "manifest.json").unlink(missing_ok=True)
-    checkpoint = load(path)
-    save(path, checkpoint._replace(start=change(checkpoint.start)))
-
-
 def refusals(config, run):
     """What resuming says if the starting weights are gone or damaged in some way."""
     from segtrain.checkpoint.training_state import restore_start
     from segtrain.commands.train.stages import make_state
-    from segtrain.config import load_config
     from segtrain.models import build_model
     from segtrain.norm import make_norm
 

@@ -1,0 +1,139 @@
+"""The rules for large minibatches of arXiv:1706.02677, and the test of each.
+
+train.large_batch sets those that are options. The last three are always so: nothing sets them.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from segtrain.config import TrainConfig, config_to_yaml, override_config, parse_config
+from segtrain.config.options import Config
+from segtrain.errors import ConfigError
+from segtrain.training.optim import base_lr, learning_rate
+
+# Rule and section of the paper: the option, if it is one, and the file and name of its test.
+RULES = {
+    "linear scaling of the rate, 2.1": (
+        "train.lr_batch_size",
+        "test_optim test_rate_scales_with_the_batch_only_if_asked",
+    ),
+    "gradual warmup, 2.2": (
+        "train.warmup_steps",
+        "test_large_batch test_warmup_begins_with_the_rate_of_the_small_batch",
+    ),
+    "momentum correction when the rate changes, 3": (
+        "train.momentum_correction",
+        "test_decay test_momentum_has_the_correction_or_is_the_naive_form",
+    ),
+    "no decay on norm and bias, 5.1": (
+        "train.decay_norm_and_bias",
+        "test_optim test_norm_and_biases_can_be_spared_the_decay",
+    ),
+    "last gamma of a residual block starts at zero, 5.1": (
+        "model.zero_init_residual",
+        "test_backbone test_torchvision_zeroes_the_same_norms",
+    ),
+    "loss divided by the count of all ranks, 3": (
+        None,
+        "test_losses test_ranks_together_have_the_loss_and_gradient_of_the_joined_batch",
+    ),
+    "one shuffle for all ranks, 3": (
+        None,
+        "test_loader test_the_ranks_parts_make_the_batch_of_one_process",
+    ),
+    "gradients summed while the backward pass runs, 4": (
+        None,
+        "test_gradients test_buckets_are_sent_during_the_backward_pass_in_one_order",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_has_its_test_and_its_option(rule):
+    option, test = RULES[rule]
+    file, name = test.split()
+    text = (Path(__file__).parent / f"{file}.py").read_text()
+    assert re.search(rf"^def {name}\(", text, flags=re.MULTILINE)
+    if option is not None:
+        section, key = option.split(".")
+        assert key in Config.model_fields[section].annotation.model_fields
+
+
+DATA = "data: {layout: folders, root: x, classes: y}\n"
+
+
+def config(train, model="{}"):
+    return parse_config(f"{DATA}model: {model}\ntrain: {train}\n", source="c.yaml")
+
+
+def test_warmup_begins_with_the_rate_of_the_small_batch():
+    """arXiv:1706.02677, section 2.2: from eta to k eta in equal steps."""
+    train = config("{large_batch: true, batch_size: 64, steps: 90, poly_power: 0.0}").train
+    assert (train.lr_batch_size, train.warmup_steps) == (16, 5)
+    found = [learning_rate(train, step) for step in range(7)]
+    assert found == pytest.approx([0.01 + 0.03 * i / 5 for i in range(6)] + [0.04])
+    assert base_lr(train) == pytest.approx(0.04)
+
+
+def test_large_batch_sets_its_rules_where_the_file_says_nothing():
+    found = config("{large_batch: true, batch_size: 64, steps: 900}")
+    train = found.train
+    assert (train.lr_batch_size, train.warmup_steps, train.warmup_start) == (16, 50, 0.25)
+    assert not train.decay_norm_and_bias
+    assert train.momentum_correction
+    assert found.model.zero_init_residual
+
+
+def test_large_batch_keeps_what_the_file_says():
+    found = config(
+        "{large_batch: true, lr: 0.1, lr_batch_size: 256, batch_size: 512, warmup_steps: 7}",
+        "{backbone: mobilenet_v2}",
+    )
+    assert (found.train.lr_batch_size, found.train.warmup_steps) == (256, 7)
+    assert found.train.warmup_start == 0.5
+    assert not found.model.zero_init_residual  # there is no such option for MobileNets
+
+
+def test_large_batch_leaves_loaded_weights_alone():
+    assert not config("{large_batch: true}", "{pretrained: DEFAULT}").model.zero_init_residual
+    assert not config("{large_batch: true, init_from: runs/a}").model.zero_init_residual
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("optimizer: adamw", "train.large_batch: its rules are for SGD"),
+        ("lr: 0.1", "train.lr_batch_size: large_batch scales lr with the batch"),
+        ("lr_batch_size: null", "train.lr_batch_size: large_batch scales lr"),
+        ("warmup_steps: 0", "train.warmup_steps: 0 contradicts large_batch"),
+        ("decay_norm_and_bias: true", "train.decay_norm_and_bias: true contradicts large_batch"),
+        ("momentum_correction: false", "train.momentum_correction: false contradicts"),
+        ("schedule: one_cycle", "train.schedule: one_cycle has a rise of its own"),
+    ],
+)
+def test_what_contradicts_large_batch_is_refused(train, message):
+    with pytest.raises(ConfigError) as caught:
+        config(f"{{large_batch: true, {train}}}")
+    assert message in str(caught.value)
+
+
+def test_a_residual_that_does_not_start_at_zero_contradicts_large_batch():
+    with pytest.raises(ConfigError, match=r"zero_init_residual: false contradicts train\.large_b"):
+        config("{large_batch: true}", "{zero_init_residual: false}")
+
+
+def test_the_printed_config_says_what_was_chosen_and_loads_back():
+    found = config("{large_batch: true, batch_size: 64}")
+    text = config_to_yaml(found)
+    for line in ("lr_batch_size: 16", "warmup_steps: 2222", "zero_init_residual: true"):
+        assert f"  {line}\n" in text
+    assert parse_config(text, source="d.yaml") == found
+    assert override_config(found, ["train.steps=90000"], source="d.yaml").train.warmup_steps == 2222
+
+
+def test_a_section_made_by_hand_must_name_the_rules():
+    """Only a file leaves options out: TrainConfig itself has a value for each."""
+    with pytest.raises(ValueError, match="lr_batch_size: large_batch scales lr"):
+        TrainConfig(large_batch=True)
