@@ -270,3 +270,14 @@ def test_random_weights_cannot_decay_toward_their_start():
     train = options(layers=(LayerRule(names=("head",), decay_toward="start"),))
     with pytest.raises(ConfigError, match=r"decay_toward start: head\.weight starts from random"):
         make_start(TinyModel(), train, OLD)
+
+
+def test_without_new_layers_there_is_no_decay_of_new_layers():
+    names = [name for name, _ in TinyModel().named_parameters()]
+    with pytest.raises(ConfigError, match="new_weight_decay: has no effect: no weight starts"):
+        make_start(TinyModel(), options(new_weight_decay=0.1), names)
+
+
+def test_decay_toward_the_start_needs_a_start():
+    with pytest.raises(ValueError, match="nothing to decay toward"):
+        build_optimizer(TinyModel(), options(decay_toward="start"))

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from experiments import bits, last, refusal, small, stopped_after, train, write_config
-from test_verify import verify
+from test_verify import all_of, change_checkpoint
 
 from segtrain.checkpoint.format import load
 from segtrain.config import ModelConfig, load_config
@@ -150,9 +150,18 @@ def forgetful_velocity(config, directory):
     return train(config, directory, resume=True)
 
 
-def test_the_run_is_verified(run_ranks, alone):
-    for code, _, said in run_ranks(2, verify, alone[1], "--steps", "1:"):
-        assert (code, said) == (0, "")
+def test_the_run_is_verified_and_a_changed_start_is_found(run_ranks, tmp_path, alone):
+    def change(checkpoint):
+        checkpoint.start["weights"]["backbone.features.3.conv.2.weight"].view(-1)[5] += 1e-6
+
+    shutil.copytree(alone[1], tmp_path / "run")
+    change_checkpoint(tmp_path / "run" / "checkpoints" / "last.pt", change)
+    lines = [(run, "--steps", "1:") for run in (alone[1], tmp_path / "run")]
+    for one, other in run_ranks(2, all_of, *lines):
+        assert (one[0], one[2]) == (0, "")
+        assert other[0] == 4
+        assert "start: 1 of " in other[2]
+        assert "weights of backbone.features.3.conv.2.weight" in other[2]
 
 
 def test_without_shares_ranks_differ_by_rounding_only(run_ranks, tmp_path, data, pruned):
@@ -201,8 +210,8 @@ def test_a_start_that_is_gone_or_damaged_is_refused(run_ranks, alone):
     assert {code for _, code, _ in found.values()} == {4}
     for case, words in (
         ("none", "does not hold the weights that the run started from"),
-        ("less", "was trained without decay_toward start for backbone."),
-        ("hold", "was trained without other held weights"),
+        ("less", "does not hold where backbone."),
+        ("hold", "hold_zeros and hold_mask cannot change in the middle of a run"),
         *((case, "damaged: the weights at the start") for case in ("nan", "shape", "type", "kind")),
     ):
         assert words in found[case][2], case

@@ -91,10 +91,11 @@ def restore_start(state: TrainState, saved: dict[str, Any] | None, path: Path) -
                 raise CheckpointError(damaged)
     missing = [name for name in start.weights if name not in weights]
     if missing or saved.get("hold") != start.hold:
-        what = f"decay_toward start for {missing[0]}" if missing else "other held weights"
+        what = f"does not hold where {missing[0]} started" if missing else "holds other weights"
+        keys = "decay_toward" if missing else "hold_zeros and hold_mask"
         raise CheckpointError(
-            f"{path}: was trained without {what}: this cannot begin in the middle of a run; start "
-            "a new one with train.init_from"
+            f"{path}: {what}: {keys} cannot change in the middle of a run; start a new one with "
+            "train.init_from"
         )
     for name, value in start.weights.items():
         value.copy_(weights[name])

@@ -33,6 +33,8 @@ def build_optimizer(
         optimizer = torch.optim.AdamW(groups, lr, betas=train.betas)
     else:
         optimizer = torch.optim.SGD(groups, lr, momentum=train.momentum, nesterov=train.nesterov)
+    if start is None and any(group["toward_start"] for group in groups):
+        raise ValueError("train.decay_toward: without `start` there is nothing to decay toward")
     if any(group["pull"] for group in groups):
         points = {} if start is None else start.points(model)
         optimizer.register_step_pre_hook(partial(_pull, train, points))

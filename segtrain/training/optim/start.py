@@ -84,7 +84,7 @@ def make_start(
     resumed: they come from a checkpoint, and so does what is held.
 
     Raises:
-        ConfigError: a mask does not fit, or there is nothing to hold.
+        ConfigError: a mask does not fit, there is nothing to hold, or there are no new weights.
     """
     parameters = dict(model.named_parameters())
     weights = {
@@ -99,6 +99,10 @@ def make_start(
     needs_loaded = toward or train.new_weight_decay is not None
     names = None if loaded is None else frozenset(loaded)
     start = Start(names, weights, {}, hold, needs_loaded)
+    if train.new_weight_decay is not None and names is not None and names >= parameters.keys():
+        raise ConfigError(
+            "train.new_weight_decay: has no effect: no weight starts from random numbers; remove it"
+        )
     if hold and not resumed:
         start.held = _masks(model, train)
         start.hold_from_now(model)
