@@ -1,10 +1,13 @@
 """Rules for chosen layers: rates, decay, frozen and held weights, by names."""
 
 import copy
+import math
 
 import pytest
 import safetensors.torch
+import test_engine
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from segtrain.config import LayerRule, NormConfig, TrainConfig, parse_config
@@ -285,3 +288,55 @@ def test_rules_are_printed_and_read_back():
     config = parse_config(whole, source="c.yaml")
     assert parse_config(config_to_yaml(config), source="d.yaml") == config
     assert config.norm == NormConfig()
+
+
+RULES = test_engine.config(
+    init_from="names where the weights come from; not read here",
+    schedule="cosine",
+    weight_decay=0.1,
+    decay_toward="start",
+    head_lr_mult=2.0,
+    layers=(
+        LayerRule(names=("aux_head",), freeze=True),
+        LayerRule(names=("*.bias",), lr_mult=0.5, weight_decay=0.3, decay_toward="zero"),
+    ),
+)
+
+
+def plain_loop():
+    """RULES without any of segtrain's parts: one process, the whole batch, decay in the loss."""
+    model = test_engine.TwoHeads().double()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trained = {n: p for n, p in model.named_parameters() if not n.startswith("aux_head")}
+    velocity = dict.fromkeys(trained, 0.0)
+    mean, std = (torch.tensor(x).double().view(3, 1, 1) for x in (RULES.data.mean, RULES.data.std))
+    for step in range(RULES.train.steps):
+        images, labels = test_engine.whole_batch(step)
+        out, aux = (
+            F.cross_entropy(logits, labels.long(), ignore_index=255)
+            for logits in model((images.double() - mean) / std)
+        )
+        loss = out + RULES.loss.aux_weight * aux
+        for name, p in trained.items():
+            away = p if name.endswith("bias") else p - start[name]
+            loss = loss + (0.3 if name.endswith("bias") else 0.1) / 2 * away.square().sum()
+        gradients = torch.autograd.grad(loss, list(trained.values()))
+        rate = RULES.train.lr * (1 + math.cos(math.pi * step / RULES.train.steps)) / 2
+        for (name, p), gradient in zip(trained.items(), gradients, strict=True):
+            factor = 0.5 if name.endswith("bias") else 2.0 if name.startswith("head") else 1.0
+            velocity[name] = 0.9 * velocity[name] + gradient
+            p.data -= factor * rate * velocity[name]
+    return model.state_dict()
+
+
+def trained_by_rules():
+    state = test_engine.new_state(RULES)
+    assert len(list(test_engine.run(RULES, state))) == RULES.train.steps
+    return test_engine.weights(state)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rules_train_alike_on_all_ranks_and_like_the_plain_loop(run_ranks, ranks):
+    wanted = plain_loop()
+    for found in run_ranks(ranks, trained_by_rules):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)

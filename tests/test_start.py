@@ -164,16 +164,6 @@ def test_the_run_is_verified_and_a_changed_start_is_found(run_ranks, tmp_path, a
         assert "weights of backbone.features.3.conv.2.weight" in other[2]
 
 
-def test_without_shares_ranks_differ_by_rounding_only(run_ranks, tmp_path, data, pruned):
-    """float64; 6 images in 2 passes are 2 + 1 a pass on two ranks."""
-    config = write(data, pruned, tmp_path / "c.yaml", shares=None, precision="float64", steps=2)
-    states = []
-    for ranks in (1, 2):
-        run_ranks(ranks, train, config, tmp_path / str(ranks))
-        states.append(last(tmp_path / str(ranks)).model)
-    torch.testing.assert_close(*states, rtol=1e-7, atol=1e-9)
-
-
 def refusals(config, run):
     """What resuming says if the starting weights are gone or damaged in some way."""
     from segtrain.checkpoint.training_state import restore_start
