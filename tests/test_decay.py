@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from segtrain.config import LayerRule, ModelConfig, TrainConfig
+from segtrain.config import LayerRule, ModelConfig, TrainConfig, parse_config
 from segtrain.errors import ConfigError
 from segtrain.models import MODELS, build_model
 from segtrain.training.optim import (
@@ -281,3 +281,34 @@ def test_without_new_layers_there_is_no_decay_of_new_layers():
 def test_decay_toward_the_start_needs_a_start():
     with pytest.raises(ValueError, match="nothing to decay toward"):
         build_optimizer(TinyModel(), options(decay_toward="start"))
+
+
+def test_the_decay_of_pspnet_tf_can_be_written():
+    """model/network_base.py: L2-SP for old kernels, L2 with a rate of its own for new ones; with
+    consider_dilated the dilated blocks count as new. Its other modes are decay_toward zero and a
+    weight_decay of 0."""
+    text = """
+data: {layout: folders, root: x, classes: y}
+model: {backbone: resnet18, pretrained: DEFAULT}
+train:
+  weight_decay: 1.0e-4
+  new_weight_decay: 1.0e-3
+  decay_toward: start
+  decay_norm_and_bias: false
+  layers:
+    - {names: [backbone.layer3, backbone.layer4], weight_decay: 1.0e-3, decay_toward: zero}
+"""
+    config = parse_config(text, source="c.yaml")
+    with torch.device("meta"):
+        model = build_model(config.model, num_classes=3)
+    loaded = [name for name, _ in model.named_parameters() if name.startswith("backbone.")]
+    found = {
+        name: (group["weight_decay"], group["pull"], group["toward_start"])
+        for group in parameter_groups(model, config.train, loaded)
+        for name in group["param_names"]
+    }
+    for name, parameter in model.named_parameters():
+        old = name.startswith(("backbone.conv1", "backbone.layer1", "backbone.layer2"))
+        wanted = (0.0, 1e-4, True) if old else (1e-3, 0.0, False)
+        assert found[name] == ((0.0, 0.0, False) if parameter.dim() == 1 else wanted), name
+    assert len({found[name] for name in found}) == 3
