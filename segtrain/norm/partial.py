@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.collectives import ProcessGroup
 from segtrain.norm.functional import Moments, packed_moments, unbiased, unpacked_moments
-from segtrain.norm.sync import SyncBatchNorm2d, recomputing
+from segtrain.norm.sync import SyncBatchNorm2d, is_tracked, recomputing
 
 Running = Literal["rank0", "mean", "pooled"]
 
@@ -76,7 +76,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
     def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
         if dist.world_size() == 1:
             super()._track(input, moments, group)
-        elif self.running_mean is not None and not recomputing():
+        elif self.running_mean is not None and is_tracked() and not recomputing():
             self._seen.append(moments)
 
     def _ranks(self) -> tuple[int, ...]:

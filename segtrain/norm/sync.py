@@ -222,11 +222,16 @@ _tracked = True
 def untracked() -> Iterator[None]:
     """Inside, running statistics stay as they are, for a step that is computed a second time."""
     global _tracked
-    _tracked = False
+    before, _tracked = _tracked, False
     try:
         yield
     finally:
-        _tracked = True
+        _tracked = before
+
+
+def is_tracked() -> bool:
+    """Whether batches move the running statistics: not inside `untracked`."""
+    return _tracked
 
 
 def recomputing() -> bool:

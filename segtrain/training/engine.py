@@ -21,6 +21,7 @@ from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.models.normalize import Normalize
 from segtrain.models.precision import dtype_of
 from segtrain.norm import settle_statistics, untracked
+from segtrain.training import sam
 from segtrain.training.arithmetic import fingerprint
 from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
@@ -46,7 +47,7 @@ class StepResult(NamedTuple):
     """What a step leaves behind; tensors stay on the device until they are logged.
 
     loss, aux_loss: () float64, means over the valid pixels of all ranks; aux_loss is NaN without an
-        auxiliary head.
+        auxiliary head. With SAM those of the first gradient; what follows is of the second.
     gradients: with train.shares, `ExactGradientSum.digest`; otherwise None.
     """
 
@@ -129,6 +130,8 @@ def make_state(
         model.to(memory_format=layout)
     share_weights(model)
     start = make_start(model, train, loaded, resumed=resumed)
+    if train.sam_rho is not None:
+        sam.refuse_layers(model)
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
     sizes = {"passes": train.accumulate_steps, "batch_size": train.batch_size}
     criterion = SegLoss(config.loss, device, **sizes)
@@ -208,6 +211,12 @@ def train_steps(
         while not state.gradients.finish():
             with untracked():
                 losses = _run_passes(state, parts, config, step_sync)
+
+        if sam.is_due(train, state.step):
+            with sam.climbed(state.model.parameters(), train.sam_rho):
+                _run_passes(state, parts, config, step_sync)
+                while not state.gradients.finish():
+                    _run_passes(state, parts, config, step_sync)
 
         digest = state.gradients.digest()
         lr = learning_rate(train, state.step)

@@ -104,8 +104,9 @@ def _message(step: int, names: list[str], what: str) -> str:
         if images:
             lines.append(f"  rank {rank}: images {', '.join(images)}")
     lines.append(
-        "  no checkpoint was written since; a lower train.lr, train.warmup_steps or "
-        "train.clip_grad_norm usually help, else look at these images with 'segtrain data check'"
+        "  no checkpoint was written since; a lower train.lr (or train.sam_rho), "
+        "train.warmup_steps or train.clip_grad_norm usually help, else look at these images with "
+        "'segtrain data check'"
     )
     return "\n".join(lines)
 

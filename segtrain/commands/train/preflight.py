@@ -200,6 +200,8 @@ def _lr_words(config: Config) -> str:
     words += f", {train.optimizer}"
     if train.head_lr_mult != 1:
         words += f", heads x {train.head_lr_mult:g}"
+    if train.sam_rho is not None:
+        words += f", SAM rho {train.sam_rho:g} every {train.sam_every} steps"
     if train.lr_batch_size is not None:
         words += f" ({train.lr:g} for {train.lr_batch_size} images, scaled to {lr:.3g})"
     return words

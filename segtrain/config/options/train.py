@@ -137,6 +137,12 @@ class TrainConfig(Section):
         "keeps the value it starts with",
     )
     clip_grad_norm: PositiveFloat | None = option(None, "largest norm of the gradient")
+    sam_rho: PositiveFloat | None = option(
+        None,
+        "sharpness aware minimization: the gradient is taken this far uphill, as a distance "
+        "between all weights; null: off",
+    )
+    sam_every: Positive = option(1, "2: SAM in every second step; such a step takes twice as long")
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = option(
         None, "keep an exponential moving average of the weights and evaluate it"
     )
@@ -154,6 +160,9 @@ class TrainConfig(Section):
             yield from self._share_mistakes(self.shares)
         if self.warmup_steps >= self.steps:
             yield f"warmup_steps: {self.warmup_steps} must be smaller than steps, {self.steps}"
+        yield from self._no_effect(("sam_every", self.sam_rho is not None, "sam_rho null"))
+        if self.sam_rho is not None and self.sam_every > self.steps:
+            yield f"sam_every: {self.sam_every} must not be larger than steps, {self.steps}"
         if passes > batch:
             yield f"accumulate_steps: {passes} must not be larger than batch_size, {batch}"
         if self.min_lr > self.lr:

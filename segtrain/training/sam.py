@@ -1,0 +1,81 @@
+"""Sharpness aware minimization, SAM (Foret et al., arXiv:2010.01412, algorithm 1).
+
+A step with SAM computes two gradients of the same batch, with the same augmentation and dropout:
+
+    g = gradient at w
+    update of the optimizer at w, by the gradient at  w + rho * g / ||g||
+
+g is the gradient of the whole batch, over all ranks, passes and shares, and ||g|| the norm over all
+parameters. So the number of ranks does not show. Other trainers climb by the gradient of each
+device's own images (m-sharpness, section 4.1), which is another method for another number of
+devices: their rho need not be the best one here.
+
+What belongs to w alone: the loss that is logged and the running statistics of batch norm. What
+belongs to the second gradient: its norm, clipping, the exponents and the digest of train.shares.
+Weight decay belongs to the optimizer and moves no weight before the second gradient.
+
+A step keeps no state, so nothing of it is in a checkpoint.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from segtrain.config import TrainConfig
+from segtrain.errors import ConfigError
+from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm, untracked
+
+
+def is_due(train: TrainConfig, step: int) -> bool:
+    """Whether update `step`, 0 .. steps - 1, takes a second gradient: the last of `sam_every`.
+
+    As composer's SAM(interval=...) of MosaicML does.
+    """
+    return train.sam_rho is not None and (step + 1) % train.sam_every == 0
+
+
+@contextmanager
+def climbed(parameters: Iterable[nn.Parameter], rho: float) -> Iterator[None]:
+    """Inside, the parameters are at w + rho * g / ||g||; afterwards at w again, bit for bit.
+
+    g are the gradients, in any scale; they are freed. Where g is 0 or not finite, the parameters
+    stay at w: then the second gradient is not finite either, and the step is treated as any other
+    step of which that is so. Inside, running statistics stay as they are.
+    """
+    climbing = [p for p in parameters if p.grad is not None]
+    before = [p.detach().clone() for p in climbing]
+    try:
+        _climb(climbing, rho)
+        with untracked():
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(climbing, before, strict=True):
+                parameter.copy_(value)
+
+
+@torch.no_grad()
+def _climb(parameters: list[nn.Parameter], rho: float) -> None:
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    # Decided on the device: the host does not wait.
+    upward = norm.isfinite() & (norm > 0)
+    for parameter in parameters:
+        parameter.add_(torch.where(upward, parameter.grad * (rho / norm), 0.0))
+        parameter.grad = None
+
+
+def refuse_layers(model: nn.Module) -> None:
+    """Raises ConfigError for torch's layers that would not compute the same batch twice."""
+    for name, layer in model.named_modules():
+        what = None
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+            what = "draws other numbers for the second gradient; take `DropoutMasks`"
+        elif isinstance(layer, _BatchNorm) and not isinstance(
+            layer, SyncBatchNorm | FrozenBatchNorm2d
+        ):
+            what = "updates its running statistics for both gradients; make it by `norm`"
+        if what is not None:
+            raise ConfigError(f"train.sam_rho: {name}, a {type(layer).__name__}, {what}")

@@ -1,0 +1,313 @@
+"""SAM against a loop over the whole batch in float64 with torch's own batch norm and optimizer."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from experiments import (
+    bits,
+    experiment,
+    last,
+    losses,
+    stopped_after,
+    train,
+    trained_bits,
+    write_config,
+)
+from torch import nn
+
+from segtrain import seed
+from segtrain.config import Config, DataConfig, ModelConfig, NormConfig, TrainConfig
+from segtrain.data.loader import indices_of_rank
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.partition import partition
+from segtrain.errors import ConfigError, NonFiniteError
+from segtrain.models import DropoutChannels
+from segtrain.norm import make_norm
+from segtrain.training.engine import make_state, train_steps
+from segtrain.training.sam import climbed
+from segtrain.training.step_sync import StepSync
+from segtrain.types import IGNORE_INDEX, Batch, SegLogits
+
+CPU = torch.device("cpu")
+K, H, W, N = 3, 6, 9, 5
+CHANNELS, P = 4, 0.5
+
+
+class Small(nn.Module):
+    """Batch norm and dropout between two convolutions."""
+
+    dropout_channels = DropoutChannels(CHANNELS, None)
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Conv2d(3, CHANNELS, 3, padding=1, bias=False)
+        self.bn = norm(CHANNELS)
+        self.head = nn.Conv2d(CHANNELS, K, 1)
+
+    def forward(self, images, dropout):
+        features = torch.tanh(self.bn(self.backbone(images)))
+        return SegLogits(self.head(features * dropout.out.to(features)))
+
+
+def config(*, norm=None, **train):
+    options = {"steps": 4, "batch_size": N, "lr": 0.3, "precision": "float64", "sam_rho": 0.4}
+    return Config(
+        data=DataConfig(layout="folders", root="nowhere", classes="nothing"),
+        model=ModelConfig(dropout=P, aux_head=False),
+        norm=NormConfig(**(norm or {})),
+        train=TrainConfig(**options | train),
+    )
+
+
+def whole_batch(step):
+    """Images of which the last are ignored more and more, so that every pass weighs differently."""
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randint(256, (N, 3, H, W), generator=generator, dtype=torch.uint8)
+    labels = (images.sum(1) % K).to(torch.uint8)
+    for i in range(N):
+        labels[i, : i + 1] = IGNORE_INDEX
+    return images, labels
+
+
+def new_state(settings):
+    return make_state(Small(make_norm(settings.norm)), settings, CPU)
+
+
+def run(settings, state, step_sync=None):
+    train = settings.train
+    rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), dist.world_size(), train.shares)
+
+    def batches():
+        for step in range(state.step, train.steps):
+            images, labels = whole_batch(step)
+            for mine in map(list, rows):
+                yield Batch(images[mine], labels[mine], [f"{step}/{i}" for i in mine])
+
+    sync = step_sync or StepSync(lambda: False, overflow_allowed=train.precision == "float16")
+    return train_steps(state, batches(), settings, device=CPU, indices=rows, step_sync=sync)
+
+
+def trained(settings):
+    """Loss and norm of each step, and the state dict at the end."""
+    state = new_state(settings)
+    numbers = [[r.loss.item(), r.grad_norm.item()] for r in run(settings, state)]
+    return torch.tensor(numbers, dtype=torch.float64), state.model.state_dict()
+
+
+def naive(settings):
+    """The same without any of segtrain's parts but the dropout masks, which are given."""
+    train = settings.train
+    model = Small(nn.BatchNorm2d).double()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1.0, momentum=train.momentum, weight_decay=train.weight_decay
+    )
+    mean = torch.tensor(settings.data.mean).double().view(3, 1, 1)
+    std = torch.tensor(settings.data.std).double().view(3, 1, 1)
+    numbers = []
+    for step in range(train.steps):
+        optimizer.param_groups[0]["lr"] = train.lr * (1 - step / train.steps) ** 0.9
+        images, labels = whole_batch(step)
+        mask = seed.dropout_mask(0, step, 0, batch_size=N, channels=CHANNELS, p=P).double()
+        valid = (labels != IGNORE_INDEX).sum()
+
+        def gradient(images=images, labels=labels, mask=mask, valid=valid):
+            optimizer.zero_grad()
+            total = 0.0
+            for i in range(train.accumulate_steps):
+                mine = list(partition(N, train.accumulate_steps, i))
+                features = torch.tanh(
+                    model.bn(model.backbone((images[mine].double() - mean) / std))
+                )
+                logits = model.head(features * mask[mine])
+                losses = F.cross_entropy(
+                    logits, labels[mine].long(), ignore_index=IGNORE_INDEX, reduction="sum"
+                )
+                (losses / valid).backward()
+                total += (losses / valid).item()
+            return total
+
+        loss = gradient()
+        if train.sam_rho is not None and step % train.sam_every == train.sam_every - 1:
+            before = copy.deepcopy(model.state_dict())
+            norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p += train.sam_rho * p.grad / norm
+            gradient()
+            model.load_state_dict(before)
+        limit = train.clip_grad_norm or 1e9
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit).item()
+        optimizer.step()
+        numbers.append([loss, norm])
+    return torch.tensor(numbers, dtype=torch.float64), model.state_dict()
+
+
+SETTINGS = {
+    "every step": config(),
+    "every second step, clipped": config(sam_every=2, clip_grad_norm=0.05, weight_decay=0.1),
+    "two passes": config(accumulate_steps=2),
+}
+CUTS = {"virtual ranks": config(virtual_ranks=2), "shares": config(shares=3)}
+
+
+def assert_same_training(found, wanted):
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-9, atol=0)
+    for name, value in wanted[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def trainings(settings):
+    """On a rank: every training, and the running statistics of one step with SAM and without."""
+    statistics = {}
+    for kind in ({"kind": "local"}, {"kind": "local", "running": "mean"}, {"kind": "sync"}):
+        found = []
+        for rho in (None, 0.4):
+            one = config(norm=kind, sam_rho=rho, steps=1)
+            _, weights = trained(one)
+            found.append({k: v for k, v in weights.items() if k.startswith("bn.running")})
+            found[-1]["count"] = weights["bn.num_batches_tracked"]
+        statistics[str(kind)] = found
+    return {name: trained(one) for name, one in settings.items()}, statistics
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_number_of_ranks_is_the_naive_loop_over_the_whole_batch(run_ranks, world_size):
+    """5 images are 3 + 2 or 2 + 2 + 1, and a pass of 2 images is too small for 3 ranks. Running
+    statistics move once a step, at w: bit for bit those of a step without SAM."""
+    settings = {k: v for k, v in SETTINGS.items() if world_size < 3 or "passes" not in k}
+    settings |= CUTS if world_size < 3 else {"shares": CUTS["shares"]}
+    for found, statistics in run_ranks(world_size, trainings, settings):
+        for name, one in settings.items():
+            assert_same_training(found[name], naive(one))
+        for plain, with_sam in statistics.values():
+            assert plain["count"] == with_sam["count"] == 1
+            assert all(torch.equal(value, with_sam[name]) for name, value in plain.items())
+
+
+def test_sam_in_every_second_step_is_another_training_than_in_every_or_none():
+    """The oracle would not tell that an option is ignored if it made no difference."""
+    trainings = [naive(config(**o)) for o in ({}, {"sam_every": 2}, {"sam_rho": None})]
+    weights = [state["backbone.weight"] for _, state in trainings]
+    assert torch.equal(trainings[1][0][0], trainings[2][0][0])  # the first step
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        assert (weights[one] - weights[other]).abs().max() > 1e-3
+
+
+def test_the_weights_come_back_bit_for_bit_also_after_an_error():
+    """Adding and subtracting would lose the digits of a small weight beside a large step."""
+    weights = [nn.Parameter(torch.tensor([1e-7, 1.0, -3e5])), nn.Parameter(torch.ones(2))]
+    weights[0].grad = torch.tensor([3.0, 0.0, 4.0])
+    before = [w.detach().clone() for w in weights]
+    aside = before[0] + torch.tensor([6.0, 0.0, 8.0])
+
+    def fail():
+        with climbed(weights, 10.0):
+            torch.testing.assert_close(weights[0].detach(), aside)
+            assert weights[0].grad is None
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+
+
+@pytest.mark.parametrize("value", [0.0, torch.inf, torch.nan])
+def test_without_a_direction_nothing_climbs(value):
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.tensor([1.0, value, 0.0]) * (value != 0)
+    with climbed([weight], 0.5):
+        assert torch.equal(weight.detach(), torch.ones(3))
+
+
+def test_a_gradient_of_any_scale_climbs_as_far():
+    """The loss scale of float16 stays in it."""
+    for scale in (1e-18, 1.0, 2.0**16):
+        weight = nn.Parameter(torch.zeros(2))
+        weight.grad = torch.tensor([0.0, -scale])
+        with climbed([weight], 0.5):
+            torch.testing.assert_close(weight.detach(), torch.tensor([0.0, -0.5]))
+
+
+def spoiled(settings, numbers):
+    """A state in which these gradients are infinite, counted from 0, two in a step."""
+    state, seen = new_state(settings), iter(range(100))
+    hook = lambda gradient: gradient * (torch.inf if next(seen) in numbers else 1.0)  # noqa: E731
+    state.model.head.weight.register_hook(hook)
+    return state
+
+
+@pytest.mark.parametrize("numbers", [(2, 3), (3,)])
+def test_a_float16_step_whose_gradients_overflow_is_skipped(numbers):
+    """An overflow of the first comes again with the second, which is then computed at w too."""
+    settings = config(precision="float16")
+    state, before, finite, scales = spoiled(settings, numbers), None, [], []
+    for result in run(settings, state):
+        finite.append(bool(result.grad_norm.isfinite()))
+        scales.append(state.scaler.get_scale())
+        weights = copy.deepcopy(dict(state.model.named_parameters()))
+        if result.step == 2:
+            assert all(torch.equal(value, before[name]) for name, value in weights.items())
+        before = weights
+    assert finite == [True, False, True, True]
+    assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
+
+
+@pytest.mark.parametrize("numbers", [(2, 3), (3,)])
+def test_gradients_that_are_not_finite_end_a_float32_run_as_without_sam(numbers):
+    settings = config(precision="float32")
+    with pytest.raises(NonFiniteError, match="step 2: the gradient is not finite"):
+        list(run(settings, spoiled(settings, numbers)))
+
+
+def test_layers_that_compute_a_batch_only_once_are_refused():
+    settings = config()
+    for layer, what in ((nn.Dropout(), "draws other"), (nn.BatchNorm2d(3), "updates its running")):
+        with pytest.raises(ConfigError, match=f"train.sam_rho: 0, a .* {what}"):
+            make_state(nn.Sequential(layer), settings, CPU)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sam_rho": None, "sam_every": 2}, "sam_every: has no effect with sam_rho null"),
+        ({"sam_every": 5}, "sam_every: 5 must not be larger than steps, 4"),
+        ({"sam_rho": 0.0}, "greater than 0"),
+    ],
+)
+def test_options_without_effect_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        config(**options)
+
+
+def whole_run(data, **options):
+    """A training of MobileNetV2 with augmentation and dropout."""
+    return experiment(
+        data,
+        augment={"crop_size": [25, 33]},
+        model={"backbone": "mobilenet_v2", "head_channels": 8, "aux_channels": 8},
+        train={"steps": 2, "batch_size": 5, "precision": "float32", "sam_rho": 0.2} | options,
+    )
+
+
+def test_with_shares_any_number_of_ranks_gives_the_same_bits(run_ranks, tmp_path, data):
+    """Two gradients a step need two exponents a step; the first of all is computed twice."""
+    options = whole_run(data, shares=3, sam_every=2, clip_grad_norm=1.0, ema_decay=0.9, steps=3)
+    config = write_config(tmp_path / "c.yaml", options)
+    found = [run_ranks(n, trained_bits, config, tmp_path / f"{n}")[0] for n in (1, 2, 3)]
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]["train/loss"]) == 3
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_bits(run_ranks, tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", whole_run(data, shares=2, sam_every=2, steps=4))
+    alone, stopped = tmp_path / "alone", tmp_path / "stopped"
+    assert run_ranks(1, train, config, alone) == [0]
+    assert run_ranks(1, stopped_after, 1, config, stopped) == [143]
+    assert last(stopped).step in (2, 3)
+    assert run_ranks(1, train, config, stopped, True) == [0]
+    assert bits(last(stopped)) == bits(last(alone))
+    assert losses(stopped) == losses(alone)
+    assert "SAM rho 0.2 every 2 steps" in (alone / "train.log").read_text()
