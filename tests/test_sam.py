@@ -26,6 +26,7 @@ from segtrain.errors import ConfigError, NonFiniteError
 from segtrain.models import DropoutChannels
 from segtrain.norm import make_norm
 from segtrain.training.engine import make_state, train_steps
+from segtrain.training.exact_sum import ExactGradientSum
 from segtrain.training.sam import climbed
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch, SegLogits
@@ -229,6 +230,29 @@ def test_a_gradient_of_any_scale_climbs_as_far():
         weight.grad = torch.tensor([0.0, -scale])
         with climbed([weight], 0.5):
             torch.testing.assert_close(weight.detach(), torch.tensor([0.0, -0.5]))
+
+
+def trained_twice(settings):
+    """Every gradient is computed once more than it needs to be."""
+    whole, first_time = ExactGradientSum.finish, [True]
+
+    def finish(self):
+        before, done = self.exponents, whole(self)
+        if done and first_time[0]:
+            self.exponents, done = before, False
+        first_time[0] = done
+        return done
+
+    ExactGradientSum.finish = finish
+    return trained(settings)
+
+
+def test_gradients_that_are_computed_again_with_shares_change_nothing(run_ranks):
+    """Neither the weights nor the running statistics; also the second one at climbed weights."""
+    settings = config(shares=3)
+    (wanted,), (found,) = run_ranks(1, trained, settings), run_ranks(1, trained_twice, settings)
+    assert torch.equal(found[0], wanted[0])
+    assert all(torch.equal(value, found[1][name]) for name, value in wanted[1].items())
 
 
 def spoiled(settings, numbers):
