@@ -42,6 +42,8 @@ class Checkpoint(NamedTuple):
     data: str | None = None  # the DataFingerprint as JSON
     shares: dict[str, Any] | None = None  # what train.shares needs, see `training_state`
     start: dict[str, Any] | None = None  # the starting weights that updates need, see there
+    # "hours" (float) of training so far, and "evaluations" (int) since the best one.
+    ending: dict[str, Any] | None = None
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
@@ -146,7 +148,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("config", "classes"), (str,)),
     "data": (str, type(None)),
     "model": _STATE,
-    **dict.fromkeys(("average", "optimizer", "scaler", "best", "shares", "start"), _OPTIONAL),
+    **dict.fromkeys(
+        ("average", "optimizer", "scaler", "best", "shares", "start", "ending"), _OPTIONAL
+    ),
 }
 
 
@@ -160,7 +164,7 @@ def _parse(content: Any) -> Checkpoint:
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
-    content = {"data": None, "shares": None, "start": None} | content
+    content = dict.fromkeys(("data", "shares", "start", "ending")) | content
     missing = [field for field in Checkpoint._fields if field not in content]
     if missing:
         raise _ForeignError(f"incomplete: {', '.join(missing)} missing")

@@ -23,7 +23,9 @@ CHECKPOINTS = "checkpoints"
 # compiled step. Data and class file may move, because `same_data` compares their contents.
 _HARMLESS = (
     *("data.root", "data.classes", "data.num_workers", "data.prefetch"),
-    *("train.compile", "train.timeout_s", "log.", "checkpoint."),
+    # Where a run ends does not change the steps before.
+    *("train.compile", "train.timeout_s", "train.max_hours", "train.patience"),
+    *("log.", "checkpoint."),
 )
 
 # The options by which people compare runs.

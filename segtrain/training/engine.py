@@ -181,7 +181,7 @@ def train_steps(
 ) -> Iterator[StepResult]:
     """Trains from `state.step` to the last step, yielding after every update (collective).
 
-    Ends early, after the same step on all ranks, if `step_sync` was asked to stop.
+    Ends early, after the same step on all ranks, if `step_sync` was asked to stop or end.
 
     Args:
         batches: this rank's Batch of every pass of every step, in order.
@@ -195,7 +195,7 @@ def train_steps(
     state.model.train()
     first_with_shares = state.shares is not None
 
-    while state.step < train.steps and not step_sync.stopped:
+    while state.step < train.steps and not (step_sync.stopped or step_sync.ended):
         began = time.perf_counter()
         passes = list(islice(batches, train.accumulate_steps))
         data_s = time.perf_counter() - began

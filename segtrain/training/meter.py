@@ -25,6 +25,11 @@ class StepMeter:
         """Takes in one step."""
         self._results.append(result)
 
+    @property
+    def num_steps(self) -> int:
+        """Steps since the last `read`."""
+        return len(self._results)
+
     def update_earlier(self, loss: float, aux_loss: float, grad_norm: float) -> None:
         """Takes in the numbers of a step before an interruption, for the next means."""
         numbers = [loss, aux_loss, grad_norm]

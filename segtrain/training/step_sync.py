@@ -1,4 +1,4 @@
-"""What the ranks agree on in each step: the sums of the loss, and whether to stop, save or fail.
+"""What the ranks agree on in each step: sums of the loss; whether to stop, save, end or fail.
 
 Everything rides in one small all-reduce between forward and backward. The flags are read one step
 later, when they have long arrived, so that the host never waits for the device. Before anything
@@ -22,6 +22,7 @@ class StepSync:
 
     stop_requested: asked in every step; true on one rank, all stop after the same step.
     save_requested: asked in every step; true on one rank, once, all save.
+    end_requested: asked in every step; true on one rank, all end the training after the same step.
     overflow_allowed: for float16, which skips such steps; only many in a row are an error.
     """
 
@@ -30,14 +31,15 @@ class StepSync:
         stop_requested: Callable[[], bool],
         *,
         save_requested: Callable[[], bool] = lambda: False,
+        end_requested: Callable[[], bool] = lambda: False,
         overflow_allowed: bool = False,
     ) -> None:
-        self.stopped = False
+        self.stopped = self.ended = False
         self._save_due = False
-        self._stop_requested, self._save_requested = stop_requested, save_requested
+        self._requests = stop_requested, save_requested, end_requested
         self._overflow_allowed = overflow_allowed
         self._overflows = 0
-        # (4,) each: ranks with a bad loss, whether this is one, requests to stop and to save.
+        # (5,) each: ranks with a bad loss, whether this is one, requests to stop, save and end.
         self._pass_flags: list[Tensor] = []
         # Step, flags on their way to the host, and the names of the images on this rank.
         self._pending: tuple[int, _Readback, list[str]] | None = None
@@ -46,10 +48,10 @@ class StepSync:
         """The sums of the loss over all ranks, float64, in the shape of `sums` (collective)."""
         local = sums.detach().double().flatten()
         bad_here = (~local.isfinite().all()).double().view(1)
-        requests = local.new_tensor([self._stop_requested(), self._save_requested()])
+        requests = local.new_tensor([requested() for requested in self._requests])
         # The layout of the vector: sums of the loss, ranks with a bad one, requests.
         total = dist.all_reduce_sum(torch.cat([local, bad_here, requests]))
-        sums_of_all, bad_ranks, requests_of_all = total.split([len(local), 1, 2])
+        sums_of_all, bad_ranks, requests_of_all = total.split([len(local), 1, len(requests)])
         self._pass_flags.append(torch.cat([bad_ranks, bad_here, requests_of_all]))
         return sums_of_all.view(sums.shape)
 
@@ -78,13 +80,17 @@ class StepSync:
         if newest is not None:
             self._act(*newest)
 
+    def end(self) -> None:
+        """Ends the training after this step; called by all ranks."""
+        self.ended = True
+
     def pop_save_request(self) -> bool:
         """Whether a rank was asked to save since the last call; the same on all ranks."""
         due, self._save_due = self._save_due, False
         return due
 
     def _act(self, step: int, flags: "_Readback", names: list[str]) -> None:
-        bad_losses, bad_here, stop_requests, save_requests, bad_gradient = flags.read()
+        bad_losses, bad_here, *requests, bad_gradient = flags.read()
         if bad_losses:
             raise NonFiniteError(_message(step, names if bad_here else [], "the loss"))
         self._overflows = self._overflows + 1 if bad_gradient else 0
@@ -93,8 +99,10 @@ class StepSync:
         if self._overflows > MAX_OVERFLOWS:
             what = f"the gradient overflows float16 since {self._overflows} steps: it"
             raise NonFiniteError(_message(step, names, what))
-        self.stopped = self.stopped or stop_requests > 0
-        self._save_due = self._save_due or save_requests > 0
+        stop, save, end = (number > 0 for number in requests)
+        self.stopped = self.stopped or stop
+        self._save_due = self._save_due or save
+        self.ended = self.ended or end
 
 
 def _message(step: int, names: list[str], what: str) -> str:

@@ -14,7 +14,6 @@ from segtrain.distributed import heartbeat
 from segtrain.distributed.partition import partition
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
-from segtrain.metrics import Scores
 from segtrain.models.normalize import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm.precise import precise_statistics_of_parts
@@ -22,10 +21,10 @@ from segtrain.run.pictures import confusion_picture, panel
 from segtrain.run.progress import score_text
 
 
-def evaluate(run: Run) -> Scores:
+def evaluate(run: Run) -> None:
     """Scores the model on the evaluation split, logs it, and saves it if it is the best so far.
 
-    Collective.
+    Asks the run to end if none was better for train.patience evaluations. Collective.
     """
     saving.settle(run)
     config, step, classes, log = run.config, run.state.step, run.eval_set.classes, run.log
@@ -43,16 +42,19 @@ def evaluate(run: Run) -> Scores:
         callbacks=[lambda prediction: _show(run, prediction)],
     )
     scores = matrix.scores()
-    run.evaluated = step
+    run.evaluated, run.mean_iou = step, scores.mean_iou
     log.scalars(step, scores.scalars(classes.names))
     confusion = confusion_picture(matrix.counts.cpu().numpy(), classes.names)
     log.picture(step, "eval/confusion", confusion)
-    if is_better(scores.mean_iou, run.best):
+    better = is_better(scores.mean_iou, run.best)
+    run.ending.count(better=better)
+    if run.ending.is_out_of_patience():
+        run.step_sync.end()
+    if better:
         run.best = {"step": step, "mean_iou": scores.mean_iou}
         if dist.is_main():
             run.checkpoints.save_best(saving.checkpoint_of(run))
     log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}  {score_text(run.best)}"])
-    return scores
 
 
 def is_better(mean_iou: float, best: dict[str, Any] | None) -> bool:

@@ -1,5 +1,6 @@
 """The steps of a run, and what happens between them: logging, evaluation, checkpoints."""
 
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,35 +18,68 @@ from segtrain.run.progress import ProgressBar, progress_words, score_text
 from segtrain.run.receipts import read_receipts
 from segtrain.training.engine import train_steps
 from segtrain.training.meter import StepMeter
+from segtrain.training.optim import base_lr, learning_rate
 from segtrain.training.receipts import weights_lines
 
 
 def train(run: Run) -> None:
     """Trains, evaluates and saves until the end, or until asked to stop (collective)."""
     config, state = run.config, run.state
-    if state.step > config.train.steps or run.evaluated == config.train.steps:
-        beyond = "" if state.step == config.train.steps else f" (train.steps {config.train.steps})"
-        run.log.lines([f"already complete: {state.step} steps{beyond}, {score_text(run.best)}"])
+    if complete := _completion(run):
+        run.log.lines([f"already complete: {complete}, {score_text(run.best)}", *_way_on(run)])
         return
     dist.run_on_rank0(lambda: run.checkpoints.check_space(saving.checkpoint_of(run)))
     # From here on there is something to save.
     run.signal_flags.install()
     if has_launcher():
         write_exit_status(None)
+    if run.ending.reason():
+        run.step_sync.end()  # and its evaluation was cut short
+    run.ending.start()
     if run.evaluated < state.step and _is_due(config.eval.every_steps, run):
         evaluate(run)  # the evaluation was cut short
-    if state.step < config.train.steps:
+    if state.step < config.train.steps and not run.step_sync.ended:
         with worker_failures():
             _train_steps(run)
     # Before the last evaluation, which may be long.
     saving.save(run)
-    if state.step == config.train.steps and not run.step_sync.stopped:
-        scores = evaluate(run)
-        saving.save(run)
+    ended = state.step == config.train.steps or run.step_sync.ended
+    if ended and not run.step_sync.stopped:
+        if run.evaluated < state.step:
+            evaluate(run)
+            saving.save(run)
         if run.receipts is not None:
             run.log.lines(weights_lines(state))
         options, first = run_directory.flat(config), run_directory.MAIN_OPTIONS
-        run.log.hparams(options, {"mIoU": scores.mean_iou}, state.step, first=first)
+        run.log.hparams(options, {"mIoU": run.mean_iou}, state.step, first=first)
+        if state.step < config.train.steps:
+            run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])
+
+
+def _completion(run: Run) -> str:
+    """How far the run came if nothing is left to do; otherwise empty."""
+    step, steps = run.state.step, run.config.train.steps
+    if step > steps:
+        return f"{step} steps (train.steps {steps})"
+    if run.evaluated == steps:
+        return f"{step} steps"
+    if run.evaluated == step and (reason := run.ending.reason()):
+        return f"{step} of {steps} steps: {reason}"
+    return ""
+
+
+def _way_on(run: Run) -> list[str]:
+    """Lines for a run that ended before train.steps: its learning rate, and how it goes on."""
+    step, train = run.state.step, run.config.train
+    if step >= train.steps:
+        return []
+    now, first = learning_rate(train, step), base_lr(train)
+    return [
+        f"the learning rate had come to {now:.2g} of {first:.2g}: its schedule ends at step "
+        f"{train.steps}",
+        f"to train on: segtrain train {shlex.quote(str(run.directory))} --resume "
+        f"{run.ending.repair()}",
+    ]
 
 
 def _train_steps(run: Run) -> None:
@@ -68,14 +102,21 @@ def _train_steps(run: Run) -> None:
             if run.receipts is not None:
                 run.receipts.update(result)
             if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
-                values = meter.read()
-                run.log.scalars(result.step, values)
-                saving.flush_receipts(run)
-                bar.describe(*progress_words(values, run.best))
+                _log_means(run, meter, bar)
             bar.update()
             with _not_timed(meter):
                 _keep_cadences(run)
             heartbeat.beat("training", state.step)
+        if run.step_sync.ended and meter.num_steps:
+            _log_means(run, meter, bar)
+
+
+def _log_means(run: Run, meter: StepMeter, bar: ProgressBar) -> None:
+    """Logs the means over the steps since the last call."""
+    values = meter.read()
+    run.log.scalars(run.state.step, values)
+    saving.flush_receipts(run)
+    bar.describe(*progress_words(values, run.best))
 
 
 def _count_unlogged(run: Run, meter: StepMeter) -> None:

@@ -65,4 +65,5 @@ def checkpoint_of(run: Run) -> Checkpoint:
         data=run.data.fingerprint(),
         shares=shares_fields(state),
         start=start_fields(state),
+        ending=run.ending.fields(),
     )

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from segtrain.checkpoint.format import load
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.recovery import restore_config
 from segtrain.checkpoint.same_data import Resumed, RunData
+from segtrain.commands.train.ending import Ending, check_fields
 from segtrain.commands.train.preflight import start_lines
 from segtrain.commands.train.stages import (
     Training,
@@ -63,6 +65,8 @@ class Run(Training):
     signal_flags: SignalFlags
     best: dict[str, Any] | None
     evaluated: int  # the step of the newest evaluation, 0: none
+    ending: Ending
+    mean_iou: float = nan  # of the newest evaluation in this process
     receipts: ReceiptMeter | None = None  # on rank 0 with train.shares
 
 
@@ -91,9 +95,10 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     state = build_state(config, device, resumed, train_set, notes)
     if state.shares is not None:
         notes += _other_arithmetic(state, resumed)
-    best, evaluated = None, 0
+    best, evaluated, ending = None, 0, Ending(config.train, None)
     if resumed is not None:
         best, evaluated = resumed.checkpoint.best, resumed.checkpoint.evaluated
+        ending = Ending(config.train, check_fields(resumed.checkpoint.ending, resumed.path))
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
     data = RunData(
         (train_set, eval_set), config.data.root, resumed, accept_changes=order.accept_changes
@@ -122,6 +127,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         signal_flags.stop_requested,
         # Labels that turn out to differ stop the run when it saves.
         save_requested=lambda: signal_flags.pop_save_request() or data.has_failed(),
+        end_requested=lambda: dist.is_main() and ending.is_out_of_time(),
         overflow_allowed=config.train.precision == "float16",
     )
     run = Run(
@@ -139,6 +145,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         signal_flags=signal_flags,
         best=best,
         evaluated=evaluated,
+        ending=ending,
     )
     if state.shares is not None and dist.is_main():
         run.receipts = receipt_meter(run, partial(_has_weights_digest, config))

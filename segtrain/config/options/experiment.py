@@ -63,6 +63,7 @@ class Config(Section):
             )
         if self.model.recompute_norm and not norm.is_batch_norm:
             yield f"model.recompute_norm: has no effect with norm.kind {norm.kind}; remove it"
+        yield from self._patience_mistakes()
         if norm.kind == "frozen" and train.init_from is None:
             yield (
                 "norm.kind: frozen statistics come with the weights that training starts from; "
@@ -96,6 +97,22 @@ class Config(Section):
                     f"train.{key}: is about weights that are loaded, and all start from random "
                     "numbers here; name some in model.pretrained or train.init_from"
                 )
+
+    def _patience_mistakes(self) -> Iterator[str]:
+        patience, every_steps = self.train.patience, self.eval.every_steps
+        if patience is None:
+            return
+        if every_steps is None:
+            yield (
+                "train.patience: has no effect with eval.every_steps null; set it, or remove "
+                "train.patience"
+            )
+        elif (before_last := (self.train.steps - 1) // every_steps) <= patience:
+            yield (
+                f"train.patience: {patience} has no effect: there are {before_last} evaluations "
+                "before the last, of which the first is always the best so far; use a smaller "
+                "train.patience or eval.every_steps"
+            )
 
 
 SECTIONS: dict[str, type[Section]] = {

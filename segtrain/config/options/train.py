@@ -146,6 +146,14 @@ class TrainConfig(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = option(
         None, "keep an exponential moving average of the weights and evaluate it"
     )
+    max_hours: PositiveFloat | None = option(
+        None,
+        "end after so many hours of training, over all resumptions; the learning rate does not "
+        "follow: it is that of steps; null: no limit",
+    )
+    patience: Positive | None = option(
+        None, "end after so many evaluations in a row without a better mIoU; null: never"
+    )
     deterministic: bool = option(False, "refuse kernels whose result may vary")
     timeout_s: PositiveFloat = option(
         600.0, "how long a rank waits for the others before it gives up"

@@ -1,0 +1,207 @@
+"""A run that ends before train.steps, because of its hours or its score. Clocks are made up."""
+
+import json
+from itertools import count
+
+import pytest
+import torch
+from experiments import last, losses, small, stopped_after, train, write_config
+from test_resume import killed_in_evaluation
+
+from segtrain.checkpoint.format import Checkpoint, load
+from segtrain.commands.train.ending import Ending, check_fields
+from segtrain.config import Config, TrainConfig
+from segtrain.distributed import collectives as dist
+from segtrain.errors import CheckpointError
+from segtrain.training.step_sync import StepSync
+
+
+def config(*, every_steps=2, **options):
+    return Config.model_validate(
+        {
+            "data": {"layout": "folders", "root": "x", "classes": "x"},
+            "eval": {"every_steps": every_steps},
+            "train": {"steps": 20} | options,
+        }
+    )
+
+
+def test_hours_add_up_over_resumptions_and_do_not_run_in_between():
+    now = [1000.0]
+    train = TrainConfig(max_hours=2.0)
+    first = Ending(train, None, clock=lambda: now[0])
+    now[0] += 7200  # nothing runs before the start
+    assert first.hours == 0
+    first.start()
+    now[0] += 3600
+    assert (first.hours, first.is_out_of_time(), first.reason()) == (1.0, False, "")
+    saved = json.loads(json.dumps(first.fields()))
+    now[0] = 5.0  # another machine
+    second = Ending(train, saved, clock=lambda: now[0])
+    assert second.hours == 1.0
+    second.start()
+    now[0] += 3599
+    assert not second.is_out_of_time()
+    now[0] += 1
+    assert second.is_out_of_time()
+    assert second.reason() == "2 hours of training are used up (train.max_hours)"
+
+
+def test_patience_counts_the_evaluations_since_the_best():
+    ending = Ending(TrainConfig(patience=2), None)
+    for better, over in ((True, False), (False, False), (True, False), (False, False)):
+        ending.count(better=better)
+        assert ending.is_out_of_patience() == over
+    again = Ending(TrainConfig(patience=2), ending.fields())
+    again.count(better=False)
+    assert again.reason() == "no better mIoU in 2 evaluations (train.patience)"
+    assert Ending(TrainConfig(patience=3), again.fields()).reason() == ""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"hours": 1, "evaluations": 1}, {"hours": -1.0, "evaluations": 0}]
+    + [{"hours": hours, "evaluations": 0} for hours in (float("nan"), float("inf"), "1")]
+    + [{"hours": 1.0, "evaluations": n} for n in (-1, 0.0, True, 2**60)],
+)
+def test_damaged_counts_are_refused(tmp_path, fields):
+    with pytest.raises(CheckpointError, match="hours or evaluations"):
+        check_fields(fields, tmp_path / "last.pt")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"patience": 3, "every_steps": None}, "train.patience: has no effect with eval.every_st"),
+        ({"patience": 9}, "train.patience: 9 has no effect: there are 9 evaluations before"),
+        ({"max_hours": 0.0}, "greater than 0"),
+    ],
+)
+def test_what_cannot_take_effect_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        config(**options)
+
+
+def test_the_largest_patience_with_an_effect_is_taken():
+    assert config(patience=8).train.patience == 8
+
+
+def ends_on_every_rank(asking):
+    step_sync = StepSync(lambda: False, end_requested=lambda: dist.rank() == asking)
+    step_sync.reduce(torch.ones(1, 2, dtype=torch.float64))
+    step_sync.record(1, torch.tensor(1.0), ["a"])
+    before = step_sync.ended
+    step_sync.settle()
+    return before, step_sync.ended, step_sync.stopped
+
+
+def test_one_rank_asks_and_all_end_a_step_later(run_ranks):
+    assert run_ranks(2, ends_on_every_rank, 0) == [(False, True, False)] * 2
+
+
+def by_clock(hours_a_step, function, *args):
+    """`function` in a process where the clock of rank 0 follows the steps; others are far ahead."""
+    from segtrain.commands.train import loop
+
+    whole = loop.train
+
+    def train_by_clock(run):
+        first = run.state.step
+        run.ending._clock = lambda: 3600.0 * hours_a_step * (run.state.step - first)
+        if not dist.is_main():
+            run.ending._clock = count(step=3600 * 99).__next__
+        whole(run)
+
+    loop.train = train_by_clock
+    return function(*args)
+
+
+def options(data, **sections):
+    train_section = {"steps": 9, "batch_size": 4} | sections.pop("train", {})
+    sections = {"log": {"every_steps": 4}, **sections}
+    values = small(data, train=train_section, **sections)
+    values["augment"]["crop_size"] = [25, 33]
+    return values
+
+
+def test_a_run_ends_with_its_hours_over_resumptions_and_goes_on_with_more(
+    run_ranks, tmp_path, data
+):
+    """After a request in step 5, the host learns of it in step 6."""
+    plain = write_config(tmp_path / "plain.yaml", options(data))
+    limited = write_config(tmp_path / "c.yaml", options(data, train={"max_hours": 2.0}))
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    assert run_ranks(1, train, plain, alone) == [0]
+
+    assert run_ranks(1, by_clock, 0.5, stopped_after, 1, limited, run) == [143]
+    assert last(run).ending == {"hours": 0.5 * last(run).step, "evaluations": 0}
+    assert last(run).step < 4
+    assert run_ranks(1, by_clock, 0.5, train, limited, run, True) == [0]
+    assert (last(run).step, last(run).evaluated, last(run).best["step"]) == (6, 6, 6)
+    assert last(run).ending["hours"] == 3.0
+    log = (run / "train.log").read_text()
+    assert "ended after 6 of 9 steps: 2 hours of training are used up (train.max_hours)\n" in log
+    assert "the learning rate had come to 0.0074 of 0.02: its schedule ends at step 9\n" in log
+    assert len(losses(run)) == 2  # step 4, and what was left at the end
+
+    assert run_ranks(1, train, limited, run, True) == [0]
+    log = (run / "train.log").read_text().splitlines()
+    assert "already complete: 6 of 9 steps: 2 hours of training" in log[-3]
+    assert log[-1].endswith(f"{run} --resume --set train.max_hours=null, or a larger number")
+    assert run_ranks(1, train, plain, run, True) == [0]
+    assert last(run).step == 9
+    for part in ("model", "average"):
+        found, wanted = getattr(last(run), part), getattr(last(alone), part)
+        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def test_the_clock_of_rank_0_decides_for_all_ranks(run_ranks, tmp_path, data):
+    config = write_config(tmp_path / "c.yaml", options(data, train={"max_hours": 1.0, "steps": 7}))
+    assert run_ranks(2, by_clock, 0.5, train, config, tmp_path / "run") == [0] * 2
+    assert (last(tmp_path / "run").step, last(tmp_path / "run").evaluated) == (4, 4)
+
+
+def with_scores(better, function, *args):
+    """`function` in a process where evaluations are better or not as listed."""
+    from segtrain.commands.train import evaluation
+
+    answers = iter(better)
+    evaluation.is_better = lambda *_: next(answers)
+    return function(*args)
+
+
+def test_a_run_without_a_better_score_ends_after_its_last_evaluation(run_ranks, tmp_path, data):
+    """It is not evaluated twice at the same step, and its last means are logged."""
+    sections = {"eval": {"every_steps": 1}, "train": {"steps": 8, "patience": 2}}
+    config = write_config(tmp_path / "c.yaml", options(data, **sections))
+    run, scores = tmp_path / "run", [True, False, True, False, False]
+    assert run_ranks(1, with_scores, scores, train, config, run) == [0]
+    assert (last(run).step, last(run).evaluated, last(run).best["step"]) == (5, 5, 3)
+    assert last(run).ending["evaluations"] == 2
+    assert load(run / "checkpoints" / "best.pt").step == 3
+    assert (len(losses(run, "eval/mIoU")), len(losses(run))) == (5, 2)
+    log = (run / "train.log").read_text()
+    assert "ended after 5 of 8 steps: no better mIoU in 2 evaluations (train.patience)\n" in log
+
+    sections["train"]["patience"] = 3
+    config = write_config(tmp_path / "c.yaml", options(data, **sections))
+    assert run_ranks(1, with_scores, [False], train, config, run, True) == [0]
+    assert (last(run).step, last(run).ending["evaluations"]) == (6, 3)
+
+
+def test_an_evaluation_that_was_cut_short_is_made_up_for_before_the_run_ends(
+    run_ranks, tmp_path, data
+):
+    """The hours are used up, the last step is saved, and then the run is killed."""
+    config = write_config(tmp_path / "c.yaml", options(data, train={"max_hours": 1.0, "steps": 7}))
+    run = tmp_path / "run"
+    killed = (by_clock, 0.5, killed_in_evaluation, config, run)
+    assert run_ranks(1, *killed) == ["killed"]
+    assert (last(run).step, last(run).evaluated) == (4, 0)
+    assert run_ranks(1, train, config, run, True) == [0]
+    assert (last(run).step, last(run).evaluated) == (4, 4)
+
+
+def test_a_checkpoint_of_an_older_version_has_used_no_hours(tmp_path):
+    assert Checkpoint._field_defaults["ending"] is None
+    assert Ending(TrainConfig(max_hours=1.0), check_fields(None, tmp_path)).hours == 0
