@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain import files
 from segtrain.checkpoint.loading import load_with_data
@@ -32,6 +33,7 @@ from segtrain.data.protect import check_pictures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
+from segtrain.evaluation.calibration import take_statistics
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.instances import InstanceCounts
@@ -69,6 +71,7 @@ def run_eval(args: argparse.Namespace) -> int:
     _check_classes(loaded.classes, dataset.classes)
     dataset.classes = ignoring_as(loaded.classes, dataset.classes)
     check_windows(config, num_classes, device, dist.local_world_size())
+    source = _statistics_source(loaded.model, dataset, config)
     writers = _writers(args, dataset, config, split)
     instances = None if args.no_labels else _instances(dataset, config, split)
     compare = _no_differences if args.no_labels else eval_differences
@@ -88,14 +91,19 @@ def run_eval(args: argparse.Namespace) -> int:
 
         # 4. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
+        model = _prepare(loaded.model, config, device)
+        num_threads = max(1, num_loader_workers(config.data))
+        statistics = None
+        if source is not None:
+            statistics = _take_statistics(model, source, settings, config, num_threads)
         matrix = evaluate_dataset(
-            _prepare(loaded.model, config, device),
+            model,
             dataset,
             settings,
             device=device,
             num_classes=num_classes,
             progress=True,
-            num_threads=max(1, num_loader_workers(config.data)),
+            num_threads=num_threads,
             callbacks=[*writers, *([] if instances is None else [instances.add])],
         )
         if instances is not None:
@@ -114,11 +122,17 @@ def run_eval(args: argparse.Namespace) -> int:
             names, layout = loaded.classes.names, config.data.layout
             report = make_report(matrix, names, dataset.classes, instances, layout=layout)
             scores = _scores(matrix, report, about, settings, config)
+            scores["statistics"] = statistics
             lines = [*report.lines(), *_note_on_instances(dataset, instances, layout)]
             for line in [] if args.no_labels else lines:
                 say(line)
             say("{checkpoint}, step {step}, {num_images} images of split {split}".format(**about))
             say(f"{settings.describe()}; trained with {scores['norm']}")
+            if statistics is not None:
+                say(
+                    "with batch norm statistics of {num_images} images of split {split}, without "
+                    "their labels; those of the training count like {prior}".format(**statistics)
+                )
             _warn(next(differences, []))
             if args.json:
                 _write_json(Path(args.json), scores)
@@ -182,6 +196,48 @@ def _prepare(model: torch.nn.Module, config: Config, device: torch.device) -> to
     if config.train.channels_last and device.type == "cuda":
         model.to(memory_format=torch.channels_last)
     return model
+
+
+def _statistics_source(
+    model: torch.nn.Module, dataset: SegDataset, config: Config
+) -> SegDataset | None:
+    """The images to take batch norm statistics from; None: those of the training stay."""
+    if config.eval.statistics == "trained":
+        return None
+    if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        raise ConfigError(
+            f"eval.statistics: {config.eval.statistics} has no effect: the model has no batch "
+            f"norm (norm.kind {config.norm.kind}); remove it"
+        )
+    if config.eval.statistics == "train_split":
+        # The checkpoint may name any file: no message shows its lines.
+        hidden = {"data.classes", "data.eval_split"}
+        dataset = open_dataset(config.data, config.data.train_split, hidden=hidden)
+    if len(dataset) < 2:
+        raise ConfigError(
+            f"eval.statistics: split {dataset.split} has one image, and statistics need two"
+        )
+    return dataset
+
+
+def _take_statistics(
+    model: torch.nn.Module,
+    source: SegDataset,
+    settings: InferenceSettings,
+    config: Config,
+    num_threads: int,
+) -> dict[str, Any]:
+    """Takes them, and returns what --json says about them (collective)."""
+    prior = config.eval.statistics_prior
+    num_images = take_statistics(
+        model,
+        source,
+        settings,
+        num_images=config.eval.statistics_images,
+        prior=prior,
+        num_threads=num_threads,
+    )
+    return {"split": source.split, "num_images": num_images, "prior": prior}
 
 
 def _writers(

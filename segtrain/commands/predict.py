@@ -125,7 +125,11 @@ def predict_images(
 
 
 def _config(trained: Config, args: argparse.Namespace) -> Config:
-    foreign = [text for text in args.set if not text.strip().startswith(_SETTABLE)]
+    foreign = [
+        text
+        for text in map(str.strip, args.set)
+        if not text.startswith(_SETTABLE) or text.startswith("eval.statistics")
+    ]
     if foreign:
         raise ConfigError(
             "\n".join(

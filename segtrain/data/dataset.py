@@ -51,6 +51,10 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
             raise DataError(problem)
         return image, label
 
+    def image(self, index: int) -> np.ndarray:
+        """The image of item `index` alone; its label is not opened."""
+        return read_image(self.pairs[index].image)
+
     def _way_out(self, pair: Pair) -> str:
         if not self.may_exclude:
             return ""

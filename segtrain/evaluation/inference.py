@@ -85,7 +85,7 @@ def _score_tiles(
     if image.ndim != 4 or image.shape[:2] != (1, 3):
         raise ValueError(f"image: expected (1, 3, H, W), got {tuple(image.shape)}")
     logits = partial(_logits, model, settings)
-    view_of = partial(_view, model, image, settings)
+    view_of = partial(normalized_view, model, image, settings)
     sizes = view_sizes(image.shape[-2:], settings)
     are_logits = settings.mode == "whole"
     if are_logits:
@@ -108,7 +108,9 @@ def _score_tiles(
     return resized(total.div_(settings.num_views)), False
 
 
-def _view(model: nn.Module, image: Tensor, settings: InferenceSettings, size: Size) -> Tensor:
+def normalized_view(
+    model: nn.Module, image: Tensor, settings: InferenceSettings, size: Size
+) -> Tensor:
     """The normalized image at `size`, (1, 3, height, width), in the dtype of the model."""
     parameter = next(model.parameters(), None)
     dtype = torch.float32 if parameter is None else parameter.dtype

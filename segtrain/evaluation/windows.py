@@ -59,6 +59,24 @@ def slide(
             yield slice(first - top, end - top), tile[:, inside, left : left + width]
 
 
+def spread_windows(view: Tensor, settings: InferenceSettings) -> Tensor:
+    """At most `window_batch` windows, spread over `view`, (1, 3, H, W), as (n, 3, h, w)."""
+    padded, _, _ = _pad(view, settings.crop_size)
+    places = _places(padded, settings)
+    num = min(settings.window_batch, len(places))
+    step = (len(places) - 1) / max(1, num - 1)
+    chosen = [places[round(i * step)] for i in range(num)]
+    return torch.cat([padded[:, :, rows, columns] for rows, columns in chosen])
+
+
+def _places(view: Tensor, settings: InferenceSettings) -> list[tuple[slice, slice]]:
+    """Rows and columns of every window, from the top down."""
+    (height, width), (crop_h, crop_w) = view.shape[-2:], settings.crop_size
+    tops = window_starts(height, crop_h, settings.overlap)
+    lefts = window_starts(width, crop_w, settings.overlap)
+    return [(slice(t, t + crop_h), slice(x, x + crop_w)) for t in tops for x in lefts]
+
+
 def _mean_probabilities(
     logits: Logits, view: Tensor, settings: InferenceSettings, on_windows: Callable[[int], object]
 ) -> Iterator[Tile]:
@@ -72,7 +90,7 @@ def _mean_probabilities(
     lefts = window_starts(width, crop_w, settings.overlap)
     over_rows = _times_covered(height, tops, crop_h).view(1, -1, 1)
     over_columns = _times_covered(width, lefts, crop_w).view(1, 1, -1)
-    places = [(slice(t, t + crop_h), slice(x, x + crop_w)) for t in tops for x in lefts]
+    places = _places(view, settings)
     strip, start = None, 0  # the sums of rows start .. start + crop_h - 1
 
     def mean(sums: Tensor) -> Tensor:

@@ -107,7 +107,8 @@ def _accumulate(
 ) -> None:
     x = args[0] if args else kwargs["input"]
     payload = packed_moments(*local_moments(x), x.numel() // x.shape[1])
-    mine = sums[virtual_ranks.slot()]
+    # Without shares, virtual ranks take turns and add to the same sums.
+    mine = sums[virtual_ranks.slot() if len(sums) > 1 else 0]
     mine[layer] = mine[layer] + payload if layer in mine else payload
 
 

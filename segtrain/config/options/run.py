@@ -1,9 +1,13 @@
 """Options of what a run does beside training: evaluate, log, save."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from segtrain.config.options.section import (
     FractionBelow1,
+    NonNegative,
     Positive,
     Scale,
     Section,
@@ -23,6 +27,26 @@ class EvalConfig(Section):
     overlap: FractionBelow1 = option(1 / 3, "share of a window that its neighbour repeats")
     scales: tuple[Scale, ...] = option((1.0,), "image scales to average", min_length=1)
     flip: bool = option(False, "average with the mirrored image")
+    statistics: Literal["trained", "split", "train_split"] = option(
+        "trained",
+        "segtrain eval: the batch norm statistics of the training, or taken anew from images of "
+        "the evaluated split, or of the training split; labels are not used",
+    )
+    statistics_images: Annotated[int, Field(ge=2, lt=2**63)] = option(
+        64, "take them from so many images, spread over the split"
+    )
+    statistics_prior: NonNegative = option(
+        0, "mix them with those of the training, which count like so many images"
+    )
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from self._no_effect(
+            (
+                "statistics_images statistics_prior",
+                self.statistics != "trained",
+                "statistics trained",
+            )
+        )
 
 
 class LogConfig(Section):
