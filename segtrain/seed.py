@@ -12,11 +12,22 @@ from torch import Tensor
 # One number per use keeps two streams with the same key apart. Never reuse or renumber: a resumed
 # run must meet the streams it was started with.
 _ORDER, _AUGMENT, _DROPOUT = 1, 2, 3
+_CLASS_UNIFORM, _CENTROIDS = 10, 11
 
 
 def sample_order(seed: int, epoch: int, num_images: int) -> np.ndarray:
     """The permutation of `range(num_images)` of `epoch`, shared by all ranks: int64."""
     return np.random.default_rng((seed, _ORDER, epoch)).permutation(num_images)
+
+
+def class_uniform_slots(seed: int, epoch: int, num_images: int) -> np.ndarray:
+    """A second permutation of `range(num_images)` of `epoch`, for class-uniform samples: int64."""
+    return np.random.default_rng((seed, _CLASS_UNIFORM, epoch)).permutation(num_images)
+
+
+def centroid_order(seed: int, class_id: int, turn: int, num_centroids: int) -> np.ndarray:
+    """The order in which the centroids of a class are taken when it is their `turn`: int64."""
+    return np.random.default_rng((seed, _CENTROIDS, class_id, turn)).permutation(num_centroids)
 
 
 def augment_rng(seed: int, step: int, position: int) -> np.random.Generator:

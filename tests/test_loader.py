@@ -29,7 +29,7 @@ class Numbers:
         return np.full((3, 4, 3), index, np.uint8), np.full((3, 4), index, np.uint8)
 
 
-def add_noise(image, label, rng):
+def add_noise(image, label, rng, **_):
     noise = rng.integers(100, dtype=np.uint8)
     return image + noise, label
 
@@ -277,7 +277,7 @@ def test_opencv_starts_no_threads_in_a_worker():
     cv2.setNumThreads(4)  # also where the machine has one core
     try:
         dataset = TrainStream(
-            Threads(), lambda image, label, rng: (image, label), stream_seed=11, batch_size=5
+            Threads(), lambda image, label, rng, **_: (image, label), stream_seed=11, batch_size=5
         )
         (batch,) = train_loader(
             dataset,

@@ -44,6 +44,7 @@ class Checkpoint(NamedTuple):
     start: dict[str, Any] | None = None  # the starting weights that updates need, see there
     # "hours" (float) of training so far, and "evaluations" (int) since the best one.
     ending: dict[str, Any] | None = None
+    centroids: str | None = None  # `Centroids.sha256` with data.class_uniform
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
@@ -146,7 +147,7 @@ _OPTIONAL = (*_STATE, type(None))
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("step", "evaluated"), (int,)),
     **dict.fromkeys(("config", "classes"), (str,)),
-    "data": (str, type(None)),
+    **dict.fromkeys(("data", "centroids"), (str, type(None))),
     "model": _STATE,
     **dict.fromkeys(
         ("average", "optimizer", "scaler", "best", "shares", "start", "ending"), _OPTIONAL
@@ -164,7 +165,7 @@ def _parse(content: Any) -> Checkpoint:
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
-    content = dict.fromkeys(("data", "shares", "start", "ending")) | content
+    content = dict.fromkeys(("data", "shares", "start", "ending", "centroids")) | content
     missing = [field for field in Checkpoint._fields if field not in content]
     if missing:
         raise _ForeignError(f"incomplete: {', '.join(missing)} missing")

@@ -16,6 +16,7 @@ from segtrain.checkpoint.experiment import parse_experiment
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.same_data import Resumed, RunData
 from segtrain.commands.train import batches
+from segtrain.commands.train.class_uniform import centroid_changes, class_uniform_sampling
 from segtrain.commands.train.evaluation import take_precise_statistics
 from segtrain.commands.train.setup import DATA_PATIENCE_S
 from segtrain.commands.train.stages import (
@@ -144,12 +145,15 @@ def _set_up(
         stack.callback(data.close)
         data.start(DATA_PATIENCE_S)
         notes += data.take_news()
+    class_uniform = class_uniform_sampling(config, train_set, run, device, keep=False)
+    notes += centroid_changes(class_uniform, known, accept_changes=True)
     _say(*notes)
     return Replay(
         config=config,
         directory=run,
         device=device,
         train_set=train_set,
+        class_uniform=class_uniform,
         state=state,
         step_sync=StepSync(lambda: False, overflow_allowed=config.train.precision == "float16"),
         plan=plan,

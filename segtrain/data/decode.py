@@ -79,10 +79,7 @@ def read_label(path: str | Path, class_file: ClassFile, label_format: str = "ids
         DataError: also for ids or colours that are not in the class file; it lists each with its
             number of pixels.
     """
-    data = read_bytes(path)
-    if label_format == "colors":
-        return colors_to_train_ids(decode_colors(data, path), path, class_file)
-    return ids_to_train_ids(decode_raw_label(data, path), path, read_by(class_file, label_format))
+    return decode_label(read_bytes(path), path, class_file, label_format)
 
 
 def read_raw_label(path: str | Path) -> np.ndarray:
@@ -134,6 +131,15 @@ def decode_image(data: bytes, path: str | Path) -> np.ndarray:
     if image is None or image.shape[:2] != header.size:
         raise DataError(f"{printable(path)}: damaged image: the pixels cannot be decoded")
     return cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image)
+
+
+def decode_label(
+    data: bytes, path: str | Path, class_file: ClassFile, label_format: str
+) -> np.ndarray:
+    """`read_label` of `data`."""
+    if label_format == "colors":
+        return colors_to_train_ids(decode_colors(data, path), path, class_file)
+    return ids_to_train_ids(decode_raw_label(data, path), path, read_by(class_file, label_format))
 
 
 def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:

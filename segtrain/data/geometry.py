@@ -5,6 +5,7 @@ rotation, crop and flip are numbers in a Placement, and only the source pixels u
 read, once. Down-scaling is bilinear without antialiasing, as in semseg and mmsegmentation.
 """
 
+import math
 from typing import NamedTuple
 
 import cv2
@@ -67,7 +68,19 @@ class Span(NamedTuple):
 
     def moved(self, rng: np.random.Generator) -> "Span":
         """The same span elsewhere: uniform inside the image, or the whole image in the crop."""
-        start = int(rng.integers(self.largest_start + 1))
+        return self._moved_between(0, self.largest_start, rng)
+
+    def moved_to(self, place: float, rng: np.random.Generator) -> "Span":
+        """As `moved`, but only where the crop shows `place`, in source pixels from the edge.
+
+        Places in the last source pixel can lie behind the last crop: then that crop is taken.
+        """
+        last = min(math.floor(place), self.largest_start)
+        first = math.floor(place - self.content * self.size / self.scaled) + 1
+        return self._moved_between(max(0, min(first, last)), last, rng)
+
+    def _moved_between(self, first: int, last: int, rng: np.random.Generator) -> "Span":
+        start = int(rng.integers(first, last + 1))
         pad = int(rng.integers(self.crop - self.content + 1))
         return self._replace(start=start, pad=pad)
 
@@ -94,9 +107,34 @@ class Placement(NamedTuple):
         """Whether the crop is larger than the scaled image, in either direction."""
         return self.rows.content < self.rows.crop or self.columns.content < self.columns.crop
 
-    def moved(self, rng: np.random.Generator) -> "Placement":
-        """The same crop at another random position."""
-        return self._replace(rows=self.rows.moved(rng), columns=self.columns.moved(rng))
+    def moved(
+        self, rng: np.random.Generator, point: tuple[float, float] | None = None
+    ) -> "Placement":
+        """The same crop at another random position.
+
+        point: what it must show, from `turned`; None: anything.
+        """
+        if point is None:
+            return self._replace(rows=self.rows.moved(rng), columns=self.columns.moved(rng))
+        rows, columns = self.rows.moved_to(point[0], rng), self.columns.moved_to(point[1], rng)
+        return self._replace(rows=rows, columns=columns)
+
+    def turned(self, pixel: tuple[int, int]) -> tuple[float, float] | None:
+        """Where the rotation brings the centre of a source pixel (row, column); None: outside.
+
+        In source pixels from the upper and the left edge of the image, which keeps its size.
+        """
+        rows, columns = self.rows, self.columns
+        # From the centre of the image, in scaled pixels: the rotation follows the scaling.
+        y = (pixel[0] + 0.5 - rows.size / 2) * rows.factor
+        x = (pixel[1] + 0.5 - columns.size / 2) * columns.factor
+        angle = math.radians(self.angle_deg)
+        sine, cosine = math.sin(angle), math.cos(angle)
+        # y points down.
+        turned_y, turned_x = cosine * y - sine * x, cosine * x + sine * y
+        row = turned_y / rows.factor + rows.size / 2
+        column = turned_x / columns.factor + columns.size / 2
+        return (row, column) if 0 <= row < rows.size and 0 <= column < columns.size else None
 
 
 def resample_image(

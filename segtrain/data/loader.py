@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from segtrain import seed
 from segtrain.config import DataConfig
+from segtrain.data.class_uniform import ClassUniform, Pick
 from segtrain.data.dataset import SegDataset
 from segtrain.data.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
@@ -50,30 +51,41 @@ def image_at(stream_seed: int, place: int, num_images: int) -> int:
     return _order(stream_seed, epoch, num_images)[index]
 
 
-def names_of_step(
-    dataset: SegDataset, stream_seed: int, step: int, *, batch_size: int
-) -> list[str]:
-    """The names of the images in the whole batch of `step`, counted from 0, in its order."""
-    places = range(step * batch_size, (step + 1) * batch_size)
-    return [dataset.name(image_at(stream_seed, place, len(dataset.pairs))) for place in places]
-
-
 @dataclass(eq=False)
 class TrainStream(Dataset):
-    """The augmented samples of `dataset`: `stream[step, position]`."""
+    """The augmented samples of `dataset`: `stream[step, position]`.
+
+    class_uniform: what draws a part of the samples class-uniformly; None: nothing does.
+    """
 
     dataset: SegDataset
     transform: TrainTransform
     _: KW_ONLY
     stream_seed: int
     batch_size: int
+    class_uniform: ClassUniform | None = None
+
+    def pick(self, step: int, position: int) -> Pick:
+        """What the sample at `position` of the batch of `step`, both counted from 0, shows."""
+        place, num_images = step * self.batch_size + position, len(self.dataset.pairs)
+        uniform = self.class_uniform
+        if uniform is not None and uniform.lasts(step):
+            pick = uniform.pick_at(self.stream_seed, place, num_images)
+            if pick is not None:
+                return pick
+        return Pick(image_at(self.stream_seed, place, num_images))
+
+    def names_of_step(self, step: int) -> list[str]:
+        """The names of the images in the whole batch of `step`, counted from 0, in its order."""
+        picks = [self.pick(step, position) for position in range(self.batch_size)]
+        return [self.dataset.name(pick.index) for pick in picks]
 
     def __getitem__(self, place: Place) -> Sample:
         step, position = place
-        number = step * self.batch_size + position
-        index = image_at(self.stream_seed, number, len(self.dataset.pairs))
+        index, point = self.pick(step, position)
         rng = seed.augment_rng(self.stream_seed, step, position)
-        image, label = map(torch.from_numpy, self.transform(*self.dataset[index], rng))
+        crop = self.transform(*self.dataset[index], rng, point=point)
+        image, label = map(torch.from_numpy, crop)
         return image.permute(2, 0, 1), label, self.dataset.pairs[index].name
 
     def __getitems__(self, places: Sequence[Place]) -> list[Sample] | UserError:

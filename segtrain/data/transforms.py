@@ -45,16 +45,23 @@ class TrainTransform:
         return partial(TrainTransform, **keywords), (self._augment,)
 
     def __call__(
-        self, image: np.ndarray, label: np.ndarray, rng: np.random.Generator
+        self,
+        image: np.ndarray,
+        label: np.ndarray,
+        rng: np.random.Generator,
+        *,
+        point: tuple[int, int] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The crop of the image, (h, w, 3) uint8, and of the label, (h, w) uint8, both contiguous.
 
         image: (H, W, 3) uint8 RGB. label: (H, W) uint8. Neither is changed. The result depends on
-        them and on the state of `rng` alone.
+        them, on `point` (see `draw_placement`) and on the state of `rng` alone.
         """
         if image.shape != (*label.shape, 3):
             raise ValueError(f"image {image.shape}, label {label.shape}: expected equal (H, W)")
-        placement = draw_placement(self._augment, label, rng, short_side_px=self._short_side_px)
+        placement = draw_placement(
+            self._augment, label, rng, short_side_px=self._short_side_px, point=point
+        )
         crop = geometry.resample_image(image, placement, fill=self._fill)
         if self._photometric.active:
             # Padding stays the mean, which is zero after normalization, as in published pipelines.
@@ -68,11 +75,15 @@ def draw_placement(
     rng: np.random.Generator,
     *,
     short_side_px: int | None = None,
+    point: tuple[int, int] | None = None,
 ) -> Placement:
     """A random crop of the image with this label, which is read for `max_class_share` only.
 
     An image smaller than the crop lies anywhere in it. At a fixed place (mmsegmentation: top left,
     semseg: centre) it would always meet the network's zero padding in the same way.
+
+    point: (row, column) of a pixel that the crop must show, at any place in it; None: any crop. A
+        rotation that would turn this pixel out of the image is left out.
     """
     height, width = label.shape
     unit = short_side_px / min(height, width) if short_side_px else 1.0
@@ -83,11 +94,17 @@ def draw_placement(
         columns=Span(width, max(1, round(width * scale)), augment.crop_size[1]),
         angle_deg=rng.uniform(-augment.rotate_deg, augment.rotate_deg) if rotated else 0.0,
         flip=bool(rng.random() < augment.flip_prob),
-    ).moved(rng)
+    )
+    target = None
+    if point is not None:
+        if placement.turned(point) is None:
+            placement = placement._replace(angle_deg=0.0)
+        target = placement.turned(point)
+    placement = placement.moved(rng, target)
     movable = placement.rows.largest_start > 0 or placement.columns.largest_start > 0
     if augment.max_class_share < 1 and movable:
         for _ in range(_MAX_REDRAWS):
             if geometry.largest_class_share(label, placement) <= augment.max_class_share:
                 break
-            placement = placement.moved(rng)
+            placement = placement.moved(rng, target)
     return placement

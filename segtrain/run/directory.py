@@ -18,6 +18,7 @@ from segtrain.text import MAX_NAME, printable
 CONFIG, METRICS, LOG = "config.yaml", "metrics.jsonl", "train.log"
 RECEIPTS = "receipts.jsonl"
 CHECKPOINTS = "checkpoints"
+CENTROIDS = "centroids.json"
 
 # A resumed run may change these: the model at the end stays the same, but for rounding in a
 # compiled step. Data and class file may move, because `same_data` compares their contents.

@@ -3,14 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from segtrain.commands.train.setup import Run
-from segtrain.commands.train.stages import Training
-from segtrain.data.loader import (
-    TrainStream,
-    indices_of_rank,
-    num_loader_workers,
-    train_loader,
-)
-from segtrain.data.transforms import TrainTransform
+from segtrain.commands.train.stages import Training, train_stream
+from segtrain.data.loader import indices_of_rank, num_loader_workers, train_loader
 from segtrain.distributed import collectives as dist
 from segtrain.run.pictures import training_picture
 from segtrain.types import Batch
@@ -31,16 +25,8 @@ def indices(run: Training) -> list[range]:
 def until(run: Training, step: int) -> Iterable[Batch]:
     """This rank's batches from the current step to `step`."""
     config = run.config
-    transform = TrainTransform(
-        config.augment, mean=config.data.mean, short_side_px=config.data.short_side_px
-    )
     return train_loader(
-        TrainStream(
-            run.train_set,
-            transform,
-            stream_seed=config.seed,
-            batch_size=config.train.batch_size,
-        ),
+        train_stream(run),
         indices=indices(run),
         start_step=run.state.step,
         steps=step,

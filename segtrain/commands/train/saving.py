@@ -66,4 +66,5 @@ def checkpoint_of(run: Run) -> Checkpoint:
         shares=shares_fields(state),
         start=start_fields(state),
         ending=run.ending.fields(),
+        centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
     )

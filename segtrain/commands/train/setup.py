@@ -13,6 +13,11 @@ from segtrain.checkpoint.format import load
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.recovery import restore_config
 from segtrain.checkpoint.same_data import Resumed, RunData
+from segtrain.commands.train.class_uniform import (
+    centroid_changes,
+    class_uniform_lines,
+    class_uniform_sampling,
+)
 from segtrain.commands.train.ending import Ending, check_fields
 from segtrain.commands.train.preflight import start_lines
 from segtrain.commands.train.stages import (
@@ -121,7 +126,14 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     log.lines(notes)
     if state.step == 0:
         log.text("config", config_to_yaml(config))
-    # 7. Signals and errors, on which all ranks act after the same step.
+    # 7. Where each class is to be found, if samples are drawn by class.
+    if config.data.class_uniform:
+        log.lines([f"sampling   looking for the classes in {len(train_set.pairs)} labels"])
+    class_uniform = class_uniform_sampling(config, train_set, directory, device, keep=True)
+    if class_uniform is not None:
+        log.lines(class_uniform_lines(class_uniform, train_set.classes))
+    log.lines(centroid_changes(class_uniform, resumed, accept_changes=order.accept_changes))
+    # 8. Signals and errors, on which all ranks act after the same step.
     signal_flags = SignalFlags(stop_on_usr1=order.requeue)
     step_sync = StepSync(
         signal_flags.stop_requested,
@@ -143,6 +155,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         checkpoints=checkpoints,
         log=log,
         signal_flags=signal_flags,
+        class_uniform=class_uniform,
         best=best,
         evaluated=evaluated,
         ending=ending,

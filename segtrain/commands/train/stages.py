@@ -15,9 +15,11 @@ from segtrain.checkpoint.training_state import loaded_names, restore
 from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import Config
 from segtrain.data import open_dataset
+from segtrain.data.class_uniform import ClassUniform
 from segtrain.data.classes import ignoring_as
 from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import names_of_step
+from segtrain.data.loader import TrainStream
+from segtrain.data.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
 from segtrain.models import SegModel, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
@@ -36,6 +38,7 @@ class Training:
     train_set: SegDataset
     state: TrainState
     step_sync: StepSync
+    class_uniform: ClassUniform | None = None  # data.class_uniform
 
 
 def make_repeatable(config: Config, device: torch.device) -> None:
@@ -169,10 +172,23 @@ def _other_normalization(config: Config) -> list[str]:
 
 def receipt_meter(this: Training, weights_due: Callable[[int], bool]) -> ReceiptMeter:
     """What gathers the receipts of its steps; `weights_due` as there."""
-    config = this.config
+    stream = train_stream(this)
 
     def names(step: int) -> list[str]:
-        size = config.train.batch_size
-        return names_of_step(this.train_set, config.seed, step - 1, batch_size=size)
+        return stream.names_of_step(step - 1)
 
     return ReceiptMeter(this.state, names=names, weights_due=weights_due)
+
+
+def train_stream(this: Training) -> TrainStream:
+    """The augmented samples of all steps."""
+    config = this.config
+    return TrainStream(
+        this.train_set,
+        TrainTransform(
+            config.augment, mean=config.data.mean, short_side_px=config.data.short_side_px
+        ),
+        stream_seed=config.seed,
+        batch_size=config.train.batch_size,
+        class_uniform=this.class_uniform,
+    )

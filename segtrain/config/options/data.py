@@ -59,6 +59,26 @@ class DataConfig(Section):
         None, "loader processes a rank; null: the cores divided by the ranks, at most 8"
     )
     prefetch: Positive = option(4, "batches each loader worker prepares ahead")
+    class_uniform: Fraction = option(
+        0.0,
+        "fraction of the samples of an epoch that show a class drawn uniformly, in a crop around "
+        "one of its centroids; NVIDIA's semantic-segmentation uses 0.5",
+    )
+    class_uniform_tile_px: Positive = option(
+        1024, "class_uniform: side of the tiles of a label in which each class has a centroid"
+    )
+    class_uniform_steps: Positive | None = option(
+        None, "class_uniform: only in the first so many steps; null: in all"
+    )
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from self._no_effect(
+            (
+                "class_uniform_tile_px class_uniform_steps",
+                self.class_uniform > 0,
+                "class_uniform 0",
+            )
+        )
 
 
 class ExtraTransform(Section):

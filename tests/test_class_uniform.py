@@ -1,0 +1,329 @@
+import json
+import shutil
+from collections import Counter
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from experiments import (
+    assert_same_state,
+    last,
+    refusal,
+    small,
+    stopped_after,
+    train,
+    write_config,
+    write_data,
+)
+from scipy import ndimage
+
+from segtrain.config import AugmentConfig, DataConfig
+from segtrain.data import centroids as measuring
+from segtrain.data import open_dataset
+from segtrain.data.centroids import Centroids, label_centroids, measure_centroids
+from segtrain.data.class_uniform import ClassUniform, Pick
+from segtrain.data.geometry import Placement, Span, resample_label
+from segtrain.data.loader import TrainStream, image_at
+from segtrain.data.transforms import draw_placement
+from segtrain.errors import DataError
+from segtrain.types import IGNORE_INDEX
+
+CPU = torch.device("cpu")
+
+
+def nvidia_centroids(label, tile_px):
+    """class_centroids_image of NVIDIA's datasets/uniform.py: whole tiles only, (class, y, x)."""
+    found = []
+    for y in range(label.shape[0] // tile_px):
+        for x in range(label.shape[1] // tile_px):
+            tile = label[y * tile_px :, x * tile_px :][:tile_px, :tile_px]
+            for class_id in range(IGNORE_INDEX):
+                if class_id in tile:
+                    centre = ndimage.center_of_mass((tile == class_id).astype(int))
+                    found.append(
+                        (class_id, int(centre[0]) + y * tile_px, int(centre[1]) + x * tile_px)
+                    )
+    return found
+
+
+def triples(numbers):
+    return list(map(tuple, np.reshape(numbers, (-1, 3)).tolist()))
+
+
+def blobs(rng, size):
+    label = np.full(size, IGNORE_INDEX, np.uint8)
+    for class_id in (0, 2, 5):
+        y, x = rng.integers(size[0] - 8), rng.integers(size[1] - 8)
+        label[y : y + rng.integers(1, 9), x : x + rng.integers(1, 9)] = class_id
+    return label
+
+
+def test_centroids_in_whole_tiles_are_nvidias_where_these_lie_on_their_class():
+    rng, compared = np.random.default_rng(0), 0
+    for _ in range(60):
+        label = blobs(rng, (32, 48))
+        theirs, ours = nvidia_centroids(label, 16), triples(label_centroids(label, 16))
+        assert len(ours) == len(theirs)
+        on_class = [i for i, (k, y, x) in enumerate(theirs) if label[y, x] == k]
+        compared += len(on_class)
+        assert [ours[i] for i in on_class] == [theirs[i] for i in on_class]
+    assert compared > 200
+
+
+def test_every_class_of_every_tile_has_a_centroid_on_it_also_at_the_border():
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        label = rng.choice(np.array([0, 1, 7, 255], np.uint8), (23, 37), p=[0.6, 0.05, 0.05, 0.3])
+        found = triples(label_centroids(label, 16))
+        assert all(label[y, x] == k for k, y, x in found)
+        tiles = Counter((k, y // 16, x // 16) for k, y, x in found)
+        assert set(tiles.values()) == {1}
+        ys, xs = np.nonzero(label != 255)
+        wanted = {(int(label[y, x]), y // 16, x // 16) for y, x in zip(ys, xs, strict=True)}
+        assert set(tiles) == wanted
+
+
+def test_the_centroid_of_a_ring_is_the_nearest_pixel_of_it():
+    label = np.zeros((11, 11), np.uint8)
+    cv2.circle(label, (5, 5), 3, 1)
+    (_, y, x) = triples(label_centroids(label, 16))[1]
+    ys, xs = np.nonzero(label)
+    assert label[y, x] == 1
+    assert np.hypot(y - 5, x - 5) == np.hypot(ys - 5, xs - 5).min()
+
+
+NUM_IMAGES = 7
+TABLE = np.array(
+    [(0, i, 1, i) for i in range(NUM_IMAGES)] + [(2, 3, 5, 6), (2, 4, 7, 8), (3, 6, 2, 2)], np.int32
+)
+
+
+def stream(fraction=0.3, steps=None, batch_size=5):
+    uniform = ClassUniform(Centroids(TABLE), fraction=fraction, steps=steps)
+    dataset = SimpleNamespace(pairs=range(NUM_IMAGES), name=str)
+    return TrainStream(dataset, None, stream_seed=11, batch_size=batch_size, class_uniform=uniform)
+
+
+def picks(of, steps):
+    return [of.pick(step, position) for step in range(steps) for position in range(of.batch_size)]
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.5, 1.0])
+def test_the_fraction_holds_in_every_epoch_and_the_other_samples_stay(fraction):
+    of = stream(fraction)
+    found = picks(of, 7 * 20)
+    plain = [image_at(11, place, NUM_IMAGES) for place in range(len(found))]
+    assert all(a.index == b for a, b in zip(found, plain, strict=True) if a.point is None)
+    for epoch in range(1, len(found) // NUM_IMAGES + 1):
+        uniform = sum(pick.point is not None for pick in found[: epoch * NUM_IMAGES])
+        assert uniform == int(fraction * epoch * NUM_IMAGES + 1e-9)
+
+
+def test_classes_take_turns_and_each_goes_through_all_its_centroids():
+    rows = {Pick(i, (y, x)): k for k, i, y, x in TABLE.tolist()}
+    found = [pick for pick in picks(stream(0.6), 7 * 30) if pick.point is not None]
+    assert len(found) == 630
+    of_class = Counter(rows[pick] for pick in found)
+    assert of_class == {0: 210, 2: 210, 3: 210}
+    times = Counter(found)
+    assert times.keys() == rows.keys()
+    assert {times[pick] for pick, k in rows.items() if k == 0} == {30}
+    assert {times[pick] for pick, k in rows.items() if k == 2} == {105}
+
+
+def test_positions_of_the_batch_have_no_class_of_their_own():
+    at = [pick.point is not None for pick in picks(stream(0.5, batch_size=4), 700)]
+    rates = np.reshape(at, (-1, 4)).mean(0)
+    assert np.abs(rates - 0.5).max() < 0.06
+
+
+def test_after_its_steps_the_stream_is_the_plain_one():
+    found = picks(stream(0.9, steps=3), 10)
+    assert any(pick.point for pick in found[:15])
+    assert found[15:] == [Pick(image_at(11, place, NUM_IMAGES)) for place in range(15, 50)]
+
+
+def test_the_receipt_names_what_the_samples_show():
+    of = stream(0.5)
+    for step in range(10):
+        assert of.names_of_step(step) == [str(of.pick(step, i).index) for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"crop_size": (40, 56)},
+        {"crop_size": (40, 56), "scale_range": (0.5, 3.0), "max_class_share": 0.75},
+        {"crop_size": (40, 56), "scale_range": (0.3, 2.0), "rotate_deg": 180.0, "rotate_prob": 1.0},
+        {"crop_size": (300, 30), "scale_range": (0.5, 1.5), "rotate_deg": 20.0},
+    ],
+)
+def test_the_crop_shows_its_pixel_wherever_it_lies(options):
+    augment, rng = AugmentConfig(**options), np.random.default_rng(0)
+    angles = 0
+    for i in range(400):
+        label = np.zeros((90, 120), np.uint8)
+        pixel = int(rng.integers(90)), int(rng.integers(120))
+        if i < 8:  # the corners
+            pixel = (0, 89)[i % 2], (0, 119)[i // 2 % 2]
+        cv2.circle(label, pixel[::-1], 4, 1, -1)  # so that shrinking leaves some of it
+        placement = draw_placement(augment, label, rng, point=pixel)
+        angles += placement.angle_deg != 0
+        assert (resample_label(label, placement) == 1).any(), (placement, pixel)
+    if augment.rotate_deg:
+        assert angles > 100
+
+
+def test_the_pixel_lies_anywhere_in_the_crop():
+    augment = AugmentConfig(crop_size=(20, 30), scale_range=(1.0, 1.0), flip_prob=0.0)
+    label, rng = np.zeros((200, 300), np.uint8), np.random.default_rng(0)
+    starts = [draw_placement(augment, label, rng, point=(100, 150)) for _ in range(3000)]
+    assert {p.rows.start for p in starts} == set(range(81, 101))
+    assert {p.columns.start for p in starts} == set(range(121, 151))
+
+
+def test_a_rotation_brings_a_pixel_where_its_crop_shows_it():
+    label = np.zeros((90, 120), np.uint8)
+    label[60:63, 80:83] = 1
+    placement = Placement(Span(90, 180, 180), Span(120, 240, 240), angle_deg=25.0)
+    ys, xs = np.nonzero(resample_label(label, placement) == 1)
+    row, column = placement.turned((61, 81))
+    np.testing.assert_allclose([ys.mean(), xs.mean()], [2 * row - 0.5, 2 * column - 0.5], atol=0.5)
+
+
+def test_without_a_pixel_the_crops_are_those_of_before():
+    """The numbers drawn are a promise to runs that go on."""
+    rng = np.random.default_rng(5)
+    augment = AugmentConfig(crop_size=(20, 30), rotate_deg=10.0)
+    placement = draw_placement(augment, np.zeros((70, 90), np.uint8), rng)
+    assert (placement.rows.start, placement.columns.start) == (37, 20)
+    assert rng.integers(10**6) == 979523
+
+
+@pytest.fixture
+def own_data(tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    write_data(root, num_images=5)
+    return root
+
+
+def opened(root):
+    data = DataConfig(layout="folders", root=str(root), classes=str(root / "classes.yaml"))
+    return open_dataset(data, "train")
+
+
+def table(root, path, tile_px=32, keep=True):
+    found = measure_centroids(opened(root), tile_px, path, device=CPU, keep=keep)
+    return found.table
+
+
+def test_what_is_known_is_not_measured_again_unless_the_label_has_changed(
+    own_data, tmp_path, monkeypatch
+):
+    path, measured, whole = tmp_path / "c.json", [], measuring.label_centroids
+    monkeypatch.setattr(
+        measuring, "label_centroids", lambda *args: measured.append(args) or whole(*args)
+    )
+    first = table(own_data, path)
+    assert len(measured) == 5
+    np.testing.assert_array_equal(table(own_data, path), first)
+    assert len(measured) == 5
+
+    label = own_data / "labels" / "train" / "3.png"
+    pixels = cv2.imread(str(label), cv2.IMREAD_UNCHANGED)
+    cv2.imwrite(str(label), pixels[:, ::-1])
+    changed = table(own_data, path)
+    assert len(measured) == 6
+    assert (changed[changed[:, 1] != 3] == first[first[:, 1] != 3]).all()
+    np.testing.assert_array_equal(changed, table(own_data, tmp_path / "other.json"))
+    table(own_data, path, tile_px=16)
+    assert len(measured) == 6 + 5 + 5
+
+
+@pytest.mark.parametrize("damage", ["digit", "cut", "list", "other classes"])
+def test_a_file_that_is_damaged_or_of_other_classes_is_not_believed(own_data, tmp_path, damage):
+    path = tmp_path / "c.json"
+    wanted, text = table(own_data, path), path.read_text()
+    if damage == "digit":
+        content = json.loads(text)
+        next(iter(content["labels"].values()))[1] += 1
+        path.write_text(json.dumps(content))
+    elif damage == "cut":
+        path.write_text(text[:-9])
+    elif damage == "list":
+        path.write_text("[[1]]")
+    else:
+        text = "classes: [ground, plant, {name: wet, ids: [2, 3]}]\nignore_ids: [255]\n"
+        (own_data / "classes.yaml").write_text(text)
+        wanted = table(own_data, tmp_path / "other.json")
+        assert wanted[:, 0].max() == 2
+    np.testing.assert_array_equal(table(own_data, path), wanted)
+
+
+def test_verify_writes_no_file(own_data, tmp_path):
+    table(own_data, tmp_path / "c.json", keep=False)
+    assert list(tmp_path.iterdir()) == [own_data]
+
+
+def test_labels_without_any_class_are_refused(own_data, tmp_path):
+    for label in (own_data / "labels" / "train").iterdir():
+        cv2.imwrite(str(label), np.full((56, 72), 255, np.uint8))
+    with pytest.raises(DataError, match="no label shows any class"):
+        table(own_data, tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("key", ["class_uniform_tile_px", "class_uniform_steps"])
+def test_options_of_class_uniform_are_refused_without_it(key):
+    with pytest.raises(ValueError, match=f"{key}: has no effect with class_uniform 0"):
+        DataConfig(layout="folders", root="x", classes="y", **{key: 7})
+
+
+def options(root):
+    """Half of the samples class-uniform in all steps but the last; no image shows snow."""
+    (root / "classes.yaml").write_text(
+        "classes: [ground, plant, water, sand, snow]\nignore_ids: [255]\n"
+    )
+    uniform = {"class_uniform": 0.5, "class_uniform_tile_px": 32, "class_uniform_steps": 3}
+    return small(root, data=uniform, train={"steps": 4, "shares": 2, "batch_size": 4})
+
+
+def test_a_run_goes_on_and_is_verified_with_its_centroids_and_not_with_others(
+    run_ranks, tmp_path, own_data
+):
+    config = write_config(tmp_path / "c.yaml", options(own_data))
+    whole, run, other = tmp_path / "whole", tmp_path / "run", tmp_path / "other"
+    assert run_ranks(1, train, config, whole) == [0]
+    assert run_ranks(2, stopped_after, 1, config, run) == [143] * 2
+    assert len(last(run).centroids) == 64
+    shutil.copytree(run, other)
+    (run / "centroids.json").unlink()
+    assert run_ranks(1, train, config, run, True) == [0]
+    assert_same_state(last(run), last(whole))
+    assert last(run).centroids == last(whole).centroids
+    log = (whole / "train.log").read_text()
+    assert "50% class-uniform up to step 3: 4 classes with " in log
+    assert "no training label shows snow: such a class is left out" in log
+
+    (run / "centroids.json").unlink()
+    assert run_ranks(2, verify, run) == [0] * 2
+    assert not (run / "centroids.json").exists()
+
+    (answer,) = run_ranks(1, refusal, measured_otherwise, config, other)
+    assert answer[:2] == ("ConfigError", 2)
+    assert "the centroids of the classes (data.class_uniform) are not those of the" in answer[2]
+
+
+def verify(directory):
+    from segtrain.commands.verify import run_verify
+
+    return run_verify(SimpleNamespace(run=directory, steps=(1, None), set=[], device="cpu"))
+
+
+def measured_otherwise(config, directory):
+    """Goes on with a version of segtrain that measures in another way."""
+    measuring._METHOD = 2
+    measuring.label_centroids = lambda label, tile_px: label_centroids(label, tile_px)[:3]
+    return train(config, directory, True)
