@@ -16,12 +16,14 @@ class Batch(NamedTuple):
 
     images: (N, 3, H, W) uint8, RGB.
     labels: (N, H, W) uint8, train ids or IGNORE_INDEX.
-    names: N image names, for messages.
+    names: N image names, for messages; "a + b" if a sample is made of two images.
+    partner_labels: (N, H, W) uint8, of the images that MixUp has mixed in; None: there are none.
     """
 
     images: Tensor
     labels: Tensor
     names: list[str]
+    partner_labels: Tensor | None = None
 
 
 class DropoutMasks(NamedTuple):

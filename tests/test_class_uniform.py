@@ -25,7 +25,7 @@ from segtrain.data import open_dataset
 from segtrain.data.centroids import Centroids, label_centroids, measure_centroids
 from segtrain.data.class_uniform import ClassUniform, Pick
 from segtrain.data.geometry import Placement, Span, resample_label
-from segtrain.data.loader import TrainStream, image_at
+from segtrain.data.stream import TrainStream, image_at
 from segtrain.data.transforms import draw_placement
 from segtrain.errors import DataError
 from segtrain.types import IGNORE_INDEX
@@ -282,12 +282,14 @@ def test_options_of_class_uniform_are_refused_without_it(key):
 
 
 def options(root):
-    """Half of the samples class-uniform in all steps but the last; no image shows snow."""
+    """Samples of both kinds, class-uniform not in the last step; no image shows snow."""
     (root / "classes.yaml").write_text(
         "classes: [ground, plant, water, sand, snow]\nignore_ids: [255]\n"
     )
     uniform = {"class_uniform": 0.5, "class_uniform_tile_px": 32, "class_uniform_steps": 3}
-    return small(root, data=uniform, train={"steps": 4, "shares": 2, "batch_size": 4})
+    values = small(root, data=uniform, train={"steps": 4, "shares": 2, "batch_size": 4})
+    values["augment"] |= {"mixup_alpha": 1.0, "class_mix_prob": 0.5}
+    return values
 
 
 def test_a_run_goes_on_and_is_verified_with_its_centroids_and_not_with_others(

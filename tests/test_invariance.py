@@ -62,10 +62,13 @@ def test_ranks_train_alike_with_everything_at_once(run_ranks, tmp_path, data, ca
 
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "dice"])
-def test_adamw_accumulation_and_another_model_do_not_see_the_ranks(run_ranks, tmp_path, data, kind):
+def test_adamw_accumulation_mixing_and_another_model_do_not_see_the_ranks(
+    run_ranks, tmp_path, data, kind
+):
     options = experiment(
         data,
-        augment={"crop_size": [33, 41]},
+        data={"class_uniform": 0.4, "class_uniform_tile_px": 32},
+        augment={"crop_size": [33, 41], "mixup_alpha": 3.0, "class_mix_prob": 0.5},
         train={
             "steps": 4,
             "optimizer": "adamw",

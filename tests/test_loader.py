@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 from itertools import chain
-from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -12,7 +11,8 @@ import pytest
 import torch
 from processes import left_after
 
-from segtrain.data.loader import TrainStream, image_at, indices_of_rank, train_loader
+from segtrain.data.loader import TrainStream, indices_of_rank, train_loader
+from segtrain.data.stream import image_at
 from segtrain.errors import DataError, UserError
 
 # Newer Pythons warn of what loaders do: fork a process that has threads.
@@ -23,7 +23,10 @@ class Numbers:
     """Images that hold their own number, of unequal height and width."""
 
     def __init__(self, num_images=7):
-        self.pairs = [SimpleNamespace(name=f"image {i}") for i in range(num_images)]
+        self.pairs = range(num_images)
+
+    def name(self, index):
+        return f"image {index}"
 
     def __getitem__(self, index):
         return np.full((3, 4, 3), index, np.uint8), np.full((3, 4), index, np.uint8)

@@ -60,8 +60,9 @@ CASES = {
         "train": {"batch_size": 7, "shares": 3, "clip_grad_norm": 1.0, "ema_decay": 0.9},
     },
     # Passes of 4 and 3 images, in which three shares are 2 + 1 + 1 and 1 + 1 + 1.
-    "deeplabv3plus, adamw, bfloat16": {
+    "deeplabv3plus, adamw, bfloat16, mixup": {
         "model": {"arch": "deeplabv3plus", "backbone": "mobilenet_v3_large"},
+        "augment": {"mixup_alpha": 4.0, "class_mix_prob": 0.5},
         "loss": {"kind": "cross_entropy", "class_weights": WEIGHTS},
         "train": {
             "batch_size": 7,

@@ -1,10 +1,7 @@
-"""The endless stream of training batches, divided among any number of ranks.
+"""The stream of training samples (`segtrain.data.stream`) in batches, for any number of ranks.
 
-The stream is one permutation of the data set after another. Step s takes the samples
-[s B, (s + 1) B), across the ends of epochs. Which image a sample shows and how it is augmented
-depend only on (seed, step, position in the batch). So there is no state to save: a loader that
-starts at step s yields the same batches as one that started at 0, on any number of ranks and
-workers.
+There is no state to save: a loader that starts at step s yields the same batches as one that
+started at 0, on any number of ranks and workers.
 """
 
 import multiprocessing
@@ -14,87 +11,19 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
 
 import cv2
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from segtrain import seed
 from segtrain.config import DataConfig
-from segtrain.data.class_uniform import ClassUniform, Pick
-from segtrain.data.dataset import SegDataset
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.stream import Place, Sample, TrainStream
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import num_cores
 from segtrain.distributed.partition import partition, parts_of_rank
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
 from segtrain.types import Batch
-
-Sample = tuple[torch.Tensor, torch.Tensor, str]
-"""Image (3, H, W) uint8, label (H, W) uint8 and name."""
-
-Place = tuple[int, int]
-"""(step, position in the batch of that step)"""
-
-
-@lru_cache(maxsize=2)
-def _order(stream_seed: int, epoch: int, num_images: int) -> list[int]:
-    return seed.sample_order(stream_seed, epoch, num_images).tolist()
-
-
-def image_at(stream_seed: int, place: int, num_images: int) -> int:
-    """The index of the image at `place`, counted from 0, of the endless stream."""
-    epoch, index = divmod(place, num_images)
-    return _order(stream_seed, epoch, num_images)[index]
-
-
-@dataclass(eq=False)
-class TrainStream(Dataset):
-    """The augmented samples of `dataset`: `stream[step, position]`.
-
-    class_uniform: what draws a part of the samples class-uniformly; None: nothing does.
-    """
-
-    dataset: SegDataset
-    transform: TrainTransform
-    _: KW_ONLY
-    stream_seed: int
-    batch_size: int
-    class_uniform: ClassUniform | None = None
-
-    def pick(self, step: int, position: int) -> Pick:
-        """What the sample at `position` of the batch of `step`, both counted from 0, shows."""
-        place, num_images = step * self.batch_size + position, len(self.dataset.pairs)
-        uniform = self.class_uniform
-        if uniform is not None and uniform.lasts(step):
-            pick = uniform.pick_at(self.stream_seed, place, num_images)
-            if pick is not None:
-                return pick
-        return Pick(image_at(self.stream_seed, place, num_images))
-
-    def names_of_step(self, step: int) -> list[str]:
-        """The names of the images in the whole batch of `step`, counted from 0, in its order."""
-        picks = [self.pick(step, position) for position in range(self.batch_size)]
-        return [self.dataset.name(pick.index) for pick in picks]
-
-    def __getitem__(self, place: Place) -> Sample:
-        step, position = place
-        index, point = self.pick(step, position)
-        rng = seed.augment_rng(self.stream_seed, step, position)
-        crop = self.transform(*self.dataset[index], rng, point=point)
-        image, label = map(torch.from_numpy, crop)
-        return image.permute(2, 0, 1), label, self.dataset.pairs[index].name
-
-    def __getitems__(self, places: Sequence[Place]) -> list[Sample] | UserError:
-        """The samples of a batch (torch calls this method), or the error that prevents them."""
-        try:
-            return [self[place] for place in places]
-        except UserError as error:
-            # Returned, not raised: torch would put the worker's traceback into the message.
-            return error
 
 
 def indices_of_rank(
@@ -124,11 +53,14 @@ def num_loader_workers(config: DataConfig) -> int:
 
 
 def bytes_in_flight(
-    crop_size: tuple[int, int], images: int, *, num_workers: int, prefetch: int
+    crop_size: tuple[int, int], images: int, *, num_workers: int, prefetch: int, labels: int = 1
 ) -> int:
-    """The shared memory of the batches that one rank has ready, with `images` images a pass."""
-    # A pixel has three bytes of image and one of label.
-    return num_workers * prefetch * images * 4 * crop_size[0] * crop_size[1]
+    """The shared memory of the batches that one rank has ready, with `images` images a pass.
+
+    labels: of each image; 2 with MixUp.
+    """
+    # A pixel has three bytes of image and one of each label.
+    return num_workers * prefetch * images * (3 + labels) * crop_size[0] * crop_size[1]
 
 
 def train_loader(
@@ -209,10 +141,11 @@ def _places(indices: Sequence[Sequence[int]], start: int, steps: int) -> Iterato
 def _collate(samples: list[Sample] | UserError) -> Batch | UserError:
     if isinstance(samples, UserError):
         return samples
-    images, labels, names = zip(*samples, strict=True)
+    images, labels, names, partner_labels = zip(*samples, strict=True)
     # Stacking HWC images and viewing them as NCHW makes a channels-last batch without a copy.
     images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
-    return Batch(images, torch.stack(labels), list(names))
+    partners = None if partner_labels[0] is None else torch.stack(partner_labels)
+    return Batch(images, torch.stack(labels), list(names), partners)
 
 
 def _batches(loader: DataLoader, timeout_s: float, expired: threading.Event) -> Iterator[Batch]:

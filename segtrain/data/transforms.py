@@ -5,7 +5,7 @@ and colours change only the crop (data/photometric.py).
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,19 @@ from segtrain.data.geometry import Placement, Span
 from segtrain.data.photometric import Photometric
 
 _MAX_REDRAWS = 10  # mmsegmentation, RandomCrop
+
+
+class Crop(NamedTuple):
+    """A crop before its colours change.
+
+    image: (h, w, 3) uint8. label: (h, w) uint8.
+    pasted: (h, w) bool, the pixels that come from another image; None: none do.
+    """
+
+    image: np.ndarray
+    label: np.ndarray
+    placement: Placement
+    pasted: np.ndarray | None = None
 
 
 class TrainTransform:
@@ -57,16 +70,36 @@ class TrainTransform:
         image: (H, W, 3) uint8 RGB. label: (H, W) uint8. Neither is changed. The result depends on
         them, on `point` (see `draw_placement`) and on the state of `rng` alone.
         """
+        crop = self.crop(image, label, rng, point=point)
+        return self.recolored(crop, rng), crop.label
+
+    def crop(
+        self,
+        image: np.ndarray,
+        label: np.ndarray,
+        rng: np.random.Generator,
+        *,
+        point: tuple[int, int] | None = None,
+    ) -> Crop:
+        """The first half of a call: the geometry."""
         if image.shape != (*label.shape, 3):
             raise ValueError(f"image {image.shape}, label {label.shape}: expected equal (H, W)")
         placement = draw_placement(
             self._augment, label, rng, short_side_px=self._short_side_px, point=point
         )
-        crop = geometry.resample_image(image, placement, fill=self._fill)
+        pixels = geometry.resample_image(image, placement, fill=self._fill)
+        return Crop(pixels, geometry.resample_label(label, placement), placement)
+
+    def recolored(self, crop: Crop, rng: np.random.Generator) -> np.ndarray:
+        """The second half: the image of `crop` with its blur and colours changed."""
+        image = crop.image
         if self._photometric.active:
+            changed = self._photometric(image, rng)
             # Padding stays the mean, which is zero after normalization, as in published pipelines.
-            crop = geometry.paint_padding(self._photometric(crop, rng), placement, self._fill)
-        return np.ascontiguousarray(crop), geometry.resample_label(label, placement)
+            image = geometry.paint_padding(changed, crop.placement, self._fill)
+            if crop.pasted is not None:
+                image = np.where(crop.pasted[..., None], changed, image)
+        return np.ascontiguousarray(image)
 
 
 def draw_placement(

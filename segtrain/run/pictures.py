@@ -114,12 +114,13 @@ def panel(
 
 
 def training_picture(batch: Batch, classes: ClassFile, num_images: int) -> np.ndarray:
-    """The first crops of a batch above their labels, with the legend."""
+    """The first crops of a batch above their labels, with the legend; with MixUp both labels."""
     columns = []
-    for image, label in zip(batch.images[:num_images], batch.labels[:num_images], strict=True):
+    sets = [batch.labels] if batch.partner_labels is None else [batch.labels, batch.partner_labels]
+    for i, image in enumerate(batch.images[:num_images]):
         pixels = image.permute(1, 2, 0).numpy()
-        tinted = overlay(pixels, label.numpy(), classes.palette, alpha=0.6)
-        columns.append(np.pad(np.vstack([pixels, tinted]), ((0, 4), (0, 4), (0, 0))))
+        labels = (overlay(pixels, one[i].numpy(), classes.palette, alpha=0.6) for one in sets)
+        columns.append(np.pad(np.vstack([pixels, *labels]), ((0, 4), (0, 4), (0, 0))))
     row = np.hstack(columns)
     return np.vstack([row, legend(classes.names, classes.palette, row.shape[1])])
 

@@ -66,6 +66,12 @@ class RankBatch(NamedTuple):
     images: Tensor  # (n, 3, H, W) uint8
     labels: Tensor  # (n, H, W) uint8
     dropout: DropoutMasks  # of these n images
+    partner_labels: Tensor | None = None  # as `labels`, of the images that MixUp has mixed in
+
+    @property
+    def label_sets(self) -> list[Tensor]:
+        """The labels, and those of the images mixed in."""
+        return [self.labels] if self.partner_labels is None else [self.labels, self.partner_labels]
 
     def split(self, sizes: Sequence[int]) -> list["RankBatch"]:
         """The images in contiguous parts of these sizes."""
@@ -73,7 +79,8 @@ class RankBatch(NamedTuple):
         def cut(images: range) -> RankBatch:
             part = slice(images.start, images.stop)
             masks = (None if mask is None else mask[part] for mask in self.dropout)
-            return RankBatch(self.images[part], self.labels[part], DropoutMasks(*masks))
+            labels, *partners = (labels[part] for labels in self.label_sets)
+            return RankBatch(self.images[part], labels, DropoutMasks(*masks), *partners)
 
         ends = list(accumulate(sizes))
         return [cut(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
@@ -203,8 +210,11 @@ def train_steps(
         parts = []
         for batch, positions in zip(passes, indices, strict=True):
             images, labels = (t.to(device, non_blocking=True) for t in batch[:2])
+            partners = batch.partner_labels
+            if partners is not None:
+                partners = partners.to(device, non_blocking=True)
             masks = _dropout_masks(state, config, positions, device)
-            parts.append(RankBatch(images, labels, masks))
+            parts.append(RankBatch(images, labels, masks, partners))
         with watch(state.model) if first_with_shares else nullcontext():
             losses = _run_passes(state, parts, config, step_sync)
         first_with_shares = False
@@ -231,7 +241,7 @@ def _run_passes(
 ) -> Tensor:
     """Runs the passes of a step; returns the mean losses (2,) of all ranks (collective)."""
     cut = [_sizes(state, config, i, len(part.images)) for i, part in enumerate(parts)]
-    weights = _pass_weights(state, parts, cut)
+    weights = _loss_weights(state, parts, cut, config)
     losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
     for i, (part, sizes) in enumerate(zip(parts, cut, strict=True)):
         # All ranks add their gradients once a step, during the last backward pass.
@@ -242,7 +252,7 @@ def _run_passes(
                 )
             else:
                 means = _in_threads(state, part.split(sizes), weights[i], step_sync=step_sync)
-        losses += means * weights[i]
+        losses += means * weights[i] if part.partner_labels is None else weights[i] @ means
         settle_statistics(state.model)
     return losses
 
@@ -258,14 +268,21 @@ def _forward_backward(
     """Adds the gradient of a part of a pass; returns the mean losses (2,) of the whole pass.
 
     module: `state.wrapped` or a replica.
-    weight: that of the pass, from `_pass_weights`.
+    weight: that of the pass, from `_loss_weights`. With MixUp there is one for each set of labels,
+        and so are mean losses, (2, 2).
     """
     images = state.normalize(part.images.contiguous(memory_format=state.memory_format))
-    sums = module(images, part.labels.long(), part.dropout)
+    labels, *partners = (labels.long() for labels in part.label_sets)
+    sums = module(images, labels, part.dropout, *partners)
     totals = step_sync.reduce(sums)
-    objective = state.criterion.objective(sums, totals)
-    state.scaler.scale(objective * weight).backward()
-    return state.criterion.means(totals)
+    criterion = state.criterion
+    if not partners:
+        state.scaler.scale(criterion.objective(sums, totals) * weight).backward()
+        return criterion.means(totals)
+    pairs = zip(sums, totals, strict=True)
+    objectives = torch.stack([criterion.objective(*pair) for pair in pairs])
+    state.scaler.scale((objectives * weight).sum()).backward()
+    return torch.stack([criterion.means(total) for total in totals])
 
 
 def _in_threads(
@@ -320,23 +337,47 @@ def _sizes(state: TrainState, config: Config, index: int, num_images: int) -> li
     return [len(partition(num_images, parts, i)) for i in range(parts)]
 
 
-def _pass_weights(
-    state: TrainState, parts: list[RankBatch], cut: list[list[int]]
+def _loss_weights(
+    state: TrainState, parts: list[RankBatch], cut: list[list[int]], config: Config
 ) -> list[Tensor | float]:
-    """The fraction of the step's valid pixels, over all ranks, that lies in each pass.
+    """What the mean losses of each pass count in the loss of the step (collective).
+
+    With MixUp (2,) float64: that of the labels and that of the partners' labels. The loss of a step
+    is (1 - m) loss(labels) + m loss(partners' labels), as in the paper (arXiv:1710.09412) and in
+    MosaicML's composer, and each of both weighs the passes by its own valid pixels.
 
     cut: for each pass, the sizes of the parts that are computed apart.
     """
-    if len(parts) == 1:
+    if parts[0].partner_labels is None:
+        return _pass_weights(state, [part.labels for part in parts], cut)
+    mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
+    sets = zip(*(part.label_sets for part in parts), strict=True)
+    whole = parts[0].images.new_ones((), dtype=torch.float64)
+    own, partners = (
+        [factor * whole * weight for weight in _pass_weights(state, labels, cut)]
+        for factor, labels in zip((1 - mixed, mixed), sets, strict=True)
+    )
+    return [torch.stack(pair) for pair in zip(own, partners, strict=True)]
+
+
+def _pass_weights(
+    state: TrainState, labels: Sequence[Tensor], cut: list[list[int]]
+) -> list[Tensor | float]:
+    """The fraction of the step's valid pixels, over all ranks, that lies in each pass.
+
+    labels: of this rank, in each pass.
+    cut: for each pass, the sizes of the parts that are computed apart.
+    """
+    if len(labels) == 1:
         return [1.0]
     weight = state.criterion.label_weight
     if state.shares is None:
-        weights = [weight(part.labels.long()) for part in parts]
+        weights = [weight(one.long()) for one in labels]
         weights = dist.all_reduce_sum(torch.stack(weights))
     else:
-        passes = [part.labels.split(sizes) for part, sizes in zip(parts, cut, strict=True)]
-        labels = zip(*passes, strict=True)  # of each share in all passes
-        weights = [torch.stack([weight(label.long()) for label in share]) for share in labels]
+        passes = [one.split(sizes) for one, sizes in zip(labels, cut, strict=True)]
+        shares = zip(*passes, strict=True)  # the labels of each in all passes
+        weights = [torch.stack([weight(label.long()) for label in share]) for share in shares]
         weights = state.shares.sum(torch.stack(weights))
     whole = weights.sum()
     return list(weights / torch.where(whole == 0, 1.0, whole))

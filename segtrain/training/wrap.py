@@ -26,11 +26,23 @@ class ModelWithLoss(nn.Module):
         self.criterion = criterion
         self.autocast_dtype = autocast_dtype(train)
 
-    def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
-        """The sums for normalized images (N, 3, H, W) and int64 labels (N, H, W) (collective)."""
+    def forward(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        dropout: DropoutMasks,
+        partner_labels: Tensor | None = None,
+    ) -> Tensor:
+        """The sums for normalized images (N, 3, H, W) and int64 labels (N, H, W) (collective).
+
+        partner_labels: with MixUp, labels of the same kind; then the sums of both, (2, heads, ...).
+        """
         with autocast(self.autocast_dtype, images.device):
             logits = self.model(images, dropout)
-        return self.criterion(logits, labels)
+        sums = self.criterion(logits, labels)
+        if partner_labels is None:
+            return sums
+        return torch.stack([sums, self.criterion(logits, partner_labels)])
 
 
 def wrap(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:

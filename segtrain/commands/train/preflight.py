@@ -104,7 +104,11 @@ def _shared_memory_finding(config: Config) -> str | None:
     ranks, prefetch = dist.local_world_size(), config.data.prefetch
     images = -(-(train.batch_size // train.accumulate_steps) // dist.world_size())
     needed = ranks * bytes_in_flight(
-        config.augment.crop_size, images, num_workers=workers, prefetch=prefetch
+        config.augment.crop_size,
+        images,
+        num_workers=workers,
+        prefetch=prefetch,
+        labels=1 if config.augment.mixup_alpha is None else 2,
     )
     free = shutil.disk_usage(SHARED_MEMORY).free
     if needed <= free:

@@ -18,7 +18,8 @@ from segtrain.data import open_dataset
 from segtrain.data.class_uniform import ClassUniform
 from segtrain.data.classes import ignoring_as
 from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import TrainStream
+from segtrain.data.mixing import Mixing
+from segtrain.data.stream import TrainStream
 from segtrain.data.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
 from segtrain.models import SegModel, build_model, timm_backbone
@@ -191,4 +192,5 @@ def train_stream(this: Training) -> TrainStream:
         stream_seed=config.seed,
         batch_size=config.train.batch_size,
         class_uniform=this.class_uniform,
+        mixing=Mixing(config.augment.mixup_alpha, config.augment.class_mix_prob),
     )

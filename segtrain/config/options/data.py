@@ -103,6 +103,11 @@ class AugmentConfig(Section):
     max_class_share: Annotated[float, Field(gt=0, le=1)] = option(
         1.0, "draw the crop again while one class covers more; mmsegmentation uses 0.75"
     )
+    class_mix_prob: Fraction = option(
+        0.0,
+        "probability that half of the classes of another random crop are pasted on the crop "
+        "(ClassMix)",
+    )
     blur_prob: Fraction = option(0.0, "probability of a 5x5 Gaussian blur")
     color_prob: Fraction = option(
         0.0,
@@ -117,6 +122,11 @@ class AugmentConfig(Section):
     )
     extra: tuple[ExtraTransform, ...] = option(
         (), "further albumentations transforms, applied to the crop last"
+    )
+    mixup_alpha: PositiveFloat | None = option(
+        None,
+        "MixUp: blend the finished crop, and its loss, with another one, by a weight from "
+        "Beta(x, x), one for the batch; null: off; MosaicML uses 0.2",
     )
 
     def _mistakes(self) -> Iterator[str]:

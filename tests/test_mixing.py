@@ -1,0 +1,340 @@
+"""Samples made of two images, and the loss of MixUp; see test_invariance.py for whole runs."""
+
+from collections import Counter
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_engine import CPU, K, N, new_state, weights, whole_batch
+from test_engine import config as engine_config
+
+from segtrain import seed
+from segtrain.config import AugmentConfig, DataConfig
+from segtrain.data import open_dataset
+from segtrain.data.centroids import measure_centroids
+from segtrain.data.class_uniform import ClassUniform
+from segtrain.data.geometry import Placement, Span
+from segtrain.data.loader import indices_of_rank, train_loader
+from segtrain.data.mixing import Mixing, blend, draw_partner, paste_classes
+from segtrain.data.stream import TrainStream
+from segtrain.data.transforms import Crop, TrainTransform
+from segtrain.distributed import collectives as dist
+from segtrain.run.pictures import training_picture
+from segtrain.training.engine import train_steps
+from segtrain.training.step_sync import StepSync
+from segtrain.types import IGNORE_INDEX, Batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+WHERE = Placement(Span(6, 6, 6), Span(9, 9, 9))
+
+
+def crops(seed, classes=(0, 1, 2, 5, IGNORE_INDEX)):
+    rng = np.random.default_rng(seed)
+    labels = rng.choice(np.array(classes, np.uint8), (2, 6, 9))
+    images = rng.integers(256, size=(2, 6, 9, 3), dtype=np.uint8)
+    return [Crop(image, label, WHERE) for image, label in zip(images, labels, strict=True)]
+
+
+@pytest.mark.parametrize("weight", [0, 1, 77, 128])
+def test_a_blend_is_the_rounded_mean_of_both_images(weight):
+    one, other = np.random.default_rng(0).integers(256, size=(2, 50, 60, 3), dtype=np.uint8)
+    exact = one * (1 - weight / 256) + other * (weight / 256)
+    np.testing.assert_array_equal(blend(one, other, weight), np.floor(exact + 0.5))
+    assert blend(one, other, weight).dtype == np.uint8
+
+
+def test_the_weight_is_that_of_composers_mixup_in_256ths():
+    """_gen_mixing_coef of MosaicML's composer: min(x, 1 - x) of Beta(alpha, alpha)."""
+    for alpha in (0.2, 1.0, 8.0):
+        drawn = np.array([seed.mixup_weight(3, step, alpha) for step in range(4000)])
+        other = np.random.default_rng(0).beta(alpha, alpha, 4000)
+        other = np.minimum(other, 1 - other) * 256
+        assert drawn.min() >= 0
+        assert drawn.max() <= 128
+        for q in (25, 50, 75):
+            assert abs(np.percentile(drawn, q) - np.percentile(other, q)) < 8, (alpha, q)
+    assert seed.mixup_weight(3, 7, 0.2) == seed.mixup_weight(3, 7, 0.2)
+
+
+def test_half_of_the_partners_classes_are_pasted_with_their_labels():
+    counts = Counter()
+    for i in range(200):
+        crop, partner = crops(i)
+        mixed = paste_classes(crop, partner, np.random.default_rng(i))
+        chosen = set(np.unique(partner.label[mixed.pasted]).tolist())
+        counts.update(chosen)
+        assert len(chosen) == 2
+        assert IGNORE_INDEX not in chosen
+        # generate_class_mask of the authors' utils/transformmasks.py
+        mask = (partner.label[None] == np.array(list(chosen))[:, None, None]).sum(0).astype(bool)
+        np.testing.assert_array_equal(mixed.pasted, mask)
+        np.testing.assert_array_equal(mixed.label[mask], partner.label[mask])
+        np.testing.assert_array_equal(mixed.label[~mask], crop.label[~mask])
+        np.testing.assert_array_equal(mixed.image[mask], partner.image[mask])
+        np.testing.assert_array_equal(mixed.image[~mask], crop.image[~mask])
+    assert counts.keys() == {0, 1, 2, 5}
+    assert min(counts.values()) > 70
+
+
+@pytest.mark.parametrize(("classes", "pasted"), [((3, 255), 0), ((255,), 0), ((0, 1, 2), 1)])
+def test_half_of_the_classes_is_rounded_down(classes, pasted):
+    crop, partner = crops(0, classes)
+    mixed = paste_classes(crop, partner, np.random.default_rng(0))
+    assert len(np.unique(partner.label[mixed.pasted])) == pasted
+
+
+def test_what_is_pasted_on_the_padding_stays_when_colours_change():
+    augment = AugmentConfig(
+        crop_size=(20, 20), scale_range=(1.0, 1.0), brightness=1.0, color_prob=1
+    )
+    transform = TrainTransform(augment, mean=(9, 9, 9))
+    crop = transform.crop(
+        np.full((8, 8, 3), 90, np.uint8), np.zeros((8, 8), np.uint8), np.random.default_rng(0)
+    )
+    label = np.zeros((20, 20), np.uint8)
+    label[:, 10:] = 1
+    partner = Crop(np.full((20, 20, 3), 130, np.uint8), label, WHERE)
+    mixed = paste_classes(crop, partner, np.random.default_rng(0))
+    image = transform.recolored(mixed, np.random.default_rng(1))
+    padding = (crop.label == IGNORE_INDEX) & ~mixed.pasted
+    assert padding.any()
+    assert (image[padding] == 9).all()
+    assert (crop.label[mixed.pasted] == IGNORE_INDEX).any()
+    assert len(np.unique(image[mixed.pasted], axis=0)) == 1
+    assert (image[mixed.pasted] != 9).all()
+
+
+def test_a_partner_is_any_other_image():
+    rng = np.random.default_rng(0)
+    drawn = [draw_partner(rng, 4, avoid=1, class_uniform=None).index for _ in range(3000)]
+    counts = Counter(drawn)
+    assert counts.keys() == {0, 2, 3}
+    assert min(counts.values()) > 900
+    assert draw_partner(rng, 1, avoid=0, class_uniform=None) == (0, None)
+
+
+def test_no_two_images_are_augmented_with_the_same_numbers():
+    keys = [(step, position) for step in range(12) for position in range(9)]
+    rngs = [seed.augment_rng(5, *key) for key in keys]
+    rngs += [seed.partner_rng(5, *key, role=role) for key in keys for role in range(3)]
+    assert len({rng.random() for rng in rngs}) == 4 * len(keys)
+
+
+@pytest.fixture(scope="module")
+def everything(data):
+    """`everything(**options)`: a stream in which all is mixed that can be."""
+    options = {"layout": "folders", "root": str(data), "classes": str(data / "classes.yaml")}
+    dataset = open_dataset(DataConfig(**options), "train")
+    centroids = measure_centroids(dataset, 32, data / "c.json", device=CPU, keep=False)
+    augment = AugmentConfig(
+        crop_size=(25, 33), scale_range=(0.6, 1.5), rotate_deg=10.0, color_prob=0.5
+    )
+    defaults = {
+        "mixing": Mixing(5.0, 0.6),
+        "class_uniform": ClassUniform(centroids, fraction=0.4, steps=3),
+    }
+
+    def made(**changed):
+        transform = TrainTransform(augment, mean=(120, 120, 120))
+        return TrainStream(dataset, transform, stream_seed=7, batch_size=5, **defaults | changed)
+
+    return made
+
+
+def batches(stream, rank=0, world_size=1, num_workers=0, start_step=0):
+    return list(
+        train_loader(
+            stream,
+            indices=indices_of_rank(5, 1, rank, world_size),
+            start_step=start_step,
+            steps=4,
+            num_workers=num_workers,
+            prefetch=2,
+            pin_memory=False,
+            timeout_s=60,
+        )
+    )
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert one.names == other.names
+        for a, b in zip((one[0], one[1], one[3]), (other[0], other[1], other[3]), strict=True):
+            assert torch.equal(a, b)
+
+
+def joined(parts):
+    images, labels, names, partner_labels = zip(*parts, strict=True)
+    names = list(chain.from_iterable(names))
+    return Batch(torch.cat(images), torch.cat(labels), names, torch.cat(partner_labels))
+
+
+def test_neither_ranks_nor_workers_nor_a_resumption_change_a_batch(everything):
+    stream = everything()
+    whole = batches(stream)
+    for world_size in (2, 3):
+        ranks = [batches(stream, rank, world_size) for rank in range(world_size)]
+        assert_same([joined(parts) for parts in zip(*ranks, strict=True)], whole)
+    assert_same(batches(stream, num_workers=2), whole)
+    assert_same(batches(stream, 1, 2, num_workers=1), batches(stream, 1, 2))
+    assert_same(batches(stream, num_workers=1, start_step=2), whole[2:])
+    assert [batch.names for batch in whole] == [stream.names_of_step(step) for step in range(4)]
+    assert any(name.count(" + ") == 3 for batch in whole for name in batch.names)
+
+
+def test_mixing_changes_nothing_else(everything):
+    plain = batches(everything(mixing=Mixing()))
+    assert all(batch.partner_labels is None for batch in plain)
+    mixed = batches(everything(mixing=Mixing(5.0, 0.0)))
+    pasted = batches(everything(mixing=Mixing(None, 1.0)))
+    for step, (one, two, three) in enumerate(zip(plain, mixed, pasted, strict=True)):
+        assert torch.equal(one.labels, two.labels)
+        assert not torch.equal(two.labels, two.partner_labels)
+        weight = seed.mixup_weight(7, step, 5.0)
+        partners = (two.images.double() - one.images * (1 - weight / 256)) / (weight / 256)
+        assert partners.min() > -0.51 * 256 / weight
+        assert partners.max() < 255 + 0.51 * 256 / weight
+        assert three.partner_labels is None
+        same = three.labels == one.labels
+        assert 0.5 < same.double().mean() < 1
+        # A pasted pixel can have the label that was there.
+        assert (three.images == one.images).all(1)[same].double().mean() > 0.5
+        assert not (three.images == one.images).all(1)[~same].all()
+
+
+def test_without_weight_a_step_has_no_partners(everything):
+    stream = everything(mixing=Mixing(0.01, 0.0))
+    weights = [seed.mixup_weight(7, step, 0.01) for step in range(4)]
+    assert 0 in weights
+    found = [batch.partner_labels is None for batch in batches(stream)]
+    assert found == [weight == 0 for weight in weights]
+
+
+def test_the_picture_of_a_batch_shows_both_labels(everything):
+    plain, mixed = batches(everything(mixing=Mixing()))[0], batches(everything())[0]
+    classes = everything().dataset.classes
+    heights = [len(training_picture(batch, classes, 3)) for batch in (plain, mixed)]
+    assert heights[1] - heights[0] == 25
+
+
+# The loss.
+
+LOSSES = {
+    "cross_entropy": {"class_weights": (0.5, 2.0, 1.0)},
+    "dice": {},
+    "ohem": {"ohem_threshold": 0.3, "ohem_min_kept": 60},
+}
+
+
+def partner_batch(step):
+    """Labels of which other images are ignored than in `whole_batch`."""
+    _, labels = whole_batch(step + 100)
+    return labels.flip(0)
+
+
+def settings(kind, **train):
+    train = {"steps": 3, "precision": "float64"} | train
+    made = engine_config(loss={"kind": kind, **LOSSES[kind]}, **train)
+    return made.model_copy(update={"augment": AugmentConfig(mixup_alpha=4.0)})
+
+
+def mean_loss(made, logits, labels):
+    """The loss of the whole batch, written plainly."""
+    loss = made.loss
+    if loss.kind == "dice":
+        p, valid = logits.softmax(1), labels != IGNORE_INDEX
+        scores = []
+        for k in range(K):
+            q, g = p[:, k][valid], (labels == k)[valid].double()
+            if g.any():
+                scores.append(2 * (q * g).sum() / ((q * q).sum() + (g * g).sum()))
+        return 1 - torch.stack(scores).mean()
+    table = None if loss.class_weights is None else torch.tensor(loss.class_weights).double()
+    if loss.kind == "cross_entropy":
+        return F.cross_entropy(logits, labels, weight=table, ignore_index=IGNORE_INDEX)
+    losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
+    losses = losses[labels != IGNORE_INDEX]
+    hard = losses[losses > -np.log(loss.ohem_threshold)]
+    return max(hard, losses.topk(loss.ohem_min_kept).values, key=len).mean()
+
+
+def plain_losses_and_weights(made):
+    train = made.train
+    model = new_state(made).model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=1e-4)
+    mean, std = (torch.tensor(x).double().view(3, 1, 1) for x in (made.data.mean, made.data.std))
+    found = []
+    for step in range(train.steps):
+        images, labels = whole_batch(step)
+        m = seed.mixup_weight(made.seed, step, 4.0) / 256
+        assert m > 0
+        optimizer.param_groups[0]["lr"] = train.lr * (1 - step / train.steps) ** 0.9
+        optimizer.zero_grad()
+        both = model((images.double() - mean) / std)
+        out, aux = (
+            (1 - m) * mean_loss(made, logits, labels.long())
+            + m * mean_loss(made, logits, partner_batch(step).long())
+            for logits in both
+        )
+        (out + 0.4 * aux).backward()
+        optimizer.step()
+        found.append((out.item(), aux.item()))
+    return found, model.state_dict()
+
+
+def trained_losses_and_weights(made):
+    train, state = made.train, new_state(made)
+    rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), dist.world_size())
+
+    def parts():
+        for step in range(train.steps):
+            images, labels = whole_batch(step)
+            for mine in map(list, rows):
+                partners = partner_batch(step)[mine]
+                yield Batch(images[mine], labels[mine], ["x"] * len(mine), partners)
+
+    sync = StepSync(lambda: False)
+    steps = train_steps(state, parts(), made, device=CPU, indices=rows, step_sync=sync)
+    return [(r.loss.item(), r.aux_loss.item()) for r in steps], weights(state)
+
+
+CASES = {
+    **{kind: settings(kind) for kind in LOSSES},
+    "two passes": settings("cross_entropy", accumulate_steps=2),
+    "three virtual ranks": settings("dice", virtual_ranks=3),
+}
+
+
+def trained_cases(names):
+    return {name: trained_losses_and_weights(CASES[name]) for name in names}
+
+
+def assert_alike(found, wanted):
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-9, atol=0)
+    for name, value in wanted[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mixup_is_the_blend_of_both_losses_over_the_whole_batch(name):
+    made = CASES[name]
+    assert_alike(trained_losses_and_weights(made), plain_losses_and_weights(made))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_blend_losses_alike(run_ranks, world_size):
+    """5 images are 3 + 2 or 2 + 2 + 1; a pass of two is too small for three ranks."""
+    names = [name for name in CASES if world_size == 2 or " " not in name]
+    for results in run_ranks(world_size, trained_cases, names):
+        for name in names:
+            assert_alike(results[name], plain_losses_and_weights(CASES[name]))
+
+
+def test_the_size_of_a_partners_label_is_that_of_the_crop(everything):
+    batch = batches(everything())[0]
+    assert batch.partner_labels.shape == batch.labels.shape == (5, 25, 33)
+    assert batch.partner_labels.dtype == torch.uint8
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
