@@ -85,13 +85,16 @@ def test_every_class_of_every_tile_has_a_centroid_on_it_also_at_the_border():
         assert set(tiles) == wanted
 
 
-def test_the_centroid_of_a_ring_is_the_nearest_pixel_of_it():
-    label = np.zeros((11, 11), np.uint8)
-    cv2.circle(label, (5, 5), 3, 1)
-    (_, y, x) = triples(label_centroids(label, 16))[1]
+@pytest.mark.parametrize("radius", [3, 14, 17, 70, 140])
+def test_the_centroid_of_a_ring_is_the_nearest_pixel_of_it(radius):
+    label = np.zeros((300, 310), np.uint8)
+    cv2.circle(label, (150, 148), radius, 1)
+    (_, y, x) = triples(label_centroids(label, 512))[1]
     ys, xs = np.nonzero(label)
     assert label[y, x] == 1
-    assert np.hypot(y - 5, x - 5) == np.hypot(ys - 5, xs - 5).min()
+    squares = (ys - 148) ** 2 + (xs - 150) ** 2
+    assert (y - 148) ** 2 + (x - 150) ** 2 == squares.min()
+    assert (y, x) == (ys[squares.argmin()], xs[squares.argmin()])
 
 
 NUM_IMAGES = 7

@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import cv2
 import numpy as np
 import torch
 
@@ -69,8 +70,8 @@ def label_centroids(label: np.ndarray, tile_px: int) -> list[int]:
     for top in range(0, label.shape[0], tile_px):
         for left in range(0, label.shape[1], tile_px):
             tile = label[top : top + tile_px, left : left + tile_px]
-            classes = np.flatnonzero(np.bincount(tile.ravel(), minlength=256)[:IGNORE_INDEX])
-            for class_id in classes.tolist():
+            counts = cv2.calcHist([tile], [0], None, [256], [0, 256]).ravel()[:IGNORE_INDEX]
+            for class_id in np.flatnonzero(counts).tolist():
                 row, column = _centroid(tile == class_id)
                 found += [class_id, top + row, left + column]
     return found
@@ -78,16 +79,29 @@ def label_centroids(label: np.ndarray, tile_px: int) -> list[int]:
 
 def _centroid(mask: np.ndarray) -> tuple[int, int]:
     """The pixel of `mask` (H, W) nearest to its centroid, which is rounded down: row, column."""
-    rows, columns = np.count_nonzero(mask, axis=1), np.count_nonzero(mask, axis=0)
+    ones = mask.view(np.uint8)
+    # NumPy takes ten times as long for the sums of rows and columns.
+    rows = cv2.reduce(ones, 1, cv2.REDUCE_SUM, dtype=cv2.CV_32S).ravel().astype(np.int64)
+    columns = cv2.reduce(ones, 0, cv2.REDUCE_SUM, dtype=cv2.CV_32S).ravel().astype(np.int64)
     total = int(rows.sum())
     # Sums of whole numbers: the same on every machine.
     row = int(rows @ np.arange(len(rows))) // total
     column = int(columns @ np.arange(len(columns))) // total
-    if not mask[row, column]:
-        ys, xs = np.nonzero(mask)
-        nearest = np.argmin((ys - row) ** 2 + (xs - column) ** 2)
-        row, column = int(ys[nearest]), int(xs[nearest])
-    return row, column
+    return (row, column) if mask[row, column] else _nearest(mask, row, column)
+
+
+def _nearest(mask: np.ndarray, row: int, column: int) -> tuple[int, int]:
+    """The pixel of `mask` nearest to this one, the upper left one of several."""
+    radius = 16
+    while True:
+        top, left = max(0, row - radius), max(0, column - radius)
+        ys, xs = np.nonzero(mask[top : row + radius + 1, left : column + radius + 1])
+        squares = (ys + (top - row)) ** 2 + (xs + (left - column)) ** 2
+        # What is outside of this window lies farther away than its radius.
+        if len(squares) and (squares.min() <= radius**2 or radius >= max(mask.shape)):
+            nearest = int(squares.argmin())
+            return top + int(ys[nearest]), left + int(xs[nearest])
+        radius *= 4
 
 
 def measure_centroids(
