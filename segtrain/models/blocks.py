@@ -61,11 +61,12 @@ def conv2d(
     stride: int = 1,
     dilation: int = 1,
     groups: int = 1,
+    bias: bool = False,
 ) -> nn.Conv2d:
-    """A convolution without bias, padded to keep the size (up to its stride)."""
+    """A convolution padded to keep the size (up to its stride)."""
     padding = dilation * (kernel // 2)
     geometry = (kernel, stride, padding, dilation, groups)
-    conv = nn.Conv2d(in_channels, out_channels, *geometry, bias=False)
+    conv = nn.Conv2d(in_channels, out_channels, *geometry, bias=bias)
     initialize(conv)
     return conv
 
@@ -107,11 +108,20 @@ class ConvNormReLU(nn.Module):
 
 
 class SeparableConvNormReLU(nn.Module):
-    """A 3x3 depthwise and a 1x1 convolution, each with norm and ReLU (arXiv:1802.02611, 3.1)."""
+    """A 3x3 depthwise and a 1x1 convolution, each with norm and ReLU (arXiv:1802.02611, 3.1).
 
-    def __init__(self, in_channels: int, out_channels: int, *, norm: NormFactory) -> None:
+    norm_between: False: nothing stands between the two (segmentation_models.pytorch, VainF).
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, *, norm: NormFactory, norm_between: bool = True
+    ) -> None:
         super().__init__()
-        self.depthwise = ConvNormReLU(in_channels, in_channels, 3, norm=norm, groups=in_channels)
+        if norm_between:
+            depthwise = ConvNormReLU(in_channels, in_channels, 3, norm=norm, groups=in_channels)
+        else:
+            depthwise = conv2d(in_channels, in_channels, 3, groups=in_channels)
+        self.depthwise = depthwise
         self.pointwise = ConvNormReLU(in_channels, out_channels, 1, norm=norm)
 
     @property
@@ -146,13 +156,15 @@ def norm_relu_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
 
 
 class Classifier(nn.Module):
-    """Channel dropout and the 1x1 convolution to logits, initialized as mmsegmentation's."""
+    """Channel dropout and the convolution to logits, initialized as mmsegmentation's."""
 
-    def __init__(self, in_channels: int, num_classes: int, *, dropout: float) -> None:
+    def __init__(
+        self, in_channels: int, num_classes: int, *, dropout: float, kernel: int = 1
+    ) -> None:
         super().__init__()
         self.in_channels = in_channels
         self.dropout = dropout
-        self.conv = nn.Conv2d(in_channels, num_classes, 1)
+        self.conv = nn.Conv2d(in_channels, num_classes, kernel, padding=kernel // 2)
         nn.init.normal_(self.conv.weight, std=0.01)
         nn.init.zeros_(self.conv.bias)
 

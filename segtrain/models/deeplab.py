@@ -29,13 +29,23 @@ class ASPP(nn.Module):
     """Atrous spatial pyramid pooling: convolutions of several dilations side by side.
 
     Concatenated as [1x1, 3x3 at each rate, global mean], the order of torchvision and VainF, and
-    projected by a 1x1 convolution.
+    projected by one convolution.
 
     separable: each dilated convolution is a depthwise and a 1x1 one, both with norm and ReLU.
+    separable_norm: False: nothing stands between those two.
+    project_kernel: of the projection; None: there is none, and `forward` gives the branches.
     """
 
     def __init__(
-        self, in_channels: int, width: int, rates: Sequence[int], separable: bool, norm: NormFactory
+        self,
+        in_channels: int,
+        width: int,
+        rates: Sequence[int],
+        separable: bool,
+        norm: NormFactory,
+        *,
+        separable_norm: bool = True,
+        project_kernel: int | None = 1,
     ) -> None:
         super().__init__()
         depthwise_rates = rates if separable else ()
@@ -43,42 +53,56 @@ class ASPP(nn.Module):
             conv2d(in_channels, in_channels, 3, dilation=rate, groups=in_channels)
             for rate in depthwise_rates
         )
-        self.depthwise_norms = nn.ModuleList(norm(in_channels) for _ in depthwise_rates)
+        between = depthwise_rates if separable_norm else ()
+        self.depthwise_norms = nn.ModuleList(norm(in_channels) for _ in between)
         kernel = 1 if separable else 3
         dilated = [conv2d(in_channels, width, kernel, dilation=rate) for rate in rates]
         self.convs = nn.ModuleList(
             [conv2d(in_channels, width, 1), *dilated, conv2d(in_channels, width, 1)]
         )
         self.norms = nn.ModuleList(norm(width) for _ in self.convs)
-        self.project = ConvNormReLU(width * len(self.convs), width, 1, norm=norm)
+        self.out_channels = width * len(self.convs)
+        self.project = None
+        if project_kernel is not None:
+            self.project = ConvNormReLU(self.out_channels, width, project_kernel, norm=norm)
+            self.out_channels = width
 
     def branches(self, x: Tensor) -> Tensor:
         """The branches of (N, in_channels, h, w), concatenated: the input of `project`."""
         dilated = [x] * (len(self.convs) - 2)
         if self.depthwise:
-            filtered = [conv(x) for conv in self.depthwise]
-            dilated = norm_relu_together(zip(filtered, self.depthwise_norms, strict=True))
+            dilated = [conv(x) for conv in self.depthwise]
+        if self.depthwise_norms:
+            dilated = norm_relu_together(zip(dilated, self.depthwise_norms, strict=True))
         inputs = [x, *dilated, x.mean((2, 3), keepdim=True)]
         convolved = [conv(y) for conv, y in zip(self.convs, inputs, strict=True)]
         *local, pooled = norm_relu_together(zip(convolved, self.norms, strict=True))
         return torch.cat([*local, pooled.expand_as(local[0])], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in_channels, h, w) to (N, width, h, w)."""
-        return self.project(self.branches(x))
+        """(N, in_channels, h, w) to (N, out_channels, h, w)."""
+        branches = self.branches(x)
+        return branches if self.project is None else self.project(branches)
 
 
 class DeepLabV3Head(Head):
-    """ASPP, 3x3 convolution, norm, ReLU, dropout and 1x1 convolution, as torchvision's."""
+    """ASPP, 3x3 convolution, norm, ReLU, dropout and 1x1 convolution, as torchvision's.
+
+    With `join_kernel` 3 the 3x3 convolution takes the branches themselves, as mmsegmentation's.
+    """
 
     def __init__(
         self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
     ) -> None:
         super().__init__()
         width = model.head_channels or 256
-        self.aspp = _aspp(model, channels.out, width, norm)
-        self.conv = _conv3x3(model, width, width, norm)
-        self.classifier = Classifier(width, num_classes, dropout=model.dropout)
+        if model.join_kernel == 3:
+            self.aspp = _aspp(model, channels.out, width, norm, project_kernel=None)
+            self.conv: ConvBlock = ConvNormReLU(self.aspp.out_channels, width, 3, norm=norm)
+        else:
+            self.aspp = _aspp(model, channels.out, width, norm, project_kernel=1)
+            self.conv = _conv3x3(model, width, width, norm)
+        self.classifier = _classifier(model, width, num_classes)
 
     def join(self, features: Features) -> Tensor:
         """At the size of `features.out`."""
@@ -89,7 +113,8 @@ class DeepLabV3PlusHead(Head):
     """ASPP joined with low-level features, two 3x3 convolutions, dropout and 1x1 convolution.
 
     Concatenated as [low-level, ASPP], the order of VainF and detectron2. The paper (table 2) has
-    two convolutions; VainF has one.
+    two convolutions; VainF has one (`decoder_convs`). segmentation_models.pytorch has another one
+    before they are joined (`aspp_conv`).
     """
 
     def __init__(
@@ -98,35 +123,53 @@ class DeepLabV3PlusHead(Head):
         super().__init__()
         width = model.head_channels or 256
         self.align_corners = model.align_corners
-        self.aspp = _aspp(model, channels.out, width, norm)
+        self.aspp = _aspp(model, channels.out, width, norm, project_kernel=model.join_kernel or 1)
+        self.aspp_conv = _conv3x3(model, width, width, norm) if model.aspp_conv else None
         self.low = ConvNormReLU(channels.low, model.low_level_channels, 1, norm=norm)
-        self.decoder = nn.Sequential(
-            _conv3x3(model, model.low_level_channels + width, width, norm),
-            _conv3x3(model, width, width, norm),
-        )
-        self.classifier = Classifier(width, num_classes, dropout=model.dropout)
+        joined = model.low_level_channels + width
+        widths = [joined, *[width] * (model.decoder_convs - 1)]
+        self.decoder = nn.Sequential(*(_conv3x3(model, c, width, norm) for c in widths))
+        self.classifier = _classifier(model, width, num_classes)
 
     @property
     def conv(self) -> ConvBlock:
         """The last convolution; checkpoints know it as part of the decoder."""
-        return self.decoder[1]
+        return self.decoder[-1]
 
     def join(self, features: Features) -> Tensor:
         """At the size of `features.low`."""
         inputs = [self.aspp.branches(features.out), features.low]
         high, low = run_together([self.aspp.project, self.low], inputs)
+        if self.aspp_conv is not None:
+            high = self.aspp_conv(high)
         high = resize(high, low.shape[-2:], align_corners=self.align_corners)
-        return self.decoder[0](torch.cat([low, high], dim=1))
+        joined = torch.cat([low, high], dim=1)
+        for conv in list(self.decoder)[:-1]:
+            joined = conv(joined)
+        return joined
 
 
-def _aspp(model: ModelConfig, in_channels: int, width: int, norm: NormFactory) -> ASPP:
+def _aspp(
+    model: ModelConfig,
+    in_channels: int,
+    width: int,
+    norm: NormFactory,
+    *,
+    project_kernel: int | None,
+) -> ASPP:
     rates = model.aspp_rates or _RATES[model.output_stride]
-    return ASPP(in_channels, width, rates, model.separable, norm)
+    options = {"separable_norm": model.separable_norm, "project_kernel": project_kernel}
+    return ASPP(in_channels, width, rates, model.separable, norm, **options)
+
+
+def _classifier(model: ModelConfig, width: int, num_classes: int) -> Classifier:
+    return Classifier(width, num_classes, dropout=model.dropout, kernel=model.classifier_kernel)
 
 
 def _conv3x3(
     model: ModelConfig, in_channels: int, out_channels: int, norm: NormFactory
 ) -> ConvBlock:
     if model.separable:
-        return SeparableConvNormReLU(in_channels, out_channels, norm=norm)
+        between = model.separable_norm
+        return SeparableConvNormReLU(in_channels, out_channels, norm=norm, norm_between=between)
     return ConvNormReLU(in_channels, out_channels, 3, norm=norm)

@@ -41,8 +41,9 @@ _PARTS = {
 class MobileNet(nn.Module):
     """The convolutional part of the MobileNet that `model` describes: images to `Features`.
 
-    V2 with `contract_dilation` is dilated as VainF's; V3 without it as torchvision's DeepLabV3. The
-    norm layers of V3 get eps 1e-3, whatever `norm` chooses.
+    V2 with `contract_dilation` is dilated as VainF's; V3 without it as torchvision's DeepLabV3,
+    whose auxiliary head reads `aux_layer` 4. The norm layers of V3 get eps 1e-3, whatever `norm`
+    chooses.
     """
 
     stem_keys: tuple[str, ...] = ()
@@ -52,6 +53,9 @@ class MobileNet(nn.Module):
         self.name = name = model.backbone
         num_layers, self._low, self._aux, self.channels, self.classifier_keys = _PARTS[name]
         self.features = _torchvision_features(name, norm)[:num_layers]
+        if model.aux_layer is not None:
+            self._aux = model.aux_layer
+            self.channels = self.channels._replace(aux=self.features[self._aux].out_channels)
         convs = [module for module in self.modules() if isinstance(module, nn.Conv2d)]
         for conv in convs:
             conv.reset_parameters()  # with it the random numbers are those of `conv2d`

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
@@ -26,24 +27,40 @@ class PyramidPooling(nn.Module):
 
     Concatenated as [x, p1, p2, ...] (semseg, mmsegmentation), every p with
     in_channels // len(bins) channels.
+
+    global_norm: False: the branch of bin 1 has a bias instead of a norm, as in
+        segmentation_models.pytorch; its statistics would be those of one value an image.
     """
 
     def __init__(
-        self, in_channels: int, bins: Sequence[int], *, norm: NormFactory, align_corners: bool
+        self,
+        in_channels: int,
+        bins: Sequence[int],
+        *,
+        norm: NormFactory,
+        align_corners: bool,
+        global_norm: bool = True,
     ) -> None:
         super().__init__()
         width = in_channels // len(bins)
         self.bins = tuple(bins)
         self.align_corners = align_corners
         self.out_channels = in_channels + width * len(bins)
-        self.convs = nn.ModuleList(conv2d(in_channels, width, 1) for _ in bins)
-        self.norms = nn.ModuleList(norm(width) for _ in bins)
+        has_norm = [global_norm or b > 1 for b in bins]
+        self.convs = nn.ModuleList(
+            conv2d(in_channels, width, 1, bias=not normed) for normed in has_norm
+        )
+        self.norms = nn.ModuleList(norm(width) if normed else nn.Identity() for normed in has_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, h, w) to (N, out_channels, h, w)."""
         pooled = adaptive_avg_pools(x, self.bins)
         convolved = [conv(y) for conv, y in zip(self.convs, pooled, strict=True)]
-        activated = norm_relu_together(zip(convolved, self.norms, strict=True))
+        pairs = list(zip(convolved, self.norms, strict=True))
+        # Without the branch that has no norm the others still share one collective.
+        normed = [pair for pair in pairs if not isinstance(pair[1], nn.Identity)]
+        together = iter(norm_relu_together(normed) if normed else ())
+        activated = [F.relu(y) if isinstance(n, nn.Identity) else next(together) for y, n in pairs]
         size = x.shape[-2:]
         return torch.cat(
             [x, *(resize(y, size, align_corners=self.align_corners) for y in activated)], dim=1
@@ -51,7 +68,11 @@ class PyramidPooling(nn.Module):
 
 
 class PSPHead(Head):
-    """Pyramid pooling, 3x3 convolution, norm, ReLU, dropout and 1x1 convolution."""
+    """Pyramid pooling, 3x3 convolution, norm, ReLU, dropout and 1x1 convolution.
+
+    segmentation_models.pytorch has the kernels the other way round: `join_kernel` 1 and
+    `classifier_kernel` 3.
+    """
 
     def __init__(
         self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
@@ -59,10 +80,16 @@ class PSPHead(Head):
         super().__init__()
         width = model.head_channels or 512
         self.ppm = PyramidPooling(
-            channels.out, model.ppm_bins, norm=norm, align_corners=model.align_corners
+            channels.out,
+            model.ppm_bins,
+            norm=norm,
+            align_corners=model.align_corners,
+            global_norm=model.ppm_global_norm,
         )
-        self.conv = ConvNormReLU(self.ppm.out_channels, width, 3, norm=norm)
-        self.classifier = Classifier(width, num_classes, dropout=model.dropout)
+        self.conv = ConvNormReLU(self.ppm.out_channels, width, model.join_kernel or 3, norm=norm)
+        self.classifier = Classifier(
+            width, num_classes, dropout=model.dropout, kernel=model.classifier_kernel
+        )
 
     def join(self, features: Features) -> Tensor:
         """At the size of `features.out`."""

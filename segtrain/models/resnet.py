@@ -74,23 +74,32 @@ class _Block(_ConvChain):
     """Convolutions and a shortcut: (N, C, h, w) to (N, C', h / stride, w / stride)."""
 
     def __init__(
-        self, in_channels: int, convs: Sequence[_Conv], *, norm: NormFactory, recompute_norm: bool
+        self,
+        in_channels: int,
+        convs: Sequence[_Conv],
+        *,
+        norm: NormFactory,
+        recompute_norm: bool,
+        pooled_shortcut: bool,
     ) -> None:
         super().__init__(in_channels, convs, norm=norm, recompute_norm=recompute_norm)
         width, stride = convs[-1].width, max(conv.stride for conv in convs)
         self.downsample = None
         if stride > 1 or in_channels != width:
-            conv = conv2d(in_channels, width, 1, stride=stride)
-            self.downsample = nn.Sequential(conv, norm(width))
+            pool = [_mean_pool(stride)] if pooled_shortcut else []
+            conv = conv2d(in_channels, width, 1, stride=1 if pool else stride)
+            self.downsample = nn.Sequential(*pool, conv, norm(width))
 
     def forward(self, x: Tensor) -> Tensor:
         y, norm = self.run_chain(x)
         if self.downsample is None:
             y, shortcut = norm(y), x
         else:
-            conv, shortcut_norm = self.downsample
+            *convolve, shortcut_norm = self.downsample
+            for layer in convolve:
+                x = layer(x)
             # One collective for both norms.
-            y, shortcut = normalize_together([(y, norm), (conv(x), shortcut_norm)])
+            y, shortcut = normalize_together([(y, norm), (x, shortcut_norm)])
         return F.relu(y.add_(shortcut), inplace=True)
 
 
@@ -98,32 +107,36 @@ class ResNet(_ConvChain):
     """The convolutional part of the ResNet that `model` describes: images to `Features`.
 
     `multi_grid` multiplies the dilations of the last stage, as in DeepLabV3 (arXiv:1706.05587,
-    section 4.2.1) and detectron2; such a stage is not contracted. mmsegmentation reads the numbers
-    as the dilations themselves. `recompute_norm`: see `segtrain.norm.norm_relu_conv`.
-    `zero_init_residual` is torchvision's: each block starts as its shortcut (arXiv:1706.02677,
-    section 5.1).
+    section 4.2.1) and detectron2; such a stage is not contracted. With `multi_grid_values`
+    dilations its numbers are the dilations themselves, as in mmsegmentation. `recompute_norm`: see
+    `segtrain.norm.norm_relu_conv`. `zero_init_residual` is torchvision's: each
+    block starts as its shortcut (arXiv:1706.02677, section 5.1).
     """
-
-    classifier_keys = ("fc.",)
 
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
         depths, bottleneck = _DEPTHS[model.backbone]
         options = {"norm": norm, "recompute_norm": model.recompute_norm}
         super().__init__(3, _STEMS[model.stem], **options)
         self.name = model.backbone
-        self.channels = FeatureChannels(*(4 * w if bottleneck else w for w in (64, 256, 512)))
+        widths = [(4 if bottleneck else 1) * 64 * 2**i for i in range(model.num_stages)]
+        self.channels = FeatureChannels(widths[0], *widths[-2:])
+        # The stages that the model does not have are no use for its weights either.
+        left_out = (f"layer{i}." for i in range(model.num_stages + 1, 5))
+        self.classifier_keys: tuple[str, ...] = ("fc.", *left_out)
         self.stem_keys: tuple[str, ...] = ()
         if model.stem != "7x7":
             self.stem_keys = _STEM_KEYS + (_WIDE_STEM_KEYS if model.stem == "64-64-128" else ())
-        plans = plan_stages((1, 2, 2, 2), model, stem_stride=4)
+        plans = plan_stages((1, 2, 2, 2)[: model.num_stages], model, stem_stride=4)
         channels = _STEMS[model.stem][-1].width
-        for i, (plan, depth) in enumerate(zip(plans, depths, strict=True)):
+        pooled = model.downsample == "avgpool"
+        for i, plan in enumerate(plans):
             blocks = []
-            grid = model.multi_grid if i == 3 else None
-            for convs in _stage(64 * 2**i, depth, plan, grid, bottleneck=bottleneck):
-                blocks.append(_Block(channels, convs, **options))
+            dilations = _block_dilations(depths[i], plan, model, last=i == 3)
+            for convs in _stage(64 * 2**i, plan.stride, dilations, model, bottleneck=bottleneck):
+                blocks.append(_Block(channels, convs, **options, pooled_shortcut=pooled))
                 channels = convs[-1].width
             self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
+        self._num_stages = model.num_stages
         if model.zero_init_residual:
             for block in (module for module in self.modules() if isinstance(module, _Block)):
                 nn.init.zeros_(block.last_norm.weight)
@@ -133,8 +146,12 @@ class ResNet(_ConvChain):
         x, norm = self.run_chain(images)
         x = F.max_pool2d(F.relu(norm(x), inplace=True), 3, stride=2, padding=1)
         low = self.layer1(x)
-        aux = self.layer3(self.layer2(low))
-        return Features(low, aux, self.layer4(aux))
+        aux, out = low, self.layer2(low)
+        if self._num_stages > 2:
+            aux, out = out, self.layer3(out)
+        if self._num_stages > 3:
+            aux, out = out, self.layer4(out)
+        return Features(low, aux, out)
 
 
 def _norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: bool) -> Tensor:
@@ -143,22 +160,37 @@ def _norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: b
     return conv(F.relu(norm(x), inplace=True))
 
 
+def _mean_pool(stride: int) -> nn.Module:
+    """Means of stride x stride pixels, at a border of those that there are: ceil(size / stride)."""
+    if stride == 1:
+        return nn.Identity()
+    return nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False)
+
+
+def _block_dilations(
+    num_blocks: int, plan: StagePlan, model: ModelConfig, *, last: bool
+) -> list[tuple[int, int]]:
+    """Of each block: the dilation of the kernel that may have a stride, and of those after it."""
+    if not last or model.multi_grid is None:
+        first = (plan.first_dilation, plan.dilation)
+        return [first] + [(plan.dilation, plan.dilation)] * (num_blocks - 1)
+    unit = plan.dilation if model.multi_grid_values == "factors" else 1
+    return [(unit * value, unit * value) for value in model.multi_grid]
+
+
 def _stage(
     width: int,
-    num_blocks: int,
-    plan: StagePlan,
-    multi_grid: Sequence[int] | None,
+    stride: int,
+    dilations: Sequence[tuple[int, int]],
+    model: ModelConfig,
     *,
     bottleneck: bool,
 ) -> Iterator[list[_Conv]]:
     """The convolutions of each block. Bottlenecks stride in the 3x3 one (ResNet "v1.5")."""
-    for i in range(num_blocks):
-        dilation, stride = plan.dilation, plan.stride if i == 0 else 1
-        first = plan.first_dilation if i == 0 else dilation
-        if multi_grid is not None:
-            first = dilation = dilation * multi_grid[i]
-        strided = _Conv(width, 3, stride, first)
+    for i, (first, second) in enumerate(dilations):
+        strided = _Conv(width, 3, stride if i == 0 else 1, first)
         if bottleneck:
             yield [_Conv(width, 1), strided, _Conv(4 * width, 1)]
         else:
-            yield [strided, _Conv(width, 3, 1, dilation)]
+            both = model.basic_block_dilation == "both"
+            yield [strided, _Conv(width, 3, 1, second if both else 1)]
