@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_predict(commands)
     _add_export(commands)
+    _add_convert(commands)
     _add_data(commands)
     _add_config(commands)
     _add_command(
@@ -297,6 +298,46 @@ def _add_export(commands: Commands) -> None:
     _add_size(
         add, None, "write a file for images of this height and width only (default: any size)"
     )
+
+
+def _add_convert(commands: Commands) -> None:
+    add = _add_command(
+        commands,
+        "convert",
+        "commands.convert:main",
+        help="make a checkpoint of another program one of segtrain",
+        description="Read weights of torchvision (DeepLabV3), semseg (PSPNet), mmsegmentation,\n"
+        "segmentation_models.pytorch (both PSPNet, DeepLabV3, DeepLabV3+) or VainF (DeepLabV3,\n"
+        "DeepLabV3+), which are told apart by their keys, and write a checkpoint for eval,\n"
+        "predict, export and train.init_from. A key that finds no place is an error.",
+        epilog="What a file cannot say, such as model.output_stride, is assumed by the defaults of "
+        "its\nprogram and printed; --set changes it.\n\n"
+        "examples:\n"
+        "  segtrain convert deeplabv3_resnet50_coco.pth --classes voc --output v3.pt\n"
+        "  segtrain convert pspnet_r50.pth --classes cityscapes --output psp.pt "
+        "--set model.output_stride=16\n"
+        "  segtrain convert theirs.pth --classes own.yaml --class-order theirs.yaml "
+        "--output own.pt",
+    )
+    add("file", type=Path, metavar="FILE", help="a .pth, .pt or .safetensors file")
+    add("--output", type=Path, required=True, metavar="FILE", help="checkpoint to write, a .pt")
+    add("--classes", metavar="NAME|FILE", help="class file (default: the names in the file)")
+    add(
+        "--class-order",
+        metavar="NAME|FILE|stored",
+        help="class file in the order of the file's channels, or 'stored': the names in the file; "
+        "channels move to the order of --classes, by name",
+    )
+    add("--entry", metavar="KEY", help="which state dict to read, where the file holds several")
+    add(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="leave out keys that begin so and are no part of the model; may be repeated",
+    )
+    _add_switch(add, "--overwrite", "replace a file that is already there")
+    _add_set(add)
 
 
 def _add_data(commands: Commands) -> None:

@@ -20,7 +20,7 @@ _COMMANDS = {
     **dict.fromkeys(("datacheck", "check", "data-check", "check-data"), "data check"),
     **dict.fromkeys(("list", "configs", "models"), "config list"),
     **dict.fromkeys(("init", "new", "copy"), "config copy"),
-    **dict.fromkeys(("convert", "deploy"), "export"),
+    **dict.fromkeys(("deploy",), "export"),
     **dict.fromkeys(("info", "env", "checks"), "doctor"),
 }
 

@@ -32,7 +32,7 @@ _STEMS = {
     "32-32-64": [_Conv(32, 3, 2), _Conv(32, 3), _Conv(64, 3)],
 }
 # The number of blocks of each stage, and whether they are bottlenecks.
-_DEPTHS = {
+DEPTHS = {
     "resnet18": ((2, 2, 2, 2), False),
     "resnet34": ((3, 4, 6, 3), False),
     "resnet50": ((3, 4, 6, 3), True),
@@ -114,7 +114,7 @@ class ResNet(_ConvChain):
     """
 
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
-        depths, bottleneck = _DEPTHS[model.backbone]
+        depths, bottleneck = DEPTHS[model.backbone]
         options = {"norm": norm, "recompute_norm": model.recompute_norm}
         super().__init__(3, _STEMS[model.stem], **options)
         self.name = model.backbone

@@ -1,0 +1,162 @@
+"""Which classes the channels of a converted classifier are."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from segtrain.config.loading import yaml_value
+from segtrain.convert.plan import Plan
+from segtrain.convert.read import listed
+from segtrain.data.class_file import known_names, load_class_file
+from segtrain.data.classes import ClassFile
+from segtrain.errors import CheckpointError, ConfigError
+from segtrain.text import MAX_NAME, printable
+
+STORED = "stored"
+"""As `--class-order`: the names that the file itself stores."""
+
+_SHOWN = 5
+
+
+class Choice(NamedTuple):
+    """The classes of the converted model.
+
+    spec: what data.classes gets: a name or a path.
+    order: the channel of the file for each class; None: as they are.
+    """
+
+    spec: str
+    classes: ClassFile
+    order: list[int] | None
+    lines: list[str]
+
+
+def choose_classes(plan: Plan, spec: str | None, class_order: str | None) -> Choice:
+    """The classes of `plan`: those of the class file `spec`, or those that its file stores.
+
+    class_order: a class file that lists the classes in the order of the channels in the file, or
+        `STORED`; channels are then put into the order of `spec`, by name.
+
+    Raises:
+        ConfigError: no class file, or another number of classes; missing or extra names.
+        CheckpointError: one channel, which is no softmax over classes.
+    """
+    if plan.num_classes == 1:
+        raise CheckpointError(
+            "the classifier has one channel, a sigmoid; segtrain's softmax needs a channel for "
+            "each class, the background too"
+        )
+    if spec is None:
+        if class_order is not None:
+            raise ConfigError("--class-order: needs --classes, which gives the new order")
+        spec = _known(plan)
+    classes = load_class_file(spec)
+    if classes.num_classes != plan.num_classes:
+        raise ConfigError(
+            f"--classes {printable(spec)}: {classes.num_classes} classes, and the classifier of "
+            f"the file has {plan.num_classes}{_suggestion(plan.num_classes)}"
+        )
+    if class_order is None:
+        return Choice(spec, classes, None, _compare(plan.class_names, classes.names))
+    there = _order_names(plan, class_order)
+    order = _matched(there, classes.names, class_order)
+    if order == list(range(len(order))):
+        return Choice(spec, classes, None, ["the classes come in this order already"])
+    moved = sum(i != j for i, j in enumerate(order))
+    return Choice(spec, classes, order, [f"{moved} of {len(order)} channels moved, by their names"])
+
+
+def class_file_text(names: Sequence[str], palette: Sequence[tuple[int, int, int]]) -> str:
+    """A class file of the names that a checkpoint stores, in their order."""
+    lines = ["# Written by segtrain convert, from the names in the checkpoint.", "classes:"]
+    colors = palette if len(set(palette)) == len(names) else [None] * len(names)
+    for name, color in zip(names, colors, strict=True):
+        shown = "" if color is None else f", color: {yaml_value(color)}"
+        lines.append(f"  - {{name: {yaml_value(name)}{shown}}}")
+    return "\n".join(lines) + "\n"
+
+
+def stored_file(plan: Plan, spec: str | None, output: Path) -> Path | None:
+    """Where the names of the file's classes must be written; None: a class file has them."""
+    if spec is not None or not plan.class_names or len(plan.class_names) != plan.num_classes:
+        return None
+    return None if _equal_known(plan.class_names) else output.with_suffix(".classes.yaml")
+
+
+def _known(plan: Plan) -> str:
+    if known := _equal_known(plan.class_names):
+        return known
+    raise ConfigError(
+        f"--classes: the file has a classifier of {plan.num_classes} classes and no usable names; "
+        f"name its class file, a YAML{_suggestion(plan.num_classes)}"
+    )
+
+
+def _equal_known(names: Sequence[str]) -> str | None:
+    wanted = list(map(_plain, names))
+    for known in known_names() if wanted else ():
+        if list(map(_plain, load_class_file(known).names)) == wanted:
+            return known
+    return None
+
+
+def _suggestion(num_classes: int) -> str:
+    fitting = [name for name in known_names() if load_class_file(name).num_classes == num_classes]
+    return f"; {' and '.join(fitting)} has as many" if fitting else ""
+
+
+def _compare(there: Sequence[str], here: Sequence[str]) -> list[str]:
+    """Lines about names that the file stores and that are not those of the class file."""
+    pairs = [
+        (i, *pair)
+        for i, pair in enumerate(zip(there, here, strict=False))
+        if _plain(pair[0]) != _plain(pair[1])
+    ]
+    if not pairs:
+        return []
+    if sorted(map(_plain, there)) == sorted(map(_plain, here)):
+        raise ConfigError(
+            f"--classes: the file stores the same {len(here)} classes in another order (class "
+            f"{pairs[0][0]} is {_shown(pairs[0][1])} there, {_shown(pairs[0][2])} here); "
+            f"--class-order {STORED} puts the channels in order by name"
+        )
+    shown = "; ".join(f"{i} {_shown(a)} there, {_shown(b)} here" for i, a, b in pairs[:_SHOWN])
+    more = f" and {len(pairs) - _SHOWN} more" if len(pairs) > _SHOWN else ""
+    return [f"warning: {len(pairs)} of {len(here)} classes have other names: {shown}{more}"]
+
+
+def _order_names(plan: Plan, class_order: str) -> Sequence[str]:
+    if class_order != STORED:
+        return load_class_file(class_order).names
+    if not plan.class_names:
+        raise ConfigError(f"--class-order {STORED}: the file stores no names of classes")
+    return plan.class_names
+
+
+def _matched(there: Sequence[str], here: Sequence[str], source: str) -> list[int]:
+    """The position in `there` of each name in `here`."""
+    plain = list(map(_plain, there))
+    extra = [name for name in there if _plain(name) not in map(_plain, here)]
+    missing = [name for name in here if _plain(name) not in plain]
+    problems = []
+    if missing:
+        problems.append(f"  {len(missing)} only in --classes: {listed(missing)}")
+    if extra:
+        problems.append(f"  {len(extra)} only in --class-order: {listed(extra)}")
+    if len(set(plain)) != len(plain) or len(there) != len(here):
+        problems.append(f"  {len(there)} names there and {len(here)} here; expected each name once")
+    if problems:
+        raise ConfigError(
+            f"--class-order {printable(source)}: expected the names of --classes in another "
+            "order:\n" + "\n".join(problems)
+        )
+    return [plain.index(_plain(name)) for name in here]
+
+
+def _plain(name: str) -> str:
+    """A name without what data sets write differently."""
+    return " ".join(name.lower().replace("_", " ").replace("-", " ").split())
+
+
+def _shown(name: str) -> str:
+    return printable(name, MAX_NAME)

@@ -1,0 +1,82 @@
+"""Finds the program that wrote a file by its keys."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from segtrain.convert import mmseg, semseg, smp, torchvision, vainf
+from segtrain.convert.plan import Plan, State
+from segtrain.convert.read import listed
+from segtrain.errors import CheckpointError
+
+PROGRAMS: dict[str, tuple[str, Callable[[State, Mapping[str, Any]], Plan]]] = {
+    "semseg": ("ppm.features.0.1.weight", lambda state, _: semseg.plan(state)),
+    "mmsegmentation": ("decode_head.conv_seg.weight", mmseg.plan),
+    "segmentation_models.pytorch": ("segmentation_head.0.weight", lambda s, _: smp.plan(s)),
+    # Before torchvision's, which its keys end with.
+    "VainF": ("classifier.classifier.0.weight", lambda state, _: vainf.plan(state)),
+    "VainF DeepLabV3": (
+        "classifier.classifier.0.convs.0.0.weight",
+        lambda state, _: vainf.plan(state),
+    ),
+    "torchvision": ("classifier.0.convs.0.0.weight", lambda state, _: torchvision.plan(state)),
+}
+"""A key that only files of this program have, and the function that makes the plan."""
+
+# Keys of what is not read, and what to say of it.
+_OTHERS = {
+    "head.classifier.conv.weight": "a bare state dict of segtrain; a checkpoint holds its config "
+    "too: use the one that training wrote",
+    "classifier.cbr.0.weight": "torchvision's LRASPP, which segtrain does not have",
+    "classifier.4.weight": "torchvision's FCN, which segtrain does not have",
+    "psa.conv6.0.weight": "semseg's PSANet, which segtrain does not have",
+    "fc.weight": "a classifier of images, without a head for segmentation; name it in "
+    "model.pretrained",
+    "layer1.0.conv1.weight": "a backbone without a head; name it in model.pretrained",
+}
+# Counters of averages (torch.optim.swa_utils, mmengine's EMAHook), which no model has.
+_COUNTERS = ("n_averaged", "steps")
+
+
+class Found(NamedTuple):
+    """A plan, and the state dict without the prefix of its keys."""
+
+    plan: Plan
+    state: dict[str, Any]
+    prefix: str
+    outside: tuple[str, ...]  # the keys without the prefix
+
+
+def detect(state: State, beside: Mapping[str, Any]) -> Found:
+    """What the file is; keys may have a common prefix, such as "module." or "model.".
+
+    Raises:
+        CheckpointError: no program that is read, or a model that segtrain does not have.
+    """
+    for marker, make in PROGRAMS.values():
+        prefixes = [key.removesuffix(marker) for key in state if _ends(key, marker)]
+        if len(prefixes) > 1:
+            raise CheckpointError(
+                f"the keys hold {len(prefixes)} models: {listed(prefixes)}; save one of them alone"
+            )
+        for prefix in prefixes:
+            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            outside = [key for key in state if not key.startswith(prefix)]
+            outside = [key for key in outside if key not in _COUNTERS]
+            if prefix == "":
+                own = {key: value for key, value in own.items() if key not in _COUNTERS}
+            meta = beside.get("meta")
+            return Found(
+                make(own, meta if isinstance(meta, Mapping) else {}), own, prefix, tuple(outside)
+            )
+    for marker, what in _OTHERS.items():
+        if any(_ends(key, marker) for key in state):
+            raise CheckpointError(f"this is {what}")
+    raise CheckpointError(
+        "the keys are those of no model that is read: DeepLabV3 of torchvision; PSPNet of semseg; "
+        "PSPNet, DeepLabV3 and DeepLabV3+ of mmsegmentation and segmentation_models.pytorch; "
+        f"DeepLabV3 and DeepLabV3+ of VainF; found {listed(sorted(state))}"
+    )
+
+
+def _ends(key: str, marker: str) -> bool:
+    return key == marker or key.endswith(f".{marker}")

@@ -1,0 +1,256 @@
+"""The config and the classes that mmsegmentation stores in a checkpoint.
+
+The config is Python source. It is parsed, never run: only literals and dict(...) are understood.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from segtrain.convert.plan import Options
+from segtrain.errors import CheckpointError
+from segtrain.text import MAX_NAME, printable
+
+_MAX_CHARACTERS = 1_000_000
+_STEMS = {
+    "ResNet": ("7x7", "conv"),
+    "ResNetV1c": ("32-32-64", "conv"),
+    "ResNetV1d": ("32-32-64", "avgpool"),
+}
+_HEADS = {
+    "PSPHead": "pspnet",
+    "ASPPHead": "deeplabv3",
+    "DepthwiseSeparableASPPHead": "deeplabv3plus",
+}
+# (strides, dilations) of the four stages, and the output stride; the last one is the default.
+_STRIDES = {
+    ((1, 2, 1, 1), (1, 1, 2, 4)): 8,
+    ((1, 2, 2, 1), (1, 1, 1, 2)): 16,
+    ((1, 2, 2, 2), (1, 1, 1, 1)): 32,
+}
+# What segtrain's models always do: the place, the key, its values, and the default.
+_FIXED = (
+    ("backbone", "style", ("pytorch",), "pytorch"),
+    ("backbone", "in_channels", (3,), 3),
+    ("backbone", "num_stages", (4,), 4),
+    ("backbone", "dcn", (None,), None),
+    ("backbone", "plugins", (None,), None),
+    ("decode_head", "in_index", (3, -1), -1),
+    ("decode_head", "input_transform", (None,), None),
+    ("auxiliary_head", "type", ("FCNHead",), "FCNHead"),
+    ("auxiliary_head", "in_index", (2, -2), -1),
+    ("auxiliary_head", "num_convs", (1,), 2),
+    ("auxiliary_head", "concat_input", (False,), True),
+    ("auxiliary_head", "dilation", (1,), 1),
+)
+
+
+class _UnreadError(Exception):
+    """A part of the source is no literal."""
+
+
+def stated(meta: Mapping[str, Any], found: Options) -> tuple[Options, tuple[str, ...]]:
+    """What the config in `meta` says, and lines for the report.
+
+    found: what the keys of the file decide.
+
+    Raises:
+        CheckpointError: the config describes a model that segtrain cannot build, or another one
+            than the keys do.
+    """
+    text = next((meta[key] for key in ("cfg", "config") if isinstance(meta.get(key), str)), None)
+    if text is None:
+        return {}, ("the file holds no config of mmsegmentation",)
+    try:
+        config = _parse(text)
+        sections = {key: _mapping(config["model"], key) for key in ("backbone", "decode_head")}
+        sections["auxiliary_head"] = _mapping(config["model"], "auxiliary_head", optional=True)
+    except (_UnreadError, KeyError) as error:
+        what = printable(error.args[0] if error.args else error, MAX_NAME)
+        return {}, (f"the config in the file cannot be read ({what})",)
+    if problems := list(_problems(sections, found)):
+        raise CheckpointError(
+            "the config in the file does not fit:\n" + "\n".join(f"  {p}" for p in problems)
+        )
+    options = {**_model_options(sections, found), **_input_options(config)}
+    return {**options, **_test_options(config["model"])}, ()
+
+
+def classes(
+    meta: Mapping[str, Any],
+) -> tuple[tuple[str, ...], tuple[tuple[int, int, int], ...]]:
+    """The names and colours of the classes that `meta` stores; () if it has none."""
+    stored = meta.get("dataset_meta")
+    stored = stored if isinstance(stored, Mapping) else meta
+    names = stored.get("classes", stored.get("CLASSES"))
+    palette = stored.get("palette", stored.get("PALETTE"))
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        return (), ()
+    colors = palette if isinstance(palette, list | tuple) else ()
+    fits = all(
+        isinstance(c, list | tuple) and len(c) == 3 and all(type(v) is int for v in c)
+        for c in colors
+    )
+    return tuple(names), tuple(map(tuple, colors)) if fits and len(colors) == len(names) else ()
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """The values of the assignments in a config; those that are no literals are left out."""
+    if len(text) > _MAX_CHARACTERS:
+        raise _UnreadError("it is too long")
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _UnreadError("it is not Python") from error
+    values = {}
+    for node in body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            try:
+                values[name] = _value(node.value)
+            except (_UnreadError, RecursionError):
+                if name == "model":
+                    raise _UnreadError("model is more than literals") from None
+    return values
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Tuple() | ast.List():
+            return tuple(_value(item) for item in node.elts)
+        case ast.Dict():
+            if None in node.keys:
+                raise _UnreadError("a dict with **")
+            return {_value(k): _value(v) for k, v in zip(node.keys, node.values, strict=True)}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Call(func=ast.Name(id="dict"), args=[]):
+            if any(keyword.arg is None for keyword in node.keywords):
+                raise _UnreadError("dict(**...)")
+            return {keyword.arg: _value(keyword.value) for keyword in node.keywords}
+    raise _UnreadError("an expression")
+
+
+def _mapping(parent: Any, key: str, *, optional: bool = False) -> dict[str, Any]:
+    found = parent.get(key) if isinstance(parent, dict) else None
+    if found is None and optional:
+        return {}
+    if not isinstance(found, dict):
+        raise _UnreadError(f"model.{key} is no dict")
+    return found
+
+
+def _problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
+    """What is not as segtrain's models are, or not as the keys are."""
+    backbone, head = sections["backbone"], sections["decode_head"]
+    for section, key, expected, default in _FIXED:
+        value = sections[section].get(key, default)
+        if sections[section] and value not in expected:
+            yield f"{section}.{key}: expected {_listed(expected)}, found {_short(value)}"
+    stem = found.get("model.stem", "7x7"), found.get("model.downsample", "conv")
+    kind, head_kind = (str(section.get("type")) for section in (backbone, head))
+    if _STEMS.get(kind) != stem:
+        yield f"backbone.type {_short(kind)}: the keys are those of {_named(_STEMS, stem)}"
+    depth, by_keys = f"resnet{backbone.get('depth', '')}", found["model.backbone"]
+    if depth != by_keys:
+        yield f"backbone.depth: {_short(depth)}, and the keys are those of {by_keys}"
+    if _HEADS.get(head_kind) != found["model.arch"]:
+        named = _named(_HEADS, found["model.arch"])
+        yield f"decode_head.type {_short(head_kind)}: the keys are those of {named}"
+    if _geometry(backbone) not in list(_STRIDES):
+        yield (
+            f"backbone.strides and dilations {_geometry(backbone)}: expected those of output "
+            "stride 8, 16 or 32"
+        )
+    for section in sections:
+        norm = sections[section].get("norm_cfg") or {"type": "BN"}
+        if not isinstance(norm, dict) or norm.get("type") not in ("BN", "SyncBN"):
+            yield f"{section}.norm_cfg: expected BN or SyncBN, found {_short(norm)}"
+        elif norm.get("eps", 1e-5) != 1e-5:
+            yield f"{section}.norm_cfg.eps: expected 1e-05, found {_short(norm['eps'])}"
+        act = sections[section].get("act_cfg") or {"type": "ReLU"}
+        if not isinstance(act, dict) or act.get("type") != "ReLU":
+            yield f"{section}.act_cfg: expected ReLU, found {_short(act)}"
+    align = {bool(s.get("align_corners", False)) for k, s in sections.items() if k != "backbone"}
+    if sections["auxiliary_head"] and len(align) > 1:
+        yield "align_corners: differs between decode_head and auxiliary_head"
+    dilations = head.get("dilations", (1, 6, 12, 18))
+    if found["model.arch"] != "pspnet" and (not _integers(dilations) or dilations[0] != 1):
+        yield f"decode_head.dilations: expected 1 and the rates, found {_short(dilations)}"
+
+
+def _model_options(sections: dict[str, dict], found: Options) -> Options:
+    backbone, head = sections["backbone"], sections["decode_head"]
+    stride = _STRIDES[_geometry(backbone)]
+    options: Options = {
+        "model.output_stride": stride,
+        "model.align_corners": bool(head.get("align_corners", False)),
+    }
+    dropout = head.get("dropout_ratio", 0.1)
+    if isinstance(dropout, float) and 0 <= dropout < 1:
+        options["model.dropout"] = dropout
+    if stride < 32:
+        options["model.contract_dilation"] = bool(backbone.get("contract_dilation", False))
+    if _integers(grid := backbone.get("multi_grid")):
+        options |= {"model.multi_grid": grid, "model.multi_grid_values": "dilations"}
+    if found["model.arch"] == "pspnet":
+        bins = head.get("pool_scales", (1, 2, 3, 6))
+        return options | ({"model.ppm_bins": bins} if _integers(bins) else {})
+    return options | {"model.aspp_rates": head.get("dilations", (1, 6, 12, 18))[1:]}
+
+
+def _input_options(config: dict[str, Any]) -> Options:
+    """The normalization, of version 1 or 0."""
+    model = config["model"]
+    for place, rgb in (
+        (model.get("data_preprocessor"), "bgr_to_rgb"),
+        (config.get("data_preprocessor"), "bgr_to_rgb"),
+        (config.get("img_norm_cfg"), "to_rgb"),
+    ):
+        if not isinstance(place, dict) or not {"mean", "std"} <= place.keys():
+            continue
+        if not place.get(rgb, False):
+            raise CheckpointError(
+                "the config in the file does not fit:\n  the model takes BGR images (no "
+                f"{rgb}); segtrain's take RGB"
+            )
+        pair = [place["mean"], place["std"]]
+        if all(isinstance(v, tuple) and len(v) == 3 for v in pair):
+            return {f"data.{k}": v for k, v in zip(("mean", "std"), pair, strict=True)}
+    return {}
+
+
+def _test_options(model: dict[str, Any]) -> Options:
+    """The sliding window, if the model is evaluated with one."""
+    test = model.get("test_cfg")
+    if not isinstance(test, dict) or test.get("mode") != "slide":
+        return {}
+    crop, stride = test.get("crop_size"), test.get("stride")
+    if not (_integers(crop) and _integers(stride) and len(crop) == len(stride) == 2):
+        return {}
+    overlap = 1 - stride[0] / crop[0]
+    if not 0 <= overlap < 1:
+        return {}
+    return {"eval.mode": "slide", "eval.crop_size": crop, "eval.overlap": round(overlap, 4)}
+
+
+def _geometry(backbone: dict[str, Any]) -> tuple[Any, Any]:
+    return backbone.get("strides", (1, 2, 2, 2)), backbone.get("dilations", (1, 1, 1, 1))
+
+
+def _integers(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) > 0 and all(type(v) is int for v in value)
+
+
+def _named(table: Mapping[str, Any], value: Any) -> str:
+    return next((name for name, known in table.items() if known == value), "another one")
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return " or ".join(map(repr, values))
+
+
+def _short(value: Any) -> str:
+    return printable(repr(value), MAX_NAME)

@@ -1,0 +1,69 @@
+"""What a file of another program becomes: the model, and where each of its tensors goes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+State = Mapping[str, Tensor]
+Options = dict[str, Any]
+"""Values by `section.key`, such as model.output_stride."""
+Renames = tuple[tuple[str, str], ...]
+
+
+class Rotation(NamedTuple):
+    """The first `count` channels of dimension `dim` go to the end: another order of branches."""
+
+    dim: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the tensors of one file become a model.
+
+    found: what keys and shapes decide.
+    stated: what a config inside the file says; it comes before `assumed`.
+    assumed: what the file cannot say, by the defaults of its program.
+    renames: (beginning of our key, beginning of theirs); the first that fits counts.
+    rotations: by the beginning of our key.
+    left_out: (beginning of their key, why it has no place here).
+    notes: further lines for the report.
+    """
+
+    source: str
+    num_classes: int
+    found: Options
+    renames: Renames
+    stated: Options = field(default_factory=dict)
+    assumed: Options = field(default_factory=dict)
+    rotations: Mapping[str, Rotation] = field(default_factory=dict)
+    left_out: Renames = ()
+    class_names: tuple[str, ...] = ()
+    palette: tuple[tuple[int, int, int], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def their_key(self, key: str) -> str | None:
+        """The key in the file of our `key`; None if the plan has no place for it."""
+        for ours, theirs in self.renames:
+            if key.startswith(ours):
+                return theirs + key.removeprefix(ours)
+        return None
+
+    def rotation(self, key: str) -> Rotation | None:
+        """How the channels of our `key` are put in order; None: they are."""
+        return next((r for ours, r in self.rotations.items() if key.startswith(ours)), None)
+
+
+def size(state: State, key: str, dim: int = 0) -> int:
+    """A dimension of a tensor, 0 if it is missing or has none: a later check refuses that."""
+    shape = state[key].shape if key in state else ()
+    return int(shape[dim]) if dim < len(shape) else 0
+
+
+def count_children(state: State, prefix: str) -> int:
+    """How many different names stand after `prefix`, up to the next dot."""
+    return len(
+        {key.removeprefix(prefix).partition(".")[0] for key in state if key.startswith(prefix)}
+    )

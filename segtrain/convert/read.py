@@ -1,0 +1,118 @@
+"""Reads a file of another program: no code runs, and every tensor is counted."""
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from segtrain.errors import CheckpointError
+from segtrain.files import kind_of, open_regular, torch_file
+from segtrain.text import MAX_NAME, printable
+
+_SHOWN = 10
+# KeyError: safetensors knows number types that torch does not.
+_UNREADABLE = (torch_file.DamagedError, safetensors.SafetensorError, OSError, KeyError)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """The tensors of a file, under its own keys, and what it stores beside them.
+
+    entry: under which key the state dict lay; "" if it is the whole file.
+    """
+
+    path: Path
+    state: dict[str, Tensor]
+    beside: Mapping[str, Any]
+    entry: str
+
+
+def read_file(path: Path, entry: str | None = None) -> SourceFile:
+    """The state dict in a .safetensors file or one of torch.save.
+
+    entry: its key, where the file holds several, such as averaged weights beside others.
+
+    Raises:
+        CheckpointError: no such file; it holds more than tensors and plain data, which could run
+            code; no state dict, or several and no `entry`.
+    """
+    content = _content(path)
+    if not isinstance(content, Mapping) or not content:
+        raise CheckpointError(
+            f"{path}: expected a state dict, found {type(content).__name__}; save "
+            "model.state_dict() in the program that made the model"
+        )
+    if "format" in content and "segtrain" in content:
+        raise CheckpointError(f"{path}: this is a checkpoint of segtrain already")
+    entries = {str(key): value for key, value in content.items() if _is_state(value)}
+    if _is_state(content):
+        entries[""] = content
+    name = _chosen(path, entries, entry)
+    state = entries[name]
+    foreign = [key for key, value in state.items() if not torch_file.is_plain(value)]
+    if foreign:
+        raise CheckpointError(
+            f"{path}: expected plain tensors only, found other values under {listed(foreign)}; "
+            "save the state dict alone"
+        )
+    beside = {key: value for key, value in content.items() if value is not state}
+    return SourceFile(path, dict(state), {} if name == "" else beside, name)
+
+
+def listed(keys: list[str]) -> str:
+    """The first few keys and the number of the others."""
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(printable(key, MAX_NAME) for key in keys[:_SHOWN]) + more
+
+
+def _content(path: Path) -> Any:
+    if not path.is_file():
+        found = f"found {kind_of(path)}" if path.exists() else "no such file"
+        raise CheckpointError(f"{path}: expected a file of weights, {found}")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        with open_regular(path) as file:
+            return torch_file.load(file)
+    except pickle.UnpicklingError:
+        # torch's own message advises to load the file unsafely.
+        raise CheckpointError(
+            f"{path}: refused: it holds more than tensors and plain data, which could run code; or "
+            "it is damaged; in the program that wrote it, save the state dict alone, or as "
+            "safetensors"
+        ) from None
+    except _UNREADABLE as error:
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path}: {printable(text, 3 * MAX_NAME)}") from None
+
+
+def _is_state(value: object) -> bool:
+    """Whether `value` looks like a state dict: names, and tensors under most of them."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return False
+    tensors = sum(isinstance(item, Tensor) for item in value.values())
+    return tensors > len(value) / 2 and any(key.endswith("weight") for key in value)
+
+
+def _chosen(path: Path, entries: Mapping[str, Any], entry: str | None) -> str:
+    names = [name for name in entries if name]
+    if entry is not None:
+        if entry in names:
+            return entry
+        found = listed(names) if names else "none"
+        raise CheckpointError(f"{path}: --entry {entry}: no state dict there; found {found}")
+    if "" in entries:
+        return ""
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise CheckpointError(
+            f"{path}: holds {len(names)} state dicts: {listed(names)}; --entry NAME says which to "
+            "read (some are averages of the weights)"
+        )
+    raise CheckpointError(f"{path}: no state dict in it; save the state dict alone")

@@ -1,0 +1,49 @@
+"""PSPNet of hszhao/semseg: ResNet with a stem of three convolutions, all blocks dilated."""
+
+from segtrain.convert.parts import aux_head, conv_norm, deep_stem, resnet_name
+from segtrain.convert.plan import Options, Plan, State, count_children, size
+
+# model/pspnet.py.
+_ASSUMED = {
+    "model.output_stride": 8,
+    "model.contract_dilation": False,
+    "model.align_corners": True,
+    "model.ppm_bins": (1, 2, 3, 6),
+}
+
+
+def plan(state: State) -> Plan:
+    """The plan for a state dict with layer0. to layer4., ppm., cls. and, after training, aux."""
+    found: Options = {
+        "model.arch": "pspnet",
+        "model.backbone": resnet_name(state, ""),
+        "model.stem": "64-64-128",
+        "model.head_channels": size(state, "cls.0.weight"),
+    }
+    aux, aux_renames = aux_head(state, "aux.0.", "aux.1.", "aux.4.")
+    found |= aux
+    levels = count_children(state, "ppm.features.")
+    pyramid = tuple(
+        (f"head.ppm.{kind}.{i}.", f"ppm.features.{i}.{place}.")
+        for i in range(levels)
+        for kind, place in (("convs", 1), ("norms", 2))
+    )
+    renames = (
+        *pyramid,
+        *conv_norm("head.conv", "cls.0.", "cls.1."),
+        ("head.classifier.conv.", "cls.4."),
+        *aux_renames,
+        *deep_stem("layer0."),
+        ("backbone.", ""),
+    )
+    return Plan(
+        "semseg",
+        size(state, "cls.4.weight"),
+        found,
+        renames,
+        assumed=_ASSUMED,
+        notes=(
+            "semseg evaluates with a sliding window of its training crop and a mirrored image: "
+            "--set eval.mode=slide --set eval.crop_size=[713,713] --set eval.flip=true",
+        ),
+    )

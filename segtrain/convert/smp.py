@@ -1,0 +1,174 @@
+"""PSPNet, DeepLabV3 and DeepLabV3+ of segmentation_models.pytorch with torchvision's ResNets."""
+
+from segtrain.convert.parts import aspp, conv_norm, resnet_name, resnet_widths
+from segtrain.convert.plan import Options, Plan, Rotation, State, count_children, size
+from segtrain.errors import CheckpointError
+
+_NAME = "segmentation_models.pytorch"
+# Every resize is aligned, and all blocks of a stage are dilated alike (encoders/_utils.py).
+_ALWAYS: Options = {"model.align_corners": True}
+_RATES = (12, 24, 36)
+
+
+def plan(state: State) -> Plan:
+    """The plan for a state dict with encoder., decoder. and segmentation_head.
+
+    Raises:
+        CheckpointError: an encoder or decoder that segtrain does not have.
+    """
+    if "encoder.features.18.0.weight" in state:
+        raise CheckpointError(
+            f"{_NAME}'s heads read the 1280 channels of MobileNetV2's features.18, and segtrain's "
+            "the 320 before it: no option makes these equal; the ResNets are read"
+        )
+    if "encoder.layer1.0.conv1.weight" not in state:
+        raise CheckpointError(
+            f"{_NAME} with another encoder than resnet18, 34, 50 or 101: segtrain does not have it"
+        )
+    backbone = resnet_name(state, "encoder.")
+    if "decoder.psp.blocks.0.pool.1.0.weight" in state:
+        return _pspnet(state, backbone)
+    if "decoder.aspp.0.convs.0.0.weight" in state:
+        return _deeplabv3plus(state, backbone)
+    if "decoder.aspp.convs.0.0.weight" in state or "decoder.0.convs.0.0.weight" in state:
+        return _deeplabv3(state, backbone)
+    raise CheckpointError(f"{_NAME} with another decoder than PSPNet, DeepLabV3 and DeepLabV3Plus")
+
+
+def _plan(
+    state: State, backbone: str, num_stages: int, found: Options, renames: tuple, **more
+) -> Plan:
+    if "classification_head.3.weight" in state:
+        more["notes"] = ("classification_head classifies whole images, which segtrain does not",)
+    unread = tuple(
+        (f"encoder.layer{i}.", f"the head reads layer{num_stages}")
+        for i in range(num_stages + 1, 5)
+    )
+    found = {"model.backbone": backbone, "model.num_stages": num_stages, **found}
+    found |= {"model.aux_head": False}
+    assumed: Options = {**_ALWAYS, **more.pop("assumed")}
+    if assumed["model.output_stride"] < 2 ** (num_stages + 1):
+        assumed["model.contract_dilation"] = False
+    return Plan(
+        _NAME,
+        size(state, "segmentation_head.0.weight"),
+        found,
+        (*renames, ("head.classifier.conv.", "segmentation_head.0."), ("backbone.", "encoder.")),
+        left_out=(*unread, ("classification_head.", "it classifies whole images")),
+        assumed=assumed,
+        **more,
+    )
+
+
+def _num_stages(backbone: str, channels: int) -> int:
+    """The stages before a head that reads this many channels (its encoder_depth, less one)."""
+    widths = resnet_widths(backbone)
+    if channels not in widths[1:]:
+        raise CheckpointError(
+            f"{_NAME}: the decoder reads {channels} channels, and the stages of {backbone} have "
+            f"{widths}; expected one after the first"
+        )
+    return widths.index(channels) + 1
+
+
+def _pspnet(state: State, backbone: str) -> Plan:
+    levels = count_children(state, "decoder.psp.blocks.")
+    channels = size(state, "decoder.psp.blocks.0.pool.1.0.weight", 1)
+    num_stages = _num_stages(backbone, channels)
+    has_norm = "decoder.psp.blocks.0.pool.1.1.running_mean" in state
+    found: Options = {
+        "model.arch": "pspnet",
+        "model.head_channels": size(state, "decoder.conv.0.weight"),
+        "model.ppm_global_norm": has_norm,
+        "model.join_kernel": 1,
+        "model.classifier_kernel": 3,
+    }
+    pyramid = tuple(
+        (f"head.ppm.{kind}.{i}.", f"decoder.psp.blocks.{i}.pool.1.{place}.")
+        for i in range(levels)
+        for place, kind in enumerate(("convs", "norms"))
+    )
+    pooled = levels * size(state, "decoder.psp.blocks.0.pool.1.0.weight")
+    return _plan(
+        state,
+        backbone,
+        num_stages,
+        found,
+        (*pyramid, *conv_norm("head.conv", "decoder.conv.0.", "decoder.conv.1.")),
+        # It concatenates [p1, p2, p3, p6, x].
+        rotations={"head.conv.conv.weight": Rotation(1, pooled)},
+        assumed={"model.output_stride": 2 ** (num_stages + 1), "model.ppm_bins": (1, 2, 3, 6)},
+    )
+
+
+def _deeplabv3(state: State, backbone: str) -> Plan:
+    old = "decoder.0.convs.0.0.weight" in state
+    where, conv, norm = ("0.", "1.", "2.") if old else ("aspp.", "conv.", "bn.")
+    where = f"decoder.{where}"
+    if f"{where}convs.1.0.0.weight" in state:
+        raise CheckpointError(
+            f"{_NAME}'s DeepLabV3 with decoder_aspp_separable has a separable ASPP and a whole 3x3 "
+            "convolution after it; model.separable makes both separable: no option makes these "
+            "equal"
+        )
+    found: Options = {
+        "model.arch": "deeplabv3",
+        "model.head_channels": size(state, f"{where}project.0.weight"),
+    }
+    return _plan(
+        state,
+        backbone,
+        _num_stages(backbone, size(state, f"{where}convs.0.0.weight", 1)),
+        found,
+        (
+            *aspp(where, count_children(state, f"{where}convs.")),
+            *conv_norm("head.conv", f"decoder.{conv}", f"decoder.{norm}"),
+        ),
+        assumed={"model.output_stride": 8, "model.aspp_rates": _RATES},
+    )
+
+
+def _deeplabv3plus(state: State, backbone: str) -> Plan:
+    where = "decoder.aspp.0."
+    if f"{where}convs.1.0.0.weight" not in state:
+        raise CheckpointError(
+            f"{_NAME}'s DeepLabV3Plus without decoder_aspp_separable has a whole ASPP and "
+            "separable convolutions after it; model.separable makes both separable: no option "
+            "makes these equal"
+        )
+    width = size(state, f"{where}project.0.weight")
+    found: Options = {
+        "model.arch": "deeplabv3plus",
+        "model.head_channels": width,
+        "model.separable": True,
+        "model.separable_norm": False,
+        "model.aspp_conv": True,
+        "model.decoder_convs": 1,
+        "model.low_level_channels": size(state, "decoder.block1.0.weight"),
+    }
+    decoder = "head.decoder.0"
+    renames = (
+        *aspp(where, count_children(state, f"{where}convs."), separable=("0.", "1.")),
+        ("head.aspp_conv.depthwise.", "decoder.aspp.1.0."),
+        *conv_norm("head.aspp_conv.pointwise", "decoder.aspp.1.1.", "decoder.aspp.2."),
+        *conv_norm("head.low", "decoder.block1.0.", "decoder.block1.1."),
+        (f"{decoder}.depthwise.", "decoder.block2.0.0."),
+        *conv_norm(f"{decoder}.pointwise", "decoder.block2.0.1.", "decoder.block2.1."),
+    )
+    num_stages = _num_stages(backbone, size(state, f"{where}convs.0.0.weight", 1))
+    return _plan(
+        state,
+        backbone,
+        num_stages,
+        found,
+        renames,
+        # It concatenates [ASPP, low-level].
+        rotations={
+            f"{decoder}.depthwise.": Rotation(0, width),
+            f"{decoder}.pointwise.conv.": Rotation(1, width),
+        },
+        assumed={
+            "model.output_stride": min(16, 2 ** (num_stages + 1)),
+            "model.aspp_rates": _RATES,
+        },
+    )

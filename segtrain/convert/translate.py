@@ -1,0 +1,110 @@
+"""Moves the tensors of a file to the keys of a model, all of them or none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segtrain.convert.plan import Plan, Rotation, State
+from segtrain.convert.read import listed
+from segtrain.errors import CheckpointError
+
+_COUNTER = "num_batches_tracked"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The weights under the model's keys, and what happened to the others.
+
+    left_out: (why, keys of the file); counters: batch counters that the file lacks, set to 0.
+    dtypes: of the file's weights, where they are not those of the model.
+    """
+
+    weights: dict[str, Tensor]
+    left_out: tuple[tuple[str, list[str]], ...]
+    counters: int
+    dtypes: tuple[str, ...]
+
+
+def translate(
+    state: State, plan: Plan, wanted: State, ignored: Sequence[str], outside: Sequence[str] = ()
+) -> Translation:
+    """The tensors of `state` under the keys of `wanted`, a state dict that may be on "meta".
+
+    ignored: beginnings of keys that the user leaves out.
+    outside: keys that are no part of the model.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape or found no place; all of them.
+    """
+    weights: dict[str, Tensor] = {}
+    missing, shapes, counters, used = [], [], 0, set()
+    for key, own in wanted.items():
+        theirs = plan.their_key(key)
+        tensor = None if theirs is None else state.get(theirs)
+        if tensor is None:
+            if key.endswith(_COUNTER):
+                weights[key] = torch.zeros(own.shape, dtype=own.dtype)
+                counters += 1
+            else:
+                missing.append(f"{theirs} (for {key})")
+            continue
+        used.add(theirs)
+        if tensor.shape != own.shape:
+            found, expected = tuple(tensor.shape), tuple(own.shape)
+            shapes.append(f"{theirs}: {found}, and {key} has {expected}")
+            continue
+        weights[key] = _rotated(tensor, plan.rotation(key)).to(own.dtype)
+    left_out, placeless = _sort_out(
+        [*(k for k in state if k not in used), *outside], plan.left_out, ignored
+    )
+    _refuse(plan.source, missing, shapes, placeless)
+    dtypes = {str(state[k].dtype).removeprefix("torch.") for k in used if k in state}
+    own_dtypes = {str(t.dtype).removeprefix("torch.") for t in wanted.values()}
+    return Translation(weights, left_out, counters, tuple(sorted(dtypes - own_dtypes)))
+
+
+def reorder_classes(weights: dict[str, Tensor], order: Sequence[int]) -> None:
+    """Makes class i of `weights` what was class order[i], in every classifier."""
+    for key, value in weights.items():
+        if ".classifier." in key:
+            weights[key] = value[list(order)]
+
+
+def _rotated(tensor: Tensor, rotation: Rotation | None) -> Tensor:
+    if rotation is None or tensor.dim() <= rotation.dim:  # a counter has no channels
+        return tensor
+    return tensor.roll(-rotation.count, rotation.dim)
+
+
+def _sort_out(
+    keys: Sequence[str], known: Sequence[tuple[str, str]], ignored: Sequence[str]
+) -> tuple[tuple[tuple[str, list[str]], ...], list[str]]:
+    """The keys that have no place: by the reason, and those without one."""
+    reasons: dict[str, list[str]] = {}
+    placeless = []
+    rules = [*known, *((start, "--ignore") for start in ignored)]
+    for key in keys:
+        why = next((why for start, why in rules if key.startswith(start)), None)
+        if why is None:
+            placeless.append(key)
+        else:
+            reasons.setdefault(why, []).append(key)
+    return tuple(reasons.items()), placeless
+
+
+def _refuse(source: str, missing: list[str], shapes: list[str], placeless: list[str]) -> None:
+    lines = []
+    if missing:
+        lines.append(f"  {len(missing)} missing: {listed(missing)}")
+    if shapes:
+        lines.append(f"  {len(shapes)} of another shape: {listed(shapes)}")
+    if placeless:
+        lines.append(f"  {len(placeless)} without a place: {listed(placeless)}")
+        lines.append("  --ignore PREFIX leaves out keys that are no part of the model")
+    if lines:
+        raise CheckpointError(
+            f"by its keys this is a file of {source}, but not all of it fits a model of segtrain:\n"
+            + "\n".join(lines)
+        )

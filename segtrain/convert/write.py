@@ -1,0 +1,145 @@
+"""From a file of another program to a checkpoint of segtrain."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from segtrain.checkpoint.experiment import experiment_fields
+from segtrain.checkpoint.format import Checkpoint, save
+from segtrain.checkpoint.weights import load_weights
+from segtrain.config import Config
+from segtrain.convert.build import describe, make_config, split_options
+from segtrain.convert.classes import Choice, choose_classes, class_file_text, stored_file
+from segtrain.convert.detect import Found, detect
+from segtrain.convert.plan import State
+from segtrain.convert.read import SourceFile, listed, read_file
+from segtrain.convert.translate import Translation, reorder_classes, translate
+from segtrain.errors import CheckpointError
+from segtrain.files import write_atomic
+from segtrain.models import SegModel, build_model
+from segtrain.norm import make_inference_norm
+from segtrain.text import printable
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A converted model in evaluation mode, and what to say of it."""
+
+    model: SegModel
+    config: Config
+    classes: Choice
+    lines: list[str]
+
+
+def convert_file(
+    path: Path,
+    output: Path,
+    *,
+    classes: str | None = None,
+    class_order: str | None = None,
+    entry: str | None = None,
+    ignored: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+) -> Converted:
+    """Writes the model in `path` to the checkpoint `output`; its step is 0.
+
+    Where the file stores names of classes that no class file has, they are written beside `output`.
+
+    Args:
+        classes: a class file, by name or path; None: by the names that the file stores.
+        class_order: see `choose_classes`.
+        entry: see `read_file`.
+        ignored: beginnings of keys that are no part of the model.
+        overrides: `section.key=value`.
+
+    Raises:
+        ConfigError: a wrong override or class file.
+        CheckpointError: the file cannot be read, or not all of it fits.
+        ExecutionError: the disk is full.
+    """
+    source = read_file(path, entry)
+    try:
+        found = detect(source.state, source.beside)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    plan = found.plan
+    stored = stored_file(plan, classes, output)
+    if stored is not None:
+        write_atomic(stored, class_file_text(plan.class_names, plan.palette))
+    choice = choose_classes(plan, str(stored) if stored else classes, class_order)
+    config = make_config(plan, choice.spec, overrides)
+    try:
+        model, translation = _load(found, choice, config, ignored, path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    checkpoint = Checkpoint(
+        step=0,
+        **experiment_fields(config, choice.classes),
+        model=dict(model.state_dict()),
+        average=None,
+        optimizer=None,
+        scaler=None,
+        best=None,
+    )
+    save(output, checkpoint)
+    lines = _report(source, found, translation, choice, config, overrides)
+    return Converted(model, config, choice, lines)
+
+
+def _load(
+    found: Found, choice: Choice, config: Config, ignored: Sequence[str], path: Path
+) -> tuple[SegModel, Translation]:
+    """The model with the weights of the file, in evaluation mode."""
+    options = {"num_classes": choice.classes.num_classes, "norm": make_inference_norm(config.norm)}
+    with torch.device("meta"):
+        wanted: State = build_model(config.model, **options).state_dict()
+    translation = translate(found.state, found.plan, wanted, ignored, found.outside)
+    if choice.order is not None:
+        reorder_classes(translation.weights, choice.order)
+    model = build_model(config.model, **options)
+    load_weights(model, translation.weights, path)
+    return model.eval(), translation
+
+
+def _report(
+    source: SourceFile,
+    found: Found,
+    translation: Translation,
+    choice: Choice,
+    config: Config,
+    overrides: Sequence[str],
+) -> list[str]:
+    """What was read, decided and left out, a line each."""
+    plan, model = found.plan, config.model
+    where = f" under {source.entry}" if source.entry else ""
+    if found.prefix:
+        where += f", keys without '{printable(found.prefix)}'"
+    lines = [
+        f"source      {plan.source}: {len(source.state)} tensors{where}",
+        f"model       {model.arch} {model.backbone}, {choice.classes.num_classes} classes of "
+        f"{choice.classes.name}",
+    ]
+    data = config.data
+    side = f", short side {data.short_side_px} px" if data.short_side_px else ""
+    lines.append(f"input       RGB of 0..255, mean {data.mean}, std {data.std}{side}")
+    options = split_options(plan, config, overrides)
+    about = {
+        "stated": "by the config in the file",
+        "assumed": f"the file does not say; the defaults of {plan.source}, --set changes them",
+        "set": "by --set",
+    }
+    for kind, values in options.items():
+        if values:
+            lines.append(f"{kind:<11} {describe(values)} ({about[kind]})")
+    for why, keys in translation.left_out:
+        lines.append(f"left out    {len(keys)} tensors ({why}): {listed(keys)}")
+    if translation.counters:
+        lines.append(f"counters    {translation.counters} batch counters not in the file, set to 0")
+    if translation.dtypes:
+        lines.append(f"dtype       {', '.join(translation.dtypes)} in the file, float32 here")
+    lines += [f"note        {note}" for note in plan.notes]
+    return lines + [
+        line if line.startswith("warning") else f"classes     {line}" for line in choice.lines
+    ]
