@@ -161,8 +161,8 @@ def _problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
         yield f"decode_head.type {_short(head_kind)}: the keys are those of {named}"
     if _geometry(backbone) not in list(_STRIDES):
         yield (
-            f"backbone.strides and dilations {_geometry(backbone)}: expected those of output "
-            "stride 8, 16 or 32"
+            f"backbone.strides and dilations {_geometry(backbone)}: segtrain dilates only stages "
+            f"without a stride; expected one of {list(_STRIDES)}"
         )
     for section in sections:
         norm = sections[section].get("norm_cfg") or {"type": "BN"}

@@ -71,7 +71,7 @@ def convert_file(
     choice = choose_classes(plan, str(stored) if stored else classes, class_order)
     config = make_config(plan, choice.spec, overrides)
     try:
-        model, translation = _load(found, choice, config, ignored, path)
+        model, translation = load_plan(found, choice, config, ignored, path)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     checkpoint = Checkpoint(
@@ -88,7 +88,7 @@ def convert_file(
     return Converted(model, config, choice, lines)
 
 
-def _load(
+def load_plan(
     found: Found, choice: Choice, config: Config, ignored: Sequence[str], path: Path
 ) -> tuple[SegModel, Translation]:
     """The model with the weights of the file, in evaluation mode."""

@@ -1,0 +1,248 @@
+"""Converted models against the programs they come from, installed from PyPI.
+
+Marked `peers`; skipped where they are not installed. They are no dependencies of segtrain:
+
+    pip install mmsegmentation==1.2.2 mmengine mmcv-lite==2.1.0 ftfy regex prettytable
+    pip install segmentation_models_pytorch timm
+    pytest tests/test_peers.py -s        # -s shows the differences
+
+mmcv-lite has no compiled operators. None of these models uses one, but mmsegmentation imports them:
+a module of their name without any stands in for them.
+"""
+
+import importlib
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from segtrain.checkpoint import load_model
+from segtrain.convert.write import convert_file
+from segtrain.errors import CheckpointError
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+K = 7
+CONFIGS = (
+    "pspnet/pspnet_r50-d8_4xb2-40k_cityscapes-512x1024.py",
+    "pspnet/pspnet_r50-d8_4xb2-80k_cityscapes-769x769.py",
+    "pspnet/pspnet_r50b-d8_4xb2-80k_cityscapes-512x1024.py",
+    "pspnet/pspnet_r18-d8_4xb2-80k_cityscapes-512x1024.py",
+    "deeplabv3/deeplabv3_r18b-d8_4xb2-80k_cityscapes-512x1024.py",
+    "deeplabv3/deeplabv3_r50-d8_4xb2-40k_cityscapes-769x769.py",
+    "deeplabv3/deeplabv3_r101-d16-mg124_4xb2-80k_cityscapes-512x1024.py",
+    "deeplabv3plus/deeplabv3plus_r18-d8_4xb2-80k_cityscapes-512x1024.py",
+    "deeplabv3plus/deeplabv3plus_r50-d8_4xb4-160k_ade20k-512x512.py",
+    "deeplabv3plus/deeplabv3plus_r50-d8_4xb2-80k_cityscapes-769x769.py",
+    "deeplabv3plus/deeplabv3plus_r101-d16-mg124_4xb2-80k_cityscapes-512x1024.py",
+)
+SMP = (
+    ("PSPNet", {"encoder_name": "resnet34"}, ()),
+    ("PSPNet", {"encoder_name": "resnet50", "psp_out_channels": 64}, ()),
+    ("PSPNet", {"encoder_name": "resnet18", "encoder_depth": 4, "upsampling": 16}, ()),
+    ("DeepLabV3", {"encoder_name": "resnet50"}, ()),
+    (
+        "DeepLabV3",
+        {"encoder_name": "resnet34", "encoder_output_stride": 16},
+        ("model.output_stride=16",),
+    ),
+    ("DeepLabV3", {"encoder_name": "resnet18", "encoder_depth": 4}, ()),
+    ("DeepLabV3Plus", {"encoder_name": "resnet34"}, ()),
+    ("DeepLabV3Plus", {"encoder_name": "resnet101", "decoder_channels": 128}, ()),
+    (
+        "DeepLabV3Plus",
+        {"encoder_name": "resnet50", "encoder_output_stride": 8},
+        ("model.output_stride=8",),
+    ),
+    ("DeepLabV3Plus", {"encoder_name": "resnet18", "encoder_depth": 4}, ()),
+)
+
+
+@pytest.fixture(scope="module")
+def mmseg():
+    """The registry of mmsegmentation's models, and the folder of its configs."""
+    for name in ("mmcv", "mmengine", "mmseg"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed; see the top of this file")
+
+    class NoOperators(types.ModuleType):
+        def __getattr__(self, name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if importlib.util.find_spec("mmcv._ext") is None:
+            sys.modules["mmcv._ext"] = NoOperators("mmcv._ext")
+        import mmseg.models
+        from mmseg.registry import MODELS
+
+        assert mmseg.models
+    return MODELS, Path(importlib.util.find_spec("mmseg").origin).parent / ".mim" / "configs"
+
+
+@pytest.fixture(scope="module")
+def smp():
+    if importlib.util.find_spec("segmentation_models_pytorch") is None:
+        pytest.skip("segmentation_models_pytorch is not installed; see the top of this file")
+    return importlib.import_module("segmentation_models_pytorch")
+
+
+@pytest.fixture
+def classes(tmp_path):
+    path = tmp_path / "some.yaml"
+    path.write_text(f"classes: [{', '.join(f'class{i}' for i in range(K))}]\n")
+    return str(path)
+
+
+def enliven(model):
+    """Weights and statistics that no two layers share, in evaluation mode."""
+    generator = torch.Generator().manual_seed(1)
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.running_mean.uniform_(-0.2, 0.2, generator=generator)
+            layer.running_var.uniform_(0.5, 1.5, generator=generator)
+            nn.init.uniform_(layer.weight, 0.5, 1.5, generator=generator)
+            nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
+        elif isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_uniform_(layer.weight, generator=generator)
+            if layer.bias is not None:
+                nn.init.uniform_(layer.bias, generator=generator)
+    return model.eval()
+
+
+def images(height, width):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(2, 3, height, width, generator=generator)
+
+
+def compare(name, theirs, ours, x):
+    """`theirs` and `ours`, functions of images, agree in float32 and float64."""
+    shares = []
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        with torch.no_grad():
+            expected = [y.to(torch.float64) for y in theirs(dtype, x.to(dtype))]
+            got = [y.to(torch.float64) for y in ours(dtype, x.to(dtype))]
+        assert len(expected) == len(got)
+        for e, g in zip(expected, got, strict=True):
+            assert e.shape == g.shape
+            assert e.std() > 1e-3
+            share = ((e - g).abs().max() / e.abs().max()).item()
+            assert share < limit, (name, dtype, share)
+            shares.append(share)
+    print(f"{name:<72} {' '.join(f'{share:.0e}' for share in shares)}")
+
+
+def our_logits(path, *, aux):
+    model = load_model(path).model
+
+    def run(dtype, x):
+        model.to(dtype)
+        logits = [model(x).out]
+        if aux:
+            raw = model.aux_head(model.backbone(x), None)
+            logits.append(
+                F.interpolate(raw, x.shape[-2:], mode="bilinear", align_corners=model.align_corners)
+            )
+        return logits
+
+    return run
+
+
+def mmseg_model(registry, config):
+    """The model of a config file, with K classes, plain batch norm and no pretrained weights."""
+    from mmengine.config import Config
+
+    cfg = Config(config) if isinstance(config, dict) else Config.fromfile(config)
+    model = cfg.model.to_dict()
+    model["pretrained"] = None
+    model["data_preprocessor"] = None
+    for part in ("backbone", "decode_head", "auxiliary_head"):
+        model[part]["norm_cfg"] = {"type": "BN", "requires_grad": True}
+        if part != "backbone":
+            model[part]["num_classes"] = K
+            model[part].pop("sampler", None)
+    return registry.build(model), cfg
+
+
+def mmseg_logits(model):
+    def run(dtype, x):
+        model.to(dtype)
+        meta = [{"img_shape": tuple(x.shape[-2:])}] * len(x)
+        raw = model.auxiliary_head(model.extract_feat(x))
+        aux = F.interpolate(raw, x.shape[-2:], mode="bilinear", align_corners=model.align_corners)
+        return [model.encode_decode(x, meta), aux]
+
+    return run
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_converted_model_equals_mmsegmentations(config, mmseg, tmp_path, classes):
+    """With the config in the file, as mmengine writes it."""
+    registry, folder = mmseg
+    model, cfg = mmseg_model(registry, str(folder / config))
+    enliven(model)
+    path = tmp_path / "theirs.pth"
+    meta = {"cfg": cfg.pretty_text, "mmseg_version": "1.2.2"}
+    torch.save({"meta": meta, "state_dict": model.state_dict()}, path)
+    converted = convert_file(path, tmp_path / "ours.pt", classes=classes)
+    if "769" in config:
+        assert converted.config.model.align_corners
+        assert converted.config.eval.mode == "slide"
+    compare(
+        Path(config).stem,
+        mmseg_logits(model),
+        our_logits(tmp_path / "ours.pt", aux=True),
+        images(65, 98),
+    )
+
+
+def test_stages_with_a_stride_and_dilations_are_refused(mmseg, tmp_path, classes):
+    """d32 of mmsegmentation dilates stages that have a stride, which its keys do not tell."""
+    registry, folder = mmseg
+    config = "pspnet/pspnet_r50-d32_4xb2-80k_cityscapes-512x1024.py"
+    model, cfg = mmseg_model(registry, str(folder / config))
+    torch.save({"meta": {"cfg": cfg.pretty_text}, "state_dict": model.state_dict()}, tmp_path / "t")
+    with pytest.raises(CheckpointError, match="dilates only stages"):
+        convert_file(tmp_path / "t", tmp_path / "ours.pt", classes=classes)
+
+
+def test_converted_resnet_v1d_without_a_config_equals_mmsegmentations(mmseg, tmp_path, classes):
+    registry, folder = mmseg
+    from mmengine.config import Config
+
+    cfg = Config.fromfile(str(folder / CONFIGS[0]))
+    cfg.model.backbone.type = "ResNetV1d"
+    model, _ = mmseg_model(registry, cfg._cfg_dict.to_dict())
+    enliven(model)
+    path = tmp_path / "theirs.pth"
+    torch.save({"meta": {}, "state_dict": model.state_dict()}, path)
+    convert_file(path, tmp_path / "ours.pt", classes=classes)
+    compare(
+        "pspnet ResNetV1d",
+        mmseg_logits(model),
+        our_logits(tmp_path / "ours.pt", aux=True),
+        images(65, 98),
+    )
+
+
+@pytest.mark.parametrize(("arch", "options", "overrides"), SMP)
+def test_converted_model_equals_smps(arch, options, overrides, smp, tmp_path, classes):
+    """Its models take no odd sizes; 96 x 64 is odd at stride 32."""
+    model = enliven(getattr(smp, arch)(encoder_weights=None, classes=K, **options))
+    path = tmp_path / "theirs.pth"
+    torch.save(model.state_dict(), path)
+    convert_file(path, tmp_path / "ours.pt", classes=classes, overrides=overrides)
+    name = " ".join([arch, *map(str, options.values())])
+    compare(
+        name,
+        lambda dtype, x: [model.to(dtype)(x)],
+        our_logits(tmp_path / "ours.pt", aux=False),
+        images(96, 64),
+    )
