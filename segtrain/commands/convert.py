@@ -24,6 +24,7 @@ def main(args: argparse.Namespace) -> int:
         entry=args.entry,
         ignored=args.ignore,
         overrides=args.set,
+        overwrite=args.overwrite,
     )
     for line in converted.lines:
         print(printable(line))

@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import ValidationError
+
 from segtrain.config import Config, DataConfig, ModelConfig, override_config
 from segtrain.config.loading import yaml_value
 from segtrain.convert.plan import Options, Plan
 from segtrain.errors import CheckpointError, ConfigError
+from segtrain.text import MAX_NAME, printable
 
 _LAYOUTS = get_args(DataConfig.model_fields["layout"].annotation)
+_DILATION = ("model.contract_dilation", "model.basic_block_dilation")
 
 
 def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
@@ -31,24 +35,37 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
             "classes": classes if by_name else str(path.absolute()),
         }
     }
-    for options in (plan.assumed, plan.found, plan.stated):
-        for key, value in options.items():
-            section, _, option = key.partition(".")
+    for key, value in plan.options().items():
+        section, _, option = key.partition(".")
+        if key not in _DILATION:
             sections.setdefault(section, {})[option] = value
     try:
         config = Config.model_validate(sections)
-    except ValueError as error:
+    except ValidationError as error:
+        what = printable(error.errors()[0]["msg"], 3 * MAX_NAME)
         raise CheckpointError(
-            f"the file describes a model that segtrain does not have: {error}"
+            f"the file describes a model that segtrain does not have: {what}"
         ) from None
-    return override_config(config, overrides, source="the converted model")
+    config = override_config(config, overrides, source="the converted model")
+    # Refused where no stage is dilated, which the overrides decide.
+    if not has_dilation(config.model):
+        return config
+    given = _given(overrides)
+    late = {k: v for k, v in plan.options().items() if k in _DILATION and k not in given}
+    return override_config(config, describe(late).split(), source="the converted model")
+
+
+def has_dilation(model: ModelConfig) -> bool:
+    """Whether a stage of the backbone has dilations instead of its stride."""
+    return model.output_stride < 2 ** (model.num_stages + 1)
 
 
 def split_options(plan: Plan, config: Config, overrides: Sequence[str]) -> dict[str, Options]:
     """The options of `plan` as they are in `config`, by who decided: stated, assumed, set."""
-    given = {text.partition("=")[0].strip() for text in overrides}
-    stated = {key: value for key, value in plan.stated.items() if key not in given}
-    assumed = {k: v for k, v in plan.assumed.items() if k not in given and k not in stated}
+    given = _given(overrides)
+    hidden = given if has_dilation(config.model) else given | set(_DILATION)
+    stated = {key: value for key, value in plan.stated.items() if key not in hidden}
+    assumed = {k: v for k, v in plan.assumed.items() if k not in hidden and k not in stated}
     data = config.model_dump()
     by_user: Options = {}
     for key in sorted(given):
@@ -77,10 +94,16 @@ def check_foreign(overrides: Sequence[str]) -> None:
     """Refuses overrides of options that a converted file has no use for.
 
     Raises:
-        ConfigError: one of another section than model, data, augment, eval and norm.
+        ConfigError: one of another section than model, data, augment, eval and norm; data.classes.
     """
+    if "data.classes" in _given(overrides):
+        raise ConfigError("--set data.classes: write --classes, which names the channels")
     sections = ("model.", "data.", "augment.", "eval.", "norm.")
     foreign = [text for text in overrides if not text.strip().startswith(sections)]
     if foreign:
         what = "is for training; convert takes model.*, data.*, augment.*, eval.* and norm.*"
         raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
+
+
+def _given(overrides: Sequence[str]) -> set[str]:
+    return {text.partition("=")[0].strip() for text in overrides}

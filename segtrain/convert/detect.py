@@ -8,19 +8,18 @@ from segtrain.convert.plan import Plan, State
 from segtrain.convert.read import listed
 from segtrain.errors import CheckpointError
 
-PROGRAMS: dict[str, tuple[str, Callable[[State, Mapping[str, Any]], Plan]]] = {
-    "semseg": ("ppm.features.0.1.weight", lambda state, _: semseg.plan(state)),
-    "mmsegmentation": ("decode_head.conv_seg.weight", mmseg.plan),
-    "segmentation_models.pytorch": ("segmentation_head.0.weight", lambda s, _: smp.plan(s)),
-    # Before torchvision's, which its keys end with.
-    "VainF": ("classifier.classifier.0.weight", lambda state, _: vainf.plan(state)),
-    "VainF DeepLabV3": (
-        "classifier.classifier.0.convs.0.0.weight",
-        lambda state, _: vainf.plan(state),
-    ),
-    "torchvision": ("classifier.0.convs.0.0.weight", lambda state, _: torchvision.plan(state)),
-}
-"""A key that only files of this program have, and the function that makes the plan."""
+Meta = Mapping[str, Any]
+
+PROGRAMS: tuple[tuple[str, Callable[[State, Meta], Plan]], ...] = (
+    ("ppm.features.0.1.weight", lambda state, _: semseg.plan(state)),
+    ("decode_head.conv_seg.weight", mmseg.plan),
+    ("segmentation_head.0.weight", lambda state, _: smp.plan(state)),
+    ("classifier.aspp.convs.0.0.weight", lambda state, _: vainf.plan(state)),
+    # Before torchvision's, with which it ends.
+    ("classifier.classifier.0.convs.0.0.weight", lambda state, _: vainf.plan(state)),
+    ("classifier.0.convs.0.0.weight", lambda state, _: torchvision.plan(state)),
+)
+"""A key that only files of one program have, and the function that makes the plan."""
 
 # Keys of what is not read, and what to say of it.
 _OTHERS = {
@@ -52,7 +51,7 @@ def detect(state: State, beside: Mapping[str, Any]) -> Found:
     Raises:
         CheckpointError: no program that is read, or a model that segtrain does not have.
     """
-    for marker, make in PROGRAMS.values():
+    for marker, make in PROGRAMS:
         prefixes = [key.removesuffix(marker) for key in state if _ends(key, marker)]
         if len(prefixes) > 1:
             raise CheckpointError(

@@ -44,6 +44,10 @@ class Plan:
     palette: tuple[tuple[int, int, int], ...] = ()
     notes: tuple[str, ...] = ()
 
+    def options(self) -> Options:
+        """All options; what keys decide cannot be stated or assumed otherwise."""
+        return {**self.assumed, **self.stated, **self.found}
+
     def their_key(self, key: str) -> str | None:
         """The key in the file of our `key`; None if the plan has no place for it."""
         for ours, theirs in self.renames:

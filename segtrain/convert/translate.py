@@ -55,6 +55,9 @@ def translate(
             found, expected = tuple(tensor.shape), tuple(own.shape)
             shapes.append(f"{theirs}: {found}, and {key} has {expected}")
             continue
+        if tensor.is_floating_point() != own.is_floating_point():
+            shapes.append(f"{theirs}: {tensor.dtype}, and {key} has {own.dtype}")
+            continue
         weights[key] = _rotated(tensor, plan.rotation(key)).to(own.dtype)
     left_out, placeless = _sort_out(
         [*(k for k in state if k not in used), *outside], plan.left_out, ignored
@@ -99,7 +102,7 @@ def _refuse(source: str, missing: list[str], shapes: list[str], placeless: list[
     if missing:
         lines.append(f"  {len(missing)} missing: {listed(missing)}")
     if shapes:
-        lines.append(f"  {len(shapes)} of another shape: {listed(shapes)}")
+        lines.append(f"  {len(shapes)} of another shape or kind: {listed(shapes)}")
     if placeless:
         lines.append(f"  {len(placeless)} without a place: {listed(placeless)}")
         lines.append("  --ignore PREFIX leaves out keys that are no part of the model")

@@ -1,6 +1,7 @@
 """From a file of another program to a checkpoint of segtrain."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from segtrain.config import Config
 from segtrain.convert.build import describe, make_config, split_options
 from segtrain.convert.classes import Choice, choose_classes, class_file_text, stored_file
 from segtrain.convert.detect import Found, detect
-from segtrain.convert.plan import State
+from segtrain.convert.plan import Plan, State
 from segtrain.convert.read import SourceFile, listed, read_file
 from segtrain.convert.translate import Translation, reorder_classes, translate
-from segtrain.errors import CheckpointError
+from segtrain.errors import CheckpointError, ConfigError
 from segtrain.files import write_atomic
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
@@ -42,6 +43,7 @@ def convert_file(
     entry: str | None = None,
     ignored: Sequence[str] = (),
     overrides: Sequence[str] = (),
+    overwrite: bool = False,
 ) -> Converted:
     """Writes the model in `path` to the checkpoint `output`; its step is 0.
 
@@ -53,6 +55,7 @@ def convert_file(
         entry: see `read_file`.
         ignored: beginnings of keys that are no part of the model.
         overrides: `section.key=value`.
+        overwrite: whether those names may replace a file.
 
     Raises:
         ConfigError: a wrong override or class file.
@@ -65,15 +68,13 @@ def convert_file(
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     plan = found.plan
-    stored = stored_file(plan, classes, output)
-    if stored is not None:
-        write_atomic(stored, class_file_text(plan.class_names, plan.palette))
-    choice = choose_classes(plan, str(stored) if stored else classes, class_order)
-    config = make_config(plan, choice.spec, overrides)
-    try:
-        model, translation = load_plan(found, choice, config, ignored, path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+    with _stored_classes(plan, classes, output, overwrite=overwrite) as spec:
+        choice = choose_classes(plan, spec, class_order)
+        config = make_config(plan, choice.spec, overrides)
+        try:
+            model, translation = load_plan(found, choice, config, ignored)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
     checkpoint = Checkpoint(
         step=0,
         **experiment_fields(config, choice.classes),
@@ -88,10 +89,36 @@ def convert_file(
     return Converted(model, config, choice, lines)
 
 
+@contextmanager
+def _stored_classes(
+    plan: Plan, classes: str | None, output: Path, *, overwrite: bool
+) -> Iterator[str | None]:
+    """The class file to use; one that is written here goes again if the conversion fails."""
+    path = stored_file(plan, classes, output)
+    if path is None:
+        yield classes
+        return
+    if path.exists() and not overwrite:
+        raise ConfigError(
+            f"{path}: exists, and would be replaced by the names in the file; name it in --classes "
+            "to use it, or pass --overwrite"
+        )
+    write_atomic(path, class_file_text(plan.class_names, plan.palette))
+    try:
+        yield str(path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def load_plan(
-    found: Found, choice: Choice, config: Config, ignored: Sequence[str], path: Path
+    found: Found, choice: Choice, config: Config, ignored: Sequence[str] = ()
 ) -> tuple[SegModel, Translation]:
-    """The model with the weights of the file, in evaluation mode."""
+    """The model with the weights of the file, in evaluation mode.
+
+    Raises:
+        CheckpointError: not all of it fits, or a number is not finite.
+    """
     options = {"num_classes": choice.classes.num_classes, "norm": make_inference_norm(config.norm)}
     with torch.device("meta"):
         wanted: State = build_model(config.model, **options).state_dict()
@@ -99,7 +126,7 @@ def load_plan(
     if choice.order is not None:
         reorder_classes(translation.weights, choice.order)
     model = build_model(config.model, **options)
-    load_weights(model, translation.weights, path)
+    load_weights(model, translation.weights, Path("converted"))
     return model.eval(), translation
 
 

@@ -1,0 +1,658 @@
+"""Checkpoints of other programs: their models, written again or torchvision's own, and refusals.
+
+tests/test_peers.py compares with mmsegmentation and segmentation_models.pytorch themselves. semseg
+and VainF are in no registry: their modules are written here after the layout of their keys.
+"""
+
+import argparse
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+
+from segtrain import cli
+from segtrain.checkpoint import load_model
+from segtrain.checkpoint.initial import load_initial
+from segtrain.convert.build import make_config
+from segtrain.convert.classes import choose_classes
+from segtrain.convert.detect import detect
+from segtrain.convert.write import convert_file, load_plan
+from segtrain.errors import CheckpointError, ConfigError
+from segtrain.models import build_model
+
+NAMES = ("sky", "road", "pole", "tree", "sign")
+K = len(NAMES)
+
+
+def class_file(path, names=NAMES):
+    path.write_text(f"classes: [{', '.join(names)}]\n")
+    return str(path)
+
+
+@pytest.fixture
+def classes(tmp_path):
+    return class_file(tmp_path / "own.yaml")
+
+
+def lively(build, *, seed=1):
+    """What `build` makes on meta, with weights and statistics that no two layers share."""
+    with torch.device("meta"):
+        module = build()
+    module = module.to_empty(device="cpu").eval()
+    generator = torch.Generator().manual_seed(seed)
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.running_mean.uniform_(-0.2, 0.2, generator=generator)
+            layer.running_var.uniform_(0.5, 1.5, generator=generator)
+            layer.num_batches_tracked.fill_(3)
+            nn.init.uniform_(layer.weight, 0.5, 1.5, generator=generator)
+            nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
+        elif isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_uniform_(layer.weight, generator=generator)
+            if layer.bias is not None:
+                nn.init.uniform_(layer.bias, generator=generator)
+    return module
+
+
+def converted(state, classes, *overrides, beside=None, ignored=()):
+    """The converted model and its config, without a file between."""
+    found = detect(state, beside or {})
+    config = make_config(found.plan, classes, overrides)
+    choice = choose_classes(found.plan, classes, None)
+    return load_plan(found, choice, config, ignored)[0], config
+
+
+def images(height, width):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(1, 3, height, width, generator=generator)
+
+
+def resize(x, size, align):
+    return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=align)
+
+
+def assert_equal(model, theirs, size, *, aux=True):
+    """Logits in float32 and float64; `theirs` gives those of the head and of the auxiliary head."""
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        x = images(*size).to(dtype)
+        with torch.no_grad():
+            expected = theirs(dtype, x)
+            model.to(dtype)
+            got = [model(x).out]
+            if aux:
+                raw = model.aux_head(model.backbone(x), None)
+                got.append(resize(raw, x.shape[-2:], model.align_corners))
+        for e, g in zip(expected, got, strict=True):
+            assert e.std() > 1e-3
+            assert (e - g).abs().max() < limit * e.abs().max()
+
+
+# torchvision
+
+
+@pytest.mark.parametrize("name", ["deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large"])
+def test_torchvisions_logits_are_those_of_the_converted_model(name, classes):
+    options = {"weights": None, "weights_backbone": None, "num_classes": K, "aux_loss": True}
+    reference = lively(lambda: torchvision.models.get_model(name, **options))
+    model, config = converted(reference.state_dict(), classes)
+    assert config.data.short_side_px == 520
+
+    def theirs(dtype, x):
+        return list(reference.to(dtype)(x).values())
+
+    assert_equal(model, theirs, (41, 66))
+
+
+# semseg
+
+
+def conv_bn(c, k, width, **options):
+    return [
+        nn.Conv2d(c, width, k, padding=k // 2, bias=False, **options),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+    ]
+
+
+class SemsegPSPNet(nn.Module):
+    """PSPNet-50 by the layout of semseg's keys: layer0 is the stem, all blocks are dilated."""
+
+    def __init__(self):
+        super().__init__()
+        resnet = torchvision.models.resnet50()
+        resnet.inplanes = 128
+        resnet.layer1 = resnet._make_layer(torchvision.models.resnet.Bottleneck, 64, 3)
+        stem = [*conv_bn(3, 3, 64, stride=2), *conv_bn(64, 3, 64), *conv_bn(64, 3, 128)]
+        self.layer0 = nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1))
+        self.layer1, self.layer2 = resnet.layer1, resnet.layer2
+        self.layer3, self.layer4 = resnet.layer3, resnet.layer4
+        for layer, dilation in ((self.layer3, 2), (self.layer4, 4)):
+            for name, conv in layer.named_modules():
+                if name.endswith("conv2"):
+                    conv.stride, conv.dilation, conv.padding = (1, 1), (dilation,) * 2, dilation
+                elif name.endswith("downsample.0"):
+                    conv.stride = (1, 1)
+        self.ppm = nn.Module()
+        self.ppm.features = nn.ModuleList(
+            nn.Sequential(nn.AdaptiveAvgPool2d(b), *conv_bn(2048, 1, 512)) for b in (1, 2, 3, 6)
+        )
+        self.cls = nn.Sequential(*conv_bn(4096, 3, 16), nn.Dropout2d(0.1), nn.Conv2d(16, K, 1))
+        self.aux = nn.Sequential(*conv_bn(1024, 3, 8), nn.Dropout2d(0.1), nn.Conv2d(8, K, 1))
+
+    def forward(self, x):
+        size = x.shape[-2:]
+        aux = self.layer3(self.layer2(self.layer1(self.layer0(x))))
+        x = self.layer4(aux)
+        pooled = [resize(f(x), x.shape[-2:], True) for f in self.ppm.features]
+        out = self.cls(torch.cat([x, *pooled], 1))
+        return [resize(y, size, True) for y in (out, self.aux(aux))]
+
+
+def test_semsegs_logits_are_those_of_the_converted_model(classes):
+    """Its sizes are 8 k + 1."""
+    reference = lively(SemsegPSPNet)
+    state = {f"module.{key}": value for key, value in reference.state_dict().items()}
+    model, config = converted(state, classes)
+    assert config.model.stem == "64-64-128"
+    assert_equal(model, lambda dtype, x: reference.to(dtype)(x), (41, 65))
+
+
+# VainF
+
+
+class VainFASPP(nn.Module):
+    def __init__(self, rates, separable):
+        super().__init__()
+
+        def dilated(rate):
+            if not separable:
+                return nn.Conv2d(2048, 16, 3, padding=rate, dilation=rate, bias=False)
+            return Separable(2048, 16, rate)
+
+        pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), *conv_bn(2048, 1, 16))
+        branches = [nn.Sequential(*conv_bn(2048, 1, 16))]
+        branches += [nn.Sequential(dilated(r), nn.BatchNorm2d(16), nn.ReLU()) for r in rates]
+        self.convs = nn.ModuleList([*branches, pool])
+        self.project = nn.Sequential(*conv_bn(80, 1, 16), nn.Dropout(0.1))
+
+    def forward(self, x):
+        size = x.shape[-2:]
+        return self.project(torch.cat([resize(conv(x), size, False) for conv in self.convs], 1))
+
+
+class Separable(nn.Module):
+    """VainF's AtrousSeparableConvolution: nothing stands between the two."""
+
+    def __init__(self, c, width, rate=1):
+        super().__init__()
+        depthwise = nn.Conv2d(c, c, 3, padding=rate, dilation=rate, groups=c, bias=False)
+        self.body = nn.Sequential(depthwise, nn.Conv2d(c, width, 1, bias=False))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class VainF(nn.Module):
+    """DeepLabV3 or V3+ by the layout of VainF's keys."""
+
+    def __init__(self, *, plus, separable=False, output_stride=16):
+        super().__init__()
+        dilate = [False, output_stride == 8, True]
+        rates = (6, 12, 18) if output_stride == 16 else (12, 24, 36)
+        self.backbone = torchvision.models.resnet50(replace_stride_with_dilation=dilate)
+        del self.backbone.fc
+        aspp = VainFASPP(rates, separable)
+        c = 12 + 16 if plus else 16
+        conv = Separable(c, 16) if separable else nn.Conv2d(c, 16, 3, padding=1, bias=False)
+        after = [conv, nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, K, 1)]
+        self.classifier = nn.Module()
+        self.classifier.classifier = nn.Sequential(*([] if plus else [aspp]), *after)
+        if plus:
+            self.classifier.aspp = aspp
+            self.classifier.project = nn.Sequential(*conv_bn(256, 1, 12))
+        self.plus = plus
+
+    def forward(self, x):
+        size, b, head = x.shape[-2:], self.backbone, self.classifier
+        low = b.layer1(b.maxpool(b.relu(b.bn1(b.conv1(x)))))
+        y = b.layer4(b.layer3(b.layer2(low)))
+        if self.plus:
+            low = head.project(low)
+            y = torch.cat([low, resize(head.aspp(y), low.shape[-2:], False)], 1)
+        return [resize(head.classifier(y), size, False)]
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides"),
+    [
+        ({"plus": True}, ()),
+        ({"plus": True, "separable": True}, ()),
+        ({"plus": False, "output_stride": 8}, ("model.output_stride=8",)),
+    ],
+)
+def test_vainfs_logits_are_those_of_the_converted_model(options, overrides, classes):
+    reference = lively(lambda: VainF(**options))
+    model, _ = converted(reference.state_dict(), classes, *overrides)
+    assert_equal(model, lambda dtype, x: reference.to(dtype)(x), (41, 66), aux=False)
+
+
+# mmsegmentation
+
+
+class ConvModule(nn.Module):
+    """mmcv's."""
+
+    def __init__(self, c, k, width, **options):
+        super().__init__()
+        self.conv, self.bn, self.relu = conv_bn(c, k, width, **options)
+
+    def forward(self, x):
+        return self.relu(self.bn(self.conv(x)))
+
+
+class DepthwiseSeparable(nn.Module):
+    def __init__(self, c, width, rate=1):
+        super().__init__()
+        self.depthwise_conv = ConvModule(c, 3, c, dilation=rate, groups=c)
+        self.depthwise_conv.conv.padding = (rate, rate)
+        self.pointwise_conv = ConvModule(c, 1, width)
+
+    def forward(self, x):
+        return self.pointwise_conv(self.depthwise_conv(x))
+
+
+class MmsegV3Plus(nn.Module):
+    """DepthwiseSeparableASPPHead on a ResNet-18 of stride 32, whose keys are torchvision's."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = torchvision.models.resnet18()
+        del self.backbone.fc
+        head = self.decode_head = nn.Module()
+        head.image_pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), ConvModule(512, 1, 16))
+        dilated = [DepthwiseSeparable(512, 16, rate) for rate in (2, 3, 4)]
+        head.aspp_modules = nn.ModuleList([ConvModule(512, 1, 16), *dilated])
+        head.bottleneck = ConvModule(80, 3, 16)
+        head.c1_bottleneck = ConvModule(64, 1, 12)
+        parts = DepthwiseSeparable(28, 16), DepthwiseSeparable(16, 16)
+        head.sep_bottleneck = nn.Sequential(*parts)
+        head.conv_seg = nn.Conv2d(16, K, 1)
+
+    def forward(self, x):
+        size, b, head = x.shape[-2:], self.backbone, self.decode_head
+        c1 = b.layer1(b.maxpool(b.relu(b.bn1(b.conv1(x)))))
+        y = b.layer4(b.layer3(b.layer2(c1)))
+        branches = [head.image_pool(y), *(m(y) for m in head.aspp_modules)]
+        y = head.bottleneck(torch.cat([resize(z, y.shape[-2:], True) for z in branches], 1))
+        c1 = head.c1_bottleneck(c1)
+        y = head.sep_bottleneck(torch.cat([resize(y, c1.shape[-2:], True), c1], 1))
+        return [resize(head.conv_seg(y), size, True)]
+
+
+MMSEG_CONFIG = """
+norm_cfg = dict(requires_grad=True, type='SyncBN')
+model = dict(
+    backbone=dict(
+        contract_dilation=True, depth=18, dilations=(1, 1, 1, 1), norm_cfg=norm_cfg_,
+        strides=(1, 2, 2, 2), style='pytorch', type='ResNet'),
+    data_preprocessor=dict(
+        bgr_to_rgb=True, mean=[100.0, 110.0, 120.0], std=[50.0, 60.0, 70.0]),
+    decode_head=dict(
+        align_corners=True, dilations=(1, 2, 3, 4), dropout_ratio=0.2, in_index=3,
+        type='DepthwiseSeparableASPPHead'),
+    test_cfg=dict(crop_size=(64, 96), mode='slide', stride=(48, 72)),
+    type='EncoderDecoder')
+work_dir = os.path.join('a', 'b')
+""".replace("norm_cfg_", "dict(requires_grad=True, type='SyncBN')")
+
+
+@pytest.fixture(scope="module")
+def mmseg_model():
+    return lively(MmsegV3Plus)
+
+
+def meta(config=MMSEG_CONFIG, **more):
+    return {"meta": {"cfg": config, "mmseg_version": "1.2.2", **more}}
+
+
+def test_mmsegmentations_logits_are_those_of_the_converted_model(mmseg_model, classes):
+    """The ASPP and the decoder are concatenated in another order there."""
+    model, config = converted(mmseg_model.state_dict(), classes, beside=meta())
+    assert config.model.aspp_rates == (2, 3, 4)
+    assert config.model.output_stride == 32
+    assert config.model.dropout == 0.2
+    assert config.data.mean == (100.0, 110.0, 120.0)
+    window = config.eval.mode, config.eval.crop_size, config.eval.overlap
+    assert window == ("slide", (64, 96), 0.25)
+    assert_equal(model, lambda dtype, x: mmseg_model.to(dtype)(x), (41, 66), aux=False)
+    mmseg_model.float()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "type='ResNet'",
+            "type='ResNetV1c'",
+            "backbone.type 'ResNetV1c': the keys are those of R",
+        ),
+        ("depth=18", "depth=50", "backbone.depth: 'resnet50', and the keys are those of resnet18"),
+        ("'pytorch'", "'caffe'", "backbone.style: expected 'pytorch', found 'caffe'"),
+        ("(1, 1, 1, 1)", "(1, 1, 2, 4)", "dilates only stages without a stride"),
+        (
+            "DepthwiseSeparableASPPHead",
+            "PSPHead",
+            "the keys are those of DepthwiseSeparable",
+        ),
+        ("(1, 2, 3, 4)", "(2, 3, 4, 5)", "expected 1 and the rates"),
+        ("'SyncBN'", "'GN'", "backbone.norm_cfg: expected BN or SyncBN"),
+        ("in_index=3", "in_index=2", "decode_head.in_index: expected 3 or -1, found 2"),
+        ("bgr_to_rgb=True", "bgr_to_rgb=False", "takes BGR images"),
+    ],
+)
+def test_config_that_contradicts_the_keys_or_segtrain_is_refused(old, new, message, mmseg_model):
+    text = MMSEG_CONFIG.replace(old, new)
+    assert text != MMSEG_CONFIG
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        detect(mmseg_model.state_dict(), meta(text))
+
+
+def test_a_config_that_is_more_than_literals_is_not_run(mmseg_model, tmp_path):
+    """And the report says that its options are assumed."""
+    there = tmp_path / "there"
+    text = MMSEG_CONFIG.replace("depth=18", f"depth=open({str(there)!r}, 'w')")
+    plan = detect(mmseg_model.state_dict(), meta(text)).plan
+    assert not there.exists()
+    assert plan.stated == {}
+    assert "cannot be read" in plan.notes[0]
+
+
+# segmentation_models.pytorch
+
+
+class SmpPSPNet(nn.Module):
+    """Depth 3, no norm at bin 1, 1x1 after pooling and a 3x3 classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = torchvision.models.resnet18()
+        del self.encoder.fc
+        self.decoder = nn.Module()
+        self.decoder.psp = nn.Module()
+        self.decoder.psp.blocks = nn.ModuleList()
+        for bin in (1, 2, 3, 6):
+            conv = [nn.Conv2d(128, 32, 1), nn.Identity(), nn.ReLU()]
+            conv = conv if bin == 1 else conv_bn(128, 1, 32)
+            block = nn.Module()
+            block.pool = nn.Sequential(nn.AdaptiveAvgPool2d(bin), nn.Sequential(*conv))
+            self.decoder.psp.blocks.append(block)
+        self.decoder.conv = nn.Sequential(*conv_bn(256, 1, 8))
+        self.segmentation_head = nn.Sequential(nn.Conv2d(8, K, 3, padding=1))
+
+    def forward(self, x):
+        size, e = x.shape[-2:], self.encoder
+        y = e.layer2(e.layer1(e.maxpool(e.relu(e.bn1(e.conv1(x))))))
+        pooled = [resize(block.pool(y), y.shape[-2:], True) for block in self.decoder.psp.blocks]
+        y = self.decoder.conv(torch.cat([*pooled, y], 1))
+        return [resize(self.segmentation_head(y), size, True)]
+
+
+@pytest.fixture(scope="module")
+def smp_model():
+    return lively(SmpPSPNet)
+
+
+@pytest.fixture
+def smp_state(smp_model):
+    return smp_model.float().state_dict()
+
+
+def test_smps_logits_are_those_of_the_converted_model(smp_model, classes):
+    model, config = converted(smp_model.state_dict(), classes)
+    assert (config.model.num_stages, config.model.output_stride) == (2, 8)
+    assert_equal(model, lambda dtype, x: smp_model.to(dtype)(x), (41, 66), aux=False)
+
+
+# What a file looks like
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.float()(images(33, 40)).out
+
+
+def same_as(state, expected_state, classes, **options):
+    torch.testing.assert_close(
+        logits(converted(state, classes, **options)[0]),
+        logits(converted(expected_state, classes)[0]),
+        rtol=0,
+        atol=0,
+    )
+
+
+def test_prefixes_of_wrappers_and_counters_of_averages_are_no_part_of_the_model(smp_state, classes):
+    wrapped = {f"model.module.{key}": value for key, value in smp_state.items()}
+    same_as({"n_averaged": torch.tensor(3), **wrapped}, smp_state, classes)
+
+
+def test_keys_beside_the_model_are_refused_until_they_are_named(smp_state, classes):
+    state = {f"model.{key}": value for key, value in smp_state.items()}
+    state["loss.weight"] = torch.ones(K)
+    with pytest.raises(CheckpointError, match=r"1 without a place: loss\.weight\n.*--ignore"):
+        converted(state, classes)
+    same_as(state, smp_state, classes, ignored=["loss."])
+
+
+def test_two_models_in_one_file_are_refused(smp_state):
+    both = {f"{who}.{k}": v for who in ("student", "teacher") for k, v in smp_state.items()}
+    with pytest.raises(CheckpointError, match=r"2 models: student\., teacher\."):
+        detect(both, {})
+
+
+def test_every_misfit_is_listed(smp_state, classes):
+    state = dict(smp_state)
+    state["encoder.layer1.0.se.weight"] = torch.ones(3)
+    del state["encoder.bn1.weight"]
+    state["encoder.conv1.weight"] = torch.ones(64, 4, 7, 7)
+    with pytest.raises(CheckpointError) as refused:
+        converted(state, classes)
+    assert "1 missing: encoder.bn1.weight (for backbone.bn1.weight)" in str(refused.value)
+    assert "encoder.conv1.weight: (64, 4, 7, 7), and backbone.conv1.weight" in str(refused.value)
+    assert "1 without a place: encoder.layer1.0.se.weight" in str(refused.value)
+
+
+def test_weights_that_are_not_finite_are_refused(smp_state, classes):
+    state = {**smp_state, "segmentation_head.0.bias": torch.full((K,), torch.nan)}
+    with pytest.raises(CheckpointError, match=r"classifier\.conv\.bias: 5 of 5 values are NaN"):
+        converted(state, classes)
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "message"),
+    [
+        ("classifier.4.weight", (5, 8, 1, 1), "torchvision's FCN"),
+        ("classifier.cbr.0.weight", (8, 8, 1, 1), "LRASPP"),
+        ("fc.weight", (10, 8), "model.pretrained"),
+        ("module.layer1.0.conv1.weight", (8, 8, 3, 3), "model.pretrained"),
+        ("unet.weight", (8, 8), "no model that is read"),
+        ("backbone.high_level_features.4.conv.0.0.weight", (8, 8), "pads the input"),
+        ("encoder.features.18.0.weight", (8, 8), "1280 channels"),
+    ],
+)
+def test_models_that_segtrain_does_not_have_are_refused_with_the_reason(key, shape, message):
+    markers = {
+        "backbone.high": "classifier.aspp.convs.0.0.weight",
+        "encoder.": "segmentation_head.0.weight",
+    }
+    more = [marker for start, marker in markers.items() if key.startswith(start)]
+    state = dict.fromkeys([key, *more], torch.ones(shape))
+    with pytest.raises(CheckpointError, match=message):
+        detect(state, {})
+
+
+def test_a_sigmoid_is_refused(smp_state, classes):
+    state = dict(smp_state)
+    state["segmentation_head.0.weight"] = state["segmentation_head.0.weight"][:1]
+    with pytest.raises(CheckpointError, match="one channel, a sigmoid"):
+        choose_classes(detect(state, {}).plan, classes, None)
+
+
+# Classes
+
+
+def test_channels_move_to_the_order_of_the_class_file_by_name(smp_state, tmp_path, classes):
+    torch.save(smp_state, tmp_path / "theirs.pth")
+    theirs = class_file(tmp_path / "theirs.yaml", ("tree", "Road", "sky", "sign", "pole"))
+    options = {"classes": classes, "class_order": theirs}
+    convert_file(tmp_path / "theirs.pth", tmp_path / "moved.pt", **options)
+    convert_file(tmp_path / "theirs.pth", tmp_path / "same.pt", classes=classes)
+    moved, same = (load_model(tmp_path / f"{name}.pt").model for name in ("moved", "same"))
+    torch.testing.assert_close(logits(moved), logits(same)[:, [2, 1, 4, 0, 3]], rtol=0, atol=0)
+
+
+def test_missing_and_extra_names_are_refused_and_listed(smp_state, tmp_path, classes):
+    plan = detect(smp_state, {}).plan
+    theirs = class_file(tmp_path / "theirs.yaml", ("tree", "road", "sky", "sign", "car"))
+    with pytest.raises(ConfigError) as refused:
+        choose_classes(plan, classes, theirs)
+    assert "1 only in --classes: pole" in str(refused.value)
+    assert "1 only in --class-order: car" in str(refused.value)
+
+
+def test_another_number_of_classes_is_refused(smp_state, tmp_path):
+    four = class_file(tmp_path / "four.yaml", NAMES[:4])
+    with pytest.raises(ConfigError, match="4 classes, and the classifier of the file has 5"):
+        choose_classes(detect(smp_state, {}).plan, four, None)
+
+
+def test_stored_names_in_another_order_are_refused_until_they_are_asked_for(mmseg_model, classes):
+    plan = detect(mmseg_model.state_dict(), meta(CLASSES=NAMES[::-1])).plan
+    with pytest.raises(ConfigError, match=r"class 0 is sign there, sky here.*--class-order stored"):
+        choose_classes(plan, classes, None)
+    assert choose_classes(plan, classes, "stored").order == [4, 3, 2, 1, 0]
+
+
+def test_other_names_are_a_warning(mmseg_model, classes):
+    names = ("sky", "street", *NAMES[2:])
+    plan = detect(mmseg_model.state_dict(), meta(dataset_meta={"classes": names})).plan
+    (line,) = choose_classes(plan, classes, None).lines
+    assert line == "warning: 1 of 5 classes have other names: 1 street there, road here"
+
+
+def test_stored_names_become_a_class_file(mmseg_model, tmp_path):
+    palette = [[i, 2, 3] for i in range(K)]
+    stored = {"classes": ["a: b", *NAMES[1:]], "palette": palette}
+    file = {"state_dict": mmseg_model.float().state_dict(), **meta(dataset_meta=stored)}
+    torch.save(file, tmp_path / "theirs.pth")
+    convert_file(tmp_path / "theirs.pth", tmp_path / "ours.pt")
+    loaded = load_model(tmp_path / "ours.pt")
+    assert loaded.classes.names == ("a: b", *NAMES[1:])
+    assert loaded.classes.palette[4] == (4, 2, 3)
+    assert loaded.config.data.classes == str(tmp_path / "ours.classes.yaml")
+    with pytest.raises(ConfigError, match="exists"):
+        convert_file(tmp_path / "theirs.pth", tmp_path / "ours.pt")
+
+
+def test_class_file_of_a_failed_conversion_is_removed(mmseg_model, tmp_path):
+    state = {**mmseg_model.float().state_dict(), "extra": torch.ones(1)}
+    file = {"state_dict": state, **meta(CLASSES=NAMES)}
+    torch.save(file, tmp_path / "theirs.pth")
+    with pytest.raises(CheckpointError, match="1 without a place: extra"):
+        convert_file(tmp_path / "theirs.pth", tmp_path / "ours.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs.pth"]
+
+
+# The command
+
+
+def run(*arguments):
+    return cli.main(["convert", *map(str, arguments)])
+
+
+def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path, classes, capsys):
+    half = {key: v.half() if v.is_floating_point() else v for key, v in smp_state.items()}
+    del half["encoder.bn1.num_batches_tracked"]
+    torch.save({"epoch": 3, "net": half}, tmp_path / "theirs.pth")
+    output = tmp_path / "ours.pt"
+    assert run(tmp_path / "theirs.pth", "--classes", classes, "--output", output) == 0
+    said = capsys.readouterr().out
+    unused = sum(k.startswith(("encoder.layer3.", "encoder.layer4.")) for k in smp_state)
+    for line in (
+        f"source      segmentation_models.pytorch: {len(half)} tensors under net",
+        f"left out    {unused} tensors (the head reads layer2): encoder.layer3.0.",
+        "counters    1 batch counters not in the file",
+        "dtype       float16 in the file, float32 here",
+        "  num_stages: 2",
+    ):
+        assert line in said
+    assert re.search(r"assumed .*model\.ppm_bins=\[1, 2, 3, 6\].* \(the file does not say", said)
+    loaded = load_model(output)
+    assert loaded.config.model.classifier_kernel == 3
+    assert loaded.step == 0
+    started = build_model(loaded.config.model, num_classes=K)
+    load_initial(started, output, NAMES)
+    torch.testing.assert_close(dict(started.state_dict()), dict(loaded.model.state_dict()))
+
+
+def test_what_is_assumed_can_be_set(smp_state, tmp_path, classes, capsys):
+    torch.save(smp_state, tmp_path / "theirs.pth")
+    setting = ("--set", "model.align_corners=false", "--set", "data.mean=[1, 2, 3]")
+    output = tmp_path / "ours.pt"
+    assert run(tmp_path / "theirs.pth", "--classes", classes, "--output", output, *setting) == 0
+    config = load_model(output).config
+    assert not config.model.align_corners
+    assert config.data.mean == (1, 2, 3)
+    said = capsys.readouterr().out
+    assert "set         data.mean=[1.0, 2.0, 3.0] model.align_corners=false (by --set)" in said
+    assert "model.align_corners=true" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--output", "ours.pth"), 2, "checkpoints end in .pt"),
+        (("--output", "theirs.pt"), 2, "is the file to convert"),
+        (("--output", "ours.pt", "--set", "train.lr=1"), 2, "is for training"),
+        (("--output", "ours.pt", "--set", "data.classes=voc"), 2, "write --classes"),
+        (("--output", "ours.pt", "--set", "model.stem=32-32-64"), 4, "missing: encoder.conv2"),
+        (("--output", "ours.pt", "--entry", "ema"), 4, "no state dict there"),
+        (("--output", "none/ours.pt", "--class-order", "stored"), 2, "stores no names"),
+    ],
+)
+def test_wrong_command_lines_are_refused(
+    arguments, code, message, smp_state, tmp_path, classes, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    torch.save(smp_state, "theirs.pt")
+    assert run("theirs.pt", "--classes", classes, *arguments) == code
+    assert message in capsys.readouterr().err
+
+
+def test_checkpoints_that_run_code_are_refused(smp_state, tmp_path, classes, capsys):
+    """torchvision's training script stores its arguments, a class of Python."""
+    torch.save({"model": smp_state, "args": argparse.Namespace(lr=1)}, tmp_path / "theirs.pth")
+    output = tmp_path / "ours.pt"
+    assert run(tmp_path / "theirs.pth", "--classes", classes, "--output", output) == 4
+    assert "could run code" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_several_state_dicts_are_refused_until_one_is_chosen(smp_state, tmp_path, classes, capsys):
+    """mmengine and timm store averaged weights beside the others."""
+    average = {key: torch.zeros_like(value) for key, value in smp_state.items()}
+    torch.save({"state_dict": smp_state, "ema_state_dict": average}, tmp_path / "theirs.pth")
+    arguments = (tmp_path / "theirs.pth", "--classes", classes, "--output", tmp_path / "ours.pt")
+    assert run(*arguments) == 4
+    assert "2 state dicts: state_dict, ema_state_dict; --entry" in capsys.readouterr().err
+    assert run(*arguments, "--entry", "ema_state_dict") == 0
+    assert logits(load_model(tmp_path / "ours.pt").model).abs().max() == 0
+
+
+def test_checkpoint_of_segtrain_is_refused(smp_state, tmp_path, classes, capsys):
+    torch.save(smp_state, tmp_path / "theirs.pth")
+    assert run(tmp_path / "theirs.pth", "--classes", classes, "--output", tmp_path / "o.pt") == 0
+    assert run(tmp_path / "o.pt", "--classes", classes, "--output", tmp_path / "p.pt") == 4
+    assert "checkpoint of segtrain already" in capsys.readouterr().err
