@@ -16,6 +16,7 @@ from torch import nn
 from segtrain import cli
 from segtrain.checkpoint import load_model
 from segtrain.checkpoint.initial import load_initial
+from segtrain.config import override_config
 from segtrain.convert.build import make_config
 from segtrain.convert.classes import choose_classes
 from segtrain.convert.detect import detect
@@ -593,7 +594,11 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
     assert loaded.config.model.classifier_kernel == 3
     assert loaded.step == 0
     started = build_model(loaded.config.model, num_classes=K)
-    load_initial(started, output, NAMES)
+    other = override_config(loaded.config, ["model.align_corners=false"], source="here")
+    lines = load_initial(started, output, NAMES, other)
+    assert lines[1:] == [
+        "warning: init: model.align_corners is true there, false here: the weights fit either"
+    ]
     torch.testing.assert_close(dict(started.state_dict()), dict(loaded.model.state_dict()))
 
 

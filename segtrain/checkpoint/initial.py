@@ -10,8 +10,18 @@ from torch import nn
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.loading import inference_weights, resolve
 from segtrain.checkpoint.weights import check_plain, load_weights
+from segtrain.config import Config
+from segtrain.config.loading import yaml_value
 from segtrain.data.class_file import class_file_from_json
 from segtrain.errors import CheckpointError, ConfigError
+
+# Options that change what the weights compute and neither their keys nor their shapes.
+_SILENT = {
+    "model": "output_stride contract_dilation multi_grid multi_grid_values basic_block_dilation "
+    "align_corners ppm_bins aspp_rates aux_layer",
+    "data": "mean std",
+    "norm": "eps",
+}
 
 
 class Initial(NamedTuple):
@@ -21,17 +31,28 @@ class Initial(NamedTuple):
     random: list[str]  # the keys that stay random
 
 
-def load_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] = ()) -> list[str]:
+def load_initial(
+    model: nn.Module,
+    spec: str | Path,
+    class_names: Sequence[str] = (),
+    config: Config | None = None,
+) -> list[str]:
     """As `fill_initial`; returns its log lines."""
-    return fill_initial(model, spec, class_names).lines
+    return fill_initial(model, spec, class_names, config).lines
 
 
-def fill_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] = ()) -> Initial:
+def fill_initial(
+    model: nn.Module,
+    spec: str | Path,
+    class_names: Sequence[str] = (),
+    config: Config | None = None,
+) -> Initial:
     """Fills `model` with the weights of another run, the averaged ones if it has them.
 
     Classifier layers stay random if the number of classes differs; if the same classes come in
     another order, their channels are reordered. CheckpointError if any other layer does not fit.
-    `class_names` are the classes of `model` in order; (): not known.
+    `class_names` are the classes of `model` in order; (): not known. `config` is that of `model`: a
+    warning names options that the weights were trained with otherwise.
     """
     file = resolve(spec)
     checkpoint = load(file)
@@ -52,7 +73,25 @@ def fill_initial(model: nn.Module, spec: str | Path, class_names: Sequence[str] 
             weights[key] = own[key]
             random.append(key)
     load_weights(model, weights, file)
+    if config is not None:
+        lines += _other_options(checkpoint.config, config)
     return Initial(lines, random)
+
+
+def _other_options(there: str, here: Config) -> list[str]:
+    """A warning for each option that is another one in the config `there`, JSON."""
+    try:
+        before = Config.model_validate_json(there)
+    except ValidationError:
+        return []  # of another version; the weights fit
+    lines = []
+    for section, keys in _SILENT.items():
+        for key in keys.split():
+            old, new = (getattr(getattr(config, section), key) for config in (before, here))
+            if old != new:
+                shown = f"{yaml_value(old)} there, {yaml_value(new)} here"
+                lines.append(f"warning: init: {section}.{key} is {shown}: the weights fit either")
+    return lines
 
 
 def _reorder_classes(

@@ -109,8 +109,8 @@ class ResNet(_ConvChain):
     `multi_grid` multiplies the dilations of the last stage, as in DeepLabV3 (arXiv:1706.05587,
     section 4.2.1) and detectron2; such a stage is not contracted. With `multi_grid_values`
     dilations its numbers are the dilations themselves, as in mmsegmentation. `recompute_norm`: see
-    `segtrain.norm.norm_relu_conv`. `zero_init_residual` is torchvision's: each
-    block starts as its shortcut (arXiv:1706.02677, section 5.1).
+    `segtrain.norm.norm_relu_conv`. `zero_init_residual` is torchvision's: each block starts as its
+    shortcut (arXiv:1706.02677, section 5.1).
     """
 
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:

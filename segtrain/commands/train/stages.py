@@ -142,7 +142,7 @@ def _load_initial(
     """
     names = [name for name, _ in model.named_parameters()]
     if config.train.init_from is not None:
-        initial = fill_initial(model, config.train.init_from, class_names)
+        initial = fill_initial(model, config.train.init_from, class_names, config)
         return initial.lines, [name for name in names if name not in initial.random]
     if config.model.pretrained is None:
         return [], []
