@@ -11,6 +11,7 @@ a module of their name without any stands in for them.
 """
 
 import importlib
+import importlib.util
 import sys
 import types
 import warnings

@@ -56,6 +56,16 @@ NOT_RUN = {
         NO_CITYSCAPES
     ),
     "segtrain train camvid_small --nproc 1 --set data.root=PATH": "needs the images of CamVid",
+    **dict.fromkeys(
+        (
+            "segtrain convert deeplabv3_resnet50_coco.pth --classes voc --output v3.pt",
+            "segtrain convert deeplabv3plus_r101_mg124.pth --output v3plus.pt",
+            "segtrain convert theirs.pth --classes own.yaml --class-order theirs.yaml "
+            "--output own.pt",
+            "segtrain convert theirs.pth --classes voc --output ours.pt",
+        ),
+        "needs weights of other programs; test_convert.py converts some",
+    ),
     "segtrain train my.yaml --nproc 4": "four processes; test_launch.py starts two",
     "segtrain train runs/my --nproc 4 --resume": "four processes; test_resume.py resumes on three",
     "segtrain eval RUN --save-predictions DIR": "test_evaluate.py compares these files",
