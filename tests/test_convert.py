@@ -361,6 +361,18 @@ def test_config_that_contradicts_the_keys_or_segtrain_is_refused(old, new, messa
         detect(mmseg_model.state_dict(), meta(text))
 
 
+def test_config_of_version_0_is_read(mmseg_model):
+    """Its normalization stands beside the model."""
+    norm = "img_norm_cfg = dict(mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True)"
+    text = re.sub(r"data_preprocessor=dict\(.*?\),", "", MMSEG_CONFIG, flags=re.S)
+    file = {"meta": {"config": f"{norm}\n{text}", "CLASSES": NAMES}}
+    plan = detect(mmseg_model.state_dict(), file).plan
+    assert plan.stated["data.mean"] == (1, 2, 3)
+    assert plan.stated["data.std"] == (4, 5, 6)
+    assert plan.stated["model.aspp_rates"] == (2, 3, 4)
+    assert plan.class_names == NAMES
+
+
 def test_a_config_that_is_more_than_literals_is_not_run(mmseg_model, tmp_path):
     """And the report says that its options are assumed."""
     there = tmp_path / "there"
@@ -512,6 +524,21 @@ def test_channels_move_to_the_order_of_the_class_file_by_name(smp_state, tmp_pat
     convert_file(tmp_path / "theirs.pth", tmp_path / "same.pt", classes=classes)
     moved, same = (load_model(tmp_path / f"{name}.pt").model for name in ("moved", "same"))
     torch.testing.assert_close(logits(moved), logits(same)[:, [2, 1, 4, 0, 3]], rtol=0, atol=0)
+
+
+def test_an_order_that_contradicts_the_stored_names_is_refused(mmseg_model, tmp_path, classes):
+    plan = detect(mmseg_model.state_dict(), meta(CLASSES=NAMES)).plan
+    theirs = class_file(tmp_path / "theirs.yaml", NAMES[::-1])
+    with pytest.raises(ConfigError, match="--class-order: the file stores the same 5 classes"):
+        choose_classes(plan, classes, theirs)
+
+
+def test_stored_names_that_no_class_file_may_have_are_refused(mmseg_model, tmp_path):
+    names = ("a\x1b[2J", *NAMES[1:])
+    file = {"state_dict": mmseg_model.float().state_dict(), **meta(CLASSES=names)}
+    torch.save(file, tmp_path / "theirs.pth")
+    with pytest.raises(CheckpointError, match=r"cannot be used; name a class file in --classes"):
+        convert_file(tmp_path / "theirs.pth", tmp_path / "new" / "ours.pt")
 
 
 def test_missing_and_extra_names_are_refused_and_listed(smp_state, tmp_path, classes):

@@ -57,13 +57,16 @@ def choose_classes(plan: Plan, spec: str | None, class_order: str | None) -> Cho
             f"the file has {plan.num_classes}{_suggestion(plan.num_classes)}"
         )
     if class_order is None:
-        return Choice(spec, classes, None, _compare(plan.class_names, classes.names))
+        lines = _compare(plan.class_names, classes.names, "--classes")
+        return Choice(spec, classes, None, lines)
     there = _order_names(plan, class_order)
     order = _matched(there, classes.names, class_order)
-    if order == list(range(len(order))):
-        return Choice(spec, classes, None, ["the classes come in this order already"])
+    lines = _compare(plan.class_names, there, "--class-order")
     moved = sum(i != j for i, j in enumerate(order))
-    return Choice(spec, classes, order, [f"{moved} of {len(order)} channels moved, by their names"])
+    if moved == 0:
+        return Choice(spec, classes, None, [*lines, "they come in this order already"])
+    line = f"{moved} of {len(order)} channels moved, by their names"
+    return Choice(spec, classes, order, [*lines, line])
 
 
 def class_file_text(names: Sequence[str], palette: Sequence[tuple[int, int, int]]) -> str:
@@ -105,8 +108,14 @@ def _suggestion(num_classes: int) -> str:
     return f"; {' and '.join(fitting)} has as many" if fitting else ""
 
 
-def _compare(there: Sequence[str], here: Sequence[str]) -> list[str]:
-    """Lines about names that the file stores and that are not those of the class file."""
+def _compare(there: Sequence[str], here: Sequence[str], option: str) -> list[str]:
+    """Lines about names that the file stores and that are not those that `option` gives.
+
+    Raises:
+        ConfigError: they are the same names in another order.
+    """
+    if there and len(there) != len(here):
+        return [f"warning: the file stores {len(there)} names for {len(here)} channels"]
     pairs = [
         (i, *pair)
         for i, pair in enumerate(zip(there, here, strict=False))
@@ -116,7 +125,7 @@ def _compare(there: Sequence[str], here: Sequence[str]) -> list[str]:
         return []
     if sorted(map(_plain, there)) == sorted(map(_plain, here)):
         raise ConfigError(
-            f"--classes: the file stores the same {len(here)} classes in another order (class "
+            f"{option}: the file stores the same {len(here)} classes in another order (class "
             f"{pairs[0][0]} is {_shown(pairs[0][1])} there, {_shown(pairs[0][2])} here); "
             f"--class-order {STORED} puts the channels in order by name"
         )

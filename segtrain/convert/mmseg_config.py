@@ -189,8 +189,8 @@ def _model_options(sections: dict[str, dict], found: Options) -> Options:
         "model.align_corners": bool(head.get("align_corners", False)),
     }
     dropout = head.get("dropout_ratio", 0.1)
-    if isinstance(dropout, float) and 0 <= dropout < 1:
-        options["model.dropout"] = dropout
+    if isinstance(dropout, int | float) and 0 <= dropout < 1:
+        options["model.dropout"] = float(dropout)
     if stride < 32:
         options["model.contract_dilation"] = bool(backbone.get("contract_dilation", False))
     if _integers(grid := backbone.get("multi_grid")):
@@ -231,7 +231,7 @@ def _test_options(model: dict[str, Any]) -> Options:
     if not (_integers(crop) and _integers(stride) and len(crop) == len(stride) == 2):
         return {}
     overlap = 1 - stride[0] / crop[0]
-    if not 0 <= overlap < 1:
+    if overlap < 0:
         return {}
     return {"eval.mode": "slide", "eval.crop_size": crop, "eval.overlap": round(overlap, 4)}
 
@@ -241,7 +241,8 @@ def _geometry(backbone: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _integers(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) > 0 and all(type(v) is int for v in value)
+    whole = isinstance(value, tuple) and all(type(v) is int and v > 0 for v in value)
+    return whole and len(value) > 0
 
 
 def _named(table: Mapping[str, Any], value: Any) -> str:

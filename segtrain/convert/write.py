@@ -17,7 +17,8 @@ from segtrain.convert.detect import Found, detect
 from segtrain.convert.plan import Plan, State
 from segtrain.convert.read import SourceFile, listed, read_file
 from segtrain.convert.translate import Translation, reorder_classes, translate
-from segtrain.errors import CheckpointError, ConfigError
+from segtrain.data.class_file import load_class_file
+from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import write_atomic
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
@@ -60,7 +61,7 @@ def convert_file(
     Raises:
         ConfigError: a wrong override or class file.
         CheckpointError: the file cannot be read, or not all of it fits.
-        ExecutionError: the disk is full.
+        ExecutionError: the disk is full, or nothing can be written there.
     """
     source = read_file(path, entry)
     try:
@@ -103,12 +104,27 @@ def _stored_classes(
             f"{path}: exists, and would be replaced by the names in the file; name it in --classes "
             "to use it, or pass --overwrite"
         )
-    write_atomic(path, class_file_text(plan.class_names, plan.palette))
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, class_file_text(plan.class_names, plan.palette))
+    except OSError as error:
+        raise ExecutionError(f"{path}: cannot be written: {error.strerror or error}") from error
+    try:
+        _check_stored(path)
         yield str(path)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+def _check_stored(path: Path) -> None:
+    try:
+        load_class_file(str(path))
+    except ConfigError as error:
+        raise CheckpointError(
+            f"the names of classes in the file cannot be used; name a class file in --classes: "
+            f"{error}"
+        ) from None
 
 
 def load_plan(
@@ -120,8 +136,11 @@ def load_plan(
         CheckpointError: not all of it fits, or a number is not finite.
     """
     options = {"num_classes": choice.classes.num_classes, "norm": make_inference_norm(config.norm)}
-    with torch.device("meta"):
-        wanted: State = build_model(config.model, **options).state_dict()
+    try:
+        with torch.device("meta"):
+            wanted: State = build_model(config.model, **options).state_dict()
+    except (RuntimeError, OverflowError):  # the number of bytes overflows
+        raise CheckpointError("its shapes are those of a model too large for any machine") from None
     translation = translate(found.state, found.plan, wanted, ignored, found.outside)
     if choice.order is not None:
         reorder_classes(translation.weights, choice.order)
