@@ -622,7 +622,7 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
     assert loaded.step == 0
     started = build_model(loaded.config.model, num_classes=K)
     other = override_config(loaded.config, ["model.align_corners=false"], source="here")
-    lines = load_initial(started, output, NAMES, other)
+    lines = load_initial(started, output, NAMES, other).lines
     assert lines[1:] == [
         "warning: init: model.align_corners is true there, false here: the weights fit either"
     ]

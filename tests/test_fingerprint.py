@@ -586,7 +586,7 @@ def test_classifiers_follow_the_order_of_the_classes(run):
     model = build_model(config.model, num_classes=4)
 
     def rows(names):
-        lines = load_initial(model, path, names)
+        lines = load_initial(model, path, names).lines
         state = model.state_dict()
         found = [key for key in state if ".classifier." in key]
         assert len(found) == 4

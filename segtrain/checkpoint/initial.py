@@ -25,23 +25,13 @@ _SILENT = {
 
 
 class Initial(NamedTuple):
-    """What `fill_initial` did."""
+    """What `load_initial` did."""
 
     lines: list[str]  # for the log
     random: list[str]  # the keys that stay random
 
 
 def load_initial(
-    model: nn.Module,
-    spec: str | Path,
-    class_names: Sequence[str] = (),
-    config: Config | None = None,
-) -> list[str]:
-    """As `fill_initial`; returns its log lines."""
-    return fill_initial(model, spec, class_names, config).lines
-
-
-def fill_initial(
     model: nn.Module,
     spec: str | Path,
     class_names: Sequence[str] = (),

@@ -9,7 +9,7 @@ import torch
 from segtrain import seed
 from segtrain.checkpoint.experiment import parse_experiment
 from segtrain.checkpoint.format import Checkpoint
-from segtrain.checkpoint.initial import fill_initial
+from segtrain.checkpoint.initial import load_initial
 from segtrain.checkpoint.same_data import Resumed
 from segtrain.checkpoint.training_state import loaded_names, restore
 from segtrain.commands.train.preflight import check_experiment
@@ -142,7 +142,7 @@ def _load_initial(
     """
     names = [name for name, _ in model.named_parameters()]
     if config.train.init_from is not None:
-        initial = fill_initial(model, config.train.init_from, class_names, config)
+        initial = load_initial(model, config.train.init_from, class_names, config)
         return initial.lines, [name for name in names if name not in initial.random]
     if config.model.pretrained is None:
         return [], []
