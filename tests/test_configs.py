@@ -1,22 +1,41 @@
 """The experiment files that come with segtrain: complete, documented and buildable."""
 
+import math
 import re
 from contextlib import nullcontext
+from itertools import islice, repeat
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from segtrain.config import Config, load_config
 from segtrain.config.warnings import config_warnings
 from segtrain.data.class_file import load_class_file
+from segtrain.data.transforms import TrainTransform
 from segtrain.models import build_model
-from segtrain.training.optim import learning_rate
+from segtrain.norm import NormFactory, make_norm
+from segtrain.training.engine import make_state, train_steps
+from segtrain.training.optim import learning_rate, parameter_groups
+from segtrain.training.step_sync import StepSync
+from segtrain.types import Batch
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 NAMES = [path.stem for path in CONFIGS]
 # The class file of a newcomer, whom own_data.yaml is for, does not exist yet.
 PLACEHOLDER = "my_data/classes.yaml"
+
+
+# A full model takes seconds. These differ from each other in kind; the others are slow tests.
+QUICK = (
+    *("demo", "camvid_small", "cityscapes_pspnet_r50", "cityscapes_deeplabv3plus_r50"),
+    *("cityscapes_pspnet_r50_semseg", "cityscapes_pspnet_r50_l2sp"),
+    *("cityscapes_deeplabv3_r101_d16", "cityscapes_deeplabv3plus_r101_paddleseg"),
+    *("ade20k_deeplabv3plus_r101_medium", "voc_deeplabv3_mobilenet_v3"),
+)
+
 
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 
@@ -106,31 +125,260 @@ def test_torchvision_weights_are_asked_for_only_where_they_fit_the_stem(path):
         assert model.stem == "7x7"
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if re.fullmatch(r"cityscapes_.*_r\d+", n)])
-def test_the_cityscapes_recipes_share_mmsegmentations_schedule(name):
+# What the sources' files say, as they were read; nothing here is computed from the configs.
+MMSEG = [n for n in NAMES if re.fullmatch(r"cityscapes_.*_r\d+(_769)?|voc_\w+_r101", n)]
+SEMSEG = [n for n in NAMES if n.endswith("_semseg")]
+
+
+def half(rate: float, end: float, power: float = 0.9) -> float:
+    """mmengine's PolyLR at half of the steps: decay from `rate` to `end`."""
+    return (rate - end) * 0.5**power + end
+
+
+RATES = {  # name: learning rate at the first step, in the middle and at the last step
+    **dict.fromkeys(MMSEG, (0.01, half(0.01, 1e-4), 1e-4)),
+    **dict.fromkeys(SEMSEG, (0.01, half(0.01, 0), 0.0)),
+    "cityscapes_deeplabv3_r101_d16": (0.01, half(0.01, 1e-4), 1e-4),
+    "cityscapes_deeplabv3plus_r101_d16": (0.01, half(0.01, 1e-4), 1e-4),
+    "cityscapes_pspnet_mobilenet_v2": (0.01, half(0.01, 1e-4), 1e-4),
+    "cityscapes_deeplabv3plus_mobilenet_v2": (0.01, half(0.01, 1e-4), 1e-4),
+    "cityscapes_deeplabv3plus_r101_paddleseg": (0.01, half(0.01, 0), 0.0),
+    "cityscapes_deeplabv3plus_r101_detectron2": (0.01 * 0.001, half(0.01, 0), 0.0),
+    "cityscapes_pspnet_r50_l2sp": (0.01, half(0.01, 0), 0.0),
+    "ade20k_pspnet_r50": (0.01, half(0.01, 1e-4), 1e-4),
+    "ade20k_deeplabv3plus_r101": (0.01, half(0.01, 1e-4), 1e-4),
+    "ade20k_deeplabv3plus_r101_mild": (0.08, 0.08, 0.08),
+    "ade20k_deeplabv3plus_r101_medium": (0.08, 0.08, 0.08),
+    "ade20k_deeplabv3plus_r101_hot": (0.08, 0.04, 0.0),
+    "voc_deeplabv3_mobilenet_v3": (0.02, half(0.02, 0), 0.0),
+}
+SIZES = {  # steps, batch size, crop
+    **{n: (80_000, 8, (769, 769) if "769" in n else (512, 1024)) for n in MMSEG},
+    **{n: (40_000, 16, (512, 512)) for n in MMSEG if n.startswith("voc")},
+    **{n: (200 * -(-2975 // 16), 16, (713, 713)) for n in SEMSEG if n.startswith("city")},
+    **{n: (100 * (20210 // 16), 16, (473, 473)) for n in SEMSEG if n.startswith("ade")},
+    **{n: (50 * (10582 // 16), 16, (473, 473)) for n in SEMSEG if n.startswith("voc")},
+    "cityscapes_deeplabv3_r101_d16": (80_000, 8, (512, 1024)),
+    "cityscapes_deeplabv3plus_r101_d16": (80_000, 8, (512, 1024)),
+    "cityscapes_pspnet_mobilenet_v2": (80_000, 8, (512, 1024)),
+    "cityscapes_deeplabv3plus_mobilenet_v2": (80_000, 8, (512, 1024)),
+    "cityscapes_deeplabv3plus_r101_paddleseg": (80_000, 8, (769, 769)),
+    "cityscapes_deeplabv3plus_r101_detectron2": (90_000, 16, (512, 1024)),
+    "cityscapes_pspnet_r50_l2sp": (30_000, 16, (816, 816)),
+    "ade20k_pspnet_r50": (80_000, 16, (512, 512)),
+    "ade20k_deeplabv3plus_r101": (160_000, 16, (512, 512)),
+    "ade20k_deeplabv3plus_r101_mild": (25 * 157, 128, (512, 512)),
+    "ade20k_deeplabv3plus_r101_medium": (90 * 157, 128, (512, 512)),
+    "ade20k_deeplabv3plus_r101_hot": (240 * 157, 128, (512, 512)),
+    "voc_deeplabv3_mobilenet_v3": (30 * -(-10582 // 32), 32, (480, 480)),
+}
+PUBLISHED = sorted(RATES)
+# Dilations of the 3x3 convolutions in the last two stages of a ResNet.
+CONTRACTED_101 = ([1] + [2] * 22, [2, 4, 4])
+DILATIONS = {
+    **{n: CONTRACTED_101 if "r101" in n else ([1] + [2] * 5, [2, 4, 4]) for n in MMSEG},
+    **{n: ([2] * (23 if "r101" in n else 6), [4] * 3) for n in SEMSEG},
+    "cityscapes_deeplabv3_r101_d16": ([1] * 23, [1, 2, 4]),
+    "cityscapes_deeplabv3plus_r101_d16": ([1] * 23, [1, 2, 4]),
+    "cityscapes_deeplabv3plus_r101_detectron2": ([1] * 23, [2, 4, 8]),
+    "cityscapes_deeplabv3plus_r101_paddleseg": ([2] * 23, [4, 8, 16]),
+    "cityscapes_pspnet_r50_l2sp": ([1] + [2] * 5, [2, 4, 4]),
+    "ade20k_pspnet_r50": ([1] + [2] * 5, [2, 4, 4]),
+    "ade20k_deeplabv3plus_r101": CONTRACTED_101,
+    **{f"ade20k_deeplabv3plus_r101_{kind}": CONTRACTED_101 for kind in ("mild", "medium", "hot")},
+}
+# For each parameter group: factor of the rate, weight decay.
+GROUPS = {
+    **{n: {(1.0, 5e-4)} for n in MMSEG},
+    **{n: {(1.0, 1e-4), (10.0, 1e-4)} for n in SEMSEG},
+    "cityscapes_pspnet_r50_l2sp": {(1.0, 1e-4), (1.0, 1e-3), (1.0, 0.0)},
+    "cityscapes_deeplabv3plus_r101_detectron2": {(1.0, 1e-4), (1.0, 0.0)},
+    "cityscapes_deeplabv3plus_r101_paddleseg": {(1.0, 4e-5)},
+    **{f"ade20k_deeplabv3plus_r101_{kind}": {(1.0, 5e-5)} for kind in ("mild", "medium", "hot")},
+}
+
+
+def built(config: Config) -> nn.Module:
+    """The model of a config without numbers, at full size."""
+    with torch.device("meta"):
+        return build_model(config.model, num_classes=num_classes(config))
+
+
+def loaded_names(config: Config, model: nn.Module) -> list[str]:
+    """The weights that model.pretrained fills; the files of the published recipes are not here."""
+    names = [name for name, _ in model.named_parameters()]
+    return [n for n in names if n.startswith("backbone.")] if config.model.pretrained else []
+
+
+def test_every_published_recipe_is_held_by_numbers():
+    own = {"demo", "own_data", "camvid_small", "camvid_pspnet_r50", "camvid_deeplabv3plus_r50"}
+    assert set(PUBLISHED) == set(SIZES) == set(NAMES) - own
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_learning_rates_are_those_of_the_source(name):
+    train = load(name).train
+    last = train.steps - 1
+    found = [learning_rate(train, step) for step in (0, train.steps // 2, last)]
+    assert found[:2] == pytest.approx(RATES[name][:2], rel=1e-3)
+    # The last step is one before the end of the schedule.
+    assert found[2] == pytest.approx(RATES[name][2], abs=2e-5)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_steps_batches_crops_and_scales_are_those_of_the_source(name):
     config = load(name)
-    other = config.model_copy(update={"model": load("cityscapes_pspnet_r50").model})
-    assert other == load("cityscapes_pspnet_r50")
-    train = config.train
-    assert (train.steps, train.batch_size, train.optimizer) == (80_000, 8, "sgd")
-    assert (train.momentum, train.weight_decay, train.head_lr_mult) == (0.9, 5e-4, 1.0)
-    for step in (0, 20_000, 79_999):  # mmengine's PolyLR with eta_min 1e-4
-        expected = (0.01 - 1e-4) * (1 - step / 80_000) ** 0.9 + 1e-4
-        assert learning_rate(train, step) == pytest.approx(expected, rel=1e-12)
-    assert config.loss.aux_weight == 0.4
-    assert config.eval.mode == "whole"
+    assert (config.train.steps, config.train.batch_size, config.augment.crop_size) == SIZES[name]
+    assert config.augment.scale_range == (0.5, 2.0)
+    assert config.train.momentum == 0.9
 
 
-def test_the_semseg_recipe_is_semsegs():
-    config = load("cityscapes_pspnet_r50_semseg")
-    train, augment, model = config.train, config.augment, config.model
-    assert train.steps == 200 * -(-2975 // 16)
-    assert (train.lr, train.head_lr_mult, train.weight_decay) == (0.01, 10.0, 1e-4)
-    assert (train.poly_power, train.min_lr, train.warmup_steps) == (0.9, 0.0, 0)
-    assert (augment.crop_size, augment.scale_range) == ((713, 713), (0.5, 2.0))
-    assert (augment.rotate_deg, augment.rotate_prob, augment.blur_prob) == (10.0, 0.5, 0.5)
-    assert (model.stem, model.contract_dilation, model.output_stride) == ("64-64-128", False, 8)
-    assert (config.eval.mode, config.eval.flip, config.eval.overlap) == ("slide", True, 1 / 3)
+@pytest.mark.parametrize("name", sorted(DILATIONS))
+def test_dilations_are_those_of_the_source(name):
+    backbone = built(load(name)).backbone
+    found = tuple(
+        [block.conv2.dilation[0] for block in stage] for stage in (backbone.layer3, backbone.layer4)
+    )
+    assert found == DILATIONS[name]
+
+
+def test_dilations_of_mobilenet_v2_are_mmsegmentations():
+    for name in ("cityscapes_pspnet_mobilenet_v2", "cityscapes_deeplabv3plus_mobilenet_v2"):
+        features = built(load(name)).backbone.features
+        depthwise = [m for m in features.modules() if isinstance(m, nn.Conv2d) and m.groups > 1]
+        blocks = zip((1, 2, 3, 4, 3, 3, 1), (1, 1, 1, 2, 2, 4, 4), strict=True)
+        expected = [dilation for number, dilation in blocks for _ in range(number)]
+        assert [conv.dilation[0] for conv in depthwise] == expected
+
+
+@pytest.mark.parametrize("name", sorted(GROUPS))
+def test_parameter_groups_are_those_of_the_source(name):
+    config = load(name)
+    model = built(config)
+    groups = parameter_groups(model, config.train, loaded_names(config, model))
+    assert {(g["lr_mult"], g["weight_decay"] or g["pull"]) for g in groups} == GROUPS[name]
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+    for group in groups:
+        in_backbone = {n.startswith("backbone.") for n in group["param_names"]}
+        if name in SEMSEG:
+            assert in_backbone == {group["lr_mult"] == 1.0}
+        if name == "cityscapes_pspnet_r50_l2sp" and group["pull"] + group["weight_decay"] > 0:
+            assert group["toward_start"] == (in_backbone == {True})
+            assert {p.dim() for p in group["params"]} == {4}
+
+
+def test_crops_are_padded_with_the_mean_and_ignored_labels():
+    """semseg pads with the mean; mmsegmentation with 0 after the mean was subtracted."""
+    for name in ("cityscapes_pspnet_r50", "cityscapes_pspnet_r50_semseg"):
+        config = load(name)
+        augment = config.augment.model_copy(update={"scale_range": (0.5, 0.5), "color_prob": 0.0})
+        transform = TrainTransform(augment, mean=config.data.mean)
+        image = np.full((64, 96, 3), 7, np.uint8)
+        crop, label = transform(image, np.zeros((64, 96), np.uint8), np.random.default_rng(0))
+        assert crop.shape[:2] == config.augment.crop_size
+        assert crop[label == 255].tolist()[:1] == [[124, 116, 104]]
+        assert (label == 0).sum() < 64 * 96 < (label == 255).sum()
+
+
+def test_the_d16_recipes_mine_as_many_pixels_as_mmsegmentation():
+    for arch in ("deeplabv3", "deeplabv3plus"):
+        config = load(f"cityscapes_{arch}_r101_d16")
+        loss = config.loss
+        assert (loss.kind, loss.ohem_threshold) == ("ohem", 0.0)
+        assert loss.ohem_min_kept == 100_000 * config.train.batch_size
+        assert loss.weight == pytest.approx(100_000 / (512 * 1024), abs=1e-4)
+
+
+def test_the_recipes_of_mosaicml_are_theirs():
+    halves = {"mild": 1000, "medium": 1000, "hot": 2000}
+    for kind, steps in halves.items():
+        config = load(f"ade20k_deeplabv3plus_r101_{kind}")
+        train, loss = config.train, config.loss
+        assert train.decoupled_decay
+        assert train.ema_decay**steps == pytest.approx(0.5, rel=1e-3)
+        dice = loss.also[0]
+        assert (loss.kind, loss.weight, dice.kind, dice.weight) == (
+            *("cross_entropy", 0.375),
+            *("dice", 1.125),
+        )
+        assert not dice.dice_squared
+        sam = {"mild": (None, 1), "medium": (0.3, 2), "hot": (0.3, 1)}[kind]
+        assert (train.sam_rho, train.sam_every) == sam
+        assert config.augment.mixup_alpha == {"mild": None, "medium": 0.2, "hot": 0.5}[kind]
+
+
+def test_the_recipes_of_the_two_crops_differ_in_crop_and_windows_only():
+    for arch in ("pspnet", "deeplabv3", "deeplabv3plus"):
+        for depth in (50, 101):
+            one, other = (load(f"cityscapes_{arch}_r{depth}{end}") for end in ("", "_769"))
+            assert (other.eval.mode, other.model.align_corners) == ("slide", True)
+            # 513 pixels from window to window, as mmsegmentation's test_cfg.
+            assert math.ceil(769 * (1 - other.eval.overlap)) == 513
+            same = {
+                "model": one.model,
+                "augment": other.augment.model_copy(update={"crop_size": (512, 1024)}),
+                "eval": one.eval,
+            }
+            assert other.model_copy(update=same) == one
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, marks=[] if p.stem in QUICK else pytest.mark.slow, id=p.stem)
+        for p in CONFIGS
+    ],
+)
+def test_it_takes_a_step(path):
+    """At full width and depth, on two small crops."""
+    small = ["augment.crop_size=[33, 33]", "train.batch_size=2"]
+    # The first steps in float16 overflow until the scale fits, and leave the weights alone.
+    if load_config(path).train.precision == "float16":
+        small.append("train.precision=float32")
+    if load_config(path).eval.mode == "slide":
+        small.append("eval.crop_size=[33, 33]")
+    config = load_config(path, small)
+    torch.manual_seed(0)
+    model = filled(built_with(config, make_norm(config.norm)))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = make_state(
+        model, config, torch.device("cpu"), loaded=loaded_names(config, model) or None
+    )
+    images = torch.randint(256, (2, 3, 33, 33), dtype=torch.uint8)
+    labels = torch.randint(num_classes(config), (2, 33, 33), dtype=torch.uint8)
+    partner = labels.flip(0) if config.augment.mixup_alpha is not None else None
+    batch = Batch(images, labels, ["a", "b"], partner)
+    (result,) = islice(
+        train_steps(
+            state,
+            repeat(batch),
+            config,
+            device=torch.device("cpu"),
+            indices=[[0, 1]],
+            step_sync=StepSync(lambda: False),
+        ),
+        1,
+    )
+    assert math.isfinite(result.loss)
+    assert result.grad_norm > 0
+    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert len(moved) > 0.9 * len(before)
+
+
+def built_with(config: Config, norm: NormFactory) -> nn.Module:
+    with torch.device("meta"):
+        return build_model(config.model, num_classes=num_classes(config), norm=norm)
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """`model`, made on meta, with numbers; drawing them layer by layer would take seconds."""
+    model.to_empty(device="cpu")
+    for name, tensor in model.state_dict().items():
+        if tensor.dim() > 1:
+            tensor.copy_(torch.randn(tensor.shape) * (2 / tensor[0].numel()) ** 0.5)
+        else:
+            tensor.fill_(1.0 if name.endswith(("weight", "running_var")) else 0.0)
+    return model
 
 
 def test_the_semseg_recipe_has_semsegs_learning_rate_at_every_step():
