@@ -112,6 +112,17 @@ def test_voc_augmented_split_reads_the_augmented_labels(tmp_path):
     assert {pair.label.parent.name for pair in pairs} == {"SegmentationClassAug"}
 
 
+def test_cityscapes_scores_on_coarse_labels_are_told(tmp_path):
+    cityscapes_files(tmp_path, "gtCoarse", "val", "ulm/ulm_1")
+    cityscapes_files(tmp_path, "gtCoarse", "train", "ulm/ulm_1")
+    data = config(tmp_path, "cityscapes")
+    (line,) = list_split(data, "val").warnings_of_start()
+    assert line == "split 'val' is read from gtCoarse: the benchmark scores the labels of gtFine"
+    assert list_split(data, "train").warnings_of_start() == []
+    cityscapes_files(tmp_path, "gtFine", "val", "ulm/ulm_1")
+    assert list_split(data, "val").warnings_of_start() == []
+
+
 def test_voc_scores_on_augmented_labels_are_told(tmp_path):
     touch(tmp_path, "JPEGImages/a.jpg", "SegmentationClassAug/a.png", "ImageSets/Segmentation/x")
     for split in ("val", "trainaug"):

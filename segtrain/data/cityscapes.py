@@ -30,6 +30,9 @@ def scan(root: Path, data: DataConfig, split: str) -> Listing:
     for i, problem in enumerate(listing.problems):
         if data.label_format == "ids" and problem.endswith("_labelTrainIds.png)"):
             listing.problems[i] += "; set data.label_format: train_ids to read those"
+    if kind == "gtCoarse" and split == "val":
+        note = "split 'val' is read from gtCoarse: the benchmark scores the labels of gtFine"
+        return listing._replace(notes=[note])
     return listing
 
 
