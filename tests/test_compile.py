@@ -196,10 +196,6 @@ VARIANTS = {
             "also": [
                 {"kind": "ohem", "ohem_fraction": 0.2},
                 {"kind": "focal", "class_weights": [1.0, 2.0, 0.5, 0.0]},
-                {"kind": "boundary_relaxation"},
-                {"kind": "cross_entropy", "label_smoothing": 0.1},
-                {"kind": "lovasz"},
-                {"kind": "dice"},
             ],
         },
         "norm": {"momentum": None},
