@@ -5,12 +5,15 @@ and VainF are in no registry: their modules are written here after the layout of
 """
 
 import argparse
+import json
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from safetensors.torch import save_file
 from torch import nn
 
 from segtrain import cli
@@ -430,6 +433,53 @@ def test_smps_logits_are_those_of_the_converted_model(smp_model, classes):
     model, config = converted(smp_model.state_dict(), classes)
     assert (config.model.num_stages, config.model.output_stride) == (2, 8)
     assert_equal(model, lambda dtype, x: smp_model.to(dtype)(x), (41, 66), aux=False)
+
+
+class SmpV3Plus(nn.Module):
+    """The keys of DeepLabV3Plus with a ResNet-18."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = torchvision.models.resnet18()
+        del self.encoder.fc
+
+        def separable(c, width):
+            depthwise = nn.Conv2d(c, c, 3, padding=1, groups=c, bias=False)
+            return nn.Sequential(depthwise, nn.Conv2d(c, width, 1, bias=False))
+
+        def after(conv, width=16):
+            return [conv, nn.BatchNorm2d(width), nn.ReLU()]
+
+        aspp = nn.Module()
+        branches = [nn.Sequential(*after(separable(512, 16))) for _ in range(3)]
+        pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), *conv_bn(512, 1, 16))
+        aspp.convs = nn.ModuleList([nn.Sequential(*conv_bn(512, 1, 16)), *branches, pool])
+        aspp.project = nn.Sequential(*conv_bn(80, 1, 16))
+        self.decoder = nn.Module()
+        self.decoder.aspp = nn.Sequential(aspp, *after(separable(16, 16)))
+        self.decoder.block1 = nn.Sequential(*conv_bn(64, 1, 48))
+        self.decoder.block2 = nn.Sequential(*after(separable(64, 16)))
+        self.segmentation_head = nn.Sequential(nn.Conv2d(16, K, 1))
+
+
+def test_config_that_save_pretrained_writes_beside_the_file_is_read(tmp_path, classes):
+    """Without it, keys are equal for both strides and all rates."""
+    save_file(lively(SmpV3Plus).state_dict(), tmp_path / "model.safetensors")
+    convert = partial(convert_file, tmp_path / "model.safetensors", classes=classes)
+    model = convert(tmp_path / "a.pt").config.model
+    assert (model.output_stride, model.aspp_rates) == (16, (12, 24, 36))
+    config = {"_model_class": "DeepLabV3Plus", "encoder_name": "resnet18"}
+    config |= {"encoder_output_stride": 8, "decoder_atrous_rates": [6, 12, 18]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    converted = convert(tmp_path / "b.pt")
+    model = converted.config.model
+    assert (model.output_stride, model.aspp_rates) == (8, (6, 12, 18))
+    assert not model.contract_dilation
+    stated = "stated      model.output_stride=8 model.aspp_rates=[6, 12, 18] (by the config of"
+    assert any(line.startswith(stated) for line in converted.lines)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"encoder_name": "resnet34"}))
+    with pytest.raises(CheckpointError, match=r"resnet34, and the keys are those of deeplabv3plus"):
+        convert(tmp_path / "c.pt")
 
 
 # What a file looks like

@@ -8,18 +8,17 @@ from segtrain.convert.plan import Plan, State
 from segtrain.convert.read import listed
 from segtrain.errors import CheckpointError
 
-Meta = Mapping[str, Any]
-
-PROGRAMS: tuple[tuple[str, Callable[[State, Meta], Plan]], ...] = (
+PROGRAMS: tuple[tuple[str, Callable[[State, Mapping[str, Any]], Plan]], ...] = (
     ("ppm.features.0.1.weight", lambda state, _: semseg.plan(state)),
     ("decode_head.conv_seg.weight", mmseg.plan),
-    ("segmentation_head.0.weight", lambda state, _: smp.plan(state)),
+    ("segmentation_head.0.weight", smp.plan),
     ("classifier.aspp.convs.0.0.weight", lambda state, _: vainf.plan(state)),
     # Before torchvision's, with which it ends.
     ("classifier.classifier.0.convs.0.0.weight", lambda state, _: vainf.plan(state)),
     ("classifier.0.convs.0.0.weight", lambda state, _: torchvision.plan(state)),
 )
-"""A key that only files of one program have, and the function that makes the plan."""
+"""A key that only files of one program have, and the function that makes the plan of the state
+dict and what the file stores beside it."""
 
 # Keys of what is not read, and what to say of it.
 _OTHERS = {
@@ -63,10 +62,7 @@ def detect(state: State, beside: Mapping[str, Any]) -> Found:
             outside = [key for key in outside if key not in _COUNTERS]
             if prefix == "":
                 own = {key: value for key, value in own.items() if key not in _COUNTERS}
-            meta = beside.get("meta")
-            return Found(
-                make(own, meta if isinstance(meta, Mapping) else {}), own, prefix, tuple(outside)
-            )
+            return Found(make(own, beside), own, prefix, tuple(outside))
     for marker, what in _OTHERS.items():
         if any(_ends(key, marker) for key in state):
             raise CheckpointError(f"this is {what}")

@@ -20,10 +20,11 @@ _ASSUMED: Options = {
 }
 
 
-def plan(state: State, meta: Mapping[str, Any]) -> Plan:
+def plan(state: State, beside: Mapping[str, Any]) -> Plan:
     """The plan for a state dict with backbone., decode_head. and auxiliary_head.
 
-    meta: what the file stores beside its weights; the config and the classes in it are read.
+    beside: what the file stores beside its weights; the config and the classes under "meta" are
+        read.
 
     Raises:
         CheckpointError: another head or backbone, or the config contradicts the keys.
@@ -35,6 +36,8 @@ def plan(state: State, meta: Mapping[str, Any]) -> Plan:
         assumed["model.ppm_bins"] = (1, 2, 3, 6)
     aux, aux_renames = _aux(state)
     found = {**backbone, **arch, **aux}
+    meta = beside.get("meta")
+    meta = meta if isinstance(meta, Mapping) else {}
     stated, notes = mmseg_config.stated(meta, found)
     names, palette = mmseg_config.classes(meta)
     return Plan(

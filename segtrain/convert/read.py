@@ -1,5 +1,6 @@
 """Reads a file of another program: no code runs, and every tensor is counted."""
 
+import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ import safetensors.torch
 from torch import Tensor
 
 from segtrain.errors import CheckpointError
-from segtrain.files import kind_of, open_regular, torch_file
+from segtrain.files import kind_of, open_regular, read_bytes, torch_file
 from segtrain.text import MAX_NAME, printable
 
+CONFIG_JSON = "config.json"
+_MAX_CONFIG_BYTES = 1 << 20
 _SHOWN = 10
 # KeyError: safetensors knows number types that torch does not.
 _UNREADABLE = (torch_file.DamagedError, safetensors.SafetensorError, OSError, KeyError)
@@ -60,8 +63,11 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
             f"{path}: expected plain tensors only, found other values under {listed(foreign)}; "
             "save the state dict alone"
         )
-    beside = {key: value for key, value in content.items() if value is not state}
-    return SourceFile(path, dict(state), {} if name == "" else beside, name)
+    if name:
+        beside = {key: value for key, value in content.items() if value is not state}
+    else:
+        beside = {CONFIG_JSON: _config_json(path)} if path.suffix == ".safetensors" else {}
+    return SourceFile(path, dict(state), beside, name)
 
 
 def listed(keys: list[str]) -> str:
@@ -89,6 +95,14 @@ def _content(path: Path) -> Any:
     except _UNREADABLE as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: {printable(text, 3 * MAX_NAME)}") from None
+
+
+def _config_json(path: Path) -> Any:
+    """The config that save_pretrained writes into the folder of a .safetensors file, or None."""
+    try:
+        return json.loads(read_bytes(path.with_name(CONFIG_JSON), _MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _is_state(value: object) -> bool:

@@ -1,21 +1,56 @@
 """PSPNet, DeepLabV3 and DeepLabV3+ of segmentation_models.pytorch with torchvision's ResNets."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from segtrain.convert.parts import aspp, conv_norm, resnet_name, resnet_widths
 from segtrain.convert.plan import Options, Plan, Rotation, State, count_children, size
+from segtrain.convert.read import CONFIG_JSON
 from segtrain.errors import CheckpointError
+from segtrain.text import MAX_NAME, printable
 
 _NAME = "segmentation_models.pytorch"
 # Every resize is aligned, and all blocks of a stage are dilated alike (encoders/_utils.py).
-_ALWAYS: Options = {"model.align_corners": True}
+_ALWAYS: Options = {"model.align_corners": True, "model.contract_dilation": False}
+_CLASSES = {"PSPNet": "pspnet", "DeepLabV3": "deeplabv3", "DeepLabV3Plus": "deeplabv3plus"}
 _RATES = (12, 24, 36)
 
 
-def plan(state: State) -> Plan:
+def plan(state: State, beside: Mapping[str, Any]) -> Plan:
     """The plan for a state dict with encoder., decoder. and segmentation_head.
 
+    beside: the config.json that its save_pretrained writes says more.
+
     Raises:
-        CheckpointError: an encoder or decoder that segtrain does not have.
+        CheckpointError: an encoder or decoder that segtrain does not have, or the config is that of
+            another model.
     """
+    made = _by_keys(state)
+    config = beside.get(CONFIG_JSON)
+    if not isinstance(config, dict) or config.get("_model_class") is None:
+        return made
+    return replace(made, stated=_stated(config, made.found))
+
+
+def _stated(config: dict[str, Any], found: Options) -> Options:
+    kind, encoder = str(config["_model_class"]), config.get("encoder_name")
+    if (_CLASSES.get(kind), encoder) != (found["model.arch"], found["model.backbone"]):
+        raise CheckpointError(
+            f"{CONFIG_JSON} beside the file is that of {printable(kind, MAX_NAME)} "
+            f"{printable(encoder, MAX_NAME)}, and the keys are those of {found['model.arch']} "
+            f"{found['model.backbone']}; move it away if it is no part of the model"
+        )
+    options: Options = {}
+    stride, rates = config.get("encoder_output_stride"), config.get("decoder_atrous_rates")
+    if stride in (8, 16):
+        options["model.output_stride"] = min(stride, 2 ** (found["model.num_stages"] + 1))
+    if isinstance(rates, list):
+        options["model.aspp_rates"] = tuple(rates)
+    return options
+
+
+def _by_keys(state: State) -> Plan:
     if "encoder.features.18.0.weight" in state:
         raise CheckpointError(
             f"{_NAME}'s heads read the 1280 channels of MobileNetV2's features.18, and segtrain's "
@@ -47,8 +82,6 @@ def _plan(
     found = {"model.backbone": backbone, "model.num_stages": num_stages, **found}
     found |= {"model.aux_head": False}
     assumed: Options = {**_ALWAYS, **more.pop("assumed")}
-    if assumed["model.output_stride"] < 2 ** (num_stages + 1):
-        assumed["model.contract_dilation"] = False
     return Plan(
         _NAME,
         size(state, "segmentation_head.0.weight"),

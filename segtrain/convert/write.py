@@ -66,16 +66,13 @@ def convert_file(
     source = read_file(path, entry)
     try:
         found = detect(source.state, source.beside)
+        plan = found.plan
+        with _stored_classes(plan, classes, output, overwrite=overwrite) as spec:
+            choice = choose_classes(plan, spec, class_order)
+            config = make_config(plan, choice.spec, overrides)
+            model, translation = load_plan(found, choice, config, ignored)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    plan = found.plan
-    with _stored_classes(plan, classes, output, overwrite=overwrite) as spec:
-        choice = choose_classes(plan, spec, class_order)
-        config = make_config(plan, choice.spec, overrides)
-        try:
-            model, translation = load_plan(found, choice, config, ignored)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
     checkpoint = Checkpoint(
         step=0,
         **experiment_fields(config, choice.classes),
@@ -172,7 +169,7 @@ def _report(
     lines.append(f"input       RGB of 0..255, mean {data.mean}, std {data.std}{side}")
     options = split_options(plan, config, overrides)
     about = {
-        "stated": "by the config in the file",
+        "stated": "by the config of the file",
         "assumed": f"the file does not say; the defaults of {plan.source}, --set changes them",
         "set": "by --set",
     }
