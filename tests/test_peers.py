@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from segtrain.checkpoint import load_model
+from segtrain.convert.detect import detect
+from segtrain.convert.translate import rotated
 from segtrain.convert.write import convert_file
 from segtrain.errors import CheckpointError
 
@@ -205,6 +207,44 @@ def test_converted_model_equals_mmsegmentations(config, mmseg, tmp_path, classes
         our_logits(tmp_path / "ours.pt", aux=True),
         images(33, 306),
     )
+
+
+@pytest.mark.parametrize("config", [CONFIGS[3], CONFIGS[4], CONFIGS[7]])
+def test_gradients_in_training_equal_mmsegmentations(config, mmseg, tmp_path, classes):
+    """With batch statistics, of both heads together, in float64."""
+    registry, folder = mmseg
+    theirs, cfg = mmseg_model(registry, str(folder / config))
+    enliven(theirs)
+    path = tmp_path / "theirs.pth"
+    meta = {"meta": {"cfg": cfg.pretty_text}}
+    torch.save({**meta, "state_dict": theirs.state_dict()}, path)
+    convert_file(path, tmp_path / "ours.pt", classes=classes, overrides=["model.dropout=0"])
+    plan = detect(theirs.state_dict(), meta).plan
+    ours = load_model(tmp_path / "ours.pt").model
+    x = images(64, 97).double()
+
+    def run(model, features, heads):
+        model.double().train()
+        for layer in model.modules():
+            if isinstance(layer, nn.Dropout2d):
+                layer.p = 0.0
+        features = features(x)
+        logits = [head(features) for head in heads]
+        generator = torch.Generator().manual_seed(3)
+        weights = [torch.randn(y.shape, generator=generator, dtype=y.dtype) for y in logits]
+        sum((y * w).sum() for y, w in zip(logits, weights, strict=True)).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    expected = run(theirs, theirs.extract_feat, [theirs.decode_head, theirs.auxiliary_head])
+    heads = [lambda f, head=head: head(f, None) for head in (ours.head, ours.aux_head)]
+    got = run(ours, ours.backbone, heads)
+    assert len(got) == len(expected)
+    shares = []
+    for name, grad in got.items():
+        wanted = rotated(expected[plan.their_key(name)], plan.rotation(name))
+        shares.append(((grad - wanted).abs().max() / wanted.abs().max()).item())
+    print(f"{'gradients ' + Path(config).stem:<72} {max(shares):.0e}")
+    assert max(shares) < 1e-10
 
 
 def test_stages_with_a_stride_and_dilations_are_refused(mmseg, tmp_path, classes):

@@ -58,7 +58,7 @@ def translate(
         if tensor.is_floating_point() != own.is_floating_point():
             shapes.append(f"{theirs}: {tensor.dtype}, and {key} has {own.dtype}")
             continue
-        weights[key] = _rotated(tensor, plan.rotation(key)).to(own.dtype)
+        weights[key] = rotated(tensor, plan.rotation(key)).to(own.dtype)
     left_out, placeless = _sort_out(
         [*(k for k in state if k not in used), *outside], plan.left_out, ignored
     )
@@ -75,7 +75,8 @@ def reorder_classes(weights: dict[str, Tensor], order: Sequence[int]) -> None:
             weights[key] = value[list(order)]
 
 
-def _rotated(tensor: Tensor, rotation: Rotation | None) -> Tensor:
+def rotated(tensor: Tensor, rotation: Rotation | None) -> Tensor:
+    """`tensor` of a file with its channels in the order of segtrain."""
     if rotation is None or tensor.dim() <= rotation.dim:  # a counter has no channels
         return tensor
     return tensor.roll(-rotation.count, rotation.dim)
