@@ -89,6 +89,13 @@ def test_a_pattern_that_fits_nothing_is_refused_with_close_names(pattern, hint):
     assert hint in str(caught.value)
 
 
+def test_a_decay_of_norms_that_are_spared_it_is_refused():
+    rule = {"names": ("*.bias", "backbone.0.1"), "weight_decay": 0.1}
+    freeze_layers(TinyModel(), rules(rule))
+    with pytest.raises(ConfigError, match=r"train\.layers\[0\]\.weight_decay: has no effect"):
+        freeze_layers(TinyModel(), rules(rule, decay_norm_and_bias=False))
+
+
 def test_frozen_weights_and_the_statistics_of_their_norms_stay():
     """Also through training mode, momentum, decay, averaging and precise statistics."""
     train = rules({"names": ("backbone.0",), "freeze": True})

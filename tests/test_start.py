@@ -6,11 +6,14 @@ import shutil
 import pytest
 import torch
 from experiments import bits, last, refusal, small, stopped_after, train, write_config
-from test_verify import all_of, change_checkpoint
+from test_verify import change_checkpoint, verify
 
-from segtrain.checkpoint.format import load
-from segtrain.config import ModelConfig, load_config
-from segtrain.models import build_backbone
+from segtrain.checkpoint.experiment import experiment_fields
+from segtrain.checkpoint.format import Checkpoint, load, save
+from segtrain.commands.train.stages import _load_initial
+from segtrain.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
+from segtrain.data.class_file import load_class_file
+from segtrain.models import build_backbone, build_model
 from segtrain.training.optim import learning_rate, momentum
 
 FROZEN = "backbone.features.0"
@@ -150,25 +153,25 @@ def forgetful_velocity(config, directory):
     return train(config, directory, resume=True)
 
 
-def test_the_run_is_verified_and_a_changed_start_is_found(run_ranks, tmp_path, alone):
+def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_path, alone):
     def change(checkpoint):
         checkpoint.start["weights"]["backbone.features.3.conv.2.weight"].view(-1)[5] += 1e-6
 
-    shutil.copytree(alone[1], tmp_path / "run")
-    change_checkpoint(tmp_path / "run" / "checkpoints" / "last.pt", change)
-    lines = [(run, "--steps", "1:") for run in (alone[1], tmp_path / "run")]
-    for one, other in run_ranks(2, all_of, *lines):
-        assert (one[0], one[2]) == (0, "")
-        assert other[0] == 4
-        assert "start: 1 of " in other[2]
-        assert "weights of backbone.features.3.conv.2.weight" in other[2]
+    run = tmp_path / "run"
+    shutil.copytree(alone[1], run)
+    change_checkpoint(run / "checkpoints" / "last.pt", change)
+    for code, _, said in run_ranks(2, verify, run, "--steps", "1:"):
+        assert code == 4
+        what, line = said.splitlines()
+        assert what.endswith("last.pt differs from the weights of its step, 4")
+        assert line.strip().startswith("start: 1 of ")
+        assert line.endswith("weights of backbone.features.3.conv.2.weight")
 
 
 def refusals(config, run):
     """What resuming says if the starting weights are gone or damaged in some way."""
     from segtrain.checkpoint.training_state import restore_start
     from segtrain.commands.train.stages import make_state
-    from segtrain.models import build_model
     from segtrain.norm import make_norm
 
     config, checkpoint = load_config(config), last(run)
@@ -205,3 +208,33 @@ def test_a_start_that_is_gone_or_damaged_is_refused(run_ranks, alone):
         *((case, "damaged: the weights at the start") for case in ("nan", "shape", "type", "kind")),
     ):
         assert words in found[case][2], case
+
+
+def test_weights_that_no_file_has_are_new_layers(tmp_path):
+    """Of a deep stem, where the file has a 7x7 one; of heads; and of a classifier of other size."""
+    sizes = {"backbone": "resnet18", "head_channels": 8, "aux_channels": 8}
+    torch.save(build_backbone(ModelConfig(**sizes)).state_dict(), tmp_path / "r18.pth")
+    data = DataConfig(layout="folders", root="x", classes="camvid")
+    deep = ModelConfig(**sizes, stem="32-32-64", pretrained=str(tmp_path / "r18.pth"))
+    config = Config(data=data, model=deep)
+    model = build_model(deep, num_classes=4)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    _, loaded = _load_initial(model, config, ())
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    kernels = {name for name in loaded if before[name].dim() > 1}
+    assert moved == kernels
+    assert all(name.startswith("backbone.layer") for name in kernels)
+
+    classes = load_class_file("camvid")
+    none = dict.fromkeys(("average", "optimizer", "scaler", "best"))
+    fields = experiment_fields(config, classes)
+    save(tmp_path / "a.pt", Checkpoint(1, model=model.state_dict(), **fields, **none))
+    other = build_model(deep, num_classes=3)
+    train = TrainConfig(init_from=str(tmp_path / "a.pt"))
+    _, loaded = _load_initial(other, Config(data=data, model=deep, train=train), ())
+    names = {name for name, _ in other.named_parameters()}
+    assert names - set(loaded) == {
+        f"{head}.classifier.conv.{kind}"
+        for head in ("head", "aux_head")
+        for kind in ("weight", "bias")
+    }

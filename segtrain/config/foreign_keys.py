@@ -13,6 +13,10 @@ _FOREIGN_KEYS = {
     "the run directory is an option of the command: --output": "output_dir work_dir",
     "resuming is an option of the command: --resume": "resume",
     "did you mean model.backbone?": "layers encoder",
+    "did you mean train.min_lr?": "eta_min",
+    "did you mean train.cycle_rise?": "pct_start",
+    "did you mean train.milestones?": "lr_steps lr_step",
+    "did you mean train.layers?": "paramwise_cfg custom_keys frozen_stages",
     "there is no inheritance; a file says what differs from the defaults": "_base_ defaults",
 }
 FOREIGN_KEYS = {key: text for text, keys in _FOREIGN_KEYS.items() for key in keys.split()}

@@ -60,8 +60,6 @@ def parameter_groups(
 
 
 def _settings(name: str, parameter: nn.Parameter, train: TrainConfig, is_old: bool) -> Settings:
-    # Norm layers are recognized by their shape, whatever their class: a number a channel.
-    norm_or_bias = parameter.dim() <= 1 or name.split(".")[-1] == "bias"
     in_backbone = name.startswith("backbone.")
     lr_mult = 1.0 if in_backbone else train.head_lr_mult
     decay = train.weight_decay
@@ -79,9 +77,14 @@ def _settings(name: str, parameter: nn.Parameter, train: TrainConfig, is_old: bo
                     f"train.layers: decay_toward start: {name} starts from random numbers; "
                     "leave it out of names"
                 )
-    undecayed = norm_or_bias and not train.decay_norm_and_bias
+    undecayed = _norm_or_bias(name, parameter) and not train.decay_norm_and_bias
     decay = 0.0 if undecayed else decay
     return Settings(in_backbone, undecayed, lr_mult, decay, toward == "start" and decay > 0)
+
+
+def _norm_or_bias(name: str, parameter: nn.Parameter) -> bool:
+    # Norm layers are recognized by their shape, whatever their class: a number a channel.
+    return parameter.dim() <= 1 or name.split(".")[-1] == "bias"
 
 
 def matches(rule: LayerRule, name: str) -> bool:
@@ -91,8 +94,9 @@ def matches(rule: LayerRule, name: str) -> bool:
 
 
 def check_layers(model: nn.Module, train: TrainConfig) -> None:
-    """Raises ConfigError if a pattern of train.layers fits no parameter of `model`."""
-    names = [name for name, _ in model.named_parameters()]
+    """Raises ConfigError if train.layers has a pattern that fits no parameter, or no effect."""
+    parameters = dict(model.named_parameters())
+    names = list(parameters)
     for number, rule in enumerate(train.layers):
         for pattern in rule.names:
             one = rule.model_copy(update={"names": (pattern,)})
@@ -101,6 +105,12 @@ def check_layers(model: nn.Module, train: TrainConfig) -> None:
                     f"train.layers[{number}].names: {printable(pattern, MAX_NAME)} fits no weight "
                     f"of the model{close_names(pattern, names)}"
                 )
+        kernels = [n for n in names if matches(rule, n) and not _norm_or_bias(n, parameters[n])]
+        if rule.weight_decay and not (kernels or train.decay_norm_and_bias):
+            raise ConfigError(
+                f"train.layers[{number}].weight_decay: has no effect: its names fit norms and "
+                "biases alone, which train.decay_norm_and_bias false spares the decay"
+            )
 
 
 def close_names(wrong: str, names: Iterable[str]) -> str:
