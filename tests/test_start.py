@@ -190,6 +190,7 @@ def refusals(config, run):
         "type": {**start, "held": {name: start["weights"][name]}},
         "kind": {**start, "held": 3},
         "less": {**start, "weights": less},
+        "no mask": {**start, "held": {}},
         "hold": {**start, "hold": ""},
     }
     return {
@@ -201,11 +202,12 @@ def test_a_start_that_is_gone_or_damaged_is_refused(run_ranks, alone):
     (found,) = run_ranks(1, refusals, *alone)
     assert {kind for kind, _, _ in found.values()} == {"CheckpointError"}
     assert {code for _, code, _ in found.values()} == {4}
+    damaged = ("nan", "shape", "type", "kind", "no mask")
     for case, words in (
         ("none", "does not hold the weights that the run started from"),
         ("less", "does not hold where backbone."),
         ("hold", "hold_zeros and hold_mask cannot change in the middle of a run"),
-        *((case, "damaged: the weights at the start") for case in ("nan", "shape", "type", "kind")),
+        *((case, "damaged: the weights at the start") for case in damaged),
     ):
         assert words in found[case][2], case
 

@@ -89,6 +89,8 @@ def restore_start(state: TrainState, saved: dict[str, Any] | None, path: Path) -
                 raise CheckpointError(damaged)
             if value.is_floating_point() and not torch.isfinite(value).all():
                 raise CheckpointError(damaged)
+    if start.has_held and saved.get("hold") == start.hold and not held:
+        raise CheckpointError(damaged)
     missing = [name for name in start.weights if name not in weights]
     if missing or saved.get("hold") != start.hold:
         what = f"does not hold where {missing[0]} started" if missing else "holds other weights"
