@@ -16,11 +16,12 @@ from segtrain.errors import CheckpointError
 from segtrain.training.step_sync import StepSync
 
 
-def config(*, every_steps=2, **options):
+def config(*, every_steps=2, precise_batches=None, **options):
     return Config.model_validate(
         {
             "data": {"layout": "folders", "root": "x", "classes": "x"},
             "eval": {"every_steps": every_steps},
+            "norm": {"precise_batches": precise_batches},
             "train": {"steps": 20} | options,
         }
     )
@@ -75,6 +76,7 @@ def test_damaged_counts_are_refused(tmp_path, fields):
         ({"patience": 3, "every_steps": None}, "train.patience: has no effect with eval.every_st"),
         ({"patience": 9}, "train.patience: 9 has no effect: there are 9 evaluations before"),
         ({"max_hours": 0.0}, "greater than 0"),
+        ({"max_hours": 1.0, "shares": 2, "precise_batches": 1}, "train.max_hours: cannot go with"),
     ],
 )
 def test_what_cannot_take_effect_is_refused(options, said):

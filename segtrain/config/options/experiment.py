@@ -64,6 +64,16 @@ class Config(Section):
         if self.model.recompute_norm and not norm.is_batch_norm:
             yield f"model.recompute_norm: has no effect with norm.kind {norm.kind}; remove it"
         yield from self._patience_mistakes()
+        if (
+            train.shares is not None
+            and train.max_hours is not None
+            and norm.precise_batches is not None
+        ):
+            yield (
+                "train.max_hours: cannot go with train.shares and norm.precise_batches: the "
+                "evaluation at its end changes running statistics, so a run that goes on would "
+                "not have the bits of one that never ended; set norm.precise_batches to null"
+            )
         if norm.kind == "frozen" and train.init_from is None:
             yield (
                 "norm.kind: frozen statistics come with the weights that training starts from; "
