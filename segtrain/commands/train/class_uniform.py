@@ -10,8 +10,10 @@ from segtrain.data.centroids import measure_centroids
 from segtrain.data.class_uniform import ClassUniform
 from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
+from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
+from segtrain.run.console import say
 from segtrain.text import printable
 
 
@@ -23,7 +25,7 @@ def class_uniform_sampling(
     *,
     keep: bool,
 ) -> ClassUniform | None:
-    """What `data.class_uniform` asks for; None without it (collective).
+    """What `data.class_uniform` asks for; None without it. Says what it does (collective).
 
     directory: of the run, which keeps the centroids; keep: whether they may be written there.
 
@@ -33,6 +35,8 @@ def class_uniform_sampling(
     data = config.data
     if not data.class_uniform:
         return None
+    if dist.is_main():
+        say(f"looking for the classes in {len(train_set)} labels (data.class_uniform)")
     path = directory / run_directory.CENTROIDS
     centroids = measure_centroids(
         train_set, data.class_uniform_tile_px, path, device=device, keep=keep
@@ -46,8 +50,8 @@ def class_uniform_lines(sampling: ClassUniform, classes: ClassFile) -> list[str]
     numbers = [len(rows) for rows in by_class.values()]
     until = "" if sampling.steps is None else f" up to step {sampling.steps}"
     lines = [
-        f"sampling   {sampling.fraction:.0%} class-uniform{until}: {len(numbers)} classes with "
-        f"{min(numbers):,} to {max(numbers):,} centroids each, {sum(numbers):,} in all"
+        f"sampling   {100 * sampling.fraction:g}% class-uniform{until}: {len(numbers)} classes "
+        f"with {min(numbers):,} to {max(numbers):,} centroids each, {sum(numbers):,} in all"
     ]
     absent = [name for i, name in enumerate(classes.names) if i not in by_class]
     if absent:

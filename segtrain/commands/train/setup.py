@@ -112,7 +112,13 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     if evaluated < config.train.steps:
         data.start(DATA_PATIENCE_S)
     notes += data.take_news()
-    # 6. Directory and log say what this run is.
+    # 6. Where each class is to be found, if samples are drawn by class.
+    class_uniform = class_uniform_sampling(config, train_set, directory, device, keep=True)
+    if class_uniform is not None:
+        notes += class_uniform_lines(class_uniform, train_set.classes)
+    others = centroid_changes(class_uniform, resumed, accept_changes=order.accept_changes)
+    notes += others
+    # 7. Directory and log say what this run is.
     devices = dist.all_gather_object(_device_name(device))
     _describe(order, changes, devices, notes)
     log = RunLog(
@@ -120,19 +126,12 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         enabled=dist.is_main(),
         start_step=state.step,
         evaluated_step=evaluated,
-        changed=bool(changes),
+        changed=bool(changes or others),
     )
     log.lines(start_lines(config, directory, state.model, train_set, eval_set, devices, state.step))
     log.lines(notes)
     if state.step == 0:
         log.text("config", config_to_yaml(config))
-    # 7. Where each class is to be found, if samples are drawn by class.
-    if config.data.class_uniform:
-        log.lines([f"sampling   looking for the classes in {len(train_set.pairs)} labels"])
-    class_uniform = class_uniform_sampling(config, train_set, directory, device, keep=True)
-    if class_uniform is not None:
-        log.lines(class_uniform_lines(class_uniform, train_set.classes))
-    log.lines(centroid_changes(class_uniform, resumed, accept_changes=order.accept_changes))
     # 8. Signals and errors, on which all ranks act after the same step.
     signal_flags = SignalFlags(stop_on_usr1=order.requeue)
     step_sync = StepSync(
