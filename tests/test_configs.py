@@ -66,7 +66,7 @@ def test_it_opens_with_source_hardware_duration_and_result(path):
 
 @every_config
 def test_a_published_score_says_that_it_is_not_ours(path):
-    header = " ".join(path.read_text().partition("\ndata:")[0].replace("#", " ").split())
+    header = header_of(path)
     if "published mIoU" in header:
         assert "not yet reproduced with segtrain" in header.lower()
 
@@ -213,6 +213,27 @@ def loaded_names(config: Config, model: nn.Module) -> list[str]:
 def test_every_published_recipe_is_held_by_numbers():
     own = {"demo", "own_data", "camvid_small", "camvid_pspnet_r50", "camvid_deeplabv3plus_r50"}
     assert set(PUBLISHED) == set(SIZES) == set(NAMES) - own
+
+
+def test_the_readme_lists_each_recipe_with_the_scores_of_its_header():
+    rows = (CONFIGS[0].parent / "README.md").read_text().splitlines()
+    rows = {row.split("`")[1]: row for row in rows if row.startswith("| `") and row.count("|") == 7}
+    own = {"camvid_pspnet_r50", "camvid_deeplabv3plus_r50"}
+    assert set(rows) == set(PUBLISHED) | own
+    for name, row in rows.items():
+        _, _, _, crop, steps, scores, weights, _ = row.split("|")
+        config, header = load(name), header_of(next(p for p in CONFIGS if p.stem == name))
+        assert crop.strip() == "x".join(map(str, config.augment.crop_size))
+        assert steps.strip() == f"{config.train.steps:,} x {config.train.batch_size}"
+        published = re.findall(r"published mIoU ([\d.]+)", header)
+        assert [scores.split("/")[0].strip()] == (published or ["none"])
+        own_weights = not (config.model.pretrained or "").startswith("IMAGENET")
+        assert (weights.strip() != "") == own_weights
+
+
+def header_of(path: Path) -> str:
+    """The comment at the top, on one line."""
+    return " ".join(path.read_text().partition("\ndata:")[0].replace("#", " ").split())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
