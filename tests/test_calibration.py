@@ -162,7 +162,7 @@ def scored(run, *overrides):
     return json.loads(path.read_text()) if main_rank else None, seen
 
 
-@pytest.mark.parametrize("mode", ["whole", "slide"])
+@pytest.mark.parametrize("mode", [pytest.param("whole", marks=pytest.mark.slow), "slide"])
 def test_the_command_says_what_its_scores_were_made_with(run_ranks, trained_run, mode):
     """On two ranks too; a PSPNet, which has layers with one value an image."""
     new = ("eval.statistics=split", "eval.statistics_prior=2", f"eval.mode={mode}")

@@ -191,6 +191,7 @@ def test_a_run_without_a_better_score_ends_after_its_last_evaluation(run_ranks, 
     assert (last(run).step, last(run).ending["evaluations"]) == (6, 3)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_cut_short_is_made_up_for_before_the_run_ends(
     run_ranks, tmp_path, data
 ):

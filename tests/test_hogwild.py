@@ -60,6 +60,7 @@ def test_processes_share_weights_and_statistics_and_see_every_image_once(
     assert row.mean_error > 0
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_ends_the_comparison(forkserver, tmp_path, data):
     settings = config(data, tmp_path, lr=1e30)
     with pytest.raises(ExecutionError, match="hogwild: a process failed"):
