@@ -45,7 +45,9 @@ SETTINGS = {
     "dice": {"loss": {"kind": "dice"}, "norm": {"precise_batches": 1}},
     # In float64, sums of float32 weights are exact unless the weights are as far apart as these.
     # The threshold of 0 leaves it to the number of hard pixels which ones are kept.
+    # MixUp has weights of the passes for both labels.
     "mining": {
+        "augment": {"mixup_alpha": 4.0},
         "loss": {
             "kind": "ohem",
             "ohem_threshold": 0.0,

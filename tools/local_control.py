@@ -111,8 +111,8 @@ def train(net: nn.Module, config: Config) -> None:
     net.train()
     for step in (bar := tqdm(range(settings.steps), desc="local control", unit="step")):
         samples = [stream[step, i] for i in range(settings.batch_size)]
-        images = torch.stack([image for image, _, _ in samples])
-        labels = torch.stack([label for _, label, _ in samples]).long()
+        images = torch.stack([sample[0] for sample in samples])
+        labels = torch.stack([sample[1] for sample in samples]).long()
         logits = net(normalize(images).contiguous(memory_format=torch.channels_last)).out
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
         set_learning_rate(optimizer, learning_rate(settings, step))
