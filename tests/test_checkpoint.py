@@ -32,9 +32,9 @@ from segtrain.data.class_file import class_file_from_json, load_class_file
 from segtrain.data.classes import ignoring_as
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
-from segtrain.training.engine import make_state
 from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.optim import build_optimizer
+from segtrain.training.state import make_state
 
 
 def checkpoint(step=3, **fields):

@@ -37,7 +37,8 @@ from segtrain.models.blocks import (
 from segtrain.models.pspnet import PSPHead
 from segtrain.norm import make_norm, norm_relu_conv
 from segtrain.training import engine
-from segtrain.training.engine import make_state, train_steps
+from segtrain.training.engine import train_steps
+from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch
 

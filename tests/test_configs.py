@@ -17,8 +17,9 @@ from segtrain.data.class_file import load_class_file
 from segtrain.data.transforms import TrainTransform
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, make_norm
-from segtrain.training.engine import make_state, train_steps
+from segtrain.training.engine import train_steps
 from segtrain.training.optim import learning_rate, parameter_groups
+from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
 

@@ -12,7 +12,8 @@ from segtrain.data.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.errors import NonFiniteError
 from segtrain.models import DropoutChannels
-from segtrain.training.engine import make_state, train_steps
+from segtrain.training.engine import train_steps
+from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch, SegLogits
 

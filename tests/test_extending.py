@@ -14,8 +14,9 @@ from segtrain.data import open_dataset
 from segtrain.data.layouts import LAYOUTS
 from segtrain.data.transforms import TrainTransform
 from segtrain.models import BACKBONES, MODELS, build_model
-from segtrain.training.engine import make_state, train_steps
+from segtrain.training.engine import train_steps
 from segtrain.training.losses import LOSSES
+from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
 

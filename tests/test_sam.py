@@ -1,6 +1,7 @@
 """SAM against a loop over the whole batch in float64 with torch's own batch norm and optimizer."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,16 +19,18 @@ from experiments import (
 from torch import nn
 
 from segtrain import seed
-from segtrain.config import Config, DataConfig, ModelConfig, NormConfig, TrainConfig
+from segtrain.config import Config, DataConfig, LayerRule, ModelConfig, NormConfig, TrainConfig
 from segtrain.data.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import partition
 from segtrain.errors import ConfigError, NonFiniteError
 from segtrain.models import DropoutChannels
 from segtrain.norm import make_norm
-from segtrain.training.engine import make_state, train_steps
+from segtrain.training import engine
+from segtrain.training.engine import train_steps
 from segtrain.training.exact_sum import ExactGradientSum
 from segtrain.training.sam import climbed
+from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch, SegLogits
 
@@ -335,3 +338,33 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(run_ranks, tmp_path, dat
     assert bits(last(stopped)) == bits(last(alone))
     assert losses(stopped) == losses(alone)
     assert "SAM rho 0.2 every 2 steps" in (alone / "train.log").read_text()
+
+
+def test_held_weights_do_not_climb(monkeypatch):
+    """The second gradient is that of the pruned model."""
+    settings = config(steps=1)
+    layers = (LayerRule(names=("backbone",), hold_zeros=True),)
+    settings = settings.model_copy(
+        update={"train": settings.train.model_copy(update={"layers": layers})}
+    )
+    model = Small(make_norm(settings.norm))
+    pruned = torch.zeros_like(model.backbone.weight, dtype=torch.bool)
+    pruned[:, 1] = True
+    with torch.no_grad():
+        model.backbone.weight[pruned] = 0
+    state = make_state(model, settings, CPU)
+    seen = []
+
+    @contextmanager
+    def watched(*args):
+        with climbed(*args):
+            seen.append(model.backbone.weight.detach().clone())
+            yield
+
+    monkeypatch.setattr(engine.sam, "climbed", watched)
+    before = model.backbone.weight.detach().clone()
+    list(run(settings, state))
+    (uphill,) = seen
+    assert (uphill[pruned] == 0).all()
+    assert (uphill[~pruned] != before[~pruned]).all()
+    assert (model.backbone.weight[pruned] == 0).all()

@@ -23,7 +23,7 @@ from segtrain.config import load_config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import shares
 from segtrain.errors import ConfigError
-from segtrain.training import engine
+from segtrain.training import state as training_state
 from segtrain.training.exact_sum import ExactGradientSum
 
 SMALL = {"head_channels": 8, "aux_channels": 8, "output_stride": 16}
@@ -333,7 +333,7 @@ def test_a_run_does_not_go_on_with_another_number_of_shares(run_ranks, tmp_path,
 
 def trained_with_digits(digits, *args):
     """As `train`, on ranks whose arithmetic has these digits."""
-    engine.fingerprint = lambda *_: digits[dist.rank()]
+    training_state.fingerprint = lambda *_: digits[dist.rank()]
     return train(*args)
 
 
@@ -358,5 +358,5 @@ def test_the_log_warns_of_ranks_and_checkpoints_with_other_arithmetic(run_ranks,
 
 
 def stopped_with_digits(digits, *args):
-    engine.fingerprint = lambda *_: digits[dist.rank()]
+    training_state.fingerprint = lambda *_: digits[dist.rank()]
     return stopped_after(*args)

@@ -16,7 +16,8 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.training import engine
+from segtrain.training import passes
+from segtrain.training.state import make_state
 
 
 def test_the_slots_take_turns_and_meet_in_order():
@@ -265,6 +266,7 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     the gradients."""
     from segtrain.config import load_config
     from segtrain.models import build_model
+    from segtrain.models.precision import dtype_of
     from segtrain.norm import make_norm
     from segtrain.training.step_sync import StepSync
     from segtrain.types import DropoutMasks
@@ -275,31 +277,31 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     config = load_config(write_config(tmp_path / f"{batch_size}.yaml", options))
     torch.manual_seed(0)
     model = build_model(config.model, num_classes=4, norm=make_norm(config.norm))
-    state = engine.make_state(model, config, torch.device("cpu"))
+    state = make_state(model, config, torch.device("cpu"))
     state.model.train()
     for parameter in model.parameters():  # gradients exist before, as the parameters do
         parameter.grad = torch.zeros_like(parameter)
-    images = torch.randn(batch_size, 3, size, size).to(engine.dtype_of(config.train))
-    share = engine.RankBatch(images, torch.zeros(batch_size, size, size).long(), DropoutMasks())
+    images = torch.randn(batch_size, 3, size, size).to(dtype_of(config.train))
+    share = passes.RankBatch(images, torch.zeros(batch_size, size, size).long(), DropoutMasks())
     mode = LiveBytes([*model.parameters(), *(p.grad for p in model.parameters())])
 
     def in_this_thread(*args, **kwargs):
         with mode:
             return plain(*args, **kwargs)
 
-    plain = engine._forward_backward
-    original = engine.saved_on_host
-    engine._forward_backward = in_this_thread
-    engine.saved_on_host = partial(saved_on_host, copies=ClonesAsHost(mode.forget))
+    plain = passes._forward_backward
+    original = passes.saved_on_host
+    passes._forward_backward = in_this_thread
+    passes.saved_on_host = partial(saved_on_host, copies=ClonesAsHost(mode.forget))
     try:
-        step = partial(engine._forward_backward, state, state.wrapped, share)
+        step = partial(passes._forward_backward, state, state.wrapped, share)
         if virtual > 1:
             step = partial(
-                engine._in_threads, state, share.split([batch_size // virtual] * virtual)
+                passes._in_threads, state, share.split([batch_size // virtual] * virtual)
             )
         step(1.0, step_sync=StepSync(lambda: False))
     finally:
-        engine._forward_backward, engine.saved_on_host = plain, original
+        passes._forward_backward, passes.saved_on_host = plain, original
     return mode.peak, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 

@@ -27,8 +27,9 @@ from segtrain.data.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import make_norm
-from segtrain.training.engine import TrainState, make_state, train_steps
+from segtrain.training.engine import train_steps
 from segtrain.training.gradients import GradientSum
+from segtrain.training.state import TrainState, make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
 

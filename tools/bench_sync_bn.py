@@ -40,7 +40,8 @@ from segtrain.data.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, SyncBatchNorm2d, make_norm, sync_batch_norm
-from segtrain.training.engine import make_state, train_steps
+from segtrain.training.engine import train_steps
+from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
 

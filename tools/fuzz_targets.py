@@ -43,7 +43,7 @@ from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.data.layouts import list_split
 from segtrain.files import manifest
 from segtrain.models.pretrained import load_backbone
-from segtrain.training.engine import TrainState, make_state
+from segtrain.training.state import TrainState, make_state
 
 ROOT = Path(__file__).resolve().parent.parent
 

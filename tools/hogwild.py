@@ -48,7 +48,8 @@ from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models.normalize import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import precise_statistics
-from segtrain.training.engine import TrainState, train_steps
+from segtrain.training.engine import train_steps
+from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
 

@@ -43,7 +43,8 @@ from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import NormFactory, make_norm, precise_statistics
 from segtrain.run.progress import ProgressBar
 from segtrain.seed import seed_everything
-from segtrain.training.engine import TrainState, make_state, train_steps
+from segtrain.training.engine import train_steps
+from segtrain.training.state import TrainState, make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
 

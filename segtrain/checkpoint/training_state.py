@@ -12,8 +12,8 @@ from segtrain.checkpoint.weights import load_weights
 from segtrain.errors import CheckpointError
 from segtrain.files.torch_file import is_plain
 from segtrain.text import MAX_NAME, printable
-from segtrain.training.engine import TrainState
 from segtrain.training.exact_sum import ExactGradientSum
+from segtrain.training.state import TrainState
 
 
 def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:

@@ -10,8 +10,8 @@ from segtrain.checkpoint.format import Checkpoint
 from segtrain.checkpoint.training_state import start_fields
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, unpack
 from segtrain.text import MAX_NAME, printable
-from segtrain.training.engine import TrainState
 from segtrain.training.receipts import hash_tensor, weights_fields
+from segtrain.training.state import TrainState
 
 
 def receipt_differences(there: Receipt, here: Receipt, state: TrainState) -> list[str]:

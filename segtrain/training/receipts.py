@@ -10,7 +10,8 @@ from torch import Tensor
 
 from segtrain.distributed.machine import num_cores
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, pack
-from segtrain.training.engine import StepResult, TrainState
+from segtrain.training.engine import StepResult
+from segtrain.training.state import TrainState
 
 # An odd number spreads every bit of a factor into the upper bits of the product: 2**64 / golden
 # ratio, as in Fibonacci hashing.

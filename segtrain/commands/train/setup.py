@@ -37,8 +37,8 @@ from segtrain.run import directory as run_directory
 from segtrain.run.claim import Claim
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
-from segtrain.training.engine import TrainState
 from segtrain.training.receipts import ReceiptMeter
+from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
 
 # How long a resumed run waits for the hashes of the labels before its first step.

@@ -25,8 +25,8 @@ from segtrain.distributed import collectives as dist
 from segtrain.models import SegModel, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
 from segtrain.norm import make_norm
-from segtrain.training.engine import TrainState, make_state
 from segtrain.training.receipts import ReceiptMeter
+from segtrain.training.state import TrainState, make_state
 from segtrain.training.step_sync import StepSync
 
 

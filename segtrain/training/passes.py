@@ -1,0 +1,220 @@
+"""The gradient of a step: forward and backward passes over the images of all ranks.
+
+A step has `train.accumulate_steps` passes. A rank computes its part of a pass at once, or cuts it
+again: into shares, or for virtual ranks.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from segtrain import seed
+from segtrain.config import Config
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.offload import saved_on_host
+from segtrain.distributed.partition import partition
+from segtrain.distributed.virtual_ranks import VirtualRanks
+from segtrain.norm import settle_statistics
+from segtrain.training.state import TrainState
+from segtrain.training.step_sync import StepSync
+from segtrain.types import Batch, DropoutMasks
+
+
+class RankBatch(NamedTuple):
+    """This rank's part of one pass."""
+
+    images: Tensor  # (n, 3, H, W) uint8
+    labels: Tensor  # (n, H, W) uint8
+    dropout: DropoutMasks  # of these n images
+    partner_labels: Tensor | None = None  # as `labels`, of the images that MixUp has mixed in
+
+    @property
+    def label_sets(self) -> list[Tensor]:
+        """The labels, and those of the images mixed in."""
+        return [self.labels] if self.partner_labels is None else [self.labels, self.partner_labels]
+
+    def split(self, sizes: Sequence[int]) -> list["RankBatch"]:
+        """The images in contiguous parts of these sizes."""
+
+        def cut(images: range) -> RankBatch:
+            part = slice(images.start, images.stop)
+            masks = (None if mask is None else mask[part] for mask in self.dropout)
+            labels, *partners = (labels[part] for labels in self.label_sets)
+            return RankBatch(self.images[part], labels, DropoutMasks(*masks), *partners)
+
+        ends = list(accumulate(sizes))
+        return [cut(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def rank_batches(
+    state: TrainState,
+    passes: Sequence[Batch],
+    indices: Sequence[Sequence[int]],
+    config: Config,
+    device: torch.device,
+) -> list[RankBatch]:
+    """The passes of a step on `device`, with their dropout masks.
+
+    indices: of each pass, the positions in the whole batch that this rank trains on.
+    """
+    parts = []
+    for batch, positions in zip(passes, indices, strict=True):
+        images, labels = (t.to(device, non_blocking=True) for t in batch[:2])
+        partners = batch.partner_labels
+        if partners is not None:
+            partners = partners.to(device, non_blocking=True)
+        masks = _dropout_masks(state, config, positions, device)
+        parts.append(RankBatch(images, labels, masks, partners))
+    return parts
+
+
+def run_passes(
+    state: TrainState, parts: list[RankBatch], config: Config, step_sync: StepSync
+) -> Tensor:
+    """Adds up the gradient of a step; returns the mean losses (2,) of all ranks (collective)."""
+    cut = [_sizes(state, config, i, len(part.images)) for i, part in enumerate(parts)]
+    weights = _loss_weights(state, parts, cut, config)
+    losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
+    for i, (part, sizes) in enumerate(zip(parts, cut, strict=True)):
+        # All ranks add their gradients once a step, during the last backward pass.
+        with state.gradients.collected(last=i + 1 == len(parts)):
+            if len(sizes) == 1 and state.shares is None:
+                means = _forward_backward(
+                    state, state.wrapped, part, weights[i], step_sync=step_sync
+                )
+            else:
+                means = _in_threads(state, part.split(sizes), weights[i], step_sync=step_sync)
+        losses += means * weights[i] if part.partner_labels is None else weights[i] @ means
+        settle_statistics(state.model)
+    return losses
+
+
+def _forward_backward(
+    state: TrainState,
+    module: nn.Module,
+    part: RankBatch,
+    weight: Tensor | float,
+    *,
+    step_sync: StepSync,
+) -> Tensor:
+    """Adds the gradient of a part of a pass; returns the mean losses (2,) of the whole pass.
+
+    module: `state.wrapped` or a replica.
+    weight: that of the pass, from `_loss_weights`. With MixUp there is one for each set of labels,
+        and so are mean losses, (2, 2).
+    """
+    images = state.normalize(part.images.contiguous(memory_format=state.memory_format))
+    labels, *partners = (labels.long() for labels in part.label_sets)
+    sums = module(images, labels, part.dropout, *partners)
+    totals = step_sync.reduce(sums)
+    criterion = state.criterion
+    if not partners:
+        state.scaler.scale(criterion.objective(sums, totals) * weight).backward()
+        return criterion.means(totals)
+    pairs = zip(sums, totals, strict=True)
+    objectives = torch.stack([criterion.objective(*pair) for pair in pairs])
+    state.scaler.scale((objectives * weight).sum()).backward()
+    return torch.stack([criterion.means(total) for total in totals])
+
+
+def _in_threads(
+    state: TrainState, parts: list[RankBatch], weight: Tensor | float, *, step_sync: StepSync
+) -> Tensor:
+    """As `_forward_backward`, for parts that are computed apart: shares, or virtual ranks."""
+    device = parts[0].images.device
+
+    def work(module: nn.Module, part: RankBatch) -> Tensor:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a new thread begins with device 0
+        # Virtual ranks save memory: what their backward passes need waits on the host.
+        on_host = nullcontext()
+        if state.shares is None:
+            on_host = saved_on_host(device, state.model.parameters())
+        # In the middle of its backward pass this thread waits for the others: autograd must run in
+        # it, and not in the one thread that it has for each device.
+        with torch.autograd.set_multithreading_enabled(False), on_host:
+            return _forward_backward(state, module, part, weight, step_sync=step_sync)
+
+    run, modules = VirtualRanks(len(parts)).run, [state.wrapped] * len(parts)
+    if state.shares is not None:
+        run, modules = state.shares.run, state.replicas
+    return run([partial(work, *pair) for pair in zip(modules, parts, strict=True)])[0]
+
+
+def _sizes(state: TrainState, config: Config, index: int, num_images: int) -> list[int]:
+    """The sizes of the parts in which this rank computes its `num_images` of a pass."""
+    train = config.train
+    if state.shares is not None:
+        whole = partition(train.batch_size, train.accumulate_steps, index)
+        return state.shares.sizes(len(whole))
+    parts = train.virtual_ranks
+    return [len(partition(num_images, parts, i)) for i in range(parts)]
+
+
+def _loss_weights(
+    state: TrainState, parts: list[RankBatch], cut: list[list[int]], config: Config
+) -> list[Tensor | float]:
+    """What the mean losses of each pass count in the loss of the step (collective).
+
+    With MixUp (2,) float64: that of the labels and that of the partners' labels. The loss of a step
+    is (1 - m) loss(labels) + m loss(partners' labels), as in the paper (arXiv:1710.09412) and in
+    MosaicML's composer, and each of both weighs the passes by its own valid pixels.
+
+    cut: for each pass, the sizes of the parts that are computed apart.
+    """
+    if parts[0].partner_labels is None:
+        return _pass_weights(state, [part.labels for part in parts], cut)
+    mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
+    sets = zip(*(part.label_sets for part in parts), strict=True)
+    whole = parts[0].images.new_ones((), dtype=torch.float64)
+    own, partners = (
+        [factor * whole * weight for weight in _pass_weights(state, labels, cut)]
+        for factor, labels in zip((1 - mixed, mixed), sets, strict=True)
+    )
+    return [torch.stack(pair) for pair in zip(own, partners, strict=True)]
+
+
+def _pass_weights(
+    state: TrainState, labels: Sequence[Tensor], cut: list[list[int]]
+) -> list[Tensor | float]:
+    """The fraction of the step's valid pixels, over all ranks, that lies in each pass.
+
+    labels: of this rank, in each pass.
+    cut: for each pass, the sizes of the parts that are computed apart.
+    """
+    if len(labels) == 1:
+        return [1.0]
+    weight = state.criterion.label_weight
+    if state.shares is None:
+        weights = [weight(one.long()) for one in labels]
+        weights = dist.all_reduce_sum(torch.stack(weights))
+    else:
+        passes = [one.split(sizes) for one, sizes in zip(labels, cut, strict=True)]
+        shares = zip(*passes, strict=True)  # the labels of each in all passes
+        weights = [torch.stack([weight(label.long()) for label in share]) for share in shares]
+        weights = state.shares.sum(torch.stack(weights))
+    whole = weights.sum()
+    return list(weights / torch.where(whole == 0, 1.0, whole))
+
+
+def _dropout_masks(
+    state: TrainState, config: Config, indices: Sequence[int], device: torch.device
+) -> DropoutMasks:
+    """The masks of the images at `indices`, out of those drawn for the whole batch of this step."""
+    masks: list[Tensor | None] = []
+    shape = {"batch_size": config.train.batch_size, "p": config.model.dropout}
+    for layer, channels in enumerate(state.model.dropout_channels):
+        mask = None
+        if channels is not None:
+            whole = seed.dropout_mask(config.seed, state.step, layer, channels=channels, **shape)
+            mask = whole[list(indices)]
+            if device.type == "cuda":
+                # Only a copy from pinned memory lets the host run on.
+                mask = mask.pin_memory().to(device, non_blocking=True)
+        masks.append(mask)
+    return DropoutMasks(*masks)
