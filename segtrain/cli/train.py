@@ -1,0 +1,76 @@
+"""The arguments of `segtrain train`."""
+
+import argparse
+from pathlib import Path
+
+from segtrain.cli.common import (
+    CONFIG_HELP,
+    Commands,
+    add_device,
+    add_nproc,
+    add_set,
+    add_switch,
+    endpoint,
+    lazily,
+    non_negative,
+    positive,
+)
+
+
+def add_train(commands: Commands) -> None:
+    """Adds `segtrain train`."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model from a config",
+        description="Train the experiment in CONFIG; evaluate and save checkpoints on the way.",
+        epilog="examples:\n"
+        "  segtrain train own.yaml --nproc 4 --set train.lr=0.02\n"
+        "  segtrain train own.yaml --resume                        or: train runs/own --resume\n"
+        "  segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
+        "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
+        "  torchrun --nproc-per-node 4 -m segtrain train CONFIG",
+    )
+    train = lazily("commands.train.target:main")
+    parser.set_defaults(command=lambda args: train(_consistent_nodes(parser, args)))
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help=f"{CONFIG_HELP}; with --resume also the run's directory")
+    add_set(add)
+    add_nproc(add)
+    add_device(add)
+    add("--output", type=Path, metavar="DIR", help="run directory (default: runs/<name of CONFIG>)")
+    add_switch(add, "--resume", "go on at the last checkpoint, on any number of ranks")
+    add_switch(
+        add, "--accept-changes", "with --resume: go on although config or data have changed since"
+    )
+    add_switch(
+        add,
+        "--requeue",
+        "in a SLURM job: at SIGUSR1 save, requeue the job and stop (without: save and go on)",
+    )
+    add = parser.add_argument_group("several machines (the same command on each)").add_argument
+    add("--nnodes", type=positive, default=1, metavar="N", help="machines")
+    add(
+        "--node-rank",
+        type=non_negative,
+        metavar="R",
+        help="number of this machine; 0 serves the meeting point",
+    )
+    add("--rdzv-endpoint", type=endpoint, metavar="HOST:PORT", help="meeting point on machine 0")
+    add("--rdzv-id", metavar="ID", help="name of the job, where several meet at the same point")
+    add(
+        "--max-restarts",
+        type=non_negative,
+        default=0,
+        metavar="N",
+        help="start all ranks again this often after one failed (default: 0)",
+    )
+
+
+def _consistent_nodes(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> argparse.Namespace:
+    if args.nnodes > 1 and args.rdzv_endpoint is None:
+        parser.error("--nnodes: several machines need --rdzv-endpoint HOST:PORT")
+    if args.node_rank is not None and args.node_rank >= args.nnodes:
+        parser.error(f"--node-rank: expected less than --nnodes, {args.nnodes}")
+    return args
