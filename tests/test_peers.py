@@ -276,6 +276,28 @@ def test_converted_resnet_v1d_without_a_config_equals_mmsegmentations(mmseg, tmp
     )
 
 
+def test_deeplabv3_with_the_keys_of_earlier_versions_is_read(smp, tmp_path, classes):
+    """They had no names, and smp renames them when it loads them."""
+    model = enliven(smp.DeepLabV3("resnet18", encoder_weights=None, classes=K))
+    state = model.state_dict()
+    for old, new in (("0", "aspp"), ("1", "conv"), ("2", "bn")):
+        start = f"decoder.{new}."
+        state = {
+            k.replace(start, f"decoder.{old}.") if k.startswith(start) else k: v
+            for k, v in state.items()
+        }
+    torch.save(state, tmp_path / "theirs.pth")
+    convert_file(tmp_path / "theirs.pth", tmp_path / "ours.pt", classes=classes)
+    theirs = smp.DeepLabV3("resnet18", encoder_weights=None, classes=K).eval()
+    theirs.load_state_dict(state)
+    compare(
+        "DeepLabV3 of earlier versions",
+        lambda dtype, x: [theirs.to(dtype)(x)],
+        our_logits(tmp_path / "ours.pt", aux=False),
+        images(32, 320),
+    )
+
+
 @pytest.mark.parametrize(("arch", "options", "overrides"), SMP)
 def test_converted_model_equals_smps(arch, options, overrides, smp, tmp_path, classes):
     """Its models take no odd sizes. The width is as above, for rate 36 at stride 16."""
