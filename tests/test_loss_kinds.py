@@ -1,23 +1,30 @@
 """The oracles are torch's own functions and the papers' formulas, in float64, over the valid pixels
 of the whole batch."""
 
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from experiments import experiment, write_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import (
     Config,
     DataConfig,
     LossConfig,
     TrainConfig,
     config_to_yaml,
+    load_config,
     parse_config,
 )
+from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.virtual_ranks import VirtualRanks
+from segtrain.errors import ConfigError
 from segtrain.training.losses import LOSSES, LossOptions, SegLoss
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, SegLogits
@@ -374,6 +381,15 @@ def test_a_sum_of_losses_survives_checkpoint_and_run_directory():
     assert LossConfig.model_validate_json(old) == LossConfig(kind="ohem", class_weights=(1.0, 2.0))
 
 
+def test_the_losses_of_other_trainers_in_the_readme_are_accepted():
+    text = (Path(__file__).parent.parent / "configs" / "README.md").read_text()
+    sections = re.findall(r"`(loss: \{.*?\})`", text)
+    assert len(sections) == 4
+    for section in sections:
+        config = "data: {layout: voc, root: x, classes: voc}\n" + section
+        assert parse_config(config, source="README").loss != LossConfig()
+
+
 REFUSED = [
     ({"label_smoothing": 0.1, "kind": "ohem"}, "label_smoothing: has no effect with kind ohem"),
     ({"focal_gamma": 1.0}, "focal_gamma: has no effect with kind cross_entropy"),
@@ -415,3 +431,15 @@ def test_every_loss_says_the_shape_of_its_sums():
             config = LossConfig(kind=kind, lovasz_per_image=per_image)
             loss = make(LossOptions(config))
             assert loss.sums(logits, labels).shape == loss.shape(K), kind
+
+
+def test_the_class_weights_of_every_term_are_one_for_each_class(tmp_path, data):
+    term = {"kind": "focal", "class_weights": [1.0, 2.0]}
+    options = experiment(data, loss={"class_weights": [1.0, 2.0, 3.0], "also": [term]})
+    config = load_config(write_config(tmp_path / "c.yaml", options))
+    sets = [open_dataset(config.data, split) for split in ("train", "val")]
+    with pytest.raises(ConfigError) as caught:
+        check_experiment(config, *sets, device=CPU)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("loss.class_weights: 3 numbers for the 4 classes of ")
+    assert second.startswith("loss.also[0].class_weights: 2 numbers for the 4 classes of ")

@@ -82,7 +82,8 @@ class LovaszBatch:
     def _growth_among_all(self, errors: Tensor, truth: Tensor, valid: Tensor) -> Tensor:
         """As `_growth`, for the pixels (n, H W) of one class, sorted with those of all ranks."""
         # One number a pixel: a sign bit says where g is 0, and -2 is beyond all errors.
-        packed = torch.where(truth, errors, -errors).masked_fill(~valid, -2.0)
+        size = errors.abs()  # 1 - p may come out below 0 by a rounding
+        packed = torch.where(truth, size, -size).masked_fill(~valid, -2.0)
         padded = packed.new_full((self._most_images(len(errors)), errors.shape[1]), -2.0)
         padded[: len(packed)] = packed
         # (ranks, images, H W). Images lie in the order of the batch, so pixels with equal errors
