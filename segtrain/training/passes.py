@@ -89,7 +89,10 @@ def run_passes(
                 )
             else:
                 means = _in_threads(state, part.split(sizes), weights[i], step_sync=step_sync)
-        losses += means * weights[i] if part.partner_labels is None else weights[i] @ means
+        if part.partner_labels is None:
+            losses += means * weights[i]
+        else:
+            losses += (means * weights[i].unsqueeze(1)).sum(0)
         settle_statistics(state.model)
     return losses
 
