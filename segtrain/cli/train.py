@@ -39,6 +39,12 @@ def add_train(commands: Commands) -> None:
     add_device(add)
     add("--output", type=Path, metavar="DIR", help="run directory (default: runs/<name of CONFIG>)")
     add_switch(add, "--resume", "go on at the last checkpoint, on any number of ranks")
+    add(
+        "--until",
+        type=positive,
+        metavar="STEP",
+        help="save after this step and stop; the learning rate is that of train.steps",
+    )
     add_switch(
         add, "--accept-changes", "with --resume: go on although config or data have changed since"
     )

@@ -37,6 +37,8 @@ def train(args: argparse.Namespace, config: Config) -> int:
         raise ConfigError("--accept-changes: serves only --resume")
     if args.requeue and "SLURM_JOB_ID" not in os.environ:
         raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
+    if args.until is not None and args.until > config.train.steps:
+        raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
     wrong = wrong_units(config)
     if wrong and not (args.resume or restarted):
         raise ConfigError("\n".join(wrong))
@@ -131,6 +133,7 @@ def _run_training(args: argparse.Namespace, config: Config, restarted: bool) -> 
         accept_changes=args.accept_changes,
         restarted=restarted,
         requeue=args.requeue,
+        until=args.until,
     )
 
 

@@ -40,7 +40,7 @@ def until(run: Training, step: int) -> Iterable[Batch]:
 
 def shown(run: Run) -> Iterator[Batch]:
     """This rank's batches from the current step to the last; TensorBoard shows the first one."""
-    for i, batch in enumerate(until(run, run.config.train.steps)):
+    for i, batch in enumerate(until(run, run.last_step)):
         if i == 0:
             # A wrong label file or augmentation is seen here within a minute.
             picture = training_picture(batch, run.train_set.classes, run.config.log.num_images)

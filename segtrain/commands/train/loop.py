@@ -4,6 +4,7 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 from segtrain.commands.train import batches, saving
 from segtrain.commands.train.evaluation import evaluate
@@ -28,6 +29,11 @@ def train(run: Run) -> None:
     if complete := _completion(run):
         run.log.lines([f"already complete: {complete}, {score_text(run.best)}", *_way_on(run)])
         return
+    # Without --until, such a run has its last evaluation left to do.
+    is_far_enough = run.last_step < config.train.steps and state.step >= run.last_step
+    if is_far_enough and not _has_cut_evaluation(run):
+        run.log.lines([f"already at step {state.step}", _to_train_on(run)])
+        return
     dist.run_on_rank0(lambda: run.checkpoints.check_space(saving.checkpoint_of(run)))
     # From here on there is something to save.
     run.signal_flags.install()
@@ -36,9 +42,9 @@ def train(run: Run) -> None:
     if run.ending.reason():
         run.step_sync.end()  # and its evaluation was cut short
     run.ending.start()
-    if run.evaluated < state.step and _is_due(config.eval.every_steps, run):
-        evaluate(run)  # the evaluation was cut short
-    if state.step < config.train.steps and not run.step_sync.ended:
+    if _has_cut_evaluation(run):
+        evaluate(run)
+    if state.step < run.last_step and not run.step_sync.ended:
         with worker_failures():
             _train_steps(run)
     # Before the last evaluation, which may be long.
@@ -54,6 +60,13 @@ def train(run: Run) -> None:
         run.log.hparams(options, {"mIoU": run.mean_iou}, state.step, first=first)
         if state.step < config.train.steps:
             run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])
+    elif not run.step_sync.stopped:
+        run.log.lines([f"paused after step {state.step}, which is saved", _to_train_on(run)])
+
+
+def _has_cut_evaluation(run: Run) -> bool:
+    """Whether the evaluation that fell on the current step was cut short."""
+    return run.evaluated < run.state.step and _is_due(run.config.eval.every_steps, run)
 
 
 def _completion(run: Run) -> str:
@@ -77,9 +90,13 @@ def _way_on(run: Run) -> list[str]:
     return [
         f"the learning rate had come to {now:.2g} of {first:.2g}: its schedule ends at step "
         f"{train.steps}",
-        f"to train on: segtrain train {shlex.quote(str(run.directory))} --resume "
-        f"{run.ending.repair()}",
+        f"{_to_train_on(run)} {run.ending.repair()}",
     ]
+
+
+def _to_train_on(run: Run) -> str:
+    """A line for a run that may go on."""
+    return f"to train on: segtrain train {shlex.quote(str(run.directory))} --resume"
 
 
 def _train_steps(run: Run) -> None:
@@ -97,7 +114,7 @@ def _train_steps(run: Run) -> None:
         _count_unlogged(run, meter)
     heartbeat.beat("training", state.step)
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
-        for result in steps:
+        for result in islice(steps, run.last_step - state.step):
             meter.update(result)
             if run.receipts is not None:
                 run.receipts.update(result)

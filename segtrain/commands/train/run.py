@@ -27,6 +27,7 @@ def run(
     accept_changes: bool = False,
     restarted: bool = False,
     requeue: bool = False,
+    until: int | None = None,
 ) -> int:
     """Trains `config` into `directory` and returns the exit code (collective).
 
@@ -35,13 +36,15 @@ def run(
         accept_changes: go on even if it was started with another config or other data.
         restarted: go on with it if it is there.
         requeue: on SIGUSR1 save, requeue the SLURM job and stop; otherwise only save.
+        until: save after this step, at most train.steps, and stop.
     """
     if device.type == "cpu":
         keep_freed_memory()
     heartbeat.beat("setup", 0)
     with process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
         resume = _all_resume(directory, resume, restarted)
-        this = set_up(Order(config, directory, device, resume, accept_changes, requeue), stack)
+        order = Order(config, directory, device, resume, accept_changes, requeue, until)
+        this = set_up(order, stack)
         with this.log:
             loop.train(this)
             return _leave(this) if this.step_sync.stopped else EXIT_OK

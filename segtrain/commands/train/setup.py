@@ -55,6 +55,7 @@ class Order:
     resume: bool
     accept_changes: bool
     requeue: bool
+    until: int | None = None  # pause after this step; None: train to the end
 
 
 @dataclass(kw_only=True)
@@ -62,6 +63,7 @@ class Run(Training):
     """An experiment on this rank, ready for the next step, and what it leaves behind."""
 
     directory: Path
+    last_step: int  # of this process: train.steps, or the step of --until
     eval_set: SegDataset
     data: RunData
     devices: list[str]  # of every rank, by name
@@ -144,6 +146,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     run = Run(
         config=config,
         directory=directory,
+        last_step=min(config.train.steps, order.until or config.train.steps),
         device=device,
         devices=devices,
         train_set=train_set,

@@ -1,0 +1,81 @@
+"""`segtrain train --until STEP`: a run that pauses is the run that does not."""
+
+import pytest
+from experiments import assert_same_state, last, losses, small, train, write_config
+
+from segtrain import cli
+
+
+@pytest.fixture(scope="module")
+def alone(run_ranks, tmp_path_factory, data):
+    """A run of 5 steps, evaluated after 2, 4 and 5, and its config."""
+    folder = tmp_path_factory.mktemp("alone")
+    options = small(data, eval={"every_steps": 2}, train={"steps": 5, "batch_size": 4})
+    options["augment"]["crop_size"] = [25, 33]
+    config = write_config(folder / "c.yaml", options)
+    assert run_ranks(1, train, config, folder / "run") == [0]
+    return config, folder / "run"
+
+
+def test_a_run_that_pauses_ends_with_the_bits_of_one_that_does_not(run_ranks, tmp_path, alone):
+    config, whole = alone
+    run = tmp_path / "run"
+    for until, evaluated in ((2, 2), (3, 2), (5, 5)):
+        assert run_ranks(1, train, config, run, until > 2, until=until) == [0]
+        assert (last(run).step, last(run).evaluated) == (until, evaluated)
+    assert_same_state(last(run), last(whole))
+    assert last(run).best == last(whole).best
+    for tag in ("train/loss", "train/lr", "eval/mIoU"):
+        assert losses(run, tag) == losses(whole, tag)
+    log = (run / "train.log").read_text()
+    assert log.count("paused after step 2, which is saved\n") == 1
+    assert f"to train on: segtrain train {run} --resume\n" in log
+
+
+def test_what_is_reached_already_is_left_as_it_is(run_ranks, tmp_path, alone):
+    config, _ = alone
+    run = tmp_path / "run"
+    assert run_ranks(1, train, config, run, until=3) == [0]
+    before = {path: path.stat().st_mtime_ns for path in (run / "checkpoints").iterdir()}
+    for until in (3, 1):
+        assert run_ranks(1, train, config, run, True, until=until) == [0]
+    assert {path: path.stat().st_mtime_ns for path in (run / "checkpoints").iterdir()} == before
+    assert (run / "train.log").read_text().count("already at step 3\n") == 2
+
+
+def test_an_evaluation_that_was_cut_short_is_done_where_the_run_pauses(run_ranks, tmp_path, alone):
+    config, whole = alone
+    run = tmp_path / "run"
+    assert run_ranks(1, killed_before_evaluation, config, run) == [None]
+    assert (last(run).step, last(run).evaluated) == (2, 0)
+    assert run_ranks(1, train, config, run, True, until=2) == [0]
+    assert (last(run).step, last(run).evaluated) == (2, 2)
+    assert losses(run, "eval/mIoU") == losses(whole, "eval/mIoU")[:1]
+
+
+def killed_before_evaluation(config, directory):
+    """Trains until an evaluation begins."""
+    from segtrain.commands.train import loop
+
+    def fail(_):
+        raise KeyboardInterrupt
+
+    loop.evaluate = fail
+    with pytest.raises(KeyboardInterrupt):
+        train(config, directory)
+
+
+def test_ranks_pause_after_the_same_step(run_ranks, tmp_path, alone):
+    config, whole = alone
+    run = tmp_path / "run"
+    assert run_ranks(2, train, config, run, until=3) == [0, 0]
+    assert last(run).step == 3
+    assert len(losses(run)) == 3
+    assert losses(run)[0] == pytest.approx(losses(whole)[0], rel=1e-4)
+
+
+def test_a_step_beyond_the_last_is_refused(tmp_path, capsys):
+    config = tmp_path / "c.yaml"
+    config.write_text("data: {layout: folders, root: /d, classes: voc}\ntrain: {steps: 9}\n")
+    assert cli.main(["train", str(config), "--until", "10"]) == 2
+    assert "--until: 10 is more than train.steps, 9" in capsys.readouterr().err
