@@ -13,6 +13,7 @@ from torch import Tensor
 # run must meet the streams it was started with.
 _ORDER, _AUGMENT, _DROPOUT = 1, 2, 3
 _CLASS_UNIFORM, _CENTROIDS, _PARTNER, _MIXUP = 10, 11, 12, 13
+_POPULATION = 30
 
 
 def sample_order(seed: int, epoch: int, num_images: int) -> np.ndarray:
@@ -51,6 +52,14 @@ def mixup_weight(seed: int, step: int, alpha: float) -> int:
     """
     drawn = np.random.default_rng((seed, _MIXUP, step)).beta(alpha, alpha)
     return round(256 * min(drawn, 1 - drawn))
+
+
+def population_rng(seed: int, round_number: int, member: int) -> np.random.Generator:
+    """The generator for what `segtrain population` decides about a member after a round.
+
+    Round 0: the options that it starts with.
+    """
+    return np.random.default_rng((seed, _POPULATION, round_number, member))
 
 
 def dropout_mask(

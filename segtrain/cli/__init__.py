@@ -13,7 +13,7 @@ from segtrain import __version__
 from segtrain.cli.common import Parser, add_command, group
 from segtrain.cli.data import add_config, add_data
 from segtrain.cli.models import add_convert, add_eval, add_export, add_predict, add_verify
-from segtrain.cli.train import add_train
+from segtrain.cli.train import add_population, add_train
 from segtrain.commands import exit_code, streams
 
 _DESCRIPTION = """\
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"segtrain {__version__}")
     commands = group(parser)
     add_train(commands)
+    add_population(commands)
     add_eval(commands)
     add_verify(commands)
     add_predict(commands)

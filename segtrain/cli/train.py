@@ -1,4 +1,4 @@
-"""The arguments of `segtrain train`."""
+"""The arguments of `segtrain train` and `segtrain population`."""
 
 import argparse
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from segtrain.cli.common import (
     CONFIG_HELP,
     Commands,
+    add_command,
     add_device,
     add_nproc,
     add_set,
@@ -80,3 +81,43 @@ def _consistent_nodes(
     if args.node_rank is not None and args.node_rank >= args.nnodes:
         parser.error(f"--node-rank: expected less than --nnodes, {args.nnodes}")
     return args
+
+
+def add_population(commands: Commands) -> None:
+    """Adds `segtrain population`."""
+    add = add_command(
+        commands,
+        "population",
+        "commands.population.command:main",
+        help="search options with runs that learn from each other",
+        description="Train several members of CONFIG with other seeds and options, one after "
+        "another, a round at a\ntime. After each round the worst quarter takes over weights and "
+        "options of the best,\nand changes the options by a factor of 0.8 or 1.2 (population "
+        "based training,\narXiv:1711.09846). Member 0 starts with the options of CONFIG.",
+        epilog="Each member is a run in DIR/member_0 and so on; DIR/population.csv and "
+        "population.png tell\nthe history.\n\n"
+        "examples:\n"
+        "  segtrain population own.yaml --members 4 --every 2000\n"
+        "  segtrain population own.yaml --perturb train.lr --perturb model.dropout --nproc 2\n"
+        "  segtrain population runs/own_population --resume",
+    )
+    help_of_config = f"{CONFIG_HELP}; with --resume also the population's directory"
+    add("config", metavar="CONFIG", help=help_of_config)
+    add("--members", type=positive, metavar="N", help="runs (default: 4)")
+    text = "steps of a round (default: eval.every_steps); members are evaluated and saved then"
+    add("--every", type=positive, metavar="N", help=text)
+    add(
+        "--perturb",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY",
+        help="an option to search, a number with a fraction; may be repeated (default: train.lr "
+        "and train.weight_decay)",
+    )
+    add_switch(add, "--alone", "no exchange: the same members, for comparison")
+    add_set(add)
+    add_nproc(add)
+    add_device(add)
+    text = "directory (default: runs/<name of CONFIG>_population, or _alone)"
+    add("--output", type=Path, metavar="DIR", help=text)
+    add_switch(add, "--resume", "go on where it was stopped, with the arguments of its start")

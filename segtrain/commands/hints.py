@@ -15,6 +15,7 @@ _SECTIONS = ("train", "data", "augment", "model", "loss", "eval", "norm", "log",
 # Commands of other tools.
 _COMMANDS = {
     **dict.fromkeys(("fit", "tune", "finetune"), "train"),
+    **dict.fromkeys(("pbt", "search", "sweep"), "population"),
     **dict.fromkeys(("val", "valid", "validate", "test", "evaluate", "score"), "eval"),
     **dict.fromkeys(("detect", "infer", "inference", "segment", "pred"), "predict"),
     **dict.fromkeys(("datacheck", "check", "data-check", "check-data"), "data check"),
@@ -25,7 +26,7 @@ _COMMANDS = {
 }
 
 # The options that --set of each command may change, by the beginning of their names.
-_ON_CONFIGS = ("train", "data check", "config show")
+_ON_CONFIGS = ("train", "population", "data check", "config show")
 _SETTABLE = dict.fromkeys(_ON_CONFIGS, ("",)) | {"eval": ("eval.", "data."), "predict": ("eval.",)}
 
 _OUTPUT = ("o", "out", "out_dir", "outdir", "output_dir", "save_dir", "work_dir", "project")
@@ -43,7 +44,7 @@ _OPTIONS = (
         "my.yaml; --set data.root=FOLDER names another folder",
         "",
     ),
-    (_OUTPUT, ("train", "predict"), "write --output {value}", "DIR"),
+    (_OUTPUT, ("train", "population", "predict"), "write --output {value}", "DIR"),
     (_OUTPUT, ("export",), "write --output {value}", "FILE"),
     (_OUTPUT, ("eval",), "write --save-predictions {value}, or --json FILE for the scores", "DIR"),
     (_WEIGHTS, ("eval", "predict", "export"), f"the run or checkpoint {_NO_OPTION}", "runs/own"),

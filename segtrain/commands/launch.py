@@ -143,7 +143,7 @@ def _start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
     signal.signal(signal.SIGINT, signals.exit_at_once)
     from segtrain.distributed.launcher import Machines, run_ranks
 
-    command = [sys.executable, *_safe_path(), "-m", "segtrain", *args.argv]
+    command = [sys.executable, *safe_path(), "-m", "segtrain", *args.argv]
     machines = None
     if getattr(args, "nnodes", 1) > 1:  # only `segtrain train` has it
         run_id, secret = args.rdzv_id or "segtrain", Path(args.output, SECRET_FILE)
@@ -152,7 +152,7 @@ def _start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
     return run_ranks(command, num_ranks, max_restarts=max_restarts, machines=machines)
 
 
-def _safe_path() -> list[str]:
+def safe_path() -> list[str]:
     """Python's option that keeps the current folder out of the ranks' import path.
 
     Otherwise the ranks would import a yaml.py that happens to lie there. Only a checkout that was

@@ -1,0 +1,1 @@
+"""`segtrain population`: runs that take over weights and options from each other."""

@@ -1,0 +1,577 @@
+"""`segtrain population`: who takes over from whom, interruptions, and what is refused."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+from experiments import assert_same_state, last, losses, small, write_config
+from PIL import Image
+
+from segtrain import cli
+from segtrain.checkpoint.format import Checkpoint
+from segtrain.checkpoint.manager import CheckpointManager
+from segtrain.commands.population import command, exchange, history, member
+from segtrain.commands.population.exchange import take_over
+from segtrain.commands.population.history import History, Round, Row, Takeover
+from segtrain.config import Config, load_config
+from segtrain.errors import CheckpointError, ExecutionError
+from segtrain.files import manifest
+
+LR, DECAY = "train.lr", "train.weight_decay"
+
+
+def config(**train):
+    return Config.model_validate(
+        {
+            "data": {"layout": "folders", "root": "x", "classes": "x"},
+            "train": {"steps": 40, "lr": 0.01, "weight_decay": 1e-4} | train,
+        }
+    )
+
+
+def population(scores, *, alone=False, **train):
+    """A population at the end of its first rounds, whose members have these scores there."""
+    found = History(
+        members=len(scores[0]),
+        every=10,
+        perturb=[LR, DECAY],
+        alone=alone,
+        config=config(**train),
+    )
+    for number, values in enumerate(scores):
+        found.rounds.append(Round(step=10 * (number + 1)))
+        for i, value in enumerate(values):
+            row = Row(options=found.options_of(i), mean_iou=value)
+            found.rounds[-1].rows.append(row)
+        found.rounds[-1].exchange = history.decide(found, number)
+    return found
+
+
+def takeovers(found):
+    return [(one.member, one.source) for one in found.rounds[-1].exchange]
+
+
+@pytest.mark.parametrize(
+    ("scores", "wanted"),
+    [
+        ([0.3, 0.1], [(1, 0)]),
+        ([0.1, 0.2, 0.4, 0.3], [(0, 2)]),
+        ([0.2, 0.2, 0.2, 0.1], [(3, 0)]),  # ties: the earlier member is the better
+        ([0.2, 0.2, 0.2, 0.2], []),
+        ([0.2, None, 0.4, None], [(1, 2), (3, 2)]),
+        ([None, None, None, None], []),
+    ],
+)
+def test_the_worst_quarter_takes_over_from_the_best(scores, wanted):
+    assert takeovers(population([scores])) == wanted
+
+
+def test_of_eight_members_two_take_over_from_one_of_the_best_two():
+    found = {tuple(takeovers(population([[*range(8)]], lr=lr / 100))) for lr in (1, 2)}
+    assert len(found) == 1  # a matter of the seed, not of the options
+    ((first, second),) = found
+    assert (first[0], second[0]) == (0, 1)
+    assert {first[1], second[1]} <= {6, 7}
+    sources = set()
+    for seed in range(20):
+        other = population([[*range(8)]])
+        other.config = other.config.model_copy(update={"seed": seed})
+        sources |= {one.source for one in history.decide(other, 0)}
+    assert sources == {6, 7}
+
+
+def test_options_are_those_of_the_source_times_a_factor():
+    found = population([[0.1, 0.4, 0.2, 0.3], [0.1, 0.4, 0.2, 0.3]])
+    assert found.rounds[0].rows[0].options == {LR: 0.01, DECAY: 1e-4}  # the file's
+    for row in found.rounds[0].rows[1:]:
+        assert row.options[LR] in (0.008, 0.012)
+        assert row.options[DECAY] in (8e-5, 1.2e-4)
+    winner, new = found.rounds[0].rows[1].options, found.rounds[1].rows[0].options
+    assert {round(new[key] / winner[key], 6) for key in (LR, DECAY)} <= {0.8, 1.2}
+    assert found.rounds[1].rows[1].options == winner
+    again = population([[0.1, 0.4, 0.2, 0.3], [0.1, 0.4, 0.2, 0.3]])
+    assert again == found
+
+
+def test_an_option_stays_where_the_config_refuses_the_product():
+    rngs = [np.random.default_rng(seed) for seed in range(20)]
+    found = {
+        history.perturbed(config(), {"train.momentum": 0.9}, rng)["train.momentum"] for rng in rngs
+    }
+    assert found == {0.9, 0.72}  # 1.08 is no momentum
+
+
+def test_a_member_that_diverged_alone_is_not_trained_again():
+    found = population([[0.1, None], [0.2, None]])
+    found.rounds.append(Round(step=30))
+    assert not found.has_diverged(1)  # it took over
+    for past in found.rounds:
+        past.exchange = []
+    assert found.has_diverged(1)
+    assert not found.has_diverged(0)
+
+
+def test_the_best_is_that_of_the_weights_and_goes_with_them():
+    found = population([[0.5, 0.1], [0.3, 0.4]])
+    assert takeovers(found) == [(0, 1)]
+    assert found.best() == (0, 0.5, 10)  # best.pt of member 0 went to member 1 after step 10 ...
+    found.rounds[-1].exchange = []
+    assert found.best()[1:] == (0.5, 10)  # ... which keeps it
+
+
+def checkpoint(step, value):
+    import torch
+
+    weights = {"w": torch.full((3,), float(value))}
+    return Checkpoint(step, "{}", "{}", weights, None, {}, {}, {"step": step, "mean_iou": 0.5})
+
+
+def run_with(directory, *values, keep=()):
+    """A run that saved checkpoints of steps 1, 2 ... with these values, and kept some."""
+    manager = CheckpointManager(directory / "checkpoints", keep_limit=5)
+    for step, value in enumerate(values, start=1):
+        manager.save_last(checkpoint(step, value))
+        if step in keep:
+            manager.keep(checkpoint(step, value))
+    manager.save_best(checkpoint(1, values[0]))
+    (directory / "train.log").write_text("")
+    return directory
+
+
+def files_of(run):
+    return {path.name: path.read_bytes() for path in (run / "checkpoints").iterdir()}
+
+
+def newest(run):
+    manager = CheckpointManager(run / "checkpoints", keep_limit=5)
+    manager.clean_up()
+    assert manager.warnings == []
+    path, problems = manager.newest()
+    assert problems == []
+    return path.name
+
+
+def test_an_exchange_makes_the_checkpoints_those_of_the_winner(tmp_path):
+    loser = run_with(tmp_path / "loser", 1, 2, keep=(1, 2))
+    winner = run_with(tmp_path / "winner", 5, 6, 7, keep=(3,))
+    (loser / "checkpoints/mine.txt").write_text("not of a run")
+    before = files_of(winner)
+    take_over(loser, winner, config(lr=0.5), step=3)
+    assert files_of(winner) == before
+    after = files_of(loser)
+    assert after.pop("mine.txt") == b"not of a run"
+    assert after.keys() == before.keys()
+    assert {name for name in before if before[name] != after[name]} <= {manifest.MANIFEST}
+    assert newest(loser) == "last.pt"
+    assert load_config(loser / "config.yaml") == config(lr=0.5)
+    assert (
+        "changed    all weights: those of winner at step 3\n" in (loser / "train.log").read_text()
+    )
+    assert not (loser / ".lock").exists()
+
+
+def test_an_exchange_that_was_cut_short_anywhere_is_completed_by_another(tmp_path, monkeypatch):
+    class KilledError(Exception):
+        pass
+
+    def prepare(name):
+        return shutil.copytree(template, tmp_path / name)
+
+    # The lock of a process that dies goes with it.
+    monkeypatch.setattr(exchange, "Claim", nullcontext)
+    template = run_with(tmp_path / "template", 1, 2, keep=(1, 2))
+    winner = run_with(tmp_path / "winner", 5, 6, 7, keep=(3,))
+    whole = prepare("whole")
+    take_over(whole, winner, config(lr=0.5), step=3)
+    wanted, replace, unlink = files_of(whole), Path.replace, Path.unlink
+    for deaths in range(1, 50):
+        loser, left = prepare(str(deaths)), [deaths]
+
+        def dying(function, left=left):
+            def call(*args, **kwargs):
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KilledError
+                return function(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", dying(replace))
+            patch.setattr(Path, "unlink", dying(unlink))
+            try:
+                take_over(loser, winner, config(lr=0.5), step=3)
+                died = False
+            except KilledError:
+                died = True
+        take_over(loser, winner, config(lr=0.5), step=3)
+        found = {name: content for name, content in files_of(loser).items() if name[0] != "."}
+        assert found == wanted, deaths
+        assert newest(loser) == "last.pt"
+        if not died:
+            break
+    assert 12 < deaths < 49
+
+
+def test_a_damaged_checkpoint_of_the_winner_is_not_taken_over(tmp_path):
+    loser, winner = (run_with(tmp_path / name, 1, 2) for name in ("loser", "winner"))
+    before = files_of(loser)
+    with pytest.raises(CheckpointError, match=r"last.pt: expected the checkpoint of step 3"):
+        take_over(loser, winner, config(), step=3)
+    path = winner / "checkpoints/best.pt"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"best.pt: damaged"):
+        take_over(loser, winner, config(), step=2)
+    assert files_of(loser)["best.pt"] == before["best.pt"]
+
+
+def test_the_score_is_that_of_the_step(tmp_path):
+    lines = [{"step": 4, "train/loss": 1.0}, {"step": 4, "eval/mIoU": 0.5}]
+    lines += [{"step": 6, "eval/mIoU": 0.6}, {"step": 8, "eval/mIoU": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert member.score(tmp_path, 4) == 0.5
+    assert member.score(tmp_path, 8) is None
+    with pytest.raises(ExecutionError, match="has no eval/mIoU of step 5"):
+        member.score(tmp_path, 5)
+
+
+# Whole populations. Members train in processes that have imported torch already.
+
+BONUS = 0.5
+
+
+def train_member(arguments, stop_after=None):
+    """`segtrain ARGUMENTS` in this rank; SIGTERM reaches it after some step."""
+    import multiprocessing
+
+    from segtrain.commands.train import loop
+
+    multiprocessing.set_start_method(None, force=True)
+    whole = loop.train_steps
+
+    def train_steps(*args, **kwargs):
+        for result in whole(*args, **kwargs):
+            if result.step == stop_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield result
+
+    loop.train_steps = train_steps
+    return cli.main(arguments)
+
+
+@pytest.fixture
+def members(monkeypatch, run_ranks):
+    """Lets members train quickly; a number n in the list stops the n-th piece after step 4."""
+    stop = []
+
+    def run_segtrain(arguments, show):
+        if stop:
+            stop[0] -= 1
+            if stop[0] == 0:
+                return run_ranks(1, train_member, arguments, 4)[0]
+        return run_ranks(1, train_member, arguments)[0]
+
+    monkeypatch.setattr(command, "run_segtrain", run_segtrain)
+    # After two steps, both may predict one class everywhere.
+    monkeypatch.setattr(command, "score", score_with_bonus)
+    return stop
+
+
+def score_with_bonus(run, step):
+    return member.score(run, step) + (BONUS if run.name == "member_1" else 0)
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory, data):
+    options = small(data, train={"steps": 4, "batch_size": 2})
+    options["augment"]["crop_size"] = [25, 33]
+    return write_config(tmp_path_factory.mktemp("experiment") / "own.yaml", options)
+
+
+def run(experiment, directory, *arguments):
+    words = ["population", str(experiment), "--output", str(directory), "--device", "cpu"]
+    return cli.main([*words, "--members", "2", "--every", "2", *arguments])
+
+
+def recorded(directory):
+    return json.loads((directory / "population.json").read_text())
+
+
+def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
+    tmp_path, experiment, members, monkeypatch, capsys
+):
+    """Between decision and exchange, and in the midst of a piece of the second round."""
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    longer = ["--set", "train.steps=6", "--every", "3"]
+    assert run(experiment, alone, *longer) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == [
+        "round",
+        "step",
+        "member",
+        "mIoU",
+        LR,
+        DECAY,
+        "takes_from",
+    ]
+    assert f"segtrain eval {alone}/member_" in out
+
+    def kill(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "take_over", kill)
+    assert run(experiment, killed, *longer) == 130
+    decided = recorded(killed)["rounds"][0]
+    assert (len(decided["exchange"]), decided["applied"]) == (1, False)
+    monkeypatch.setattr(command, "take_over", exchange.take_over)
+    members.append(1)
+    assert run(experiment, killed, *longer, "--resume") == 143
+    assert recorded(killed)["rounds"][0]["applied"]
+    assert last(killed / "member_0").step == 5
+    members.clear()
+    assert cli.main(["population", str(killed), "--resume", "--device", "cpu"]) == 0
+
+    assert recorded(killed) == recorded(alone)
+    assert (killed / "population.csv").read_bytes() == (alone / "population.csv").read_bytes()
+    assert (killed / "population.png").read_bytes() == (alone / "population.png").read_bytes()
+    for name in ("member_0", "member_1"):
+        assert_same_state(last(killed / name), last(alone / name))
+        assert losses(killed / name) == losses(alone / name)
+        assert len(losses(alone / name)) == 6
+    check_history(alone, every=3, bonus=BONUS)
+    (decision,) = recorded(alone)["rounds"][0]["exchange"]
+    assert (decision["member"], decision["source"]) == (0, 1)
+    # Its weights are the other's, with other data and another rate since.
+    assert losses(alone / "member_0")[:3] != losses(alone / "member_1")[:3]
+    assert "changed    all weights: those of member_1 at step 3" in log_of(alone / "member_0")
+
+
+def log_of(run):
+    return (run / "train.log").read_text()
+
+
+def check_history(directory, every=2, bonus=0.0):
+    """The table says what the runs did."""
+    rows = list(csv.DictReader((directory / "population.csv").read_text().splitlines()))
+    assert [(row["round"], row["step"], row["member"]) for row in rows] == [
+        (str(number), str(every * number), str(i)) for number in (1, 2) for i in (0, 1)
+    ]
+    for row in rows:
+        run = directory / f"member_{row['member']}"
+        value = losses(run, "eval/mIoU")[int(row["round"]) - 1]
+        assert row["mIoU"] == f"{value + (bonus if row['member'] == '1' else 0):.4f}"
+        if row["round"] == "2":
+            used = load_config(run / "config.yaml")
+            assert used.seed == int(row["member"])
+            assert (used.train.lr, used.train.weight_decay) == (float(row[LR]), float(row[DECAY]))
+    with Image.open(directory / "population.png") as image:
+        assert image.size == (960, 480)
+
+
+def stand_in(calls, diverging=()):
+    """A `run_segtrain` without training; some pieces end with the code of a loss that is NaN."""
+
+    def run_segtrain(arguments, show):
+        run = Path(arguments[arguments.index("--output") + 1])
+        step = int(arguments[arguments.index("--until") + 1])
+        calls.append((run.name, step, "--resume" in arguments))
+        run.mkdir(exist_ok=True)
+        for name in ("config.yaml", "environment.json"):
+            (run / name).write_text("{}")
+        if (run.name, step) in diverging:
+            return 5
+        manager = CheckpointManager(run / "checkpoints", keep_limit=5)
+        manager.clean_up()
+        manager.save_last(checkpoint(step, 1))
+        value = {"step": step, "eval/mIoU": step / 16 + int(run.name[-1]) / 64}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(value) + "\n")
+        return 0
+
+    return run_segtrain
+
+
+def test_members_left_alone_exchange_nothing(tmp_path, experiment, monkeypatch, capsys):
+    calls, directory = [], tmp_path / "alone"
+    diverging = [("member_0", 2)]
+    monkeypatch.setattr(command, "run_segtrain", stand_in(calls, diverging))
+    assert run(experiment, directory, "--alone") == 0
+    assert calls == [("member_0", 2, False), ("member_1", 2, False), ("member_1", 4, True)]
+    rounds = recorded(directory)["rounds"]
+    assert [past["exchange"] for past in rounds] == [[], []]
+    assert [row["options"] for row in rounds[0]["rows"]] == [
+        row["options"] for row in rounds[1]["rows"]
+    ]
+    assert [[row["mean_iou"] for row in past["rows"]] for past in rounds] == [
+        [None, 9 / 64],
+        [None, 17 / 64],
+    ]
+    assert "best: member_1, mIoU 0.2656 at step 4" in capsys.readouterr().out
+    assert run(experiment, directory, "--resume") == 2
+    assert "--alone: true there, false now" in capsys.readouterr().err
+
+
+def test_a_diverged_member_counts_as_the_worst_and_goes_on(tmp_path, experiment, monkeypatch):
+    calls, directory = [], tmp_path / "run"
+    monkeypatch.setattr(command, "run_segtrain", stand_in(calls, [("member_0", 2)]))
+    assert run(experiment, directory) == 0
+    assert calls == [
+        ("member_0", 2, False),
+        ("member_1", 2, False),
+        ("member_0", 4, True),  # with the weights of the other
+        ("member_1", 4, True),
+    ]
+    first = recorded(directory)["rounds"][0]
+    assert first["rows"][0]["mean_iou"] is None
+    assert [(one["member"], one["source"]) for one in first["exchange"]] == [(0, 1)]
+
+
+def test_a_member_that_fails_ends_the_population_with_its_code(
+    tmp_path, experiment, monkeypatch, capsys
+):
+    monkeypatch.setattr(command, "run_segtrain", lambda *_: 3)
+    assert run(experiment, tmp_path / "run") == 3
+    assert "member_0: ended with exit code 3 before step 2; to go on: segtrain population" in (
+        capsys.readouterr().err
+    )
+    assert recorded(tmp_path / "run")["rounds"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--members", "1"], "--members: expected at least 2, got 1"),
+        (["--every", "4"], "--every: 4 must be smaller than train.steps, 4"),
+        (["--set", "train.shares=2"], "train.shares: receipts tell how a run came to its weights"),
+        (["--set", "train.max_hours=1"], "train.max_hours: a member that ends before the others"),
+        (
+            ["--set", "eval.every_steps=1", "--set", "train.patience=1"],
+            "train.patience: a member that ends before the others",
+        ),
+        (["--perturb", "train.lrr"], "--perturb train.lrr: no such option; did you mean train.lr?"),
+        (["--perturb", "train.steps"], "--perturb train.steps: is 4 here; expected a number with"),
+        (["--perturb", "train.sam_rho"], "--perturb train.sam_rho: is None here"),
+        (["--perturb", "train.min_lr"], "--perturb train.min_lr: is 0 here, and stays so"),
+        (["--perturb", "train.momentum"], "--perturb train.momentum: 0.9 times 1.2 is refused"),
+        (["--perturb", "loss.ohem_threshold"], "--perturb loss.ohem_threshold: 0.56 has no effect"),
+        (["--perturb", "train.milestone_factor"], "has no effect with schedule poly"),
+        (["--perturb", "eval.overlap"], "does not change what a member learns"),
+        (["--perturb", "train.lr", "--perturb", "train.lr"], "--perturb: names an option twice"),
+    ],
+)
+def test_what_cannot_be_a_population_is_refused(tmp_path, experiment, arguments, said, capsys):
+    assert run(experiment, tmp_path / "run", *arguments) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}],
+)
+def test_ranks_of_other_launchers_are_refused(tmp_path, experiment, variables, monkeypatch, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run(experiment, tmp_path / "run") == 2
+    assert "torchrun or srun has started this as one of several ranks" in capsys.readouterr().err
+
+
+def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monkeypatch, capsys):
+    monkeypatch.setattr(command, "run_segtrain", lambda *_: 143)
+    directory = tmp_path / "run"
+    assert run(experiment, directory, "--resume") == 4
+    assert "no population to resume" in capsys.readouterr().err
+    assert run(experiment, directory) == 143
+    for arguments, said in (
+        ([], "holds a population already; go on with it by --resume"),
+        (["--resume", "--members", "3"], "--members: 2 there, 3 now"),
+        (["--resume", "--every", "3"], "--every: 2 there, 3 now"),
+        (["--resume", "--perturb", LR], "--perturb: "),
+        (["--resume", "--set", "train.lr=1.0"], "train.lr: 0.02 there, 1.0 now"),
+    ):
+        capsys.readouterr()
+        assert run(experiment, directory, *arguments) == 2
+        assert said in capsys.readouterr().err
+    # Where the data lie is no matter, and is taken from the new command line.
+    assert run(experiment, directory, "--resume", "--set", "log.every_steps=2") == 143
+    assert load_config(directory / "experiment.yaml").log.every_steps == 2
+    (directory / "population.json").write_text('{"members": "x"}')
+    capsys.readouterr()
+    assert run(experiment, directory, "--resume") == 4
+    assert "population.json: damaged: members: " in capsys.readouterr().err
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").touch()
+    assert run(experiment, other) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+STAND_IN = """
+import signal, sys, time
+def stop(*_):
+    print("saved", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+print("warning: ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_stop_signal_reaches_the_member_and_is_waited_for(tmp_path, monkeypatch):
+    """A program that stands in for `segtrain` says when it is ready."""
+    (tmp_path / "segtrain.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(member, "safe_path", list)
+    monkeypatch.chdir(tmp_path)
+    shown = []
+
+    def show(line):
+        shown.append(line)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert member.run_segtrain([], show) == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert shown == ["warning: ready"]
+
+
+def test_the_last_words_of_a_member_that_fails_are_shown(tmp_path, monkeypatch):
+    (tmp_path / "segtrain.py").write_text("print('config'); raise SystemExit('no such folder')\n")
+    monkeypatch.setattr(member, "safe_path", list)
+    monkeypatch.chdir(tmp_path)
+    shown = []
+    assert member.run_segtrain([], shown.append) == 1
+    assert sorted(shown) == ["config", "no such folder"]
+
+
+@pytest.mark.slow
+def test_the_command_as_processes(tmp_path, experiment):
+    directory = tmp_path / "run"
+    words = [sys.executable, "-m", "segtrain", "population", experiment, "--output", directory]
+    words += ["--members", "2", "--every", "2", "--device", "cpu"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    check_history(directory)
+
+
+def test_the_picture_shows_a_takeover_as_a_new_line():
+    from segtrain.commands.population.picture import COLORS, draw, jumps_of, lines_of
+
+    found = population([[0.1, 0.4], [0.3, 0.5], [0.6, None]])
+    assert lines_of(found, 0) == [[(10, 0.4), (20, 0.3)], [(20, 0.5), (30, 0.6)]]
+    assert jumps_of(found, 0) == [(10, 0.1, 0.4), (20, 0.3, 0.5)]
+    assert lines_of(found, 1) == [[(10, 0.4), (20, 0.5)]]
+    assert jumps_of(found, 1) == [(30, None, 0.6)]
+    picture = draw(found)
+    assert picture.shape == (480, 960, 3)
+    for color in COLORS[:2]:
+        assert (np.abs(picture - np.array(color)).max(axis=2) < 40).sum() > 100
+    assert Takeover.model_validate(found.rounds[0].exchange[0].model_dump()).source == 1
