@@ -485,23 +485,23 @@ def test_exponents_are_restored():
 @pytest.mark.parametrize(
     ("saved", "words"),
     [
-        ({}, "of other weights"),
-        ({"exponents": None}, "of other weights"),
-        ({"exponents": [40, 40]}, "of other weights"),
-        ({"exponents": {"weight": 40}}, "of other weights"),
+        ({}, "damaged: it has no exponents"),
+        ({"exponents": None}, "damaged: it has no exponents"),
+        ({"exponents": [40, 40]}, "damaged: it has no exponents"),
+        ({"exponents": {"weight": 40}}, "of other weights: .*train.layers cannot freeze others"),
         ({"exponents": {"weight": 40, "bias": 40, "more": 40}}, "of other weights"),
-        ({"exponents": {"weight": 40, "bias": 40.0}}, "impossible exponent"),
-        ({"exponents": {"weight": 40, "bias": True}}, "impossible exponent"),
-        ({"exponents": {"weight": 40, "bias": "40"}}, "impossible exponent"),
-        ({"exponents": {"weight": 40, "bias": torch.tensor(40)}}, "impossible exponent"),
-        ({"exponents": {"weight": 40, "bias": 129}}, "impossible exponent"),
-        ({"exponents": {"weight": -(10**30), "bias": 40}}, "impossible exponent"),
+        ({"exponents": {"weight": 40, "bias": 40.0}}, "damaged: .*impossible exponent"),
+        ({"exponents": {"weight": 40, "bias": True}}, "damaged: .*impossible exponent"),
+        ({"exponents": {"weight": 40, "bias": "40"}}, "damaged: .*impossible exponent"),
+        ({"exponents": {"weight": 40, "bias": torch.tensor(40)}}, "damaged: .*impossible exponent"),
+        ({"exponents": {"weight": 40, "bias": 129}}, "damaged: .*impossible exponent"),
+        ({"exponents": {"weight": -(10**30), "bias": 40}}, "damaged: .*impossible exponent"),
     ],
 )
 def test_damaged_exponents_are_refused(saved, words):
     gradients = exact_gradients()
     before = gradients.exponents
-    with pytest.raises(CheckpointError, match=rf"^a\.pt: damaged: .*{words}"):
+    with pytest.raises(CheckpointError, match=rf"^a\.pt: .*{words}"):
         restore_exponents(gradients, saved, Path("a.pt"))
     assert gradients.exponents == before
 

@@ -170,6 +170,8 @@ def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
     text = "train:\n  momentum: 0.5\n  lr: 1e-9\n"
     (line,) = refusal(text, "train.min_lr=0.1")
     assert line == "--set train.min_lr: 0.1 must not be larger than lr, 1e-09"
+    scaled = "train: {lr: 0.01, lr_batch_size: 16, batch_size: 4, min_lr: 0.005}"
+    assert "must not be larger than lr as scaled to batch_size, 0.0025" in refusal(scaled)[0]
     config = parse("train: {min_lr: 0.005}")
     with pytest.raises(ConfigError, match=r"^--set train\.lr: train\.min_lr: 0\.005 must not"):
         override_config(config, ["train.lr=1e-3"], source="runs/x")

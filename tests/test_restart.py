@@ -110,7 +110,8 @@ def test_a_signal_to_the_launcher_reaches_ranks_that_have_just_been_started(
     everyone = descendants(command.process.pid)
     command.process.send_signal(number)
     assert command.wait() == code, command.errors
-    assert command.errors == said
+    # Ctrl-C that reaches a rank while Python starts makes Python complain before.
+    assert command.errors == said if number == signal.SIGTERM else command.errors.endswith(said)
     assert left_after(everyone, GONE_WITHIN_S) == []
 
 

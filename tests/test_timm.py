@@ -8,11 +8,12 @@ from torch import nn
 
 from segtrain import cli
 from segtrain.commands.train.stages import _other_normalization
-from segtrain.config import ModelConfig, load_config, override_config
+from segtrain.config import LayerRule, ModelConfig, TrainConfig, load_config, override_config
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import build_backbone, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
-from segtrain.norm import SyncBatchNorm2d
+from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d
+from segtrain.training.optim import freeze_layers
 
 timm = pytest.importorskip("timm", reason="needs timm: pip install 'segtrain[timm]'")
 
@@ -222,6 +223,22 @@ def test_a_mean_that_the_weights_do_not_expect_is_told(data, tmp_path):
 def test_networks_that_cannot_be_used_are_refused(name, stride, message):
     with pytest.raises(ConfigError, match=message):
         build_backbone(config_of(name, output_stride=stride))
+
+
+@pytest.mark.parametrize("name", [REGNET, "mobilenetv3_small_050"])
+def test_frozen_layers_keep_their_activation(name):
+    config = config_of(name)
+    backbone = lively(build_backbone(config, norm=SyncBatchNorm2d)).double().eval()
+    x = images(2, 3, 65, 97)
+    with torch.no_grad():
+        before = backbone(x)
+    model = nn.ModuleDict({"backbone": backbone, "head": nn.Conv2d(1, 1, 1)})
+    rule = LayerRule(names=("backbone",), freeze=True)
+    freeze_layers(model, TrainConfig(layers=(rule,)), None)
+    assert sum(isinstance(m, FrozenBatchNorm2d) for m in model.modules()) > 10
+    with torch.no_grad():
+        for features in (backbone(x), backbone.train()(x)):  # frozen in training too
+            torch.testing.assert_close(features, before, rtol=1e-12, atol=1e-12)
 
 
 def test_random_layers_are_refused():

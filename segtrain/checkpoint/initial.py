@@ -19,7 +19,7 @@ from segtrain.errors import CheckpointError, ConfigError
 _SILENT = {
     "model": "output_stride contract_dilation multi_grid multi_grid_values basic_block_dilation "
     "align_corners ppm_bins aspp_rates aux_layer",
-    "data": "mean std",
+    "data": "mean std short_side_px",
     "norm": "eps",
 }
 

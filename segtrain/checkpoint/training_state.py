@@ -121,8 +121,13 @@ def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any], path: 
     """Sets the exponents of the next step; CheckpointError if they are damaged."""
     exponents = saved.get("exponents")
     names = gradients.exponents.keys()
-    if not (isinstance(exponents, dict) and exponents.keys() == names):
-        raise CheckpointError(f"{path}: damaged: the gradients' exponents are of other weights")
+    if not isinstance(exponents, dict):
+        raise CheckpointError(f"{path}: damaged: it has no exponents of gradients")
+    if exponents.keys() != names:
+        raise CheckpointError(
+            f"{path}: it has gradients of other weights: with train.shares, train.layers cannot "
+            "freeze others in the middle of a run; start a new one with train.init_from"
+        )
     if any(type(value) is not int or abs(value) > 128 for value in exponents.values()):
         raise CheckpointError(f"{path}: damaged: a gradient has an impossible exponent")
     gradients.exponents = exponents
@@ -149,17 +154,24 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], p
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
         if "velocity_lr" in own:
-            group["velocity_lr"] = velocities.get(tuple(own["param_names"]))
+            rates = {velocities.get(name) for name in own["param_names"]}
+            if len(rates) > 1:
+                raise CheckpointError(
+                    f"{path}: weights of different learning rates are in one group now: with "
+                    "train.momentum_correction false, rules for layers cannot change in the middle "
+                    "of a run"
+                )
+            group["velocity_lr"] = rates.pop()
 
 
-def _velocity_rates(saved: dict[str, Any]) -> dict[tuple[str, ...], float | None]:
-    """The learning rates of the newest step, which a velocity remembers, by the group's weights."""
+def _velocity_rates(saved: dict[str, Any]) -> dict[str, float | None]:
+    """The learning rates of the newest step, which a velocity remembers, by weight."""
     rates = {}
     for group in saved["param_groups"]:
         rate = group.get("velocity_lr")
         if rate is not None and not (type(rate) is float and 0 <= rate < math.inf):
             raise ValueError("a group has an impossible velocity_lr")
-        rates[tuple(group.get("param_names", ()))] = rate
+        rates |= dict.fromkeys(group.get("param_names", ()), rate)
     return rates
 
 

@@ -52,8 +52,8 @@ def add_data(commands: Commands) -> None:
         "commands.data:stats",
         help="count the classes of a split, and print class weights for the loss",
         description="Read a split once: pixels and images of each class, size, mean and standard "
-        "deviation\nof the images, and class weights by median frequency, inverse frequency and "
-        "effective\nnumber, as lines to paste into a config.",
+        "deviation\nof the images, and class weights by median frequency, inverse frequency, "
+        "effective\nnumber and ENet's rule, as lines to paste into a config.",
         epilog="examples:\n  segtrain data stats own.yaml\n"
         "  segtrain data stats own.yaml --split val --json stats.json",
     )

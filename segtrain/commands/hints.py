@@ -157,7 +157,9 @@ def _keys() -> list[str]:
 
 
 def _usual(key: str) -> str:
-    """A value for an example: the default, but true for a switch."""
+    """A value for an example: the default, but what a switch would switch on."""
+    if key == "train.precision":  # who looks for it wants mixed precision
+        return "bfloat16"
     settings = Config
     for part in key.split("."):
         field = settings.model_fields[part]

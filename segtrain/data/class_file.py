@@ -284,6 +284,10 @@ def _repeated(class_file: ClassFile) -> Iterator[Mistake]:
     for i, c in enumerate(class_file.classes):
         if c.instance_px is not None and c.category is None:
             yield Mistake(("classes", i, "instance_px"), "needs a category for each class")
+        # Of an instance map only values above 1000 are counted, as by Cityscapes' evaluator.
+        if c.instance_px is not None and min(c.ids, default=2) < 2:
+            what = "instances are 1000 times the id and a number, so the id must be 2 or larger"
+            yield Mistake(("classes", i, "instance_px"), what)
     color = class_file.ignore_color
     if class_file.ignores_color and (other := colors.get(color)):
         yield Mistake(("ignore_color",), f"{list(color)} is also {other}")

@@ -2,7 +2,7 @@
 
 After NVIDIA's semantic-segmentation (datasets/uniform.py): a fraction of the samples of each epoch
 shows a class that is drawn uniformly, in a crop that contains one of its centroids. The other
-samples are those of the endless stream (`segtrain.data.loader`), unchanged: a class-uniform sample
+samples are those of the endless stream (`segtrain.data.stream`), unchanged: a class-uniform sample
 takes the place of one of them. So an epoch is still as many samples as there are images, and
 each image is shown at most once in it by the stream.
 

@@ -5,7 +5,7 @@ and read by the worker that makes the sample. It is augmented with random number
 neither depends on which rank or worker has which sample, and nothing about the first image changes.
 
 MixUp (arXiv:1710.09412) blends two finished crops; the loss is blended likewise, in
-`segtrain.training.engine`. Class mix (ClassMix, arXiv:2007.07936) pastes half of the classes of the
+`segtrain.training.passes`. Class mix (ClassMix, arXiv:2007.07936) pastes half of the classes of the
 partner's crop, after the geometry and before the colours change, as its authors do.
 """
 

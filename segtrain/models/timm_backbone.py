@@ -141,10 +141,11 @@ def _features_only(model: ModelConfig) -> nn.Module:
             reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
         else:
             return network
+    smaller = "" if model.output_stride == 32 else "model.output_stride 32 or "
     raise ConfigError(
         f"model.backbone: {model.backbone} cannot give features at output stride "
-        f"{model.output_stride} for images of any size (timm: {reasons[0]}); try "
-        "model.output_stride 32 or another network"
+        f"{model.output_stride} for images of any size (timm: {reasons[0]}); try {smaller}another "
+        "network"
     )
 
 

@@ -79,9 +79,10 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 
 def freeze_statistics(layer: _BatchNorm) -> FrozenBatchNorm2d:
     """`layer` with constant statistics; parameters and buffers are the same tensors."""
-    frozen = FrozenBatchNorm2d(layer.num_features, eps=layer.eps, momentum=layer.momentum)
-    frozen._parameters, frozen._buffers = layer._parameters, layer._buffers
-    return frozen.train(layer.training)
+    frozen = FrozenBatchNorm2d(layer.num_features)
+    # All of a module is there: hooks too, and the activation that timm's networks have inside.
+    frozen.__dict__.update(layer.__dict__)
+    return frozen
 
 
 def _group_norm(num_groups: int, channels: int, *, eps: float) -> nn.GroupNorm:

@@ -70,11 +70,10 @@ class Ending:
             return f"{self._max_hours:g} hours of training are used up (train.max_hours)"
         return ""
 
-    def repair(self) -> str:
-        """What lets the run go on, given that it ended early."""
-        if self.is_out_of_patience():
-            return "--set train.patience=null, or a larger number"
-        return "--set train.max_hours=null, or a larger number"
+    @property
+    def key(self) -> str:
+        """The option that ended the run, given that it ended early."""
+        return "train.patience" if self.is_out_of_patience() else "train.max_hours"
 
     def fields(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -47,7 +47,9 @@ def evaluate(run: Run) -> None:
     confusion = confusion_picture(matrix.counts.cpu().numpy(), classes.names)
     log.picture(step, "eval/confusion", confusion)
     better = is_better(scores.mean_iou, run.best)
-    run.ending.count(better=better)
+    # That of an early end would not have been, had training gone on.
+    if step % (config.eval.every_steps or config.train.steps) == 0:
+        run.ending.count(better=better)
     if run.ending.is_out_of_patience():
         run.step_sync.end()
     if better:

@@ -90,7 +90,8 @@ def _way_on(run: Run) -> list[str]:
     return [
         f"the learning rate had come to {now:.2g} of {first:.2g}: its schedule ends at step "
         f"{train.steps}",
-        f"{_to_train_on(run)} {run.ending.repair()}",
+        f"{_to_train_on(run)} --set {run.ending.key}=null",
+        "or set a larger number instead of null",
     ]
 
 

@@ -173,8 +173,10 @@ class TrainConfig(Section):
             yield f"sam_every: {self.sam_every} must not be larger than steps, {self.steps}"
         if passes > batch:
             yield f"accumulate_steps: {passes} must not be larger than batch_size, {batch}"
-        if self.min_lr > self.lr:
-            yield f"min_lr: {self.min_lr} must not be larger than lr, {self.lr}"
+        scaled = self.lr if self.lr_batch_size is None else self.lr * batch / self.lr_batch_size
+        if self.min_lr > scaled:
+            words = "" if scaled == self.lr else " as scaled to batch_size"
+            yield f"min_lr: {self.min_lr} must not be larger than lr{words}, {scaled:g}"
         if self.nesterov and self.momentum == 0:
             yield "nesterov: needs a momentum above 0"
         if self.compile and self.virtual_ranks > 1:
@@ -195,6 +197,7 @@ class TrainConfig(Section):
             ("milestones milestone_factor", self.schedule == "step", schedule),
             (cycle_keys, cycle, schedule),
             ("warmup_steps", not cycle, f"{schedule}, which has a rise of its own"),
+            ("momentum", self.cycle_momentum is None, "cycle_momentum"),
             ("momentum_correction", sgd and self.momentum > 0, f"{optimizer} or momentum 0"),
             ("schedule_after_warmup", self.warmup_steps > 0, "warmup_steps 0"),
             ("decoupled_decay", self._decays, "weight_decay 0"),
