@@ -101,6 +101,14 @@ def test_options_are_those_of_the_source_times_a_factor():
     assert again == found
 
 
+def test_every_round_and_member_draws_anew():
+    found = population([[0.4, 0.1]] * 12)
+    drawn = {past.exchange[0].options[LR] for past in found.rounds}
+    assert drawn == {0.008, 0.012}
+    many = population([[0.1] * 12])
+    assert {row.options[LR] for row in many.rounds[0].rows[1:]} == {0.008, 0.012}
+
+
 def test_an_option_stays_where_the_config_refuses_the_product():
     rngs = [np.random.default_rng(seed) for seed in range(20)]
     found = {
