@@ -62,9 +62,9 @@ def draw(history: History) -> np.ndarray:
         for piece in lines_of(history, member):
             _line(picture, [scale.place(*point) for point in piece], color, 2)
         for step, before, after in jumps_of(history, member):
-            start, end = scale.place(step, after if before is None else before), None
             end = scale.place(step, after)
-            _dashed(picture, start, end, color)
+            if before is not None:
+                _dashed(picture, scale.place(step, before), end, color)
             _dot(picture, end, color)
         if member < _MAX_NAMED:
             y = _TOP + 22 * member
