@@ -48,7 +48,7 @@ def run_segtrain(arguments: Sequence[str], show: Callable[[str], None]) -> int:
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     for number, handler in before.items():
         # nohup has SIGHUP ignored, so that the command outlives its terminal.
-        if handler != signal.SIG_IGN:
+        if number != signal.SIGHUP or handler != signal.SIG_IGN:
             signal.signal(number, pass_on)
     try:
         process = subprocess.Popen(
