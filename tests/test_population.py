@@ -533,12 +533,9 @@ time.sleep(60)
 """
 
 
-def test_a_stop_signal_reaches_the_member_and_is_waited_for(tmp_path, monkeypatch):
+def test_a_stop_signal_reaches_the_member_and_is_waited_for(monkeypatch):
     """A program that stands in for `segtrain` says when it is ready."""
-    (tmp_path / "segtrain.py").write_text(STAND_IN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(member, "safe_path", list)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(member, "PROGRAM", STAND_IN)
     shown = []
 
     def show(line):
@@ -551,10 +548,8 @@ def test_a_stop_signal_reaches_the_member_and_is_waited_for(tmp_path, monkeypatc
     assert shown == ["warning: ready"]
 
 
-def test_the_last_words_of_a_member_that_fails_are_shown(tmp_path, monkeypatch):
-    (tmp_path / "segtrain.py").write_text("print('config'); raise SystemExit('no such folder')\n")
-    monkeypatch.setattr(member, "safe_path", list)
-    monkeypatch.chdir(tmp_path)
+def test_the_last_words_of_a_member_that_fails_are_shown(monkeypatch):
+    monkeypatch.setattr(member, "PROGRAM", "print('config'); raise SystemExit('no such folder')")
     shown = []
     assert member.run_segtrain([], shown.append) == 1
     assert sorted(shown) == ["config", "no such folder"]

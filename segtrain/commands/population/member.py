@@ -12,11 +12,19 @@ from pathlib import Path
 from segtrain import files
 from segtrain.commands.launch import safe_path
 from segtrain.config.loading import yaml_value
-from segtrain.distributed.signals import die_with_parent, exit_code
+from segtrain.distributed.signals import exit_code
 from segtrain.errors import EXIT_OK, EXIT_SYSTEM, ExecutionError
 from segtrain.run import directory as run_directory
 from segtrain.text import printable
 
+# `python -m segtrain`, which also stops in good order when this process is killed.
+PROGRAM = """\
+import sys
+from segtrain.distributed.signals import die_with_parent
+die_with_parent()
+from segtrain.cli import main
+sys.exit(main())
+"""
 # What is shown of a failure: the last lines of a traceback, or more than any message.
 _TAIL = 20
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -52,7 +60,7 @@ def run_segtrain(arguments: Sequence[str], show: Callable[[str], None]) -> int:
             signal.signal(number, pass_on)
     try:
         process = subprocess.Popen(
-            [sys.executable, *safe_path(), "-m", "segtrain", *arguments],
+            [sys.executable, *safe_path(), "-c", PROGRAM, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -60,7 +68,6 @@ def run_segtrain(arguments: Sequence[str], show: Callable[[str], None]) -> int:
             errors="replace",
             # Ctrl-C reaches the run once, through this process: twice would end it unsaved.
             start_new_session=True,
-            preexec_fn=die_with_parent,
         )
         if received:
             process.send_signal(received[-1])
