@@ -379,6 +379,36 @@ def test_config_of_version_0_is_read(mmseg_model):
     assert plan.class_names == NAMES
 
 
+def mmseg_config(pipeline, more=""):
+    return f"{MMSEG_CONFIG}\ntest_pipeline = [{pipeline}]\n{more}"
+
+
+V0_RESIZE = """dict(type='MultiScaleFlipAug', img_scale=(2048, 512), flip=False, transforms=[
+    dict(type='Resize', keep_ratio=True), dict(type='RandomFlip'), dict(type='Collect')])"""
+CITYSCAPES = "dataset_type = 'CityscapesDataset'"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "more", "side", "warning"),
+    [
+        ("dict(type='Resize', scale=(2048, 512), keep_ratio=True)", "", 512, None),
+        ("dict(type='Resize', scale=(2048, 1024), keep_ratio=True)", CITYSCAPES, None, None),
+        ("dict(type='Resize', scale=(2048, 1024), keep_ratio=True)", "", 1024, "at most 2048 px"),
+        (V0_RESIZE, "", 512, None),
+        (V0_RESIZE.replace("flip=False", "flip=True"), "", None, "not converted"),
+        ("dict(type='Resize', scale=(512, 512))", "", None, "'Resize'.* is not converted"),
+        ("dict(type='Pad', size=(512, 512))", "", None, "'Pad'.* is not converted"),
+        ("dict(type='LoadImageFromFile')", "", None, None),
+    ],
+)
+def test_size_of_test_images_is_read_or_warned_of(pipeline, more, side, warning, mmseg_model):
+    plan = detect(mmseg_model.state_dict(), meta(mmseg_config(pipeline, more))).plan
+    assert plan.stated.get("data.short_side_px") == side
+    assert len(plan.warnings) == (warning is not None)
+    if warning:
+        assert re.search(warning, plan.warnings[0])
+
+
 def test_a_config_that_is_more_than_literals_is_not_run(mmseg_model, tmp_path):
     """And the report says that its options are assumed."""
     there = tmp_path / "there"

@@ -38,7 +38,7 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
     found = {**backbone, **arch, **aux}
     meta = beside.get("meta")
     meta = meta if isinstance(meta, Mapping) else {}
-    stated, notes = mmseg_config.stated(meta, found)
+    stated = mmseg_config.stated(meta, found)
     names, palette = mmseg_config.classes(meta)
     return Plan(
         "mmsegmentation",
@@ -51,12 +51,13 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
             *stem,
             ("backbone.", "backbone."),
         ),
-        stated=stated,
+        stated=stated.options,
         assumed=assumed,
         rotations=rotations,
         class_names=names,
         palette=palette,
-        notes=notes,
+        notes=stated.notes,
+        warnings=stated.warnings,
     )
 
 

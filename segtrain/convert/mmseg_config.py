@@ -5,8 +5,9 @@ The config is Python source. It is parsed, never run: only literals and dict(...
 
 import ast
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from segtrain.convert.mmseg_input import input_options, integers, short
 from segtrain.convert.plan import Options
 from segtrain.errors import CheckpointError
 from segtrain.text import MAX_NAME, printable
@@ -49,8 +50,16 @@ class _UnreadError(Exception):
     """A part of the source is no literal."""
 
 
-def stated(meta: Mapping[str, Any], found: Options) -> tuple[Options, tuple[str, ...]]:
-    """What the config in `meta` says, and lines for the report.
+class Stated(NamedTuple):
+    """What a config says; `notes` and `warnings` are lines for the report."""
+
+    options: Options
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def stated(meta: Mapping[str, Any], found: Options) -> Stated:
+    """What the config in `meta` says.
 
     found: what the keys of the file decide.
 
@@ -60,20 +69,20 @@ def stated(meta: Mapping[str, Any], found: Options) -> tuple[Options, tuple[str,
     """
     text = next((meta[key] for key in ("cfg", "config") if isinstance(meta.get(key), str)), None)
     if text is None:
-        return {}, ("the file holds no config of mmsegmentation",)
+        return Stated({}, ("the file holds no config of mmsegmentation",))
     try:
         config = _parse(text)
         sections = {key: _mapping(config["model"], key) for key in ("backbone", "decode_head")}
         sections["auxiliary_head"] = _mapping(config["model"], "auxiliary_head", optional=True)
     except (_UnreadError, KeyError) as error:
         what = printable(error.args[0] if error.args else error, MAX_NAME)
-        return {}, (f"the config in the file cannot be read ({what})",)
+        return Stated({}, (f"the config in the file cannot be read ({what})",))
     if problems := list(_problems(sections, found)):
         raise CheckpointError(
             "the config in the file does not fit:\n" + "\n".join(f"  {p}" for p in problems)
         )
-    options = {**_model_options(sections, found), **_input_options(config)}
-    return {**options, **_test_options(config["model"])}, ()
+    options, warnings = input_options(config)
+    return Stated({**_model_options(sections, found), **options}, warnings=warnings)
 
 
 def classes(
@@ -148,17 +157,17 @@ def _problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
     for section, key, expected, default in _FIXED:
         value = sections[section].get(key, default)
         if sections[section] and value not in expected:
-            yield f"{section}.{key}: expected {_listed(expected)}, found {_short(value)}"
+            yield f"{section}.{key}: expected {_listed(expected)}, found {short(value)}"
     stem = found.get("model.stem", "7x7"), found.get("model.downsample", "conv")
     kind, head_kind = (str(section.get("type")) for section in (backbone, head))
     if _STEMS.get(kind) != stem:
-        yield f"backbone.type {_short(kind)}: the keys are those of {_named(_STEMS, stem)}"
+        yield f"backbone.type {short(kind)}: the keys are those of {_named(_STEMS, stem)}"
     depth, by_keys = f"resnet{backbone.get('depth', '')}", found["model.backbone"]
     if depth != by_keys:
-        yield f"backbone.depth: {_short(depth)}, and the keys are those of {by_keys}"
+        yield f"backbone.depth: {short(depth)}, and the keys are those of {by_keys}"
     if _HEADS.get(head_kind) != found["model.arch"]:
         named = _named(_HEADS, found["model.arch"])
-        yield f"decode_head.type {_short(head_kind)}: the keys are those of {named}"
+        yield f"decode_head.type {short(head_kind)}: the keys are those of {named}"
     if _geometry(backbone) not in list(_STRIDES):
         yield (
             f"backbone.strides and dilations {_geometry(backbone)}: segtrain dilates only stages "
@@ -167,18 +176,18 @@ def _problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
     for section in sections:
         norm = sections[section].get("norm_cfg") or {"type": "BN"}
         if not isinstance(norm, dict) or norm.get("type") not in ("BN", "SyncBN"):
-            yield f"{section}.norm_cfg: expected BN or SyncBN, found {_short(norm)}"
+            yield f"{section}.norm_cfg: expected BN or SyncBN, found {short(norm)}"
         elif norm.get("eps", 1e-5) != 1e-5:
-            yield f"{section}.norm_cfg.eps: expected 1e-05, found {_short(norm['eps'])}"
+            yield f"{section}.norm_cfg.eps: expected 1e-05, found {short(norm['eps'])}"
         act = sections[section].get("act_cfg") or {"type": "ReLU"}
         if not isinstance(act, dict) or act.get("type") != "ReLU":
-            yield f"{section}.act_cfg: expected ReLU, found {_short(act)}"
+            yield f"{section}.act_cfg: expected ReLU, found {short(act)}"
     align = {bool(s.get("align_corners", False)) for k, s in sections.items() if k != "backbone"}
     if sections["auxiliary_head"] and len(align) > 1:
         yield "align_corners: differs between decode_head and auxiliary_head"
     dilations = head.get("dilations", (1, 6, 12, 18))
-    if found["model.arch"] != "pspnet" and (not _integers(dilations) or dilations[0] != 1):
-        yield f"decode_head.dilations: expected 1 and the rates, found {_short(dilations)}"
+    if found["model.arch"] != "pspnet" and (not integers(dilations) or dilations[0] != 1):
+        yield f"decode_head.dilations: expected 1 and the rates, found {short(dilations)}"
 
 
 def _model_options(sections: dict[str, dict], found: Options) -> Options:
@@ -193,56 +202,16 @@ def _model_options(sections: dict[str, dict], found: Options) -> Options:
         options["model.dropout"] = float(dropout)
     if stride < 32:
         options["model.contract_dilation"] = bool(backbone.get("contract_dilation", False))
-    if _integers(grid := backbone.get("multi_grid")):
+    if integers(grid := backbone.get("multi_grid")):
         options |= {"model.multi_grid": grid, "model.multi_grid_values": "dilations"}
     if found["model.arch"] == "pspnet":
         bins = head.get("pool_scales", (1, 2, 3, 6))
-        return options | ({"model.ppm_bins": bins} if _integers(bins) else {})
+        return options | ({"model.ppm_bins": bins} if integers(bins) else {})
     return options | {"model.aspp_rates": head.get("dilations", (1, 6, 12, 18))[1:]}
-
-
-def _input_options(config: dict[str, Any]) -> Options:
-    """The normalization, of version 1 or 0."""
-    model = config["model"]
-    for place, rgb in (
-        (model.get("data_preprocessor"), "bgr_to_rgb"),
-        (config.get("data_preprocessor"), "bgr_to_rgb"),
-        (config.get("img_norm_cfg"), "to_rgb"),
-    ):
-        if not isinstance(place, dict) or not {"mean", "std"} <= place.keys():
-            continue
-        if not place.get(rgb, False):
-            raise CheckpointError(
-                "the config in the file does not fit:\n  the model takes BGR images (no "
-                f"{rgb}); segtrain's take RGB"
-            )
-        pair = [place["mean"], place["std"]]
-        if all(isinstance(v, tuple) and len(v) == 3 for v in pair):
-            return {f"data.{k}": v for k, v in zip(("mean", "std"), pair, strict=True)}
-    return {}
-
-
-def _test_options(model: dict[str, Any]) -> Options:
-    """The sliding window, if the model is evaluated with one."""
-    test = model.get("test_cfg")
-    if not isinstance(test, dict) or test.get("mode") != "slide":
-        return {}
-    crop, stride = test.get("crop_size"), test.get("stride")
-    if not (_integers(crop) and _integers(stride) and len(crop) == len(stride) == 2):
-        return {}
-    overlap = 1 - stride[0] / crop[0]
-    if overlap < 0:
-        return {}
-    return {"eval.mode": "slide", "eval.crop_size": crop, "eval.overlap": round(overlap, 4)}
 
 
 def _geometry(backbone: dict[str, Any]) -> tuple[Any, Any]:
     return backbone.get("strides", (1, 2, 2, 2)), backbone.get("dilations", (1, 1, 1, 1))
-
-
-def _integers(value: Any) -> bool:
-    whole = isinstance(value, tuple) and all(type(v) is int and v > 0 for v in value)
-    return whole and len(value) > 0
 
 
 def _named(table: Mapping[str, Any], value: Any) -> str:
@@ -251,7 +220,3 @@ def _named(table: Mapping[str, Any], value: Any) -> str:
 
 def _listed(values: tuple[Any, ...]) -> str:
     return " or ".join(map(repr, values))
-
-
-def _short(value: Any) -> str:
-    return printable(repr(value), MAX_NAME)

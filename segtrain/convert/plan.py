@@ -29,7 +29,7 @@ class Plan:
     renames: (beginning of our key, beginning of theirs); the first that fits counts.
     rotations: by the beginning of our key.
     left_out: (beginning of their key, why it has no place here).
-    notes: further lines for the report.
+    notes: further lines for the report; warnings: those that may change predictions.
     """
 
     source: str
@@ -43,6 +43,7 @@ class Plan:
     class_names: tuple[str, ...] = ()
     palette: tuple[tuple[int, int, int], ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def options(self) -> Options:
         """All options; what keys decide cannot be stated or assumed otherwise."""
