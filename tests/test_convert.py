@@ -409,6 +409,25 @@ def test_size_of_test_images_is_read_or_warned_of(pipeline, more, side, warning,
         assert re.search(warning, plan.warnings[0])
 
 
+@pytest.mark.parametrize(
+    ("stride", "overlap", "warning"),
+    [
+        ("(43, 64)", 0.3333, None),
+        ("(32, 32)", 0.6667, "overlap by 0.5 of their height and 0.6667 of their width"),
+        ("(65, 72)", None, r"not converted: crop_size \(64, 96\), stride \(65, 72\)"),
+        ("48", None, "not converted: crop_size"),
+    ],
+)
+def test_windows_that_no_option_gives_are_warned_of(stride, overlap, warning, mmseg_model):
+    text = mmseg_config("").replace("stride=(48, 72)", f"stride={stride}")
+    plan = detect(mmseg_model.state_dict(), meta(text)).plan
+    assert plan.stated.get("eval.overlap") == overlap
+    assert ("eval.mode" in plan.stated) == (overlap is not None)
+    assert len(plan.warnings) == (warning is not None)
+    if warning:
+        assert re.search(warning, plan.warnings[0])
+
+
 def test_a_config_that_is_more_than_literals_is_not_run(mmseg_model, tmp_path):
     """And the report says that its options are assumed."""
     there = tmp_path / "there"

@@ -132,9 +132,20 @@ def _window(model: dict[str, Any]) -> Stated:
     if not isinstance(test, dict) or test.get("mode") != "slide":
         return {}, ()
     crop, stride = test.get("crop_size"), test.get("stride")
-    if not (integers(crop) and integers(stride) and len(crop) == len(stride) == 2):
-        return {}, ()
-    overlap = 1 - stride[0] / crop[0]
-    if overlap < 0:
-        return {}, ()
-    return {"eval.mode": "slide", "eval.crop_size": crop, "eval.overlap": round(overlap, 4)}, ()
+    pairs = integers(crop) and integers(stride) and len(crop) == len(stride) == 2
+    if not pairs or any(s > c for s, c in zip(stride, crop, strict=True)):
+        return {}, (
+            f"the sliding window of the config is not converted: crop_size {short(crop)}, stride "
+            f"{short(stride)}; expected two pairs, and no stride above its side; --set "
+            "eval.mode=slide, eval.crop_size and eval.overlap give one",
+        )
+    high, wide = (round(1 - s / c, 4) for s, c in zip(stride, crop, strict=True))
+    options = {"eval.mode": "slide", "eval.crop_size": crop, "eval.overlap": max(high, wide)}
+    # Strides are rounded to whole pixels.
+    exact = (side * (1 - max(high, wide)) for side in crop)
+    if all(abs(e - s) < 1 for e, s in zip(exact, stride, strict=True)):
+        return options, ()
+    return options, (
+        f"the windows overlap by {high:g} of their height and {wide:g} of their width there; "
+        f"eval.overlap is for both: the larger one, {max(high, wide):g}",
+    )
