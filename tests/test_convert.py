@@ -775,7 +775,7 @@ def test_checkpoints_that_run_code_are_refused(smp_state, tmp_path, classes, cap
 
 
 def test_several_state_dicts_are_refused_until_one_is_chosen(smp_state, tmp_path, classes, capsys):
-    """mmengine and timm store averaged weights beside the others."""
+    """timm stores averaged weights beside the others."""
     average = {key: torch.zeros_like(value) for key, value in smp_state.items()}
     torch.save({"state_dict": smp_state, "ema_state_dict": average}, tmp_path / "theirs.pth")
     arguments = (tmp_path / "theirs.pth", "--classes", classes, "--output", tmp_path / "ours.pt")
@@ -783,6 +783,21 @@ def test_several_state_dicts_are_refused_until_one_is_chosen(smp_state, tmp_path
     assert "2 state dicts: state_dict, ema_state_dict; --entry" in capsys.readouterr().err
     assert run(*arguments, "--entry", "ema_state_dict") == 0
     assert logits(load_model(tmp_path / "ours.pt").model).abs().max() == 0
+
+
+def test_average_of_mmengine_is_its_state_dict(smp_state, tmp_path, classes):
+    """EMAHook exchanges the two before it saves; its model has the prefix "module."."""
+    raw = {f"module.{key}": torch.zeros_like(value) for key, value in smp_state.items()}
+    raw["steps"] = torch.tensor(7)
+    file = {**meta(), "state_dict": smp_state, "ema_state_dict": raw}
+    torch.save(file, tmp_path / "theirs.pth")
+    convert = partial(convert_file, tmp_path / "theirs.pth", classes=classes)
+    average = convert(tmp_path / "a.pt")
+    assert logits(average.model).abs().max() > 0
+    assert any(line.startswith("note        the averaged weights") for line in average.lines)
+    weights = convert(tmp_path / "b.pt", entry="ema_state_dict")
+    assert logits(weights.model).abs().max() == 0
+    assert any("that are not averaged" in line for line in weights.lines)
 
 
 def test_checkpoint_of_segtrain_is_refused(smp_state, tmp_path, classes, capsys):

@@ -18,6 +18,14 @@ from segtrain.text import MAX_NAME, printable
 CONFIG_JSON = "config.json"
 _MAX_CONFIG_BYTES = 1 << 20
 _SHOWN = 10
+# mmengine's EMAHook exchanges the two before it saves (hooks/ema_hook.py).
+_MMENGINE = "state_dict", "ema_state_dict"
+_NOTES = {
+    "state_dict": "the averaged weights: mmengine's EMAHook stores them under state_dict, and the "
+    "others under ema_state_dict, which --entry reads",
+    "ema_state_dict": "the weights that are not averaged: mmengine's EMAHook stores the average "
+    "under state_dict",
+}
 # KeyError: safetensors knows number types that torch does not.
 _UNREADABLE = (torch_file.DamagedError, safetensors.SafetensorError, OSError, KeyError)
 
@@ -27,12 +35,14 @@ class SourceFile:
     """The tensors of a file, under its own keys, and what it stores beside them.
 
     entry: under which key the state dict lay; "" if it is the whole file.
+    notes: lines for the report.
     """
 
     path: Path
     state: dict[str, Tensor]
     beside: Mapping[str, Any]
     entry: str
+    notes: tuple[str, ...] = ()
 
 
 def read_file(path: Path, entry: str | None = None) -> SourceFile:
@@ -55,7 +65,8 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
     entries = {str(key): value for key, value in content.items() if _is_state(value)}
     if _is_state(content):
         entries[""] = content
-    name = _chosen(path, entries, entry)
+    swapped = _is_swapped(content)
+    name = _chosen(path, entries, _MMENGINE[0] if swapped and entry is None else entry)
     state = entries[name]
     foreign = [key for key, value in state.items() if not torch_file.is_plain(value)]
     if foreign:
@@ -67,7 +78,9 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
         beside = {key: value for key, value in content.items() if value is not state}
     else:
         beside = {CONFIG_JSON: _config_json(path)} if path.suffix == ".safetensors" else {}
-    return SourceFile(path, dict(state), beside, name)
+    return SourceFile(
+        path, dict(state), beside, name, (_NOTES[name],) if swapped and name in _NOTES else ()
+    )
 
 
 def listed(keys: list[str]) -> str:
@@ -111,6 +124,14 @@ def _is_state(value: object) -> bool:
         return False
     tensors = sum(isinstance(item, Tensor) for item in value.values())
     return tensors > len(value) / 2 and any(key.endswith("weight") for key in value)
+
+
+def _is_swapped(content: Mapping[str, Any]) -> bool:
+    """Whether mmengine's EMAHook wrote this: the average under state_dict, the weights beside."""
+    weights, other = (content.get(key) for key in _MMENGINE)
+    if not (_is_state(weights) and _is_state(other) and isinstance(content.get("meta"), Mapping)):
+        return False
+    return "steps" in other and {f"module.{key}" for key in weights} <= other.keys()
 
 
 def _chosen(path: Path, entries: Mapping[str, Any], entry: str | None) -> str:

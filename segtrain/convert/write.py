@@ -182,7 +182,7 @@ def _report(
         lines.append(f"counters    {translation.counters} batch counters not in the file, set to 0")
     if translation.dtypes:
         lines.append(f"dtype       {', '.join(translation.dtypes)} in the file, float32 here")
-    lines += [f"note        {note}" for note in plan.notes]
+    lines += [f"note        {note}" for note in (*source.notes, *plan.notes)]
     lines += [f"warning: {warning}" for warning in plan.warnings]
     return lines + [
         line if line.startswith("warning") else f"classes     {line}" for line in choice.lines
