@@ -24,6 +24,7 @@ from segtrain.convert.build import make_config
 from segtrain.convert.classes import choose_classes
 from segtrain.convert.detect import detect
 from segtrain.convert.write import convert_file, load_plan
+from segtrain.data.class_file import load_class_file
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import build_model
 
@@ -684,6 +685,26 @@ def test_stored_names_become_a_class_file(mmseg_model, tmp_path):
     assert loaded.config.data.classes == str(tmp_path / "ours.classes.yaml")
     with pytest.raises(ConfigError, match="exists"):
         convert_file(tmp_path / "theirs.pth", tmp_path / "ours.pt")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "train_pipeline = [dict(type='LoadAnnotations', reduce_zero_label=True)]",
+        "data = dict(test=dict(type='ADE20KDataset'))",
+    ],
+)
+def test_classes_of_labels_whose_zero_is_ignored_begin_at_one(more, mmseg_model, tmp_path, classes):
+    state = mmseg_model.float().state_dict()
+    file = {"state_dict": state, **meta(mmseg_config("", more), CLASSES=("a", *NAMES[1:]))}
+    torch.save(file, tmp_path / "theirs.pth")
+    convert_file(tmp_path / "theirs.pth", tmp_path / "ours.pt")
+    there = load_class_file(str(tmp_path / "ours.classes.yaml"))
+    assert [c.ids for c in there.classes] == [(1,), (2,), (3,), (4,), (5,)]
+    assert there.ignore_ids == (0, 255)
+    (tmp_path / "ours.classes.yaml").unlink()
+    lines = convert_file(tmp_path / "theirs.pth", tmp_path / "own.pt", classes=classes).lines
+    assert any(line.endswith("class i has id i + 1; in own id 0 is a class") for line in lines)
 
 
 def test_class_file_of_a_failed_conversion_is_removed(mmseg_model, tmp_path):

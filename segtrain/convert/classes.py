@@ -58,10 +58,11 @@ def choose_classes(plan: Plan, spec: str | None, class_order: str | None) -> Cho
         )
     if class_order is None:
         lines = _compare(plan.class_names, classes.names, "--classes")
+        lines += _compare_ids(plan, classes)
         return Choice(spec, classes, None, lines)
     there = _order_names(plan, class_order)
     order = _matched(there, classes.names, class_order)
-    lines = _compare(plan.class_names, there, "--class-order")
+    lines = _compare(plan.class_names, there, "--class-order") + _compare_ids(plan, classes)
     moved = sum(i != j for i, j in enumerate(order))
     if moved == 0:
         return Choice(spec, classes, None, [*lines, "they come in this order already"])
@@ -69,14 +70,31 @@ def choose_classes(plan: Plan, spec: str | None, class_order: str | None) -> Cho
     return Choice(spec, classes, order, [*lines, line])
 
 
-def class_file_text(names: Sequence[str], palette: Sequence[tuple[int, int, int]]) -> str:
+def class_file_text(plan: Plan) -> str:
     """A class file of the names that a checkpoint stores, in their order."""
-    lines = ["# Written by segtrain convert, from the names in the checkpoint.", "classes:"]
+    names, palette = plan.class_names, plan.palette
+    lines = ["# Written by segtrain convert, from the names in the checkpoint."]
+    if plan.drops_zero:
+        lines.append("# The config in the checkpoint has reduce_zero_label: id 0 is ignored.")
+    lines.append("classes:")
     colors = palette if len(set(palette)) == len(names) else [None] * len(names)
-    for name, color in zip(names, colors, strict=True):
+    for i, (name, color) in enumerate(zip(names, colors, strict=True)):
         shown = "" if color is None else f", color: {yaml_value(color)}"
+        shown += f", ids: [{i + 1}]" if plan.drops_zero else ""
         lines.append(f"  - {{name: {yaml_value(name)}{shown}}}")
+    if plan.drops_zero:
+        lines.append("ignore_ids: [0, 255]")
     return "\n".join(lines) + "\n"
+
+
+def _compare_ids(plan: Plan, classes: ClassFile) -> list[str]:
+    """A warning if the labels of the file's config have other ids than those of `classes`."""
+    if not plan.drops_zero or not any(0 in c.ids for c in classes.classes):
+        return []
+    return [
+        "warning: the config in the file has reduce_zero_label: id 0 of its labels is ignored and "
+        f"class i has id i + 1; in {classes.name} id 0 is a class"
+    ]
 
 
 def stored_file(plan: Plan, spec: str | None, output: Path) -> Path | None:

@@ -58,6 +58,7 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
         palette=palette,
         notes=stated.notes,
         warnings=stated.warnings,
+        drops_zero=stated.drops_zero,
     )
 
 

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from segtrain.convert.mmseg_input import input_options, integers, short
+from segtrain.convert.mmseg_input import drops_zero, input_options, integers, short
 from segtrain.convert.plan import Options
 from segtrain.errors import CheckpointError
 from segtrain.text import MAX_NAME, printable
@@ -51,11 +51,16 @@ class _UnreadError(Exception):
 
 
 class Stated(NamedTuple):
-    """What a config says; `notes` and `warnings` are lines for the report."""
+    """What a config says.
+
+    notes, warnings: lines for the report.
+    drops_zero: whether id 0 of the labels is ignored, and class i has id i + 1.
+    """
 
     options: Options
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    drops_zero: bool = False
 
 
 def stated(meta: Mapping[str, Any], found: Options) -> Stated:
@@ -82,7 +87,7 @@ def stated(meta: Mapping[str, Any], found: Options) -> Stated:
             "the config in the file does not fit:\n" + "\n".join(f"  {p}" for p in problems)
         )
     options, warnings = input_options(config)
-    return Stated({**_model_options(sections, found), **options}, warnings=warnings)
+    return Stated({**_model_options(sections, found), **options}, (), warnings, drops_zero(config))
 
 
 def classes(

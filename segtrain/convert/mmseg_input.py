@@ -3,6 +3,7 @@
 Takes the parsed config of mmseg_config.py; what segtrain cannot do becomes a warning.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from segtrain.convert.plan import Options
@@ -16,6 +17,10 @@ Stated = tuple[Options, tuple[str, ...]]
 _HARMLESS = (
     *("LoadImageFromFile", "LoadImageFromNDArray", "LoadAnnotations", "PackSegInputs"),
     *("Normalize", "ImageToTensor", "Collect", "DefaultFormatBundle"),
+)
+# Data sets whose reduce_zero_label is true by default.
+_ZERO_IS_IGNORED = frozenset(
+    ("ADE20KDataset", "PascalContextDataset59", "PotsdamDataset", "ISPRSDataset", "LoveDADataset")
 )
 _CITYSCAPES = "CityscapesDataset", (1024, 2048)
 # Longer images than this many short sides are rare enough for the README alone.
@@ -31,6 +36,25 @@ def input_options(config: dict[str, Any]) -> Stated:
     parts = _normalization(config), _resize(config), _window(config["model"])
     options = {key: value for part, _ in parts for key, value in part.items()}
     return options, tuple(line for _, lines in parts for line in lines)
+
+
+def drops_zero(config: dict[str, Any]) -> bool:
+    """reduce_zero_label: id 0 of the labels is ignored, and class i has id i + 1."""
+    found = list(_values(config, "reduce_zero_label"))
+    if True in found or False in found:
+        return True in found
+    return not _ZERO_IS_IGNORED.isdisjoint(v for v in _values(config, "type") if type(v) is str)
+
+
+def _values(value: Any, key: str) -> Iterator[Any]:
+    """What stands under `key`, in all dicts within `value`."""
+    if isinstance(value, dict):
+        if key in value:
+            yield value[key]
+        value = tuple(value.values())
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _values(item, key)
 
 
 def integers(value: Any) -> bool:

@@ -29,6 +29,7 @@ class Plan:
     renames: (beginning of our key, beginning of theirs); the first that fits counts.
     rotations: by the beginning of our key.
     left_out: (beginning of their key, why it has no place here).
+    drops_zero: the labels' id 0 is ignored, and class i has id i + 1.
     notes: further lines for the report; warnings: those that may change predictions.
     """
 
@@ -42,6 +43,7 @@ class Plan:
     left_out: Renames = ()
     class_names: tuple[str, ...] = ()
     palette: tuple[tuple[int, int, int], ...] = ()
+    drops_zero: bool = False
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

@@ -103,7 +103,7 @@ def _stored_classes(
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, class_file_text(plan.class_names, plan.palette))
+        write_atomic(path, class_file_text(plan))
     except OSError as error:
         raise ExecutionError(f"{path}: cannot be written: {error.strerror or error}") from error
     try:
