@@ -430,13 +430,31 @@ def test_windows_that_no_option_gives_are_warned_of(stride, overlap, warning, mm
 
 
 def test_a_config_that_is_more_than_literals_is_not_run(mmseg_model, tmp_path):
-    """And the report says that its options are assumed."""
+    """And a warning says that its options are assumed."""
     there = tmp_path / "there"
     text = MMSEG_CONFIG.replace("depth=18", f"depth=open({str(there)!r}, 'w')")
     plan = detect(mmseg_model.state_dict(), meta(text)).plan
     assert not there.exists()
     assert plan.stated == {}
-    assert "cannot be read" in plan.notes[0]
+    (warning,) = plan.warnings
+    assert "cannot be read (model is more than literals)" in warning
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "model['backbone']['dilations'] = (1, 1, 2, 4)",
+        "model.update(dict(backbone=1))",
+        "other = model['backbone']",
+        "other = model = dict()",
+        "for part in model.values():\n    part.clear()",
+    ],
+)
+def test_a_config_that_changes_its_model_later_is_not_read(statement, mmseg_model):
+    plan = detect(mmseg_model.state_dict(), meta(f"{MMSEG_CONFIG}\n{statement}\n")).plan
+    assert plan.stated == {}
+    (warning,) = plan.warnings
+    assert re.search(r"cannot be read \(line \d+ may change model\)", warning)
 
 
 # segmentation_models.pytorch

@@ -46,6 +46,12 @@ _FIXED = (
 )
 
 
+_READ = {
+    *("model", "data_preprocessor", "img_norm_cfg"),
+    *("data", "dataset_type", "test_dataloader", "test_pipeline"),
+}
+
+
 class _UnreadError(Exception):
     """A part of the source is no literal."""
 
@@ -81,7 +87,13 @@ def stated(meta: Mapping[str, Any], found: Options) -> Stated:
         sections["auxiliary_head"] = _mapping(config["model"], "auxiliary_head", optional=True)
     except (_UnreadError, KeyError) as error:
         what = printable(error.args[0] if error.args else error, MAX_NAME)
-        return Stated({}, (f"the config in the file cannot be read ({what})",))
+        return Stated(
+            {},
+            warnings=(
+                f"the config in the file cannot be read ({what}): all it says is assumed; compare "
+                "it with the options above",
+            ),
+        )
     if problems := list(_problems(sections, found)):
         raise CheckpointError(
             "the config in the file does not fit:\n" + "\n".join(f"  {p}" for p in problems)
@@ -118,14 +130,32 @@ def _parse(text: str) -> dict[str, Any]:
         raise _UnreadError("it is not Python") from error
     values = {}
     for node in body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            try:
-                values[name] = _value(node.value)
-            except (_UnreadError, RecursionError):
-                if name == "model":
-                    raise _UnreadError("model is more than literals") from None
+        name = _assigned(node)
+        if name is None:
+            # Such as model['backbone']['dilations'] = ..., model.update(...) or an alias of it.
+            if changed := _names(node) & _READ:
+                raise _UnreadError(f"line {node.lineno} may change {min(changed)}")
+            continue
+        try:
+            values[name] = _value(node.value)
+        except (_UnreadError, RecursionError):
+            if name == "model":
+                raise _UnreadError("model is more than literals") from None
+            if "model" in _names(node.value):
+                raise _UnreadError(f"line {node.lineno} may change model") from None
+            values.pop(name, None)
     return values
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def _assigned(node: ast.stmt) -> str | None:
+    """The name in `name = value`; None for every other statement."""
+    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+        return None
+    return node.targets[0].id if isinstance(node.targets[0], ast.Name) else None
 
 
 def _value(node: ast.expr) -> Any:

@@ -85,7 +85,7 @@ def _normalization(config: dict[str, Any]) -> Stated:
         pair = [place["mean"], place["std"]]
         if all(isinstance(v, tuple) and len(v) == 3 for v in pair):
             return {f"data.{k}": v for k, v in zip(("mean", "std"), pair, strict=True)}, ()
-    return {}, ()
+    return {}, ("no mean and std of three numbers in the config: those of ImageNet are assumed",)
 
 
 def _resize(config: dict[str, Any]) -> Stated:
