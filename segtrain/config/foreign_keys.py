@@ -9,6 +9,8 @@ _FOREIGN_KEYS = {
     "did you mean data.num_workers?": "workers",
     "did you mean train.precision?": "amp fp16",
     "did you mean norm.kind?": "sync_bn",
+    "did you mean train.init_from?": "load_from",
+    "did you mean eval.flip?": "tta",
     "the number of processes is an option of the command: --nproc": "gpus",
     "the run directory is an option of the command: --output": "output_dir work_dir",
     "resuming is an option of the command: --resume": "resume",

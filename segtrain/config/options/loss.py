@@ -63,8 +63,9 @@ class _Loss(Section):
     )
     lovasz_per_image: bool = option(
         True,
-        "lovasz: the mean of the losses of the images; false: over the pixels of all ranks, which "
-        "are all sent to every rank and sorted there, class by class",
+        "lovasz: the mean of the losses of the images (of passes: by their pixels); false: over "
+        "the pixels of all ranks, which are all sent to every rank and sorted there, class by "
+        "class",
     )
     boundary_px: Annotated[int, Field(gt=0, le=100)] = option(
         1, "boundary_relaxation: how far away other classes are right too"

@@ -21,7 +21,14 @@ _TIMM = r"timm/[a-z0-9_]+"
 
 def _or_timm(value: Any, check: Callable[[Any], Any]) -> Any:
     """Takes names of timm's networks too; whether timm has one is known once it is imported."""
-    return value if isinstance(value, str) and re.fullmatch(_TIMM, value) else check(value)
+    if not isinstance(value, str) or not value.startswith("timm/"):
+        return check(value)
+    if not re.fullmatch(_TIMM, value):
+        raise ValueError(
+            f"expected timm/ and a name of timm's in a-z, 0-9 and _, without a tag, got {value!r}; "
+            "tags go into model.pretrained"
+        )
+    return value
 
 
 _OwnBackbone = Literal[

@@ -60,7 +60,7 @@ def with_large_batch(data: dict[str, Any]) -> dict[str, Any]:
     if "lr" not in train:
         found["lr_batch_size"] = _USUAL_BATCH_SIZE
     steps, size = train.get("steps", 40_000), train.get("batch_size", _USUAL_BATCH_SIZE)
-    if type(steps) is int:
+    if type(steps) is int and train.get("schedule") != "one_cycle":  # which is refused beside it
         found["warmup_steps"] = max(1, round(steps * 5 / 90))  # 5 epochs of 90, as in section 2.2
     reference = (found | train).get("lr_batch_size")
     if type(size) is int and type(reference) is int and reference > 0 and size > 0:
