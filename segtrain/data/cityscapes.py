@@ -16,10 +16,10 @@ def scan(root: Path, data: DataConfig, split: str) -> Listing:
     Coarse labels are taken where there are no fine ones (train_extra), and in a split whose name
     asks for them: `gtCoarse/train`.
     """
-    given, split = _divided(split)
+    named, split = _label_folder_and_split(split)
     images = split_folder(root, "leftImg8bit", split)
     coarse = not (root / "gtFine" / split).is_dir() and (root / "gtCoarse" / split).is_dir()
-    kind = given or ("gtCoarse" if coarse else "gtFine")
+    kind = named or ("gtCoarse" if coarse else "gtFine")
     content = _CONTENT[data.label_format]
     listing = match_folders(
         images,
@@ -41,10 +41,10 @@ def scan_images(root: Path, data: DataConfig, split: str) -> Listing:
     return only_images(split_folder(root, "leftImg8bit", split), image_end="_leftImg8bit")
 
 
-def _divided(split: str) -> tuple[str, str]:
-    """The label folder that a split names, or "", and the split itself."""
-    kind, slash, name = split.partition("/")
-    return (kind, name) if slash and kind in ("gtFine", "gtCoarse") else ("", split)
+def _label_folder_and_split(text: str) -> tuple[str, str]:
+    """`gtCoarse/train` in its two parts; the first is empty if `text` names no folder."""
+    folder, slash, split = text.partition("/")
+    return (folder, split) if slash and folder in ("gtFine", "gtCoarse") else ("", text)
 
 
 def instance_file(label: Path) -> Path:

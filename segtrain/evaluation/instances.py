@@ -36,6 +36,9 @@ from segtrain.types import IGNORE_INDEX
 # pixel belongs to no single instance.
 _IDS_PER_CLASS = 1000
 
+# Places in the values of `InstanceCounts.counts`.
+_NUMBER, _RIGHT_CLASS, _RIGHT_CATEGORY = range(3)
+
 
 @dataclass(frozen=True)
 class GroupScores:
@@ -72,9 +75,11 @@ class InstanceCounts:
         if not any(c.instance_px for c in classes.classes):
             raise ValueError(f"class file {classes.name}: no class has an instance_px")
         self._classes, self._paths = classes, paths
-        self._category = np.array([_categories(classes).index(c) for c in _category_of(classes)])
-        # (train id, pixels of the instance) -> instances, and their pixels of the right class and
-        # of the right category.
+        self._category = np.array(
+            [_categories(classes).index(c) for c in _category_of_each_class(classes)]
+        )
+        # (train id, pixels of the instance) -> number of such instances, and their pixels that are
+        # predicted as the right class and as the right category.
         self.counts: dict[tuple[int, int], list[int]] = {}
 
     def add(self, prediction: Prediction) -> None:
@@ -117,18 +122,18 @@ class InstanceCounts:
         for row in (row for part in parts for row in part):
             self._count((row[0], row[1]), row[2:])
 
-    def weighted(self, train_ids: Sequence[int], column: int) -> tuple[float, float]:
+    def weighted(self, train_ids: Sequence[int], right: int) -> tuple[float, float]:
         """Correct and wrong pixels of the instances of `train_ids`, weighted.
 
-        column: 1: correct if the class is right; 2: if the category is.
+        right: what must be right of a pixel, _RIGHT_CLASS or _RIGHT_CATEGORY.
         """
-        right, wrong = [], []
+        correct, wrong = [], []
         for (train_id, size), values in self.counts.items():
             if train_id in train_ids:
                 weight = self._classes.classes[train_id].instance_px / size
-                right.append(values[column] * weight)
-                wrong.append((values[0] * size - values[column]) * weight)
-        return math.fsum(right), math.fsum(wrong)
+                correct.append(values[right] * weight)
+                wrong.append((values[_NUMBER] * size - values[right]) * weight)
+        return math.fsum(correct), math.fsum(wrong)
 
     def _count(self, key: tuple[int, int], values: Sequence[int]) -> None:
         total = self.counts.setdefault(key, [0, 0, 0])
@@ -159,12 +164,18 @@ def group_scores(
     if not names:
         return None
     counts = np.array(matrix.counts.tolist(), dtype=object)  # Python integers cannot overflow
-    groups = [[i for i, c in enumerate(_category_of(classes)) if c == name] for name in names]
+    groups = [
+        [i for i, c in enumerate(_category_of_each_class(classes)) if c == name] for name in names
+    ]
     return GroupScores(
         categories=names,
-        iiou=tuple(_iiou(counts, [i], classes, instances, 1) for i in range(classes.num_classes)),
+        iiou=tuple(
+            _iiou(counts, [i], classes, instances, _RIGHT_CLASS) for i in range(classes.num_classes)
+        ),
         category_iou=tuple(_iou(counts, group) for group in groups),
-        category_iiou=tuple(_iiou(counts, group, classes, instances, 2) for group in groups),
+        category_iiou=tuple(
+            _iiou(counts, group, classes, instances, _RIGHT_CATEGORY) for group in groups
+        ),
     )
 
 
@@ -178,18 +189,18 @@ def _iiou(
     group: list[int],
     classes: ClassFile,
     instances: InstanceCounts | None,
-    column: int,
+    right: int,
 ) -> float:
     # A category counts only if all of its classes have instances.
     if instances is None or any(classes.classes[i].instance_px is None for i in group):
         return math.nan
-    right, wrong = instances.weighted(group, column)
+    correct, wrong = instances.weighted(group, right)
     false = int(counts[:, group].sum() - counts[np.ix_(group, group)].sum())
-    whole = right + false + wrong
-    return right / whole if whole else math.nan
+    whole = correct + false + wrong
+    return correct / whole if whole else math.nan
 
 
-def _category_of(classes: ClassFile) -> list[str | None]:
+def _category_of_each_class(classes: ClassFile) -> list[str | None]:
     return [c.category for c in classes.classes]
 
 
