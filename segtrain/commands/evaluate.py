@@ -4,37 +4,32 @@ Every rank runs this on its part of the images and writes pictures of them; rank
 """
 
 import argparse
-import json
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from segtrain import files
 from segtrain.checkpoint.loading import load_with_data
 from segtrain.checkpoint.same_data import eval_differences
+from segtrain.commands.evaluate_files import picture_writers, reserve_json, write_json
 from segtrain.config import Config, override_config
 from segtrain.config.warnings import changed_normalization
 from segtrain.data import open_dataset
 from segtrain.data.check.faint import faint_lines
-from segtrain.data.classes import ClassFile, default_palette, ignoring_as
+from segtrain.data.classes import ClassFile, ignoring_as
 from segtrain.data.dataset import SegDataset
 from segtrain.data.differences import class_differences
 from segtrain.data.layouts import LAYOUTS, instance_files
 from segtrain.data.loader import num_loader_workers
-from segtrain.data.protect import check_pictures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
-from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
+from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from segtrain.evaluation.calibration import take_statistics
-from segtrain.evaluation.dataset import Prediction, evaluate_dataset
+from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.instances import InstanceCounts
 from segtrain.evaluation.report import Report, make_report
@@ -42,13 +37,10 @@ from segtrain.metrics import ConfusionMatrix
 from segtrain.models.memory import check_windows
 from segtrain.norm import describe_norm
 from segtrain.run.log import say
-from segtrain.run.pictures import panel, write_indexed_png, write_png
 from segtrain.text import printable
 
 # Everything else was decided when the model was trained.
 _SETTABLE = ("data.", "eval.", "train.precision")
-
-Writer = Callable[[Prediction], None]
 
 
 def run_eval(args: argparse.Namespace) -> int:
@@ -72,13 +64,13 @@ def run_eval(args: argparse.Namespace) -> int:
     dataset.classes = ignoring_as(loaded.classes, dataset.classes)
     check_windows(config, num_classes, device, dist.local_world_size())
     source = _statistics_source(loaded.model, dataset, config)
-    writers = _writers(args, dataset, config, split)
+    writers = picture_writers(args, dataset, config, split)
     instances = None if args.no_labels else _instances(dataset, config, split)
     compare = _no_differences if args.no_labels else eval_differences
 
     with ExitStack() as stack:
         if args.json:
-            _reserve_json(Path(args.json), stack)
+            reserve_json(Path(args.json), stack)
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         _check_same_step(args.checkpoint, loaded.step)
 
@@ -121,21 +113,13 @@ def run_eval(args: argparse.Namespace) -> int:
             }
             names, layout = loaded.classes.names, config.data.layout
             report = make_report(matrix, names, dataset.classes, instances, layout=layout)
-            scores = _scores(matrix, report, about, settings, config)
-            scores["statistics"] = statistics
-            lines = [*report.lines(), *_note_on_instances(dataset, instances, layout)]
-            for line in [] if args.no_labels else lines:
-                say(line)
-            say("{checkpoint}, step {step}, {num_images} images of split {split}".format(**about))
-            say(f"{settings.describe()}; trained with {scores['norm']}")
-            if statistics is not None:
-                say(
-                    "with batch norm statistics of {num_images} images of split {split}, without "
-                    "their labels; those of the training count like {prior}".format(**statistics)
-                )
+            scores = _scores(matrix, report, about, settings, config) | {"statistics": statistics}
+            if not args.no_labels:
+                _say([*report.lines(), *_note_on_instances(dataset, instances, layout)])
+            _say(_how_scored(scores, settings))
             _warn(next(differences, []))
             if args.json:
-                _write_json(Path(args.json), scores)
+                write_json(Path(args.json), scores)
     return EXIT_OK
 
 
@@ -240,25 +224,6 @@ def _take_statistics(
     return {"split": source.split, "num_images": num_images, "prior": prior}
 
 
-def _writers(
-    args: argparse.Namespace, dataset: SegDataset, config: Config, split: str
-) -> list[Writer]:
-    """What writes the pictures of each prediction; their folders are made here."""
-    names = [dataset.name(i) for i in range(len(dataset))]
-    folders = {"--save-predictions": args.save_predictions, "--overlays": args.overlays}
-    folders = {option: Path(folder) for option, folder in folders.items() if folder}
-    for option, folder in folders.items():
-        check_pictures(option, folder, names, config.data, splits=[split])
-    for option, folder in folders.items():
-        _make_folder(option, folder)
-    writers = []
-    if folder := folders.get("--save-predictions"):
-        writers.append(_prediction_writer(folder, dataset, layout=config.data.layout))
-    if folder := folders.get("--overlays"):
-        writers.append(_overlay_writer(folder, dataset, num=args.num_overlays))
-    return writers
-
-
 def _instances(dataset: SegDataset, config: Config, split: str) -> InstanceCounts | None:
     """What counts instances; None if the data set has none."""
     if not any(c.instance_px for c in dataset.classes.classes):
@@ -282,52 +247,24 @@ def _no_differences(*_: object) -> Iterator[list[str]]:
     yield from ()
 
 
-def _make_folder(option: str, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{option} {folder}: cannot make this folder: {error.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{option} {folder}: this folder cannot be written")
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
 
 
-def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Writer:
-    """Writes a PNG of raw class ids, at the size of the label, under the name of the image.
-
-    For the layout `cityscapes` its evaluation server expects <city>_<sequence>_<frame>*.png,
-    anywhere below the folder. That of `voc` expects indices into VOC's palette.
-    """
-    ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
-    ids = dataset.classes.write_ids
-    raw_ids = np.array(ids, dtype=np.uint8 if max(ids) < 256 else np.uint16)
-
-    write_ids: Callable[[Path, np.ndarray], None] = write_png
-    if layout == "voc" and raw_ids.dtype == np.uint8:
-        write_ids = partial(write_indexed_png, palette=default_palette(256))
-
-    def write(prediction: Prediction) -> None:
-        name = dataset.name(prediction.index) + ending
-        write_ids(folder / name, raw_ids[prediction.pred])
-
-    return write
-
-
-def _overlay_writer(folder: Path, dataset: SegDataset, *, num: int) -> Writer:
-    """Writes image, label, prediction and errors side by side, for `num` images of the data set.
-
-    They are spread evenly over the data set, so the choice does not depend on the ranks.
-    """
-    chosen = set(np.linspace(0, len(dataset) - 1, num).round().astype(int).tolist())
-
-    def write(prediction: Prediction) -> None:
-        if prediction.index not in chosen:
-            return
-        index, *pixels = prediction
-        name, classes = dataset.name(index), dataset.classes
-        picture = panel(*pixels, palette=classes.palette, names=classes.names, title=name)
-        write_png(folder / f"{name}.png", picture)
-
-    return write
+def _how_scored(scores: dict[str, Any], settings: InferenceSettings) -> list[str]:
+    """Lines about what was scored, and how."""
+    lines = [
+        "{checkpoint}, step {step}, {num_images} images of split {split}".format(**scores),
+        f"{settings.describe()}; trained with {scores['norm']}",
+    ]
+    if scores["statistics"] is not None:
+        words = (
+            "with batch norm statistics of {num_images} images of split {split}, without their "
+            "labels; those of the training count like {prior}"
+        )
+        lines.append(words.format(**scores["statistics"]))
+    return lines
 
 
 def _scores(
@@ -345,19 +282,3 @@ def _scores(
         "inference": settings.to_dict(),
         "norm": describe_norm(config.norm),
     }
-
-
-def _reserve_json(path: Path, stack: ExitStack) -> None:
-    """Refuses, before the evaluation, a place for --json that could not be written after it."""
-    _make_folder("--json", path.parent)
-    try:
-        stack.enter_context(files.reserve_output(path))
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from None
-
-
-def _write_json(path: Path, scores: dict[str, Any]) -> None:
-    try:
-        files.write_output(path, json.dumps(scores, indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise ExecutionError(f"{path}: cannot write the scores: {error.strerror}") from error
