@@ -813,6 +813,23 @@ def test_checkpoints_that_run_code_are_refused(smp_state, tmp_path, classes, cap
     assert not output.exists()
 
 
+def test_line_that_a_refusal_gives_keeps_config_and_classes(
+    mmseg_model, tmp_path, monkeypatch, capsys
+):
+    """mmengine stores its message hub, an object, beside both."""
+    monkeypatch.chdir(tmp_path)
+    state = mmseg_model.float().state_dict()
+    hub = argparse.Namespace(log_scalars={})
+    torch.save({**meta(CLASSES=NAMES), "state_dict": state, "message_hub": hub}, "old.pth")
+    assert run("old.pth", "--output", "ours.pt") == 4
+    code = re.findall(r"(?:c = torch\.load|torch\.save\({k:).*", capsys.readouterr().err)
+    exec("\n".join(code), {"torch": torch})
+    assert run("new.pth", "--output", "ours.pt") == 0
+    loaded = load_model(tmp_path / "ours.pt")
+    assert loaded.classes.names == NAMES
+    assert loaded.config.model.aspp_rates == (2, 3, 4)
+
+
 def test_several_state_dicts_are_refused_until_one_is_chosen(smp_state, tmp_path, classes, capsys):
     """timm stores averaged weights beside the others."""
     average = {key: torch.zeros_like(value) for key, value in smp_state.items()}

@@ -18,6 +18,11 @@ from segtrain.text import MAX_NAME, printable
 CONFIG_JSON = "config.json"
 _MAX_CONFIG_BYTES = 1 << 20
 _SHOWN = 10
+_SAVE_AGAIN = """where you trust it, save what is needed in the program that wrote it:
+  torch.save(model.state_dict(), "new.pth")
+or, of mmsegmentation, whose meta holds the classes and the config:
+  c = torch.load("old.pth", map_location="cpu", weights_only=False)
+  torch.save({k: c[k] for k in ("meta", "state_dict")}, "new.pth")"""
 # mmengine's EMAHook exchanges the two before it saves (hooks/ema_hook.py).
 _MMENGINE = "state_dict", "ema_state_dict"
 _NOTES = {
@@ -102,8 +107,7 @@ def _content(path: Path) -> Any:
         # torch's own message advises to load the file unsafely.
         raise CheckpointError(
             f"{path}: refused: it holds more than tensors and plain data, which could run code; or "
-            "it is damaged; in the program that wrote it, save the state dict alone, or as "
-            "safetensors"
+            f"it is damaged; {_SAVE_AGAIN}"
         ) from None
     except _UNREADABLE as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
