@@ -64,10 +64,10 @@ def lively(build, *, seed=1):
 
 def converted(state, classes, *overrides, beside=None, ignored=()):
     """The converted model and its config, without a file between."""
-    found = detect(state, beside or {})
+    found = detect(state, beside or {}, ignored)
     config = make_config(found.plan, classes, overrides)
     choice = choose_classes(found.plan, classes, None)
-    return load_plan(found, choice, config, ignored)[0], config
+    return load_plan(found, choice, config)[0], config
 
 
 def images(height, width):
@@ -582,8 +582,47 @@ def test_keys_beside_the_model_are_refused_until_they_are_named(smp_state, class
 
 def test_two_models_in_one_file_are_refused(smp_state):
     both = {f"{who}.{k}": v for who in ("student", "teacher") for k, v in smp_state.items()}
-    with pytest.raises(CheckpointError, match=r"2 models: student\., teacher\."):
+    with pytest.raises(CheckpointError, match=r"2 models: 'student\.', 'teacher\.'; --ignore"):
         detect(both, {})
+
+
+def test_one_of_two_models_is_read_when_the_other_is_ignored(smp_state, classes):
+    """Lightning stores averages so."""
+    zeros = {key: torch.zeros_like(value) for key, value in smp_state.items()}
+    both = {f"model.{key}": value for key, value in smp_state.items()}
+    both |= {f"ema.module.{key}": value for key, value in zeros.items()}
+    same_as(both, smp_state, classes, ignored=["ema."])
+    same_as(both, zeros, classes, ignored=["model."])
+
+
+def test_ignored_keys_that_are_not_there_are_refused(smp_state, classes):
+    with pytest.raises(ConfigError, match=r"--ignore los\.: no key begins so"):
+        converted(smp_state, classes, ignored=["los."])
+
+
+def test_ignored_keys_that_the_model_needs_are_missing(smp_state, classes):
+    with pytest.raises(CheckpointError, match=r"missing: encoder\.bn1\.weight"):
+        converted(smp_state, classes, ignored=["encoder.bn1."])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"ignored": ["aux_classifier."]}, "--ignore"),
+        ({"overrides": ["model.aux_head=false"]}, "--set model.aux_head=false"),
+    ],
+)
+def test_auxiliary_head_can_be_left_out(options, why, tmp_path, classes):
+    arguments = {"weights": None, "weights_backbone": None, "num_classes": K, "aux_loss": True}
+    build = torchvision.models.segmentation.deeplabv3_mobilenet_v3_large
+    reference = lively(lambda: build(**arguments)).state_dict()
+    state = {f"module.{key}": value for key, value in reference.items()}
+    torch.save(state, tmp_path / "theirs.pth")
+    got = convert_file(tmp_path / "theirs.pth", tmp_path / "o.pt", classes=classes, **options)
+    assert got.model.aux_head is None
+    whole = logits(converted(reference, classes)[0])
+    torch.testing.assert_close(logits(got.model), whole, rtol=0, atol=0)
+    assert any(line.startswith(f"left out    8 tensors ({why})") for line in got.lines)
 
 
 def test_every_misfit_is_listed(smp_state, classes):

@@ -60,6 +60,18 @@ def has_dilation(model: ModelConfig) -> bool:
     return model.output_stride < 2 ** (model.num_stages + 1)
 
 
+def drops_aux_head(overrides: Sequence[str]) -> bool:
+    """Whether the user sets model.aux_head to false.
+
+    Raises:
+        ConfigError: it is set to something else than true and false.
+    """
+    ours = [text for text in overrides if text.partition("=")[0].strip() == "model.aux_head"]
+    data = {"layout": _LAYOUTS[0], "root": "datasets", "classes": "voc"}
+    config = override_config(Config.model_validate({"data": data}), ours, source="the defaults")
+    return bool(ours) and not config.model.aux_head
+
+
 def split_options(plan: Plan, config: Config, overrides: Sequence[str]) -> dict[str, Options]:
     """The options of `plan` as they are in `config`, by who decided: stated, assumed, set."""
     given = _given(overrides)

@@ -1,12 +1,13 @@
 """Finds the program that wrote a file by its keys."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from segtrain.convert import mmseg, semseg, smp, torchvision, vainf
 from segtrain.convert.plan import Plan, State
 from segtrain.convert.read import listed
-from segtrain.errors import CheckpointError
+from segtrain.errors import CheckpointError, ConfigError
+from segtrain.text import MAX_NAME, printable
 
 PROGRAMS: tuple[tuple[str, Callable[[State, Mapping[str, Any]], Plan]], ...] = (
     ("ppm.features.0.1.weight", lambda state, _: semseg.plan(state)),
@@ -42,19 +43,39 @@ class Found(NamedTuple):
     state: dict[str, Any]
     prefix: str
     outside: tuple[str, ...]  # the keys without the prefix
+    ignored: tuple[str, ...] = ()  # those that the user leaves out
 
 
-def detect(state: State, beside: Mapping[str, Any]) -> Found:
+def detect(state: State, beside: Mapping[str, Any], ignored: Sequence[str] = ()) -> Found:
     """What the file is; keys may have a common prefix, such as "module." or "model.".
+
+    ignored: beginnings of keys that the user leaves out, with or without that prefix. The model is
+        that of the other keys.
 
     Raises:
         CheckpointError: no program that is read, or a model that segtrain does not have.
+        ConfigError: no key begins with one of `ignored`.
     """
+    starts = tuple(ignored)
+    whole = {key: value for key, value in state.items() if not key.startswith(starts)}
+    found = _detect(whole, beside)
+    inner = [f"{found.prefix}{start}" for start in starts]
+    rest = {key: value for key, value in whole.items() if not key.startswith(tuple(inner))}
+    for start, with_prefix in zip(starts, inner, strict=True):
+        if not any(key.startswith((start, with_prefix)) for key in state):
+            raise ConfigError(f"--ignore {printable(start, MAX_NAME)}: no key begins so")
+    if len(rest) < len(whole):
+        found = _detect(rest, beside)
+    return found._replace(ignored=tuple(key for key in state if key not in rest))
+
+
+def _detect(state: State, beside: Mapping[str, Any]) -> Found:
     for marker, make in PROGRAMS:
         prefixes = [key.removesuffix(marker) for key in state if _ends(key, marker)]
         if len(prefixes) > 1:
             raise CheckpointError(
-                f"the keys hold {len(prefixes)} models: {listed(prefixes)}; save one of them alone"
+                f"the keys hold {len(prefixes)} models: {_quoted(prefixes)}; --ignore PREFIX "
+                "leaves one out, or save one of them alone"
             )
         for prefix in prefixes:
             own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
@@ -71,6 +92,10 @@ def detect(state: State, beside: Mapping[str, Any]) -> Found:
         "PSPNet, DeepLabV3 and DeepLabV3+ of mmsegmentation and segmentation_models.pytorch; "
         f"DeepLabV3 and DeepLabV3+ of VainF; found {listed(sorted(state))}"
     )
+
+
+def _quoted(prefixes: Sequence[str]) -> str:
+    return listed([repr(prefix) for prefix in prefixes])
 
 
 def _ends(key: str, marker: str) -> bool:

@@ -1,7 +1,7 @@
 """What a file of another program becomes: the model, and where each of its tensors goes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -57,6 +57,14 @@ class Plan:
             if key.startswith(ours):
                 return theirs + key.removeprefix(ours)
         return None
+
+    def without_aux_head(self) -> "Plan":
+        """The same model without its auxiliary head, whose keys are left out."""
+        found = {k: v for k, v in self.found.items() if not k.startswith("model.aux_")}
+        found["model.aux_head"] = False
+        why = "--set model.aux_head=false"
+        keys = tuple((theirs, why) for ours, theirs in self.renames if ours.startswith("aux_head."))
+        return replace(self, found=found, left_out=(*self.left_out, *keys))
 
     def rotation(self, key: str) -> Rotation | None:
         """How the channels of our `key` are put in order; None: they are."""

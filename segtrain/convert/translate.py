@@ -27,12 +27,9 @@ class Translation:
     dtypes: tuple[str, ...]
 
 
-def translate(
-    state: State, plan: Plan, wanted: State, ignored: Sequence[str], outside: Sequence[str] = ()
-) -> Translation:
+def translate(state: State, plan: Plan, wanted: State, outside: Sequence[str] = ()) -> Translation:
     """The tensors of `state` under the keys of `wanted`, a state dict that may be on "meta".
 
-    ignored: beginnings of keys that the user leaves out.
     outside: keys that are no part of the model.
 
     Raises:
@@ -59,9 +56,7 @@ def translate(
             shapes.append(f"{theirs}: {tensor.dtype}, and {key} has {own.dtype}")
             continue
         weights[key] = rotated(tensor, plan.rotation(key)).to(own.dtype)
-    left_out, placeless = _sort_out(
-        [*(k for k in state if k not in used), *outside], plan.left_out, ignored
-    )
+    left_out, placeless = _sort_out([*(k for k in state if k not in used), *outside], plan.left_out)
     _refuse(plan.source, missing, shapes, placeless)
     dtypes = {str(state[k].dtype).removeprefix("torch.") for k in used if k in state}
     own_dtypes = {str(t.dtype).removeprefix("torch.") for t in wanted.values()}
@@ -83,12 +78,11 @@ def rotated(tensor: Tensor, rotation: Rotation | None) -> Tensor:
 
 
 def _sort_out(
-    keys: Sequence[str], known: Sequence[tuple[str, str]], ignored: Sequence[str]
+    keys: Sequence[str], rules: Sequence[tuple[str, str]]
 ) -> tuple[tuple[tuple[str, list[str]], ...], list[str]]:
     """The keys that have no place: by the reason, and those without one."""
     reasons: dict[str, list[str]] = {}
     placeless = []
-    rules = [*known, *((start, "--ignore") for start in ignored)]
     for key in keys:
         why = next((why for start, why in rules if key.startswith(start)), None)
         if why is None:

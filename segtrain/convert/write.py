@@ -11,7 +11,7 @@ from segtrain.checkpoint.experiment import experiment_fields
 from segtrain.checkpoint.format import Checkpoint, save
 from segtrain.checkpoint.weights import load_weights
 from segtrain.config import Config
-from segtrain.convert.build import describe, make_config, split_options
+from segtrain.convert.build import describe, drops_aux_head, make_config, split_options
 from segtrain.convert.classes import Choice, choose_classes, class_file_text, stored_file
 from segtrain.convert.detect import Found, detect
 from segtrain.convert.plan import Plan, State
@@ -65,12 +65,14 @@ def convert_file(
     """
     source = read_file(path, entry)
     try:
-        found = detect(source.state, source.beside)
+        found = detect(source.state, source.beside, ignored)
+        if drops_aux_head(overrides):
+            found = found._replace(plan=found.plan.without_aux_head())
         plan = found.plan
         with _stored_classes(plan, classes, output, overwrite=overwrite) as spec:
             choice = choose_classes(plan, spec, class_order)
             config = make_config(plan, choice.spec, overrides)
-            model, translation = load_plan(found, choice, config, ignored)
+            model, translation = load_plan(found, choice, config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     checkpoint = Checkpoint(
@@ -124,9 +126,7 @@ def _check_stored(path: Path) -> None:
         ) from None
 
 
-def load_plan(
-    found: Found, choice: Choice, config: Config, ignored: Sequence[str] = ()
-) -> tuple[SegModel, Translation]:
+def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, Translation]:
     """The model with the weights of the file, in evaluation mode.
 
     Raises:
@@ -138,7 +138,7 @@ def load_plan(
             wanted: State = build_model(config.model, **options).state_dict()
     except (RuntimeError, OverflowError):  # the number of bytes overflows
         raise CheckpointError("its shapes are those of a model too large for any machine") from None
-    translation = translate(found.state, found.plan, wanted, ignored, found.outside)
+    translation = translate(found.state, found.plan, wanted, found.outside)
     if choice.order is not None:
         reorder_classes(translation.weights, choice.order)
     model = build_model(config.model, **options)
@@ -176,7 +176,8 @@ def _report(
     for kind, values in options.items():
         if values:
             lines.append(f"{kind:<11} {describe(values)} ({about[kind]})")
-    for why, keys in translation.left_out:
+    ignored = [("--ignore", list(found.ignored))] if found.ignored else []
+    for why, keys in (*translation.left_out, *ignored):
         lines.append(f"left out    {len(keys)} tensors ({why}): {listed(keys)}")
     if translation.counters:
         lines.append(f"counters    {translation.counters} batch counters not in the file, set to 0")
