@@ -637,6 +637,19 @@ def test_every_misfit_is_listed(smp_state, classes):
     assert "1 without a place: encoder.layer1.0.se.weight" in str(refused.value)
 
 
+@pytest.mark.parametrize("key", ["decoder.conv.0.weight", "segmentation_head.0.weight"])
+def test_missing_key_that_decides_the_model_is_named(key, smp_state):
+    state = {**smp_state, "segmentation_head.0.weight": torch.ones(K, 8, 3, 3)}
+    if key.startswith("segmentation"):
+        state[key] = torch.ones(())
+        message = f"{key}: expected a convolution's weight, found the shape \\(\\)"
+    else:
+        del state[key]
+        message = f"missing: {key}, whose shape decides"
+    with pytest.raises(CheckpointError, match=message):
+        detect(state, {})
+
+
 def test_weights_that_are_not_finite_are_refused(smp_state, classes):
     state = {**smp_state, "segmentation_head.0.bias": torch.full((K,), torch.nan)}
     with pytest.raises(CheckpointError, match=r"classifier\.conv\.bias: 5 of 5 values are NaN"):

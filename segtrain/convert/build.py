@@ -42,7 +42,9 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
     try:
         config = Config.model_validate(sections)
     except ValidationError as error:
-        what = printable(error.errors()[0]["msg"], 3 * MAX_NAME)
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = printable(f"{where}: {first['msg']}", 3 * MAX_NAME)
         raise CheckpointError(
             f"the file describes a model that segtrain does not have: {what}"
         ) from None

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from segtrain.errors import CheckpointError
+
 State = Mapping[str, Tensor]
 Options = dict[str, Any]
 """Values by `section.key`, such as model.output_stride."""
@@ -72,9 +74,20 @@ class Plan:
 
 
 def size(state: State, key: str, dim: int = 0) -> int:
-    """A dimension of a tensor, 0 if it is missing or has none: a later check refuses that."""
-    shape = state[key].shape if key in state else ()
-    return int(shape[dim]) if dim < len(shape) else 0
+    """A dimension of a tensor that decides a width of the model.
+
+    Raises:
+        CheckpointError: it is missing, or has no such dimension.
+    """
+    if key not in state:
+        raise CheckpointError(
+            f"missing: {key}, whose shape decides the model; the file is not whole, --ignore took "
+            "it, or this is another model"
+        )
+    shape = tuple(state[key].shape)
+    if dim >= len(shape) or shape[dim] == 0:
+        raise CheckpointError(f"{key}: expected a convolution's weight, found the shape {shape}")
+    return shape[dim]
 
 
 def count_children(state: State, prefix: str) -> int:
