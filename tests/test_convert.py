@@ -650,10 +650,24 @@ def test_missing_key_that_decides_the_model_is_named(key, smp_state):
         detect(state, {})
 
 
-def test_weights_that_are_not_finite_are_refused(smp_state, classes):
-    state = {**smp_state, "segmentation_head.0.bias": torch.full((K,), torch.nan)}
-    with pytest.raises(CheckpointError, match=r"classifier\.conv\.bias: 5 of 5 values are NaN"):
-        converted(state, classes)
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("segmentation_head.0.bias", torch.nan, "5 of 5 values are NaN"),
+        ("segmentation_head.0.bias", 1e300, "5 of 5 values are infinite"),
+        ("encoder.bn1.running_var", -1.0, "a variance below 0: -1"),
+    ],
+)
+def test_damaged_numbers_are_refused_by_the_key_in_the_file(
+    key, value, message, smp_state, tmp_path, classes
+):
+    state = {**smp_state, key: torch.full_like(smp_state[key], value, dtype=torch.float64)}
+    torch.save({f"module.{k}": v for k, v in state.items()}, tmp_path / "theirs.pth")
+    with pytest.raises(CheckpointError) as refused:
+        convert_file(tmp_path / "theirs.pth", tmp_path / "ours.pt", classes=classes)
+    first, second = str(refused.value).splitlines()
+    assert first.startswith(f"{tmp_path / 'theirs.pth'}: damaged: the weights hold numbers")
+    assert second == f"  module.{key}: {message}"
 
 
 @pytest.mark.parametrize(

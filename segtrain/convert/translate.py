@@ -1,6 +1,6 @@
 """Moves the tensors of a file to the keys of a model, all of them or none."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +9,10 @@ from torch import Tensor
 from segtrain.convert.plan import Plan, Rotation, State
 from segtrain.convert.read import listed
 from segtrain.errors import CheckpointError
+from segtrain.text import MAX_NAME, printable
 
 _COUNTER = "num_batches_tracked"
+_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,32 @@ def translate(state: State, plan: Plan, wanted: State, outside: Sequence[str] = 
     dtypes = {str(state[k].dtype).removeprefix("torch.") for k in used if k in state}
     own_dtypes = {str(t.dtype).removeprefix("torch.") for t in wanted.values()}
     return Translation(weights, left_out, counters, tuple(sorted(dtypes - own_dtypes)))
+
+
+def check_numbers(weights: Mapping[str, Tensor], plan: Plan, prefix: str) -> None:
+    """Refuses weights that are not finite and variances below 0, by their keys in the file.
+
+    prefix: of all keys in the file.
+
+    Raises:
+        CheckpointError: there are some; a model with them predicts one class everywhere.
+    """
+    problems = []
+    for key, value in weights.items():
+        where = f"{prefix}{plan.their_key(key)}"
+        if not torch.isfinite(value).all():
+            kind = "NaN" if value.isnan().any() else "infinite"
+            count = int((~value.isfinite()).sum())
+            problems.append(f"{where}: {count} of {value.numel()} values are {kind}")
+        elif key.endswith("running_var") and (value < 0).any():
+            problems.append(f"{where}: a variance below 0: {value.min().item():g}")
+    if problems:
+        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            "damaged: the weights hold numbers that no training leaves; use another checkpoint:"
+            + "".join(f"\n  {printable(line, 3 * MAX_NAME)}" for line in problems[:_SHOWN])
+            + more
+        )
 
 
 def reorder_classes(weights: dict[str, Tensor], order: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from segtrain.convert.classes import Choice, choose_classes, class_file_text, st
 from segtrain.convert.detect import Found, detect
 from segtrain.convert.plan import Plan, State
 from segtrain.convert.read import SourceFile, listed, read_file
-from segtrain.convert.translate import Translation, reorder_classes, translate
+from segtrain.convert.translate import Translation, check_numbers, reorder_classes, translate
 from segtrain.data.class_file import load_class_file
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import write_atomic
@@ -139,10 +139,11 @@ def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, T
     except (RuntimeError, OverflowError):  # the number of bytes overflows
         raise CheckpointError("its shapes are those of a model too large for any machine") from None
     translation = translate(found.state, found.plan, wanted, found.outside)
+    check_numbers(translation.weights, found.plan, found.prefix)
     if choice.order is not None:
         reorder_classes(translation.weights, choice.order)
     model = build_model(config.model, **options)
-    load_weights(model, translation.weights, Path("converted"))
+    load_weights(model, translation.weights, Path("the converted weights"))
     return model.eval(), translation
 
 
