@@ -168,6 +168,18 @@ def test_semsegs_logits_are_those_of_the_converted_model(classes):
     assert_equal(model, lambda dtype, x: reference.to(dtype)(x), (41, 65))
 
 
+@pytest.mark.parametrize(
+    ("num_classes", "crop"), [(19, "713"), (21, "473"), (150, "473"), (5, "N")]
+)
+def test_window_that_is_advised_is_that_of_semsegs_config(num_classes, crop):
+    with torch.device("meta"):
+        state = SemsegPSPNet().state_dict()
+        state["cls.4.weight"] = torch.ones(num_classes, 16, 1, 1)
+    notes = detect(state, {}).plan.notes
+    assert f"--set 'eval.crop_size=[{crop}, {crop}]'" in notes[0]
+    assert len(notes) == (1 if num_classes == 19 else 2)
+
+
 # VainF
 
 

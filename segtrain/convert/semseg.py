@@ -10,6 +10,8 @@ _ASSUMED = {
     "model.align_corners": True,
     "model.ppm_bins": (1, 2, 3, 6),
 }
+# The crop and the long side of test images by the number of classes: Cityscapes, VOC, ADE20K.
+_TESTS = {19: ("713", "2048 px"), 21: ("473", "512 px"), 150: ("473", "512 px")}
 
 
 def plan(state: State) -> Plan:
@@ -42,8 +44,22 @@ def plan(state: State) -> Plan:
         found,
         renames,
         assumed=_ASSUMED,
-        notes=(
-            "semseg evaluates with a sliding window of its training crop and a mirrored image: "
-            "--set eval.mode=slide --set eval.crop_size=[713,713] --set eval.flip=true",
-        ),
+        notes=_notes(size(state, "cls.4.weight")),
     )
+
+
+def _notes(num_classes: int) -> tuple[str, ...]:
+    """How its tool/test.py evaluates, by test_h and base_size of config/*/*_pspnet*.yaml."""
+    crop, long_side = _TESTS.get(num_classes, ("N", "base_size"))
+    unknown = ", N being test_h of its config" if crop == "N" else ""
+    window = (
+        "semseg evaluates with a sliding window of its training crop and a mirrored image: --set "
+        f"eval.mode=slide --set 'eval.crop_size=[{crop}, {crop}]' --set eval.flip=true{unknown}"
+    )
+    if long_side == "2048 px":  # as the images of Cityscapes are stored
+        return (window,)
+    resize = (
+        f"semseg resizes test images to a long side of {long_side}, for which segtrain has no "
+        "option: resize the images before"
+    )
+    return (window, resize)
