@@ -562,6 +562,14 @@ def test_config_that_save_pretrained_writes_beside_the_file_is_read(tmp_path, cl
         convert(tmp_path / "c.pt")
 
 
+@pytest.mark.parametrize(("activation", "warned"), [(None, 0), ("softmax2d", 0), ("sigmoid", 1)])
+def test_classes_that_may_overlap_are_warned_of(activation, warned, smp_state):
+    config = {"_model_class": "PSPNet", "encoder_name": "resnet18", "activation": activation}
+    warnings = detect(smp_state, {"config.json": config}).plan.warnings
+    assert len(warnings) == warned
+    assert all("activation 'sigmoid': such classes may overlap" in line for line in warnings)
+
+
 # What a file looks like
 
 

@@ -15,6 +15,8 @@ _NAME = "segmentation_models.pytorch"
 _ALWAYS: Options = {"model.align_corners": True, "model.contract_dilation": False}
 _CLASSES = {"PSPNet": "pspnet", "DeepLabV3": "deeplabv3", "DeepLabV3Plus": "deeplabv3plus"}
 _RATES = (12, 24, 36)
+# Activations that give each pixel one class, as segtrain's softmax does.
+_CLASSES_EXCLUDE = (None, "identity", "softmax", "softmax2d", "logsoftmax", "argmax", "argmax2d")
 
 
 def plan(state: State, beside: Mapping[str, Any]) -> Plan:
@@ -30,7 +32,15 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
     config = beside.get(CONFIG_JSON)
     if not isinstance(config, dict) or config.get("_model_class") is None:
         return made
-    return replace(made, stated=_stated(config, made.found))
+    stated = _stated(config, made.found)
+    activation = config.get("activation")
+    if activation in _CLASSES_EXCLUDE:
+        return replace(made, stated=stated)
+    warning = (
+        f"{CONFIG_JSON} has activation {printable(repr(activation), MAX_NAME)}: such classes may "
+        "overlap; segtrain reads the same logits by softmax, and gives each pixel one class"
+    )
+    return replace(made, stated=stated, warnings=(warning,))
 
 
 def _stated(config: dict[str, Any], found: Options) -> Options:
