@@ -843,6 +843,7 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
         "  num_stages: 2",
     ):
         assert line in said
+    assert "\ndata:\n" not in said
     assert re.search(r"assumed .*model\.ppm_bins=\[1, 2, 3, 6\].* \(the file does not say", said)
     loaded = load_model(output)
     assert loaded.config.model.classifier_kernel == 3
@@ -867,6 +868,7 @@ def test_what_is_assumed_can_be_set(smp_state, tmp_path, classes, capsys):
     said = capsys.readouterr().out
     assert "set         data.mean=[1.0, 2.0, 3.0] model.align_corners=false (by --set)" in said
     assert "model.align_corners=true" not in said
+    assert "\ndata:\n  mean: [1.0, 2.0, 3.0]\nwrote" in said
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from segtrain.errors import CheckpointError, ConfigError
 from segtrain.text import MAX_NAME, printable
 
 _LAYOUTS = get_args(DataConfig.model_fields["layout"].annotation)
+_INPUT = ("mean", "std", "short_side_px")
 _DILATION = ("model.contract_dilation", "model.basic_block_dilation")
 
 
@@ -90,12 +91,16 @@ def split_options(plan: Plan, config: Config, overrides: Sequence[str]) -> dict[
 
 
 def model_lines(config: Config) -> list[str]:
-    """The options of model that differ from the defaults, as a section of a config."""
+    """The options of the model and of its input that differ from the defaults, by sections."""
     lines = ["model:"]
     for key, field in ModelConfig.model_fields.items():
         value = getattr(config.model, key)
         if value != field.default or key in ("arch", "backbone"):
             lines.append(f"  {key}: {yaml_value(value)}")
+    data = {key: getattr(config.data, key) for key in _INPUT}
+    changed = {k: v for k, v in data.items() if v != DataConfig.model_fields[k].default}
+    if changed:
+        lines += ["data:", *(f"  {key}: {yaml_value(value)}" for key, value in changed.items())]
     return lines
 
 
