@@ -26,6 +26,7 @@ from segtrain.convert.detect import detect
 from segtrain.convert.write import convert_file, load_plan
 from segtrain.data.class_file import load_class_file
 from segtrain.errors import CheckpointError, ConfigError
+from segtrain.evaluation.settings import view_size
 from segtrain.models import build_model
 
 NAMES = ("sky", "road", "pole", "tree", "sign")
@@ -107,11 +108,24 @@ def test_torchvisions_logits_are_those_of_the_converted_model(name, width, class
     reference = lively(lambda: torchvision.models.get_model(name, **options))
     model, config = converted(reference.state_dict(), classes)
     assert config.data.short_side_px == 520
+    assert "antialias" in detect(reference.state_dict(), {}).plan.notes[1]
 
     def theirs(dtype, x):
         return list(reference.to(dtype)(x).values())
 
     assert_equal(model, theirs, (33, width))
+
+
+def test_torchvisions_resize_is_another_only_where_images_shrink():
+    """What that note says, by the transforms of its weights."""
+    preset = torchvision.models.segmentation.DeepLabV3_ResNet50_Weights.DEFAULT.transforms()
+    for height, same in ((400, True), (900, False)):
+        image = torch.rand(3, height, height // 2 * 3, generator=torch.Generator().manual_seed(3))
+        theirs = preset(image)
+        mean, std = (torch.tensor(v)[:, None, None] for v in (preset.mean, preset.std))
+        ours = resize(image[None], view_size(image.shape[-2:], 520, 1.0), False)[0]
+        gap = (theirs - (ours - mean) / std).abs().max()
+        assert (gap < 1e-4) == same
 
 
 # semseg

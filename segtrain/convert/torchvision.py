@@ -48,5 +48,9 @@ def plan(state: State) -> Plan:
         found,
         renames,
         assumed={**assumed, **_ALWAYS},
-        notes=("torchvision's dropout is 0.5 after the ASPP; here it is model.dropout at the end",),
+        notes=(
+            "torchvision's dropout is 0.5 after the ASPP; here it is model.dropout at the end",
+            "torchvision's transforms antialias where they shrink an image to 520 px, and "
+            "data.short_side_px does not: the predictions of larger images differ a little",
+        ),
     )
