@@ -198,6 +198,9 @@ def test_converted_model_equals_mmsegmentations(config, mmseg, tmp_path, classes
     meta = {"cfg": cfg.pretty_text, "mmseg_version": "1.2.2"}
     torch.save({"meta": meta, "state_dict": model.state_dict()}, path)
     converted = convert_file(path, tmp_path / "ours.pt", classes=classes)
+    # Cityscapes' images have the size that most of its configs resize them to.
+    side = 512 if "ade20k" in config else 1025 if "769" in config else None
+    assert converted.config.data.short_side_px == side
     if "769" in config:
         assert converted.config.model.align_corners
         assert converted.config.eval.mode == "slide"

@@ -90,8 +90,8 @@ def stated(meta: Mapping[str, Any], found: Options) -> Stated:
         return Stated(
             {},
             warnings=(
-                f"the config in the file cannot be read ({what}): all it says is assumed; compare "
-                "it with the options above",
+                f"the config in the file cannot be read ({what}): the options of its model, its "
+                "images and the ids of its labels (reduce_zero_label) are assumed; compare them",
             ),
         )
     if problems := list(_problems(sections, found)):
