@@ -22,11 +22,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import TrainConfig
-from segtrain.errors import ConfigError
-from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm, untracked
+from segtrain.norm import untracked
+from segtrain.training.share_rules import refuse_torchs_layers
 
 
 def is_due(train: TrainConfig, step: int) -> bool:
@@ -69,13 +68,9 @@ def _climb(parameters: list[nn.Parameter], rho: float) -> None:
 
 def refuse_layers(model: nn.Module) -> None:
     """Raises ConfigError for torch's layers that would not compute the same batch twice."""
-    for name, layer in model.named_modules():
-        what = None
-        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
-            what = "draws other numbers for the second gradient; take `DropoutMasks`"
-        elif isinstance(layer, _BatchNorm) and not isinstance(
-            layer, SyncBatchNorm | FrozenBatchNorm2d
-        ):
-            what = "updates its running statistics for both gradients; make it by `norm`"
-        if what is not None:
-            raise ConfigError(f"train.sam_rho: {name}, a {type(layer).__name__}, {what}")
+    refuse_torchs_layers(
+        model,
+        "train.sam_rho",
+        dropout="draws other numbers for the second gradient",
+        batch_norm="updates its running statistics for both gradients",
+    )

@@ -18,16 +18,26 @@ from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm
 
 def refuse_layers(model: nn.Module) -> None:
     """Raises ConfigError for torch's layers that break a rule; `watch` finds the others."""
+    refuse_torchs_layers(
+        model,
+        "train.shares",
+        dropout="draws from a generator that all shares have in common",
+        batch_norm="updates its running statistics in every share",
+    )
+
+
+def refuse_torchs_layers(model: nn.Module, option: str, *, dropout: str, batch_norm: str) -> None:
+    """Raises ConfigError for torch's own dropout and batch norm, with what each does wrong."""
     for name, layer in model.named_modules():
         what = None
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
-            what = "draws from a generator that all shares have in common; take `DropoutMasks`"
+            what = f"{dropout}; take `DropoutMasks`"
         elif isinstance(layer, _BatchNorm) and not isinstance(
             layer, SyncBatchNorm | FrozenBatchNorm2d
         ):
-            what = "updates its running statistics in every share; make it by `norm`"
+            what = f"{batch_norm}; make it by `norm`"
         if what is not None:
-            raise ConfigError(f"train.shares: {name}, a {type(layer).__name__}, {what}")
+            raise ConfigError(f"{option}: {name}, a {type(layer).__name__}, {what}")
 
 
 @contextmanager
