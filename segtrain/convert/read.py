@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 from torch import Tensor
 
 from segtrain.errors import CheckpointError
-from segtrain.files import kind_of, open_regular, read_bytes, torch_file
+from segtrain.files import kind_of, read_bytes, torch_file, weights_file
 from segtrain.text import MAX_NAME, printable
 
 CONFIG_JSON = "config.json"
@@ -31,8 +29,6 @@ _NOTES = {
     "ema_state_dict": "the weights that are not averaged: mmengine's EMAHook stores the average "
     "under state_dict",
 }
-# KeyError: safetensors knows number types that torch does not.
-_UNREADABLE = (torch_file.DamagedError, safetensors.SafetensorError, OSError, KeyError)
 
 
 @dataclass(frozen=True)
@@ -99,17 +95,14 @@ def _content(path: Path) -> Any:
         found = f"found {kind_of(path)}" if path.exists() else "no such file"
         raise CheckpointError(f"{path}: expected a file of weights, {found}")
     try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        with open_regular(path) as file:
-            return torch_file.load(file)
+        return weights_file.read(path)
     except pickle.UnpicklingError:
         # torch's own message advises to load the file unsafely.
         raise CheckpointError(
             f"{path}: refused: it holds more than tensors and plain data, which could run code; or "
             f"it is damaged; {_SAVE_AGAIN}"
         ) from None
-    except _UNREADABLE as error:
+    except weights_file.UNREADABLE as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: {printable(text, 3 * MAX_NAME)}") from None
 

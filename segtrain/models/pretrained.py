@@ -11,13 +11,11 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.files import open_regular, torch_file
+from segtrain.files import torch_file, weights_file
 from segtrain.models import timm_backbone
 from segtrain.text import MAX_NAME, printable
 
@@ -27,11 +25,6 @@ _NESTED = ("state_dict", "model", "model_state")
 # The other parts of a segmentation model whose backbone has the prefix "backbone.".
 _HEADS = ("head.", "aux_head.", "classifier.", "aux_classifier.")
 _COUNTER = "num_batches_tracked"
-# KeyError: safetensors knows number types that torch does not.
-_UNREADABLE = (
-    *(pickle.UnpicklingError, torch_file.DamagedError),
-    *(safetensors.SafetensorError, OSError, KeyError),
-)
 _SHOWN = 10
 
 State = dict[str, Tensor]
@@ -126,11 +119,8 @@ def _read(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"model.pretrained: {path}: no such file, or not a regular one")
     try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        with open_regular(path) as file:
-            return torch_file.load(file)
-    except _UNREADABLE as error:
+        return weights_file.read(path)
+    except (pickle.UnpicklingError, *weights_file.UNREADABLE) as error:
         raise CheckpointError(f"model.pretrained: {path}: {_problem(error)}") from None
 
 
