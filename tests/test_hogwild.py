@@ -1,80 +1,241 @@
-"""tools/hogwild.py: the same images both ways, memory that is shared, and what is refused."""
+"""train.parallel hogwild, and the tool that compares it with ranks that wait for each other."""
+
+import json
+import os
+import signal
 
 import hogwild
 import pytest
 import torch
-from experiments import experiment, write_config
+from experiments import curve, experiment, last, train, write_config
+from processes import Command, logged_steps
 
-from segtrain.config import load_config
+from segtrain.commands.train.meeting import Meeting
+from segtrain.config import Config, load_config
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.partition import batch_findings
+from segtrain.distributed.shared_memory import shared_copies
 from segtrain.errors import ConfigError, ExecutionError
+from segtrain.training.hogwild import config_of_process
+from segtrain.training.step_sync import StepSync
 
-STEPS = 3
+STEPS = 6
 
 
-def config(data, directory, **train):
+def config(data, directory, parallel="hogwild", name="c.yaml", every_steps=None, **train):
     options = experiment(
         data,
         augment={"crop_size": [25, 33]},
         model={"backbone": "mobilenet_v2", "head_channels": 8, "aux_channels": 8},
-        train={"steps": STEPS, "batch_size": 4} | train,
+        train={"steps": STEPS, "batch_size": 4, "parallel": parallel} | train,
+        eval={"every_steps": every_steps},
     )
-    return load_config(write_config(directory / "c.yaml", options))
+    return write_config(directory / name, options)
 
 
-def snapshots(settings, directory, context, way, processes, steps=()):
-    task = hogwild.Task(way, settings, processes, steps, directory, port=0)
-    hogwild.train(task, context)
-    return [torch.load(path) for path in sorted(directory.glob(f"{way}_0*.pt"))]
+def counters(model):
+    return [value.item() for key, value in model.items() if key.endswith("num_batches_tracked")]
 
 
-def test_a_single_process_of_hogwild_is_a_single_rank_bit_for_bit(forkserver, tmp_path, data):
+def test_a_single_process_is_a_single_rank_bit_for_bit(tmp_path, data):
     """Nobody else writes, and the learning rate is divided by one."""
-    assert hogwild.with_divided_lr(config(data, tmp_path, lr=0.02), 4).train.lr == 0.005
-    settings = config(data, tmp_path)
-    found, wanted = (
-        snapshots(settings, tmp_path, forkserver, way, 1, (2,)) for way in ("hogwild", "ranks")
-    )
-    assert [one["steps"] for one in found] == [one["steps"] for one in wanted] == [2, STEPS]
-    for one, other in zip(found, wanted, strict=True):
-        assert all(torch.equal(value, one["model"][key]) for key, value in other["model"].items())
+    runs = [tmp_path / way for way in ("sync", "hogwild")]
+    for run in runs:
+        assert train(config(data, tmp_path, run.name), run) == 0
+    one, other = (last(run).model for run in runs)
+    assert all(torch.equal(value, other[key]) for key, value in one.items())
+    assert "this is only one" in (runs[1] / "train.log").read_text()
 
 
-def test_processes_share_weights_and_statistics_and_see_every_image_once(
-    forkserver, tmp_path, data
-):
-    (last,) = snapshots(config(data, tmp_path), tmp_path, forkserver, "hogwild", 2)
-    assert last["steps"] == 2 * STEPS
-    counters = [v.item() for k, v in last["model"].items() if k.endswith("num_batches_tracked")]
+def test_processes_share_weights_and_statistics_and_do_not_wait(run_ranks, tmp_path, data):
+    file = config(data, tmp_path, every_steps=2)
+    assert run_ranks(2, train, file, tmp_path / "run") == [0, 0]
+    record = last(tmp_path / "run")
+    assert record.step == STEPS
     # Each alone would have counted to STEPS; some updates may be lost.
-    assert all(STEPS < counter <= 2 * STEPS for counter in counters)
-    assert all(torch.isfinite(value).all() for value in last["model"].values())
-    model = hogwild.new_state(config(data, tmp_path)).model
-    row = hogwild.score(
-        hogwild.Task("hogwild", config(data, tmp_path), 2, (), tmp_path, 0),
-        tmp_path / f"hogwild_{STEPS:07d}.pt",
-        model,
-        precise_batches=1,
+    assert all(STEPS < counter <= 2 * STEPS for counter in counters(record.model))
+    assert all(torch.isfinite(value).all() for value in record.model.values())
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "parallel   hogwild: 2 processes change the same weights without waiting" in log
+    assert "norm       batch norm, each process alone; statistics over 2 images" in log
+    assert [step for step, _ in curve(tmp_path / "run", "eval/mIoU")] == [2, 4, 6]
+
+
+def sums_alone(value):
+    tensor = torch.tensor([float(value)])
+    with dist.alone():
+        mine = dist.all_reduce_sum(tensor.clone() + dist.rank())
+        gathered = dist.all_gather(tensor)
+        told = dist.all_gather_object(dist.rank())
+        size = dist.group_size(), dist.group_rank()
+        dist.barrier()
+    together = dist.all_reduce_sum(tensor)
+    return mine.item(), len(gathered), told, size, dist.world_size(), together.item()
+
+
+def test_alone_every_collective_is_that_of_one_process(run_ranks):
+    found = run_ranks(2, sums_alone, 3)
+    assert found == [(3.0, 1, [0], (1, 0), 2, 6.0), (4.0, 1, [1], (1, 0), 2, 6.0)]
+
+
+def changed_by_the_other(_):
+    layout = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    mine = [layout + dist.rank() + 1, torch.tensor(7 + dist.rank())]
+    matrix, number = shared_copies(mine)
+    assert matrix.stride() == layout.stride()
+    before = matrix[0, 0, 0, 0].item(), number.item()
+    dist.barrier()
+    if dist.rank() == 1:
+        matrix[1, 2, 3, 4] = 99
+        number.add_(1)
+    dist.barrier()
+    return before, matrix[1, 2, 3, 4].item(), number.item(), matrix.untyped_storage().nbytes()
+
+
+def test_shared_copies_hold_the_values_of_rank_0_and_changes_of_all(run_ranks):
+    assert run_ranks(2, changed_by_the_other, None) == [((1.0, 7), 99.0, 8, 480)] * 2
+
+
+def meetings(stops, dues, paces):
+    """The steps after which this process meets the others, and what they then agree on.
+
+    stops: after which step each rank is asked to stop; dues: steps after which all meet.
+    """
+    rank, now = dist.rank(), 0
+    sync = StepSync(lambda: False)
+    saves = iter([False, True] + [False] * 50)
+    meeting = Meeting(
+        sync,
+        stop_requested=lambda: stops[rank] is not None and now >= stops[rank],
+        save_requested=lambda: rank == 1 and next(saves),
+        end_requested=lambda: False,
     )
-    assert row.images == 4 * STEPS
-    assert 0 <= row.lost < 0.5
-    assert row.mean_error > 0
+    met = []
+    for now in range(1, 31):
+        if rank == 0:
+            torch.rand(paces).sum()
+        if meeting.has_begun(now, due=now in dues):
+            met.append((now, sync.stopped, sync.pop_save_request()))
+            dist.barrier()
+        if sync.stopped:
+            break
+    return met
 
 
-@pytest.mark.slow
-def test_a_process_that_fails_ends_the_comparison(forkserver, tmp_path, data):
-    settings = config(data, tmp_path, lr=1e30)
-    with pytest.raises(ExecutionError, match="hogwild: a process failed"):
-        snapshots(settings, tmp_path, forkserver, "hogwild", 2)
+@pytest.mark.parametrize("stops", [(None, 7), (12, 7), (3, None)])
+def test_all_meet_after_the_same_step(run_ranks, stops):
+    """Both orders: the fast process is asked, or the slow one."""
+    for paces in (1, 10_000_000):
+        one, other = run_ranks(2, meetings, stops, (10, 20), paces)
+        assert one == other
+        steps = [step for step, _, _ in one]
+        assert steps == sorted(set(steps))
+        assert one[-1][1]
+        assert not any(stopped for _, stopped, _ in one[:-1])
+        # Nobody stops before being asked, or passes a step where all meet.
+        first = min(step for step in stops if step is not None)
+        assert steps[-1] >= first
+        assert not any(step in (10, 20) for step in range(1, steps[-1]) if step not in steps)
+        assert sum(saved for _, _, saved in one) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_save_and_the_run_goes_on(tmp_path, data, number):
+    run = tmp_path / "run"
+    file = config(data, tmp_path, steps=400)
+    with_signal = Command(tmp_path, "train", file, "--nproc", 2, "--output", run)
+    with_signal.wait_for_step(run, 3)
+    os.kill(with_signal.process.pid, number)
+    if number == signal.SIGUSR1:
+        with_signal.wait_until(lambda: "as SIGUSR1 asked for" in with_signal.output)
+        os.kill(with_signal.process.pid, signal.SIGTERM)
+    assert with_signal.wait() == 143, with_signal.errors
+    step = last(run).step
+    assert 3 <= step < 400
+    assert max(logged_steps(run)) == step
+    settings = ["--set", f"train.steps={step + 2}", "--accept-changes"]
+    again = Command(tmp_path, "train", run, "--nproc", 2, "--resume", *settings)
+    assert again.wait() == 0, again.errors
+    assert last(run).step == step + 2
+
+
+def test_a_loss_that_is_not_finite_ends_all(tmp_path, data):
+    file = config(data, tmp_path, lr=1e30)
+    run = Command(tmp_path, "train", file, "--nproc", 2, "--output", tmp_path / "run")
+    assert run.wait() == 5, run.errors
+    assert "is not finite" in run.errors
+    assert not (tmp_path / "run" / "checkpoints" / "last.pt").exists()
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
+    ("options", "said"),
     [
-        ({"shares": 2}, "train.shares: cannot go with Hogwild!"),
-        ({"ema_decay": 0.9}, "train.ema_decay: cannot go"),
-        ({"batch_size": 5}, "train.batch_size: 5 leaves less than 2 images to some of 3"),
+        ({"train": {"shares": 2}}, "shares: cannot go with train.parallel hogwild"),
+        ({"train": {"ema_decay": 0.9}}, "ema_decay: cannot go"),
+        ({"train": {"sam_rho": 0.1}}, "sam_rho: cannot go"),
+        ({"train": {"virtual_ranks": 2}}, "virtual_ranks: cannot go"),
+        ({"train": {"accumulate_steps": 2}}, "accumulate_steps: cannot go"),
+        ({"train": {"compile": True}}, "compile: cannot go"),
+        ({"train": {"deterministic": True}}, "deterministic: cannot go"),
+        ({"train": {"decoupled_decay": True}}, "decoupled_decay: cannot go"),
+        ({"train": {"precision": "float16"}}, "precision: cannot go"),
+        ({"norm": {"extent": 2}}, "norm: with train.parallel hogwild every process"),
+        ({"norm": {"kind": "local"}}, "norm: with train.parallel hogwild every process"),
+        ({"norm": {"precise_batches": 2}}, "norm.precise_batches: cannot go with train.parallel"),
     ],
 )
-def test_what_cannot_go_without_waiting_is_refused(tmp_path, data, train, said):
-    with pytest.raises(ConfigError, match=said):
-        hogwild.check(config(data, tmp_path, **train), 3)
+def test_what_cannot_go_without_waiting_is_refused(options, said):
+    options["train"] = {"parallel": "hogwild"} | options.get("train", {})
+    data = {"layout": "folders", "root": "x", "classes": "x"}
+    with pytest.raises(ValueError, match=said):
+        Config.model_validate({"data": data} | options)
+
+
+def test_each_process_needs_two_images(tmp_path, data):
+    settings = load_config(config(data, tmp_path, batch_size=5))
+    assert batch_findings(settings, 2, 2) == []
+    (found,) = batch_findings(settings, 3, 3)
+    assert "leaves one image to some of 3 processes" in found
+    assert "use at least 6" in found
+
+
+def test_processes_divide_the_learning_rate(tmp_path, data):
+    settings = load_config(config(data, tmp_path, lr=0.02, min_lr=0.008))
+    train = config_of_process(settings, 4).train
+    assert (train.lr, train.min_lr) == (0.005, 0.002)
+
+
+def on_two_machines(_):
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    with pytest.raises(ExecutionError, match="several machines cannot share memory"):
+        shared_copies([torch.zeros(1)])
+
+
+def test_several_machines_are_refused(run_ranks):
+    run_ranks(2, on_two_machines, None)
+
+
+def test_the_tool_compares_both_ways(tmp_path, data):
+    file = config(data, tmp_path, "sync", steps=4)
+    written = tmp_path / "rows.json"
+    arguments = ["--evaluations", "2", "--precise-batches", "1", "--json", str(written)]
+    assert hogwild.main([str(file), *arguments]) == 0
+    rows = [hogwild.Row(**row) for row in json.loads(written.read_text())]
+    assert [(row.way, row.images) for row in rows] == [
+        *(("sync", images) for images in (8, 16)),
+        *(("hogwild", images) for images in (8, 16)),
+    ]
+    sync, apart = rows[:2], rows[2:]
+    assert all(row.lost == 0 for row in sync)
+    assert all(0 <= row.lost < 0.5 for row in apart)
+    for row in rows:
+        assert 0 <= row.mean_iou <= 1
+        assert row.mean_error > 0
+        assert row.var_error > 0
+    assert all(0 < one.seconds < two.seconds for one, two in (sync, apart))
+
+
+def test_the_tool_refuses_evaluations_that_do_not_divide_the_steps(tmp_path, data):
+    file = config(data, tmp_path, "sync", steps=4)
+    with pytest.raises(ConfigError, match="--evaluations: 3 does not divide"):
+        hogwild.compare(str(file), [], 2, 3, 1)

@@ -7,7 +7,8 @@ timeout. Only this room imports torch.distributed.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -34,7 +35,7 @@ def rank() -> int:
 
 def world_size() -> int:
     """The number of processes that train together."""
-    return _num_processes(None)
+    return torch_dist.get_world_size() if is_distributed() else 1
 
 
 def local_rank() -> int:
@@ -52,6 +53,24 @@ def is_main() -> bool:
     return rank() == 0
 
 
+_is_alone = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, every collective is that of this process alone, and nothing is sent.
+
+    `rank` and `world_size` stay what they are. For processes that train without waiting for each
+    other (train.parallel hogwild).
+    """
+    global _is_alone
+    _is_alone = True
+    try:
+        yield
+    finally:
+        _is_alone = False
+
+
 def group_size(group: ProcessGroup | None = None) -> int:
     """The number of ranks in `group` (None: all), each counted with its virtual ranks."""
     virtual = virtual_ranks.current()
@@ -66,14 +85,14 @@ def group_rank() -> int:
     """The row of `all_gather` that is this rank's: its number among all, virtual ones counted."""
     virtual = virtual_ranks.current()
     if virtual is None:
-        return rank()
+        return 0 if _is_alone else rank()
     if virtual.shares is not None:
         return sum(virtual.shares[: rank()]) + virtual_ranks.slot()
     return rank() * virtual.num_slots + virtual_ranks.slot()
 
 
 def _num_processes(group: ProcessGroup | None) -> int:
-    return torch_dist.get_world_size(group) if is_distributed() else 1
+    return torch_dist.get_world_size(group) if is_distributed() and not _is_alone else 1
 
 
 def node_ranks() -> tuple[int, ...]:
@@ -255,7 +274,7 @@ def _gather_processes(tensor: Tensor, group: ProcessGroup | None = None) -> Tens
 
 def broadcast_from_rank0(tensors: Iterable[Tensor]) -> None:
     """Overwrites `tensors` with those of rank 0. Collective."""
-    if world_size() == 1:
+    if _num_processes(None) == 1:
         return
     for tensor in tensors:
         values = tensor.detach().contiguous()  # ranks may differ in strides
@@ -319,5 +338,5 @@ def run_on_rank0(function: Callable[[], Any]) -> Any:
 
 def barrier() -> None:
     """Returns when every rank has arrived. Collective."""
-    if world_size() > 1:
+    if _num_processes(None) > 1:
         torch_dist.barrier()

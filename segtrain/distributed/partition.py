@@ -34,7 +34,8 @@ def smallest_batch(config: Config, ranks: int, ranks_here: int) -> int:
     train, norm = config.train, config.norm
     images = train.batch_size // train.accumulate_steps
     extents = {"world": ranks, "node": ranks_here}
-    extent = 1 if norm.kind == "local" else extents.get(norm.extent, norm.extent)
+    alone = norm.kind == "local" or train.parallel == "hogwild"
+    extent = 1 if alone else extents.get(norm.extent, norm.extent)
     sizes = [len(partition(images, ranks, rank)) for rank in range(ranks)]
     return min(sum(sizes[first : first + extent]) for first in range(0, ranks, extent))
 
@@ -58,6 +59,12 @@ def batch_findings(config: Config, ranks: int, ranks_here: int) -> list[str]:
             f"ranks without an image; use at least {parts * train.accumulate_steps}"
         ]
     if config.norm.kind in ("sync", "local") and smallest_batch(config, ranks, ranks_here) == 1:
+        if train.parallel == "hogwild":
+            return [
+                f"train.batch_size: {train.batch_size} leaves one image to some of {ranks} "
+                "processes, and batch norm needs two (train.parallel: hogwild); use at least "
+                f"{2 * ranks}"
+            ]
         return [
             "train.batch_size: the globally pooled branch has one value a channel for an image, "
             "and batch norm needs two; let at least 2 images share statistics (norm.kind: "

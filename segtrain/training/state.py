@@ -85,7 +85,8 @@ def make_state(
     criterion = SegLoss(config.loss, device, **sizes)
     wrapped = wrap(model, criterion, train)
     # Virtual ranks have a backward pass each, so their gradients wait for the end.
-    gradients = GradientSum(model.named_parameters(), overlap=train.virtual_ranks == 1)
+    summed = [] if train.parallel == "hogwild" else model.named_parameters()
+    gradients = GradientSum(summed, overlap=train.virtual_ranks == 1)
     shares, replicas, digits = None, [], None
     if train.shares is not None:
         refuse_layers(model)

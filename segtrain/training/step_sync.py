@@ -84,6 +84,12 @@ class StepSync:
         """Ends the training after this step; called by all ranks."""
         self.ended = True
 
+    def ask(self, stop: bool, save: bool, end: bool) -> None:
+        """Stops, saves or ends after this step; called by all ranks."""
+        self.stopped = self.stopped or stop
+        self._save_due = self._save_due or save
+        self.ended = self.ended or end
+
     def pop_save_request(self) -> bool:
         """Whether a rank was asked to save since the last call; the same on all ranks."""
         due, self._save_due = self._save_due, False
@@ -99,16 +105,13 @@ class StepSync:
         if self._overflows > MAX_OVERFLOWS:
             what = f"the gradient overflows float16 since {self._overflows} steps: it"
             raise NonFiniteError(_message(step, names, what))
-        stop, save, end = (number > 0 for number in requests)
-        self.stopped = self.stopped or stop
-        self._save_due = self._save_due or save
-        self.ended = self.ended or end
+        self.ask(*(number > 0 for number in requests))
 
 
 def _message(step: int, names: list[str], what: str) -> str:
     """What is not finite, with the images of all ranks that give any (collective)."""
     lines = [f"step {step}: {what} is not finite"]
-    for rank, images in enumerate(dist.all_gather_object(names)):
+    for rank, images in dist.all_gather_object([dist.rank(), names]):
         if images:
             lines.append(f"  rank {rank}: images {', '.join(images)}")
     lines.append(

@@ -9,6 +9,7 @@ from itertools import islice
 from segtrain.commands.train import batches, saving
 from segtrain.commands.train.evaluation import evaluate
 from segtrain.commands.train.setup import Run
+from segtrain.config import Config
 from segtrain.data.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
@@ -18,6 +19,7 @@ from segtrain.run import directory as run_directory
 from segtrain.run.progress import ProgressBar, progress_words, score_text
 from segtrain.run.receipts import read_receipts
 from segtrain.training.engine import train_steps
+from segtrain.training.hogwild import config_of_process
 from segtrain.training.meter import StepMeter
 from segtrain.training.optim import base_lr, learning_rate
 from segtrain.training.receipts import weights_lines
@@ -101,15 +103,18 @@ def _to_train_on(run: Run) -> str:
 
 
 def _train_steps(run: Run) -> None:
-    config, state = run.config, run.state
+    config, state, meeting = run.config, run.state, run.meeting
+    hogwild = meeting is not None
     steps = train_steps(
         state,
         batches.shown(run),
-        config,
+        config_of_process(config, dist.world_size()) if hogwild else config,
         device=run.device,
         indices=batches.indices(run),
         step_sync=run.step_sync,
     )
+    if hogwild:
+        steps = meeting.steps(steps)
     meter = StepMeter(config.train.batch_size, run.device)
     if run.receipts is not None and dist.is_main():
         _count_unlogged(run, meter)
@@ -122,8 +127,10 @@ def _train_steps(run: Run) -> None:
             if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
                 _log_means(run, meter, bar)
             bar.update()
-            with _not_timed(meter):
-                _keep_cadences(run)
+            due = result.step == run.last_step or any(_is_due(n, run) for n in _cadences(config))
+            if not hogwild or meeting.has_begun(result.step, due=due):
+                with _not_timed(meter):
+                    _keep_cadences(run)
             heartbeat.beat("training", state.step)
         if run.step_sync.ended and meter.num_steps:
             _log_means(run, meter, bar)
@@ -166,6 +173,14 @@ def _keep_cadences(run: Run) -> None:
         run.log.lines([f"saved step {run.state.step}, as SIGUSR1 asked for"])
     if keep_due and dist.is_main():
         run.checkpoints.keep(saving.checkpoint_of(run))
+    if run.meeting is not None:
+        dist.barrier()  # until rank 0 has written the weights, nobody changes them
+
+
+def _cadences(config: Config) -> tuple[int | None, ...]:
+    """After how many steps, each time, something besides training happens on all ranks."""
+    checkpoint = config.checkpoint
+    return config.eval.every_steps, checkpoint.every_steps, checkpoint.keep_every_steps
 
 
 def _is_due(every_steps: int | None, run: Run) -> bool:

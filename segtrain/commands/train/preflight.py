@@ -142,8 +142,7 @@ def start_lines(
         f"devices    {ranks} x {devices[0]}, {train.precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {_batch_words(config, ranks)}",
-        f"norm       {describe_norm(config.norm)}{_statistics_words(config, ranks)}"
-        + _own_norms_words(model),
+        f"norm       {_norm_words(config, ranks)}{_own_norms_words(model)}",
         f"data       {len(train_set.pairs)} training and {len(eval_set.pairs)} evaluation images, "
         f"{train_set.classes.num_classes} classes",
         f"model      {config.model.arch} on {config.model.backbone}, output stride "
@@ -155,6 +154,17 @@ def start_lines(
         f"run        {directory}",
         f"curves     tensorboard --logdir {directory}",
     ]
+
+
+def hogwild_line(processes: int) -> str:
+    """A line for the log about train.parallel hogwild."""
+    if processes == 1:
+        return "warning: train.parallel hogwild is about several processes; this is only one"
+    return (
+        f"parallel   hogwild: {processes} processes change the same weights without waiting, each "
+        f"with 1/{processes} of the batch and of the learning rate; loss and norm of rank 0 are "
+        "logged; another run ends with other weights"
+    )
 
 
 def _batch_words(config: Config, ranks: int) -> str:
@@ -176,10 +186,13 @@ def _batch_words(config: Config, ranks: int) -> str:
     return words
 
 
-def _statistics_words(config: Config, ranks: int) -> str:
+def _norm_words(config: Config, ranks: int) -> str:
     if not config.norm.is_batch_norm:
-        return ""
-    return f"; statistics over {smallest_batch(config, ranks, dist.local_world_size())} images"
+        return describe_norm(config.norm)
+    hogwild = config.train.parallel == "hogwild"
+    kind = "batch norm, each process alone" if hogwild else describe_norm(config.norm)
+    images = smallest_batch(config, ranks, dist.local_world_size())
+    return f"{kind}; statistics over {images} images"
 
 
 def _own_norms_words(model: nn.Module) -> str:

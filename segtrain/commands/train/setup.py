@@ -19,7 +19,8 @@ from segtrain.commands.train.class_uniform import (
     class_uniform_sampling,
 )
 from segtrain.commands.train.ending import Ending, check_fields
-from segtrain.commands.train.preflight import start_lines
+from segtrain.commands.train.meeting import Meeting
+from segtrain.commands.train.preflight import hogwild_line, start_lines
 from segtrain.commands.train.stages import (
     Training,
     build_state,
@@ -37,6 +38,7 @@ from segtrain.run import directory as run_directory
 from segtrain.run.claim import Claim
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
+from segtrain.training.hogwild import share_model
 from segtrain.training.receipts import ReceiptMeter
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -75,6 +77,7 @@ class Run(Training):
     ending: Ending
     mean_iou: float = nan  # of the newest evaluation in this process
     receipts: ReceiptMeter | None = None  # on rank 0 with train.shares
+    meeting: Meeting | None = None  # with train.parallel hogwild
 
 
 def set_up(order: Order, stack: ExitStack) -> Run:
@@ -102,6 +105,10 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     state = build_state(config, device, resumed, train_set, notes)
     if state.shares is not None:
         notes += _other_arithmetic(state, resumed)
+    hogwild = config.train.parallel == "hogwild"
+    if hogwild:
+        share_model(state.model)
+        notes.append(hogwild_line(dist.world_size()))
     best, evaluated, ending = None, 0, Ending(config.train, None)
     if resumed is not None:
         best, evaluated = resumed.checkpoint.best, resumed.checkpoint.evaluated
@@ -136,13 +143,18 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         log.text("config", config_to_yaml(config))
     # 8. Signals and errors, on which all ranks act after the same step.
     signal_flags = SignalFlags(stop_on_usr1=order.requeue)
-    step_sync = StepSync(
-        signal_flags.stop_requested,
+    requests = {
+        "stop_requested": signal_flags.stop_requested,
         # Labels that turn out to differ stop the run when it saves.
-        save_requested=lambda: signal_flags.pop_save_request() or data.has_failed(),
-        end_requested=lambda: dist.is_main() and ending.is_out_of_time(),
-        overflow_allowed=config.train.precision == "float16",
-    )
+        "save_requested": lambda: signal_flags.pop_save_request() or data.has_failed(),
+        "end_requested": lambda: dist.is_main() and ending.is_out_of_time(),
+    }
+    if hogwild:
+        step_sync = StepSync(lambda: False)
+        meeting = Meeting(step_sync, **requests)
+    else:
+        overflow_allowed = config.train.precision == "float16"
+        step_sync, meeting = StepSync(**requests, overflow_allowed=overflow_allowed), None
     run = Run(
         config=config,
         directory=directory,
@@ -161,6 +173,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         best=best,
         evaluated=evaluated,
         ending=ending,
+        meeting=meeting,
     )
     if state.shares is not None and dist.is_main():
         run.receipts = receipt_meter(run, partial(_has_weights_digest, config))

@@ -54,6 +54,17 @@ class Config(Section):
                     "number of ranks; use norm.kind sync over the world, or set train.shares to "
                     "null"
                 )
+        if train.parallel == "hogwild":
+            if norm.is_batch_norm and (norm.kind, norm.extent) != ("sync", "world"):
+                yield (
+                    "norm: with train.parallel hogwild every process has statistics of its own, "
+                    "whatever the extent; remove norm.kind and norm.extent"
+                )
+            if norm.precise_batches is not None:
+                yield (
+                    "norm.precise_batches: cannot go with train.parallel hogwild, whose processes "
+                    "share running statistics; set it to null"
+                )
         weights = {t.class_weights for t in self.loss.terms if takes_class_weights(t.kind)}
         if train.accumulate_steps > 1 and len(weights) > 1:
             yield (

@@ -40,6 +40,11 @@ class TrainConfig(Section):
         "so that weights are equal bit for bit on any number of ranks up to this one; null: equal "
         "to rounding only",
     )
+    parallel: Literal["sync", "hogwild"] = option(
+        "sync",
+        "hogwild: CPU processes change the same weights without waiting for each other; the "
+        "result depends on their number and on chance",
+    )
     precision: Literal["float32", "bfloat16", "float16", "float64"] = option(
         "float32", "bfloat16 and float16: automatic mixed precision"
     )
@@ -166,6 +171,8 @@ class TrainConfig(Section):
         batch, passes = self.batch_size, self.accumulate_steps
         if self.shares is not None:
             yield from self._share_mistakes(self.shares)
+        if self.parallel == "hogwild":
+            yield from self._hogwild_mistakes()
         if self.warmup_steps >= self.steps:
             yield f"warmup_steps: {self.warmup_steps} must be smaller than steps, {self.steps}"
         yield from self._no_effect(("sam_every", self.sam_rho is not None, "sam_rho null"))
@@ -246,6 +253,26 @@ class TrainConfig(Section):
             )
         if not self.momentum_correction:
             yield "momentum_correction: false contradicts large_batch; remove one of them"
+
+    def _hogwild_mistakes(self) -> Iterator[str]:
+        """What needs other processes in a step, or weights that stand still meanwhile."""
+        refused = {
+            "shares": self.shares is not None,
+            "virtual_ranks": self.virtual_ranks > 1,
+            "accumulate_steps": self.accumulate_steps > 1,
+            "compile": self.compile,
+            "deterministic": self.deterministic,
+            "ema_decay": self.ema_decay is not None,
+            "sam_rho": self.sam_rho is not None,
+            "decoupled_decay": self.decoupled_decay,
+            "precision": self.precision == "float16",
+        }
+        for key, found in refused.items():
+            if found:
+                yield (
+                    f"{key}: cannot go with train.parallel hogwild, whose processes do not wait "
+                    f"for each other; remove it, or set train.parallel to sync"
+                )
 
     def _share_mistakes(self, shares: int) -> Iterator[str]:
         smallest_pass = self.batch_size // self.accumulate_steps
