@@ -226,6 +226,36 @@ def test_without_instance_maps_the_other_scores_are_told_and_the_reason(
         assert scores[key] == before[key]
 
 
+@pytest.mark.parametrize("missing", ["coarse", "one"])
+def test_where_a_part_of_the_instance_maps_is_missing_no_score_is_of_the_rest(
+    command, cityscapes, capsys, missing
+):
+    """The coarse labels are copies of the fine ones: both splits have the scores of one."""
+    for path in sorted(cityscapes.rglob("*.png")):
+        copy = str(path).replace("/val/", "/train_extra/").replace("gtFine", "gtCoarse")
+        os.makedirs(os.path.dirname(copy), exist_ok=True)
+        shutil.copy(path, copy)
+    before = command()
+    joined = {"split": "val+train_extra"}
+    for key in ("mIoU", "miIoU", "category_mIoU", "category_miIoU"):
+        assert command(**joined)[key] == pytest.approx(before[key], rel=1e-12)
+    assert "no instance" not in capsys.readouterr().out
+
+    paths = sorted((cityscapes / "gtCoarse").rglob("*_instanceIds.png"))
+    paths = paths if missing == "coarse" else paths[:1]
+    for path in paths:
+        path.unlink()
+    scores, output = command(**joined), capsys.readouterr().out
+    assert scores["miIoU"] is scores["category_miIoU"] is None
+    assert {row["iIoU"] for row in [*scores["classes"], *scores["categories"]]} == {None}
+    for key in ("mIoU", "category_mIoU"):
+        assert scores[key] == pytest.approx(before[key], rel=1e-12)
+    assert (
+        f"{len(paths)} of 6 labels have no instance map, the first is {paths[0]}: "
+        "no instance-weighted scores"
+    ) in output.splitlines()
+
+
 def test_an_instance_map_that_does_not_fit_is_refused(command, cityscapes):
     path = cityscapes / "gtFine/val/ulm/ulm_000000_000019_gtFine_instanceIds.png"
     Image.fromarray(np.zeros((44, 30), np.uint16)).save(path)
@@ -236,9 +266,6 @@ def test_an_instance_map_that_does_not_fit_is_refused(command, cityscapes):
         command()
     Image.fromarray(np.full((30, 44), 50001, np.uint16)).save(path)
     with pytest.raises(DataError, match=r"instance 50001 is of class id 50, which class file city"):
-        command()
-    path.unlink()
-    with pytest.raises(DataError, match="1 of 3 labels have no instance map"):
         command()
 
 

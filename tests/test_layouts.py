@@ -611,18 +611,17 @@ def test_an_exclusion_that_has_no_effect_or_leaves_nothing_is_refused(tmp_path, 
         list_pairs(config(tmp_path, "cityscapes", train_exclude=names), "train")
 
 
-def test_instance_maps_are_found_for_all_labels_or_for_none(tmp_path):
+def test_instance_maps_are_listed_with_those_that_are_missing(tmp_path):
     cityscapes_files(tmp_path, "gtFine", "val", "ulm/ulm_1", "ulm/ulm_2")
     data = config(tmp_path, "cityscapes")
     pairs = list_pairs(data, "val")
-    assert instance_files(data, "val", pairs) == []
+    expected = [tmp_path / f"gtFine/val/ulm/ulm_{i}_gtFine_instanceIds.png" for i in (1, 2)]
+    assert instance_files(data, pairs) == (expected, expected)
     touch(tmp_path, "gtFine/val/ulm/ulm_1_gtFine_instanceIds.png")
-    with pytest.raises(DataError, match=r"1 of 2 labels have no instance map, the first.*ulm_2"):
-        instance_files(data, "val", pairs)
+    assert instance_files(data, pairs) == (expected, expected[1:])
     touch(tmp_path, "gtFine/val/ulm/ulm_2_gtFine_instanceIds.png")
-    found = instance_files(data, "val", pairs)
-    assert [path.name for path in found] == [f"ulm_{i}_gtFine_instanceIds.png" for i in (1, 2)]
-    assert instance_files(config(tmp_path, "folders"), "val", pairs) == []
+    assert instance_files(data, pairs) == (expected, [])
+    assert instance_files(config(tmp_path, "folders"), pairs) == ([], [])
 
 
 @pytest.mark.parametrize("folders", [("images/val", "labels/val"), ("val", "val_labels")])

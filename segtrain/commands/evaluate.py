@@ -23,7 +23,7 @@ from segtrain.data.check.faint import faint_lines
 from segtrain.data.classes import ClassFile, ignoring_as
 from segtrain.data.dataset import SegDataset
 from segtrain.data.differences import class_differences
-from segtrain.data.layouts import LAYOUTS, instance_files
+from segtrain.data.layouts import instance_files
 from segtrain.data.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
@@ -65,7 +65,7 @@ def run_eval(args: argparse.Namespace) -> int:
     check_windows(config, num_classes, device, dist.local_world_size())
     source = _statistics_source(loaded.model, dataset, config)
     writers = picture_writers(args, dataset, config, split)
-    instances = None if args.no_labels else _instances(dataset, config, split)
+    instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
     compare = _no_differences if args.no_labels else eval_differences
 
     with ExitStack() as stack:
@@ -115,7 +115,7 @@ def run_eval(args: argparse.Namespace) -> int:
             report = make_report(matrix, names, dataset.classes, instances, layout=layout)
             scores = _scores(matrix, report, about, settings, config) | {"statistics": statistics}
             if not args.no_labels:
-                _say([*report.lines(), *_note_on_instances(dataset, instances, layout)])
+                _say([*report.lines(), *why_not])
             _say(_how_scored(scores, settings))
             _warn(next(differences, []))
             if args.json:
@@ -224,22 +224,24 @@ def _take_statistics(
     return {"split": source.split, "num_images": num_images, "prior": prior}
 
 
-def _instances(dataset: SegDataset, config: Config, split: str) -> InstanceCounts | None:
-    """What counts instances; None if the data set has none."""
-    if not any(c.instance_px for c in dataset.classes.classes):
-        return None
-    paths = instance_files(config.data, split, dataset.pairs)
-    return InstanceCounts(dataset.classes, paths) if paths else None
+def _instances(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | None, list[str]]:
+    """What counts instances; None if it cannot, and then a line that says why.
 
-
-def _note_on_instances(
-    dataset: SegDataset, instances: InstanceCounts | None, layout: str
-) -> list[str]:
-    """Why there are no instance-weighted scores, where the data set could have them."""
-    can_have = any(c.instance_px for c in dataset.classes.classes) and LAYOUTS[layout].instances
-    if instances is not None or not can_have:
-        return []
-    return ["no instance maps (*_instanceIds.png) beside the labels: no instance-weighted scores"]
+    No line if the data set has no instances at all.
+    """
+    paths, missing = instance_files(config.data, dataset.pairs)
+    if not paths or not any(c.instance_px for c in dataset.classes.classes):
+        return None, []
+    if not missing:
+        return InstanceCounts(dataset.classes, paths), []
+    # A mean over the other images would look like the score of the whole split.
+    reason = "no instance maps (*_instanceIds.png) beside the labels"
+    if len(missing) < len(paths):
+        reason = (
+            f"{len(missing)} of {len(paths)} labels have no instance map, the first is "
+            f"{printable(missing[0])}"
+        )
+    return None, [f"{reason}: no instance-weighted scores"]
 
 
 def _no_differences(*_: object) -> Iterator[list[str]]:

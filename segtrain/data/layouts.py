@@ -125,23 +125,21 @@ def split_parts(root: Path, data: DataConfig, split: str) -> list[str]:
     return parts
 
 
-def instance_files(data: DataConfig, split: str, pairs: Sequence[Pair]) -> list[Path]:
-    """The instance map of each of `pairs`; empty if there are none at all.
+class InstanceFiles(NamedTuple):
+    """Where the instance maps of labels are, or would be."""
 
-    Raises:
-        DataError: some labels have one and some do not.
+    paths: list[Path]  # of all labels, in their order; empty if the layout has no instance maps
+    missing: list[Path]  # those of `paths` that do not exist
+
+
+def instance_files(data: DataConfig, pairs: Sequence[Pair]) -> InstanceFiles:
+    """The instance maps of the labels of `pairs`.
+
+    A part of them may be missing: split train+train_extra of Cityscapes has coarse labels too.
     """
     place = LAYOUTS[data.layout].instances
     paths = [place(pair.label) for pair in pairs] if place else []
-    missing = [path for path in paths if not path.is_file()]
-    if not missing:
-        return paths
-    if len(missing) < len(paths):
-        raise DataError(
-            f"split {split!r}: {len(missing)} of {len(paths)} labels have no instance map, the "
-            f"first is {printable(missing[0])}; add them, or remove all of this split"
-        )
-    return []
+    return InstanceFiles(paths, [path for path in paths if not path.is_file()])
 
 
 def _camvid(root: Path, data: DataConfig, split: str) -> Listing:
