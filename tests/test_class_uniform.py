@@ -19,7 +19,7 @@ from experiments import (
 )
 from scipy import ndimage
 
-from segtrain.config import AugmentConfig, DataConfig
+from segtrain.config import AugmentConfig, Config, DataConfig
 from segtrain.data import centroids as measuring
 from segtrain.data import open_dataset
 from segtrain.data.centroids import Centroids, label_centroids, measure_centroids
@@ -282,6 +282,18 @@ def test_labels_without_any_class_are_refused(own_data, tmp_path):
 def test_options_of_class_uniform_are_refused_without_it(key):
     with pytest.raises(ValueError, match=f"{key}: has no effect with class_uniform 0"):
         DataConfig(layout="folders", root="x", classes="y", **{key: 7})
+
+
+@pytest.mark.parametrize("steps", [20, 21])
+def test_class_uniform_steps_that_end_after_the_last_step_are_refused(steps):
+    def experiment(steps):
+        data = {"layout": "folders", "root": "x", "classes": "y", "class_uniform": 0.5}
+        data["class_uniform_steps"] = steps
+        return Config.model_validate({"data": data, "train": {"steps": 20}})
+
+    assert experiment(19).data.class_uniform_steps == 19
+    with pytest.raises(ValueError, match=rf"class_uniform_steps: {steps} must be smaller .* 20"):
+        experiment(steps)
 
 
 def options(root):

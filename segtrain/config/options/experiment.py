@@ -74,6 +74,12 @@ class Config(Section):
             )
         if self.model.recompute_norm and not norm.is_batch_norm:
             yield f"model.recompute_norm: has no effect with norm.kind {norm.kind}; remove it"
+        uniform_steps = self.data.class_uniform_steps
+        if uniform_steps is not None and uniform_steps >= train.steps:
+            yield (
+                f"data.class_uniform_steps: {uniform_steps} must be smaller than train.steps, "
+                f"{train.steps}; for data.class_uniform in all steps set it to null"
+            )
         yield from self._patience_mistakes()
         if (
             train.shares is not None
