@@ -17,7 +17,8 @@ class Batch(NamedTuple):
     images: (N, 3, H, W) uint8, RGB.
     labels: (N, H, W) uint8, train ids or IGNORE_INDEX.
     names: N image names, for messages; "a + b" if a sample is made of two images.
-    partner_labels: (N, H, W) uint8, of the images that MixUp has mixed in; None: there are none.
+    partner_labels: (N, H, W) uint8, of the images that MixUp has mixed in; None: there are none,
+        as in a step in which `seed.mixup_weight` is 0.
     """
 
     images: Tensor

@@ -1,7 +1,7 @@
 """Samples made of two images, and the loss of MixUp; see test_invariance.py for whole runs."""
 
 from collections import Counter
-from itertools import chain
+from itertools import chain, count
 
 import numpy as np
 import pytest
@@ -285,15 +285,17 @@ def plain_losses_and_weights(made):
     return found, model.state_dict()
 
 
-def trained_losses_and_weights(made):
+def trained_losses_and_weights(made, has_partners=lambda number: True):
+    """has_partners: whether the `number`-th batch has partner labels."""
     train, state = made.train, new_state(made)
     rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), dist.world_size())
 
     def parts():
+        numbers = count()
         for step in range(train.steps):
             images, labels = whole_batch(step)
             for mine in map(list, rows):
-                partners = partner_batch(step)[mine]
+                partners = partner_batch(step)[mine] if has_partners(next(numbers)) else None
                 yield Batch(images[mine], labels[mine], ["x"] * len(mine), partners)
 
     sync = StepSync(lambda: False)
@@ -322,6 +324,35 @@ def assert_alike(found, wanted):
 def test_mixup_is_the_blend_of_both_losses_over_the_whole_batch(name):
     made = CASES[name]
     assert_alike(trained_losses_and_weights(made), plain_losses_and_weights(made))
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+def test_batches_without_partners_are_refused_where_the_config_mixes(missing):
+    """Also in a later pass than the first; before, the step was trained without MixUp."""
+    made = settings("dice", accumulate_steps=2)
+    problem = rf"step {missing // 2 + 1}: a batch has no partner_labels, .*mixup_alpha is 4\.0"
+    with pytest.raises(ValueError, match=problem):
+        trained_losses_and_weights(made, lambda number: number != missing)
+
+
+def test_partners_are_refused_where_the_config_does_not_mix():
+    made = engine_config(steps=3)
+    with pytest.raises(ValueError, match=r"step 2: a batch has partner_labels, .*alpha is null"):
+        trained_losses_and_weights(made, lambda number: number == 1)
+
+
+def test_partners_without_weight_change_nothing():
+    """An iterator may give them in all steps; the loader gives none where their weight is 0."""
+    made = settings("dice")
+    made = made.model_copy(update={"augment": AugmentConfig(mixup_alpha=0.01)})
+    assert [seed.mixup_weight(made.seed, step, 0.01) for step in range(3)] == [0, 0, 0]
+    without = trained_losses_and_weights(made, lambda number: False)
+    assert_same_bits(trained_losses_and_weights(made), without)
+
+
+def assert_same_bits(found, wanted):
+    assert found[0] == wanted[0]
+    assert all(torch.equal(value, wanted[1][name]) for name, value in found[1].items())
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -56,6 +56,7 @@ def train_steps(
 
     Raises:
         NonFiniteError: the loss or the gradient of the step before was not finite.
+        ValueError: the batches are not those of `augment.mixup_alpha`; see `rank_batches`.
     """
     train = config.train
     batches = iter(batches)

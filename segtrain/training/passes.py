@@ -61,16 +61,35 @@ def rank_batches(
     """The passes of a step on `device`, with their dropout masks.
 
     indices: of each pass, the positions in the whole batch that this rank trains on.
+
+    Raises:
+        ValueError: the passes have partner labels and `augment.mixup_alpha` is null, or they have
+            none in a step in which it mixes.
     """
+    mixes = _mixes(state, passes, config)
     parts = []
     for batch, positions in zip(passes, indices, strict=True):
         images, labels = (t.to(device, non_blocking=True) for t in batch[:2])
-        partners = batch.partner_labels
-        if partners is not None:
-            partners = partners.to(device, non_blocking=True)
+        partners = batch.partner_labels.to(device, non_blocking=True) if mixes else None
         masks = _dropout_masks(state, config, positions, device)
         parts.append(RankBatch(images, labels, masks, partners))
     return parts
+
+
+def _mixes(state: TrainState, passes: Sequence[Batch], config: Config) -> bool:
+    """Whether this step has the loss of MixUp, which the passes must be made for."""
+    alpha = config.augment.mixup_alpha
+    mixes = alpha is not None and seed.mixup_weight(config.seed, state.step, alpha) > 0
+    for batch in passes:
+        if alpha is None and batch.partner_labels is not None:
+            problem = "a batch has partner_labels, and augment.mixup_alpha is null"
+        elif mixes and batch.partner_labels is None:
+            problem = f"a batch has no partner_labels, and augment.mixup_alpha is {alpha}"
+        else:
+            continue
+        # The loss would be that of other images than the model sees.
+        raise ValueError(f"step {state.step + 1}: {problem}; make both for MixUp, or none")
+    return mixes
 
 
 def run_passes(
