@@ -8,22 +8,36 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY
 
+from segtrain import cli
 from segtrain.run.environment import library_version
 
 REPAIR = "pip install --force-reinstall --no-deps opencv-python-headless"
 
 
-def doctor(*, python=sys.executable, paths=(), wrapper=(), **environ):
+def doctor(*, paths=(), wrapper=()):
     """Exit code and output."""
     search = os.pathsep.join(map(str, (REPOSITORY, *paths)))
     done = subprocess.run(
-        [*wrapper, python, "-m", "segtrain", "doctor"],
-        env=os.environ | {"PYTHONPATH": search} | environ,
+        [*wrapper, sys.executable, "-m", "segtrain", "doctor"],
+        env=os.environ | {"PYTHONPATH": search},
         text=True,
         capture_output=True,
     )
     assert done.stderr == ""
     return done.returncode, done.stdout
+
+
+@pytest.fixture
+def doctor_here(capsys):
+    """As `doctor`, in this process: another takes seconds to import torch."""
+
+    def run():
+        code = cli.main(["doctor"])
+        said = capsys.readouterr()
+        assert said.err == ""
+        return code, said.out
+
+    return run
 
 
 def install(root, name, version):
@@ -44,8 +58,8 @@ def test_versions_devices_and_memory_are_told():
 
 
 @pytest.mark.fault(86)
-def test_two_packages_of_opencv_are_pointed_out_with_the_repair(tmp_path):
-    _, said = doctor()
+def test_two_packages_of_opencv_are_pointed_out_with_the_repair(tmp_path, doctor_here):
+    _, said = doctor_here()
     assert REPAIR not in said
     install(tmp_path, "opencv-python", "4.10.0.84")
     code, said = doctor(paths=[tmp_path])
@@ -55,12 +69,13 @@ def test_two_packages_of_opencv_are_pointed_out_with_the_repair(tmp_path):
     assert "pip uninstall -y opencv-python; " in line
 
 
-def test_a_library_that_is_too_old_is_a_warning(tmp_path):
+def test_a_library_that_is_too_old_is_a_warning(tmp_path, monkeypatch, doctor_here):
     install(tmp_path, "segtrain", "0.1.0")
     metadata = tmp_path / "segtrain-0.1.0.dist-info" / "METADATA"
     needs = "Requires-Dist: tqdm>=999.1\nRequires-Dist: nosuch>=3; extra == 'onnx'\n"
     metadata.write_text(metadata.read_text() + needs)
-    code, said = doctor(paths=[tmp_path])
+    monkeypatch.syspath_prepend(tmp_path)
+    code, said = doctor_here()
     assert code == 0
     assert f"warning: tqdm: {library_version('tqdm')} is older than 999.1; pip in" in said
     assert "nosuch" not in said
@@ -80,8 +95,9 @@ def test_a_library_that_is_missing_is_an_error(tmp_path):
     assert "error: torch: not installed; pip install 'torch>=" in done.stdout
 
 
-def test_a_compiler_that_is_missing_is_a_warning():
-    _, said = doctor(CXX="no-such-compiler")
+def test_a_compiler_that_is_missing_is_a_warning(monkeypatch, doctor_here):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    _, said = doctor_here()
     assert "warning: no-such-compiler: not to be found; train.compile needs a C++ compiler" in said
 
 

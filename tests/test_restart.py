@@ -13,9 +13,11 @@ import pytest
 from experiments import assert_same_state, last, small, train, write_config
 from processes import GONE_WITHIN_S, Command, left_after
 
+from segtrain import cli
 from segtrain.distributed.machine import descendants
 
 
+@pytest.mark.slow  # the next test has this too
 @pytest.mark.fault(14)
 def test_a_rank_that_hangs_is_named_with_its_phase_and_step(tmp_path, data):
     options = small(data, data={"num_workers": 1}, train={"steps": 500, "timeout_s": 6})
@@ -35,8 +37,9 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_step(tmp_path, data):
     assert took_s < 6 + 10 + 30
 
 
+@pytest.mark.fault(14)
 def test_the_launcher_outlives_its_temporary_folder(tmp_path, data):
-    """As a cleaner of /tmp may remove it: signals get through, and a rank that hangs is noticed."""
+    """As a cleaner of /tmp may remove it: signals get through, and a rank that hangs is named."""
     options = small(data, train={"steps": 100_000, "timeout_s": 6})
     options["checkpoint"] = {"every_steps": 50_000}
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
@@ -60,10 +63,15 @@ def test_the_launcher_outlives_its_temporary_folder(tmp_path, data):
         command.wait_until(lambda: "as SIGUSR1 asked for" in (run / "train.log").read_text())
         everyone = descendants(command.process.pid)
         os.kill(command.ranks()[1], signal.SIGSTOP)
+        stopped = time.monotonic()
         assert command.wait() == 6
+        took_s = time.monotonic() - stopped
     (line,) = command.errors.splitlines()
     assert line.startswith("segtrain: rank 1 did not answer the others: it hung in training, after")
+    assert "--resume" in line
     assert left_after(everyone, GONE_WITHIN_S) == []
+    # The timeout, the launcher's patience, and room for a loaded machine.
+    assert took_s < 6 + 10 + 30
 
 
 @pytest.fixture(scope="module")
@@ -254,11 +262,12 @@ def test_usr1_requeues_a_slurm_job_that_then_goes_on_by_itself(tmp_path, data):
     assert last(run).step == 40
 
 
-def test_requeue_outside_of_a_job_is_a_mistake(tmp_path, data):
-    config = write_config(tmp_path / "c.yaml", small(data))
-    command = Command(tmp_path, "train", config, "--requeue", "--output", tmp_path / "run")
-    assert command.wait() == 2
-    assert command.errors == "segtrain: --requeue: this is no SLURM job (SLURM_JOB_ID is not set)\n"
+def test_requeue_outside_of_a_job_is_a_mistake(tmp_path, data, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    config = str(write_config(tmp_path / "c.yaml", small(data)))
+    assert cli.main(["train", config, "--requeue", "--output", str(tmp_path / "run")]) == 2
+    said = "segtrain: --requeue: this is no SLURM job (SLURM_JOB_ID is not set)\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.fault(19)

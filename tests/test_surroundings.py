@@ -10,6 +10,7 @@ from experiments import (
     experiment,
     last,
     losses,
+    refusal,
     small,
     stopped_after,
     train,
@@ -18,6 +19,7 @@ from experiments import (
 )
 from processes import Command
 
+from segtrain import cli
 from segtrain.checkpoint.format import load
 
 
@@ -43,13 +45,12 @@ def test_too_little_shared_memory_is_refused_at_the_start(tmp_path, data, little
 
 
 @pytest.mark.fault(27)
-def test_a_read_only_file_system_is_refused_at_the_start(tmp_path, data, small_disk):
+def test_a_read_only_file_system_is_refused_at_the_start(tmp_path, data, small_disk, capsys):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
-    command = Command(tmp_path, "train", config, "--output", small_disk / "run")
-    assert command.wait() == 2
+    assert cli.main(["train", str(config), "--output", str(small_disk / "run")]) == 2
     said = f"segtrain: {small_disk}: may not be written; choose another directory by --output\n"
-    assert command.errors == said
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.slow
@@ -100,13 +101,12 @@ def test_the_precision_may_change_on_the_way(run_ranks, tmp_path, data):
 
 
 @pytest.mark.fault(69)
-def test_fewer_images_in_a_batch_than_ranks_are_refused(tmp_path, data):
+def test_fewer_images_in_a_batch_than_ranks_are_refused(run_ranks, tmp_path, data):
     options = small(data, train={"steps": 2, "batch_size": 2})
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
-    command = Command(tmp_path, "train", config, "--nproc", 3, "--output", run)
-    assert command.wait() == 2
     said = "2 images leave some of 3 ranks without an image; use at least 3"
-    assert command.errors == f"segtrain: train.batch_size: {said}\n"
+    refused = ("ConfigError", 2, f"train.batch_size: {said}")
+    assert run_ranks(3, refusal, train, config, run) == [refused] * 3
     assert not run.exists()
 
 
