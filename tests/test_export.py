@@ -1,5 +1,6 @@
 import argparse
 import ast
+import copy
 import dataclasses
 import json
 import os
@@ -11,10 +12,12 @@ import torch
 from PIL import Image
 from processes import REPOSITORY
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from segtrain import export
-from segtrain.checkpoint.loading import LoadedModel
+from segtrain.checkpoint.initial import load_initial
+from segtrain.checkpoint.loading import LoadedModel, load_model
 from segtrain.commands import export as command
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig, ModelConfig
@@ -400,7 +403,83 @@ def test_safetensors_holds_the_weights_bit_for_bit_under_their_own_keys(tmp_path
     assert found.keys() == own.keys()
     assert all(torch.equal(found[key], own[key]) for key in own)
     assert json.loads(metadata["class_names"]) == ["road", "sky", "car"]
-    assert "backbone: resnet18" in metadata["config"]
+    assert json.loads(metadata["config"])["model"]["backbone"] == "resnet18"
+
+
+@pytest.fixture(scope="module")
+def real_model():
+    """A model that a checkpoint could hold, with variances that float16 cannot."""
+    loaded = loaded_model(backbone="mobilenet_v2", head_channels=8)
+    for layer in loaded.model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            nn.init.uniform_(layer.running_var, 0.5, 1e6)
+    return loaded
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_exported_weights_are_read_like_a_checkpoint(half, real_model, tmp_path):
+    file = tmp_path / "own.safetensors"
+    export.export_weights(real_model, file, half=half)
+    found = load_model(file)
+    assert found[1:] == real_model[1:]
+    for key, value in real_model.model.state_dict().items():
+        other = found.model.state_dict()[key]
+        assert other.dtype == value.dtype
+        rounds = half and value.dim() > 1
+        assert torch.equal(other, value.half().float() if rounds else value)
+    fresh = build_model(found.config.model, num_classes=3)
+    assert load_initial(fresh, file).random == []
+    others, kernels = (
+        sum(value.nbytes for value in fresh.state_dict().values() if (value.dim() > 1) == big)
+        for big in (False, True)
+    )
+    header = 100_000
+    assert file.stat().st_size < others + kernels / (2 if half else 1) + header
+
+
+def test_kernels_that_float16_cannot_hold_are_refused(real_model, tmp_path):
+    model = copy.deepcopy(real_model.model)
+    with torch.no_grad():
+        next(model.parameters())[0, 0, 0, 0] = 1e5
+    with pytest.raises(ExecutionError, match="is too large for float16"):
+        export.export_weights(real_model._replace(model=model), tmp_path / "a", half=True)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        (None, "not those of segtrain export; for the weights of another program use segtrain con"),
+        ({"segtrain_version": "1", "step": "7", "config": "{}"}, "not those of segtrain export"),
+        ({"step": "-7"}, "impossible value"),
+        ({"step": "seven"}, "impossible value"),
+        ({"config": "{}"}, "its config does not fit this version of segtrain: data: Field requir"),
+        ({"classes": "[]"}, "its config does not fit this version of segtrain"),
+    ],
+)
+def test_other_safetensors_are_refused(metadata, said, real_model, tmp_path):
+    file = tmp_path / "own.safetensors"
+    export.export_weights(real_model, file)
+    with safe_open(file, framework="pt") as stored_file:
+        weights = {key: stored_file.get_tensor(key) for key in stored_file.keys()}  # noqa: SIM118
+        about = stored_file.metadata()
+    if metadata is not None and "segtrain_version" not in metadata:
+        metadata = about | metadata
+    save_file(weights, file, metadata)
+    with pytest.raises(CheckpointError, match=said):
+        load_model(file)
+
+
+def test_damaged_safetensors_are_refused(real_model, tmp_path):
+    file = tmp_path / "own.safetensors"
+    export.export_weights(real_model, file)
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match="damaged, cut short"):
+        load_model(file)
+    pipe = tmp_path / "pipe.safetensors"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointError, match="pipe"):
+        load_model(pipe)
 
 
 @pytest.mark.fault(90)
@@ -422,6 +501,7 @@ def request(**changes):
         "normalize": None,
         "argmax": False,
         "size": None,
+        "half": False,
         "overwrite": False,
     }
     return argparse.Namespace(**(args | changes))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from segtrain import __version__, files
 from segtrain.errors import CheckpointError, ExecutionError
@@ -105,6 +106,8 @@ def load(path: Path) -> Checkpoint:
     if path.suffix in (".yaml", ".yml"):
         raise CheckpointError(f"{path}: this is a config; name a run directory or a checkpoint")
     try:
+        if path.suffix == ".safetensors":
+            return _load_exported(path)
         return _parse(_load_verified(path))
     except pickle.UnpicklingError:
         # torch's own message recommends weights_only=False, which would run the code.
@@ -112,7 +115,7 @@ def load(path: Path) -> Checkpoint:
         problem += "; or it is damaged, or no checkpoint at all"
     except OSError as error:
         problem = f"cannot be read: {(error.strerror or str(error)).lower()}"
-    except torch_file.DamagedError:
+    except (torch_file.DamagedError, SafetensorError):
         problem = "damaged, cut short or not a checkpoint"
     except _ForeignError as error:
         problem = str(error)
@@ -135,6 +138,25 @@ def _load_verified(path: Path) -> Any:
                 continue
             file.seek(0)
             return torch_file.load(file)
+
+
+def _load_exported(path: Path) -> Checkpoint:
+    """What `segtrain export --format safetensors` wrote, as a checkpoint for inference."""
+    with files.open_regular(path):
+        pass  # safetensors would wait for a pipe
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata() or {}
+        weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    if not {"segtrain_version", "step", "config", "classes"} <= about.keys():
+        raise _ForeignError(
+            "its metadata are not those of segtrain export; for the weights of another program "
+            "use segtrain convert"
+        )
+    kernels = {key: w.float() if w.dtype == torch.float16 else w for key, w in weights.items()}
+    fields = dict.fromkeys(("average", "optimizer", "scaler", "best"))
+    step = int(about["step"]) if about["step"].isdecimal() else -1  # which `_parse` refuses
+    content = {"format": FORMAT_VERSION, "step": step, "evaluated": 0, "model": kernels, **fields}
+    return _parse(content | {key: about[key] for key in ("config", "classes")})
 
 
 class _ForeignError(Exception):

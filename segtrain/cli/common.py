@@ -12,7 +12,7 @@ SET_HELP = (
     "(train.lr=1e-3, augment.crop_size='[512, 1024]', model.pretrained=null)"
 )
 CONFIG_HELP = "experiment file (YAML), or a name from 'segtrain config list'"
-SOURCE_HELP = "run directory (its best checkpoint) or checkpoint file"
+SOURCE_HELP = "run directory (its best checkpoint), checkpoint or exported .safetensors file"
 
 Commands = argparse._SubParsersAction
 Add = Callable[..., Any]

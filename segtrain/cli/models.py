@@ -117,7 +117,7 @@ def add_export(commands: Commands) -> None:
         required=True,
         choices=("onnx", "pt2", "torchscript", "safetensors"),
         help="pt2: torch.export, for images of more than model.output_stride px a side; "
-        "safetensors: weights only",
+        "safetensors: the weights, which eval, predict and train.init_from read too",
     )
     add("--output", type=Path, required=True, metavar="FILE", help="file to write")
     add_switch(add, "--overwrite", "replace a file that is already there")
@@ -129,6 +129,8 @@ def add_export(commands: Commands) -> None:
         help="the file takes RGB of 0..255, as bytes (default) or floats, and normalizes it itself",
     )
     add_switch(add, "--argmax", "the file returns train ids instead of logits")
+    text = "safetensors: kernels as float16, which halves the file and changes scores little"
+    add_switch(add, "--half", text)
     add_size(add, None, "write a file for images of this height and width only (default: any size)")
 
 

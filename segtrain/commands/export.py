@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
     _check_request(args, output)
     loaded = load_model(args.source)
     if args.format == "safetensors":
-        count = export_weights(loaded, output)
+        count = export_weights(loaded, output, half=args.half)
         print(f"{count} tensors read back, equal bit for bit")
     else:
         compared = export_graph(
@@ -64,9 +64,10 @@ def _check_request(args: argparse.Namespace, output: Path) -> None:
         )
     if args.format == "safetensors" and (args.normalize or args.argmax or args.size):
         problems.append(
-            "--normalize, --argmax, --size: no effect on --format safetensors, which holds weights "
-            "only"
+            "--normalize, --argmax, --size: no effect on --format safetensors, which holds weights"
         )
+    if args.half and args.format != "safetensors":
+        problems.append(f"--half: is for --format safetensors, not for {args.format}")
     if problems:
         raise ConfigError("\n".join(problems))
     if args.format == "onnx":

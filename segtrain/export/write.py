@@ -16,8 +16,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from segtrain import __version__
+from segtrain.checkpoint.experiment import experiment_fields
 from segtrain.checkpoint.loading import LoadedModel
-from segtrain.config import config_to_yaml
 from segtrain.errors import ExecutionError
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, quiet
@@ -66,18 +66,35 @@ def export_graph(
     return compared
 
 
-def export_weights(loaded: LoadedModel, output: Path) -> int:
+def export_weights(loaded: LoadedModel, output: Path, *, half: bool = False) -> int:
     """Writes the weights to `output` as safetensors and returns the number of tensors.
 
+    With the config and the classes, so that `checkpoint.load_model` reads the file.
+
+    half: kernels of convolutions become float16. Norms and biases stay as they are: running
+        variances may be too large for it.
+
     Raises:
-        ExecutionError: what was read back differs from what was written.
+        ExecutionError: what was read back differs from what was written; or a kernel is too large
+            for float16.
     """
     weights = loaded.model.state_dict()
-    metadata = {**_metadata(loaded), "config": config_to_yaml(loaded.config)}
+    if half:
+        weights = {key: _halved(key, tensor, output) for key, tensor in weights.items()}
+    metadata = {**_metadata(loaded), **experiment_fields(loaded.config, loaded.classes)}
     with _replaced(output) as draft:
         write_weights(weights, metadata, draft)
         check_weights(weights, metadata, draft)
     return len(weights)
+
+
+def _halved(key: str, tensor: Tensor, output: Path) -> Tensor:
+    if tensor.dim() < 2:
+        return tensor
+    half = tensor.half()
+    if not half.isfinite().all():
+        raise ExecutionError(f"{output}: not written: {key} is too large for float16 (--half)")
+    return half
 
 
 def write_weights(weights: dict[str, Tensor], metadata: dict[str, str], file: Path) -> None:
