@@ -2,20 +2,27 @@
 
 import json
 import os
+import shutil
 import signal
+import time
+from typing import NamedTuple
 
 import hogwild
 import pytest
 import torch
 from experiments import curve, experiment, last, train, write_config
 from processes import Command, logged_steps
+from test_resume import killed_in_evaluation
 
+from segtrain.checkpoint.format import load
 from segtrain.commands.train.meeting import Meeting
+from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import Config, load_config
+from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import batch_findings
 from segtrain.distributed.shared_memory import shared_copies
-from segtrain.errors import ConfigError, ExecutionError
+from segtrain.errors import ConfigError, ExecutionError, LostRanksError
 from segtrain.training.hogwild import config_of_process
 from segtrain.training.step_sync import StepSync
 
@@ -96,6 +103,32 @@ def test_shared_copies_hold_the_values_of_rank_0_and_changes_of_all(run_ranks):
     assert run_ranks(2, changed_by_the_other, None) == [((1.0, 7), 99.0, 8, 480)] * 2
 
 
+def lead(_):
+    """How far rank 0 gets while rank 1 stands still."""
+    sync = StepSync(lambda: False)
+    never = dict.fromkeys(("stop_requested", "save_requested", "end_requested"), lambda: False)
+    meeting = Meeting(sync, step=10, timeout_s=0.5, **never)
+    steps = meeting.steps(Done(step) for step in range(11, 40))
+    if dist.rank() == 1:
+        next(steps)
+    dist.barrier()
+    done = []
+    if dist.rank() == 0:
+        with pytest.raises(LostRanksError, match="waited 0 s for rank 1"):
+            done.extend(result.step for result in steps)
+    dist.barrier()
+    return done
+
+
+class Done(NamedTuple):
+    step: int
+
+
+def test_nobody_runs_far_ahead(run_ranks):
+    """Or a stop would wait until the slowest has caught up."""
+    assert run_ranks(2, lead, None)[0] == [11, 12, 13, 14, 15]
+
+
 def meetings(stops, dues, paces):
     """The steps after which this process meets the others, and what they then agree on.
 
@@ -106,12 +139,15 @@ def meetings(stops, dues, paces):
     saves = iter([False, True] + [False] * 50)
     meeting = Meeting(
         sync,
+        step=0,
+        timeout_s=60,
         stop_requested=lambda: stops[rank] is not None and now >= stops[rank],
         save_requested=lambda: rank == 1 and next(saves),
         end_requested=lambda: False,
     )
     met = []
-    for now in range(1, 31):
+    for done in meeting.steps(Done(step) for step in range(1, 31)):
+        now = done.step
         if rank == 0:
             torch.rand(paces).sum()
         if meeting.has_begun(now, due=now in dues):
@@ -179,6 +215,8 @@ def test_a_loss_that_is_not_finite_ends_all(tmp_path, data):
         ({"train": {"deterministic": True}}, "deterministic: cannot go"),
         ({"train": {"decoupled_decay": True}}, "decoupled_decay: cannot go"),
         ({"train": {"precision": "float16"}}, "precision: cannot go"),
+        ({"loss": {"kind": "ohem"}}, "loss: ohem is about the pixels of the whole batch"),
+        ({"loss": {"kind": "lovasz", "lovasz_per_image": False}}, "loss: lovasz is about"),
         ({"norm": {"extent": 2}}, "norm: with train.parallel hogwild every process"),
         ({"norm": {"kind": "local"}}, "norm: with train.parallel hogwild every process"),
         ({"norm": {"precise_batches": 2}}, "norm.precise_batches: cannot go with train.parallel"),
@@ -191,18 +229,54 @@ def test_what_cannot_go_without_waiting_is_refused(options, said):
         Config.model_validate({"data": data} | options)
 
 
-def test_each_process_needs_two_images(tmp_path, data):
-    settings = load_config(config(data, tmp_path, batch_size=5))
-    assert batch_findings(settings, 2, 2) == []
-    (found,) = batch_findings(settings, 3, 3)
-    assert "leaves one image to some of 3 processes" in found
-    assert "use at least 6" in found
+def test_each_process_needs_as_many_images_and_two(tmp_path, data):
+    settings = load_config(config(data, tmp_path, batch_size=6))
+    assert batch_findings(settings, 3, 3) == []
+    (found,) = batch_findings(settings, 4, 4)
+    assert "6 images are not alike many for 4 processes" in found
+    (found,) = batch_findings(settings, 6, 6)
+    assert "leaves one image to some of 6 processes" in found
+    assert "use at least 12" in found
+
+
+def test_devices_are_refused(tmp_path, data):
+    settings = load_config(config(data, tmp_path))
+    sets = [open_dataset(settings.data, split) for split in ("train", "val")]
+    with pytest.raises(ConfigError, match="hogwild runs on CPUs only"):
+        check_experiment(settings, *sets, device=torch.device("cuda"))
 
 
 def test_processes_divide_the_learning_rate(tmp_path, data):
     settings = load_config(config(data, tmp_path, lr=0.02, min_lr=0.008))
     train = config_of_process(settings, 4).train
     assert (train.lr, train.min_lr) == (0.005, 0.002)
+
+
+def resumed_slowly(config, directory):
+    """Rank 0 takes a second to write the weights that were evaluated first."""
+    from segtrain.checkpoint.manager import CheckpointManager
+
+    save_best = CheckpointManager.save_best
+
+    def slowly(self, checkpoint):
+        CheckpointManager.save_best = save_best
+        time.sleep(1)
+        save_best(self, checkpoint)
+        shutil.copy(self.directory / "best.pt", directory / "first.pt")
+
+    CheckpointManager.save_best = slowly
+    return train(config, directory, resume=True)
+
+
+def test_nobody_trains_on_while_evaluated_weights_are_written(run_ranks, tmp_path, data):
+    """Where the run goes on with an evaluation that was cut short."""
+    run, file = tmp_path / "run", config(data, tmp_path, steps=4, every_steps=2)
+    assert run_ranks(2, killed_in_evaluation, file, run) == ["killed"] * 2
+    scored = last(run)
+    assert run_ranks(2, resumed_slowly, file, run) == [0, 0]
+    first = load(run / "first.pt")
+    assert first.step == scored.step == 2
+    assert all(torch.equal(value, first.model[key]) for key, value in scored.model.items())
 
 
 def on_two_machines(_):

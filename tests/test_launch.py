@@ -200,6 +200,14 @@ def test_an_interruption_is_told_once(codes, said, capsys):
     assert capsys.readouterr().err == said
 
 
+def test_ranks_that_lost_each_other_after_a_signal_have_not_saved(capfd):
+    both = notes("lost", "lost")
+    assert exit_code_of(both, {}, signal.SIGTERM, trained=True) == 6
+    assert "the ranks lost each other before they could save" in capfd.readouterr().err
+    assert exit_code_of(notes("lost", 143), {}, signal.SIGTERM, trained=True) == 143
+    assert exit_code_of(both, {}, signal.SIGTERM) == 143  # there was nothing to save
+
+
 def test_a_rank_that_hung_is_named_with_its_phase_and_step(capsys):
     hung = [Heartbeat(1, pid=1, phase="evaluation", step=40, since=0.0)]
     assert exit_code_of(notes("lost", None), {0: 6}, None, killed=hung) == 6

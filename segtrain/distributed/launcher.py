@@ -82,7 +82,14 @@ def run_ranks(
             ) from error
         signals.ignore_stop_signals()
         statuses = read_exit_statuses(folder)
-        return exit_code_of(statuses, failures, stopped_by, killed=watchdog.killed)
+        phases = {heartbeat.phase for heartbeat in read_heartbeats(folder)}
+        return exit_code_of(
+            statuses,
+            failures,
+            stopped_by,
+            killed=watchdog.killed,
+            trained=not phases.isdisjoint(("training", "checkpoint")),
+        )
 
 
 def _set_environment(folder: Path, num_ranks: int, *, one_machine: bool) -> None:
@@ -159,6 +166,8 @@ def exit_code_of(
     failures: Mapping[int, int],
     stopped_by: int | None,
     killed: Sequence[Heartbeat] = (),
+    *,
+    trained: bool = False,
 ) -> int:
     """The exit code of the run; prints what no rank could print itself.
 
@@ -167,6 +176,7 @@ def exit_code_of(
         failures: the exit code of each process that failed, as far as known; negative: a signal.
         stopped_by: the signal that the launcher got and passed on to the ranks.
         killed: the ranks that the watchdog killed.
+        trained: they had steps to save.
     """
     for status in statuses:
         if status.code not in (None, EXIT_OK, *_STOPPED) and not status.consequence:
@@ -176,8 +186,12 @@ def exit_code_of(
         if late is not None and stopped_by != signal.SIGINT:
             say(f"rank {late} did not stop in {_SHUTDOWN_TIMEOUT_S} s and was killed; {_RESUME}")
             return EXIT_SYSTEM
+        have_saved = any(status.code in _STOPPED for status in statuses)
+        if trained and not have_saved and any(status.consequence for status in statuses):
+            say(f"the ranks lost each other before they could save; {_RESUME}")
+            return EXIT_SYSTEM
         # Ranks that stop in good order say so; before and besides training they just end.
-        if stopped_by == signal.SIGINT and not any(s.code in _STOPPED for s in statuses):
+        if stopped_by == signal.SIGINT and not have_saved:
             say("interrupted")
         return signals.exit_code(stopped_by)
     explained = {status.rank for status in statuses if status.code is not None}

@@ -58,6 +58,12 @@ def batch_findings(config: Config, ranks: int, ranks_here: int) -> list[str]:
             f"train.batch_size: {train.batch_size} images{per_pass} leave some of {ranks}{virtual} "
             f"ranks without an image; use at least {parts * train.accumulate_steps}"
         ]
+    if train.parallel == "hogwild" and train.batch_size % ranks:
+        return [
+            f"train.batch_size: {train.batch_size} images are not alike many for {ranks} "
+            "processes, so some would count more than others (train.parallel: hogwild); use a "
+            f"multiple of {ranks}"
+        ]
     if config.norm.kind in ("sync", "local") and smallest_batch(config, ranks, ranks_here) == 1:
         if train.parallel == "hogwild":
             return [

@@ -9,13 +9,13 @@ import fcntl
 import mmap
 import os
 import platform
+import tempfile
 import time
 
 import numpy as np
 import torch
 
 from segtrain.distributed.machine import SHARED_MEMORY, num_cores
-from segtrain.distributed.shared_memory import create_file
 from segtrain.errors import LostRanksError
 
 # Longer tensors go through gloo. Statistics take 16 bytes a channel, of a few layers at most. A
@@ -64,7 +64,16 @@ class SharedSum:
     @staticmethod
     def create(size: int) -> str:
         """The path of a new file for `size` ranks, to be removed when all have opened it."""
-        return create_file(_num_bytes(size))
+        file, path = tempfile.mkstemp(prefix="segtrain-", dir=SHARED_MEMORY)
+        try:
+            # Reserves the memory now: later, a lack of it would end the process by SIGBUS.
+            os.posix_fallocate(file, 0, _num_bytes(size))
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(file)
+        return path
 
     @staticmethod
     def takes(tensor: torch.Tensor) -> bool:

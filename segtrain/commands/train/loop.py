@@ -119,6 +119,8 @@ def _train_steps(run: Run) -> None:
     if run.receipts is not None and dist.is_main():
         _count_unlogged(run, meter)
     heartbeat.beat("training", state.step)
+    if hogwild:
+        dist.barrier()  # rank 0 may still write the weights that were evaluated last
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
         for result in islice(steps, run.last_step - state.step):
             meter.update(result)

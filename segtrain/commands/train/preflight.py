@@ -38,6 +38,8 @@ def check_experiment(
     num_classes = train_set.classes.num_classes
     # 1. What is the same on all ranks.
     findings = batch_findings(config, dist.world_size(), dist.local_world_size())
+    if config.train.parallel == "hogwild" and device.type != "cpu":
+        findings.append("train.parallel: hogwild runs on CPUs only: use --device cpu, or sync")
     for i, term in enumerate(config.loss.terms):
         weights, key = term.class_weights, "loss" if i == 0 else f"loss.also[{i - 1}]"
         if weights is not None and len(weights) != num_classes:
@@ -162,8 +164,9 @@ def hogwild_line(processes: int) -> str:
         return "warning: train.parallel hogwild is about several processes; this is only one"
     return (
         f"parallel   hogwild: {processes} processes change the same weights without waiting, each "
-        f"with 1/{processes} of the batch and of the learning rate; loss and norm of rank 0 are "
-        "logged; another run ends with other weights"
+        f"with 1/{processes} of the batch and of the learning rate, and its own batch statistics, "
+        "momentum and clipping; loss, norm and learning rate of rank 0 are logged; another run "
+        "ends with other weights"
     )
 
 

@@ -151,7 +151,8 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     }
     if hogwild:
         step_sync = StepSync(lambda: False)
-        meeting = Meeting(step_sync, **requests)
+        timeout_s = config.train.timeout_s
+        meeting = Meeting(step_sync, step=state.step, timeout_s=timeout_s, **requests)
     else:
         overflow_allowed = config.train.precision == "float16"
         step_sync, meeting = StepSync(**requests, overflow_allowed=overflow_allowed), None

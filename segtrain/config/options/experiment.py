@@ -60,6 +60,12 @@ class Config(Section):
                     "norm: with train.parallel hogwild every process has statistics of its own, "
                     "whatever the extent; remove norm.kind and norm.extent"
                 )
+            for term in self.loss.terms:
+                if term.kind == "ohem" or (term.kind == "lovasz" and not term.lovasz_per_image):
+                    yield (
+                        f"loss: {term.kind} is about the pixels of the whole batch, which no "
+                        "process has with train.parallel hogwild; choose another loss"
+                    )
             if norm.precise_batches is not None:
                 yield (
                     "norm.precise_batches: cannot go with train.parallel hogwild, whose processes "
