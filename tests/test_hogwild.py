@@ -162,16 +162,16 @@ def meetings(stops, dues, paces):
 def test_all_meet_after_the_same_step(run_ranks, stops):
     """Both orders: the fast process is asked, or the slow one."""
     for paces in (1, 10_000_000):
-        one, other = run_ranks(2, meetings, stops, (10, 20), paces)
+        one, other = run_ranks(2, meetings, stops, (2, 20), paces)
         assert one == other
         steps = [step for step, _, _ in one]
         assert steps == sorted(set(steps))
         assert one[-1][1]
         assert not any(stopped for _, stopped, _ in one[:-1])
-        # Nobody stops before being asked, or passes a step where all meet.
+        # Nobody stops before being asked, or long after it, or passes a step where all meet.
         first = min(step for step in stops if step is not None)
-        assert steps[-1] >= first
-        assert not any(step in (10, 20) for step in range(1, steps[-1]) if step not in steps)
+        assert first <= steps[-1] <= first + 6
+        assert 2 in steps
         assert sum(saved for _, _, saved in one) == 1
 
 
