@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from segtrain.config import Config, load_config
+from segtrain.checkpoint import load_model
+from segtrain.config import Config, load_config, recipes
 from segtrain.config.warnings import config_warnings
 from segtrain.data.class_file import load_class_file
 from segtrain.data.transforms import TrainTransform
@@ -212,7 +213,7 @@ def loaded_names(config: Config, model: nn.Module) -> list[str]:
 
 
 def test_every_published_recipe_is_held_by_numbers():
-    own = {"demo", "own_data", "camvid_small", "camvid_pspnet_r50", "camvid_deeplabv3plus_r50"}
+    own = {"demo", "own_data", *(name for name in NAMES if name.startswith("camvid"))}
     assert set(PUBLISHED) == set(SIZES) == set(NAMES) - own
 
 
@@ -420,3 +421,20 @@ def test_own_data_marks_what_a_newcomer_must_change():
     body = text.partition("\ndata:")[2]
     marked = [line.split(":")[0].strip(" #") for line in body.splitlines() if "<--" in line]
     assert marked == ["root", "classes", "label_format", "crop_size"]
+
+
+def test_weights_that_come_with_a_config_are_of_it(tmp_path, monkeypatch):
+    """And are found by its name, wherever one works."""
+    monkeypatch.chdir(tmp_path)
+    with_weights = [name for name in NAMES if recipes.weights(name) is not None]
+    assert with_weights == ["camvid_deeplabv3plus_r18"]
+    for name in with_weights:
+        loaded = load_model(name)
+        config = load(name)
+        assert loaded.config == config
+        assert loaded.step == config.train.steps
+        assert loaded.classes.names == load_class_file(config.data.classes).names
+        for layer in loaded.model.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                assert layer.running_var.min() > 0
+                assert layer.running_mean.abs().max() > 0

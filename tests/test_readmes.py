@@ -44,6 +44,7 @@ segtrain train my.yaml --resume
 segtrain train runs/my --resume
 segtrain eval runs/my
 segtrain eval runs/my --overlays pictures
+segtrain predict camvid_deeplabv3plus_r18 photos/ --output street
 segtrain predict runs/my photos/ --output predictions
 segtrain predict runs/my photos/ one_more.jpg --output predictions
 segtrain export runs/my --format safetensors --output my.safetensors
@@ -55,7 +56,13 @@ NOT_RUN = {
     "segtrain eval runs/cityscapes_pspnet_r50 --set eval.flip=true --json scores.json": (
         NO_CITYSCAPES
     ),
-    "segtrain train camvid_small --nproc 1 --set data.root=PATH": "needs the images of CamVid",
+    **dict.fromkeys(
+        (
+            f"segtrain train camvid_{name} --nproc 1 --set data.root=PATH"
+            for name in ("small", "deeplabv3plus_r18")
+        ),
+        "needs the images of CamVid",
+    ),
     **dict.fromkeys(
         (
             "segtrain convert deeplabv3_resnet50_coco.pth --classes voc --output v3.pt",

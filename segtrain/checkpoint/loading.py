@@ -9,7 +9,7 @@ import torch
 from segtrain.checkpoint.experiment import parse_data, parse_experiment
 from segtrain.checkpoint.format import BEST, LAST, Checkpoint, load
 from segtrain.checkpoint.weights import check_fit, load_weights
-from segtrain.config import Config
+from segtrain.config import Config, recipes
 from segtrain.data.classes import ClassFile
 from segtrain.data.fingerprint import DataFingerprint
 from segtrain.errors import CheckpointError
@@ -56,11 +56,16 @@ def inference_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def resolve(run_or_file: str | Path) -> Path:
-    """The given checkpoint file, or the best (otherwise the last) one of a run directory."""
+    """The given checkpoint file, or the best (otherwise the last) one of a run directory.
+
+    The name of a config may stand for the weights that come with it.
+    """
     path = Path(run_or_file)
     if path.is_file():
         return path
     if not path.exists():
+        if (shipped := recipes.weights(str(run_or_file))) is not None:
+            return shipped
         raise CheckpointError(f"{path}: no such run or checkpoint")
     if not path.is_dir():
         raise CheckpointError(f"{path}: not a regular file")

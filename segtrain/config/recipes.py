@@ -1,4 +1,4 @@
-"""The configs that come with segtrain, and the file that CONFIG on a command line means."""
+"""The configs and weights that come with segtrain, and the file that CONFIG means."""
 
 import os
 import re
@@ -100,9 +100,14 @@ def copy(name: str, target: Path) -> list[str]:
     ]
 
 
-def _shipped() -> dict[str, Path]:
+def weights(name: str) -> Path | None:
+    """The trained weights that come with the config `name`; None for most."""
+    return _shipped("safetensors").get(name)
+
+
+def _shipped(suffix: str = "yaml") -> dict[str, Path]:
     folder = next((folder for folder in _DIRECTORIES if folder.is_dir()), None)
-    return {} if folder is None else {path.stem: path for path in folder.glob("*.yaml")}
+    return {} if folder is None else {path.stem: path for path in folder.glob(f"*.{suffix}")}
 
 
 def _similar(path: Path) -> str:
