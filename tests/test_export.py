@@ -453,6 +453,7 @@ def test_kernels_that_float16_cannot_hold_are_refused(real_model, tmp_path):
         ({"segtrain_version": "1", "step": "7", "config": "{}"}, "not those of segtrain export"),
         ({"step": "-7"}, "impossible value"),
         ({"step": "seven"}, "impossible value"),
+        ({"step": "9" * 5000}, "impossible value"),  # which int() refuses
         ({"config": "{}"}, "its config does not fit this version of segtrain: data: Field requir"),
         ({"classes": "[]"}, "its config does not fit this version of segtrain"),
     ],
@@ -475,6 +476,10 @@ def test_damaged_safetensors_are_refused(real_model, tmp_path):
     export.export_weights(real_model, file)
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match="damaged, cut short"):
+        load_model(file)
+    header = b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"0")
+    with pytest.raises(CheckpointError, match="own"):
         load_model(file)
     pipe = tmp_path / "pipe.safetensors"
     os.mkfifo(pipe)

@@ -6,6 +6,7 @@ So a checkpoint from a stranger cannot run code.
 import math
 import os
 import pickle
+import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -146,7 +147,10 @@ def _load_exported(path: Path) -> Checkpoint:
         pass  # safetensors would wait for a pipe
     with safe_open(path, framework="pt") as file:
         about = file.metadata() or {}
-        weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        try:
+            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (KeyError, AttributeError, TypeError) as error:
+            raise _ForeignError(f"torch has no such type of numbers: {error}") from error
     if not {"segtrain_version", "step", "config", "classes"} <= about.keys():
         raise _ForeignError(
             "its metadata are not those of segtrain export; for the weights of another program "
@@ -154,7 +158,7 @@ def _load_exported(path: Path) -> Checkpoint:
         )
     kernels = {key: w.float() if w.dtype == torch.float16 else w for key, w in weights.items()}
     fields = dict.fromkeys(("average", "optimizer", "scaler", "best"))
-    step = int(about["step"]) if about["step"].isdecimal() else -1  # which `_parse` refuses
+    step = int(about["step"]) if re.fullmatch("[0-9]{1,16}", about["step"]) else -1  # refused below
     content = {"format": FORMAT_VERSION, "step": step, "evaluated": 0, "model": kernels, **fields}
     return _parse(content | {key: about[key] for key in ("config", "classes")})
 
