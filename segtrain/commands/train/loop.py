@@ -9,7 +9,6 @@ from itertools import islice
 from segtrain.commands.train import batches, saving
 from segtrain.commands.train.evaluation import evaluate
 from segtrain.commands.train.setup import Run
-from segtrain.config import Config
 from segtrain.data.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
@@ -129,8 +128,7 @@ def _train_steps(run: Run) -> None:
             if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
                 _log_means(run, meter, bar)
             bar.update()
-            due = result.step == run.last_step or any(_is_due(n, run) for n in _cadences(config))
-            if not hogwild or meeting.has_begun(result.step, due=due):
+            if not hogwild or meeting.has_begun(result.step, due=_all_meet(run)):
                 with _not_timed(meter):
                     _keep_cadences(run)
             heartbeat.beat("training", state.step)
@@ -179,10 +177,11 @@ def _keep_cadences(run: Run) -> None:
         dist.barrier()  # until rank 0 has written the weights, nobody changes them
 
 
-def _cadences(config: Config) -> tuple[int | None, ...]:
-    """After how many steps, each time, something besides training happens on all ranks."""
-    checkpoint = config.checkpoint
-    return config.eval.every_steps, checkpoint.every_steps, checkpoint.keep_every_steps
+def _all_meet(run: Run) -> bool:
+    """Whether something besides training happens after this step, unasked."""
+    checkpoint = run.config.checkpoint
+    cadences = run.config.eval.every_steps, checkpoint.every_steps, checkpoint.keep_every_steps
+    return run.state.step == run.last_step or any(_is_due(every, run) for every in cadences)
 
 
 def _is_due(every_steps: int | None, run: Run) -> bool:

@@ -105,8 +105,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     state = build_state(config, device, resumed, train_set, notes)
     if state.shares is not None:
         notes += _other_arithmetic(state, resumed)
-    hogwild = config.train.parallel == "hogwild"
-    if hogwild:
+    if config.train.parallel == "hogwild":
         share_model(state.model)
         notes.append(hogwild_line(dist.world_size()))
     best, evaluated, ending = None, 0, Ending(config.train, None)
@@ -143,19 +142,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         log.text("config", config_to_yaml(config))
     # 8. Signals and errors, on which all ranks act after the same step.
     signal_flags = SignalFlags(stop_on_usr1=order.requeue)
-    requests = {
-        "stop_requested": signal_flags.stop_requested,
-        # Labels that turn out to differ stop the run when it saves.
-        "save_requested": lambda: signal_flags.pop_save_request() or data.has_failed(),
-        "end_requested": lambda: dist.is_main() and ending.is_out_of_time(),
-    }
-    if hogwild:
-        step_sync = StepSync(lambda: False)
-        timeout_s = config.train.timeout_s
-        meeting = Meeting(step_sync, step=state.step, timeout_s=timeout_s, **requests)
-    else:
-        overflow_allowed = config.train.precision == "float16"
-        step_sync, meeting = StepSync(**requests, overflow_allowed=overflow_allowed), None
+    step_sync, meeting = _keeping_together(config, state, signal_flags, data, ending)
     run = Run(
         config=config,
         directory=directory,
@@ -179,6 +166,24 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     if state.shares is not None and dist.is_main():
         run.receipts = receipt_meter(run, partial(_has_weights_digest, config))
     return run
+
+
+def _keeping_together(
+    config: Config, state: TrainState, signal_flags: SignalFlags, data: RunData, ending: Ending
+) -> tuple[StepSync, Meeting | None]:
+    """What lets all ranks stop, save and end after the same step (collective)."""
+    requests = {
+        "stop_requested": signal_flags.stop_requested,
+        # Labels that turn out to differ stop the run when it saves.
+        "save_requested": lambda: signal_flags.pop_save_request() or data.has_failed(),
+        "end_requested": lambda: dist.is_main() and ending.is_out_of_time(),
+    }
+    if config.train.parallel == "sync":
+        overflow_allowed = config.train.precision == "float16"
+        return StepSync(**requests, overflow_allowed=overflow_allowed), None
+    step_sync = StepSync(lambda: False)
+    timeout_s = config.train.timeout_s
+    return step_sync, Meeting(step_sync, step=state.step, timeout_s=timeout_s, **requests)
 
 
 def _has_weights_digest(config: Config, step: int) -> bool:
