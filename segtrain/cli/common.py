@@ -12,7 +12,10 @@ SET_HELP = (
     "(train.lr=1e-3, augment.crop_size='[512, 1024]', model.pretrained=null)"
 )
 CONFIG_HELP = "experiment file (YAML), or a name from 'segtrain config list'"
-SOURCE_HELP = "run directory (its best checkpoint), checkpoint or exported .safetensors file"
+SOURCE_HELP = (
+    "run directory (its best checkpoint), checkpoint, exported .safetensors file, or the name of a "
+    "config that comes with weights"
+)
 
 Commands = argparse._SubParsersAction
 Add = Callable[..., Any]
