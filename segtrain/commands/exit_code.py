@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 from segtrain.commands import streams
-from segtrain.distributed import signals
+from segtrain.distributed import aftermath, signals
 from segtrain.distributed.exit_status import is_first_to_print, write_exit_status
 from segtrain.distributed.launcher_folder import has_launcher
 from segtrain.errors import (
@@ -25,7 +25,9 @@ Command = Callable[[], int]
 
 def run(command: Command) -> int:
     """Runs `command` and returns the exit code; errors of segtrain itself keep their traceback."""
-    return _run_as_rank(command) if has_launcher() else _run_alone(command)
+    code = _run_as_rank(command) if has_launcher() else _run_alone(command)
+    aftermath.cut_now(code)  # after an error all has been told by now
+    return code
 
 
 def _run_alone(command: Command) -> int:

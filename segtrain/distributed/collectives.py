@@ -149,11 +149,23 @@ def use_shared_sum(shared_sum: SharedSum | None) -> None:
 
 
 def leave_groups() -> None:
-    """Destroys all groups."""
+    """Destroys all groups. NCCL waits until all ranks have come here (collective)."""
     use_shared_sum(None)
     _groups.clear()
     if is_distributed():
         torch_dist.destroy_process_group()
+
+
+def abort_groups() -> None:
+    """Leaves all groups after an error, without waiting for what other ranks have not done."""
+    use_shared_sum(None)
+    _groups.clear()
+    if is_distributed():
+        if torch_dist.get_backend() == "nccl":
+            torch_dist.distributed_c10d._abort_process_group()
+        else:
+            # gloo has nothing to abort: this closes its connections.
+            torch_dist.destroy_process_group()
 
 
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:

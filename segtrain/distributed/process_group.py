@@ -21,8 +21,8 @@ import torch.distributed as torch_dist
 # may still release a tensor while Python ends, and then the process aborts.
 import torch.distributed.nn.functional
 
+from segtrain.distributed import aftermath, heartbeat, launcher_folder, machine
 from segtrain.distributed import collectives as dist
-from segtrain.distributed import heartbeat, launcher_folder, machine
 from segtrain.distributed.shared_sum import SharedSum, is_possible
 from segtrain.errors import ConfigError, LostRanksError
 
@@ -50,9 +50,14 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     Without these variables the process stays alone. A group that exists is used and kept. Ranks of
     one machine on CPUs add small tensors through shared memory. Collective.
 
+    After an error this rank says nothing more to the others, but its connections stay open until
+    the process ends or joins a group again: NCCL may wait for ranks that wait for this one, and
+    the message must come before.
+
     Raises:
         LostRanksError: other ranks did not come, or their connection was lost.
     """
+    aftermath.cut_now()
     if "RANK" not in os.environ or dist.is_distributed():
         yield
         return
@@ -61,15 +66,27 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         torch.cuda.set_device(device)
     _choose_interface()
     try:
-        torch_dist.init_process_group(
-            **_store_arguments(),
-            backend="nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
-            # With the device, NCCL connects at once instead of in the first collective.
-            device_id=device if device.type == "cuda" else None,
-        )
-        if device.type == "cpu":
-            dist.use_shared_sum(_open_shared_sum(timeout_s))
+        with _losses_explained():
+            torch_dist.init_process_group(
+                **_store_arguments(),
+                backend="nccl" if device.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=timeout_s),
+                # With the device, NCCL connects at once instead of in the first collective.
+                device_id=device if device.type == "cuda" else None,
+            )
+            if device.type == "cpu":
+                dist.use_shared_sum(_open_shared_sum(timeout_s))
+            yield
+    except BaseException:
+        aftermath.cut_at_the_end(dist.abort_groups)
+        raise
+    dist.leave_groups()
+
+
+@contextmanager
+def _losses_explained() -> Iterator[None]:
+    """Turns the errors about lost connections into LostRanksError."""
+    try:
         yield
     except RuntimeError as error:
         # gloo's errors have no type of their own; they begin with the place in its source.
@@ -82,8 +99,6 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         ) from error
     except LostRanksError as error:
         raise LostRanksError(f"{error}, {heartbeat.describe()}") from error
-    finally:
-        dist.leave_groups()
 
 
 def _choose_interface() -> None:
