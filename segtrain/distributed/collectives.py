@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import reduce
 from typing import Any
 
@@ -21,6 +22,14 @@ from segtrain import errors
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.shared_sum import SharedSum
 from segtrain.errors import UserError
+
+
+class Alone:
+    """A group of this rank only: nothing is sent, so torch need not know of it."""
+
+
+ALONE = Alone()
+Group = ProcessGroup | Alone
 
 
 def is_distributed() -> bool:
@@ -71,7 +80,7 @@ def alone() -> Iterator[None]:
         _is_alone = False
 
 
-def group_size(group: ProcessGroup | None = None) -> int:
+def group_size(group: Group | None = None) -> int:
     """The number of ranks in `group` (None: all), each counted with its virtual ranks."""
     virtual = virtual_ranks.current()
     if virtual is None:
@@ -91,8 +100,10 @@ def group_rank() -> int:
     return rank() * virtual.num_slots + virtual_ranks.slot()
 
 
-def _num_processes(group: ProcessGroup | None) -> int:
-    return torch_dist.get_world_size(group) if is_distributed() and not _is_alone else 1
+def _num_processes(group: Group | None) -> int:
+    if group is ALONE or _is_alone or not is_distributed():
+        return 1
+    return torch_dist.get_world_size(group)
 
 
 def node_ranks() -> tuple[int, ...]:
@@ -117,24 +128,75 @@ def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
     return ranks
 
 
-def group_of(ranks: tuple[int, ...] | None) -> ProcessGroup | None:
-    """The group of `ranks`; None means all. Collective over `ranks` the first time."""
+def group_of(ranks: tuple[int, ...] | None) -> Group | None:
+    """The group of `ranks`, which `make_groups` has made; None means all.
+
+    Without a device that is bound to NCCL, the members may also make it here, the first time that
+    they call this (collective over `ranks`).
+
+    Raises:
+        RuntimeError: the group does not exist, and NCCL can make it with all ranks only.
+        ValueError: this rank is not among `ranks`.
+    """
     if ranks is None or not is_distributed():
         return None
     if rank() not in ranks:
         raise ValueError(f"rank {rank()} asks for a group it does not belong to: {list(ranks)}")
-    if not torch.compiler.is_compiling() and ranks in _groups and not _exists(_groups[ranks]):
-        del _groups[ranks]  # all groups were destroyed and made anew
-    if ranks not in _groups:
-        if ranks == tuple(range(world_size())):
-            return None
-        # Only the members make the group: other ranks may be in groups of their own.
-        _groups[ranks] = torch_dist.new_group(list(ranks), use_local_synchronization=True)
+    if ranks == tuple(range(world_size())):
+        return _groups[ranks] if ranks in _groups and _is_made(ranks) else None
+    if len(ranks) == 1:
+        return ALONE
+    if not _is_made(ranks):
+        # With a bound device, NCCL splits the group of all ranks, for which it waits for them all.
+        if torch_dist.distributed_c10d._get_default_group().bound_device_id is not None:
+            raise RuntimeError(
+                f"the group of ranks {list(ranks)} does not exist: call "
+                "segtrain.norm.make_groups(model) on all ranks before training"
+            )
+        _new_group(ranks, use_local_synchronization=True)
     return _groups[ranks]
 
 
-def _exists(group: ProcessGroup) -> bool:
-    return group in torch_dist.distributed_c10d._world.pg_map
+def make_groups(wanted: Iterable[tuple[int, ...]]) -> None:
+    """Makes the groups that any rank wants and that do not exist yet. Collective.
+
+    wanted: the ranks of each group that this rank is going to ask for.
+    """
+    if not is_distributed():
+        return
+    others = [ranks for ranks in wanted if rank() in ranks and 1 < len(ranks) < world_size()]
+    missing = [ranks for ranks in others if not _is_made(ranks)]
+    union = {tuple(ranks) for found in all_gather_object(missing) for ranks in found}
+    # Also those that this rank does not belong to: NCCL waits for all ranks, in the same order.
+    for ranks in sorted(union):
+        _new_group(ranks, use_local_synchronization=False)
+
+
+def _is_made(ranks: tuple[int, ...]) -> bool:
+    if torch.compiler.is_compiling():
+        return ranks in _groups
+    # After all groups were destroyed, those that are made anew are others.
+    return ranks in _groups and _groups[ranks] in torch_dist.distributed_c10d._world.pg_map
+
+
+def _new_group(ranks: tuple[int, ...], *, use_local_synchronization: bool) -> None:
+    # Otherwise the timeout would be torch's own, half an hour for gloo.
+    group = torch_dist.new_group(
+        list(ranks),
+        timeout=_timeout,
+        use_local_synchronization=use_local_synchronization,
+    )
+    if rank() in ranks:
+        _groups[ranks] = group
+
+
+_timeout: timedelta | None = None
+
+
+def use_timeout(timeout: timedelta | None) -> None:
+    """Gives this timeout to the groups that are made from now on; None: that of torch."""
+    global _timeout
+    _timeout = timeout
 
 
 _shared_sum: SharedSum | None = None
@@ -168,7 +230,7 @@ def abort_groups() -> None:
             torch_dist.destroy_process_group()
 
 
-def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def all_reduce_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
     """`tensor`, overwritten with the sum over the ranks of `group` (None: all). Collective.
 
     Every rank gets the same bits. Virtual ranks add up first, in their order; shares (see
@@ -229,12 +291,12 @@ def _refuse_gradient(tensor: Tensor) -> None:
         )
 
 
-def _refuse_group(group: ProcessGroup | None) -> None:
+def _refuse_group(group: Group | None) -> None:
     if group is not None:
         raise RuntimeError("shares are added up over all ranks, not over a group of them")
 
 
-def _sum_processes(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+def _sum_processes(tensor: Tensor, group: Group | None) -> Tensor:
     if _num_processes(group) > 1:
         if group is None and (shared := _sharing_memory(tensor)) is not None:
             return shared.add(tensor)
@@ -271,7 +333,7 @@ def all_gather(tensor: Tensor) -> Tensor:
     return virtual.meet(tensor, lambda parts: _gather_processes(torch.stack(parts)))
 
 
-def _gather_processes(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def _gather_processes(tensor: Tensor, group: Group | None = None) -> Tensor:
     """Every process's `tensor` (n, ...), concatenated along the first dimension."""
     size = _num_processes(group)
     if size == 1:
@@ -294,7 +356,7 @@ def broadcast_from_rank0(tensors: Iterable[Tensor]) -> None:
         tensor.detach().copy_(values)
 
 
-def all_gather_object(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
     """Every rank's `value`, in the order of ranks. Collective.
 
     Values travel as JSON, so tuples arrive as lists. torch's own function would unpickle, and so

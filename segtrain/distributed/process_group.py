@@ -65,16 +65,19 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _choose_interface()
+    is_cuda = device.type == "cuda"
+    timeout = timedelta(seconds=timeout_s)
+    dist.use_timeout(timeout)
     try:
         with _losses_explained():
             torch_dist.init_process_group(
                 **_store_arguments(),
-                backend="nccl" if device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=timeout_s),
+                backend="nccl" if is_cuda else "gloo",
+                timeout=timeout,
                 # With the device, NCCL connects at once instead of in the first collective.
-                device_id=device if device.type == "cuda" else None,
+                device_id=device if is_cuda else None,
             )
-            if device.type == "cpu":
+            if not is_cuda:
                 dist.use_shared_sum(_open_shared_sum(timeout_s))
             yield
     except BaseException:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.collectives import ProcessGroup
 from segtrain.norm.functional import Moments, packed_moments, unpacked_moments
 
 
@@ -18,7 +17,7 @@ class _AllSum(torch.autograd.Function):
     """The sum over the ranks; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.Group | None) -> Tensor:
         ctx.group = group
         return dist.all_reduce_sum(tensor.clone(memory_format=torch.contiguous_format), group)
 
@@ -33,7 +32,7 @@ def composite_batch_norm(
     bias: Tensor | None,
     *,
     eps: float,
-    group: ProcessGroup | None = None,
+    group: dist.Group | None = None,
 ) -> tuple[Tensor, Moments]:
     """As `sync_batch_norm`, differentiable any number of times (collective).
 

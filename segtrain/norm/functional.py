@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.collectives import ProcessGroup
 from segtrain.distributed.offload import offload, reload
 from segtrain.norm.kernels import backward_sums, input_gradient, local_moments, normalized
 
@@ -52,7 +51,7 @@ def sync_batch_norm(
     bias: Tensor | None,
     *,
     eps: float,
-    group: ProcessGroup | None = None,
+    group: dist.Group | None = None,
 ) -> tuple[Tensor, Moments]:
     """`x` normalized with the statistics of all ranks in `group`, and these (collective).
 
@@ -66,7 +65,7 @@ def sync_batch_norm(
 
 
 def sync_batch_norms(
-    inputs: Sequence[NormInput], *, group: ProcessGroup | None = None
+    inputs: Sequence[NormInput], *, group: dist.Group | None = None
 ) -> tuple[list[Tensor], list[Moments]]:
     """As `sync_batch_norm` for several independent layers, with one all_reduce (collective).
 
@@ -84,7 +83,7 @@ class _SyncBatchNorms(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, eps: list[float], group: ProcessGroup | None, *tensors: Tensor | None
+        ctx: Any, eps: list[float], group: dist.Group | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         layers = _as_layers(tensors, eps)
         layers = [layer._replace(x=dense_like(layer.x, layer.x)) for layer in layers]
@@ -120,7 +119,7 @@ def norm_gradients(
     layers: list[NormInput],
     grads: Sequence[Tensor],
     moments: Sequence[Moments],
-    group: ProcessGroup | None,
+    group: dist.Group | None,
     needed: Sequence[bool],
     *,
     shared: bool = True,
@@ -167,7 +166,7 @@ def _as_moments(tensors: Sequence[Tensor]) -> list[Moments]:
 
 
 def global_moments(
-    xs: Sequence[Tensor], group: ProcessGroup | None, *, shared: bool = True
+    xs: Sequence[Tensor], group: dist.Group | None, *, shared: bool = True
 ) -> list[Moments]:
     """The moments of every layer over all ranks, by one all_reduce; this rank's if not `shared`."""
     payloads = [packed_moments(*local_moments(x), x.numel() // x.shape[1]) for x in xs]

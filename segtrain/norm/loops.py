@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.collectives import ProcessGroup
 from segtrain.norm.sync import SyncBatchNorm
 
 T = TypeVar("T")
@@ -21,7 +20,7 @@ def until_all_end(
     batches: Iterable[T],
     empty: T,
     *,
-    group: ProcessGroup | None = None,
+    group: dist.Group | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[T]:
     """Yields this rank's `batches`, then `empty` until all ranks have no more (collective).

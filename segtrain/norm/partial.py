@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.collectives import ProcessGroup
 from segtrain.norm.functional import Moments, packed_moments, unbiased, unpacked_moments
 from segtrain.norm.sync import SyncBatchNorm2d, is_tracked, recomputing
 
@@ -73,23 +72,21 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
             )
         return super()._evaluate(input)
 
-    def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
+    def _track(self, input: Tensor, moments: Moments, group: dist.Group | None) -> None:
         if dist.world_size() == 1:
             super()._track(input, moments, group)
         elif self.running_mean is not None and is_tracked() and not recomputing():
             self._seen.append(moments)
 
-    def _ranks(self) -> tuple[int, ...]:
+    def sharing_ranks(self) -> tuple[int, ...]:
+        """The ranks that share statistics with this one."""
         if self.extent == "node":
             return dist.node_ranks()
         first = dist.rank() // self.extent * self.extent
         return tuple(range(first, min(first + self.extent, dist.world_size())))
 
-    def _group(self) -> ProcessGroup | None:
-        return dist.group_of(self._ranks())
-
     def _sharing_size(self) -> int:
-        return len(self._ranks())
+        return len(self.sharing_ranks())
 
     def _sharing_key(self) -> Any:
         return type(self), self.extent
@@ -104,7 +101,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
 
     def _contributions(self) -> Iterator[Tensor]:
         """For each batch, what this rank adds to the sum over all ranks, (2 C + 1,)."""
-        leads = self._ranks()[0] == dist.rank()  # one rank contributes for its group
+        leads = self.sharing_ranks()[0] == dist.rank()  # one rank contributes for its group
         counts_in = leads and (self.running != "rank0" or dist.rank() == 0)
         for mean, var, count in self._seen:
             if self.running == "pooled":

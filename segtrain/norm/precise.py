@@ -24,7 +24,7 @@ def precise_statistics(
     batches: Iterable[T],
     forward: Callable[[T], Any] | None = None,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.Group | None = None,
 ) -> int:
     """Sets every running mean and variance to that of all values in all `batches` (collective).
 
@@ -53,7 +53,7 @@ def precise_statistics_of_parts(
     batches: Iterable[Sequence[T]],
     forward: Callable[[T], Any],
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.Group | None = None,
     shares: Shares | None = None,
 ) -> int:
     """As `precise_statistics`, for batches in parts that are computed apart.
@@ -115,7 +115,7 @@ def _accumulate(
 def _set(
     layers: list[_BatchNorm],
     sums: _Sums,
-    group: dist.ProcessGroup | None,
+    group: dist.Group | None,
     shares: Shares | None,
 ) -> None:
     """One collective for all layers; those that saw no value on any rank keep what they had."""

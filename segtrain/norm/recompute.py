@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from segtrain.distributed.collectives import ProcessGroup
+from segtrain.distributed import collectives as dist
 from segtrain.norm.functional import (
     Moments,
     NormInput,
@@ -55,7 +55,7 @@ class _NormReLUConv(torch.autograd.Function):
         eps: float,
         kernel: Tensor,
         shared: bool,
-        group: ProcessGroup | None,
+        group: dist.Group | None,
         geometry: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
         x = dense_like(x, x)

@@ -101,7 +101,7 @@ class SyncBatchNorm(_BatchNorm):
         by_batch = self.running_mean is None
         return F.batch_norm(input, *buffers, self.weight, self.bias, by_batch, 0.0, self.eps)
 
-    def _track(self, input: Tensor, moments: Moments, group: ProcessGroup | None) -> None:
+    def _track(self, input: Tensor, moments: Moments, group: dist.Group | None) -> None:
         """Checks and tracks the statistics of a batch, whose part on this rank is `input`."""
         few = self.on_one_value == "raise" and input.numel() <= input.shape[1]
         if few and moments.count == 1:
@@ -144,9 +144,12 @@ class SyncBatchNorm(_BatchNorm):
         """Layers with equal keys may share a collective."""
         return self.process_group
 
-    def _group(self) -> ProcessGroup | None:
-        ranks = dist.node_ranks() if self.process_group == "node" else self.process_group
-        return dist.group_of(ranks)
+    def sharing_ranks(self) -> tuple[int, ...] | None:
+        """The ranks that share statistics with this one; None: all."""
+        return dist.node_ranks() if self.process_group == "node" else self.process_group
+
+    def _group(self) -> dist.Group | None:
+        return dist.group_of(self.sharing_ranks())
 
     def extra_repr(self) -> str:
         """As nn.BatchNorm2d, and the group where it is not all ranks."""
@@ -176,13 +179,14 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
 
 
 def make_groups(module: nn.Module) -> None:
-    """Makes the process groups of all norm layers of `module` (collective).
+    """Makes the process groups of all norm layers of `module` (collective over all ranks).
 
-    Otherwise the first forward pass makes them, but a compiled one cannot.
+    Without it the first forward pass makes them, which it cannot if it is compiled, or if NCCL has
+    a device of its own.
     """
-    for layer in module.modules():
-        if isinstance(layer, SyncBatchNorm):
-            layer._group()
+    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    wanted = {layer.sharing_ranks() for layer in layers}
+    dist.make_groups(sorted(wanted - {None}))
 
 
 def _can_share(layer: nn.Module, first: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.shares import Shares
 from segtrain.models.normalize import Normalize
 from segtrain.models.precision import dtype_of
+from segtrain.norm import make_groups
 from segtrain.training import sam
 from segtrain.training.arithmetic import fingerprint
 from segtrain.training.exact_sum import ExactGradientSum, replica
@@ -77,6 +78,7 @@ def make_state(
     if train.channels_last:
         model.to(memory_format=layout)
     share_weights(model)
+    make_groups(model)
     start = make_start(model, train, loaded, resumed=resumed)
     if train.sam_rho is not None:
         sam.refuse_layers(model)

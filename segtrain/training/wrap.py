@@ -9,7 +9,6 @@ from segtrain.config import TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.models.precision import autocast, autocast_dtype
-from segtrain.norm import make_groups
 from segtrain.training.losses import SegLoss
 from segtrain.types import DropoutMasks
 
@@ -53,7 +52,6 @@ def wrap(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
     module = ModelWithLoss(model, criterion, train)
     if not train.compile:
         return module
-    make_groups(module)
     # Only the passes of a step differ in size, and a graph with open sizes is slower.
     return torch.compile(module, fullgraph=True, dynamic=False)
 

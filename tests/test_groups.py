@@ -1,0 +1,121 @@
+"""Groups of ranks are made by all ranks alike: with NCCL, one that stays away stops all others."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from segtrain.config import Config
+from segtrain.distributed import collectives as dist
+from segtrain.models import build_model
+from segtrain.norm import PartialBatchNorm2d, SyncBatchNorm2d, make_groups, make_norm
+from segtrain.training.state import make_state
+
+C = 2
+# Of each world, the machines as numbers of ranks; and groups that a layer of a user might have.
+MACHINES = {2: (1, 1), 3: (2, 1), 4: (3, 1)}
+OWN = {2: [(0, 1)], 3: [(0, 2), (1,)], 4: [(0, 3), (1, 2)]}
+
+
+def recorded_calls():
+    """Lets `new_group` note its ranks, timeout and kind of synchronization."""
+    calls, new_group = [], torch_dist.new_group
+
+    def record(ranks, *, timeout, use_local_synchronization):
+        calls.append((tuple(ranks), timeout, use_local_synchronization))
+        return new_group(
+            ranks, timeout=timeout, use_local_synchronization=use_local_synchronization
+        )
+
+    torch_dist.new_group = record
+    return calls
+
+
+def calls_of_rank():
+    """For each extent, the calls of `new_group` at set-up; and those of two forward passes."""
+    calls, world = recorded_calls(), dist.world_size()
+    machine = [i for i, size in enumerate(MACHINES[world]) for _ in range(size)]
+    here = machine[dist.rank()]
+    os.environ["LOCAL_WORLD_SIZE"] = str(MACHINES[world][here])
+    os.environ["LOCAL_RANK"] = str(dist.rank() - machine.index(here))
+    layers = {extent: PartialBatchNorm2d(C, extent=extent) for extent in range(1, world + 2)}
+    layers["node"] = PartialBatchNorm2d(C, extent="node")
+    mine = next(ranks for ranks in OWN[world] if dist.rank() in ranks)
+    layers["own"] = SyncBatchNorm2d(C, process_group=mine)
+    layers["all"] = SyncBatchNorm2d(C)
+    made = {}
+    for extent, layer in layers.items():
+        dist._groups.clear()
+        make_groups(nn.Sequential(layer, nn.ReLU()))
+        made[extent] = list(calls)
+        calls.clear()
+        for _ in range(2):
+            layer(torch.randn(3, C, 2, 2))
+        assert not calls
+    return made
+
+
+def expected(world, extent):
+    """The groups of more than one rank that are not all."""
+    if extent == "all":
+        return []
+    if extent == "own":
+        groups = OWN[world]
+    else:
+        sizes = MACHINES[world] if extent == "node" else [extent] * world
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        groups = [
+            tuple(range(start, min(start + size, world)))
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+    return [ranks for ranks in groups if 1 < len(ranks) < world]
+
+
+@pytest.mark.parametrize("world", MACHINES)
+def test_every_rank_makes_every_group_in_the_same_order(run_ranks, world):
+    ranks = run_ranks(world, calls_of_rank)
+    assert all(made == ranks[0] for made in ranks)
+    limit = timedelta(seconds=60)  # that of the ranks of the tests
+    for extent, calls in ranks[0].items():
+        assert calls == [(group, limit, False) for group in expected(world, extent)], extent
+
+
+@pytest.fixture
+def nccl_like():
+    """Rank 0 of four, in a group with a device bound to it; the calls of `new_group`."""
+    new_group = torch_dist.new_group
+    torch_dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    torch_dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda", 0)
+    yield recorded_calls()
+    torch_dist.new_group = new_group
+    torch_dist.destroy_process_group()
+
+
+def test_with_a_bound_device_a_group_that_not_all_have_made_is_an_error(nccl_like):
+    layer = SyncBatchNorm2d(C, process_group=(0, 1))
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] does not exist: call .*make_groups"):
+        layer(torch.randn(1, C, 2, 2))
+
+
+def test_a_group_of_one_rank_needs_no_group(nccl_like):
+    """As calibration has it, on NCCL too."""
+    assert dist.group_size(dist.group_of((0,))) == 1
+    assert dist.all_reduce_sum(torch.ones(2), dist.group_of((0,))).tolist() == [1, 1]
+    assert nccl_like == []
+
+
+def test_training_makes_its_groups_at_set_up(nccl_like, monkeypatch):
+    monkeypatch.setattr(dist, "all_gather_object", lambda value, group=None: [value] * 4)
+    monkeypatch.setattr(dist, "broadcast_from_rank0", lambda tensors: None)
+    config = Config(
+        model={"arch": "pspnet", "backbone": "resnet18", "head_channels": 8, "aux_channels": 8},
+        data={"layout": "voc", "root": "nowhere", "classes": "voc"},
+        norm={"extent": 2},
+    )
+    model = build_model(config.model, num_classes=3, norm=make_norm(config.norm))
+    make_state(model, config, torch.device("cpu"))
+    assert [ranks for ranks, *_ in nccl_like] == [(0, 1)]
