@@ -1,8 +1,14 @@
+import os
+import signal
+import threading
+import time
+
 import pytest
 import torch
 
 from segtrain.distributed import collectives as dist
-from segtrain.errors import NonFiniteError
+from segtrain.errors import LostRanksError, NonFiniteError
+from segtrain.training import step_sync as step_sync_module
 from segtrain.training.step_sync import MAX_OVERFLOWS, StepSync
 
 FINE, OVERFLOW = torch.tensor(1.0), torch.tensor(float("inf"))
@@ -146,3 +152,54 @@ def test_ranks_stop_together_and_name_the_one_whose_loss_is_bad(run_ranks):
     lines = ranks[0]["error"].splitlines()
     assert lines[0] == "step 2: the loss is not finite"
     assert [line.strip() for line in lines if "rank" in line] == ["rank 2: images now 2"]
+
+
+class Event:
+    """What the device has reached, once `reached` says so; a wait in C would never end."""
+
+    def __init__(self, reached):
+        self.query = reached
+
+    def synchronize(self):
+        raise AssertionError("the host waits in C, where Python runs no signal handlers")
+
+
+def readback(reached):
+    flags = step_sync_module._Readback(torch.tensor([1.0, 2.0]))
+    flags._arrived = Event(reached)
+    return flags
+
+
+def test_a_device_that_waits_for_a_dead_rank_is_given_up(monkeypatch):
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    began = time.monotonic()
+    with pytest.raises(LostRanksError, match="rank 0: waited 0 s for the device, which waits for"):
+        readback(lambda: False).read(timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - began < 10
+
+
+def test_a_rank_alone_waits_for_its_device_as_long_as_it_takes():
+    began = time.monotonic()
+    assert readback(lambda: time.monotonic() - began > 0.2).read(timeout_s=0.01) == [1, 2]
+
+
+def test_a_signal_is_seen_while_the_host_waits_for_the_device(monkeypatch):
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("asked to stop"))
+    sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+    sender.start()
+    try:
+        assert readback(lambda: bool(seen)).read(timeout_s=60) == [1, 2]
+    finally:
+        sender.join()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_timeout_is_that_of_training(monkeypatch):
+    """Of the step before, which `record` reads one step late."""
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    step_sync = StepSync(lambda: False, timeout_s=0.05)
+    step_sync._pending = (1, readback(lambda: False), ["a"])
+    with pytest.raises(LostRanksError):
+        step_sync.settle()

@@ -155,7 +155,11 @@ def _set_up(
         train_set=train_set,
         class_uniform=class_uniform,
         state=state,
-        step_sync=StepSync(lambda: False, overflow_allowed=config.train.precision == "float16"),
+        step_sync=StepSync(
+            lambda: False,
+            overflow_allowed=config.train.precision == "float16",
+            timeout_s=config.train.timeout_s,
+        ),
         plan=plan,
         receipts=receipts,
         data=data,

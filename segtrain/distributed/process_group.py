@@ -26,6 +26,10 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.shared_sum import SharedSum, is_possible
 from segtrain.errors import ConfigError, LostRanksError
 
+# NCCL aborts the process where gloo raises an error. So it waits longer than the host does, which
+# raises one after train.timeout_s (`training.step_sync`).
+_NCCL_FACTOR = 1.5
+
 
 def device_for(name: str) -> torch.device:
     """The device of this rank for `auto`, `cpu` or `cuda`; ConfigError: there is none for it."""
@@ -66,7 +70,7 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         torch.cuda.set_device(device)
     _choose_interface()
     is_cuda = device.type == "cuda"
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s * (_NCCL_FACTOR if is_cuda else 1))
     dist.use_timeout(timeout)
     try:
         with _losses_explained():

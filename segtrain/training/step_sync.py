@@ -5,16 +5,20 @@ later, when they have long arrived, so that the host never waits for the device.
 leaves the process (a checkpoint, an evaluation), `settle` reads the newest flags.
 """
 
+import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from segtrain.distributed import collectives as dist
-from segtrain.errors import NonFiniteError
+from segtrain.errors import LostRanksError, NonFiniteError
 
 # A loss scale that halves this often without one good step has left the range of float16.
 MAX_OVERFLOWS = 50
+
+# Between two looks at the device.
+_POLL_S = 0.0005
 
 
 class StepSync:
@@ -24,6 +28,7 @@ class StepSync:
     save_requested: asked in every step; true on one rank, once, all save.
     end_requested: asked in every step; true on one rank, all end the training after the same step.
     overflow_allowed: for float16, which skips such steps; only many in a row are an error.
+    timeout_s: how long the host waits for a device that in turn waits for other ranks.
     """
 
     def __init__(
@@ -33,12 +38,14 @@ class StepSync:
         save_requested: Callable[[], bool] = lambda: False,
         end_requested: Callable[[], bool] = lambda: False,
         overflow_allowed: bool = False,
+        timeout_s: float = 600.0,
     ) -> None:
         self.stopped = self.ended = False
         self._save_due = False
         self._requests = stop_requested, save_requested, end_requested
         self._overflow_allowed = overflow_allowed
         self._overflows = 0
+        self._timeout_s = timeout_s
         # (5,) each: ranks with a bad loss, whether this is one, requests to stop, save and end.
         self._pass_flags: list[Tensor] = []
         # Step, flags on their way to the host, and the names of the images on this rank.
@@ -66,6 +73,7 @@ class StepSync:
         bad_gradient = (~grad_norm.isfinite()).double()
         flags = torch.cat([torch.stack(self._pass_flags).sum(0), bad_gradient.view(1)])
         self._pass_flags.clear()
+            LostRanksError: the device does not get on with the step before: it waits for a rank.
         before, self._pending = self._pending, (step, _Readback(flags), names)
         if before is not None:
             self._act(*before)
@@ -96,7 +104,7 @@ class StepSync:
         return due
 
     def _act(self, step: int, flags: "_Readback", names: list[str]) -> None:
-        bad_losses, bad_here, *requests, bad_gradient = flags.read()
+        bad_losses, bad_here, *requests, bad_gradient = flags.read(self._timeout_s)
         if bad_losses:
             raise NonFiniteError(_message(step, names if bad_here else [], "the loss"))
         self._overflows = self._overflows + 1 if bad_gradient else 0
@@ -135,8 +143,21 @@ class _Readback:
         self._arrived = torch.cuda.Event()
         self._arrived.record()
 
-    def read(self) -> list[float]:
-        """The numbers, once they have arrived."""
+    def read(self, timeout_s: float) -> list[float]:
+        """The numbers, once they have arrived.
+
+        Raises:
+            LostRanksError: they do not arrive within `timeout_s`, and there are other ranks.
+        """
         if self._arrived is not None:
-            self._arrived.synchronize()
+            # Not by `synchronize`: where NCCL waits for a dead rank it would never return, and
+            # Python runs no signal handlers meanwhile.
+            began = time.monotonic()
+            while not self._arrived.query():
+                if time.monotonic() - began > timeout_s and dist.world_size() > 1:
+                    raise LostRanksError(
+                        f"rank {dist.rank()}: waited {timeout_s:.0f} s for the device, which "
+                        "waits for another rank"
+                    )
+                time.sleep(_POLL_S)
         return self._host.tolist()

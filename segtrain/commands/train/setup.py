@@ -178,11 +178,12 @@ def _keeping_together(
         "save_requested": lambda: signal_flags.pop_save_request() or data.has_failed(),
         "end_requested": lambda: dist.is_main() and ending.is_out_of_time(),
     }
+    timeout_s = config.train.timeout_s
     if config.train.parallel == "sync":
         overflow_allowed = config.train.precision == "float16"
-        return StepSync(**requests, overflow_allowed=overflow_allowed), None
+        limits = {"overflow_allowed": overflow_allowed, "timeout_s": timeout_s}
+        return StepSync(**requests, **limits), None
     step_sync = StepSync(lambda: False)
-    timeout_s = config.train.timeout_s
     return step_sync, Meeting(step_sync, step=state.step, timeout_s=timeout_s, **requests)
 
 
