@@ -60,8 +60,10 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         # training it refuses a batch without values.
         y = F.batch_norm(input, mean, var, self.weight, self.bias, count > 0, 1.0, self.eps)
         biased = var * (max(count - 1, 0) / max(count, 1))
+        # Not from a list, for whose copy the host would wait for the device.
+        counted = torch.full((), count, dtype=torch.float64, device=mean.device)
         # Also without values: when statistics are settled all ranks must have as many batches.
-        self._track(input, Moments(mean, biased, mean.new_tensor(count, dtype=torch.float64)), None)
+        self._track(input, Moments(mean, biased, counted), None)
         return y
 
     def _evaluate(self, input: Tensor) -> Tensor:

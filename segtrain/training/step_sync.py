@@ -55,7 +55,11 @@ class StepSync:
         """The sums of the loss over all ranks, float64, in the shape of `sums` (collective)."""
         local = sums.detach().double().flatten()
         bad_here = (~local.isfinite().all()).double().view(1)
-        requests = local.new_tensor([requested() for requested in self._requests])
+        # Filled on the device: for a copy of a list the host would wait for the forward pass.
+        requests = local.new_zeros(len(self._requests))
+        for request, requested in zip(requests, self._requests, strict=True):
+            if requested():
+                request.fill_(1.0)
         # The layout of the vector: sums of the loss, ranks with a bad one, requests.
         total = dist.all_reduce_sum(torch.cat([local, bad_here, requests]))
         sums_of_all, bad_ranks, requests_of_all = total.split([len(local), 1, len(requests)])
@@ -69,11 +73,11 @@ class StepSync:
 
         Raises:
             NonFiniteError: on all ranks, naming step, ranks and images.
+            LostRanksError: the device does not get on with the step before: it waits for a rank.
         """
         bad_gradient = (~grad_norm.isfinite()).double()
         flags = torch.cat([torch.stack(self._pass_flags).sum(0), bad_gradient.view(1)])
         self._pass_flags.clear()
-            LostRanksError: the device does not get on with the step before: it waits for a rank.
         before, self._pending = self._pending, (step, _Readback(flags), names)
         if before is not None:
             self._act(*before)
