@@ -35,6 +35,7 @@ from segtrain.evaluation.instances import InstanceCounts
 from segtrain.evaluation.report import Report, make_report
 from segtrain.metrics import ConfusionMatrix
 from segtrain.models.memory import check_windows
+from segtrain.models.precision import float32_products
 from segtrain.norm import describe_norm
 from segtrain.run.log import say
 from segtrain.text import printable
@@ -72,6 +73,7 @@ def run_eval(args: argparse.Namespace) -> int:
         if args.json:
             reserve_json(Path(args.json), stack)
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
+        stack.enter_context(float32_products(config.train))
         _check_same_step(args.checkpoint, loaded.step)
 
         # 3. What differs from the training.

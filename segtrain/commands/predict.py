@@ -30,6 +30,7 @@ from segtrain.evaluation.large_images import SettingsBySize
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.evaluation.windows import num_windows
 from segtrain.models.memory import check_windows, is_out_of_memory
+from segtrain.models.precision import float32_products
 from segtrain.run import prediction_files
 from segtrain.run.progress import ProgressBar
 from segtrain.text import printable
@@ -81,9 +82,10 @@ def main(args: argparse.Namespace) -> int:
     for line in skipped_files(args.inputs, output):
         print(line)
 
-    notes = predict_images(
-        model, sources, output, settings=settings, classes=loaded.classes, device=device
-    )
+    with float32_products(config.train):
+        notes = predict_images(
+            model, sources, output, settings=settings, classes=loaded.classes, device=device
+        )
     _summarize(notes, output)
     return EXIT_OK
 

@@ -40,6 +40,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError
+from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import say
 from segtrain.run.progress import ProgressBar
@@ -77,7 +78,8 @@ def run_verify(args: argparse.Namespace) -> int:
     config = _config(args.run, args.set)
     if device.type == "cpu":
         keep_freed_memory()
-    with process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
+    group = process_group(device, timeout_s=config.train.timeout_s)
+    with group, float32_products(config.train), ExitStack() as stack:
         make_repeatable(config, device)
         receipts: dict[int, Receipt] = {}
 

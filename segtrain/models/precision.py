@@ -1,6 +1,7 @@
 """`train.precision`: the type of the weights, and mixed precision by autocast."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -26,6 +27,35 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContext
     # A forward pass uses each weight once. torch's cache of converted weights belongs to all
     # threads of the process, and one of several shares would empty it for the others.
     return torch.autocast(device.type, dtype, cache_enabled=False)
+
+
+@contextmanager
+def float32_products(train: TrainConfig) -> Iterator[None]:
+    """Inside, products of float32 numbers on CUDA are as `train.precision` says: TF32 or exact.
+
+    By itself torch takes TF32 in convolutions and float32 in matrix products. The settings belong
+    to the whole process; afterwards they are as before.
+    """
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    # Not by the newer `fp32_precision`, after which torch itself fails where it reads these.
+    before = cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.allow_tf32 = matmul.allow_tf32 = train.precision == "tf32"
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+def precision_warnings(train: TrainConfig, device: torch.device) -> list[str]:
+    """A line if `device` has no TF32 and the config asks for it."""
+    if train.precision != "tf32":
+        return []
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return []
+    return [
+        "train.precision: tf32 has no effect on this device, which computes in float32; it takes "
+        "a CUDA device of compute capability 8.0 or more"
+    ]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

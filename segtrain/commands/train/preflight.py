@@ -141,7 +141,7 @@ def start_lines(
         f"segtrain {__version__}  torch {torch.__version__}"
         f"  torchvision {library_version('torchvision') or 'none'}"
         f"  git {git_revision() or 'none'}",
-        f"devices    {ranks} x {devices[0]}, {train.precision}"
+        f"devices    {ranks} x {devices[0]}, {_precision_words(train.precision)}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {_batch_words(config, ranks)}",
         f"norm       {_norm_words(config, ranks)}{_own_norms_words(model)}",
@@ -168,6 +168,10 @@ def hogwild_line(processes: int) -> str:
         "momentum and clipping; loss, norm and learning rate of rank 0 are logged; another run "
         "ends with other weights"
     )
+
+
+def _precision_words(precision: str) -> str:
+    return "float32 with TF32 in convolutions and products" if precision == "tf32" else precision
 
 
 def _batch_words(config: Config, ranks: int) -> str:

@@ -14,6 +14,7 @@ from segtrain.distributed import heartbeat, slurm
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import exit_code
 from segtrain.errors import EXIT_OK
+from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.training.malloc import keep_freed_memory
 
@@ -41,7 +42,8 @@ def run(
     if device.type == "cpu":
         keep_freed_memory()
     heartbeat.beat("setup", 0)
-    with process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
+    group = process_group(device, timeout_s=config.train.timeout_s)
+    with group, float32_products(config.train), ExitStack() as stack:
         resume = _all_resume(directory, resume, restarted)
         order = Order(config, directory, device, resume, accept_changes, requeue, until)
         this = set_up(order, stack)

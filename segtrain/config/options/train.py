@@ -45,8 +45,11 @@ class TrainConfig(Section):
         "hogwild: CPU processes change the same weights without waiting for each other; the "
         "result depends on their number and on chance",
     )
-    precision: Literal["float32", "bfloat16", "float16", "float64"] = option(
-        "float32", "bfloat16 and float16: automatic mixed precision"
+    precision: Literal["float32", "tf32", "bfloat16", "float16", "float64"] = option(
+        "float32",
+        "bfloat16 and float16: automatic mixed precision; tf32: float32, but CUDA rounds the "
+        "factors in convolutions and matrix products to TF32, of 11 bits, as torch itself does in "
+        "convolutions",
     )
     compile: bool = option(
         False,
