@@ -15,10 +15,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
-from segtrain.models.blocks import AuxHead, Head, at_least_float32, resize, run_together
+from segtrain.models.blocks import AuxHead, Head, at_least_float32, run_together
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
 from segtrain.models.mobilenet import MobileNet
 from segtrain.models.pspnet import PSPHead
+from segtrain.models.resizing import resize
 from segtrain.models.resnet import ResNet
 from segtrain.models.timm_backbone import PREFIX, TimmBackbone
 from segtrain.norm import NormFactory

@@ -78,11 +78,6 @@ def initialize(conv: nn.Conv2d) -> None:
         nn.init.zeros_(conv.bias)
 
 
-def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
-    """`x` (N, C, h, w) interpolated bilinearly to `size` (H, W)."""
-    return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=align_corners)
-
-
 def at_least_float32(x: Tensor) -> Tensor:
     """`x`, with half precision widened to float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -16,9 +16,9 @@ from segtrain.models.blocks import (
     SeparableConvNormReLU,
     conv2d,
     norm_relu_together,
-    resize,
     run_together,
 )
+from segtrain.models.resizing import resize
 from segtrain.norm import NormFactory
 
 # The papers' rates for strides 16 and 8; those for 32 have the same reach in image pixels.

@@ -16,9 +16,9 @@ from segtrain.models.blocks import (
     at_least_float32,
     conv2d,
     norm_relu_together,
-    resize,
 )
 from segtrain.models.precision import without_autocast
+from segtrain.models.resizing import resize
 from segtrain.norm import NormFactory
 
 

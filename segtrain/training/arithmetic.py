@@ -13,6 +13,8 @@ from torch import Tensor
 
 from segtrain.config import TrainConfig
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
+from segtrain.models.pspnet import adaptive_avg_pools
+from segtrain.models.resizing import resize
 
 _SHAPES = (
     (32, 16, 3, 3),  # a convolution, dilated
@@ -41,15 +43,20 @@ def fingerprint(device: torch.device, train: TrainConfig) -> str:
         x = F.conv2d(images, kernels[0], padding=2, dilation=2)
         x = F.conv2d(F.relu(_normalized(x)), kernels[1], padding=1, groups=32)
         x = F.conv2d(F.relu(_normalized(x)), kernels[2])
-        x = x + F.interpolate(F.adaptive_avg_pool2d(x, 3), x.shape[2:], mode="bilinear")
+        x = x + resize(_pooled(x), x.shape[2:], align_corners=False)
         logits = F.conv2d(F.relu(_normalized(x)), kernels[3])
-    logits = F.interpolate(logits.to(dtype), labels.shape[1:], mode="bilinear")
+    logits = resize(logits.to(dtype), labels.shape[1:], align_corners=False)
     losses = F.cross_entropy(logits, labels, reduction="none")
     gradients = torch.autograd.grad(losses.sum(dtype=torch.float64), [images, *kernels])
     digest = hashlib.sha256()
     for values in (logits.detach(), losses.detach(), *gradients):
         digest.update(values.contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _pooled(x: Tensor) -> Tensor:
+    # torch's own operator has no deterministic backward pass on CUDA.
+    return F.adaptive_avg_pool2d(x, 3) if x.is_cpu else adaptive_avg_pools(x, (3,))[0]
 
 
 def _normalized(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from segtrain.data.mixing import Mixing
 from segtrain.data.stream import TrainStream
 from segtrain.data.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
+from segtrain.errors import ConfigError
 from segtrain.models import SegModel, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
 from segtrain.norm import make_norm
@@ -42,12 +43,22 @@ class Training:
     class_uniform: ClassUniform | None = None  # data.class_uniform
 
 
+# With these cuBLAS computes the same bits in every run.
+_WORKSPACES = (":4096:8", ":16:8")
+
+
 def make_repeatable(config: Config, device: torch.device) -> None:
     """Seeds all generators and chooses the kernels that the config asks for."""
     seed.seed_everything(config.seed)
     # Shares promise bits. On a CPU the kernels that they run keep that promise by themselves.
     if config.train.deterministic or (config.train.shares is not None and device.type == "cuda"):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
+        workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACES[0])
+        if device.type == "cuda" and workspace not in _WORKSPACES:
+            raise ConfigError(
+                "environment: CUBLAS_WORKSPACE_CONFIG: expected "
+                f"{' or '.join(_WORKSPACES)}, got {workspace!r}: with train.deterministic and "
+                "train.shares torch refuses others; unset it"
+            )
         torch.use_deterministic_algorithms(True)
     else:
         torch.use_deterministic_algorithms(False)

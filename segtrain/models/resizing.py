@@ -1,0 +1,64 @@
+"""Bilinear resizing whose backward pass gives the same bits every time, on CUDA too.
+
+torch's own backward pass on CUDA adds with atomics, in an order that changes from run to run. With
+`torch.use_deterministic_algorithms` F.interpolate takes another, slow way, with other bits in the
+forward pass. Along each axis resizing is a product with a matrix of two values a row, so its
+gradient is two products with the transposed ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
+    """`x` (N, C, h, w) interpolated bilinearly to `size` (H, W).
+
+    Bit for bit F.interpolate; where deterministic algorithms are asked for, so is the gradient the
+    same in every run.
+    """
+    height, width = size
+    if not x.is_cpu and torch.are_deterministic_algorithms_enabled():
+        return _Resize.apply(x, height, width, align_corners)
+    return F.interpolate(x, size=(height, width), mode="bilinear", align_corners=align_corners)
+
+
+class _Resize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, height: int, width: int, align_corners: bool) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.align_corners = x.shape, x.dtype, align_corners
+        # Not F.interpolate, which would choose its deterministic way.
+        return torch._C._nn.upsample_bilinear2d(x, (height, width), align_corners, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad_x = resize_gradient(grad, ctx.shape[-2:], align_corners=ctx.align_corners)
+        return grad_x.to(ctx.dtype), None, None, None
+
+
+def resize_gradient(grad: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
+    """The gradient (N, C, h, w) of the input of `resize`, of `size` (h, w), in float64.
+
+    grad: of its output, (N, C, H, W).
+    """
+    # In float64 neither autocast nor TF32 shortens the numbers.
+    rows, columns = (
+        _weights(n_out, n_in, grad.device, align_corners=align_corners)
+        for n_out, n_in in zip(grad.shape[-2:], size, strict=True)
+    )
+    wide = grad.to(torch.float64, memory_format=torch.contiguous_format)
+    return rows.mT @ (wide @ columns)
+
+
+def _weights(out: int, size: int, device: torch.device, *, align_corners: bool) -> Tensor:
+    """(out, size) float64: how much each value along an axis counts in each resized one."""
+    position = torch.arange(out, dtype=torch.float64, device=device)
+    if align_corners:
+        position = position * ((size - 1) / (out - 1) if out > 1 else 0.0)
+    else:
+        position = ((position + 0.5) * (size / out) - 0.5).clamp(0, size - 1)
+    source = torch.arange(size, dtype=torch.float64, device=device)
+    return (1 - (position.unsqueeze(1) - source).abs()).clamp(min=0)

@@ -1,0 +1,89 @@
+"""Resizing is F.interpolate's, bit for bit, and its own gradient is the same."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from segtrain.config import ModelConfig
+from segtrain.models import build_model
+from segtrain.models.resizing import _Resize, resize, resize_gradient
+
+# Height and width in, height and width out: up, down, both, odd and even, by one, from and to one.
+SIZES = [
+    ((5, 7), (33, 50)),
+    ((33, 50), (5, 7)),
+    ((9, 4), (4, 9)),
+    ((8, 8), (8, 9)),
+    ((1, 3), (6, 1)),
+    ((90, 45), (713, 360)),
+]
+
+
+def random(*shape, **options):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(**options)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize(("size", "out"), SIZES)
+def test_the_gradient_is_that_of_interpolate(size, out, align_corners):
+    x = random(2, 3, *size).requires_grad_()
+    y = F.interpolate(x, size=out, mode="bilinear", align_corners=align_corners)
+    grad = random(*y.shape) * 2 + 1
+    (wanted,) = torch.autograd.grad(y, x, grad)
+    got = resize_gradient(grad, size, align_corners=align_corners)
+    assert (got - wanted).abs().max() <= 1e-12 * max(1, wanted.abs().max())
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_the_gradient_is_that_of_finite_differences(align_corners):
+    x = random(1, 2, 4, 5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: _Resize.apply(x, 7, 3, align_corners), x)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_result_has_the_bits_of_interpolate(dtype, layout):
+    x = random(2, 3, 9, 11, dtype=dtype, memory_format=layout)
+    for align_corners in (False, True):
+        wanted = F.interpolate(x, size=(33, 40), mode="bilinear", align_corners=align_corners)
+        assert torch.equal(resize(x, (33, 40), align_corners=align_corners), wanted)
+        assert torch.equal(_Resize.apply(x, 33, 40, align_corners), wanted)
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations, and the dtypes of what they concatenate."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.concatenated = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.names.append(name)
+        if name == "cat":
+            self.concatenated += [tensor.dtype for tensor in args[0] if tensor.dim() == 4]
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_deterministic_way_on_a_device_has_no_scattering(deterministic):
+    context = type("Context", (), {})()
+    with FakeTensorMode(), Operations() as operations:
+        x = torch.ones(2, 3, 5, 7, device="cuda")
+        y = resize(x, (9, 20), align_corners=True)
+        assert "upsample_bilinear2d" in operations.names
+        with torch.no_grad():
+            _Resize.forward(context, x, 9, 20, True)
+            grad_x, *_ = _Resize.backward(context, torch.ones_like(y))
+    assert (y.shape, grad_x.shape, grad_x.device) == ((2, 3, 9, 20), x.shape, x.device)
+    scattering = ("index", "scatter", "gather", "upsample_bilinear2d_backward")
+    assert [n for n in operations.names if any(part in n for part in scattering)] == []
