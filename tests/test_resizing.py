@@ -87,3 +87,20 @@ def test_the_deterministic_way_on_a_device_has_no_scattering(deterministic):
     assert (y.shape, grad_x.shape, grad_x.device) == ((2, 3, 9, 20), x.shape, x.device)
     scattering = ("index", "scatter", "gather", "upsample_bilinear2d_backward")
     assert [n for n in operations.names if any(part in n for part in scattering)] == []
+
+
+@pytest.mark.parametrize("arch", ["pspnet", "deeplabv3plus"])
+def test_features_are_concatenated_in_the_type_of_mixed_precision(monkeypatch, arch):
+    """On CUDA autocast resizes in float32: the input of the largest convolution would be that."""
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
+    options = {"arch": arch, "backbone": "resnet18", "head_channels": 8, "aux_head": False}
+    with FakeTensorMode(), torch.device("cuda"):
+        # In evaluation: torch's batch norm in training asks cuDNN for its version.
+        model = build_model(ModelConfig(**options), num_classes=3).eval()
+        images = torch.randn(2, 3, 65, 65)
+        with torch.autocast("cuda", torch.bfloat16), Operations() as operations, torch.no_grad():
+            logits = model(images)
+    assert len(operations.concatenated) > 1
+    assert set(operations.concatenated) == {torch.bfloat16}
+    assert logits.out.dtype == torch.float32  # widened before the last resizing

@@ -15,15 +15,18 @@ from torch import Tensor
 
 
 def resize(x: Tensor, size: Sequence[int], *, align_corners: bool) -> Tensor:
-    """`x` (N, C, h, w) interpolated bilinearly to `size` (H, W).
+    """`x` (N, C, h, w) interpolated bilinearly to `size` (H, W), in the dtype of `x`.
 
     Bit for bit F.interpolate; where deterministic algorithms are asked for, so is the gradient the
     same in every run.
     """
     height, width = size
     if not x.is_cpu and torch.are_deterministic_algorithms_enabled():
-        return _Resize.apply(x, height, width, align_corners)
-    return F.interpolate(x, size=(height, width), mode="bilinear", align_corners=align_corners)
+        y = _Resize.apply(x, height, width, align_corners)
+    else:
+        y = F.interpolate(x, size=(height, width), mode="bilinear", align_corners=align_corners)
+    # Autocast resizes in float32; what follows would be concatenated in float32.
+    return y.to(x.dtype)
 
 
 class _Resize(torch.autograd.Function):
