@@ -6,6 +6,7 @@ started at 0, on any number of ranks and workers.
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -24,6 +25,8 @@ from segtrain.distributed.partition import partition, parts_of_rank
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
 from segtrain.types import Batch
+
+_PINNING = re.compile("^Pin memory thread exited|^Caught .* in pin memory thread")
 
 
 def indices_of_rank(
@@ -119,10 +122,12 @@ def worker_failures() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader "):
+    except (RuntimeError, OSError) as error:
+        # With pinned memory a thread takes the batches. It may notice the death first, by a file
+        # or a connection of the worker, and end.
+        if not str(error).startswith("DataLoader ") and not _PINNING.search(str(error)):
             raise
-        raise _worker_died(str(error)) from error
+        raise _worker_died(str(error).splitlines()[0]) from error
 
 
 def _worker_died(what: str) -> ExecutionError:
