@@ -18,6 +18,11 @@ import pytest
 # Tests run beside each other on few cores; the ranks they start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# On a machine with devices the other tests would run on them. What CUDA sees is decided once in a
+# process, so a session of pytest has devices for all tests or for none.
+if os.environ.get("SEGTRAIN_CUDA_TESTS") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # Started by nohup, the tests would inherit that SIGHUP is ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

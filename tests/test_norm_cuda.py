@@ -26,7 +26,9 @@ from test_norm import (
 
 from segtrain.distributed import collectives as dist
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device, and SEGTRAIN_CUDA_TESTS=1"
+)
 
 CUDA = [torch.preserve_format, "cuda"]
 
