@@ -73,6 +73,11 @@ def _problems() -> Iterator[str]:
                 f"warning: {SHARED_MEMORY}: {total / 1e6:.1f} MB are little for loader workers; "
                 "give the container more (docker run --shm-size 8g), or set data.num_workers to 0"
             )
+    if library_version("torch") is not None:
+        from segtrain.distributed.process_group import unusable_devices
+
+        for line in unusable_devices():
+            yield f"warning: {line}"
     name, path = compiler()
     if path is None:
         yield f"warning: {name}: not to be found; train.compile needs a C++ compiler (CXX names it)"

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,27 +25,55 @@ import torch.distributed.nn.functional
 from segtrain.distributed import aftermath, heartbeat, launcher_folder, machine
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.shared_sum import SharedSum, is_possible
-from segtrain.errors import ConfigError, LostRanksError
+from segtrain.errors import ConfigError, ExecutionError, LostRanksError
+from segtrain.text import say
 
 # NCCL aborts the process where gloo raises an error. So it waits longer than the host does, which
 # raises one after train.timeout_s (`training.step_sync`).
 _NCCL_FACTOR = 1.5
+
+_FIRST_DEVICE = Path("/dev/nvidia0")
 
 
 def device_for(name: str) -> torch.device:
     """The device of this rank for `auto`, `cpu` or `cuda`; ConfigError: there is none for it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if dist.local_rank() == 0:
+            for line in unusable_devices():
+                say(f"warning: {line}; going on without it, on the CPU")
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("--device cuda: no CUDA device is visible to torch; use --device cpu")
-    if dist.local_rank() >= torch.cuda.device_count():
+        why = "".join(f"; {line}" for line in unusable_devices())
         raise ConfigError(
-            f"--nproc: rank {dist.local_rank()} of this machine has no device of its own, "
-            f"there are {torch.cuda.device_count()}; start at most that many ranks"
+            f"--device cuda: no CUDA device is visible to torch; use --device cpu{why}"
         )
-    return torch.device("cuda", dist.local_rank())
+    index, visible = dist.local_rank(), torch.cuda.device_count()
+    if visible == 1 and not launcher_folder.has_launcher():
+        # SLURM's --gpus-per-task=1 shows each task its own device only. Should the tasks share one,
+        # NCCL refuses it.
+        index = 0
+    if index >= visible:
+        raise ConfigError(
+            f"--nproc: rank {index} of this machine has no device of its own, "
+            f"there are {visible}; start at most that many ranks"
+        )
+    return torch.device("cuda", index)
+
+
+def unusable_devices() -> list[str]:
+    """A line if this machine has an NVIDIA device that torch cannot use."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda is None or is_hidden or not _FIRST_DEVICE.exists():
+        return []
+    if torch.cuda.is_available():
+        return []
+    return [
+        f"{_FIRST_DEVICE} exists, but torch {torch.__version__} finds no CUDA device: the driver "
+        f"may be too old for CUDA {torch.version.cuda} (see nvidia-smi), or this user may not use "
+        "the device"
+    ]
 
 
 @contextmanager
@@ -74,13 +103,14 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     dist.use_timeout(timeout)
     try:
         with _losses_explained():
-            torch_dist.init_process_group(
-                **_store_arguments(),
-                backend="nccl" if is_cuda else "gloo",
-                timeout=timeout,
-                # With the device, NCCL connects at once instead of in the first collective.
-                device_id=device if is_cuda else None,
-            )
+            with _set_up_explained():
+                torch_dist.init_process_group(
+                    **_store_arguments(),
+                    backend="nccl" if is_cuda else "gloo",
+                    timeout=timeout,
+                    # With the device, NCCL connects at once, not in the first collective.
+                    device_id=device if is_cuda else None,
+                )
             if not is_cuda:
                 dist.use_shared_sum(_open_shared_sum(timeout_s))
             yield
@@ -88,6 +118,34 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         aftermath.cut_at_the_end(dist.abort_groups)
         raise
     dist.leave_groups()
+
+
+@contextmanager
+def _set_up_explained() -> Iterator[None]:
+    """Turns NCCL's errors about this machine into those of segtrain; no rank is lost by them."""
+    try:
+        yield
+    except torch_dist.DistBackendError as error:
+        reason = _reason(error)
+        if any(word in str(error) for word in ("ncclRemoteError", "remote process")):
+            raise
+        if "Duplicate GPU" in reason:
+            raise ConfigError(
+                f"--nproc: several ranks have the same device ({reason}); start at most as many "
+                "ranks as there are devices"
+            ) from error
+        raise ExecutionError(
+            f"NCCL cannot be set up: {reason}; NCCL_DEBUG=WARN in the environment tells more"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The cause in an error of torch: NCCL's stands in the last line, gloo's in the first."""
+    text = str(error).partition("Exception raised from")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if any("NCCL" in line or "nccl" in line for line in lines) else lines[0]
 
 
 @contextmanager
@@ -99,7 +157,7 @@ def _losses_explained() -> Iterator[None]:
         # gloo's errors have no type of their own; they begin with the place in its source.
         if not isinstance(error, torch_dist.DistError) and "/gloo/" not in str(error):
             raise
-        rank, reason = os.environ["RANK"], str(error).splitlines()[0]
+        rank, reason = os.environ["RANK"], _reason(error)
         raise LostRanksError(
             f"rank {rank}: lost the connection to the other ranks {heartbeat.describe()}; the log "
             f"of another rank may tell the cause ({reason})"

@@ -1,0 +1,158 @@
+"""Which device a rank gets, and what NCCL's errors at set-up mean; no device is needed."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from segtrain.commands.train.stages import make_repeatable
+from segtrain.config import Config
+from segtrain.data.loader import worker_failures
+from segtrain.distributed import launcher_folder, process_group
+from segtrain.distributed.process_group import device_for
+from segtrain.errors import ConfigError, ExecutionError, LostRanksError
+
+DUPLICATE = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:77, invalid usage (run \
+with NCCL_DEBUG=WARN for details), NCCL version 2.27.5
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 35000
+Exception raised from create at ../torch/csrc/x.cpp:1 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x98
+"""
+SYSTEM = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled system error
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-GyHpWD (size 9637888)
+"""
+REMOTE = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:77, remote process exited
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting.
+Last error:
+socketProgress: Connection closed by remote peer node2
+"""
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(devices, local_rank, launched)`: what a rank finds."""
+
+    def make(devices, local_rank=0, *, launched=False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        monkeypatch.setattr(launcher_folder, "has_launcher", lambda: launched)
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+
+    return make
+
+
+def test_each_rank_has_its_own_device(machine):
+    machine(4, local_rank=3, launched=True)
+    assert device_for("auto") == torch.device("cuda", 3)
+
+
+def test_a_task_that_sees_one_device_takes_it(machine):
+    """SLURM: --gpus-per-task=1."""
+    machine(1, local_rank=3)
+    assert device_for("cuda") == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("devices", "launched"), [(1, True), (2, False)])
+def test_more_ranks_than_devices_are_refused(machine, devices, launched):
+    machine(devices, local_rank=2, launched=launched)
+    with pytest.raises(ConfigError, match="rank 2 of this machine has no device of its own"):
+        device_for("auto")
+
+
+def test_a_device_that_torch_cannot_use_is_a_warning(machine, monkeypatch, tmp_path, capsys):
+    machine(0)
+    monkeypatch.setattr(process_group, "_FIRST_DEVICE", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert device_for("auto") == torch.device("cpu")
+    assert "the driver may be too old for CUDA 13.2" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="the driver may be too old"):
+        device_for("cuda")
+
+
+@pytest.mark.parametrize("reason", ["hidden", "no device", "torch for CPUs", "other rank", "cpu"])
+def test_where_there_is_nothing_to_warn_of(machine, monkeypatch, tmp_path, capsys, reason):
+    machine(0, local_rank=int(reason == "other rank"))
+    found = tmp_path / "nvidia0" if reason == "no device" else tmp_path
+    monkeypatch.setattr(process_group, "_FIRST_DEVICE", found)
+    monkeypatch.setattr(torch.version, "cuda", None if "CPU" in reason else "13.2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if reason == "hidden":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_for("cpu" if reason == "cpu" else "auto") == torch.device("cpu")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("found", "refused"), [(None, False), (":16:8", False), (":0:0", True)])
+def test_deterministic_training_gives_cublas_the_workspace_that_it_needs(
+    monkeypatch, found, refused
+):
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setenv(name, found or "")
+    if found is None:
+        monkeypatch.delenv(name)
+    config = Config(
+        data={"layout": "voc", "root": "nowhere", "classes": "voc"}, train={"deterministic": True}
+    )
+    try:
+        if refused:
+            with pytest.raises(ConfigError, match=f"{name}: expected :4096:8 or :16:8, got ':0:0'"):
+                make_repeatable(config, torch.device("cuda"))
+        else:
+            make_repeatable(config, torch.device("cuda"))
+            assert os.environ[name] == (found or ":4096:8")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def set_up(monkeypatch, text):
+    def init_process_group(**_):
+        raise torch_dist.DistBackendError(text)
+
+    monkeypatch.setattr(torch_dist, "init_process_group", init_process_group)
+    monkeypatch.setenv("RANK", "1")
+    with process_group.process_group(torch.device("cpu"), timeout_s=5):
+        pass
+
+
+def test_two_ranks_on_one_device_are_a_mistake_of_the_command_line(monkeypatch):
+    with pytest.raises(ConfigError, match="Duplicate GPU detected : rank 1 and rank 0") as error:
+        set_up(monkeypatch, DUPLICATE)
+    assert "frame" not in str(error.value)
+
+
+def test_nccl_that_cannot_be_set_up_names_the_cause_and_loses_no_rank(monkeypatch):
+    with pytest.raises(ExecutionError, match="Error while creating shared memory") as error:
+        set_up(monkeypatch, SYSTEM)
+    assert not isinstance(error.value, LostRanksError)
+
+
+def test_a_rank_that_leaves_during_the_set_up_is_lost(monkeypatch):
+    with pytest.raises(LostRanksError, match="Connection closed by remote peer node2"):
+        set_up(monkeypatch, REMOTE)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Pin memory thread exited unexpectedly"),
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+        FileNotFoundError("Caught FileNotFoundError in pin memory thread for device 0.\nTrace"),
+    ],
+)
+def test_a_dead_worker_is_named_with_pinned_memory_too(error):
+    message = "a killed worker is often out of memory"
+    with pytest.raises(ExecutionError, match=message) as found, worker_failures():
+        raise error
+    assert "Trace" not in str(found.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), FileNotFoundError("a.png")])
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error), match=str(error)), worker_failures():
+        raise error
