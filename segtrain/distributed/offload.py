@@ -1,6 +1,7 @@
 """Keeps what a forward pass saves for its backward pass in host memory instead of on the device."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 # A smaller copy costs more than the memory that it frees.
 _LEAST_BYTES = 1 << 16
 
+# What may be on its way to the host: 20 ms of a bus of 25 GB/s.
+_MOST_BYTES_IN_FLIGHT = 512 << 20
+_POLL_S = 0.0002
+
 
 class OnHost(NamedTuple):
     """A tensor whose content is on the host, once the device has passed `copied`."""
@@ -22,13 +27,41 @@ class OnHost(NamedTuple):
     copied: "torch.cuda.Event | None"
 
 
+class InFlight:
+    """Tensors on their way to the host, whose memory on the device is not free yet.
+
+    The host runs ahead of the bus. Without a bound it would ask for the memory of the next layers
+    while that of the last ones still waits to be copied.
+    """
+
+    def __init__(self, most_bytes: int = _MOST_BYTES_IN_FLIGHT) -> None:
+        self._most_bytes = most_bytes
+        self._copies: deque[tuple[torch.cuda.Event, int]] = deque()  # in the order of the stream
+        self._num_bytes = 0
+
+    def add(self, copied: "torch.cuda.Event", num_bytes: int) -> None:
+        """Takes in a copy; the host waits until all fit, or until this one is alone."""
+        self._copies.append((copied, num_bytes))
+        self._num_bytes += num_bytes
+        while self._copies:
+            oldest, size = self._copies[0]
+            if not oldest.query():
+                if self._num_bytes <= self._most_bytes or len(self._copies) == 1:
+                    return
+                # Not by `synchronize`, in which Python runs no signal handlers.
+                time.sleep(_POLL_S)
+                continue
+            self._copies.popleft()
+            self._num_bytes -= size
+
+
 class CudaCopies:
     """Copies through pinned memory on a stream of its own, in parallel to the computation."""
 
     def __init__(self, device: torch.device) -> None:
         if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)
-        self._stream = _streams[device]
+            _streams[device] = torch.cuda.Stream(device), InFlight()
+        self._stream, self._in_flight = _streams[device]
 
     def to_host(self, tensor: Tensor) -> OnHost:
         """A copy of `tensor` on the host."""
@@ -40,6 +73,7 @@ class CudaCopies:
             copied.record(self._stream)
         # The allocator must not reuse the memory before it has been copied.
         tensor.record_stream(self._stream)
+        self._in_flight.add(copied, tensor.nbytes)
         return OnHost(host, tensor.device, copied)
 
     def to_device(self, on_host: OnHost) -> Tensor:
@@ -48,7 +82,7 @@ class CudaCopies:
         return on_host.host.to(on_host.device, non_blocking=True)
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams: dict[torch.device, tuple[torch.cuda.Stream, InFlight]] = {}
 
 
 class _Offloader:
