@@ -6,24 +6,28 @@ cannot run `backward` on fake CUDA tensors: backward passes of own functions are
 others run on the meta device, where reading a value is an error too.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as torch_dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
+from segtrain.distributed import offload
 from segtrain.models import build_model
 from segtrain.models.precision import dtype_of
 from segtrain.norm import make_norm, settle_statistics
 from segtrain.norm.functional import NormInput, _SyncBatchNorms
 from segtrain.training import passes
+from segtrain.training.engine import _update
 from segtrain.training.losses import SegLoss
+from segtrain.training.optim import WeightAverage, build_optimizer
 from segtrain.training.step_sync import StepSync
 from segtrain.training.wrap import wrap
 from segtrain.types import Batch, DropoutMasks, SegLogits
@@ -31,7 +35,7 @@ from segtrain.types import Batch, DropoutMasks, SegLogits
 RANKS, K = 8, 5
 aten = torch.ops.aten
 
-# torch has no such implementation, which every operation needs on fake tensors.
+# What an operation needs on fake tensors; torch has none for these.
 _LIBRARY = torch.library.Library("aten", "IMPL", "Meta")
 
 
@@ -41,6 +45,7 @@ def _update_stats(x, running_mean, running_var, momentum):
 
 
 _LIBRARY.impl("batch_norm_update_stats", _update_stats)
+_LIBRARY.impl("_fused_sgd_", lambda *_, **__: None)
 
 _WAITING = {
     aten._local_scalar_dense,
@@ -238,6 +243,58 @@ def test_the_backward_pass_of_synchronized_batch_norm_makes_no_wait(fake, dtype)
         y, *_ = _SyncBatchNorms.forward(context, [layer.eps], None, *layer[:3])
         _, _, grad_x, *_ = _SyncBatchNorms.backward(context, torch.rand_like(y), None, None, None)
     assert (grad_x.dtype, grad_x.shape) == (dtype, x.shape)
+
+
+UPDATES = [
+    {},
+    {"optimizer": "adamw", "ema_decay": 0.9, "clip_grad_norm": 1.0},
+    {"precision": "float16", "ema_decay": 0.9},
+    {"precision": "float16", "optimizer": "adamw"},
+    {"decoupled_decay": True, "momentum_correction": False},
+]
+
+
+@pytest.mark.parametrize("options", UPDATES, ids=lambda o: "-".join(map(str, o.values())))
+def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
+    train = config(train=options).train
+    # Two, since a fake tensor cannot be copied with its module.
+    model, averaged = (
+        nn.Sequential(nn.Conv2d(3, 4, 3, device="cuda"), nn.BatchNorm2d(4, device="cuda"))
+        for _ in range(2)
+    )
+    average = WeightAverage(nn.Identity(), 0.9)
+    average.model = averaged.requires_grad_(False)
+    state = SimpleNamespace(
+        model=model,
+        optimizer=build_optimizer(model, train),
+        scaler=torch.amp.GradScaler("cuda", enabled=train.precision == "float16"),
+        average=average if train.ema_decay else None,
+        start=SimpleNamespace(hold_gradients=lambda: None),
+        step=0,
+    )
+    state.scaler.scale(torch.zeros((), device="cuda"))
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    with fake:
+        _update(state, 0.1, train.clip_grad_norm)
+    fused = [name for name in fake.seen if name.startswith("_fused_")]
+    assert fused == [f"_fused_{train.optimizer}_"]
+
+
+def test_a_copy_to_the_host_is_counted_as_in_flight(fake, monkeypatch):
+    """The stream and its event are stubs; the copy is an operation like any other."""
+    counted = []
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    in_flight = SimpleNamespace(add=lambda event, size: counted.append(size))
+    monkeypatch.setitem(offload._streams, torch.device("cuda", 0), (stream, in_flight))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    x = torch.ones(3, 5, device="cuda")
+    with fake:
+        on_host = offload.CudaCopies(x.device).to_host(x)
+    assert on_host.host.device.type == "cpu"
+    assert counted == [60]
 
 
 def test_moving_the_batch_makes_no_wait(fake):

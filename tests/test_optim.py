@@ -1,9 +1,14 @@
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from test_fake_device import NoWaits
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from segtrain.checkpoint import training_state
+from segtrain.checkpoint.training_state import restore_optimizer
 from segtrain.config import TrainConfig
 from segtrain.training.optim import (
     WeightAverage,
@@ -14,6 +19,7 @@ from segtrain.training.optim import (
     poly,
     set_learning_rate,
 )
+from segtrain.training.optim import optimizer as optimizer_module
 
 
 class TinyModel(nn.Module):
@@ -175,3 +181,101 @@ def test_weight_average_is_apart_from_the_model_and_for_evaluation():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not average.model.training
     assert not any(p.requires_grad for p in average.model.parameters())
+
+
+def fused_on_cpu(monkeypatch, **options):
+    """The optimizer that a CUDA device would have, with torch's fused kernels for CPUs."""
+    monkeypatch.setattr(optimizer_module, "_may_be_fused", lambda *_: True)
+    model = TinyModel()
+    return model, build_optimizer(model, TrainConfig(**options))
+
+
+def gradients(model, value=None):
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            random = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = random if value is None else torch.full_like(random, value)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_the_fused_optimizer_steps_as_the_other(monkeypatch, name):
+    plain = TinyModel()
+    other = build_optimizer(plain, TrainConfig(optimizer=name))
+    model, optimizer = fused_on_cpu(monkeypatch, optimizer=name)
+    for _ in range(3):
+        for one, update in ((plain, other), (model, optimizer)):
+            gradients(one)
+            update.step()
+    assert optimizer.param_groups[0]["fused"]
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_first_step_that_overflows_leaves_nothing_in_a_fused_optimizer(monkeypatch, name):
+    """torch's fused SGD would keep velocities from memory that nothing has filled."""
+    empty_like = torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(7.0)
+    )
+    model, optimizer = fused_on_cpu(monkeypatch, optimizer=name, precision="float16")
+    before = copy.deepcopy(model.state_dict())
+    gradients(model, torch.inf)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    for state in optimizer.state.values():
+        assert all(not value.any() for value in state.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [
+        ({}, True),
+        ({"optimizer": "adamw"}, True),
+        ({"precision": "float16"}, True),
+        ({"decoupled_decay": True}, True),
+        # A step that overflows is left out by the kernel, but not by the hooks before it.
+        ({"precision": "float16", "decoupled_decay": True}, False),
+        ({"precision": "float16", "momentum_correction": False}, False),
+    ],
+)
+def test_on_cuda_the_kernels_are_fused_unless_hooks_could_not_be_left_out(options, fused):
+    with FakeTensorMode(), torch.device("cuda"):
+        optimizer = build_optimizer(TinyModel(), TrainConfig(**options))
+    assert bool(optimizer.param_groups[0]["fused"]) == fused
+    on_cpu = build_optimizer(TinyModel(), TrainConfig(**options))
+    assert on_cpu.param_groups[0]["fused"] is None
+
+
+def test_a_checkpoint_of_a_cpu_goes_on_with_fused_kernels_and_back(monkeypatch):
+    model, fused = fused_on_cpu(monkeypatch, optimizer="adamw")
+    gradients(model)
+    fused.step()
+    monkeypatch.undo()
+    plain = build_optimizer(TinyModel(), TrainConfig(optimizer="adamw"))
+    restore_optimizer(plain, fused.state_dict(), Path("a.pt"))
+    assert plain.param_groups[0]["fused"] is None
+    saved = plain.state_dict()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        on_device = build_optimizer(TinyModel(), TrainConfig(optimizer="adamw"))
+        on_device.load_state_dict(training_state._with_own_kernels(saved, on_device))
+    # The kernel reads the counters on the device.
+    assert {state["step"].device.type for state in on_device.state.values()} == {"cuda"}
+
+
+def test_the_average_takes_in_all_counters_by_one_operation():
+    model = TinyModel()
+    average = WeightAverage(model, 0.9)
+    for layer in (model.backbone[1], model.head[1]):
+        layer.num_batches_tracked.fill_(5)
+    with NoWaits() as operations:
+        average.update(model, 3)
+    assert [name for name in operations.seen if name == "copy_"] == []
+    counters = [layer.num_batches_tracked for layer in average.model.modules() if is_norm(layer)]
+    assert [int(counter) for counter in counters] == [5, 5]
+
+
+def is_norm(layer):
+    return isinstance(layer, nn.BatchNorm2d)

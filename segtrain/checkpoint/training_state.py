@@ -143,7 +143,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], p
     settings = [dict(group) for group in optimizer.param_groups]
     try:
         velocities = _velocity_rates(saved)
-        optimizer.load_state_dict(_in_order(saved, optimizer))
+        optimizer.load_state_dict(_with_own_kernels(_in_order(saved, optimizer), optimizer))
         problem = _problem(optimizer)
     # A damaged dict has anything where torch expects a dict, a list or a tensor.
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -194,6 +194,16 @@ def _in_order(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[s
     numbers = [number for group in groups for number in group["params"]]
     state = {i: states[name] for name, i in zip(own, numbers, strict=True) if name in states}
     return {"state": state, "param_groups": groups}
+
+
+def _with_own_kernels(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`saved` with the kernels of `optimizer`, which are others on another device.
+
+    By them torch decides where the step counters go: for fused kernels, to the device.
+    """
+    fused = optimizer.param_groups[0]["fused"]
+    groups = [{**group, "fused": fused} for group in saved["param_groups"]]
+    return {**saved, "param_groups": groups}
 
 
 # Each value is above the first and below the second number: the scale is a float32, counters int32.

@@ -28,6 +28,6 @@ class WeightAverage:
         pairs = list(zip(average, newest, strict=True))
         mine, theirs = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
         torch._foreach_lerp_(mine, theirs, 1 - decay)
-        for counter, value in pairs:
-            if not counter.is_floating_point():
-                counter.copy_(value)  # num_batches_tracked
+        counters = [pair for pair in pairs if not pair[0].is_floating_point()]
+        if counters:  # num_batches_tracked
+            torch._foreach_copy_(*zip(*counters, strict=True))

@@ -1,6 +1,8 @@
 """The optimizer of the config: torch's, and what torch's does not do as hooks around its step.
 
-Hooks run with the step: where a float16 step overflows and is left out, they are left out too.
+Hooks run with the step: where a float16 step overflows and is left out, they are left out too. Only
+torch's fused kernels, which CUDA has, are called in such a step all the same, and change nothing;
+so they are not used with hooks that change weights or velocities by themselves.
 """
 
 from collections.abc import Collection
@@ -29,10 +31,14 @@ def build_optimizer(
     loaded: as in `parameter_groups`.
     """
     groups, lr = parameter_groups(model, train, loaded), base_lr(train)
+    fused = _may_be_fused(model, train, groups) or None  # None: as torch chooses
     if train.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr, betas=train.betas)
+        optimizer = torch.optim.AdamW(groups, lr, betas=train.betas, fused=fused)
     else:
-        optimizer = torch.optim.SGD(groups, lr, momentum=train.momentum, nesterov=train.nesterov)
+        options = {"momentum": train.momentum, "nesterov": train.nesterov, "fused": fused}
+        optimizer = torch.optim.SGD(groups, lr, **options)
+        if fused:
+            optimizer.register_step_pre_hook(_make_velocities)
     if start is None and any(group["toward_start"] for group in groups):
         raise ValueError("train.decay_toward: without `start` there is nothing to decay toward")
     if any(group["pull"] for group in groups):
@@ -45,6 +51,29 @@ def build_optimizer(
     if start is not None and start.has_held:
         optimizer.register_step_post_hook(lambda *_: start.hold_weights())
     return optimizer
+
+
+def _may_be_fused(model: nn.Module, train: TrainConfig, groups: list[dict[str, Any]]) -> bool:
+    """Whether one kernel may do the whole step; on CPUs other kernels stay, and their bits."""
+    if next(model.parameters()).device.type != "cuda":
+        return False
+    has_own = any(group["pull"] for group in groups) or not train.momentum_correction
+    return train.precision != "float16" or not has_own
+
+
+@torch.no_grad()
+def _make_velocities(optimizer: torch.optim.SGD, *_: Any) -> None:
+    """Gives weights without a velocity one of 0.
+
+    The fused kernel makes them itself, all or none, from memory that it does not fill if the first
+    step overflows.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None:
+                state = optimizer.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
