@@ -98,6 +98,7 @@ class ConfusionMatrix:
     def sum_over_ranks(self) -> None:
         """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
         dist.all_reduce_sum(self.counts)
+        dist.wait_for_device(self.counts.device)
 
     def scores(self) -> Scores:
         """The scores of all pixels so far; copies the counts to the host."""

@@ -7,6 +7,7 @@ timeout. Only this room imports torch.distributed.
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch.distributed import ProcessGroup
 from segtrain import errors
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.shared_sum import SharedSum
-from segtrain.errors import UserError
+from segtrain.errors import LostRanksError, UserError
 
 
 class Alone:
@@ -191,12 +192,16 @@ def _new_group(ranks: tuple[int, ...], *, use_local_synchronization: bool) -> No
 
 
 _timeout: timedelta | None = None
+_wait_s = 600.0
 
 
-def use_timeout(timeout: timedelta | None) -> None:
-    """Gives this timeout to the groups that are made from now on; None: that of torch."""
-    global _timeout
-    _timeout = timeout
+def use_timeout(timeout: timedelta | None, *, wait_s: float) -> None:
+    """Gives this timeout to the groups that are made from now on; None: that of torch.
+
+    wait_s: how long the host waits for a device that in turn waits for other ranks.
+    """
+    global _timeout, _wait_s
+    _timeout, _wait_s = timeout, wait_s
 
 
 _shared_sum: SharedSum | None = None
@@ -296,8 +301,23 @@ def _refuse_group(group: Group | None) -> None:
         raise RuntimeError("shares are added up over all ranks, not over a group of them")
 
 
+_last_exchange = 0.0
+
+
+def last_exchange() -> float:
+    """When this rank last started an exchange with others, by time.monotonic()."""
+    return _last_exchange
+
+
+def _note_exchange() -> None:
+    global _last_exchange
+    if not torch.compiler.is_compiling():
+        _last_exchange = time.monotonic()
+
+
 def _sum_processes(tensor: Tensor, group: Group | None) -> Tensor:
     if _num_processes(group) > 1:
+        _note_exchange()
         if group is None and (shared := _sharing_memory(tensor)) is not None:
             return shared.add(tensor)
         torch_dist.all_reduce(tensor, group=group)
@@ -316,6 +336,7 @@ def start_sum(tensor: Tensor) -> Callable[[], object]:
     Every rank gets the same bits, whichever rank comes last. On CUDA the sum follows the current
     stream, and waiting blocks that stream, not the host. Collective.
     """
+    _note_exchange()
     return torch_dist.all_reduce(tensor, async_op=True).wait
 
 
@@ -340,6 +361,7 @@ def _gather_processes(tensor: Tensor, group: Group | None = None) -> Tensor:
         return tensor
     if group is None and (shared := _sharing_memory(tensor)) is not None:
         return shared.gather(tensor).view(size * len(tensor), *tensor.shape[1:])
+    _note_exchange()
     # As a vector, which all backends split alike.
     gathered = tensor.new_empty(size * tensor.numel())
     torch_dist.all_gather_into_tensor(gathered, tensor.flatten(), group=group)
@@ -356,6 +378,40 @@ def broadcast_from_rank0(tensors: Iterable[Tensor]) -> None:
         tensor.detach().copy_(values)
 
 
+# Between two looks at the device.
+_POLL_S = 0.0005
+
+
+def wait_for_event(event: torch.cuda.Event, timeout_s: float) -> None:
+    """Returns when the device has passed `event`; handlers of signals run meanwhile.
+
+    Not by `event.synchronize()`: where NCCL waits for a dead rank it would never return, and Python
+    runs no signal handlers in it.
+
+    Raises:
+        LostRanksError: there are other ranks, and the device does not come within `timeout_s`.
+    """
+    began = time.monotonic()
+    while not event.query():
+        if time.monotonic() - began > timeout_s and world_size() > 1:
+            raise LostRanksError(
+                f"rank {rank()}: waited {timeout_s:.0f} s for the device, which waits for another "
+                "rank"
+            )
+        time.sleep(_POLL_S)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Returns when `device` has done all that it was asked for, before its values are read.
+
+    Raises as `wait_for_event`, by the timeout of the process group.
+    """
+    if device.type == "cuda" and world_size() > 1:
+        event = torch.cuda.Event()
+        event.record()
+        wait_for_event(event, _wait_s)
+
+
 def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
     """Every rank's `value`, in the order of ranks. Collective.
 
@@ -370,10 +426,13 @@ def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
         return [json.loads(data)]
     uses_nccl = torch_dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
-    longest = int(_gather_processes(torch.tensor([len(data)], device=device), group).max())
+    longest = _gather_processes(torch.tensor([len(data)], device=device), group).max()
+    wait_for_device(device)
+    longest = int(longest)
     padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8).to(device)
-    gathered = _gather_processes(padded.unsqueeze(0), group).cpu().numpy()  # (ranks, longest)
-    return [json.loads(row.tobytes()) for row in gathered]
+    gathered = _gather_processes(padded.unsqueeze(0), group)  # (ranks, longest)
+    wait_for_device(device)
+    return [json.loads(row.tobytes()) for row in gathered.cpu().numpy()]
 
 
 def broadcast_object(value: Any) -> Any:
@@ -412,5 +471,10 @@ def run_on_rank0(function: Callable[[], Any]) -> Any:
 
 def barrier() -> None:
     """Returns when every rank has arrived. Collective."""
-    if _num_processes(None) > 1:
+    if _num_processes(None) == 1:
+        return
+    if torch_dist.get_backend() == "nccl":
+        # NCCL has no barrier: torch's own waits in C for an exchange as this one.
+        all_gather_object(None)
+    else:
         torch_dist.barrier()

@@ -100,7 +100,7 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     _choose_interface()
     is_cuda = device.type == "cuda"
     timeout = timedelta(seconds=timeout_s * (_NCCL_FACTOR if is_cuda else 1))
-    dist.use_timeout(timeout)
+    dist.use_timeout(timeout, wait_s=timeout_s)
     try:
         with _losses_explained():
             with _set_up_explained():

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from typing import NamedTuple
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.config import Config
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.host_watch import HostWatch
 from segtrain.norm import untracked
 from segtrain.training import sam
 from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
-from segtrain.training.passes import rank_batches, run_passes
+from segtrain.training.passes import RankBatch, rank_batches, run_passes
 from segtrain.training.share_rules import watch
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -61,34 +63,54 @@ def train_steps(
     train = config.train
     batches = iter(batches)
     state.model.train()
-    first_with_shares = state.shares is not None
+    is_first = True
 
-    while state.step < train.steps and not (step_sync.stopped or step_sync.ended):
-        began = time.perf_counter()
-        passes = list(islice(batches, train.accumulate_steps))
-        data_s = time.perf_counter() - began
+    with ExitStack() as stack:
+        watched = nullcontext
+        if device.type == "cuda" and dist.world_size() > 1:
+            watched = stack.enter_context(HostWatch(train.timeout_s)).step
+        while state.step < train.steps and not (step_sync.stopped or step_sync.ended):
+            began = time.perf_counter()
+            passes = list(islice(batches, train.accumulate_steps))
+            data_s = time.perf_counter() - began
+            # Compiling, in the first step, may take longer than any exchange.
+            with nullcontext() if is_first and train.compile else watched():
+                parts = rank_batches(state, passes, indices, config, device)
+                losses, digest = _gradient(state, parts, config, step_sync, is_first=is_first)
+                lr = learning_rate(train, state.step)
+                set_momentum(state.optimizer, momentum(train, state.step))
+                grad_norm = _update(state, lr, train.clip_grad_norm)
+                names = [name for batch in passes for name in batch.names]
+                step_sync.record(state.step, grad_norm, names)
+            is_first = False
+            yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s, digest)
 
-        parts = rank_batches(state, passes, indices, config, device)
-        with watch(state.model) if first_with_shares else nullcontext():
+
+def _gradient(
+    state: TrainState,
+    parts: list[RankBatch],
+    config: Config,
+    step_sync: StepSync,
+    *,
+    is_first: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Gives the parameters their gradients; returns losses and digest (collective).
+
+    is_first: the first step of this process.
+    """
+    with watch(state.model) if is_first and state.shares is not None else nullcontext():
+        losses = run_passes(state, parts, config, step_sync)
+    while not state.gradients.finish():
+        with untracked():
             losses = run_passes(state, parts, config, step_sync)
-        first_with_shares = False
-        while not state.gradients.finish():
-            with untracked():
-                losses = run_passes(state, parts, config, step_sync)
 
-        if sam.is_due(train, state.step):
-            state.start.hold_gradients()  # what is held does not climb either
-            with sam.climbed(state.model.parameters(), train.sam_rho):
+    if sam.is_due(config.train, state.step):
+        state.start.hold_gradients()  # what is held does not climb either
+        with sam.climbed(state.model.parameters(), config.train.sam_rho):
+            run_passes(state, parts, config, step_sync)
+            while not state.gradients.finish():
                 run_passes(state, parts, config, step_sync)
-                while not state.gradients.finish():
-                    run_passes(state, parts, config, step_sync)
-
-        digest = state.gradients.digest()
-        lr = learning_rate(train, state.step)
-        set_momentum(state.optimizer, momentum(train, state.step))
-        grad_norm = _update(state, lr, train.clip_grad_norm)
-        step_sync.record(state.step, grad_norm, [name for batch in passes for name in batch.names])
-        yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s, digest)
+    return losses, state.gradients.digest()
 
 
 def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor:

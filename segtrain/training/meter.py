@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from segtrain.distributed import collectives as dist
 from segtrain.training.engine import StepResult
 
 _GIB = 2**30
@@ -50,7 +51,9 @@ class StepMeter:
             raise ValueError("no step to read")
         numbers = [torch.stack([r.loss, r.aux_loss, r.grad_norm.double()]) for r in results]
         numbers, self._earlier = [*self._earlier, *numbers], []
-        loss, aux_loss, grad_norm = (sum(numbers) / len(numbers)).tolist()
+        means = sum(numbers) / len(numbers)
+        dist.wait_for_device(self._device)
+        loss, aux_loss, grad_norm = means.tolist()
         now = time.perf_counter()
         step_s, self._since = (now - self._since) / len(results), now
         values = {

@@ -5,20 +5,16 @@ later, when they have long arrived, so that the host never waits for the device.
 leaves the process (a checkpoint, an evaluation), `settle` reads the newest flags.
 """
 
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from segtrain.distributed import collectives as dist
-from segtrain.errors import LostRanksError, NonFiniteError
+from segtrain.errors import NonFiniteError
 
 # A loss scale that halves this often without one good step has left the range of float16.
 MAX_OVERFLOWS = 50
-
-# Between two looks at the device.
-_POLL_S = 0.0005
 
 
 class StepSync:
@@ -154,14 +150,5 @@ class _Readback:
             LostRanksError: they do not arrive within `timeout_s`, and there are other ranks.
         """
         if self._arrived is not None:
-            # Not by `synchronize`: where NCCL waits for a dead rank it would never return, and
-            # Python runs no signal handlers meanwhile.
-            began = time.monotonic()
-            while not self._arrived.query():
-                if time.monotonic() - began > timeout_s and dist.world_size() > 1:
-                    raise LostRanksError(
-                        f"rank {dist.rank()}: waited {timeout_s:.0f} s for the device, which "
-                        "waits for another rank"
-                    )
-                time.sleep(_POLL_S)
+            dist.wait_for_event(self._arrived, timeout_s)
         return self._host.tolist()
