@@ -83,6 +83,7 @@ NOT_RUN = {
     "segtrain train RUN --resume": "stands for any run",
     "segtrain train my.yaml --until 500": "test_until.py pauses runs",
     "segtrain population my.yaml --members 4 --every 500": "test_population.py trains populations",
+    "segtrain bench my.yaml": "test_bench.py measures steps",
     "segtrain verify RUN": "needs train.shares; test_verify.py verifies runs",
     "segtrain verify RUN --steps 1: --nproc 2": "test_verify.py verifies on other ranks",
     **{

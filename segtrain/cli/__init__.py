@@ -13,7 +13,7 @@ from segtrain import __version__
 from segtrain.cli.common import Parser, add_command, group
 from segtrain.cli.data import add_config, add_data
 from segtrain.cli.models import add_convert, add_eval, add_export, add_predict, add_verify
-from segtrain.cli.train import add_population, add_train
+from segtrain.cli.train import add_bench, add_population, add_train
 from segtrain.commands import exit_code, streams
 
 _DESCRIPTION = """\
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = group(parser)
     add_train(commands)
     add_population(commands)
+    add_bench(commands)
     add_eval(commands)
     add_verify(commands)
     add_predict(commands)

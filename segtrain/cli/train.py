@@ -1,4 +1,4 @@
-"""The arguments of `segtrain train` and `segtrain population`."""
+"""The arguments of `segtrain train`, `segtrain population` and `segtrain bench`."""
 
 import argparse
 from pathlib import Path
@@ -121,3 +121,27 @@ def add_population(commands: Commands) -> None:
     text = "directory (default: runs/<name of CONFIG>_population, or _alone)"
     add("--output", type=Path, metavar="DIR", help=text)
     add_switch(add, "--resume", "go on where it was stopped, with the arguments of its start")
+
+
+def add_bench(commands: Commands) -> None:
+    """Adds `segtrain bench`."""
+    add = add_command(
+        commands,
+        "bench",
+        "commands.launch:bench",
+        help="where the time of a training step goes",
+        description="Train some steps of CONFIG, with its data and loader, and print the time of "
+        "their parts,\noperations a second beside what this device reaches, memory, and what "
+        "limits the speed.\nNothing is kept.",
+        epilog="examples:\n"
+        "  segtrain bench own.yaml --nproc 2\n"
+        "  segtrain bench own.yaml --set train.precision=bfloat16 --profile trace.json.gz",
+    )
+    add("config", metavar="CONFIG", help=CONFIG_HELP)
+    add_set(add)
+    add_nproc(add)
+    add_device(add)
+    add("--steps", type=positive, default=20, metavar="N", help="steps to measure (default: 20)")
+    add("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    text = "write a trace of three steps, for https://ui.perfetto.dev; .json or .json.gz"
+    add("--profile", type=Path, metavar="FILE", help=text)

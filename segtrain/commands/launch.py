@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
 import segtrain
@@ -72,24 +73,27 @@ def train(args: argparse.Namespace, config: Config) -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     """`segtrain eval`, likewise."""
-    if not adopt_environment():
-        num_ranks = num_ranks_here(args.nproc)
-        if num_ranks > 1:
-            return _start_ranks(args, num_ranks)
-    from segtrain.commands.evaluate import run_eval
-
-    return run_eval(args)
+    return _on_this_machine(args, "evaluate:run_eval")
 
 
 def verify(args: argparse.Namespace) -> int:
     """`segtrain verify`, likewise."""
+    return _on_this_machine(args, "verify:run_verify")
+
+
+def bench(args: argparse.Namespace) -> int:
+    """`segtrain bench`, likewise."""
+    return _on_this_machine(args, "bench:run_bench")
+
+
+def _on_this_machine(args: argparse.Namespace, place: str) -> int:
+    """Starts ranks, or is one and calls the function `module:name` of this folder."""
     if not adopt_environment():
         num_ranks = num_ranks_here(args.nproc)
         if num_ranks > 1:
             return _start_ranks(args, num_ranks)
-    from segtrain.commands.verify import run_verify
-
-    return run_verify(args)
+    module, name = place.split(":")
+    return getattr(import_module(f"segtrain.commands.{module}"), name)(args)
 
 
 def adopt_environment(environ: Mapping[str, str] = os.environ) -> bool:

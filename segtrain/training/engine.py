@@ -17,6 +17,7 @@ from segtrain.training import sam
 from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
 from segtrain.training.passes import RankBatch, rank_batches, run_passes
 from segtrain.training.share_rules import watch
+from segtrain.training.spans import UPDATE, span
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch
@@ -79,7 +80,8 @@ def train_steps(
                 losses, digest = _gradient(state, parts, config, step_sync, is_first=is_first)
                 lr = learning_rate(train, state.step)
                 set_momentum(state.optimizer, momentum(train, state.step))
-                grad_norm = _update(state, lr, train.clip_grad_norm)
+                with span(UPDATE):
+                    grad_norm = _update(state, lr, train.clip_grad_norm)
                 names = [name for batch in passes for name in batch.names]
                 step_sync.record(state.step, grad_norm, names)
             is_first = False

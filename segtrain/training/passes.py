@@ -20,6 +20,7 @@ from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.partition import partition
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.norm import settle_statistics
+from segtrain.training.spans import BACKWARD, FORWARD, span
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch, DropoutMasks
@@ -130,18 +131,23 @@ def _forward_backward(
     weight: that of the pass, from `_loss_weights`. With MixUp there is one for each set of labels,
         and so are mean losses, (2, 2).
     """
-    images = state.normalize(part.images.contiguous(memory_format=state.memory_format))
-    labels, *partners = (labels.long() for labels in part.label_sets)
-    sums = module(images, labels, part.dropout, *partners)
-    totals = step_sync.reduce(sums)
     criterion = state.criterion
-    if not partners:
-        state.scaler.scale(criterion.objective(sums, totals) * weight).backward()
-        return criterion.means(totals)
-    pairs = zip(sums, totals, strict=True)
-    objectives = torch.stack([criterion.objective(*pair) for pair in pairs])
-    state.scaler.scale((objectives * weight).sum()).backward()
-    return torch.stack([criterion.means(total) for total in totals])
+    with span(FORWARD):
+        images = state.normalize(part.images.contiguous(memory_format=state.memory_format))
+        labels, *partners = (labels.long() for labels in part.label_sets)
+        sums = module(images, labels, part.dropout, *partners)
+        totals = step_sync.reduce(sums)
+        if partners:
+            pairs = zip(sums, totals, strict=True)
+            objectives = torch.stack([criterion.objective(*pair) for pair in pairs])
+            objective = (objectives * weight).sum()
+            means = torch.stack([criterion.means(total) for total in totals])
+        else:
+            objective = criterion.objective(sums, totals) * weight
+            means = criterion.means(totals)
+    with span(BACKWARD):
+        state.scaler.scale(objective).backward()
+    return means
 
 
 def _in_threads(

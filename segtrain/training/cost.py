@@ -1,0 +1,106 @@
+"""What training costs: operations, memory, and how busy the device is."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from segtrain.config import Config, TrainConfig
+from segtrain.distributed import collectives as dist
+from segtrain.models import build_model
+from segtrain.models.precision import autocast_dtype, dtype_of
+from segtrain.norm import make_norm
+from segtrain.training.clock import synchronize
+from segtrain.types import DropoutMasks
+
+_PEAK_SECONDS = 1.0
+
+
+def training_flops(config: Config, num_classes: int) -> float:
+    """Floating point operations of the forward and backward pass of one training crop.
+
+    Convolutions and matrix products, a multiplication and an addition as two. The backward pass
+    counts as two forward passes, as usual: one for the weights, one for the inputs. (torch's own
+    count of it takes grouped convolutions for whole ones.) What is computed twice to save memory
+    counts once.
+    """
+    images = 2  # batch norm refuses one
+    height, width = config.augment.crop_size
+    with dist.alone(), FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        model = build_model(config.model, num_classes=num_classes, norm=make_norm(config.norm))
+        model.train()(torch.empty(images, 3, height, width), DropoutMasks())
+    return 3 * counter.get_total_flops() / images
+
+
+def matmul_peak(device: torch.device, train: TrainConfig) -> float:
+    """Operations a second in products of large square matrices, on all ranks at the same time.
+
+    In the type in which convolutions compute (collective).
+    """
+    dtype = autocast_dtype(train) or dtype_of(train)
+    side = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    a @ b
+    dist.barrier()
+    synchronize(device)
+    began, count, seconds = time.perf_counter(), 0, 0.0
+    while seconds < _PEAK_SECONDS:
+        a @ b
+        count += 1
+        if device.type == "cpu" or count % 10 == 0:
+            synchronize(device)
+            seconds = time.perf_counter() - began
+    return count * 2 * side**3 / seconds
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has had: of the device, or resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def busy_share(
+    work: Callable[[], object], device: torch.device, trace: Path | None
+) -> float | None:
+    """The part of the time of `work` in which the device ran kernels; None on a CPU.
+
+    trace: a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing, gzipped if it ends
+        with .gz.
+    """
+    if trace is None and device.type != "cuda":
+        return None
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        began = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds = time.perf_counter() - began
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    if device.type != "cuda":
+        return None
+    kernels = [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return covered(kernels) / 1e6 / seconds
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    length, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length

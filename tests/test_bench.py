@@ -1,0 +1,212 @@
+"""`segtrain bench`: the parts of a step, operations, and what it concludes."""
+
+import gzip
+import json
+import threading
+
+import pytest
+import torch
+from experiments import experiment, write_config
+from torch import nn
+
+from segtrain.cli import main
+from segtrain.commands.bench_report import Report, limit_of, lines_of
+from segtrain.config import load_config
+from segtrain.distributed import collectives as dist
+from segtrain.models import build_model
+from segtrain.norm import make_norm
+from segtrain.training import clock as clocks
+from segtrain.training.clock import COMMUNICATION, PartClock
+from segtrain.training.cost import covered, training_flops
+from segtrain.training.spans import BACKWARD, FORWARD, UPDATE, span, watched
+from segtrain.types import DropoutMasks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(tmp_path, data):
+    options = experiment(
+        data,
+        augment={"crop_size": [25, 33]},
+        model={"backbone": "mobilenet_v2", "head_channels": 8, "aux_channels": 8},
+        train={"steps": 4, "batch_size": 4, "precision": "float32"},
+    )
+    return write_config(tmp_path / "c.yaml", options)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that stands still; `now[0] += 1` lets a second pass."""
+    found = [0.0]
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: found[0])
+    return found
+
+
+def test_time_belongs_to_one_part_and_sums_over_ranks_come_first(now):
+    clock = PartClock(CPU)
+    with watched(clock):
+        now[0] += 1  # nobody's
+        with span(FORWARD):
+            now[0] += 2
+            clock.enter(COMMUNICATION)
+            now[0] += 4
+            clock.leave(COMMUNICATION)
+            now[0] += 8
+        with span(BACKWARD):
+            now[0] += 16
+        with span(UPDATE):
+            now[0] += 32
+    with span(FORWARD):  # nobody listens any more
+        now[0] += 64
+    assert clock.seconds == {FORWARD: 10, COMMUNICATION: 4, BACKWARD: 16, UPDATE: 32}
+
+
+def test_parts_in_several_threads_do_not_add_up_to_more_than_the_time(now):
+    clock = PartClock(CPU)
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with span(FORWARD):
+            inside.set()
+            leave.wait(10)
+
+    with watched(clock):
+        thread = threading.Thread(target=other)
+        thread.start()
+        inside.wait(10)
+        now[0] += 1
+        with span(FORWARD):
+            now[0] += 1
+            with span(BACKWARD):
+                now[0] += 1
+        leave.set()
+        thread.join()
+    assert clock.seconds == {FORWARD: 2, BACKWARD: 1}
+
+
+def communicated(_):
+    clock = PartClock(CPU)
+    before = dist.start_sum
+    with clock.of_collectives():
+        dist.all_reduce_sum(torch.ones(3))
+        wait = dist.start_sum(torch.ones(1000))
+        spent = clock.seconds[COMMUNICATION]
+        wait()
+    assert dist.start_sum is before
+    return 0 < spent < clock.seconds[COMMUNICATION]
+
+
+def test_collectives_count_as_communication(run_ranks):
+    assert run_ranks(2, communicated, None) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "length"),
+    [([], 0), ([(1, 3), (2, 4), (10, 11)], 4), ([(5, 6), (0, 9)], 9), ([(0, 1), (1, 2)], 2)],
+)
+def test_overlapping_kernels_count_once(intervals, length):
+    assert covered(intervals) == length
+
+
+@pytest.mark.parametrize(("arch", "more"), [("deeplabv3plus", 0), ("pspnet", 0.01)])
+def test_operations_are_those_of_every_convolution(config, arch, more):
+    """And twice that in the backward pass. PSPNet pools by small matrix products."""
+    settings = load_config(config, [f"model.arch={arch}"])
+    model = build_model(settings.model, num_classes=4, norm=make_norm(settings.norm)).train()
+    costs = []
+
+    def count(layer, args, output):
+        kernel = layer.weight[0].numel()  # of a group
+        costs.append(2 * output.numel() * kernel)
+
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.register_forward_hook(count)
+    model(torch.rand(2, 3, *settings.augment.crop_size), DropoutMasks())
+    assert 0 <= training_flops(settings, 4) / (3 * sum(costs) / 2) - 1 <= more
+
+
+def report(**changes):
+    values = {
+        "device": "cpu",
+        "ranks": 2,
+        "precision": "float32",
+        "batch_size": 8,
+        "crop_size": (64, 96),
+        "steps": 20,
+        "step_s": 0.5,
+        "data_s": 0.01,
+        "parted_step_s": 0.6,
+        "parts_s": {"data": 0.01, "communication": 0.05, "forward": 0.2, "backward": 0.3},
+        "sample_s": 0.004,
+        "workers": 2,
+        "flops_of_image": 3e9,
+        "peak_flops": 4e11,
+        "peak_bytes": 2**30,
+        "device_busy": None,
+    }
+    return Report(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data_s": 0.1}, "the loader: 20% of the step"),
+        ({"parts_s": {"communication": 0.3}}, "communication: 50% of the step"),
+        ({"peak_flops": 6e10}, "arithmetic: 80% of what large matrix products reach"),
+        ({"device_busy": 0.4}, "the host: kernels run only 40% of the time"),
+        ({"device_busy": 0.95}, "memory traffic: arithmetic is at 12%"),
+        ({}, "memory traffic: arithmetic is at 12%"),
+    ],
+)
+def test_limit_is_what_takes_the_time(changes, said):
+    assert limit_of(report(**changes)).startswith(said)
+
+
+def test_report_gives_rates_of_all_ranks():
+    text = "\n".join(lines_of(report(device_busy=0.5)))
+    assert "2 x cpu, float32, batch 8 of 64x96" in text
+    assert "500.0 ms, 16.0 images/s, mean of 20 steps" in text
+    assert "3.0 GFLOP an image, 0.048 TFLOP/s: 12% of the 0.400" in text
+    assert "kernels    run 50% of the time" in text
+
+
+def bench(config, directory, *options):
+    file, trace = directory / "bench.json", directory / "trace.json.gz"
+    arguments = ["bench", str(config), "--steps", "2", "--json", str(file), "--device", "cpu"]
+    assert main([*arguments, "--profile", str(trace), *options]) == 0
+    return json.loads(file.read_text())
+
+
+def test_bench_measures_every_part_of_real_steps(config, tmp_path, capsys):
+    found = bench(config, tmp_path, "--nproc", "1")
+    assert found["ranks"] == 1
+    parts = found["parts_s"]
+    assert list(parts) == ["data", "communication", "backward", "forward", "update", "other"]
+    assert all(parts[name] > 0 for name in ("data", "backward", "forward", "update"))
+    assert sum(parts.values()) == pytest.approx(found["parted_step_s"])
+    assert found["flops_of_image"] == training_flops(load_config(config), 4)
+    assert min(found[key] for key in ("step_s", "sample_s", "peak_flops", "peak_bytes")) > 0
+    assert found["limit"] in capsys.readouterr().out
+    trace = gzip.decompress((tmp_path / "trace.json.gz").read_bytes())
+    events = json.loads(trace)["traceEvents"]
+    assert {FORWARD, BACKWARD, UPDATE} <= {event.get("name") for event in events}
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("shares", ["null", "4"])
+def test_bench_on_ranks(config, tmp_path, shares):
+    found = bench(config, tmp_path, "--nproc", "2", "--set", f"train.shares={shares}")
+    assert found["ranks"] == 2
+    assert found["parts_s"]["communication"] > 0
+    assert sum(found["parts_s"].values()) == pytest.approx(found["parted_step_s"])
+    assert {path.name for path in tmp_path.glob("trace*")} == {
+        "trace_0.json.gz",
+        "trace_1.json.gz",
+    }
+
+
+def test_hogwild_has_no_steps_to_measure(config, capsys):
+    assert main(["bench", str(config), "--set", "train.parallel=hogwild"]) == 2
+    assert "train.parallel: hogwild: its processes do not share steps" in capsys.readouterr().err
