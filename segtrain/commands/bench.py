@@ -28,6 +28,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import reserve_output, write_output
+from segtrain.models.precision import float32_products
 from segtrain.text import printable_lines, say
 from segtrain.training.clock import PARTS, PartClock, synchronize
 from segtrain.training.cost import busy_share, matmul_peak, peak_bytes, training_flops
@@ -53,7 +54,8 @@ def run_bench(args: argparse.Namespace) -> int:
     config = _config(args)
     if device.type == "cpu":
         keep_freed_memory()
-    with process_group(device, timeout_s=config.train.timeout_s), ExitStack() as stack:
+    group = process_group(device, timeout_s=config.train.timeout_s)
+    with group, float32_products(config.train), ExitStack() as stack:
         if args.json is not None and dist.is_main():
             with json_errors(args.json):
                 stack.enter_context(reserve_output(args.json))
