@@ -124,13 +124,13 @@ def decode_image(data: bytes, path: str | Path) -> np.ndarray:
         raise DataError(f"{printable(path)}: the JPEG is cut off: its end marker is missing")
     try:
         # imread returns half an image for a damaged JPEG; imdecode returns None.
-        flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+        flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error as error:
         raise DataError(f"{printable(path)}: damaged image: {error.err}") from error
     if image is None or image.shape[:2] != header.size:
         raise DataError(f"{printable(path)}: damaged image: the pixels cannot be decoded")
-    return cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image)
+    return image
 
 
 def decode_label(
