@@ -110,7 +110,7 @@ def config(**sections):
     model = {"backbone": "resnet18", "head_channels": 8, "aux_channels": 8}
     model |= sections.pop("model", {})
     train = {"batch_size": 2 * RANKS, **sections.pop("train", {})}
-    augment = {"crop_size": (65, 73)}
+    augment = {"crop_size": (65, 73), **sections.pop("augment", {})}
     return Config(data=data, model=model, train=train, augment=augment, **sections)
 
 
@@ -297,14 +297,23 @@ def test_a_copy_to_the_host_is_counted_as_in_flight(fake, monkeypatch):
     assert counted == [60]
 
 
-def test_moving_the_batch_makes_no_wait(fake):
-    settings = config(train={"accumulate_steps": 2})
-    state = SimpleNamespace(step=0, model=SimpleNamespace(dropout_channels=(8, None)), shares=None)
+@pytest.mark.parametrize("mixup_alpha", [None, 0.4])
+def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alpha):
+    settings = config(train={"accumulate_steps": 2}, augment={"mixup_alpha": mixup_alpha})
+    state = SimpleNamespace(
+        step=0,
+        model=SimpleNamespace(dropout_channels=(8, None)),
+        shares=None,
+        criterion=SegLoss(settings.loss, torch.device("cuda")),
+    )
     images = torch.zeros(2, 3, 65, 73, dtype=torch.uint8)
-    batch = Batch(images, torch.zeros(2, 65, 73, dtype=torch.uint8), ["a", "b"])
+    labels = torch.zeros(2, 65, 73, dtype=torch.uint8)
+    batch = Batch(images, labels, ["a", "b"], None if mixup_alpha is None else labels)
     with fake:
-        parts = passes.rank_batches(
-            state, [batch] * 2, [range(2), range(8, 10)], settings, torch.device("cuda")
-        )
-    tensors = [t for part in parts for t in (*part[:2], *part.dropout) if isinstance(t, Tensor)]
+        indices = [range(2), range(8, 10)]
+        parts = passes.rank_batches(state, [batch] * 2, indices, settings, torch.device("cuda"))
+        weights = passes._loss_weights(state, parts, [[2], [2]], settings)
+    tensors = [t for part in (*parts, weights) for t in part if isinstance(t, Tensor)]
+    tensors += [mask for part in parts for mask in part.dropout if mask is not None]
+    assert len(tensors) == (8 if mixup_alpha is None else 10)
     assert {t.device.type for t in tensors} == {"cuda"}
