@@ -9,6 +9,7 @@ import torch.distributed as torch_dist
 from segtrain.commands.train.stages import make_repeatable
 from segtrain.config import Config
 from segtrain.data.loader import worker_failures
+from segtrain.distributed import devices as devices_module
 from segtrain.distributed import launcher_folder, process_group
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError
@@ -66,7 +67,7 @@ def test_more_ranks_than_devices_are_refused(machine, devices, launched):
 
 def test_a_device_that_torch_cannot_use_is_a_warning(machine, monkeypatch, tmp_path, capsys):
     machine(0)
-    monkeypatch.setattr(process_group, "_FIRST_DEVICE", tmp_path)
+    monkeypatch.setattr(devices_module, "_FIRST_DEVICE", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert device_for("auto") == torch.device("cpu")
@@ -79,7 +80,7 @@ def test_a_device_that_torch_cannot_use_is_a_warning(machine, monkeypatch, tmp_p
 def test_where_there_is_nothing_to_warn_of(machine, monkeypatch, tmp_path, capsys, reason):
     machine(0, local_rank=int(reason == "other rank"))
     found = tmp_path / "nvidia0" if reason == "no device" else tmp_path
-    monkeypatch.setattr(process_group, "_FIRST_DEVICE", found)
+    monkeypatch.setattr(devices_module, "_FIRST_DEVICE", found)
     monkeypatch.setattr(torch.version, "cuda", None if "CPU" in reason else "13.2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if reason == "hidden":

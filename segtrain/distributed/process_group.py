@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ import torch.distributed.nn.functional
 
 from segtrain.distributed import aftermath, heartbeat, launcher_folder, machine
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.devices import unusable_devices
 from segtrain.distributed.shared_sum import SharedSum, is_possible
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError
 from segtrain.text import say
@@ -31,8 +31,6 @@ from segtrain.text import say
 # NCCL aborts the process where gloo raises an error. So it waits longer than the host does, which
 # raises one after train.timeout_s (`training.step_sync`).
 _NCCL_FACTOR = 1.5
-
-_FIRST_DEVICE = Path("/dev/nvidia0")
 
 
 def device_for(name: str) -> torch.device:
@@ -60,20 +58,6 @@ def device_for(name: str) -> torch.device:
             f"there are {visible}; start at most that many ranks"
         )
     return torch.device("cuda", index)
-
-
-def unusable_devices() -> list[str]:
-    """A line if this machine has an NVIDIA device that torch cannot use."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if torch.version.cuda is None or is_hidden or not _FIRST_DEVICE.exists():
-        return []
-    if torch.cuda.is_available():
-        return []
-    return [
-        f"{_FIRST_DEVICE} exists, but torch {torch.__version__} finds no CUDA device: the driver "
-        f"may be too old for CUDA {torch.version.cuda} (see nvidia-smi), or this user may not use "
-        "the device"
-    ]
 
 
 @contextmanager
