@@ -174,7 +174,8 @@ def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) 
     if placement.angle_deg:
         return _warp(label, placement, cv2.INTER_NEAREST, (IGNORE_INDEX,), stride=stride)
     rows, columns = placement.rows.nearest()[::stride], placement.columns.nearest()[::stride]
-    content = label.take(rows, axis=0).take(columns, axis=1)
+    # The slice first: `take` would copy all of a label whose rows lie apart, as in a pack.
+    content = label[rows, columns[0] : columns[-1] + 1].take(columns - columns[0], axis=1)
     return content if stride > 1 else _laid_out(content, placement, (IGNORE_INDEX,))
 
 
