@@ -32,7 +32,8 @@ from segtrain.checkpoint.experiment import parse_data
 from segtrain.checkpoint.format import load, save
 from segtrain.checkpoint.initial import load_initial
 from segtrain.config import load_config
-from segtrain.data import fingerprint, open_dataset
+from segtrain.data import dataset as dataset_module
+from segtrain.data import open_dataset
 from segtrain.data.class_file import class_file_from_json, load_class_file
 from segtrain.data.dataset import SegDataset
 from segtrain.data.differences import class_differences, file_difference, label_difference
@@ -198,7 +199,7 @@ def test_hashing_can_be_ended_early(data, monkeypatch):
         go_on.wait()
         return b"x"
 
-    monkeypatch.setattr(fingerprint, "read_bytes", read_bytes)
+    monkeypatch.setattr(dataset_module, "read_bytes", read_bytes)
     hashing = LabelHashing([(dataset, 8)])
     reached.wait()
     assert hashing.result(0) is None
@@ -394,7 +395,7 @@ def slow_labels(step, function, *args):
     from segtrain.commands.train import loop as command
     from segtrain.commands.train import saving, setup
 
-    go_on, read, steps = threading.Event(), fingerprint.read_bytes, command.train_steps
+    go_on, read, steps = threading.Event(), dataset_module.read_bytes, command.train_steps
 
     def read_bytes(path):
         go_on.wait()
@@ -406,7 +407,7 @@ def slow_labels(step, function, *args):
                 go_on.set()
             yield result
 
-    fingerprint.read_bytes, command.train_steps = read_bytes, train_steps
+    dataset_module.read_bytes, command.train_steps = read_bytes, train_steps
     setup.DATA_PATIENCE_S = saving.DATA_PATIENCE_S = saving.STOP_PATIENCE_S = 0.1
     try:
         return function(*args)

@@ -31,6 +31,8 @@ class Numbers:
     def __getitem__(self, index):
         return np.full((3, 4, 3), index, np.uint8), np.full((3, 4), index, np.uint8)
 
+    view = __getitem__
+
 
 def add_noise(image, label, rng, **_):
     noise = rng.integers(100, dtype=np.uint8)

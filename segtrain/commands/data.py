@@ -1,4 +1,4 @@
-"""`segtrain data`: check, stats."""
+"""`segtrain data`: check, pack, stats."""
 
 import argparse
 
@@ -14,6 +14,14 @@ def check(args: argparse.Namespace) -> int:
     from segtrain.commands import data_check
 
     return data_check.main(args)
+
+
+def pack(args: argparse.Namespace) -> int:
+    """`segtrain data pack`: refuses a wrong config before anything heavy is imported."""
+    load_named(args)
+    from segtrain.commands import data_pack
+
+    return data_pack.main(args)
 
 
 def stats(args: argparse.Namespace) -> int:

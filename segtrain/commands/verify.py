@@ -51,7 +51,10 @@ from segtrain.training.receipts import ReceiptMeter, weights_lines
 from segtrain.training.step_sync import StepSync
 
 # These change no bit of a step.
-_SETTABLE = ("data.root", "data.classes", "data.num_workers", "data.prefetch", "train.timeout_s")
+_SETTABLE = (
+    *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
+    "train.timeout_s",
+)
 
 
 @dataclass(kw_only=True)

@@ -22,7 +22,6 @@ import torch
 
 from segtrain import files
 from segtrain.data.dataset import SegDataset
-from segtrain.data.decode import decode_label, read_bytes
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import num_cores
 from segtrain.errors import DataError, ExecutionError
@@ -180,13 +179,11 @@ class _Measuring:
         self._pool.shutdown(cancel_futures=True)
 
     def _measure(self, place: int) -> tuple[str, list[int]]:
-        dataset, path = self._dataset, self._dataset.pairs[place].label
-        data = read_bytes(path)
-        digest = hashlib.sha256(data).hexdigest()
+        label = self._dataset.hashed_label(place)
+        digest = label.digest.hex()
         if digest in self._known:
             return digest, self._known[digest]
-        label = decode_label(data, path, dataset.classes, dataset.label_format)
-        return digest, label_centroids(label, self._tile_px)
+        return digest, label_centroids(label.read(), self._tile_px)
 
 
 def _key(dataset: SegDataset, tile_px: int) -> str:

@@ -1,19 +1,27 @@
 """A split of a data set as a sequence of images with their labels."""
 
-from collections.abc import Collection, Sequence
+import hashlib
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from segtrain.config import DataConfig
-from segtrain.data.class_file import load_class_file
 from segtrain.data.classes import ClassFile
-from segtrain.data.decode import read_image, read_label
-from segtrain.data.layouts import list_split
+from segtrain.data.decode import decode_label, read_bytes, read_image, read_label
 from segtrain.data.listing import Pair
 from segtrain.errors import DataError
 from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX
+
+
+class HashedLabel(NamedTuple):
+    """A label that is not decoded yet. digest: the SHA-256 of its file. read: (H, W) uint8."""
+
+    digest: bytes
+    read: Callable[[], np.ndarray]
 
 
 @dataclass(eq=False)
@@ -37,6 +45,9 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     warnings: Sequence[str] = ()
     may_exclude: bool = False
 
+    # Whether it is a pack: then its files were checked when it was made.
+    is_packed = False
+
     def __len__(self) -> int:
         return len(self.pairs)
 
@@ -51,9 +62,29 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
             raise DataError(problem)
         return image, label
 
+    def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """As item `index`, for who needs a part of it: it may be read-only and not contiguous."""
+        return self[index]
+
     def image(self, index: int) -> np.ndarray:
         """The image of item `index` alone; its label is not opened."""
         return read_image(self.pairs[index].image)
+
+    def source_bytes(self, index: int) -> tuple[int, int]:
+        """Sizes of the files of image and label; DataError: a file is gone."""
+        pair = self.pairs[index]
+        try:
+            return os.stat(pair.image).st_size, os.stat(pair.label).st_size
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise DataError(f"{printable(error.filename)}: {reason}") from error
+
+    def hashed_label(self, index: int) -> HashedLabel:
+        """The label of item `index`, with the hash of its file; DataError: it is unreadable."""
+        path = self.pairs[index].label
+        data = read_bytes(path)
+        read = partial(decode_label, data, path, self.classes, self.label_format)
+        return HashedLabel(hashlib.sha256(data).digest(), read)
 
     def _way_out(self, pair: Pair) -> str:
         if not self.may_exclude:
@@ -72,35 +103,6 @@ class UnlabelledDataset(SegDataset):
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         image = read_image(self.pairs[index].image)
         return image, np.full(image.shape[:2], IGNORE_INDEX, np.uint8)
-
-
-def open_dataset(
-    data: DataConfig, split: str, *, hidden: Collection[str] = (), labelled: bool = True
-) -> SegDataset:
-    """The images and labels of `split`, listed and complete, not yet opened.
-
-    labelled: False for a split without labels.
-
-    hidden: "data.classes" for a class file, "data.eval_split" for a list file, if messages must
-        show none of its lines: a checkpoint names it, not the user.
-
-    Raises:
-        ConfigError: no such class file, or it is wrong.
-        DataError: no such split, no images, or files missing, all of them counted.
-    """
-    classes = load_class_file(
-        data.classes, label_format=data.label_format, quoted="data.classes" not in hidden
-    )
-    quoted = "data.eval_split" not in hidden
-    listing = list_split(data, split, quoted=quoted, labelled=labelled)
-    return (SegDataset if labelled else UnlabelledDataset)(
-        listing.pairs,
-        classes,
-        split=split,
-        label_format=data.label_format,
-        warnings=listing.warnings_of_start(),
-        may_exclude=split == data.train_split,
-    )
 
 
 def size_problem(pair: Pair, image: tuple[int, ...], label: tuple[int, ...]) -> str:

@@ -1,5 +1,6 @@
 """What a data set consists of, for checkpoints: a run must not go on with other data unnoticed.
 
+Of a pack it is that of the files which were packed, so a run goes on from files to a pack and back.
 Hashed are the number, order, names (relative to data.root) and sizes in bytes of the files, and the
 contents of the labels. Hashing images would read the whole data set at every start: an image that
 was replaced by one with the same name and size goes unnoticed.
@@ -13,14 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
 from segtrain.data.dataset import SegDataset
-from segtrain.data.decode import read_bytes
-from segtrain.data.listing import Pair
-from segtrain.errors import DataError
-from segtrain.text import printable
 
 # A few kilobytes in a checkpoint, and still precise enough to find the file that differs.
 _MAX_HASHES = 64
@@ -98,7 +96,7 @@ def hash_files(
     prefix = os.fsencode(os.path.join(str(Path(os.path.expanduser(root))), ""))
     hash_block = partial(_hash_block_files, prefix=prefix)
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
-        files = tuple(pool.map(hash_block, _blocks(dataset.pairs, size)))
+        files = tuple(pool.map(hash_block, _blocks(dataset, size)))
     return SplitFingerprint(len(dataset), size, files, None)
 
 
@@ -113,7 +111,7 @@ class LabelHashing:
         self._pool = ThreadPoolExecutor(_LABEL_THREADS, thread_name_prefix="hash-labels")
         submit = partial(self._pool.submit, _hash_block_labels, stopped=self._stopped)
         self._splits = [
-            [submit(block) for block in _blocks(dataset.pairs, size)] for dataset, size in splits
+            [submit(block) for block in _blocks(dataset, size)] for dataset, size in splits
         ]
 
     def result(self, timeout_s: float | None = None) -> list[tuple[str, ...]] | None:
@@ -135,26 +133,32 @@ class LabelHashing:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _blocks(pairs: Sequence[Pair], size: int) -> list[Sequence[Pair]]:
-    return [pairs[i : i + size] for i in range(0, len(pairs), size)]
+class _Block(NamedTuple):
+    """Neighbours in a data set."""
+
+    dataset: SegDataset
+    indices: range
 
 
-def _hash_block_files(pairs: Sequence[Pair], prefix: bytes) -> str:
+def _blocks(dataset: SegDataset, size: int) -> list[_Block]:
+    whole = range(len(dataset))
+    return [_Block(dataset, whole[i : i + size]) for i in range(0, len(dataset), size)]
+
+
+def _hash_block_files(block: _Block, prefix: bytes) -> str:
     digest = hashlib.sha256()
-    for path in (path for pair in pairs for path in (pair.image, pair.label)):
-        try:
-            num_bytes = os.stat(path).st_size
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise DataError(f"{printable(path)}: {reason}") from error
-        digest.update(b"%d %s\0" % (num_bytes, os.fsencode(path).removeprefix(prefix)))
+    for index in block.indices:
+        pair = block.dataset.pairs[index]
+        sizes = block.dataset.source_bytes(index)
+        for path, num_bytes in zip((pair.image, pair.label), sizes, strict=True):
+            digest.update(b"%d %s\0" % (num_bytes, os.fsencode(path).removeprefix(prefix)))
     return digest.hexdigest()[:16]
 
 
-def _hash_block_labels(pairs: Sequence[Pair], stopped: Event) -> str:
+def _hash_block_labels(block: _Block, stopped: Event) -> str:
     digest = hashlib.sha256()
-    for pair in pairs:
+    for index in block.indices:
         if stopped.is_set():
             break
-        digest.update(hashlib.sha256(read_bytes(pair.label)).digest())
+        digest.update(block.dataset.hashed_label(index).digest)
     return digest.hexdigest()[:16]

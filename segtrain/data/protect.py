@@ -16,6 +16,12 @@ def check_run_directory(directory: Path, data: DataConfig) -> None:
     _refuse("--output", directory, _searched(data, splits, {_real(directory)}), "runs/my")
 
 
+def check_pack_directory(directory: Path, data: DataConfig) -> None:
+    """Refuses a pack in a folder that is searched for images or labels, to any depth."""
+    splits = [data.train_split, data.eval_split]
+    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), "packs/my")
+
+
 def check_pictures(
     option: str, output: Path, names: Iterable[str], data: DataConfig, *, splits: Sequence[str] = ()
 ) -> None:

@@ -148,10 +148,10 @@ class TrainStream(Dataset):
         """The crop of the image, (h, w, 3) uint8, and of its label, (h, w) uint8."""
         index, point = source.pick
         if source.pasted is None:
-            return self.transform(*self.dataset[index], source.rng, point=point)
-        crop = self.transform.crop(*self.dataset[index], source.rng, point=point)
+            return self.transform(*self.dataset.view(index), source.rng, point=point)
+        crop = self.transform.crop(*self.dataset.view(index), source.rng, point=point)
         (other, point), rng, _ = source.pasted
-        partner = self.transform.crop(*self.dataset[other], rng, point=point)
+        partner = self.transform.crop(*self.dataset.view(other), rng, point=point)
         crop = paste_classes(crop, partner, rng)
         return self.transform.recolored(crop, source.rng), crop.label
 

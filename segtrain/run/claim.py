@@ -20,11 +20,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system ha
 class Claim:
     """A context in which no other run can use `directory`, which is made if need be.
 
+    what: the directory holds, for messages.
     The kernel releases the lock when the process ends. Some file systems have no locks.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, *, what: str = "run directory") -> None:
+        self._directory, self._what = directory, what
         self._path = directory / LOCK
         self._handle: int | None = None
         self._made = False
@@ -40,7 +41,7 @@ class Claim:
             repair = "wait for it to end, or choose another directory by --output"
             raise ConfigError(f"{self._directory}: in use by {error}; {repair}") from None
         except OSError as error:
-            raise ConfigError(cannot_write(self._directory, error)) from None
+            raise ConfigError(cannot_write(self._directory, error, self._what)) from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,10 +128,10 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def cannot_write(directory: Path, error: OSError) -> str:
+def cannot_write(directory: Path, error: OSError, kind: str = "run directory") -> str:
     """The message that a run cannot write into `directory`."""
     # A failed rename has two names; the second is the one that the user knows.
     path = error.filename2 or error.filename
     where = f" ({Path(path).name})" if path and Path(path) != directory else ""
     what = f"{error.strerror}{where}; choose another by --output"
-    return f"{directory}: cannot write the run directory: {what}"
+    return f"{directory}: cannot write the {kind}: {what}"

@@ -46,6 +46,12 @@ class DataConfig(Section):
         "labels hold raw class ids (grey or palette PNG), the class colours (RGB), or positions "
         "in the class file, from 0, and 255 to ignore (Cityscapes: labelTrainIds)",
     )
+    pack: str | None = option(
+        None,
+        "directory of a pack of both splits, made by 'segtrain data pack', to read instead of the "
+        "files; null: read the files",
+        min_length=1,
+    )
     short_side_px: Pixels | None = option(
         None, "image size that scale_range refers to, by its short side; null: as stored"
     )

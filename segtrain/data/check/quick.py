@@ -49,11 +49,18 @@ def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
             the class file, nearly black images; or labels of a single class.
     """
     if train.split == evaluation.split:
-        return [ONE_SPLIT, *_check_split(train)]
-    return _check_split(train) + _check_split(evaluation)
+        return [ONE_SPLIT, *check_split(train)]
+    return check_split(train) + check_split(evaluation)
 
 
-def _check_split(dataset: SegDataset) -> list[str]:
+def check_split(dataset: SegDataset) -> list[str]:
+    """`quick_check` of one split; nothing of a pack, which repeats what was found before packing.
+
+    Raises:
+        DataError: as there.
+    """
+    if dataset.is_packed:
+        return []
     depths = _check_headers(dataset)
     sample = [dataset.pairs[i] for i in spread(range(len(dataset)), _SAMPLES)]
     _refuse_single_class(dataset, sample)

@@ -5,14 +5,14 @@ import multiprocessing
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cv2
 import numpy as np
@@ -24,10 +24,12 @@ from segtrain.data.check.palettes import Palette, used_palette
 from segtrain.data.classes import ClassFile, Color, read_by
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.listing import Pair
+from segtrain.data.pack.reader import PackedDataset
 from segtrain.distributed.machine import num_cores
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable
 
+T = TypeVar("T")
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
 _CHUNK = 8
@@ -137,27 +139,27 @@ def process_pool(jobs: int) -> AbstractContextManager[ProcessPoolExecutor | None
 
 
 def scan_split(
-    dataset: SegDataset, pool: ProcessPoolExecutor | None, *, count_rgb: bool = False
+    dataset: SegDataset,
+    pool: ProcessPoolExecutor | None,
+    *,
+    count_rgb: bool = False,
+    compare: bool = False,
 ) -> SplitScan:
     """Reads every pair of `dataset` in the processes of `pool`, or in this one if it is None.
 
     What is wrong with a pair is recorded, not raised.
 
     count_rgb: also count `SplitScan.rgb`.
+    compare: also compare a pack with the files that it was made from.
 
     Raises:
         ExecutionError: a process was killed.
     """
     total = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
-    settings = {"classes": dataset.classes, "label_format": dataset.label_format}
-    work = partial(_scan_pair, **settings, count_rgb=count_rgb)
+    work, items = _work(dataset, count_rgb=count_rgb, compare=compare)
     try:
-        scans = (
-            map(work, dataset.pairs)
-            if pool is None
-            else pool.map(work, dataset.pairs, chunksize=_CHUNK)
-        )
-        for scan in _with_progress(scans, len(dataset), dataset.split):
+        scans = map(work, items) if pool is None else pool.map(work, items, chunksize=_CHUNK)
+        for scan in with_progress(scans, len(dataset), dataset.split):
             total.add(scan)
     except BrokenProcessPool as error:
         raise ExecutionError(
@@ -168,6 +170,21 @@ def scan_split(
             pool.shutdown(wait=False, cancel_futures=True)
         raise
     return total
+
+
+def _work(
+    dataset: SegDataset, *, count_rgb: bool, compare: bool
+) -> tuple[Callable[[Any], SplitScan], Sequence[Any]]:
+    """A function, and what to call it with for each pair."""
+    if isinstance(dataset, PackedDataset):
+        from segtrain.data.check import packed  # which imports this module
+
+        work = partial(
+            packed.scan_packed, num_classes=dataset.classes.num_classes, count_rgb=count_rgb
+        )
+        return work, packed.packed_pairs(dataset, compare=compare)
+    settings = {"classes": dataset.classes, "label_format": dataset.label_format}
+    return partial(_scan_pair, **settings, count_rgb=count_rgb), dataset.pairs
 
 
 def _scan_pair(pair: Pair, classes: ClassFile, label_format: str, count_rgb: bool) -> SplitScan:
@@ -228,14 +245,14 @@ def _scan_label(scan: SplitScan, pair: Pair, classes: ClassFile, label_format: s
             scan.size_problems = [problem]
 
 
-def _with_progress(scans: Iterable[SplitScan], num_pairs: int, split: str) -> Iterator[SplitScan]:
-    """`scans`, with a progress bar on a terminal, or else a line every 15 s."""
+def with_progress(results: Iterable[T], num_pairs: int, what: str) -> Iterator[T]:
+    """`results` of pairs, with a progress bar on a terminal, or else a line every 15 s."""
     if sys.stderr.isatty():
-        yield from tqdm(scans, desc=printable(split), total=num_pairs, unit="pair", leave=False)
+        yield from tqdm(results, desc=printable(what), total=num_pairs, unit="pair", leave=False)
         return
     last = time.monotonic()
-    for done, scan in enumerate(scans, start=1):
+    for done, result in enumerate(results, start=1):
         if time.monotonic() - last > _PLAIN_PROGRESS_S:
-            sys.stderr.write(f"{printable(split)}: {done} of {num_pairs} pairs\n")
+            sys.stderr.write(f"{printable(what)}: {done} of {num_pairs} pairs\n")
             last = time.monotonic()
-        yield scan
+        yield result

@@ -15,7 +15,7 @@ from segtrain.data.check.class_weights import (
     median_frequency_weights,
 )
 from segtrain.data.check.scan import SplitScan, num_processes, process_pool, scan_split
-from segtrain.data.dataset import open_dataset
+from segtrain.data.opening import open_dataset
 from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, printable
 

@@ -1,0 +1,1 @@
+"""Packs: the decoded rows of images and labels, read through a memory map."""

@@ -1,0 +1,255 @@
+"""What is in a pack: `pack.json`, and the headers of its shards.
+
+A shard is a safetensors file with one tensor for each image, (H, 4 W) uint8: each row is the row
+of the image, W RGB pixels, and behind it the row of the label, W train ids. So the rows of a crop,
+with their labels, are one range of bytes (`PackedImage.byte_range`).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from segtrain import files
+from segtrain.errors import DataError
+from segtrain.text import printable
+
+MANIFEST = "pack.json"
+# Of a pack that is being made: what is filled already. It is removed when the pack is complete.
+JOURNAL = "journal.jsonl"
+FORMAT = 1
+
+_MAX_BYTES = 4 << 30  # an image takes about 700 bytes
+_METADATA = {
+    "format": "segtrain pack 1",
+    "rows": "(H, 4 W) uint8: W pixels of RGB, then W train ids, 255 is ignored",
+}
+# Data begins on a page.
+_ALIGNMENT = 4096
+
+
+def _is_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("expected text")
+    return value
+
+
+# pydantic refuses text with surrogates, and names of files may have them.
+_Text = Annotated[Any, AfterValidator(_is_text)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file as it was packed. name: its path, relative to data.root. sha256: of its bytes."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: _Text
+    num_bytes: _Count
+    mtime_ns: int
+    sha256: _Hash
+
+
+@dataclass(frozen=True)
+class PackedImage:
+    """One image with its label.
+
+    name: unique in the split. depth, orientation: of the header of the image file.
+    shard: its index. offset: of its first row in the shard, in bytes.
+    crc: CRC-32 of all its rows.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: _Text
+    image: SourceFile
+    label: SourceFile
+    height: Annotated[int, Field(ge=1)]
+    width: Annotated[int, Field(ge=1)]
+    depth: _Count
+    orientation: _Count
+    shard: _Count
+    offset: _Count
+    crc: _Count
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(H, 4 W), of its tensor."""
+        return self.height, 4 * self.width
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its rows."""
+        return self.height * 4 * self.width
+
+    def byte_range(self, rows: range) -> tuple[int, int]:
+        """The first byte of these rows in the shard, and the first byte behind them."""
+        first = self.offset + 4 * self.width * rows.start
+        return first, first + 4 * self.width * len(rows)
+
+
+@dataclass(frozen=True)
+class PackedSplit:
+    """The images of a split in their order.
+
+    excluded: the `data.train_exclude` that was applied to it.
+    warnings: what the check before packing found odd; training and evaluation show them.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    excluded: tuple[_Text, ...]
+    warnings: tuple[_Text, ...]
+    images: tuple[PackedImage, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a pack."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    # Files named here are opened: no name may lead out of the directory.
+    name: Annotated[str, Field(pattern=r"^[0-9]{5,9}\.safetensors$")]
+    num_bytes: _Count
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A whole pack.
+
+    made_by: versions of the programs that decoded it: others may decode a JPEG to other bits.
+    options: those of the section `data` that say which files are read and how, by name.
+    classes: the class file, as JSON. It decided which train ids are stored.
+    ignores_color: whether the class file gives an `ignore_color`.
+    splits: by their names in the config.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    format: int
+    made_by: dict[str, str]
+    options: dict[str, _Text]
+    classes: _Text
+    ignores_color: bool
+    shards: tuple[Shard, ...]
+    splits: dict[_Text, PackedSplit]
+
+    def images(self) -> Iterator[PackedImage]:
+        """All images; those of a shard follow each other, in the order of its bytes."""
+        for split in self.splits.values():
+            yield from split.images
+
+
+_ADAPTER = TypeAdapter(Pack)
+
+
+def to_json(pack: Pack) -> str:
+    """The text of `pack.json`."""
+    content = asdict(pack)
+    return json.dumps({"sha256": sha256_of(content), "pack": content}) + "\n"
+
+
+def sha256_of(content: Any) -> str:
+    """The SHA-256 of plain data, whatever the order of its keys."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_pack(directory: Path) -> Pack:
+    """The manifest in `directory`, and the sizes of the shards checked against it.
+
+    Raises:
+        DataError: there is none, it is not finished, damaged or of another version; or a shard is
+            missing or has another size.
+    """
+    path = directory / MANIFEST
+    try:
+        raw = files.read_bytes(path, _MAX_BYTES)
+    except FileNotFoundError:
+        raise DataError(_no_pack(directory)) from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(f"{printable(path)}: cannot be read: {reason}") from None
+    pack = _parse(raw, path)
+    for shard in pack.shards:
+        if problem := shard_problem(directory, shard):
+            raise DataError(problem)
+    return pack
+
+
+def _no_pack(directory: Path) -> str:
+    where = f"data.pack: {printable(directory)}"
+    if (directory / JOURNAL).exists():
+        return f"{where}: this pack is not finished; run segtrain data pack again to go on with it"
+    what = "no pack there" if directory.is_dir() else "no such folder"
+    return (
+        f"{where}: {what}; make one with segtrain data pack, or read the files themselves "
+        "(data.pack: null)"
+    )
+
+
+def _parse(raw: bytes, path: Path) -> Pack:
+    damaged = f"{printable(path)}: damaged; copy it again, or make the pack again"
+    try:
+        found = json.loads(raw)
+        content, digest = found["pack"], found["sha256"]
+        if isinstance(content, dict) and content.get("format") != FORMAT:
+            raise DataError(
+                f"{printable(path)}: a pack of another version of segtrain; make it again"
+            )
+        if digest != sha256_of(content):
+            raise DataError(damaged)
+        pack = _ADAPTER.validate_python(content)
+    # The last three: other JSON than `to_json` writes.
+    except (ValidationError, ValueError, LookupError, TypeError, RecursionError):
+        raise DataError(damaged) from None
+    for image in pack.images():
+        shards = pack.shards[image.shard : image.shard + 1]
+        if not shards or image.offset + image.num_bytes > shards[0].num_bytes:
+            raise DataError(damaged)
+    return pack
+
+
+def shard_problem(directory: Path, shard: Shard) -> str:
+    """Why this shard cannot be what was written; empty if its size is right."""
+    path = directory / shard.name
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        return f"{printable(path)}: a shard of the pack: {(error.strerror or '').lower()}"
+    if found == shard.num_bytes:
+        return ""
+    what = "cut off" if found < shard.num_bytes else "too long"
+    return (
+        f"{printable(path)}: a shard of the pack, {what}: {found} bytes, expected "
+        f"{shard.num_bytes}; copy it again, or make the pack again"
+    )
+
+
+def shard_header(numbered: Sequence[tuple[int, PackedImage]]) -> bytes:
+    """The first bytes of a shard with these images, each with its number in the pack."""
+    tensors: dict[str, Any] = {"__metadata__": _METADATA}
+    start = 0
+    for number, image in numbered:
+        stop = start + image.num_bytes
+        tensors[f"{number:07d}"] = {
+            "dtype": "U8",
+            "shape": list(image.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def header_of(pack: Pack, shard: int) -> bytes:
+    """The first bytes that shard number `shard` must have."""
+    return shard_header([x for x in enumerate(pack.images()) if x[1].shard == shard])

@@ -1,0 +1,139 @@
+"""A split of a pack as a data set: rows of a memory map."""
+
+import mmap
+import zlib
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from segtrain.data.dataset import HashedLabel, SegDataset
+from segtrain.data.pack.manifest import PackedImage, Shard, shard_problem
+from segtrain.errors import DataError
+from segtrain.files import open_regular
+from segtrain.text import printable
+from segtrain.types import IGNORE_INDEX
+
+
+@dataclass(eq=False)
+class Shards:
+    """The shards of a pack, mapped when they are first read. Sent to a process, it maps anew."""
+
+    directory: Path
+    shards: Sequence[Shard]
+    _maps: dict[int, mmap.mmap] = field(default_factory=dict, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_maps": {}}
+
+    def rows(self, image: PackedImage) -> np.ndarray:
+        """(H, 4 W) uint8, read-only: a view of the file.
+
+        Raises:
+            DataError: the shard is missing, cannot be read or has another size.
+        """
+        whole = self._maps.get(image.shard)
+        if whole is None:
+            # Threads may map a shard twice: then the last one stays.
+            whole = self._maps[image.shard] = self._mapped(self.shards[image.shard])
+        flat = np.frombuffer(whole, np.uint8, image.num_bytes, image.offset)
+        return flat.reshape(image.shape)
+
+    def check(self, image: PackedImage) -> None:
+        """Raises DataError if the rows of an image do not have its CRC."""
+        if zlib.crc32(self.rows(image)) != image.crc:
+            first, last = image.byte_range(range(image.height))
+            place = printable(self.path(image))
+            raise DataError(
+                f"{place}: damaged: bytes {first} to {last - 1}, image {printable(image.name)}, "
+                "are not those that were packed; copy the shard again, or make the pack again"
+            )
+
+    def path(self, image: PackedImage) -> Path:
+        """The shard that holds `image`."""
+        return self.directory / self.shards[image.shard].name
+
+    def _mapped(self, shard: Shard) -> mmap.mmap:
+        path = self.directory / shard.name
+        # Rows behind the end of a file would kill this process (SIGBUS).
+        if problem := shard_problem(self.directory, shard):
+            raise DataError(problem)
+        try:
+            with open_regular(path) as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise DataError(f"{printable(path)}: cannot be read: {reason}") from error
+
+
+@dataclass(eq=False)
+class PackedDataset(SegDataset):
+    """A split of a pack; `pairs` are the files that it was made from.
+
+    labelled: False: every pixel of a label is ignored.
+    source_is_there: whether the files are there, too.
+
+    Raises:
+        DataError: on access; a shard is missing, cut off or, at the first access to an image,
+            damaged.
+    """
+
+    _: KW_ONLY
+    shards: Shards
+    images: Sequence[PackedImage]
+    labelled: bool = True
+    source_is_there: bool = False
+
+    is_packed = True
+
+    def __post_init__(self) -> None:
+        # A byte for each image whose CRC was compared. Forked loader workers share it.
+        self._seen = mmap.mmap(-1, max(1, len(self.images)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_seen"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        image, label = self.view(index)
+        if not self.labelled:
+            return image.copy(), np.full(label.shape, IGNORE_INDEX, np.uint8)
+        return image.copy(), label.copy()
+
+    def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """As item `index`, but read-only and not contiguous: only rows that are used are read."""
+        packed = self.images[index]
+        rows = self.shards.rows(packed)
+        if not self._seen[index]:
+            self.shards.check(packed)
+            self._seen[index] = 1
+        return split_rows(rows)
+
+    def image(self, index: int) -> np.ndarray:
+        """The image of item `index` alone."""
+        return self.view(index)[0].copy()
+
+    def source_bytes(self, index: int) -> tuple[int, int]:
+        """Sizes of the files of image and label when they were packed."""
+        packed = self.images[index]
+        return packed.image.num_bytes, packed.label.num_bytes
+
+    def hashed_label(self, index: int) -> HashedLabel:
+        """The label of item `index`, not yet read, with the hash of the file it was made from."""
+        digest = bytes.fromhex(self.images[index].label.sha256)
+        return HashedLabel(digest, partial(self._label, index))
+
+    def _label(self, index: int) -> np.ndarray:
+        return self.view(index)[1].copy()
+
+
+def split_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Image (H, W, 3) and label (H, W) in packed rows (H, 4 W), as views."""
+    height, width = rows.shape[0], rows.shape[1] // 4
+    return rows[:, : 3 * width].reshape(height, width, 3), rows[:, 3 * width :]

@@ -1,0 +1,711 @@
+"""Packs: `segtrain data pack`, and what reads them by `data.pack`."""
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import threading
+import urllib.request
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import yaml
+from experiments import assert_same_state, last, small, stopped_after, train, write_config
+from PIL import Image
+from safetensors import safe_open
+
+from segtrain.cli import main as segtrain
+from segtrain.config import AugmentConfig, Config, DataConfig
+from segtrain.data import geometry, open_dataset
+from segtrain.data.centroids import measure_centroids
+from segtrain.data.check.full import check_data
+from segtrain.data.check.stats import measure
+from segtrain.data.class_uniform import ClassUniform
+from segtrain.data.fingerprint import LabelHashing, hash_files
+from segtrain.data.geometry import Placement, Span
+from segtrain.data.loader import train_loader
+from segtrain.data.mixing import Mixing
+from segtrain.data.pack import plan, reader, source, writer
+from segtrain.data.pack.manifest import JOURNAL, MANIFEST, PackedImage, SourceFile
+from segtrain.data.pack.reader import split_rows
+from segtrain.data.stream import TrainStream
+from segtrain.data.transforms import TrainTransform
+from segtrain.errors import ConfigError, DataError
+from segtrain.run.claim import Claim
+
+CPU = torch.device("cpu")
+SIZES = {"a": (5, 8), "b c": (1, 1), "d/ä": (9, 4), "e": (7, 6), "f": (3, 11)}
+
+
+def save(root, split, name, size, mode="RGB", seed=0):
+    rng = np.random.default_rng(seed)
+    for kind in ("images", "labels"):
+        (root / kind / split / name).parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(rng.integers(30, 256, (*size, 3), dtype=np.uint8))
+    end = "jpg" if mode == "JPEG" else "png"
+    if mode == "16":
+        deep = rng.integers(2**14, 2**16, (*size, 3), dtype=np.uint16)
+        cv2.imwrite(str(root / f"images/{split}/{name}.png"), deep)
+    elif mode in ("P", "L", "RGBA"):
+        image.convert(mode).save(root / f"images/{split}/{name}.png")
+    else:
+        image.save(root / f"images/{split}/{name}.{end}")
+    label = rng.choice(np.array([0, 1, 2, 255], np.uint8), size)
+    if label.size > 2:
+        label[0, :3] = 0, 1, 2
+    Image.fromarray(label).save(root / f"labels/{split}/{name}.png", compress_level=0)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Images of all kinds and sizes."""
+    root = tmp_path / "data"
+    modes = ("RGB", "L", "P", "16", "JPEG")
+    for i, ((name, size), mode) in enumerate(zip(SIZES.items(), modes, strict=True)):
+        save(root, "train", name, size, mode, i)
+    save(root, "val", "v", (6, 5), "RGBA", 10)
+    save(root, "val", "w", (4, 7), "RGB", 11)
+    (root / "toy.yaml").write_text("classes: [sky, road, car]\n")
+    return root
+
+
+def data_of(root, **options):
+    places = {"root": str(root), "classes": str(root / "toy.yaml")}
+    return DataConfig(**{"layout": "folders"} | places | options)
+
+
+def pack(root, output, *settings, **options):
+    """The exit code of `segtrain data pack`."""
+    config = root.parent / "c.yaml"
+    content = data_of(root, **options).model_dump(mode="json", exclude_defaults=True)
+    config.write_text(yaml.safe_dump({"data": content}))
+    sets = [word for setting in settings for word in ("--set", setting)]
+    return segtrain(["data", "pack", str(config), "--output", str(output), *sets])
+
+
+@pytest.fixture
+def packed(root, tmp_path):
+    """The options of the packed data set; the pack has several shards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "SHARD_BYTES", 400)
+        assert pack(root, tmp_path / "pack") == 0
+    return data_of(root, pack=str(tmp_path / "pack"))
+
+
+def shards(data):
+    return sorted(Path(data.pack).glob("*.safetensors"))
+
+
+def flip_bit(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+# What comes out.
+
+
+def test_images_and_labels_come_out_bit_for_bit(root, packed):
+    assert len(shards(packed)) == 3
+    for split in ("train", "val"):
+        files, rows = open_dataset(data_of(root), split), open_dataset(packed, split)
+        assert [rows.name(i) for i in range(len(rows))] == [p.name for p in files.pairs]
+        assert rows.pairs == files.pairs
+        assert rows.warnings == files.warnings
+        for i, (image, label) in enumerate(files):
+            for found, expected in zip(rows[i], (image, label), strict=True):
+                np.testing.assert_array_equal(found, expected)
+                assert found.flags.c_contiguous
+                assert found.flags.writeable
+            np.testing.assert_array_equal(rows.image(i), image)
+
+
+@pytest.mark.parametrize("label_format", ["colors", "train_ids"])
+def test_labels_are_stored_as_train_ids_whatever_their_format(root, tmp_path, label_format):
+    colors = np.zeros((256, 3), np.uint8)
+    colors[:3] = [[9, 0, 0], [0, 8, 0], [0, 0, 7]]
+    lines = [f"  - {{name: c{i}, ids: [{9 - i}], color: {colors[i].tolist()}}}" for i in range(3)]
+    text = "\n".join(["classes:", *lines, "ignore_color: [0, 0, 0]"])
+    (root / "toy.yaml").write_text(text)
+    if label_format == "colors":
+        for path in root.glob("labels/**/*.png"):
+            Image.fromarray(colors[np.array(Image.open(path))]).save(path)
+    options = {"label_format": label_format}
+    assert pack(root, tmp_path / "p", **options) == 0
+    rows = open_dataset(data_of(root, pack=str(tmp_path / "p"), **options), "train")
+    for (_, found), (_, label) in zip(
+        rows, open_dataset(data_of(root, **options), "train"), strict=True
+    ):
+        np.testing.assert_array_equal(found, label)
+    assert {0, 1, 2, 255} == set(np.unique(rows[3][1]).tolist())
+
+
+def test_an_item_is_read_where_it_lies(packed):
+    dataset = open_dataset(packed, "train")
+    image, label = dataset.view(0)
+    rows = dataset.shards.rows(dataset.images[0])
+    assert np.shares_memory(image, rows)
+    assert np.shares_memory(label, rows)
+    assert not image.flags.writeable
+    assert image.strides == (4 * 8, 3, 1)
+
+
+def test_shards_are_safetensors_files(packed):
+    dataset = open_dataset(packed, "train")
+    found = {}
+    for path in shards(packed):
+        with safe_open(path, framework="np") as file:
+            assert file.metadata()["format"] == "segtrain pack 1"
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert sorted(found) == [f"{i:07d}" for i in range(7)]
+    for i, (image, label) in enumerate(dataset):
+        for a, b in zip(split_rows(found[f"{i:07d}"]), (image, label), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+class Ranges(BaseHTTPRequestHandler):
+    """An object store: files of a folder, by ranges of bytes."""
+
+    asked: list[str]
+
+    def do_GET(self):
+        self.asked.append(self.headers["Range"])
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        content = (self.folder / Path(self.path).name).read_bytes()[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_one_ranged_read_of_an_object_store_serves_a_crop(packed):
+    dataset = open_dataset(packed, "train")
+    image, stored = dataset[2][0], dataset.images[2]
+    placement = Placement(Span(9, 18, 8, start=3), Span(4, 8, 5, start=1), flip=True)
+    rows = range(stored.height)[placement.rows.source]
+    assert len(rows) < stored.height
+    handler = type("Handler", (Ranges,), {"asked": [], "folder": Path(packed.pack)})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        first, end = stored.byte_range(rows)
+        name = dataset.shards.path(stored).name
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{server.server_port}/{name}",
+            headers={"Range": f"bytes={first}-{end - 1}"},
+        )
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as reply:
+            content = reply.read()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert len(handler.asked) == 1
+    part = np.frombuffer(content, np.uint8).reshape(len(rows), -1)
+    pixels, label = split_rows(part)
+    here = placement._replace(rows=placement.rows._replace(start=0), columns=placement.columns)
+    np.testing.assert_array_equal(
+        geometry.resample_image(pixels, here, fill=(0, 0, 0)),
+        geometry.resample_image(image, placement, fill=(0, 0, 0)),
+    )
+    np.testing.assert_array_equal(
+        geometry.resample_label(label, here), geometry.resample_label(dataset[2][1], placement)
+    )
+
+
+# Training.
+
+
+@pytest.fixture(scope="module")
+def both(data, tmp_path_factory):
+    """A data set of scenes as files and as a pack."""
+    folder = tmp_path_factory.mktemp("both")
+    config = write_config(folder / "c.yaml", small(data))
+    assert segtrain(["data", "pack", str(config), "--output", str(folder / "pack")]) == 0
+    files = DataConfig(**small(data)["data"])
+    return files, files.model_copy(update={"pack": str(folder / "pack")})
+
+
+def stream_of(data, tmp_path, rotate_deg):
+    dataset = open_dataset(data, "train")
+    centroids = measure_centroids(dataset, 32, tmp_path / "c.json", device=CPU, keep=False)
+    augment = AugmentConfig(
+        crop_size=(25, 33),
+        scale_range=(0.6, 1.7),
+        rotate_deg=rotate_deg,
+        max_class_share=0.6,
+        color_prob=0.5,
+    )
+    return TrainStream(
+        dataset,
+        TrainTransform(augment, mean=(9, 9, 9)),
+        stream_seed=3,
+        batch_size=4,
+        class_uniform=ClassUniform(centroids, fraction=0.4),
+        mixing=Mixing(5.0, 0.6),
+    )
+
+
+@pytest.mark.parametrize("rotate_deg", [0, 20])
+def test_samples_of_a_pack_are_those_of_its_files(both, tmp_path, rotate_deg):
+    files, rows = (stream_of(data, tmp_path, rotate_deg) for data in both)
+    for place in [(step, i) for step in range(6) for i in range(4)]:
+        one, other = files[place], rows[place]
+        assert one[2] == other[2]
+        for k in (0, 1, 3):
+            assert (one[k] is None) == (other[k] is None)
+            assert one[k] is None or torch.equal(one[k], other[k])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_loader_workers_share_what_was_checked(both, tmp_path):
+    stream = stream_of(both[1], tmp_path, 0)
+    stream.class_uniform = None
+    stream.dataset = open_dataset(both[1], "train")
+    options = {"indices": [range(4)], "start_step": 0, "steps": 2, "timeout_s": 100}
+    loader = train_loader(stream, num_workers=1, prefetch=1, pin_memory=False, **options)
+    with closing(loader):
+        found = [batch.images for batch in loader]
+    assert any(stream.dataset._seen)
+    expected = torch.stack([stream[1, i][0] for i in range(4)])
+    assert torch.equal(found[1], expected)
+
+
+def test_a_pack_has_the_fingerprint_of_its_files(both):
+    for split in ("train", "val"):
+        found = []
+        for data in both:
+            dataset = open_dataset(data, split)
+            with closing(LabelHashing([(dataset, 2)])) as hashing:
+                whole, few = (hash_files(dataset, data.root, pairs_per_hash=n) for n in (None, 3))
+                found.append((whole, few, hashing.result()))
+        assert found[0] == found[1]
+
+
+def test_a_run_goes_on_from_files_to_a_pack_with_the_same_bits(run_ranks, both, data, tmp_path):
+    sections = {"train": {"steps": 6}}
+    config = write_config(tmp_path / "c.yaml", small(data, **sections))
+    options = small(data, data={"pack": both[1].pack}, **sections)
+    other = write_config(tmp_path / "p.yaml", options)
+    assert run_ranks(1, stopped_after, 2, other, tmp_path / "run") == [143]
+    assert run_ranks(1, train, config, tmp_path / "run", True) == [0]
+    assert run_ranks(1, stopped_after, 2, config, tmp_path / "back") == [143]
+    assert run_ranks(1, train, other, tmp_path / "back", True) == [0]
+    assert_same_state(last(tmp_path / "run"), last(tmp_path / "back"))
+    assert last(tmp_path / "run").data == last(tmp_path / "back").data
+    for run in ("run", "back"):
+        log = (tmp_path / run / "train.log").read_text()
+        assert "changed" not in log
+        assert "warning" not in log
+
+
+def test_a_dataset_travels_to_other_processes(packed):
+    dataset = open_dataset(packed, "train")
+    expected = dataset[3]
+    copy = pickle.loads(pickle.dumps(dataset))
+    for a, b in zip(copy[3], expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_images_of_a_pack_without_their_labels(root, packed):
+    shutil.rmtree(root / "labels" / "val")
+    dataset = open_dataset(packed, "val", labelled=False)
+    image, label = dataset[1]
+    assert image.shape == (4, 7, 3)
+    assert (label == 255).all()
+
+
+# Other options than those of the pack.
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"label_format": "train_ids"}, "data.label_format: ids there, train_ids now"),
+        ({"train_exclude": ("e",)}, "data.train_exclude: [] there, ['e'] now"),
+        ({"images_dir": "x"}, "data.images_dir: images there, x now"),
+        ({"layout": "camvid"}, "data.layout: folders there, camvid now"),
+        ({"train_split": "trainval"}, "holds no split 'trainval', only 'train', 'val'"),
+    ],
+)
+def test_a_pack_of_other_options_is_refused_by_name(packed, options, said):
+    data = packed.model_copy(update=options)
+    with pytest.raises(ConfigError) as refused:
+        open_dataset(data, data.train_split)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("classes: [sky, car, road]", "class 1 is road there, car now"),
+        ("classes: [{name: sky}, {name: road, ids: [2]}, {name: car, ids: [1]}]", "ids of road"),
+        ("classes: [sky, road, car]\nignore_ids: [7, 255]", "ignore_ids: [255] there, [7, 255]"),
+    ],
+)
+def test_a_pack_of_another_class_file_is_refused(root, packed, text, said):
+    (root / "toy.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="was made with other options") as refused:
+        open_dataset(packed, "train")
+    assert said in str(refused.value)
+
+
+def test_colours_of_pictures_may_change(root, packed):
+    (root / "toy.yaml").write_text("classes: [{name: sky, color: [1, 2, 3]}, road, car]\n")
+    assert open_dataset(packed, "train").classes.palette[0] == (1, 2, 3)
+
+
+def test_excluded_images_stay_out(root, tmp_path):
+    assert pack(root, tmp_path / "p", train_exclude=("e", "b c")) == 0
+    data = data_of(root, pack=str(tmp_path / "p"), train_exclude=("b c", "e"))
+    assert [pair.name for pair in open_dataset(data, "train").pairs] == ["a", "d/ä", "f"]
+    assert len(open_dataset(data, "val")) == 2
+
+
+# Files that change.
+
+
+def same_size(path):
+    """Other content of the same size and time."""
+    before = path.stat()
+    content = path.read_bytes()
+    Image.fromarray(1 - np.array(Image.open(path)) % 2).save(path, compress_level=0)
+    assert path.stat().st_size == before.st_size
+    assert path.read_bytes() != content
+    return before
+
+
+def grow(path):
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: grow(r / "images/train/a.png"), "images/train/a.png: changed since it was"),
+        (lambda r: same_size(r / "labels/train/e.png"), "labels/train/e.png: changed since it"),
+        (lambda r: (r / "labels/train/e.png").unlink(), "labels/train/e.png: gone since it was"),
+        (lambda r: save(r, "train", "z", (3, 3)), "z: not in the pack"),
+    ],
+)
+def test_files_that_changed_after_packing_are_named(root, packed, change, said):
+    change(root)
+    with pytest.raises(DataError, match="make the pack again") as refused:
+        open_dataset(packed, "train")
+    assert said in str(refused.value)
+
+
+def test_a_pack_is_enough_without_its_files(root, packed):
+    expected = [image for image, _ in open_dataset(packed, "train")]
+    for kind in ("images", "labels"):
+        shutil.rmtree(root / kind)
+    dataset = open_dataset(packed, "train")
+    for (image, _), before in zip(dataset, expected, strict=True):
+        np.testing.assert_array_equal(image, before)
+    assert [line for line in dataset.warnings if "are not noticed" in line]
+    assert check_data(Config(data=packed), jobs=1).ok
+
+
+def test_copied_files_are_no_others(root, packed, monkeypatch):
+    for path in root.glob("*/train/**/*.*"):
+        os.utime(path, (1, 1))
+    assert open_dataset(packed, "train").warnings == []
+    monkeypatch.setattr(source, "_MAX_HASHED", 9)
+    (line,) = open_dataset(packed, "train").warnings
+    assert "10 files have other times than when they were packed" in line
+
+
+def test_a_change_that_keeps_size_and_time_is_found_by_data_check(root, packed):
+    label = root / "labels" / "train" / "e.png"
+    before = same_size(label)
+    os.utime(label, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert open_dataset(packed, "train").warnings == []
+    result = check_data(Config(data=packed), jobs=1)
+    (issue,) = [issue for issue in result.issues if issue.severity == "error"]
+    assert issue.places == [f"{label}: changed since it was packed; make the pack again"]
+
+
+# Shards that change.
+
+
+def test_a_shard_that_is_cut_off_or_gone_is_named(packed):
+    path = shards(packed)[1]
+    content = path.read_bytes()
+    for broken, said in ((content[:-1], "cut off"), (content + b"\0", "too long")):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match=rf"00001\.safetensors: .*{said}"):
+            open_dataset(packed, "train")
+    path.unlink()
+    with pytest.raises(DataError, match=r"00001\.safetensors: .*no such file"):
+        open_dataset(packed, "train")
+
+
+def test_a_shard_that_is_cut_off_after_the_start_is_no_bus_error(packed):
+    dataset = open_dataset(packed, "train")
+    path = dataset.shards.path(dataset.images[0])
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match="cut off"):
+        dataset[0]
+
+
+def test_a_flipped_bit_is_noticed_at_the_first_touch(packed, monkeypatch):
+    dataset = open_dataset(packed, "train")
+    image = dataset.images[1]
+    path = dataset.shards.path(image)
+    flip_bit(path, image.offset + 2)
+    with pytest.raises(DataError, match=rf"{path}: damaged: bytes .*, image b c, are not those"):
+        dataset.view(1)
+    with pytest.raises(DataError, match="damaged"):
+        dataset.view(1)
+    counted = []
+    crc = reader.zlib.crc32
+    monkeypatch.setattr(reader.zlib, "crc32", lambda rows: counted.append(1) or crc(rows))
+    for _ in range(3):
+        dataset.view(0)
+    assert len(counted) == 1
+
+
+def test_data_check_reads_the_pack(root, packed):
+    expected, found = (check_data(Config(data=data), jobs=1) for data in (data_of(root), packed))
+    assert found.ok
+    for one, other in zip(expected.scans, found.scans, strict=True):
+        np.testing.assert_array_equal(one.pixels, other.pixels)
+        assert (one.sizes, one.ignored_pixels) == (other.sizes, other.ignored_pixels)
+        assert one.brightness == other.brightness
+    stats = [measure(data, "train", jobs=1) for data in (data_of(root), packed)]
+    assert stats[0].rgb_mean == stats[1].rgb_mean
+    assert stats[0].class_weights == stats[1].class_weights
+
+    image = open_dataset(packed, "val").images[1]
+    flip_bit(shards(packed)[image.shard], image.offset + image.num_bytes - 1)
+    flip_bit(shards(packed)[0], 60)
+    result = check_data(Config(data=packed), jobs=1)
+    errors = [issue for issue in result.issues if issue.severity == "error"]
+    assert sorted(issue.kind for issue in errors) == ["pack", "unreadable"]
+    places = " ".join(place for issue in errors for place in issue.places)
+    assert "image w, are not those that were packed" in places
+    assert "00000.safetensors: damaged header" in places
+
+
+def test_a_manifest_that_was_changed_is_refused(packed):
+    path = Path(packed.pack) / MANIFEST
+    text = path.read_text()
+    for broken in (text.replace('"height": 5', '"height": 4'), text[:-9], "[]", ""):
+        path.write_text(broken)
+        with pytest.raises(DataError, match=r"pack\.json: damaged"):
+            open_dataset(packed, "train")
+
+
+def test_a_forged_manifest_reads_nothing_else(packed):
+    path = Path(packed.pack) / MANIFEST
+    content = json.loads(path.read_text())["pack"]
+    for change in (
+        lambda c: c["shards"][0].update(name="../x.safetensors"),
+        lambda c: c["splits"]["train"]["images"][0].update(height=10**9),
+        lambda c: c["splits"]["train"]["images"][0].update(shard=99),
+        lambda c: c["splits"]["train"]["images"][0].update(offset=-1),
+    ):
+        forged = json.loads(json.dumps(content))
+        change(forged)
+        digest = plan.sha256_of(forged)
+        path.write_text(json.dumps({"sha256": digest, "pack": forged}))
+        with pytest.raises(DataError, match="damaged"):
+            open_dataset(packed, "train")
+
+
+# Making a pack.
+
+
+def interrupted_after(count, root, output, monkeypatch):
+    """`data pack` ends by Ctrl-C after `count` images."""
+    done = []
+
+    def fill_one(*args, **kwargs):
+        if len(done) == count:
+            raise KeyboardInterrupt
+        done.append(args)
+        return whole(*args, **kwargs)
+
+    whole = writer._fill_one
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_fill_one", fill_one)
+        assert pack(root, output) == 130
+
+
+def refilled(root, output, monkeypatch):
+    """The names of the images that `data pack` fills."""
+    names, whole = [], writer._fill_one
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            writer, "_fill_one", lambda task, **k: names.append(task[1].name) or whole(task, **k)
+        )
+        assert pack(root, output) == 0
+    return names
+
+
+def test_an_interrupted_pack_does_not_open_and_goes_on(root, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "p"
+    interrupted_after(3, root, output, monkeypatch)
+    assert "the same command goes on" in capsys.readouterr().out
+    assert not list(output.glob("*.safetensors"))
+    data = data_of(root, pack=str(output))
+    with pytest.raises(DataError, match="not finished; run segtrain data pack again"):
+        open_dataset(data, "train")
+    with (output / JOURNAL).open("a") as journal:
+        journal.write("[4, [1, 2")  # as after a crash
+    assert refilled(root, output, monkeypatch) == ["e", "f", "v", "w"]
+    assert sorted(path.name for path in output.iterdir()) == ["00000.safetensors", MANIFEST]
+    assert check_data(Config(data=data), jobs=1).ok
+    for (image, _), (expected, _) in zip(
+        open_dataset(data, "train"), open_dataset(data_of(root), "train"), strict=True
+    ):
+        np.testing.assert_array_equal(image, expected)
+
+
+def test_what_was_lost_or_changed_meanwhile_is_filled_again(root, tmp_path, monkeypatch):
+    output = tmp_path / "p"
+    interrupted_after(5, root, output, monkeypatch)
+    (place,) = output.glob("*.partial")
+    content = place.read_bytes()
+    place.write_bytes(content[:4096] + b"\0" + content[4097:])  # a loss of power
+    Image.fromarray(np.full((7, 6, 3), 77, np.uint8)).save(root / "images/train/e.png")
+    assert refilled(root, output, monkeypatch) == ["a", "e", "v", "w"]
+    assert check_data(Config(data=data_of(root, pack=str(output))), jobs=1).ok
+
+
+def test_a_crash_just_before_the_manifest_loses_nothing(root, tmp_path, monkeypatch):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "to_json", stop)
+        assert pack(root, tmp_path / "p") == 130
+    with pytest.raises(DataError, match="not finished"):
+        open_dataset(data_of(root, pack=str(tmp_path / "p")), "train")
+    assert refilled(root, tmp_path / "p", monkeypatch) == []
+    assert len(open_dataset(data_of(root, pack=str(tmp_path / "p")), "train")) == 5
+
+
+def test_damaged_images_are_named_and_the_others_are_packed(root, tmp_path, monkeypatch, capsys):
+    for name in ("images/train/e.png", "labels/train/f.png"):
+        path = root / name
+        shutil.copy(path, tmp_path / path.name)
+        flip_bit(path, path.stat().st_size // 2)
+    monkeypatch.setattr("segtrain.commands.data_pack.check_split", lambda _: [])
+    assert pack(root, tmp_path / "p") == 3
+    said = capsys.readouterr().err
+    assert "images/train/e.png: " in said
+    assert "labels/train/f.png: " in said
+    shutil.copy(tmp_path / "e.png", root / "images/train/e.png")
+    shutil.copy(tmp_path / "f.png", root / "labels/train/f.png")
+    assert refilled(root, tmp_path / "p", monkeypatch) == ["e", "f"]
+
+
+def test_a_folder_with_something_else_is_refused(root, tmp_path, packed, monkeypatch, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "holiday.jpg").write_bytes(b"x")
+    assert pack(root, tmp_path / "full") == 3
+    assert "holds holiday.jpg, which is no pack" in capsys.readouterr().err
+    interrupted_after(2, root, tmp_path / "half", monkeypatch)
+    assert pack(root, tmp_path / "half", train_exclude=("a",)) == 3
+    assert "an unfinished pack of other images or options" in capsys.readouterr().err
+    assert pack(root, packed.pack, train_exclude=("a",)) == 3
+    assert "holds a pack of other images or options" in capsys.readouterr().err
+    assert pack(root, root / "images" / "train" / "p") == 2
+    assert "where images or labels of the data set are read" in capsys.readouterr().err
+
+
+def test_a_pack_is_not_made_twice(root, tmp_path, monkeypatch, capsys):
+    assert pack(root, tmp_path / "p") == 0
+    assert refilled(root, tmp_path / "p", monkeypatch) == []
+    assert "is packed already" in capsys.readouterr().out
+    grow(root / "images/train/a.png")
+    assert pack(root, tmp_path / "p") == 3
+
+
+def test_two_do_not_pack_into_one_folder(root, tmp_path, capsys):
+    with Claim(tmp_path / "p"):
+        assert pack(root, tmp_path / "p") == 2
+    assert "in use by process" in capsys.readouterr().err
+
+
+def test_a_pack_that_does_not_fit_is_refused_before_it_is_made(root, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "free_bytes", lambda _: 9000)
+        assert pack(root, tmp_path / "p") == 6
+    captured = capsys.readouterr()
+    assert "pack of 5 of split train and 2 of split val: 0.0 MB in 1 shard; 0.0 MB" in captured.out
+    assert "the disk is too small" in captured.err
+    assert not list((tmp_path / "p").glob("*"))
+
+
+def test_a_disk_that_becomes_full_is_told_and_the_work_goes_on(root, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.os, "posix_fallocate", full, raising=False)
+        assert pack(root, tmp_path / "p") == 6
+    assert "no space left on device; free some space" in capsys.readouterr().err
+    assert pack(root, tmp_path / "p") == 0
+
+
+def test_space_is_reserved_before_it_is_filled(root, tmp_path, monkeypatch):
+    interrupted_after(0, root, tmp_path / "p", monkeypatch)
+    (place,) = (tmp_path / "p").glob("*.partial")
+    assert 512 * place.stat().st_blocks >= place.stat().st_size > 4096
+
+
+def test_processes_fill_a_pack_together(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("segtrain.commands.data_pack.num_processes", lambda *_: 2)
+    assert pack(root, tmp_path / "p") == 0
+    dataset = open_dataset(data_of(root, pack=str(tmp_path / "p")), "train")
+    for (image, label), (pixels, ids) in zip(
+        dataset, open_dataset(data_of(root), "train"), strict=True
+    ):
+        np.testing.assert_array_equal(image, pixels)
+        np.testing.assert_array_equal(label, ids)
+
+
+def test_what_was_odd_before_packing_is_said_at_each_start(root, tmp_path):
+    for path in root.glob("images/train/**/*.*"):
+        size = np.array(Image.open(path)).shape[:2]
+        path.unlink()
+        deep = np.random.default_rng(0).integers(0, 2**12, (*size, 3), dtype=np.uint16)
+        if path.stem == "a":
+            deep = deep * 16
+        cv2.imwrite(str(path.with_suffix(".png")), deep)
+    assert pack(root, tmp_path / "p") == 0
+    dataset = open_dataset(data_of(root, pack=str(tmp_path / "p")), "train")
+    assert [line for line in dataset.warnings if "if these are not just dark" in line]
+
+
+def test_names_that_are_no_text_survive(root, tmp_path):
+    odd = os.fsdecode(b"z\xff\n")
+    try:
+        save(root, "train", odd, (3, 4))
+    except OSError:
+        pytest.skip("this file system takes text only")
+    assert pack(root, tmp_path / "p") == 0
+    dataset = open_dataset(data_of(root, pack=str(tmp_path / "p")), "train")
+    assert dataset.name(5) == odd
+    assert dataset.pairs == open_dataset(data_of(root), "train").pairs
+
+
+def test_rows_of_a_crop_are_one_range():
+    file = SourceFile("x", 1, 1, "0" * 64)
+    image = PackedImage("x", file, file, 10, 3, 8, 1, 0, 4096, 0)
+    assert image.byte_range(range(2, 5)) == (4096 + 24, 4096 + 60)
+
+
+def test_there_is_no_pack(root, tmp_path):
+    with pytest.raises(DataError, match="no such folder; make one with segtrain data pack"):
+        open_dataset(data_of(root, pack=str(tmp_path / "x")), "train")
