@@ -414,6 +414,16 @@ def test_a_pack_is_enough_without_its_files(root, packed):
     assert check_data(Config(data=packed), jobs=1).ok
 
 
+def test_a_root_with_other_images_is_not_taken_for_a_root_without(root, packed):
+    """As where an evaluation on other data names another root."""
+    for path in root.glob("images/val/*.png"):
+        for kind in ("images", "labels"):
+            file = root / kind / "val" / path.name
+            file.rename(file.with_stem(f"other {file.stem}"))
+    with pytest.raises(DataError, match="which holds others; make the pack again"):
+        open_dataset(packed, "val")
+
+
 def test_copied_files_are_no_others(root, packed, monkeypatch):
     for path in root.glob("*/train/**/*.*"):
         os.utime(path, (1, 1))

@@ -38,13 +38,17 @@ segtrain data synth runs/street --num-train 20 --num-val 4
 segtrain config copy own_data my.yaml
 segtrain data check my.yaml
 segtrain data stats my.yaml
+segtrain data pack my.yaml --output packs/my
+segtrain data check my.yaml --set data.pack=packs/my
 segtrain train my.yaml
 segtrain train my.yaml --set train.lr=0.02 --output runs/my_lr2
+segtrain train my.yaml --set data.pack=packs/my --output runs/my_pack
 segtrain train my.yaml --resume
 segtrain train runs/my --resume
 segtrain eval runs/my
 segtrain eval runs/my --overlays pictures
 segtrain predict camvid_deeplabv3plus_r18 photos/ --output street
+segtrain eval runs/my_pack --set data.pack=null
 segtrain predict runs/my photos/ --output predictions
 segtrain predict runs/my photos/ one_more.jpg --output predictions
 segtrain export runs/my --format safetensors --output my.safetensors

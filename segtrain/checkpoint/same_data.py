@@ -224,12 +224,15 @@ def _agreed_fingerprint(sets: tuple[SegDataset, SegDataset], root: str) -> DataF
         if dist.local_rank() != 0:
             return None
         fingerprint = DataFingerprint(*(hash_files(dataset, root) for dataset in sets))
-        return [repr(sets[0].classes), fingerprint_to_json(fingerprint)]
+        pixels = [dataset.content_hash() for dataset in sets]
+        return [repr(sets[0].classes), fingerprint_to_json(fingerprint), *pixels]
 
     first, *others = dist.run_on_all_ranks(look)
     for rank, other in enumerate(others, start=1):
         if other not in (None, first):
-            what = "the class file" if other[0] != first[0] else "names or sizes of the files"
+            what = "the pixels in data.pack"
+            if other[:2] != first[:2]:
+                what = "the class file" if other[0] != first[0] else "names or sizes of the files"
             raise DataError(
                 f"the machine of rank {rank} sees other data than that of rank 0: {what} differ; "
                 "give all machines the same data"

@@ -86,6 +86,10 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         read = partial(decode_label, data, path, self.classes, self.label_format)
         return HashedLabel(hashlib.sha256(data).digest(), read)
 
+    def content_hash(self) -> str:
+        """The hash of all pixels where it is known, as of a pack; else empty."""
+        return ""
+
     def _way_out(self, pair: Pair) -> str:
         if not self.may_exclude:
             return ""

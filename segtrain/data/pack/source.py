@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.config import DataConfig
-from segtrain.data.layouts import list_split
+from segtrain.data.layouts import LAYOUTS, list_split, scan_layout
 from segtrain.data.listing import first_lines
 from segtrain.data.pack.manifest import PackedImage, SourceFile
 from segtrain.data.pack.plan import source_name
@@ -43,7 +43,7 @@ def check_source(
 ) -> SourceState:
     """Compares the files in data.root with those that were packed.
 
-    Nothing is compared if none of them is there: a pack is enough to train.
+    Nothing is compared if data.root holds no images of this split: a pack is enough to train.
 
     quoted, labelled: as for `list_split`.
 
@@ -57,6 +57,8 @@ def check_source(
         found = list(pool.map(lambda file: _stat(root, file), sources))
     if not any(found):
         what = f"data.pack {pack}: its files are not in data.root {printable(data.root)}"
+        if _has_images(data, split):
+            raise DataError(f"{what}, which holds others; {_WAY_OUT}")
         return SourceState(False, [f"{what}: changes since they were packed are not noticed"])
     problems, touched = [], []
     for file, now in zip(sources, found, strict=True):
@@ -89,6 +91,15 @@ def has_content(path: Path, file: SourceFile) -> bool:
             return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
     except OSError as error:
         raise DataError(f"{printable(path)}: {(error.strerror or '').lower()}") from error
+
+
+def _has_images(data: DataConfig, split: str) -> bool:
+    """Whether data.root holds the split, of whatever images."""
+    try:
+        labelled = LAYOUTS[data.layout].images is None
+        return bool(scan_layout(data, split, labelled=labelled).pairs)
+    except DataError:
+        return False
 
 
 def _stat(root: Path, file: SourceFile) -> os.stat_result | None:
