@@ -23,7 +23,7 @@ MANIFEST = "pack.json"
 JOURNAL = "journal.jsonl"
 FORMAT = 1
 
-_MAX_BYTES = 4 << 30  # an image takes about 700 bytes
+_MAX_BYTES = 1 << 30  # an image takes about 600 bytes
 _METADATA = {
     "format": "segtrain pack 1",
     "rows": "(H, 4 W) uint8: W pixels of RGB, then W train ids, 255 is ignored",
