@@ -37,7 +37,7 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         DataError: on access; the file is missing, damaged or does not fit, named with its path.
     """
 
-    pairs: list[Pair]
+    pairs: Sequence[Pair]
     classes: ClassFile
     _: KW_ONLY
     split: str

@@ -38,7 +38,7 @@ class Listing(NamedTuple):
     notes: further lines that training and evaluation show when they start.
     """
 
-    pairs: list[Pair]
+    pairs: Sequence[Pair]
     problems: list[str]
     warnings: Sequence[str] = ()
     extra_labels: Sequence[Path] = ()

@@ -34,6 +34,8 @@ def without_excluded(listing: Listing, data: DataConfig) -> Listing:
     Raises:
         DataError: a name is not in it, or no image is left.
     """
+    if not data.train_exclude:
+        return listing
     excluded = set(data.train_exclude)
     names = {pair.name for pair in listing.pairs}
     if unknown := sorted(excluded - names):
