@@ -347,14 +347,14 @@ def test_options_of_commands_exist(readme):
             known = options_of_segtrain()
         else:
             continue
-        assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= known, line
+        assert set(re.findall(r"(?<!\S)--[a-z0-9-]+", line)) <= known, line
 
 
 @cache
 def options_of_tool(path):
     """The options that its source adds, also those of modules beside it."""
     sources = [path.read_text()]
-    return set(re.findall(r'"(--[a-z-]+)"', "".join(sources)))
+    return set(re.findall(r'"(--[a-z0-9-]+)"', "".join(sources)))
 
 
 @cache
