@@ -57,14 +57,26 @@ class Scores:
         }
 
 
+# Numbers in all copies of a histogram on a device. Neighbouring pixels are counted in different
+# copies: atomic additions to one number go one after another, and half of an image may be road.
+_SPREAD_CELLS = 2**15
+
+
 class ConfusionMatrix:
-    """`counts`: pixels of each label (row) and prediction (column), (K, K) int64 on `device`."""
+    """`counts`: pixels of each label (row) and prediction (column), (K, K) int64 on `device`.
+
+    On a CUDA device, the host waits for it in `sum_over_ranks` and `scores` only, if pixels are
+    given as uint8.
+    """
 
     def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
         if not 1 <= num_classes <= IGNORE_INDEX:
             raise ValueError(f"num_classes: expected 1 to {IGNORE_INDEX}, got {num_classes}")
         self.num_classes = num_classes
         self.counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
+        # Pixels of labels and of predictions out of range, which the host does not wait to see.
+        self._checks_late = self.counts.device.type != "cpu"
+        self._out_of_range = torch.zeros(2, dtype=torch.int64, device=device)
 
     def update(self, pred: Tensor, label: Tensor) -> None:
         """Adds the pixels of one or more images.
@@ -72,13 +84,16 @@ class ConfusionMatrix:
         pred, label: integers of the same shape; pred in 0..K-1, label in 0..K-1 or IGNORE_INDEX.
 
         Raises:
-            ValueError: shapes differ or a value is out of range. Then nothing is added.
+            ValueError: shapes differ or a value is out of range. Then nothing is added. On a CUDA
+                device `sum_over_ranks` and `scores` raise the second.
         """
         if pred.shape != label.shape:
             raise ValueError(f"pred {tuple(pred.shape)} and label {tuple(label.shape)} differ")
         pred, label = _as_bytes("pred", pred), _as_bytes("label", label)
         table = self._table(pred, label)
-        if bool(table[-1].any() | table[:, -1].any()):
+        if self._checks_late:
+            self._out_of_range += torch.stack([table[-1].sum(), table[:, -1].sum()])
+        elif bool(table[-1].any() | table[:, -1].any()):
             highest, labels = self.num_classes - 1, label[label != IGNORE_INDEX]
             name, values = ("pred", pred) if table[:, -1].any() else ("label", labels)
             raise ValueError(_out_of_range(name, values[values > highest], highest))
@@ -92,16 +107,26 @@ class ConfusionMatrix:
         rows = (label + 1).clamp_(max=min(size + 1, 255))
         columns = pred.clamp(max=size)
         cells = rows.to(torch.int32).mul_(size + 1).add_(columns)
-        table = torch.bincount(cells.flatten(), minlength=(size + 2) * (size + 1))
+        table = _histogram(cells.flatten(), (size + 2) * (size + 1))
         return table.view(size + 2, size + 1).to(self.counts.device)
 
     def sum_over_ranks(self) -> None:
-        """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
+        """Makes the counts of every rank the sum over all ranks (collective; call it once).
+
+        Raises:
+            ValueError: this rank was given values out of range.
+        """
+        self._check()
         dist.all_reduce_sum(self.counts)
         dist.wait_for_device(self.counts.device)
 
     def scores(self) -> Scores:
-        """The scores of all pixels so far; copies the counts to the host."""
+        """The scores of all pixels so far; copies the counts to the host.
+
+        Raises:
+            ValueError: values out of range were given.
+        """
+        self._check()
         # Python integers are exact for any number of pixels, and K is small.
         rows = self.counts.tolist()
         correct = [row[i] for i, row in enumerate(rows)]
@@ -125,6 +150,16 @@ class ConfusionMatrix:
             freq_weighted_iou=weighted if total else math.nan,
             num_pixels=total,
         )
+
+    def _check(self) -> None:
+        if not self._checks_late:
+            return
+        dist.wait_for_device(self.counts.device)
+        labels, preds = self._out_of_range.tolist()
+        highest = self.num_classes - 1
+        for name, found in (("label", labels), ("pred", preds)):
+            if found:
+                raise ValueError(f"{name}: expected 0 to {highest}, found {found} pixels above")
 
 
 def score_table(
@@ -151,6 +186,24 @@ def score_table(
 def percent(value: float) -> str:
     """`value` in percent with two decimals, six characters wide; a dash for NaN."""
     return f"{'-' if math.isnan(value) else format(100 * value, '.2f'):>6}"
+
+
+def _histogram(cells: Tensor, num_cells: int) -> Tensor:
+    """How often each of 0 .. num_cells - 1 occurs in `cells`, (n,) int32, as int64."""
+    if cells.device.type == "cpu":
+        return torch.bincount(cells, minlength=num_cells)
+    return _histogram_without_wait(cells, num_cells)
+
+
+def _histogram_without_wait(cells: Tensor, num_cells: int) -> Tensor:
+    """As `_histogram`: bincount reads the largest value, for which the host would wait."""
+    copies = max(1, _SPREAD_CELLS // num_cells)
+    places = torch.arange(cells.numel(), device=cells.device).remainder_(copies)
+    places.mul_(num_cells).add_(cells)
+    table = torch.zeros(copies * num_cells, dtype=torch.int64, device=cells.device)
+    one = torch.ones((), dtype=torch.int64, device=cells.device)
+    table.scatter_add_(0, places, one.expand(places.shape))
+    return table.view(copies, num_cells).sum(0)
 
 
 def _as_bytes(name: str, values: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from segtrain.metrics import ConfusionMatrix
+from segtrain.metrics import ConfusionMatrix, _histogram_without_wait
 from segtrain.types import IGNORE_INDEX
 
 NAMES = ["road", "sky", "car"]
@@ -45,6 +45,25 @@ def test_scores_of_a_small_matrix_match_the_hand_computed_ones():
     assert scores.pixel_acc == 13 / 16
     assert scores.freq_weighted_iou == pytest.approx(6 / 9 / 2 + 0.5 / 4 + 1 / 4, rel=1e-15)
     assert scores.num_pixels == 16
+
+
+@pytest.mark.parametrize("num_cells", [12, 420, 65792])
+def test_the_histogram_for_devices_counts_as_bincount_does(num_cells):
+    cells = torch.randint(0, num_cells, (30_011,), generator=torch.Generator().manual_seed(0))
+    cells[:7000] = 3
+    expected = torch.bincount(cells, minlength=num_cells)
+    assert torch.equal(_histogram_without_wait(cells.int(), num_cells), expected)
+
+
+@pytest.mark.parametrize(("pred", "label", "name"), [(3, 1, "pred"), (1, 3, "label")])
+def test_a_device_says_late_what_is_out_of_range(pred, label, name):
+    matrix = ConfusionMatrix(3)
+    matrix._checks_late = True  # as on a device
+    matrix.update(torch.tensor([2, 0, pred]).byte(), torch.tensor([255, 0, label]).byte())
+    assert matrix.counts.sum() == 1
+    for read in (matrix.scores, matrix.sum_over_ranks):
+        with pytest.raises(ValueError, match=f"{name}: expected 0 to 2, found 1 pixels above"):
+            read()
 
 
 @pytest.mark.parametrize("num_classes", [1, 2, 19, 150, 254, 255])
