@@ -6,9 +6,10 @@ from torch.nn import functional
 
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
 from segtrain.evaluation import resize
-from segtrain.evaluation.inference import predict_label, predict_probabilities
+from segtrain.evaluation.batches import BatchLimits
+from segtrain.evaluation.inference import predict_label, predict_labels, predict_probabilities
 from segtrain.evaluation.settings import InferenceSettings, view_size
-from segtrain.evaluation.windows import num_windows, slide, window_starts
+from segtrain.evaluation.windows import WindowedView, num_windows, slide, window_starts
 from segtrain.models.normalize import normalize
 from segtrain.types import SegLogits
 
@@ -107,8 +108,8 @@ def test_windows_of_a_pixelwise_model_equal_the_whole_image(pixelwise, size):
 
 
 @pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize("window_batch", [1, 4, 100])
-def test_windows_are_averaged_where_they_overlap(local, flip, window_batch):
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_windows_are_averaged_where_they_overlap(local, flip, batch_size):
     view = view_of(image())
     total = np.zeros((CLASSES, 21, 34))
     times = np.zeros((21, 34))
@@ -123,7 +124,7 @@ def test_windows_are_averaged_where_they_overlap(local, flip, window_batch):
     actual = predict_probabilities(
         local,
         image(),
-        settings(mode="slide", flip=flip, window_batch=window_batch),
+        settings(mode="slide", flip=flip, batch_size=batch_size),
         (21, 34),
     )
     close(actual[0], torch.from_numpy(total / times))
@@ -136,8 +137,8 @@ def sums_in_one_map(model, view, how):
     places = [(t, x) for t in tops for x in lefts]
     total = torch.zeros(CLASSES, height, width)
     rows, columns = torch.zeros(height), torch.zeros(width)
-    for i in range(0, len(places), how.window_batch):
-        some = places[i : i + how.window_batch]
+    for i in range(0, len(places), how.batch_size):
+        some = places[i : i + how.batch_size]
         windows = torch.cat([view[:, :, t : t + crop_h, x : x + crop_w] for t, x in some])
         for (t, x), probs in zip(some, model(windows).out.softmax(1), strict=True):
             total[:, t : t + crop_h, x : x + crop_w] += probs
@@ -152,11 +153,18 @@ def sums_in_one_map(model, view, how):
 def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overlap):
     """Bit for bit: the windows are added in the same order."""
     local.float()
-    how = settings(mode="slide", overlap=overlap, window_batch=3)
+    how = settings(mode="slide", overlap=overlap, batch_size=3)
     view = normalize(image(*size), MEAN, STD)
     with torch.no_grad():
         expected = sums_in_one_map(local, view, how)
-        strips = list(slide(lambda windows: local(windows).out, view, how, lambda count: None))
+        found = slide(
+            lambda windows: local(windows).out,
+            [WindowedView(view, how)],
+            how.batch_size,
+            flip=False,
+            on_windows=lambda count: None,
+        )
+        strips = [tile for _, tile in found]
     assert torch.equal(torch.cat([tile for _, tile in strips], 1), expected)
     assert [rows.start for rows, _ in strips] == window_starts(size[0], 8, overlap)
     assert all(tile.shape[1] == rows.stop - rows.start <= 8 for rows, tile in strips)
@@ -167,15 +175,16 @@ def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overl
 @pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.0, 1.75)])
 @pytest.mark.parametrize("size", [(21, 34), (5, 7)])
 def test_windows_are_counted_as_they_are_done(local, size, scales):
-    how = settings(mode="slide", flip=True, window_batch=3, scales=scales)
+    how = settings(mode="slide", flip=True, batch_size=3, scales=scales)
     counts = []
-    predict_label(local, image(*size), how, size, on_windows=counts.append)
+    limits = BatchLimits(1, 3)
+    predict_labels(local, [image(*size)], how, [size], limits, on_windows=counts.append)
     assert sum(counts) == num_windows(size, how) == sum(len(x) for x in local.inputs) / 2
     assert max(counts) <= 3
 
 
 def test_windows_are_equal_and_come_in_small_batches(local):
-    predict_label(local, image(), settings(mode="slide", window_batch=3), (21, 34))
+    predict_label(local, image(), settings(mode="slide", batch_size=3), (21, 34))
     assert {tuple(x.shape[1:]) for x in local.inputs} == {(3, 8, 12)}
     assert [len(x) for x in local.inputs] == [3, 3, 3, 3, 3, 1]
 

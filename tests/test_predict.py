@@ -394,7 +394,7 @@ def test_an_image_too_large_for_the_device_is_named_with_a_way_out(
     def full(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(predict, "predict_label", full)
+    monkeypatch.setattr(predict, "predict_labels", full)
     path = save(tmp_path / "a.png", photo(8, 9))
     with pytest.raises(ExecutionError, match=r"a\.png: 8x9 px do not fit .*eval\.mode=slide"):
         run(path)

@@ -5,14 +5,16 @@ command says so.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
 from segtrain.config import Config, override_config
@@ -21,13 +23,15 @@ from segtrain.data.classes import ClassFile
 from segtrain.data.decode_more import read_photo
 from segtrain.data.find_images import Source, find_images, skipped_files
 from segtrain.data.listing import first_lines
-from segtrain.data.prefetch import prefetch
+from segtrain.data.prefetch import one_late, prefetch
 from segtrain.data.protect import check_pictures
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.evaluation.inference import predict_label
+from segtrain.evaluation.batches import BatchLimits, batch_limits
+from segtrain.evaluation.inference import LabelMap, predict_labels
 from segtrain.evaluation.large_images import SettingsBySize
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.settings import InferenceSettings, Size
+from segtrain.evaluation.transfer import Transfer
 from segtrain.evaluation.windows import num_windows
 from segtrain.models.memory import check_windows, is_out_of_memory
 from segtrain.models.precision import float32_products
@@ -42,6 +46,9 @@ _SETTABLE = ("eval.", "data.short_side_px", "train.precision")
 # image of two million pixels.
 _THREADS = 2
 
+# Of the images in a group; more would wait in memory for each other.
+_MOST_BYTES = 100 << 20
+
 
 class Notes(NamedTuple):
     """What the command says about an image at the end.
@@ -49,11 +56,27 @@ class Notes(NamedTuple):
     problem: why it cannot be read; empty if it can.
     turned: EXIF asks for a rotation.
     light: how bright it is; None without an image.
+    is_finite: whether its scores are; else its prediction means nothing.
     """
 
     problem: str = ""
     turned: bool = False
     light: Brightness | None = None
+    is_finite: bool = True
+
+
+class Photo(NamedTuple):
+    """An image to predict. index: among all sources. pixels: (H, W, 3) uint8, on the host."""
+
+    index: int
+    source: Source
+    pixels: Tensor
+    settings: InferenceSettings
+
+    @property
+    def size(self) -> Size:
+        """(height, width)."""
+        return self.pixels.shape[:2]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -106,24 +129,55 @@ def predict_images(
     """
     prediction_files.write_legend(output, classes)
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
-    decoded = prefetch(_decode, [source.path for source in sources], _THREADS)
-    notes = []
+    transfer = Transfer(device)
+    limits = batch_limits(settings.usual, device, classes.num_classes)
+    decoded = prefetch(partial(_decode, transfer), [source.path for source in sources], _THREADS)
+    notes: list[Notes] = []
 
-    def predictions() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        for source, (image, note) in zip(sources, decoded, strict=True):
+    def photos() -> Iterator[Photo]:
+        for i, (source, (pixels, note)) in enumerate(zip(sources, decoded, strict=True)):
             notes.append(note)
-            if image is not None:
-                pred = _predict(model, image, settings.of(image.shape[:2]), device, source)
-                yield source.name, image, pred
-            bar.update()
+            if pixels is None:
+                bar.update()
+            else:
+                yield Photo(i, source, pixels, settings.of(pixels.shape[:2]))
+
+    def predicted() -> Iterator[tuple[list[Photo], list[LabelMap], Any]]:
+        for group in groups_of(photos(), limits.num_images):
+            found = _predict(model, group, transfer, limits)
+            yield group, [LabelMap(*map(transfer.to_host, one)) for one in found], transfer.mark()
+
+    def finished() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """The predictions that are there, while the device works on the next group."""
+        for group, found, mark in one_late(predicted()) if transfer.is_cuda else predicted():
+            transfer.wait(mark)
+            for photo, (label, is_finite) in zip(group, found, strict=True):
+                notes[photo.index] = notes[photo.index]._replace(is_finite=bool(is_finite))
+                yield photo.source.name, photo.pixels.numpy(), label.numpy()
+                bar.update()
 
     def write(prediction: tuple[str, np.ndarray, np.ndarray]) -> None:
         prediction_files.write_prediction(output, *prediction, classes)
 
-    with bar, closing(decoded), closing(prefetch(write, predictions(), _THREADS)) as written:
+    with bar, closing(decoded), closing(prefetch(write, finished(), _THREADS)) as written:
         for _ in written:
             pass
     return notes
+
+
+def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
+    """Neighbouring images with the same settings, up to `most`, whose views may share batches."""
+    group: list[Photo] = []
+    for photo in photos:
+        if group and photo.settings != group[0].settings:
+            yield group
+            group = []
+        group.append(photo)
+        if len(group) == most or sum(x.pixels.numel() for x in group) >= _MOST_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _config(trained: Config, args: argparse.Namespace) -> Config:
@@ -151,41 +205,41 @@ def _prepare(model: nn.Module, config: Config, device: torch.device) -> nn.Modul
     return model
 
 
-def _decode(path: Path) -> tuple[np.ndarray | None, Notes]:
+def _decode(transfer: Transfer, path: Path) -> tuple[Tensor | None, Notes]:
     try:
         image, depth, orientation = read_photo(path)
     except DataError as error:
         return None, Notes(str(error))
     light = brightness(image, depth, printable(path))
-    return image, Notes(turned=orientation != 1, light=light)
+    return transfer.pinned(torch.from_numpy(image)), Notes(turned=orientation != 1, light=light)
 
 
 def _predict(
-    model: nn.Module,
-    image: np.ndarray,
-    settings: InferenceSettings,
-    device: torch.device,
-    source: Source,
-) -> np.ndarray:
-    pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0).to(device)
-    size = image.shape[:2]
-    total = num_windows(size, settings) if settings.mode == "slide" else 0
+    model: nn.Module, group: list[Photo], transfer: Transfer, limits: BatchLimits
+) -> list[LabelMap]:
+    """The predictions for a group of images; on CUDA they are only asked for."""
+    settings, sizes = group[0].settings, [photo.size for photo in group]
+    slides = settings.mode == "slide"
+    total = sum(num_windows(size, settings) for size in sizes) if slides else 0
     bar = ProgressBar(total, 0, "windows", enabled=total > 1, unit="window", last_line=False)
-    bar.describe(printable(source.name))
+    bar.describe(printable(group[0].source.name))
     try:
         with bar:
-            label = predict_label(model, pixels, settings, size, on_windows=bar.update)
-            return label.cpu().numpy()
+            moved = [transfer.to_device(photo.pixels) for photo in group]
+            images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
+            return predict_labels(model, images, settings, sizes, limits, on_windows=bar.update)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        height, width = size
-        how = "predict by windows: --set eval.mode=slide"
-        if settings.mode == "slide":
-            how = "use smaller windows: --set eval.crop_size=[HEIGHT,WIDTH]"
+        height, width = max(sizes, key=math.prod)
+        how = "use smaller windows: --set eval.crop_size=[HEIGHT,WIDTH]"
+        if not slides:
+            how = "predict by windows: --set eval.mode=slide"
+        if limits.num_images > 1:
+            how = f"use smaller batches: --set eval.batch_size=1, or {how}"
         raise ExecutionError(
-            f"{printable(source.path)}: {height}x{width} px do not fit into the memory of "
-            f"{device}; {how}"
+            f"{printable(group[0].source.path)}: {height}x{width} px do not fit into the memory of "
+            f"{transfer.device}; {how}"
         ) from error
 
 
@@ -206,6 +260,11 @@ def _summarize(notes: Sequence[Notes], output: Path) -> None:
         print(f"warning: {len(lost)} {lost_bits(lost)}, if these are not just dark: {lost[0].name}")
     elif problem := whole_split_problem(lights):
         print(f"warning: such as {lights[0].name}: {problem}")
+    if infinite := sum(not note.is_finite for note in notes):
+        print(
+            f"warning: the scores of {infinite} images are not finite numbers, so their "
+            "predictions mean nothing; if they were computed in float16, use bfloat16"
+        )
     if problems:
         raise DataError(
             first_lines(f"{len(problems)} of {len(notes)} images cannot be read", problems)

@@ -108,7 +108,7 @@ def _inputs(
     """What the network sees of an image (H, W, 3) at scale 1, (n, 3, h, w)."""
     pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0).to(device)
     size = view_size(pixels.shape[-2:], settings.short_side_px, 1.0)
-    view = normalized_view(model, pixels, settings, size)
+    view = normalized_view(model, pixels, size, settings)
     return view if settings.mode == "whole" else spread_windows(view, settings)
 
 

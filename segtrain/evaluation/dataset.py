@@ -2,20 +2,27 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from segtrain.data.prefetch import prefetch
+from segtrain.data.prefetch import one_late, prefetch
 from segtrain.distributed import collectives as dist
-from segtrain.evaluation.inference import predict_label
+from segtrain.evaluation.batches import BatchLimits, batch_limits
+from segtrain.evaluation.inference import LabelMap, predict_labels
 from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.transfer import Transfer
 from segtrain.metrics import ConfusionMatrix
+from segtrain.run.console import say
 from segtrain.run.progress import ProgressBar
 
 Sample = tuple[np.ndarray, np.ndarray]
+
+# A data set is divided into at least so many groups if it has the images: eight ranks then have at
+# most a quarter more than the mean.
+_LEAST_GROUPS = 32
 
 
 class Prediction(NamedTuple):
@@ -31,12 +38,25 @@ class Prediction(NamedTuple):
     pred: np.ndarray
 
 
-def shard(num_images: int, rank: int, world_size: int) -> range:
-    """The images that `rank` evaluates: rank, rank + world_size, ...
+def group_size(num_images: int, settings: InferenceSettings, limits: BatchLimits) -> int:
+    """The neighbouring images whose views may share a batch.
 
-    Neighbouring images of a data set often have equal sizes, so this also divides the work evenly.
+    Fewer than a batch holds if the data set is small, so that ranks still divide it evenly; but as
+    many as `settings` ask for.
     """
-    return range(rank, num_images, world_size)
+    if settings.batch_size is not None:
+        return settings.batch_size
+    return max(1, min(limits.num_images, num_images // _LEAST_GROUPS))
+
+
+def shard(num_images: int, rank: int, world_size: int, *, group: int = 1) -> list[range]:
+    """The groups of `group` images that `rank` evaluates: rank, rank + world_size, ...
+
+    Groups, and so batches, are the same on any number of ranks. Neighbouring images of a data set
+    often have equal sizes, so this also divides the work evenly.
+    """
+    groups = [range(i, min(i + group, num_images)) for i in range(0, num_images, group)]
+    return groups[rank::world_size]
 
 
 def evaluate_dataset(
@@ -54,8 +74,9 @@ def evaluate_dataset(
     """The confusion matrix over all of `dataset`, the same on every rank (collective).
 
     Labels are compared at their own resolution. The model runs in evaluation mode and then gets its
-    modes back, also after an error. At most `num_threads` + 3 images are in memory at a time, or
-    `at_once` + 3.
+    modes back, also after an error. Images are decoded, and `callbacks` called, while the device
+    computes. At most `num_threads` + 6 images are in memory at a time, or `at_once` + 6; on CUDA
+    three times `group_size` more.
 
     Args:
         model: returns SegLogits; not wrapped for data parallelism.
@@ -64,38 +85,120 @@ def evaluate_dataset(
         num_threads: threads that decode images ahead of the model.
         at_once: images that the model works on at the same time, each in a thread of its own with
             one thread of torch (`Shares.of_this_rank`).
-        callbacks: each is called with every prediction of this rank, in the order of the data set.
+        callbacks: each is called with every prediction of this rank, in the order of the data set,
+            all in one thread beside the caller's.
     """
-    matrix = ConfusionMatrix(num_classes, device)
-    indices = shard(len(dataset), dist.rank(), dist.world_size())
-    bar = ProgressBar(
-        len(indices), 0, "evaluate", enabled=progress and dist.is_main(), unit="image"
-    )
+    images = _Images(model, dataset, settings, device, num_classes)
+    size = group_size(len(dataset), settings, images.limits)
+    groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
+    total = sum(map(len, groups))
+    bar = ProgressBar(total, 0, "evaluate", enabled=progress and dist.is_main(), unit="image")
 
-    def predict(sample: Sample) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        image, label = sample
-        pixels = torch.from_numpy(image).permute(2, 0, 1).unsqueeze(0).to(device)
-        return image, label, predict_label(model, pixels, settings, label.shape)
-
-    def predict_alone(index: int) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        torch.set_num_threads(1)  # a new thread would begin with as many as there are cores
-        return predict(dataset[index])
+    def call(prediction: Prediction) -> None:
+        for callback in callbacks:
+            callback(prediction)
 
     with bar, _evaluation_mode(model), ExitStack() as stack:
         if at_once > 1:
-            predicted = stack.enter_context(closing(prefetch(predict_alone, indices, at_once)))
+            predicted = images.predicted_in_threads(groups, at_once)
         else:
-            decoded = closing(prefetch(dataset.__getitem__, indices, num_threads))
-            predicted = map(predict, stack.enter_context(decoded))
-        for index, (image, label, pred) in zip(indices, predicted, strict=True):
-            matrix.update(pred, torch.from_numpy(label).to(device))
-            if callbacks:
-                prediction = Prediction(index, image, label, pred.cpu().numpy())
-                for callback in callbacks:
-                    callback(prediction)
+            predicted = images.predicted(groups, num_threads)
+        counted = images.counted(stack.enter_context(closing(predicted)))
+        finished = stack.enter_context(closing(images.finished(counted)))
+        done = stack.enter_context(closing(prefetch(call, finished, 1))) if callbacks else finished
+        for _ in done:
             bar.update()
-    matrix.sum_over_ranks()
-    return matrix
+    images.matrix.sum_over_ranks()
+    _warn_of_infinite(images.num_infinite, settings)
+    return images.matrix
+
+
+class _Group(NamedTuple):
+    """Images that went through the model together.
+
+    samples: image (H, W, 3) and label (h, w) of each, on the host. maps: what is predicted.
+    """
+
+    indices: range
+    samples: list[tuple[Tensor, Tensor]]
+    maps: list[LabelMap]
+
+
+class _Images:
+    """The images of this rank on their way: files, host, device, matrix, host."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Sequence[Sample],
+        settings: InferenceSettings,
+        device: torch.device,
+        num_classes: int,
+    ) -> None:
+        self._model, self._dataset, self._settings = model, dataset, settings
+        self._transfer = Transfer(device)
+        self.limits = batch_limits(settings, device, num_classes)
+        self.matrix = ConfusionMatrix(num_classes, device)
+        self.num_infinite = torch.zeros((), dtype=torch.int64, device=device)
+
+    def predicted(self, groups: Sequence[range], num_threads: int) -> Iterator[_Group]:
+        """Decodes in threads and predicts in this one; on CUDA it only asks for the work."""
+        indices = [i for group in groups for i in group]
+        with closing(prefetch(self._decode, indices, num_threads)) as decoded:
+            for group in groups:
+                samples = [next(decoded) for _ in group]
+                yield _Group(group, samples, self._predict(samples))
+
+    def predicted_in_threads(self, groups: Sequence[range], at_once: int) -> Iterator[_Group]:
+        """Decodes and predicts in threads, with one thread of torch each."""
+
+        def predict_alone(group: range) -> _Group:
+            torch.set_num_threads(1)  # a new thread would begin with as many as there are cores
+            samples = [self._decode(i) for i in group]
+            return _Group(group, samples, self._predict(samples))
+
+        return prefetch(predict_alone, groups, at_once)
+
+    def counted(self, predicted: Iterator[_Group]) -> Iterator[tuple[_Group, Any]]:
+        """Counts the pixels; yields the group with predictions on the way to the host, and a mark.
+
+        The predictions are there once the device has come to the mark.
+        """
+        for group in predicted:
+            maps = []
+            for (_, label), found in zip(group.samples, group.maps, strict=True):
+                self.matrix.update(found.label, self._transfer.to_device(label))
+                self.num_infinite += ~found.is_finite
+                maps.append(found._replace(label=self._transfer.to_host(found.label)))
+            yield group._replace(maps=maps), self._transfer.mark()
+
+    def finished(self, counted: Iterator[tuple[_Group, Any]]) -> Iterator[Prediction]:
+        """The predictions that are there, while the device works on the next group."""
+        for group, mark in one_late(counted) if self._transfer.is_cuda else counted:
+            self._transfer.wait(mark)
+            for index, sample, found in zip(*group, strict=True):
+                yield Prediction(index, *(x.numpy() for x in (*sample, found.label)))
+
+    def _decode(self, index: int) -> tuple[Tensor, Tensor]:
+        image, label = self._dataset[index]
+        return tuple(self._transfer.pinned(torch.from_numpy(x)) for x in (image, label))
+
+    def _predict(self, samples: Sequence[tuple[Tensor, Tensor]]) -> list[LabelMap]:
+        moved = [self._transfer.to_device(image) for image, _ in samples]
+        images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
+        sizes = [tuple(label.shape) for _, label in samples]
+        return predict_labels(self._model, images, self._settings, sizes, self.limits)
+
+
+def _warn_of_infinite(of_this_rank: Tensor, settings: InferenceSettings) -> None:
+    """Says how many images have scores that are not finite (collective)."""
+    num_images = sum(dist.all_gather_object(int(of_this_rank)))
+    if num_images == 0 or not dist.is_main():
+        return
+    reason = "the weights, or their statistics, are not"
+    if settings.autocast == torch.float16:
+        reason = "float16 ends at 65504; use --set eval.precision=bfloat16, or float32"
+    say(f"warning: the scores of {num_images} images are not finite numbers: {reason}")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def _source_rows(
 
     The rule is that of functional.interpolate.
     """
-    position = torch.arange(out_height, dtype=torch.float64)
+    position = torch.arange(out_height, dtype=torch.float64, device=like.device)
     if align_corners:
         position *= (height - 1) / max(out_height - 1, 1)
     else:
@@ -51,4 +51,4 @@ def _source_rows(
     low = position.floor().clamp(max=height - 1)
     weight = (position - low).to(like.dtype).view(1, -1, 1)
     high = (low + 1).clamp(max=height - 1)
-    return low.long().to(like.device), high.long().to(like.device), weight.to(like.device)
+    return low.long(), high.long(), weight

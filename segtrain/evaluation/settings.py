@@ -25,7 +25,7 @@ class InferenceSettings:
     align_corners: how score maps are resized, as inside the model.
     mean, std: the normalization, in units of 0..255.
     autocast: dtype of mixed precision; None: the model's own.
-    window_batch: windows that go through the network together; 4 fill a device with little memory.
+    batch_size: views or windows that go through the network together; None: see `batch_limits`.
     """
 
     mode: Literal["whole", "slide"] = "whole"
@@ -38,7 +38,7 @@ class InferenceSettings:
     mean: Color
     std: Color
     autocast: torch.dtype | None = None
-    window_batch: int = 4
+    batch_size: int | None = None
 
     @property
     def num_views(self) -> int:

@@ -1,7 +1,8 @@
-"""Sliding windows over an image: where they lie, and the mean of their probabilities."""
+"""Sliding windows over images: where they lie, and the mean of their probabilities."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ Logits = Callable[[Tensor], Tensor]
 
 Tile = tuple[slice, Tensor]
 """Some rows of a map of scores: (rows, (K, number of rows, width))."""
+
+Place = tuple[slice, slice]
+"""The rows and columns of a window."""
+
+# Windows of an image from which `spread_windows` takes statistics.
+_SPREAD = 4
 
 
 def window_starts(length: int, window: int, overlap: float) -> list[int]:
@@ -42,77 +49,106 @@ def num_windows(size: Sequence[int], settings: InferenceSettings) -> int:
     return total
 
 
+class WindowedView:
+    """One view of an image, and the mean probabilities of its windows as far as they are known.
+
+    view: (1, 3, H, W), normalized. It is padded if it is smaller than a window.
+    index: of the image, for the caller.
+    """
+
+    def __init__(self, view: Tensor, settings: InferenceSettings, *, index: int = 0) -> None:
+        self.index = index
+        self._size: Size = view.shape[-2:]
+        self._crop_h, crop_w = settings.crop_size
+        self._padded, self._top, self._left = _pad(view, settings.crop_size)
+        height, width = self._padded.shape[-2:]
+        self.places = _places(self._padded, settings)
+        tops = window_starts(height, self._crop_h, settings.overlap)
+        lefts = window_starts(width, crop_w, settings.overlap)
+        device = view.device
+        self._over_rows = _times_covered(height, tops, self._crop_h, device).view(1, -1, 1)
+        self._over_columns = _times_covered(width, lefts, crop_w, device).view(1, 1, -1)
+        # The sums of the rows start .. start + crop_h - 1. A map of the whole view would take
+        # 900 MB for 12 million pixels and 19 classes.
+        self._strip: Tensor | None = None
+        self._start = self._num_added = 0
+
+    def window(self, place: Place) -> Tensor:
+        """The pixels of one window, (1, 3, h, w)."""
+        rows, columns = place
+        return self._padded[:, :, rows, columns]
+
+    def add(self, place: Place, probs: Tensor) -> Iterator[Tile]:
+        """Adds `probs`, (K, h, w), of the next of `places`; yields rows that no later one reaches.
+
+        Use up the iterator before the next call.
+        """
+        rows, columns = place
+        if self._strip is None:
+            self._strip = probs.new_zeros((probs.shape[0], self._crop_h, self._padded.shape[-1]))
+        if rows.start > self._start:
+            done = rows.start - self._start
+            yield from self._mean(self._strip[:, :done])
+            self._strip = functional.pad(self._strip[:, done:], (0, 0, 0, done))
+            self._start = rows.start
+        self._strip[:, :, columns] += probs
+        self._num_added += 1
+        if self._num_added == len(self.places):
+            yield from self._mean(self._strip)
+            self._strip = None
+
+    def _mean(self, sums: Tensor) -> Iterator[Tile]:
+        """The mean of rows that are complete, without those of the padding."""
+        rows = slice(self._start, self._start + sums.shape[1])
+        mean = (sums / self._over_rows[:, rows].to(sums)).div_(self._over_columns.to(sums))
+        first, end = max(rows.start, self._top), min(rows.stop, self._top + self._size[0])
+        if first < end:
+            inside = slice(first - rows.start, end - rows.start)
+            columns = slice(self._left, self._left + self._size[1])
+            yield slice(first - self._top, end - self._top), mean[:, inside, columns]
+
+
 def slide(
-    logits: Logits, view: Tensor, settings: InferenceSettings, on_windows: Callable[[int], object]
-) -> Iterator[Tile]:
-    """The mean probabilities over the windows of `view`, (1, 3, H, W), as tiles from the top down.
+    logits: Logits,
+    views: Iterable[WindowedView],
+    batch_size: int,
+    *,
+    flip: bool,
+    on_windows: Callable[[int], object],
+) -> Iterator[tuple[WindowedView, Tile]]:
+    """The mean probabilities of each of `views`, in order, as tiles from the top down.
+
+    Windows of several views go through the network together. A view is taken when its first window
+    is due. A tile is yielded as soon as no later window reaches it.
 
     on_windows: called with the number of windows computed since its last call.
     """
-    height, width = view.shape[-2:]
-    padded, top, left = _pad(view, settings.crop_size)
-    del view  # if it was padded, only the padded view is needed
-    for rows, tile in _mean_probabilities(logits, padded, settings, on_windows):
-        first, end = max(rows.start, top), min(rows.stop, top + height)
-        if first < end:
-            inside = slice(first - rows.start, end - rows.start)
-            yield slice(first - top, end - top), tile[:, inside, left : left + width]
+    places = ((view, place) for view in views for place in view.places)
+    while batch := list(islice(places, batch_size)):
+        windows = torch.cat([view.window(place) for view, place in batch])
+        probs = _probabilities(logits, windows, flip=flip)
+        for (view, place), window in zip(batch, probs, strict=True):
+            for tile in view.add(place, window):
+                yield view, tile
+        on_windows(len(batch))
 
 
 def spread_windows(view: Tensor, settings: InferenceSettings) -> Tensor:
-    """At most `window_batch` windows, spread over `view`, (1, 3, H, W), as (n, 3, h, w)."""
+    """At most four windows, spread over `view`, (1, 3, H, W), as (n, 3, h, w)."""
     padded, _, _ = _pad(view, settings.crop_size)
     places = _places(padded, settings)
-    num = min(settings.window_batch, len(places))
+    num = min(_SPREAD, len(places))
     step = (len(places) - 1) / max(1, num - 1)
     chosen = [places[round(i * step)] for i in range(num)]
     return torch.cat([padded[:, :, rows, columns] for rows, columns in chosen])
 
 
-def _places(view: Tensor, settings: InferenceSettings) -> list[tuple[slice, slice]]:
-    """Rows and columns of every window, from the top down."""
+def _places(view: Tensor, settings: InferenceSettings) -> list[Place]:
+    """Every window, from the top down."""
     (height, width), (crop_h, crop_w) = view.shape[-2:], settings.crop_size
     tops = window_starts(height, crop_h, settings.overlap)
     lefts = window_starts(width, crop_w, settings.overlap)
     return [(slice(t, t + crop_h), slice(x, x + crop_w)) for t in tops for x in lefts]
-
-
-def _mean_probabilities(
-    logits: Logits, view: Tensor, settings: InferenceSettings, on_windows: Callable[[int], object]
-) -> Iterator[Tile]:
-    """`slide` for a view no smaller than a window.
-
-    A tile is yielded as soon as no later window reaches it: the map of an image of 12 million
-    pixels and 19 classes would take 900 MB.
-    """
-    (height, width), (crop_h, crop_w) = view.shape[-2:], settings.crop_size
-    tops = window_starts(height, crop_h, settings.overlap)
-    lefts = window_starts(width, crop_w, settings.overlap)
-    over_rows = _times_covered(height, tops, crop_h).view(1, -1, 1)
-    over_columns = _times_covered(width, lefts, crop_w).view(1, 1, -1)
-    places = _places(view, settings)
-    strip, start = None, 0  # the sums of rows start .. start + crop_h - 1
-
-    def mean(sums: Tensor) -> Tensor:
-        times = over_rows[:, start : start + sums.shape[1]].to(sums)
-        return (sums / times).div_(over_columns.to(sums))
-
-    for i in range(0, len(places), settings.window_batch):
-        batch = places[i : i + settings.window_batch]
-        windows = torch.cat([view[:, :, rows, columns] for rows, columns in batch])
-        probs = _probabilities(logits, windows, flip=settings.flip)
-        if strip is None:
-            strip = probs.new_zeros((probs.shape[1], crop_h, width))
-        for (rows, columns), window in zip(batch, probs, strict=True):
-            if rows.start > start:
-                done = rows.start - start
-                yield slice(start, rows.start), mean(strip[:, :done])
-                strip = functional.pad(strip[:, done:], (0, 0, 0, done))
-                start = rows.start
-            strip[:, :, columns] += window
-        on_windows(len(batch))
-    assert strip is not None, "there is at least one window"
-    yield slice(start, height), mean(strip)
 
 
 def _probabilities(logits: Logits, windows: Tensor, *, flip: bool) -> Tensor:
@@ -124,9 +160,9 @@ def _probabilities(logits: Logits, windows: Tensor, *, flip: bool) -> Tensor:
     return probs
 
 
-def _times_covered(length: int, starts: list[int], window: int) -> Tensor:
+def _times_covered(length: int, starts: list[int], window: int, device: torch.device) -> Tensor:
     """How many windows lie over each row or column, (length,)."""
-    times = torch.zeros(length)
+    times = torch.zeros(length, device=device)
     for start in starts:
         times[start : start + window] += 1
     return times

@@ -1,0 +1,156 @@
+"""An evaluation on a CUDA device that does not exist: the host must not wait inside the loop.
+
+As in test_fake_device.py: tensors without values, and a watch that refuses every operation for
+which the host would wait. Streams, events and pinned memory need a device, so they are stubs.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_fake_device import NoWaits
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from segtrain.config import ModelConfig
+from segtrain.evaluation import batches, dataset
+from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.settings import InferenceSettings
+from segtrain.metrics import ConfusionMatrix
+from segtrain.models import build_model
+from segtrain.types import SegLogits
+
+K = 5
+CUDA = torch.device("cuda", 0)
+SETTINGS = InferenceSettings(
+    mean=(120.0, 110.0, 100.0), std=(60.0, 50.0, 40.0), crop_size=(48, 64), batch_size=2
+)
+SIZES = [(60, 90), (60, 90), (40, 70), (60, 90), (90, 60)]  # the third is less than a window
+
+
+class Images:
+    def __len__(self):
+        return len(SIZES)
+
+    def __getitem__(self, index):
+        size = SIZES[index]
+        return np.zeros((*size, 3), np.uint8), np.zeros(size, np.uint8)
+
+
+class Mark:
+    """An event; `asked` counts how much work the device had when each was waited for."""
+
+    def __init__(self):
+        self.work = None
+
+    def record(self, _):
+        self.work = Mark.forwards
+
+    def query(self):
+        Mark.waits.append((self.work, Mark.forwards))
+        return True
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Yields what watches the operations on the fake device."""
+    Mark.forwards, Mark.waits = 0, []
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(batches, "memory_bytes", lambda _: 80 * 10**9)
+    # What follows the loop: the host reads the result.
+    monkeypatch.setattr(ConfusionMatrix, "sum_over_ranks", lambda _: None)
+    monkeypatch.setattr(dataset, "_warn_of_infinite", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "numpy", lambda x: np.zeros(tuple(x.shape), np.uint8))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield NoWaits()
+
+
+class OneLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, K, 3, padding=1)
+
+    def forward(self, images):
+        return SegLogits(self.conv(images))
+
+
+def model_of(arch=None):
+    options = {"backbone": "resnet18", "head_channels": 8, "aux_head": False}
+    with torch.device("cuda"):
+        if arch is None:
+            model = OneLayer()
+        else:
+            model = build_model(ModelConfig(arch=arch, **options), num_classes=K)
+
+    def count(*_):
+        Mark.forwards += 1
+
+    model.register_forward_hook(count)
+    return model
+
+
+def evaluate(model, watch, settings, **options):
+    with watch:
+        return evaluate_dataset(model, Images(), settings, device=CUDA, num_classes=K, **options)
+
+
+WAYS = [
+    {"mode": mode, "flip": flip, "scales": scales}
+    for mode in ("whole", "slide")
+    for flip in (False, True)
+    for scales in ((1.0,), (0.7,), (0.5, 1.0, 1.75))
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+def test_no_way_to_predict_makes_the_host_wait(device, way):
+    matrix = evaluate(model_of(), device, replace(SETTINGS, **way))
+    assert matrix.counts.device.type == "cuda"
+    assert "bincount" not in device.seen
+    assert "scatter_add_" in device.seen
+
+
+@pytest.mark.parametrize(
+    ("arch", "autocast"),
+    [("pspnet", torch.float16), ("deeplabv3", torch.bfloat16), ("deeplabv3plus", None)],
+)
+def test_no_model_and_no_precision_makes_the_host_wait(device, arch, autocast):
+    evaluate(model_of(arch), device, replace(SETTINGS, autocast=autocast))
+
+
+def test_predictions_for_callbacks_come_without_a_wait_while_the_next_are_computed(device):
+    seen = []
+    evaluate(model_of(), device, replace(SETTINGS, mode="slide"), callbacks=[seen.append])
+    assert [prediction.index for prediction in seen] == list(range(len(SIZES)))
+    assert [prediction.pred.shape for prediction in seen] == SIZES
+    # Three groups; when the host waits for one, the forward passes of the next are asked for too.
+    assert len(Mark.waits) == 3
+    assert all(asked > awaited for awaited, asked in Mark.waits[:-1])
+
+
+@pytest.mark.parametrize(("memory_bytes", "most"), [(10**6, 1), (80 * 10**9, 4)])
+def test_batches_are_as_large_as_the_memory_of_the_device_lets_them(
+    device, monkeypatch, memory_bytes, most
+):
+    monkeypatch.setattr(batches, "memory_bytes", lambda _: memory_bytes)
+    shapes, model = [], model_of()
+    model.register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape[0]))
+    evaluate(model, device, replace(SETTINGS, mode="slide", batch_size=None))
+    assert max(shapes) == most  # few images are not divided into groups: windows of one image
+
+
+def test_the_watch_sees_a_matrix_that_reads_its_counts(device):
+    matrix = ConfusionMatrix(K, CUDA)
+    with pytest.raises(AssertionError, match="the host waits"), device:
+        matrix.scores()
