@@ -185,6 +185,29 @@ def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, monke
         assert np.array_equal(np.array(picture), np.where(label == 8, 7, label))
 
 
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_scores_with_half_precision_say_so(command, capsys, precision):
+    scores = command(f"eval.precision={precision}")
+    assert scores["inference"]["precision"] == precision
+    assert scores["inference"]["autocast"] == precision
+    assert f"; {precision} autocast; trained with" in capsys.readouterr().out
+    exact = command()
+    assert exact["inference"]["precision"] == "float32"
+    assert exact["mIoU"] == pytest.approx(scores["mIoU"], abs=0.02)
+    assert "autocast" not in capsys.readouterr().out
+
+
+def test_batches_change_no_score(command):
+    first, *others = (
+        command(*overrides)
+        for overrides in ([], ["eval.batch_size=1"], ["eval.batch_size=2"], ["eval.batch_size=50"])
+    )
+    for other in others:
+        assert first["inference"].pop("batch_size", None) is None
+        assert other["inference"].pop("batch_size")
+        assert other == first
+
+
 def test_table_lists_the_classes_in_their_order_and_the_means(command, capsys):
     scores = command()
     lines = capsys.readouterr().out.splitlines()

@@ -142,6 +142,10 @@ def test_windows_count_only_where_there_are_any(machine):
     check_windows(config(eval=large), 19, CPU)
     with pytest.raises(ConfigError, match=r"eval\.crop_size"):
         check_windows(config(eval=large | {"mode": "slide"}), 19, CPU)
+    many = {"mode": "slide", "crop_size": (50, 50), "batch_size": 1000}
+    with pytest.raises(ConfigError, match=r"eval\.batch_size: 1000 windows of 50x50"):
+        check_windows(config(eval=many), 19, CPU)
+    check_windows(config(eval=many | {"batch_size": 2}), 19, CPU)
     with pytest.raises(ConfigError, match=r"eval\.crop_size"):
         check_windows(config(augment=large, eval={"mode": "slide"}), 19, CPU)
 

@@ -4,11 +4,15 @@ from contextlib import suppress
 
 import pytest
 import torch
+from experiments import small, train, write_config
 
+from segtrain.commands.prepare import check_precision, precision_lines
+from segtrain.commands.train import evaluation
 from segtrain.commands.train import run as run_module
-from segtrain.config import TrainConfig, load_config
+from segtrain.config import Config, TrainConfig, load_config
 from segtrain.errors import ConfigError
-from segtrain.models.precision import float32_products, precision_warnings
+from segtrain.evaluation.settings import InferenceSettings
+from segtrain.models.precision import float32_products, for_evaluation, precision_warnings
 
 
 def flags():
@@ -56,3 +60,72 @@ def test_tf32_on_a_device_without_it_is_a_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert precision_warnings(tf32, cuda) == []
     assert precision_warnings(TrainConfig(), torch.device("cpu")) == []
+
+
+def config(*, trained="float32", evaluated=None):
+    return Config.model_validate(
+        {
+            "data": {"layout": "voc", "root": "nowhere", "classes": "voc"},
+            "train": {"precision": trained},
+            "eval": {"precision": evaluated},
+        }
+    )
+
+
+def test_evaluations_have_the_precision_of_the_training_unless_they_name_their_own():
+    assert for_evaluation(config(trained="bfloat16")).precision == "bfloat16"
+    assert for_evaluation(config(trained="bfloat16", evaluated="tf32")).precision == "tf32"
+    how = InferenceSettings.from_config(config(evaluated="float16"))
+    assert (how.autocast, how.tf32) == (torch.float16, False)
+    assert how.describe().endswith("; float16 autocast")
+    how = InferenceSettings.from_config(config(trained="bfloat16", evaluated="tf32"))
+    assert (how.autocast, how.tf32) == (None, True)
+    assert how.describe().endswith("; TF32")
+
+
+def test_half_precision_of_weights_in_float64_is_refused():
+    """Autocast leaves float64 as it is: the scores would not be what they are called."""
+    with pytest.raises(ValueError, match=r"eval\.precision: bfloat16 cannot go with"):
+        config(trained="float64", evaluated="bfloat16")
+
+
+def test_a_precision_that_another_takes_the_place_of_is_refused():
+    with pytest.raises(ConfigError, match=r"train\.precision=float32: no effect with eval\.prec"):
+        check_precision(["train.precision=float32"], config(evaluated="bfloat16"))
+    check_precision(["train.precision=bfloat16"], config(trained="bfloat16"))
+    check_precision(["eval.precision=bfloat16"], config(evaluated="bfloat16"))
+
+
+def test_an_evaluation_in_tf32_on_a_device_without_it_is_a_warning():
+    (line,) = precision_lines(config(evaluated="tf32"), torch.device("cpu"))
+    assert line.startswith("eval.precision: tf32 has no effect")
+    assert precision_lines(config(evaluated="bfloat16"), torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize(("precision", "note"), [("bfloat16", " (bfloat16)"), (None, "")])
+def test_a_training_evaluates_in_the_precision_of_evaluations(
+    tmp_path, data, monkeypatch, precision, note
+):
+    seen, whole = [], evaluation.evaluate_dataset
+
+    def evaluate_dataset(model, dataset, settings, **options):
+        seen.append((settings.autocast, flags()))
+        return whole(model, dataset, settings, **options)
+
+    monkeypatch.setattr(evaluation, "evaluate_dataset", evaluate_dataset)
+    options = small(data, train={"steps": 1}, eval={"precision": precision})
+    run = tmp_path / "run"
+    assert train(write_config(tmp_path / "config.yaml", options), run) == 0
+    assert seen == [(torch.bfloat16 if precision else None, (False, False))]
+    lines = [line for line in (run / "train.log").read_text().splitlines() if "  mIoU" in line]
+    assert len(lines) == 1
+    assert f"{note}  best mIoU" in lines[0]
+    assert ("(" in lines[0]) == (precision is not None)
+
+
+def test_a_training_in_float32_may_evaluate_in_tf32():
+    """The setting is of the process: the evaluation changes it and puts it back."""
+    with float32_products(TrainConfig()):
+        with float32_products(for_evaluation(config(evaluated="tf32"))):
+            assert flags() == (True, True)
+        assert flags() == (False, False)

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.checkpoint.loading import load_with_data
 from segtrain.checkpoint.same_data import eval_differences
 from segtrain.commands.evaluate_files import picture_writers, reserve_json, write_json
+from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
 from segtrain.config.warnings import changed_normalization
 from segtrain.data import open_dataset
@@ -35,7 +36,7 @@ from segtrain.evaluation.instances import InstanceCounts
 from segtrain.evaluation.report import Report, make_report
 from segtrain.metrics import ConfusionMatrix
 from segtrain.models.memory import check_windows
-from segtrain.models.precision import float32_products
+from segtrain.models.precision import float32_products, for_evaluation
 from segtrain.norm import describe_norm
 from segtrain.run.log import say
 from segtrain.text import printable
@@ -73,19 +74,20 @@ def run_eval(args: argparse.Namespace) -> int:
         if args.json:
             reserve_json(Path(args.json), stack)
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
-        stack.enter_context(float32_products(config.train))
+        stack.enter_context(float32_products(for_evaluation(config)))
         _check_same_step(args.checkpoint, loaded.step)
 
         # 3. What differs from the training.
         if dist.is_main():
             _warn(changed_normalization(loaded.config, config))
+            _warn(f"warning: {line}" for line in precision_lines(config, device))
             differences = stack.enter_context(closing(compare(loaded, known, config.data, dataset)))
             _warn(next(differences, []))
             _warn(f"warning: {line}" for line in faint_lines(dataset))
 
         # 4. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
-        model = _prepare(loaded.model, config, device)
+        model = prepare(loaded.model, config, device)
         num_threads = max(1, num_loader_workers(config.data))
         statistics = None
         if source is not None:
@@ -142,6 +144,7 @@ def _config(trained: Config, args: argparse.Namespace) -> Config:
     if foreign:
         what = "the checkpoint decides this; eval takes data.*, eval.* and train.precision"
         raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
+    check_precision(args.set, config)
     return config
 
 
@@ -174,14 +177,6 @@ def _check_same_step(checkpoint: str | Path, step: int) -> None:
 def _warn(lines: Iterable[str]) -> None:
     for line in lines:
         print(f"segtrain: {printable(line)}", file=sys.stderr)
-
-
-def _prepare(model: torch.nn.Module, config: Config, device: torch.device) -> torch.nn.Module:
-    if config.train.precision == "float64":
-        model.double()
-    if config.train.channels_last and device.type == "cuda":
-        model.to(memory_format=torch.channels_last)
-    return model
 
 
 def _statistics_source(
@@ -283,6 +278,6 @@ def _scores(
         **about,
         **report.to_dict(),
         "confusion_matrix": matrix.counts.tolist(),
-        "inference": settings.to_dict(),
+        "inference": settings.to_dict() | {"precision": for_evaluation(config).precision},
         "norm": describe_norm(config.norm),
     }

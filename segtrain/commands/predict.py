@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
+from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
 from segtrain.data.brightness import Brightness, brightness, lost_bits, whole_split_problem
 from segtrain.data.classes import ClassFile
@@ -34,7 +35,7 @@ from segtrain.evaluation.settings import InferenceSettings, Size
 from segtrain.evaluation.transfer import Transfer
 from segtrain.evaluation.windows import num_windows
 from segtrain.models.memory import check_windows, is_out_of_memory
-from segtrain.models.precision import float32_products
+from segtrain.models.precision import float32_products, for_evaluation
 from segtrain.run import prediction_files
 from segtrain.run.progress import ProgressBar
 from segtrain.text import printable
@@ -98,14 +99,16 @@ def main(args: argparse.Namespace) -> int:
     config = _config(loaded.config, args)
     check_pictures("--output", output, prediction_files.file_names(names), config.data)
     check_windows(config, loaded.classes.num_classes, device)
-    model = _prepare(loaded.model, config, device)
+    model = prepare(loaded.model, config, device)
     mode_is_given = any(text.partition("=")[0].strip() == "eval.mode" for text in args.set)
     settings = SettingsBySize.from_config(config, mode_is_given=mode_is_given)
     print(f"step {loaded.step}; {settings.describe()}; {device}")
+    for line in precision_lines(config, device):
+        print(f"warning: {line}")
     for line in skipped_files(args.inputs, output):
         print(line)
 
-    with float32_products(config.train):
+    with float32_products(for_evaluation(config)):
         notes = predict_images(
             model, sources, output, settings=settings, classes=loaded.classes, device=device
         )
@@ -194,15 +197,9 @@ def _config(trained: Config, args: argparse.Namespace) -> Config:
                 for text in foreign
             )
         )
-    return override_config(trained, args.set, source=str(args.source))
-
-
-def _prepare(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    if config.train.precision == "float64":
-        model.double()
-    if config.train.channels_last and device.type == "cuda":
-        model.to(memory_format=torch.channels_last)
-    return model
+    config = override_config(trained, args.set, source=str(args.source))
+    check_precision(args.set, config)
+    return config
 
 
 def _decode(transfer: Transfer, path: Path) -> tuple[Tensor | None, Notes]:

@@ -9,7 +9,7 @@ import torch
 
 from segtrain.config import Config
 from segtrain.models.normalize import Color
-from segtrain.models.precision import autocast_dtype
+from segtrain.models.precision import autocast_dtype, for_evaluation
 
 Size = tuple[int, int]
 
@@ -25,6 +25,7 @@ class InferenceSettings:
     align_corners: how score maps are resized, as inside the model.
     mean, std: the normalization, in units of 0..255.
     autocast: dtype of mixed precision; None: the model's own.
+    tf32: products of float32 numbers are rounded to TF32; said only, see `float32_products`.
     batch_size: views or windows that go through the network together; None: see `batch_limits`.
     """
 
@@ -38,6 +39,7 @@ class InferenceSettings:
     mean: Color
     std: Color
     autocast: torch.dtype | None = None
+    tf32: bool = False
     batch_size: int | None = None
 
     @property
@@ -48,6 +50,7 @@ class InferenceSettings:
     @classmethod
     def from_config(cls, config: Config) -> "InferenceSettings":
         """The settings of an experiment; the window defaults to the training crop."""
+        precision = for_evaluation(config)
         return cls(
             mode=config.eval.mode,
             crop_size=config.eval.crop_size or config.augment.crop_size,
@@ -58,7 +61,9 @@ class InferenceSettings:
             align_corners=config.model.align_corners,
             mean=config.data.mean,
             std=config.data.std,
-            autocast=autocast_dtype(config.train),
+            autocast=autocast_dtype(precision),
+            tf32=precision.precision == "tf32",
+            batch_size=config.eval.batch_size,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,6 +84,8 @@ class InferenceSettings:
         parts.append("with flip" if self.flip else "no flip")
         if self.autocast is not None:
             parts.append(str(self.autocast).removeprefix("torch.") + " autocast")
+        if self.tf32:
+            parts.append("TF32")
         return "; ".join(parts)
 
 

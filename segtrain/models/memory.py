@@ -105,9 +105,12 @@ def window_finding(
     if config.eval.mode != "slide":
         return None
     size = config.eval.crop_size or config.augment.crop_size
-    needed = size[0] * size[1] * (_NORMALIZED + _SCORES * num_classes)
-    what = "eval.crop_size: sliding windows"
-    return _finding(what, size, needed, device, ranks, "use smaller windows")
+    together = config.eval.batch_size or 1
+    needed = together * size[0] * size[1] * (_NORMALIZED + _SCORES * num_classes)
+    what, repair = "eval.crop_size: sliding windows", "use smaller windows"
+    if together > 1:
+        what, repair = f"eval.batch_size: {together} windows", f"{repair} or batches"
+    return _finding(what, size, needed, device, ranks, repair)
 
 
 def check_windows(config: Config, num_classes: int, device: torch.device, ranks: int = 1) -> None:

@@ -1,11 +1,11 @@
-"""`train.precision`: the type of the weights, and mixed precision by autocast."""
+"""`train.precision`, `eval.precision`: the type of weights, and mixed precision by autocast."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from segtrain.config import TrainConfig
+from segtrain.config import Config, TrainConfig
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -18,6 +18,13 @@ def dtype_of(train: TrainConfig) -> torch.dtype:
 def autocast_dtype(train: TrainConfig) -> torch.dtype | None:
     """The lower type of mixed precision; None without it."""
     return _AUTOCAST.get(train.precision)
+
+
+def for_evaluation(config: Config) -> TrainConfig:
+    """`config.train` with the precision of evaluations, for the functions of this module."""
+    if config.eval.precision is None:
+        return config.train
+    return config.train.model_copy(update={"precision": config.eval.precision})
 
 
 def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
@@ -46,14 +53,16 @@ def float32_products(train: TrainConfig) -> Iterator[None]:
         cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
-def precision_warnings(train: TrainConfig, device: torch.device) -> list[str]:
-    """A line if `device` has no TF32 and the config asks for it."""
+def precision_warnings(
+    train: TrainConfig, device: torch.device, *, key: str = "train.precision"
+) -> list[str]:
+    """A line if `device` has no TF32 and the config asks for it by `key`."""
     if train.precision != "tf32":
         return []
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         return []
     return [
-        "train.precision: tf32 has no effect on this device, which computes in float32; it takes "
+        f"{key}: tf32 has no effect on this device, which computes in float32; it takes "
         "a CUDA device of compute capability 8.0 or more"
     ]
 

@@ -9,13 +9,20 @@ from torch import Tensor
 from segtrain.commands.train import batches, saving
 from segtrain.commands.train.setup import Run
 from segtrain.commands.train.stages import Training
+from segtrain.data.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
 from segtrain.distributed.partition import partition
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models.normalize import Normalize
-from segtrain.models.precision import autocast, autocast_dtype, dtype_of
+from segtrain.models.precision import (
+    autocast,
+    autocast_dtype,
+    dtype_of,
+    float32_products,
+    for_evaluation,
+)
 from segtrain.norm.precise import precise_statistics_of_parts
 from segtrain.run.pictures import confusion_picture, panel
 from segtrain.run.progress import score_text
@@ -31,16 +38,18 @@ def evaluate(run: Run) -> None:
     heartbeat.beat("evaluation", step)
     if config.norm.precise_batches is not None:
         take_precise_statistics(run, config.norm.precise_batches)
-    matrix = evaluate_dataset(
-        run.state.eval_model,
-        run.eval_set,
-        InferenceSettings.from_config(config),
-        device=run.device,
-        num_classes=classes.num_classes,
-        progress=True,
-        at_once=1 if run.state.shares is None else run.state.shares.at_once,
-        callbacks=[lambda prediction: _show(run, prediction)],
-    )
+    with float32_products(for_evaluation(config)):
+        matrix = evaluate_dataset(
+            run.state.eval_model,
+            run.eval_set,
+            InferenceSettings.from_config(config),
+            device=run.device,
+            num_classes=classes.num_classes,
+            progress=True,
+            num_threads=max(1, num_loader_workers(config.data)),
+            at_once=1 if run.state.shares is None else run.state.shares.at_once,
+            callbacks=[lambda prediction: _show(run, prediction)],
+        )
     scores = matrix.scores()
     run.evaluated, run.mean_iou = step, scores.mean_iou
     log.scalars(step, scores.scalars(classes.names))
@@ -56,7 +65,8 @@ def evaluate(run: Run) -> None:
         run.best = {"step": step, "mean_iou": scores.mean_iou}
         if dist.is_main():
             run.checkpoints.save_best(saving.checkpoint_of(run))
-    log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}  {score_text(run.best)}"])
+    precision = "" if config.eval.precision is None else f" ({config.eval.precision})"
+    log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}{precision}  {score_text(run.best)}"])
 
 
 def is_better(mean_iou: float, best: dict[str, Any] | None) -> bool:

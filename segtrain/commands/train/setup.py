@@ -34,7 +34,7 @@ from segtrain.config import Config, config_to_yaml
 from segtrain.data.dataset import SegDataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
-from segtrain.models.precision import precision_warnings
+from segtrain.models.precision import for_evaluation, precision_warnings
 from segtrain.run import directory as run_directory
 from segtrain.run.claim import Claim
 from segtrain.run.environment import changed_versions
@@ -101,7 +101,10 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     resumed = _find_checkpoint(checkpoints, order, notes)
     # 3. The data; does it fit the config and this machine?
     train_set, eval_set = open_data(config, device, resumed, notes)
-    notes += [f"warning: {line}" for line in precision_warnings(config.train, device)]
+    lines = precision_warnings(config.train, device)
+    if config.eval.precision is not None:
+        lines += precision_warnings(for_evaluation(config), device, key="eval.precision")
+    notes += [f"warning: {line}" for line in lines]
     # 4. The weights: those of the checkpoint, else train.init_from, else model.pretrained, else
     #    random ones.
     state = build_state(config, device, resumed, train_set, notes)

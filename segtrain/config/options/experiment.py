@@ -35,6 +35,11 @@ class Config(Section):
     def _mistakes(self) -> Iterator[str]:
         norm, train = self.norm, self.train
         yield from self._start_mistakes()
+        if self.eval.precision is not None and train.precision == "float64":
+            yield (
+                f"eval.precision: {self.eval.precision} cannot go with train.precision float64: "
+                "weights in float64 have no mixed precision; remove one of them"
+            )
         if norm.is_batch_norm and train.batch_size // train.accumulate_steps == 1:
             yield (
                 "train.batch_size: a pass of one image has one value a channel after global "

@@ -27,6 +27,16 @@ class EvalConfig(Section):
     overlap: FractionBelow1 = option(1 / 3, "share of a window that its neighbour repeats")
     scales: tuple[Scale, ...] = option((1.0,), "image scales to average", min_length=1)
     flip: bool = option(False, "average with the mirrored image")
+    precision: Literal["float32", "tf32", "bfloat16", "float16"] | None = option(
+        None,
+        "of the evaluation, as train.precision; null: that of the training; half precision is "
+        "faster on a GPU, and scores change a little",
+    )
+    batch_size: Positive | None = option(
+        None,
+        "images of equal size, or sliding windows, that go through the network together; null: "
+        "up to 8, in a quarter of the GPU's memory; on a CPU 1 image, up to 4 windows",
+    )
     statistics: Literal["trained", "split", "train_split"] = option(
         "trained",
         "segtrain eval: the batch norm statistics of the training, or taken anew from images of "
