@@ -102,9 +102,9 @@ def test_an_evaluation_in_tf32_on_a_device_without_it_is_a_warning():
     assert precision_lines(config(evaluated="bfloat16"), torch.device("cpu")) == []
 
 
-@pytest.mark.parametrize(("precision", "note"), [("bfloat16", " (bfloat16)"), (None, "")])
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", None])
 def test_a_training_evaluates_in_the_precision_of_evaluations(
-    tmp_path, data, monkeypatch, precision, note
+    tmp_path, data, monkeypatch, precision
 ):
     seen, whole = [], evaluation.evaluate_dataset
 
@@ -116,16 +116,9 @@ def test_a_training_evaluates_in_the_precision_of_evaluations(
     options = small(data, train={"steps": 1}, eval={"precision": precision})
     run = tmp_path / "run"
     assert train(write_config(tmp_path / "config.yaml", options), run) == 0
-    assert seen == [(torch.bfloat16 if precision else None, (False, False))]
+    autocast = torch.bfloat16 if precision == "bfloat16" else None
+    assert seen == [(autocast, (precision == "tf32",) * 2)]
     lines = [line for line in (run / "train.log").read_text().splitlines() if "  mIoU" in line]
     assert len(lines) == 1
-    assert f"{note}  best mIoU" in lines[0]
     assert ("(" in lines[0]) == (precision is not None)
-
-
-def test_a_training_in_float32_may_evaluate_in_tf32():
-    """The setting is of the process: the evaluation changes it and puts it back."""
-    with float32_products(TrainConfig()):
-        with float32_products(for_evaluation(config(evaluated="tf32"))):
-            assert flags() == (True, True)
-        assert flags() == (False, False)
+    assert precision is None or f" ({precision})  best mIoU" in lines[0]
