@@ -6,6 +6,7 @@ which the host would wait. Streams, events and pinned memory need a device, so t
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +16,12 @@ from test_fake_device import NoWaits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from segtrain.commands import predict
 from segtrain.config import ModelConfig
+from segtrain.data.find_images import Source
 from segtrain.evaluation import batches, dataset
 from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.large_images import SettingsBySize
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import ConfusionMatrix
 from segtrain.models import build_model
@@ -135,6 +139,32 @@ def test_predictions_for_callbacks_come_without_a_wait_while_the_next_are_comput
     assert [prediction.index for prediction in seen] == list(range(len(SIZES)))
     assert [prediction.pred.shape for prediction in seen] == SIZES
     # Three groups; when the host waits for one, the forward passes of the next are asked for too.
+    assert len(Mark.waits) == 3
+    assert all(asked > awaited for awaited, asked in Mark.waits[:-1])
+
+
+@pytest.mark.parametrize("mode", ["whole", "slide"])
+def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch, mode):
+    written = []
+    monkeypatch.setattr(predict.prediction_files, "write_legend", lambda *_: None)
+    monkeypatch.setattr(
+        predict.prediction_files, "write_prediction", lambda _, name, *__: written.append(name)
+    )
+    monkeypatch.setattr(
+        predict, "read_photo", lambda path: (np.zeros((*SIZES[int(path.name)], 3), np.uint8), 8, 1)
+    )
+    sources = [Source(Path(str(i)), str(i)) for i in range(len(SIZES))]
+    how = replace(SETTINGS, mode=mode)
+    with device:
+        predict.predict_images(
+            model_of(),
+            sources,
+            Path("nowhere"),
+            settings=SettingsBySize(how, how),
+            classes=SimpleNamespace(num_classes=K),
+            device=CUDA,
+        )
+    assert sorted(written) == ["0", "1", "2", "3", "4"]
     assert len(Mark.waits) == 3
     assert all(asked > awaited for awaited, asked in Mark.waits[:-1])
 

@@ -168,6 +168,53 @@ def test_unreadable_images_are_named_at_the_end_and_the_others_done(run, tmp_pat
     assert names(tmp_path / "out/labels") == [f"good {i}.png" for i in range(8)]
 
 
+@pytest.mark.parametrize("mode", ["whole", "slide"])
+def test_images_that_share_batches_are_predicted_as_alone(run, tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 500)  # the second goes by windows
+    sizes = [(16, 24), (40, 30), (16, 24), (16, 24), (5, 7), (16, 24), (16, 24)]
+    for i, size in enumerate(sizes):
+        save(tmp_path / f"in/{i}.png", photo(*size, seed=i))
+    (tmp_path / "in/3.png").write_bytes(b"damaged")
+    pictures, shapes = [], []
+    for batch_size in (1, 3):
+        model = Brightness()
+        model.register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape))
+        settings = [f"eval.batch_size={batch_size}", *(WINDOWS if mode == "slide" else [])]
+        with pytest.raises(DataError, match=r"1 of 7 images cannot be read.*3\.png"):
+            run(tmp_path / "in", model=model, set=settings, overwrite=True)
+        written = sorted((tmp_path / "out/labels").iterdir())
+        assert len(written) == 6
+        pictures.append([read(path).tolist() for path in written])
+    assert pictures[0] == pictures[1]
+    assert max(shape[0] for shape in shapes) == (2 if mode == "whole" else 3)
+
+
+def test_groups_end_where_settings_change_and_before_they_take_much_memory(monkeypatch):
+    monkeypatch.setattr(predict, "_MOST_BYTES", 1000)
+    photos = [
+        predict.Photo(i, None, torch.zeros(size, 10, 3, dtype=torch.uint8), how)
+        for i, (size, how) in enumerate(
+            [(1, "a"), (1, "a"), (1, "b"), (1, "b"), (50, "b"), (1, "b")]
+        )
+    ]
+    groups = [[photo.index for photo in group] for group in predict.groups_of(photos, 3)]
+    assert groups == [[0, 1], [2, 3, 4], [5]]
+    photos[3] = photos[3]._replace(pixels=photos[4].pixels)
+    groups = [[photo.index for photo in group] for group in predict.groups_of(photos, 9)]
+    assert groups == [[0, 1], [2, 3], [4], [5]]
+
+
+def test_images_without_finite_scores_are_warned_of(run, tmp_path, capsys):
+    class Overflowing(nn.Module):
+        def forward(self, images):
+            return SegLogits(images / (images.amax((1, 2, 3), keepdim=True) > 200))
+
+    for name, most in (("a", 255), ("b", 100), ("c", 255)):
+        save(tmp_path / f"in/{name}.png", np.full((8, 9, 3), most, np.uint8))
+    run(tmp_path / "in", model=Overflowing())
+    assert "warning: the scores of 1 images are not finite" in capsys.readouterr().out
+
+
 def test_images_with_one_name_get_names_of_their_own(run, tmp_path):
     one = save(tmp_path / "a" / "x.png", photo(8, 9))
     other = save(tmp_path / "b" / "x.png", photo(10, 11, seed=1))

@@ -155,7 +155,7 @@ def predict_images(
         for group, found, mark in one_late(predicted()) if transfer.is_cuda else predicted():
             transfer.wait(mark)
             for photo, (label, is_finite) in zip(group, found, strict=True):
-                notes[photo.index] = notes[photo.index]._replace(is_finite=bool(is_finite))
+                notes[photo.index] = notes[photo.index]._replace(is_finite=bool(is_finite.numpy()))
                 yield photo.source.name, photo.pixels.numpy(), label.numpy()
                 bar.update()
 
