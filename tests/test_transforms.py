@@ -217,9 +217,9 @@ def test_same_generator_gives_the_same_bytes_whatever_was_drawn_before():
     assert len({crop.tobytes() for crop, _ in forward}) == 8
 
 
-def test_fresh_process_draws_the_same_and_imports_albumentations_only_for_colours():
+def test_fresh_process_draws_the_same_and_imports_albumentations_only_for_extra_transforms():
     image, label = picture(50, 70)
-    plain = make(crop_size=(32, 48), scale_range=(0.5, 2.0), blur_prob=0.5, rotate_deg=10.0)
+    plain = make(crop_size=(32, 48), scale_range=(0.5, 2.0), blur_prob=0.5, color_prob=1.0)
     colors = make(crop_size=(32, 48), color_prob=1.0, extra=({"name": "GaussNoise"},))
     script = """
 import hashlib, pickle, sys

@@ -1,7 +1,8 @@
-"""Changes of a training crop that leave every pixel in its place, done by albumentations.
+"""Changes of a training crop that leave every pixel in its place.
 
-Its own seeding would repeat the same draws in every loader worker and epoch, and give all
-transforms of a Compose the same stream. So each call hands the caller's generator to them.
+The extra transforms are done by albumentations. Its own seeding would repeat the same draws in
+every loader worker and epoch, and give all transforms of a Compose the same stream. So each call
+hands the caller's generator to them.
 """
 
 import os
@@ -15,6 +16,7 @@ import numpy as np
 
 from segtrain.config import AugmentConfig, ExtraTransform
 from segtrain.config.suggest import did_you_mean
+from segtrain.data.colors import change_colors, draw_color_change
 from segtrain.errors import ConfigError
 
 _BLUR_KERNEL_PX = (5, 5)  # semseg, util/transform.py RandomGaussianBlur
@@ -33,23 +35,26 @@ class Photometric:
     """
 
     def __init__(self, augment: AugmentConfig) -> None:
-        self._blur_prob = augment.blur_prob
-        self._transforms = [*_color_transforms(augment), *_extra_transforms(augment)]
+        self._augment = augment
+        self._extra = _extra_transforms(augment)
 
     @property
     def active(self) -> bool:
         """Whether any image can be changed."""
-        return self._blur_prob > 0 or bool(self._transforms)
+        return self._augment.blur_prob > 0 or self._augment.color_prob > 0 or bool(self._extra)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """The changed image, (H, W, 3) uint8 RGB; every number comes from `rng`."""
-        if self._blur_prob and rng.random() < self._blur_prob:
+        augment = self._augment
+        if augment.blur_prob and rng.random() < augment.blur_prob:
             image = cv2.GaussianBlur(image, _BLUR_KERNEL_PX, 0)
-        if not self._transforms:
+        if augment.color_prob:
+            image = change_colors(image, draw_color_change(augment, rng))
+        if not self._extra:
             return image
         # A transform draws from both generators.
         py_random = random.Random(int(rng.integers(2**63)))
-        for transform in self._transforms:
+        for transform in self._extra:
             transform.set_random_state(rng, py_random)
             image = transform(image=image)["image"]
         return image
@@ -71,26 +76,6 @@ def _import_albumentations() -> ModuleType:
     import albumentations
 
     return albumentations
-
-
-def _color_transforms(augment: AugmentConfig) -> list[Any]:
-    if augment.color_prob == 0:
-        return []
-    albumentations = _import_albumentations()
-    add_multiply, jitter = albumentations.RandomBrightnessContrast, albumentations.ColorJitter
-    none = {"brightness": 0, "contrast": 0, "saturation": 0, "hue": 0}
-    # One object per change, because each change has its own probability.
-    changes = [
-        (augment.brightness, add_multiply, {"contrast_limit": 0}, "brightness_limit"),
-        (augment.contrast, add_multiply, {"brightness_limit": 0}, "contrast_limit"),
-        (augment.saturation, jitter, none, "saturation"),
-        (augment.hue, jitter, none, "hue"),
-    ]
-    return [
-        kind(**{**rest, name: largest}, p=augment.color_prob)
-        for largest, kind, rest, name in changes
-        if largest > 0
-    ]
 
 
 def _extra_transforms(augment: AugmentConfig) -> list[Any]:
