@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -298,6 +299,40 @@ def test_opencv_starts_no_threads_in_a_worker():
     finally:
         cv2.setNumThreads(before)
     assert batch.images[:, :, 0, 0].tolist() == [[1, 0, 0]] * 5
+
+
+class Pages(Numbers):
+    """Images of as many pixels as pages were fetched while 10 images of 8 MB came and went."""
+
+    def __getitem__(self, index):
+        for i in range(10):
+            if i == 2:  # by then, an allocator that keeps memory has it
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            parts = [np.ones(2**21, np.uint8) for _ in range(4)]
+            del parts
+        fetched = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        image, label = super().__getitem__(index)
+        image[:] = min(255, fetched // 8)  # 8 images
+        return image, label
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_a_worker_reuses_the_memory_of_earlier_images():
+    """Else the kernel clears 2,048 pages for every 8 MB, which takes longer than filling them."""
+    dataset = TrainStream(
+        Pages(), lambda image, label, rng, **_: (image, label), stream_seed=11, batch_size=5
+    )
+    (batch,) = train_loader(
+        dataset,
+        indices=[range(5)],
+        start_step=0,
+        steps=1,
+        num_workers=1,
+        prefetch=2,
+        pin_memory=False,
+        timeout_s=60,
+    )
+    assert batch.images.max() < 50
 
 
 @pytest.mark.fault(20)

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from segtrain.config import Config, load_config
+from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.models import build_model
 from segtrain.norm import make_norm
 from segtrain.training.engine import StepResult, train_steps
-from segtrain.training.malloc import keep_freed_memory
 from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch

@@ -17,8 +17,8 @@ from norm_simulation import run_simulation
 from norm_training import TREATMENTS, Result, Study, to_json, write_text
 
 from segtrain.config import Config, load_config
+from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.errors import UserError
-from segtrain.training.malloc import keep_freed_memory
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/camvid_small.yaml"
 

@@ -25,6 +25,7 @@ from segtrain.commands.train.stages import (
 from segtrain.config import Config, load_config, recipes
 from segtrain.data.loader import num_loader_workers, worker_failures
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import reserve_output, write_output
@@ -33,7 +34,6 @@ from segtrain.text import printable_lines, say
 from segtrain.training.clock import PARTS, PartClock, synchronize
 from segtrain.training.cost import busy_share, matmul_peak, peak_bytes, training_flops
 from segtrain.training.engine import StepResult, train_steps
-from segtrain.training.malloc import keep_freed_memory
 from segtrain.training.spans import watched
 from segtrain.training.step_sync import StepSync
 

@@ -38,6 +38,7 @@ from segtrain.config import Config, load_config
 from segtrain.data.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
+from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError
 from segtrain.models.precision import float32_products
@@ -46,7 +47,6 @@ from segtrain.run.console import say
 from segtrain.run.progress import ProgressBar
 from segtrain.run.receipts import Receipt
 from segtrain.training.engine import train_steps
-from segtrain.training.malloc import keep_freed_memory
 from segtrain.training.receipts import ReceiptMeter, weights_lines
 from segtrain.training.step_sync import StepSync
 

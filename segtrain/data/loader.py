@@ -21,6 +21,7 @@ from segtrain.config import DataConfig
 from segtrain.data.stream import Place, Sample, TrainStream
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import num_cores
+from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.distributed.partition import partition, parts_of_rank
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import EXIT_OK, ExecutionError, UserError
@@ -199,6 +200,7 @@ def _time_limit(timeout_s: float, expired: threading.Event) -> Iterator[None]:
 def _start_worker(_: int) -> None:
     # There are as many workers as cores; OpenCV would start as many threads in each of them.
     cv2.setNumThreads(0)
+    keep_freed_memory()
     # Terminals and cluster managers signal all processes of a run, but the rank needs its workers
     # to finish the step, and ends them itself.
     for number in (signal.SIGHUP, signal.SIGINT):

@@ -11,12 +11,12 @@ from segtrain.commands.train.setup import Order, Run, set_up
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat, slurm
+from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import exit_code
 from segtrain.errors import EXIT_OK
 from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
-from segtrain.training.malloc import keep_freed_memory
 
 
 def run(

@@ -1,4 +1,4 @@
-"""How the C library keeps memory, which training on a CPU feels."""
+"""How the C library keeps memory, which training on a CPU and loader workers feel."""
 
 import ctypes
 import sys
@@ -10,7 +10,8 @@ _KEPT_BYTES = 1 << 30  # the largest tensor that is kept for reuse
 def keep_freed_memory() -> None:
     """Has glibc keep freed blocks for the next allocation; does nothing with another C library.
 
-    Every step allocates the same large tensors: by default as fresh pages that the kernel clears.
+    Every step allocates the same large tensors, and every sample the same large images: by default
+    as fresh pages that the kernel clears.
     """
     if sys.platform != "linux":
         return
