@@ -160,6 +160,17 @@ def test_unknown_ids_are_named_with_their_pixels(saved, depth):
         decode.read_label(path, class_file(0, 1, ignore=(255,)))
 
 
+@pytest.mark.parametrize("num_classes", [253, 254, 255])
+@pytest.mark.parametrize("depth", [8, 16])
+def test_an_unknown_id_is_noticed_even_if_the_classes_take_all_train_ids(saved, depth, num_classes):
+    classes = class_file(*range(num_classes), ignore=())
+    ids = np.array([[*range(num_classes)]])
+    read = decode.read_label(saved(png(ids, GREY, depth)), classes)
+    np.testing.assert_array_equal(read, ids)
+    with pytest.raises(DataError, match=r"outside class file toy: 255 \(1 pixels\)"):
+        decode.read_label(saved(png(np.append(ids, [[255]], axis=1), GREY, depth)), classes)
+
+
 @pytest.mark.fault(53, 54)
 @pytest.mark.parametrize(
     ("values", "classes", "hint"),
@@ -309,7 +320,7 @@ def test_png_cut_anywhere_is_refused(saved, read):
 @pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label])
 def test_no_flipped_bit_in_a_png_goes_unnoticed(saved, read):
     data = png(random_values(8, (6, 9)), GREY, 8)
-    for place in range(8, len(data) - 12, 3):  # all but the signature and IEND
+    for place in range(8, len(data), 3):  # all but the signature
         damaged = bytearray(data)
         damaged[place] ^= 1 << (place % 8)
         with pytest.raises(DataError, match=r"x\.png"):

@@ -23,17 +23,18 @@ def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -
     Raises:
         DataError: ids that the class file does not name.
     """
-    train_ids, known = _id_tables(tuple(class_file.train_id_of.items()))
-    if raw.dtype == np.uint8:
-        # cv2.LUT twice is faster than numpy's take, which casts every index to 64 bits.
-        unknown = cv2.countNonZero(cv2.LUT(raw, known[:256])) != raw.size
-        label = cv2.LUT(raw, train_ids[:256])
-    else:
-        unknown = not known[raw].all()
-        label = train_ids[raw]
+    table, known, spare = _id_tables(tuple(class_file.train_id_of.items()))
+    label = _looked_up(raw, table)
+    # A second table is only needed if unknown ids cannot have a train id of their own.
+    unknown = (label == spare).any() if spare is not None else not _looked_up(raw, known).all()
     if unknown:
         raise DataError(f"{printable(path)}: {unknown_ids(count_ids(raw), class_file)}")
     return label
+
+
+def _looked_up(raw: np.ndarray, table: np.ndarray) -> np.ndarray:
+    # cv2.LUT is faster than numpy's take, which casts every index to 64 bits.
+    return cv2.LUT(raw, table[:256]) if raw.dtype == np.uint8 else table[raw]
 
 
 def count_ids(raw: np.ndarray) -> dict[int, int]:
@@ -105,13 +106,20 @@ def _listed(counts: dict[int, int] | dict[str, int]) -> str:
 
 
 @lru_cache(maxsize=8)
-def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Train id and "is known" of every 16-bit raw id, two (65536,) uint8."""
-    train_ids = np.full(1 << 16, IGNORE_INDEX, np.uint8)
+def _id_tables(
+    train_id_of: tuple[tuple[int, int], ...],
+) -> tuple[np.ndarray, np.ndarray, int | None]:
+    """Train id and "is known" of every 16-bit raw id, two (65536,) uint8, and a spare train id.
+
+    The spare one is that of all unknown ids; None: all are taken, and unknown ids are ignored.
+    """
+    taken = {IGNORE_INDEX, *(train_id for _, train_id in train_id_of)}
+    spare = next((i for i in range(256) if i not in taken), None)
+    train_ids = np.full(1 << 16, IGNORE_INDEX if spare is None else spare, np.uint8)
     known = np.zeros(1 << 16, np.uint8)
     for raw, train_id in train_id_of:
         train_ids[raw], known[raw] = train_id, 1
-    return train_ids, known
+    return train_ids, known, spare
 
 
 @lru_cache(maxsize=2)
