@@ -19,12 +19,14 @@ class Batch(NamedTuple):
     names: N image names, for messages; "a + b" if a sample is made of two images.
     partner_labels: (N, H, W) uint8, of the images that MixUp has mixed in; None: there are none,
         as in a step in which `seed.mixup_weight` is 0.
+    made_s: seconds that one process took to make it.
     """
 
     images: Tensor
     labels: Tensor
     names: list[str]
     partner_labels: Tensor | None = None
+    made_s: float = 0.0
 
 
 class DropoutMasks(NamedTuple):

@@ -207,6 +207,15 @@ def test_bench_on_ranks(config, tmp_path, shares):
     }
 
 
+def test_bench_measures_with_the_workers_that_auto_chooses(config, tmp_path, capsys):
+    options = ["--set", "data.num_workers=auto", "--set", "train.batch_size=2", "--nproc", "1"]
+    found = bench(config, tmp_path, *options)
+    said = capsys.readouterr().err
+    assert said.count("segtrain: loader     ") == 1
+    assert f"loader     {found['workers']} of at most " in said
+    assert found["steps"] == 2
+
+
 def test_hogwild_has_no_steps_to_measure(config, capsys):
     assert main(["bench", str(config), "--set", "train.parallel=hogwild"]) == 2
     assert "train.parallel: hogwild: its processes do not share steps" in capsys.readouterr().err

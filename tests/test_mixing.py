@@ -167,7 +167,7 @@ def assert_same(found, wanted):
 
 
 def joined(parts):
-    images, labels, names, partner_labels = zip(*parts, strict=True)
+    images, labels, names, partner_labels, _ = zip(*parts, strict=True)
     names = list(chain.from_iterable(names))
     return Batch(torch.cat(images), torch.cat(labels), names, torch.cat(partner_labels))
 

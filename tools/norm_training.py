@@ -30,7 +30,7 @@ from segtrain.checkpoint.initial import load_initial
 from segtrain.config import Config, override_config
 from segtrain.data import open_dataset
 from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import TrainStream, default_workers, indices_of_rank, train_loader
+from segtrain.data.loader import TrainStream, indices_of_rank, num_loader_workers, train_loader
 from segtrain.data.transforms import TrainTransform
 from segtrain.distributed.partition import partition
 from segtrain.errors import ConfigError
@@ -270,13 +270,13 @@ def batches(config: Config, train_set: SegDataset, start: int, stop: int) -> Ite
     transform = TrainTransform(
         config.augment, mean=config.data.mean, short_side_px=config.data.short_side_px
     )
-    size, workers = config.train.batch_size, config.data.num_workers
+    size = config.train.batch_size
     return train_loader(
         TrainStream(train_set, transform, stream_seed=config.seed, batch_size=size),
         indices=indices_of_rank(size, config.train.accumulate_steps, 0, 1),
         start_step=start,
         steps=stop,
-        num_workers=default_workers(1) if workers is None else workers,
+        num_workers=num_loader_workers(config.data),
         prefetch=config.data.prefetch,
         pin_memory=False,
         timeout_s=config.train.timeout_s,

@@ -14,6 +14,7 @@ import torch
 from segtrain.commands.bench_report import Report, limit_of, lines_of
 from segtrain.commands.data_check import json_errors
 from segtrain.commands.train import batches
+from segtrain.commands.train.auto_workers import MEASURED_STEPS
 from segtrain.commands.train.class_uniform import class_uniform_sampling
 from segtrain.commands.train.stages import (
     Training,
@@ -23,7 +24,7 @@ from segtrain.commands.train.stages import (
     train_stream,
 )
 from segtrain.config import Config, load_config, recipes
-from segtrain.data.loader import num_loader_workers, worker_failures
+from segtrain.data.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.distributed.process_group import device_for, process_group
@@ -79,9 +80,14 @@ def _config(args: argparse.Namespace) -> Config:
             f"train.parallel: {config.train.parallel}: its processes do not share steps; bench "
             "measures train.parallel sync"
         )
-    steps = max(config.train.steps, _WARMUP + 2 * args.steps + _PROFILED)
+    steps = max(config.train.steps, _warmup(config) + 2 * args.steps + _PROFILED)
     train = config.train.model_copy(update={"steps": steps})
     return config.model_copy(update={"train": train})
+
+
+def _warmup(config: Config) -> int:
+    """Steps before those that count."""
+    return _WARMUP + (MEASURED_STEPS if config.data.num_workers == "auto" else 0)
 
 
 def _measure(
@@ -102,15 +108,18 @@ def _measure(
     )
     if dist.is_main() and notes:
         say("\n".join(notes))
+    chosen: list[str] = []
     steps = train_steps(
         state,
-        batches.until(this, config.train.steps),
+        batches.with_chosen_workers(this, config.train.steps, chosen.append),
         config,
         device=device,
         indices=batches.indices(this),
         step_sync=this.step_sync,
     )
-    _take(steps, _WARMUP, device)
+    _take(steps, _warmup(config), device)
+    if dist.is_main() and chosen:
+        say(chosen[0])
     # 1. The time that counts: nobody listens.
     step_s, data_s = _take(steps, num_steps, device)
     # 2. Its parts: on a device, the clock waits for it at every border.
@@ -141,7 +150,7 @@ def _measure(
         parted_step_s=slowest[2],
         parts_s=slowest[3],
         sample_s=_seconds_of_a_sample(this),
-        workers=num_loader_workers(config.data),
+        workers=batches.num_workers(this),
         flops_of_image=flops,
         peak_flops=sum(values[4] for values in everywhere),
         peak_bytes=max(values[5] for values in everywhere),

@@ -15,12 +15,12 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import cv2
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from segtrain.config import DataConfig
+from segtrain.config import Config, DataConfig
 from segtrain.data.stream import Place, Sample, TrainStream
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import num_cores
+from segtrain.distributed.machine import free_shared_memory, num_cores
 from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.distributed.partition import partition, parts_of_rank
 from segtrain.distributed.signals import die_with_parent
@@ -49,22 +49,43 @@ def default_workers(ranks_here: int) -> int:
     return min(8, num_cores() // ranks_here)
 
 
+def most_workers(config: Config) -> int:
+    """The most loader processes that `auto` gives a rank: one a core, if shared memory allows."""
+    ranks = dist.local_world_size()
+    most = num_cores() // ranks
+    free = free_shared_memory()
+    if free is not None:
+        # At least one, which is refused at the start if there is no space for it.
+        most = min(most, max(1, free // (ranks * bytes_in_flight(config, 1))))
+    return most
+
+
 def num_loader_workers(config: DataConfig) -> int:
-    """The loader processes of this rank."""
-    if config.num_workers is not None:
-        return config.num_workers
-    return default_workers(dist.local_world_size())
+    """The loader processes of this rank; `auto` is not measured here, and counts as null."""
+    if config.num_workers is None or config.num_workers == "auto":
+        return default_workers(dist.local_world_size())
+    return config.num_workers
 
 
-def bytes_in_flight(
-    crop_size: tuple[int, int], images: int, *, num_workers: int, prefetch: int, labels: int = 1
-) -> int:
-    """The shared memory of the batches that one rank has ready, with `images` images a pass.
+def first_workers(config: Config) -> int:
+    """The loader processes with which the training of this rank begins."""
+    number = num_loader_workers(config.data)
+    return min(number, most_workers(config)) if config.data.num_workers == "auto" else number
 
-    labels: of each image; 2 with MixUp.
-    """
+
+def images_of_pass(config: Config) -> int:
+    """The most images that a rank has in one pass of a step."""
+    train = config.train
+    return -(-(train.batch_size // train.accumulate_steps) // dist.world_size())
+
+
+def bytes_in_flight(config: Config, num_workers: int) -> int:
+    """The shared memory of the batches that one rank with so many workers has ready."""
+    height, width = config.augment.crop_size
+    labels = 1 if config.augment.mixup_alpha is None else 2
     # A pixel has three bytes of image and one of each label.
-    return num_workers * prefetch * images * (3 + labels) * crop_size[0] * crop_size[1]
+    one = images_of_pass(config) * (3 + labels) * height * width
+    return num_workers * config.data.prefetch * one
 
 
 def train_loader(
@@ -89,7 +110,7 @@ def train_loader(
         ExecutionError: a worker was killed or hangs.
     """
     loader = DataLoader(
-        stream,
+        _Clocked(stream),
         batch_sampler=_places(indices, start_step, steps),
         collate_fn=_collate,
         num_workers=num_workers,
@@ -144,14 +165,26 @@ def _places(indices: Sequence[Sequence[int]], start: int, steps: int) -> Iterato
             yield [(step, position) for position in positions]
 
 
-def _collate(samples: list[Sample] | UserError) -> Batch | UserError:
+class _Clocked(Dataset):
+    """The batches of `stream`, each after the time at which work on it began."""
+
+    def __init__(self, stream: TrainStream) -> None:
+        self._stream = stream
+
+    def __getitems__(self, places: Sequence[Place]) -> tuple[float, list[Sample] | UserError]:
+        return time.perf_counter(), self._stream.__getitems__(places)
+
+
+def _collate(clocked: tuple[float, list[Sample] | UserError]) -> Batch | UserError:
+    began, samples = clocked
     if isinstance(samples, UserError):
         return samples
     images, labels, names, partner_labels = zip(*samples, strict=True)
     # Stacking HWC images and viewing them as NCHW makes a channels-last batch without a copy.
     images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
     partners = None if partner_labels[0] is None else torch.stack(partner_labels)
-    return Batch(images, torch.stack(labels), list(names), partners)
+    labels = torch.stack(labels)
+    return Batch(images, labels, list(names), partners, made_s=time.perf_counter() - began)
 
 
 def _batches(loader: DataLoader, timeout_s: float, expired: threading.Event) -> Iterator[Batch]:

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import struct
+import sys
 from pathlib import Path
 
 # Linux: files here are memory that processes can share.
@@ -19,6 +20,13 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def free_shared_memory() -> int | None:
+    """Bytes that are free in SHARED_MEMORY; None: processes share memory otherwise here."""
+    if sys.platform != "linux" or not SHARED_MEMORY.is_dir():
+        return None
+    return shutil.disk_usage(SHARED_MEMORY).free
 
 
 def is_alive(pid: int) -> bool:

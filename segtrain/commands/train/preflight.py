@@ -1,9 +1,7 @@
 """Before training: what is checked before device time is spent, and the lines that are logged."""
 
 import os
-import shutil
 import stat
-import sys
 from pathlib import Path
 
 import torch
@@ -13,10 +11,15 @@ from segtrain import __version__
 from segtrain.config import Config
 from segtrain.data.check.quick import quick_check
 from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import bytes_in_flight, indices_of_rank, num_loader_workers
+from segtrain.data.loader import (
+    bytes_in_flight,
+    first_workers,
+    images_of_pass,
+    indices_of_rank,
+)
 from segtrain.data.photometric import check_extra
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import SHARED_MEMORY, compiler
+from segtrain.distributed.machine import SHARED_MEMORY, compiler, free_shared_memory
 from segtrain.distributed.partition import batch_findings, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
@@ -100,19 +103,12 @@ def _device_memory_finding(config: Config, num_classes: int, device: torch.devic
 
 def _shared_memory_finding(config: Config) -> str | None:
     """Why the loader's batches may not fit; a worker that finds no space dies by SIGBUS."""
-    workers, train = num_loader_workers(config.data), config.train
-    if workers == 0 or sys.platform != "linux" or not SHARED_MEMORY.is_dir():
+    workers, free = first_workers(config), free_shared_memory()
+    if workers == 0 or free is None:
         return None
     ranks, prefetch = dist.local_world_size(), config.data.prefetch
-    images = -(-(train.batch_size // train.accumulate_steps) // dist.world_size())
-    needed = ranks * bytes_in_flight(
-        config.augment.crop_size,
-        images,
-        num_workers=workers,
-        prefetch=prefetch,
-        labels=1 if config.augment.mixup_alpha is None else 2,
-    )
-    free = shutil.disk_usage(SHARED_MEMORY).free
+    images = images_of_pass(config)
+    needed = ranks * bytes_in_flight(config, workers)
     if needed <= free:
         return None
     return (

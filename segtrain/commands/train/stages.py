@@ -41,6 +41,7 @@ class Training:
     state: TrainState
     step_sync: StepSync
     class_uniform: ClassUniform | None = None  # data.class_uniform
+    auto_workers: int | None = None  # what data.num_workers auto has come to
 
 
 # With these cuBLAS computes the same bits in every run.

@@ -61,8 +61,10 @@ class DataConfig(Section):
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = option(
         (58.395, 57.12, 57.375), "RGB standard deviation divided by, in units of 0..255"
     )
-    num_workers: NonNegative | None = option(
-        None, "loader processes a rank; null: the cores divided by the ranks, at most 8"
+    num_workers: NonNegative | Literal["auto"] | None = option(
+        None,
+        "loader processes a rank; null: the cores divided by the ranks, at most 8; auto: as many "
+        "as the first steps show are needed, at most the cores divided by the ranks",
     )
     prefetch: Positive = option(4, "batches each loader worker prepares ahead")
     class_uniform: Fraction = option(
