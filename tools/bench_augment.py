@@ -4,24 +4,33 @@ The usual pipeline resizes the whole image and label, rotates them if asked, pad
 it is given the same draws. With decoding, both first read image and label from PNG files: the usual
 one by cv2.imread, ours with the checks of a training. Rounds alternate between the two, so a busy
 machine troubles both alike: read the ratio.
-Run: python tools/bench_augment.py [--samples N] [--rounds N]
+
+With --path: samples a second of one process, from PNG files or a pack to the finished sample, with
+and without changes of colour. Wall time counts what others do on the machine, processor time not.
+Run: python tools/bench_augment.py [--samples N] [--rounds N] [--path]
 """
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cv2
 import numpy as np
+import torch
 
-from segtrain.config import AugmentConfig
+from segtrain.cli import main as segtrain_main
+from segtrain.config import AugmentConfig, Config, load_config
+from segtrain.data import open_dataset
 from segtrain.data.class_file import load_class_file
 from segtrain.data.decode import read_image, read_label
 from segtrain.data.geometry import Placement, resample_image, resample_label
+from segtrain.data.stream import TrainStream
 from segtrain.data.transforms import TrainTransform, draw_placement
+from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.types import IGNORE_INDEX
 
 MEAN = (124, 116, 104)
@@ -111,12 +120,67 @@ def scene(size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     return image, image[..., 0] // 16
 
 
+def write_data(root: Path, size: tuple[int, int]) -> Config:
+    """Scenes as PNG files, a pack of them, and a config that has both."""
+    image, label = scene(size)
+    for split, number in (("train", 4), ("val", 1)):
+        for kind in ("images", "labels"):
+            (root / kind / split).mkdir(parents=True)
+        for i in range(number):
+            shifted = np.roll(image, 100 * i, axis=1)
+            cv2.imwrite(str(root / f"images/{split}/{i}.png"), shifted[..., ::-1])
+            cv2.imwrite(str(root / f"labels/{split}/{i}.png"), np.roll(label, 100 * i, axis=1))
+    classes = "".join(f"  - class{i}\n" for i in range(16))
+    (root / "classes.yaml").write_text(f"classes:\n{classes}")
+    config, data = root / "c.yaml", {"layout": "folders", "root": str(root)}
+    data |= {"classes": str(root / "classes.yaml")}
+    config.write_text(json.dumps({"data": data, "model": {}, "train": {"steps": 1}}))
+    if segtrain_main(["data", "pack", str(config), "--output", str(root / "pack")]):
+        raise SystemExit(1)
+    return load_config(config)
+
+
+def path_rows(size: tuple[int, int], crop: tuple[int, int], num: int, rounds: int) -> Iterator[str]:
+    """Samples a second from files and from a pack; the median of rounds that alternate."""
+    keep_freed_memory()  # as in a loader worker
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_data(Path(folder), size).data
+        streams = {}
+        for source, pack in (("PNG", None), ("pack", str(Path(folder) / "pack"))):
+            dataset = open_dataset(data.model_copy(update={"pack": pack}), "train")
+            for colors, prob in (("", 0.0), (", colours", 0.5)):
+                augment = AugmentConfig(crop_size=crop, color_prob=prob)
+                streams[source + colors] = TrainStream(
+                    dataset, TrainTransform(augment, mean=data.mean), stream_seed=0, batch_size=num
+                )
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in streams}
+        for step in range(rounds + 1):
+            for name, stream in streams.items():
+                began = time.perf_counter(), time.process_time()
+                for position in range(num):
+                    stream[step, position]
+                ended = time.perf_counter(), time.process_time()
+                times[name].append((ended[0] - began[0], ended[1] - began[1]))
+        for name, found in times.items():
+            # Of the first round, pages are new and CRCs are checked.
+            columns = zip(*found[1:], strict=True)
+            wall, processor = (num / statistics.median(column) for column in columns)
+            yield f"{name:36}{wall:10.1f}{processor:12.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=24, help="draws of each case")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions; the median is shown")
+    parser.add_argument("--path", action="store_true", help="samples a second of the whole path")
     options = parser.parse_args()
     cv2.setNumThreads(0)  # as in a loader worker
+    if options.path:
+        print(f"{'samples/s, 1024x2048 -> 713x713':36}{'wall':>10}{'processor':>12}")
+        for line in path_rows((1024, 2048), (713, 713), options.samples, options.rounds):
+            print(line)
+        return
     print(
         f"{'ms per sample':36}{'usual':>8}{'ours':>8}{'ratio':>8}{'+ share':>9}{'+ colours':>11}"
         f"  decoding too: {'usual':>8}{'ours':>8}{'ratio':>8}"
