@@ -3,6 +3,7 @@
 import gzip
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from segtrain.models import build_model
 from segtrain.norm import make_norm
 from segtrain.training import clock as clocks
 from segtrain.training.clock import COMMUNICATION, PartClock
-from segtrain.training.cost import covered, training_flops
+from segtrain.training.cost import covered, device_work, training_flops
 from segtrain.training.spans import BACKWARD, FORWARD, UPDATE, span, watched
 from segtrain.types import DropoutMasks
 
@@ -107,6 +108,19 @@ def test_collectives_count_as_communication(run_ranks):
 )
 def test_overlapping_kernels_count_once(intervals, length):
     assert covered(intervals) == length
+
+
+def event(device, start, end, *, annotation=False):
+    times = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(device_type=device, time_range=times, is_user_annotation=annotation)
+
+
+def test_named_regions_are_no_work_of_the_device():
+    on_device, on_host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    kernels = [event(on_device, 1, 3), event(on_device, 7, 9)]
+    others = [event(on_device, 1, 9, annotation=True), event(on_host, 0, 20)]
+    profiler = SimpleNamespace(events=lambda: [*others, *kernels])
+    assert device_work(profiler) == kernels
 
 
 @pytest.mark.parametrize(("arch", "more"), [("deeplabv3plus", 0), ("pspnet", 0.01)])

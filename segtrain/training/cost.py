@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -89,12 +90,20 @@ def busy_share(
         profiler.export_chrome_trace(str(trace))
     if device.type != "cuda":
         return None
-    kernels = [
-        (event.time_range.start, event.time_range.end)
+    kernels = [(one.time_range.start, one.time_range.end) for one in device_work(profiler)]
+    return covered(kernels) / 1e6 / seconds
+
+
+def device_work(profiler: profile) -> list[Any]:
+    """The kernels and copies on CUDA devices that `profiler` has seen, as its FunctionEvents."""
+    return [
+        event
         for event in profiler.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
+        # A region such as "forward" is an event of the device too: it lasts from its first kernel
+        # to its last one, the pauses between them included.
+        and not event.is_user_annotation
     ]
-    return covered(kernels) / 1e6 / seconds
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:
