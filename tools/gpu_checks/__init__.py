@@ -42,7 +42,7 @@ CHECKS = {
     "throughput": Check(
         "gpu_checks.throughput:check",
         "PSPNet-R50 at 512x1024 beside torchvision's reference loop",
-        300,
+        420,
     ),
     "pack": Check("gpu_checks.pack:check", "does a step wait for data from a pack?", 240),
     "demo": Check(
