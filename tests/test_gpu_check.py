@@ -80,6 +80,27 @@ def test_each_ending_has_its_name_and_ends_no_other_check(stubs, capsys):
     assert "| sum | 3 | 4 \\| or 5 | BAD |" in printed
 
 
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (
+            ["torch.OutOfMemoryError: CUDA out", "[W] destroy_process_group"],
+            "torch.OutOfMemoryError",
+        ),
+        (
+            ["Fatal Python error: Aborted", "", "Extension modules: a"],
+            "Fatal Python error: Aborted",
+        ),
+        (["RuntimeError: first", "ValueError: second", "  "], "ValueError: second"),
+        (["told", "nothing else", ""], "nothing else"),
+        ([], "no output"),
+    ],
+)
+def test_the_reason_of_a_crash_is_its_last_error(tmp_path, lines, reason):
+    (tmp_path / "log").write_text("\n".join(lines))
+    assert gpu_check.reason(tmp_path / "log").startswith(reason)
+
+
 def test_what_needs_a_device_is_no_failure(stubs):
     assert run(stubs("needs"))[0] == 0
 

@@ -307,25 +307,27 @@ def test_memory_that_is_too_small_ends_one_precision_only(findings, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("own_ms", "reference_ms", "verdicts"),
+    ("own_ms", "sync_ms", "verdicts"),
     # 2 images of 1 TFLOP at a peak of 1e14: 20 ms.
     [
-        (40.0, 100.0, {"of the peak": GOOD, "synchronized": GOOD, "loop /": GOOD}),
-        (60.0, 100.0, {"of the peak": BAD, "synchronized": BAD, "loop /": BAD}),
+        (40.0, 41.0, {"of the peak": GOOD, "synchronized": GOOD, "loop /": GOOD}),
+        (60.0, 66.0, {"of the peak": BAD, "synchronized": BAD, "loop /": BAD}),
     ],
 )
-def test_throughput_on_a_device_is_judged(findings, monkeypatch, own_ms, reference_ms, verdicts):
-    times = {name: [own_ms] * 3 for name in STEP_MS} | {steps.LOCAL: [40.0] * 3}
+def test_throughput_on_a_device_is_judged(findings, monkeypatch, own_ms, sync_ms, verdicts):
+    times = {steps.SYNC: [sync_ms], steps.LOCAL: [own_ms], steps.TORCH: [90.0]}
     stub_contenders(monkeypatch, throughput, STEP_MS, times)
     monkeypatch.setattr(throughput, "judge_waits", lambda *_: None)
     monkeypatch.setattr(throughput, "_free", lambda _: None)
-    monkeypatch.setattr(throughput, "_reference_ms", lambda *_: reference_ms)
+    monkeypatch.setattr(throughput, "_reference_ms", lambda *_: 100.0)
     throughput._one_batch(findings, CUDA, throughput.CPU_SIZES, 2, 0.01)
     judged = {line.what: line for line in findings.lines if line.verdict in (GOOD, BAD)}
     assert len(judged) == 3
     for part, verdict in verdicts.items():
         assert [line.verdict for what, line in judged.items() if part in what] == [verdict]
-    assert findings.lines[0].found == f"{2e3 / own_ms:.1f} images/s, {own_ms:.1f} ms, 1.5 GiB"
+    share = 20 / sync_ms
+    wanted = f"{2e3 / sync_ms:.1f} images/s, {sync_ms:.1f} ms, {share:.0%} of the peak, 1.5 GiB"
+    assert findings.lines[0].found == wanted
 
 
 def test_a_batch_that_does_not_fit_is_said_to_be_unmeasured(findings, monkeypatch):

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -45,6 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _SOURCES = ("segtrain/**/*.py", "tools/**/*.py", "tests/test_norm*.py", "configs/demo.yaml")
 _MACHINE_LIMIT_S = 180
 _WIDEST = 300  # characters of an error that the table shows
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Exit): |Fatal Python error: ")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -144,7 +146,7 @@ def ask(name: str, device: str, folder: Path, limit_s: float) -> Result:
     if ending.code is None:
         status, detail = TIMED_OUT, f"killed after {limit_s:.0f} s; see {log.name}"
     elif ending.code != 0 or not has_ended:
-        status, detail = CRASHED, f"exit code {ending.code}; {last_line(log)}"
+        status, detail = CRASHED, f"exit code {ending.code}; {reason(log)}"
     return Result(name, status, detail, ending.seconds, findings)
 
 
@@ -161,7 +163,7 @@ def machine_of(device: str, folder: Path) -> dict[str, Any]:
         command, log, _MACHINE_LIMIT_S, child_environment(), mark=str(folder.resolve())
     )
     if ending.code != 0:
-        raise SystemExit(f"the machine cannot be described: {last_line(log) or 'no answer'}")
+        raise SystemExit(f"the machine cannot be described: {reason(log)}")
     return json.loads(file.read_text())
 
 
@@ -211,10 +213,12 @@ def read_result(name: str, folder: Path) -> Result:
     return Result(**content, findings=findings)
 
 
-def last_line(log: Path) -> str:
-    """The last line of output that says something."""
+def reason(log: Path) -> str:
+    """The last error in the output of a check; without any its last line that says something."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:_WIDEST] if lines else ""
+    # NCCL and the interpreter say more on their way out.
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or lines or ["no output"])[-1][:_WIDEST]
 
 
 if __name__ == "__main__":
