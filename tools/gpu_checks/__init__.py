@@ -59,7 +59,8 @@ CHECKS = {
         "gpu_checks.compiled:check",
         "torch.compile: equal losses, graphs, speed",
         300,
-        {"TORCH_LOGS": "recompiles"},
+        # Otherwise the first step would be short where code is left of another run.
+        {"TORCH_LOGS": "recompiles", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
     ),
     "workers": Check(
         "gpu_checks.workers:check", "is a killed loader worker noticed and named?", 300
