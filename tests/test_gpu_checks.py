@@ -268,6 +268,20 @@ def test_passes_of_a_layer_are_counted_apart(monkeypatch):
     assert [one.shape for one in calls[1]] == [x.shape, (3,), (3,)]
 
 
+def test_running_statistics_are_no_part_of_a_layers_count(monkeypatch):
+    def call_once(call):
+        call()
+        return watching.Work(1, 0)
+
+    monkeypatch.setattr(layers, "work_of", call_once)
+    layer = layers.SyncBatchNorm2d(3)
+    with one_rank(CPU):
+        layers.count_passes(
+            layer, torch.rand(2, 3, 4, 5, requires_grad=True), torch.ones(2, 3, 4, 5)
+        )
+    assert layer.num_batches_tracked == 0
+
+
 def stub_contenders(monkeypatch, module, names, times):
     monkeypatch.setattr(module, "contenders", lambda *_: {name: name for name in names})
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gpu_checks.findings import Findings
 from gpu_checks.stepping import as_among_two, one_rank
 from gpu_checks.watching import work_of
-from segtrain.norm import SyncBatchNorm2d
+from segtrain.norm import SyncBatchNorm2d, untracked
 
 LOCAL, OWN, TORCH, PROTOTYPE = "F.batch_norm", "segtrain", "torch's SyncBatchNorm", "prototype"
 # What the issue of speed asks of a layer.
@@ -136,10 +136,13 @@ def _kernels(
 
 
 def count_passes(layer: nn.Module, x: Tensor, grad: Tensor) -> tuple[int, int]:
-    """What the device does in the forward pass and in the backward pass."""
+    """What the device does in the forward pass and in the backward pass.
+
+    Running statistics, where segtrain's layer has them, are not counted: they are of a step.
+    """
     outputs: list[Tensor] = []
     inputs = [x, *layer.parameters()]
-    with as_among_two():
+    with as_among_two(), untracked():
         layer(x)  # makes what is made once
         forward = work_of(lambda: outputs.append(layer(x)))
         backward = work_of(lambda: torch.autograd.grad(outputs[0], inputs, grad))

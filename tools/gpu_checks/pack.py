@@ -24,7 +24,7 @@ def check(findings: Findings, device: torch.device, folder: Path) -> None:
         model = {"backbone": "resnet18", "head_channels": 16}
         train = {"batch_size": 2, "precision": "float32"}
     data, pack = draw_scenes(folder, scenes, 2, size), folder / "pack"
-    settings = {"data__root": str(data), "data__num_workers": None if is_cuda else 1}
+    settings = {"data__root": str(data), "data__num_workers": 8 if is_cuda else 1}
     settings |= {"augment__crop_size": crop, "augment__scale_range": [0.5, 2.0]}
     settings |= {f"model__{key}": value for key, value in model.items()}
     settings |= {f"train__{key}": value for key, value in train.items()}
