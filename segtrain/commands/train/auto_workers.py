@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from segtrain.distributed import collectives as dist
+
 # In the first steps libraries choose kernels, and files are read for the first time.
 _WARMUP = 3
 MEASURED_STEPS = _WARMUP + 8
@@ -57,7 +59,7 @@ class Measurement:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_device = device.type == "cuda"
+        self._device = device
         self._began: _Mark | None = None
         self._steps: list[tuple[_Mark, _Mark, float, int]] = []
 
@@ -71,6 +73,7 @@ class Measurement:
 
     def choice(self, most: int) -> Choice:
         """How many workers keep ahead of the steps, 1 .. `most`."""
+        dist.wait_for_device(self._device)  # which may wait for a rank that is gone
         measured = self._steps[_WARMUP:]
         sample_s = median(made_s / images for _, _, made_s, images in measured)
         step_s = median(_seconds(began, ended) for began, ended, _, _ in measured)
@@ -79,7 +82,7 @@ class Measurement:
         return Choice(max(1, min(most, needed)), most, images, sample_s, step_s)
 
     def _mark(self) -> "_Mark":
-        if not self._on_device:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
