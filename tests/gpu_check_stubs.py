@@ -51,6 +51,7 @@ def hangs(findings, device, folder):
 def hangs_once(findings, device, folder):
     if note("hangs_once") == 1:
         hangs(findings, device, folder)
+    findings.judged("files", not list(Path(folder).iterdir()), "none", "none")
     child = int(Path(os.environ["GPU_CHECK_NOTES"], "child").read_text())
     findings.judged("what the first time has left", not is_alive(child), "nothing", "nothing")
 

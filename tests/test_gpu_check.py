@@ -213,12 +213,17 @@ def test_it_goes_on_where_it_was_killed(stubs, number):
     process.wait(60)
     if number == signal.SIGTERM:
         assert gone(child)
+    kept = list((folder / "out").glob("*/hangs_once.work"))
+    assert bool(kept) == (number == signal.SIGKILL)
+    if kept:
+        (kept[0] / "large").touch()
     code, found = run(folder)
     assert gone(child)
     assert code == 0
     assert {one["status"] for one in found.values()} == {"passed"}
     started = [len((folder / name).read_text()) for name in ("passes", "hangs_once")]
     assert started == [1, 2]
+    assert not list((folder / "out").glob("*/*.work"))
 
 
 def test_findings_are_written_one_by_one(tmp_path):

@@ -19,7 +19,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,7 +133,10 @@ def ask(name: str, device: str, folder: Path, limit_s: float) -> Result:
     check = CHECKS[name]
     found, log = folder / f"{name}.findings.json", folder / f"{name}.log"
     found.unlink(missing_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f"gpu_check_{name}_"))
+    # Not in /tmp: what a killed one has left, which may be gigabytes, is found and removed here.
+    work = (folder / f"{name}.work").resolve()
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
     try:
         environment = child_environment() | dict(check.environment)
         command = child_command(check.place, device, found, work)
