@@ -70,8 +70,9 @@ def limit_of(report: Report) -> str:
     data = report.data_s / report.step_s
     if data > _MUCH_DATA:
         return (
-            f"the loader: {data:.0%} of the step is spent waiting for it; more data.num_workers if "
-            "cores are idle, smaller images on the disk, or fewer changes of colour"
+            f"the loader: {data:.0%} of the step is spent waiting for it; more data.num_workers, "
+            "or auto, if cores are idle, a pack (segtrain data pack), smaller images, or "
+            "fewer changes of colour"
         )
     communication = report.parts_s["communication"] / report.parted_step_s
     if communication > _MUCH_COMMUNICATION:
