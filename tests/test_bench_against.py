@@ -1,0 +1,91 @@
+"""The side by side benchmark: equal work, no silent absence, and figures from every section.
+
+Peers that are not installed are left out here, and must be named by the tool.
+"""
+
+import importlib.util
+import json
+
+import against_start
+import pytest
+from against_data import samples, write_scenes
+from against_models import CASES, MMSEG, PACKAGES, SEGTRAIN, SMP, TORCHVISION, missing, work
+from against_report import Row, markdown
+from against_steps import evaluation, training
+from bench_against import main
+
+SMALL = ("--rounds", "1", "--steps", "1", "--samples", "1", "--threads", "1")
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def installed(case):
+    """The contenders of a case that can run here."""
+    return [name for name in (SEGTRAIN, TORCHVISION, CASES[case].peer) if not missing(name)]
+
+
+@pytest.fixture
+def none_installed(monkeypatch):
+    """No peer can be found."""
+    found = importlib.util.find_spec
+    hidden = {name for peer in (SMP, MMSEG) for name in PACKAGES[peer]}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in hidden else found(name)
+    )
+
+
+@every_case
+def test_contenders_have_equal_weights_and_operations(case):
+    """Pooling by matrix products counts as operations: 0.06 % of PSPNet's at 256x256."""
+    ours, *others = [work(name, CASES[case], (96, 128)) for name in installed(case)]
+    assert others
+    for other in others:
+        assert other["weights"] == ours["weights"]
+        assert other["gflop"] == pytest.approx(ours["gflop"], rel=1e-3)
+
+
+@every_case
+@pytest.mark.filterwarnings("ignore")
+def test_every_contender_trains_and_counts_the_same_pixels(case):
+    for name in installed(case):
+        run = training(name, case, size=(64, 64), batch=2)
+        run(1)
+    labelled = {name: evaluation(name, case, size=(64, 96))(2) for name in installed(case)}
+    assert set(labelled.values()) == {2 * (64 - 6) * 96}, labelled
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_pipeline_makes_crops(tmp_path):
+    write_scenes(tmp_path, size=(128, 256), number=2)
+    common = {"root": str(tmp_path), "crop": (65, 97), "colors": False}
+    for name in ("segtrain", "torchvision", "semseg", "albumentations"):
+        for source in ("files", "decoded"):
+            sample, _ = samples(name, **common, source=source)(2)
+            image, label = (sample["image"], sample["mask"]) if name[0] == "a" else sample[:2]
+            assert sorted(image.shape) == [3, 65, 97], name
+            assert label.squeeze().shape == (65, 97), name
+
+
+def test_the_tool_measures_and_names_missing_peers(none_installed, tmp_path, capsys):
+    case = "deeplabv3plus_mnv2 of smp"
+    size = ("--sizes", "64:2", "--cases", case, "--json", str(tmp_path / "found.json"))
+    main(["--sections", "train", *SMALL, *size])
+    found, table = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
+    assert [row["contender"] for row in found["train"]] == [SEGTRAIN, TORCHVISION]
+    assert all(row["median"] > 0 for row in found["train"])
+    assert found["not installed"] == {
+        SMP: ["segmentation_models_pytorch"],
+        MMSEG: ["mmseg", "mmengine", "mmcv"],
+    }
+    assert "smp: not installed (segmentation_models_pytorch)" in table
+    assert "mmseg: not installed (mmseg, mmengine, mmcv)" in table
+
+
+def test_ratios_are_medians_of_the_rounds():
+    rows = [Row("net", SEGTRAIN, "images/s", (2.0, 4.0)), Row("net", "x", "images/s", (1.0, 3.0))]
+    assert "|  | x | 2 | 1 to 3 | 0.62 |" in markdown({"train": rows}, {})
+
+
+def test_the_first_step_of_a_command_is_noticed(tmp_path):
+    against_start.write_data(tmp_path)
+    assert against_start.first_step_s(TORCHVISION, tmp_path) > 0

@@ -1,0 +1,254 @@
+"""Training steps and evaluation of the contenders of bench_against.py, on images in memory.
+
+Each function makes what a program has before its first step and returns a function that does so
+many steps, or evaluates so many images. All train with SGD with momentum and weight decay, and with
+cross entropy over the pixels that are not 255.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import islice, repeat
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from against_models import (
+    CASES,
+    MMSEG,
+    NUM_CLASSES,
+    SEGTRAIN,
+    SMP,
+    TORCHVISION,
+    Case,
+    build,
+    config_of,
+)
+from torch import Tensor, nn
+
+from segtrain.config import DataConfig
+from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.settings import InferenceSettings
+from segtrain.models import build_model
+from segtrain.models.normalize import normalize
+from segtrain.norm import make_norm
+from segtrain.training.engine import train_steps
+from segtrain.training.malloc import keep_freed_memory
+from segtrain.training.state import make_state
+from segtrain.training.step_sync import StepSync
+from segtrain.types import IGNORE_INDEX, Batch
+
+Size = tuple[int, int]
+Run = Callable[[int], object]
+CPU = torch.device("cpu")
+_SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+_STEPS = 10**6  # of the schedule
+
+
+def training(contender: str, case_name: str, *, size: Size, batch: int) -> Run:
+    """So many training steps of a contender."""
+    case = CASES[case_name]
+    torch.manual_seed(0)
+    make = {SEGTRAIN: _train_segtrain, MMSEG: _train_mmseg}.get(contender, _train_plain)
+    return make(contender, case, *_batch(batch, size))
+
+
+def evaluation(contender: str, case_name: str, *, size: Size) -> Run:
+    """The confusion matrix of so many images, each whole, by a contender."""
+    case = CASES[case_name]
+    torch.manual_seed(0)
+    make = {
+        SEGTRAIN: _evaluate_segtrain,
+        TORCHVISION: _evaluate_torchvision,
+        SMP: _evaluate_smp,
+        MMSEG: _evaluate_mmseg,
+    }
+    return make[contender](case, *_batch(1, size))
+
+
+def _batch(number: int, size: Size) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, H, W) uint8 and labels (N, H, W) uint8, a tenth of them ignored."""
+    generator = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.uint8}
+    images = torch.randint(256, (number, 3, *size), **options)
+    labels = torch.randint(NUM_CLASSES, (number, *size), **options)
+    labels[:, : size[0] // 10] = IGNORE_INDEX
+    return images, labels
+
+
+def _train_segtrain(_: str, case: Case, images: Tensor, labels: Tensor) -> Run:
+    """As `segtrain train` does, with what its loader delivers: uint8, channels last."""
+    keep_freed_memory()
+    number, _, *size = images.shape
+    config = config_of(case, batch=number, size=tuple(size))
+    model = build_model(config.model, num_classes=NUM_CLASSES, norm=make_norm(config.norm))
+    state = make_state(model, config, CPU)
+    images = images.contiguous(memory_format=torch.channels_last)
+    batches = repeat(Batch(images, labels, ["image"] * number))
+    steps = train_steps(
+        state,
+        batches,
+        config,
+        device=CPU,
+        indices=[range(number)],
+        step_sync=StepSync(lambda: False),
+    )
+    return lambda count: list(islice(steps, count))
+
+
+def _train_plain(contender: str, case: Case, images: Tensor, labels: Tensor) -> Run:
+    """The loop of torchvision's reference, and that of segmentation_models.pytorch's examples.
+
+    torchvision, references/segmentation/train.py: model to loss to zero_grad, backward, step, and
+    the learning rate after each step; the auxiliary loss counts half; the loss is read each step
+    for its log. The loop of smp's examples has the same order and one output. Their loaders
+    deliver normalized floats.
+    """
+    model = build(contender, case).train()
+    optimizer = torch.optim.SGD(model.parameters(), **_SGD)
+    schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=_STEPS, power=0.9)
+    images, labels = _normalized(images), labels.long()
+
+    def step() -> float:
+        outputs = model(images)
+        if contender == TORCHVISION:
+            losses = {
+                name: F.cross_entropy(x, labels, ignore_index=IGNORE_INDEX)
+                for name, x in outputs.items()
+            }
+            loss = losses["out"] + 0.5 * losses["aux"] if "aux" in losses else losses["out"]
+        else:
+            loss = F.cross_entropy(outputs, labels, ignore_index=IGNORE_INDEX)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        return loss.item()
+
+    return lambda count: [step() for _ in range(count)]
+
+
+def _train_mmseg(_: str, case: Case, images: Tensor, labels: Tensor) -> Run:
+    """mmengine's `train_step`, with what PackSegInputs delivers: a list of uint8 images."""
+    from mmengine.optim import OptimWrapper
+
+    model = case.build().train()
+    model.data_preprocessor.size = tuple(labels.shape[1:])  # as its configs say, the crop
+    optimizer = OptimWrapper(torch.optim.SGD(model.parameters(), **_SGD))
+    schedule = torch.optim.lr_scheduler.PolynomialLR(
+        optimizer.optimizer, total_iters=_STEPS, power=0.9
+    )
+    data = _mmseg_data(images, labels.long())
+
+    def step() -> None:
+        model.train_step(data, optim_wrapper=optimizer)
+        schedule.step()
+
+    return lambda count: [step() for _ in range(count)]
+
+
+def _mmseg_data(images: Tensor, labels: Tensor) -> dict[str, list[Any]]:
+    from mmengine.structures import PixelData
+    from mmseg.structures import SegDataSample
+
+    shape = tuple(labels.shape[1:])
+    meta = {"img_shape": shape, "ori_shape": shape}
+    samples = [SegDataSample(metainfo=meta) for _ in labels]
+    for sample, label in zip(samples, labels, strict=True):
+        sample.gt_sem_seg = PixelData(data=label[None])
+    return {"inputs": list(images), "data_samples": samples}
+
+
+def _normalized(images: Tensor) -> Tensor:
+    data = DataConfig(layout="folders", root="unused", classes="unused")
+    return normalize(images, data.mean, data.std)
+
+
+class _Images:
+    """A data set of one image, many times."""
+
+    def __init__(self, image: np.ndarray, label: np.ndarray, number: int) -> None:
+        self._sample, self._number = (image, label), number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if index >= self._number:
+            raise IndexError(index)
+        return self._sample
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return repeat(self._sample, self._number)
+
+
+def _evaluate_segtrain(case: Case, images: Tensor, labels: Tensor) -> Run:
+    keep_freed_memory()
+    config = config_of(case, batch=2, size=tuple(labels.shape[1:]))
+    model = build_model(config.model, num_classes=NUM_CLASSES).eval()
+    settings = InferenceSettings.from_config(config)
+    image = np.ascontiguousarray(images[0].permute(1, 2, 0).numpy())
+    options = {"device": CPU, "num_classes": NUM_CLASSES}
+
+    def run(count: int) -> int:
+        dataset = _Images(image, labels[0].numpy(), count)
+        matrix = evaluate_dataset(model, dataset, settings, **options)
+        return int(matrix.counts.sum())
+
+    return run
+
+
+def _evaluate_torchvision(case: Case, images: Tensor, labels: Tensor) -> Run:
+    """As `evaluate` of the reference: argmax, and one bincount an image."""
+    model = build(TORCHVISION, case).eval()
+    images, target = _normalized(images), labels.long().flatten()
+
+    @torch.inference_mode()
+    def run(count: int) -> int:
+        matrix = torch.zeros(NUM_CLASSES, NUM_CLASSES, dtype=torch.int64)
+        for _ in range(count):
+            pred = model(images)["out"].argmax(1).flatten()
+            valid = (target >= 0) & (target < NUM_CLASSES)
+            places = NUM_CLASSES * target[valid] + pred[valid]
+            matrix += places.bincount(minlength=NUM_CLASSES**2).view(NUM_CLASSES, NUM_CLASSES)
+        return int(matrix.sum())
+
+    return run
+
+
+def _evaluate_smp(case: Case, images: Tensor, labels: Tensor) -> Run:
+    """As its example of several classes: softmax, argmax and `get_stats`."""
+    from segmentation_models_pytorch.metrics import get_stats
+
+    model: nn.Module = case.build().eval()
+    images, labels = _normalized(images), labels.long()
+    options = {"mode": "multiclass", "num_classes": NUM_CLASSES, "ignore_index": IGNORE_INDEX}
+
+    @torch.inference_mode()
+    def run(count: int) -> int:
+        total = 0
+        for _ in range(count):
+            pred = model(images).softmax(dim=1).argmax(dim=1)
+            hits, _, misses, _ = get_stats(pred, labels, **options)
+            total += int(hits.sum() + misses.sum())
+        return total
+
+    return run
+
+
+def _evaluate_mmseg(case: Case, images: Tensor, labels: Tensor) -> Run:
+    """mmengine's `val_step` and IoUMetric."""
+    from mmseg.evaluation import IoUMetric
+
+    model = case.build().eval()
+    data = _mmseg_data(images, labels.long())
+
+    @torch.no_grad()
+    def run(count: int) -> int:
+        metric = IoUMetric(ignore_index=IGNORE_INDEX)
+        metric.dataset_meta = {"classes": [str(i) for i in range(NUM_CLASSES)]}
+        for _ in range(count):
+            outputs = model.val_step(data)
+            metric.process(data, [output.to_dict() for output in outputs])
+        return int(sum(areas[3].sum() for areas in metric.results))
+
+    return run
