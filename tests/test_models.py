@@ -18,6 +18,7 @@ from segtrain.norm import SyncBatchNorm2d
 from segtrain.types import DropoutMasks
 
 ARCHS = ("pspnet", "deeplabv3", "deeplabv3plus")
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
 
 
 def small(arch="pspnet", backbone="mobilenet_v2", **options):
@@ -118,19 +119,21 @@ def test_psp_head_equals_the_formula(align_corners):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pooling_equals_adaptive_pooling_at_every_size(dtype):
+def test_pooling_equals_adaptive_pooling_at_every_size(dtype, layout):
     bins = (1, 2, 3, 6, 7)
     tolerance = 5e-7 if dtype == torch.float32 else 1e-15
     for height in (*range(1, 15), 90, 97):
-        x = normal(2, 3, height, 103 - height, seed=height, dtype=dtype)
+        x = normal(2, 3, height, 103 - height, seed=height, dtype=dtype).to(memory_format=layout)
         for pooled, size in zip(adaptive_avg_pools(x, bins), bins, strict=True):
             expected = F.adaptive_avg_pool2d(x, size)
             torch.testing.assert_close(pooled, expected, rtol=0, atol=tolerance)
 
 
-def test_gradient_of_pooling_equals_that_of_adaptive_pooling():
-    x = normal(2, 3, 10, 7, dtype=torch.float64).requires_grad_()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_of_pooling_equals_that_of_adaptive_pooling(layout):
+    x = normal(2, 3, 10, 7, dtype=torch.float64).to(memory_format=layout).requires_grad_()
     weights = [normal(2, 3, size, size, seed=size, dtype=torch.float64) for size in (2, 6)]
     ours = sum((p * w).sum() for p, w in zip(adaptive_avg_pools(x, (2, 6)), weights, strict=True))
     theirs = sum((F.adaptive_avg_pool2d(x, w.shape[-1]) * w).sum() for w in weights)
@@ -143,6 +146,22 @@ def test_pooling_is_exact_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (pooled,) = adaptive_avg_pools(x + 10, (3,))
     torch.testing.assert_close(pooled, F.adaptive_avg_pool2d(x + 10, 3), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_heads_keep_the_memory_format(arch, layout):
+    """torch.cat loses it if one input has another one; all that follows would be slower."""
+    model = built(small(arch)).to(memory_format=layout)
+    seen, layers = [], [model.head.conv, model.head.classifier]
+    if arch != "pspnet":
+        layers.append(model.head.aspp.project)
+    for layer in layers:
+        layer.conv.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model.eval()(normal(2, 3, 65, 97).contiguous(memory_format=layout))
+    assert len(seen) == len(layers)
+    assert all(x.is_contiguous(memory_format=layout) for x in seen), [x.stride() for x in seen]
 
 
 def test_exported_pyramid_pooling_is_right_at_sizes_it_was_not_traced_with():

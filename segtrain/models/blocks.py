@@ -83,6 +83,24 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Whether the channels of a pixel lie side by side; False in a graph, which plans memory."""
+    if torch.compiler.is_compiling():
+        return False
+    return x.stride(1) == 1 and x.shape[1] > 1
+
+
+def concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """`tensors`, (N, C, h, w) each, side by side along C, in the memory format of the first.
+
+    torch.cat makes a contiguous tensor as soon as one is, or is a view by `expand`: all layers
+    after it would lose channels-last.
+    """
+    if is_channels_last(tensors[0]):
+        tensors = [t.contiguous(memory_format=torch.channels_last) for t in tensors]
+    return torch.cat(list(tensors), dim=1)
+
+
 class ConvNormReLU(nn.Module):
     """Convolution without bias, norm, ReLU: (N, in_channels, h, w) to (N, out_channels, h, w)."""
 

@@ -14,6 +14,7 @@ from segtrain.models.blocks import (
     Features,
     Head,
     SeparableConvNormReLU,
+    concatenated,
     conv2d,
     norm_relu_together,
     run_together,
@@ -77,7 +78,7 @@ class ASPP(nn.Module):
         inputs = [x, *dilated, x.mean((2, 3), keepdim=True)]
         convolved = [conv(y) for conv, y in zip(self.convs, inputs, strict=True)]
         *local, pooled = norm_relu_together(zip(convolved, self.norms, strict=True))
-        return torch.cat([*local, pooled.expand_as(local[0])], dim=1)
+        return concatenated([*local, pooled.expand_as(local[0])])
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, h, w) to (N, out_channels, h, w)."""

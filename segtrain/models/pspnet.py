@@ -14,7 +14,9 @@ from segtrain.models.blocks import (
     Features,
     Head,
     at_least_float32,
+    concatenated,
     conv2d,
+    is_channels_last,
     norm_relu_together,
 )
 from segtrain.models.precision import without_autocast
@@ -62,9 +64,8 @@ class PyramidPooling(nn.Module):
         together = iter(norm_relu_together(normed) if normed else ())
         activated = [F.relu(y) if isinstance(n, nn.Identity) else next(together) for y, n in pairs]
         size = x.shape[-2:]
-        return torch.cat(
-            [x, *(resize(y, size, align_corners=self.align_corners) for y in activated)], dim=1
-        )
+        resized = [resize(y, size, align_corners=self.align_corners) for y in activated]
+        return concatenated([x, *resized])
 
 
 class PSPHead(Head):
@@ -102,12 +103,22 @@ def adaptive_avg_pools(x: Tensor, bins: Sequence[int]) -> list[Tensor]:
     Two matrix products with 0/1 matrices, in float32 or wider: torch's own operator fixes the size
     of the first input in an exported graph. Cell i of b covers the pixels floor(i n / b) to
     ceil((i + 1) n / b) - 1, as in torch. The columns of all grids are summed in one product, so
-    the input is read once.
+    the input is read once; if it is channels-last the rows are, and so are the results.
     """
     rows = [_cells(x.shape[-2], b, x.device) for b in bins]  # (b, H) each
     columns = [_cells(x.shape[-1], b, x.device) for b in bins]  # (b, W) each
     with without_autocast(x.device):
         wide = at_least_float32(x)
+        if is_channels_last(x):
+            pixels = wide.permute(0, 2, 3, 1)  # (N, H, W, C)
+            sums = torch.cat(rows).to(wide.dtype) @ pixels.flatten(2)  # (N, sum(bins), W * C)
+            sums = sums.unflatten(2, pixels.shape[2:])  # (N, sum(bins), W, C)
+            pooled = []
+            for row, column, part in zip(rows, columns, sums.split(list(bins), dim=1), strict=True):
+                area = row.sum(1, keepdim=True) * column.sum(1)  # (b, b)
+                cells = (column.to(wide.dtype) @ part) / area.unsqueeze(2)  # (N, b, b, C)
+                pooled.append(cells.to(x.dtype).permute(0, 3, 1, 2))
+            return pooled
         sums = wide @ torch.cat(columns).to(wide.dtype).mT  # (N, C, H, sum(bins))
         pooled = []
         for row, column, part in zip(rows, columns, sums.split(list(bins), dim=-1), strict=True):
