@@ -4,8 +4,8 @@ The same network, crop, batch and machine, in one run. Each contender has a proc
 all take turns, so a busy machine troubles them alike: read the ratios. Contenders that are not
 installed are named.
 
-    pip install mmsegmentation==1.2.2 mmengine ftfy regex prettytable
-    pip install mmcv-lite==2.1.0 segmentation_models_pytorch timm --no-deps
+    pip install mmengine==0.10.7 ftfy regex prettytable segmentation_models_pytorch timm
+    pip install --no-deps mmsegmentation==1.2.2 mmcv-lite==2.1.0
 
 Run: python tools/bench_against.py [--sections data train eval memory start] [--json FILE]
 """
