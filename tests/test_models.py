@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from segtrain.config import ModelConfig
 from segtrain.models import BACKBONES, MODELS, build_model
@@ -162,6 +163,15 @@ def test_heads_keep_the_memory_format(arch, layout):
         model.eval()(normal(2, 3, 65, 97).contiguous(memory_format=layout))
     assert len(seen) == len(layers)
     assert all(x.is_contiguous(memory_format=layout) for x in seen), [x.stride() for x in seen]
+
+
+@pytest.mark.parametrize("backbone", ["mobilenet_v2", "mobilenet_v3_large"])
+def test_activations_do_not_copy_their_input(backbone):
+    """In place, torch copies what their gradient needs first."""
+    net = built(small(backbone=backbone)).train().backbone
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        net(normal(2, 3, 32, 32))
+    assert "aten::clone" not in {event.name for event in profiler.events()}
 
 
 def test_exported_pyramid_pooling_is_right_at_sizes_it_was_not_traced_with():

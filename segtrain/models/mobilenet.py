@@ -56,6 +56,10 @@ class MobileNet(nn.Module):
         if model.aux_layer is not None:
             self._aux = model.aux_layer
             self.channels = self.channels._replace(aux=self.features[self._aux].out_channels)
+        for module in self.modules():
+            if isinstance(module, nn.ReLU6 | nn.Hardswish):
+                # Their gradient needs the input: in place, torch would copy it first.
+                module.inplace = False
         convs = [module for module in self.modules() if isinstance(module, nn.Conv2d)]
         for conv in convs:
             conv.reset_parameters()  # with it the random numbers are those of `conv2d`
