@@ -69,6 +69,15 @@ def spawn_nccl_ranks() -> Callable[..., list[Any]]:
     return partial(_run, multiprocessing.get_context("spawn"), "cuda")
 
 
+@pytest.fixture
+def fake() -> Any:
+    """Rank 0 of 8 on a CUDA device that does not exist; see tools/fake_device.py."""
+    from fake_device import fake_ranks
+
+    with fake_ranks() as watch:
+        yield watch
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """The root of a small data set."""

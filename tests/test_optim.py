@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_fake_device import NoWaits
+from fake_device import NoWaits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -2,7 +2,8 @@
 
     from segtrain.norm import SyncBatchNorm2d, convert
 
-kernels.py and functional.py are the arithmetic, sync.py the modules, composite.py allows second
+functional.py is the arithmetic, with kernels.py on a CPU and cuda_kernels.py on CUDA; sync.py are
+the modules, running.py updates the running statistics of many, composite.py allows second
 derivatives, partial.py shares statistics among some ranks, kinds.py makes what a config names.
 """
 
@@ -20,6 +21,7 @@ from segtrain.norm.loops import until_all_end, watch_ranks
 from segtrain.norm.partial import PartialBatchNorm2d, settle_statistics
 from segtrain.norm.precise import precise_statistics
 from segtrain.norm.recompute import norm_relu_conv
+from segtrain.norm.running import tracked_together
 from segtrain.norm.sync import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -49,6 +51,7 @@ __all__ = [
     "precise_statistics",
     "settle_statistics",
     "sync_batch_norm",
+    "tracked_together",
     "until_all_end",
     "untracked",
     "watch_ranks",

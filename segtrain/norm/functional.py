@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import offload, reload
+from segtrain.norm import cuda_kernels
+from segtrain.norm.cuda_kernels import LayerSums
 from segtrain.norm.kernels import backward_sums, input_gradient, local_moments, normalized
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -33,7 +35,7 @@ class Moments(NamedTuple):
 
     mean: Tensor  # (C,) float32, or float64 for float64 input
     var: Tensor  # the same, biased
-    count: Tensor  # () float64, the number of values per channel
+    count: Tensor  # () float64, the number of values per channel; below 1: none
 
 
 class NormInput(NamedTuple):
@@ -112,7 +114,8 @@ class _SyncBatchNorms(torch.autograd.Function):
 
 def normalized_layer(layer: NormInput, moments: Moments) -> Tensor:
     """The output of a layer under these statistics."""
-    return normalized(layer.x, layer.weight, layer.bias, moments.mean, moments.var, layer.eps)
+    function = cuda_kernels.normalized if cuda_kernels.takes(layer.x) else normalized
+    return function(layer.x, layer.weight, layer.bias, moments.mean, moments.var, layer.eps)
 
 
 def norm_gradients(
@@ -129,32 +132,48 @@ def norm_gradients(
     layers: is emptied, so that the inputs can be freed.
     grads: of the outputs, dense like the inputs.
     """
+    on_cuda = cuda_kernels.takes(layers[0].x)
     inv_stds, sums, parked = [], [], []
-    for (x, _, _, eps), grad, (mean, var, _) in zip(layers, grads, moments, strict=True):
+    for (x, weight, _, eps), grad, (mean, var, _) in zip(layers, grads, moments, strict=True):
         inv_stds.append((var + eps).rsqrt_())
-        sums.append(backward_sums(grad, x, mean, inv_stds[-1]))
+        sums.append(_layer_sums(grad, x, weight, mean, inv_stds[-1]))
         # A virtual rank does not keep its input on the device while it waits for the others.
         parked.append(offload(x))
     parameters = [(layer.weight, layer.bias) for layer in layers]
     layers.clear()
     del x
-    whole = _joined(sums).to(torch.float64, copy=True)
+    if on_cuda:
+        whole = cuda_kernels.packed_sums(sums)
+    else:
+        whole = _joined([layer.parts[0] for layer in sums]).to(torch.float64, copy=True)
     if shared:
         # Also if this rank needs no gradient of x: the others would wait for it.
         whole = dist.all_reduce_sum(whole, group)
     results: list[Tensor | None] = []
-    for i, total in enumerate(whole.split([len(part) for part in sums])):
+    for i, total in enumerate(whole.split([2 * len(layer.mean) for layer in moments])):
         (mean, _, count), (weight, bias) = moments[i], parameters[i]
         needs_x, needs_weight, needs_bias = needed[3 * i : 3 * i + 3]
         grad_x = None
         if needs_x:
-            means = (total / count.clamp(min=1)).to(mean.dtype)
-            grad_x = input_gradient(grads[i], reload(parked[i]), weight, mean, inv_stds[i], means)
-        grad_bias, grad_weight = sums[i].chunk(2)
+            layer = (grads[i], reload(parked[i]), weight, mean, inv_stds[i])
+            if on_cuda:
+                grad_x = cuda_kernels.input_gradient(*layer, total, count)
+            else:
+                grad_x = input_gradient(*layer, (total / count.clamp(min=1)).to(mean.dtype))
         results.append(grad_x)
-        results.append(grad_weight.to(weight.dtype) if needs_weight else None)
-        results.append(grad_bias.to(bias.dtype) if needs_bias else None)
+        results.append(sums[i].grad_weight.to(weight.dtype) if needs_weight else None)
+        results.append(sums[i].grad_bias.to(bias.dtype) if needs_bias else None)
     return results
+
+
+def _layer_sums(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, inv_std: Tensor
+) -> LayerSums:
+    if cuda_kernels.takes(x):
+        return cuda_kernels.backward_sums(grad, x, weight, mean, inv_std)
+    sums = backward_sums(grad, x, mean, inv_std)
+    grad_bias, grad_weight = sums.chunk(2)
+    return LayerSums((sums,), grad_weight, grad_bias)
 
 
 def _as_layers(tensors: Sequence[Tensor | None], eps: Sequence[float]) -> list[NormInput]:
@@ -169,15 +188,20 @@ def global_moments(
     xs: Sequence[Tensor], group: dist.Group | None, *, shared: bool = True
 ) -> list[Moments]:
     """The moments of every layer over all ranks, by one all_reduce; this rank's if not `shared`."""
-    payloads = [packed_moments(*local_moments(x), x.numel() // x.shape[1]) for x in xs]
-    whole = _joined(payloads)
+    if cuda_kernels.takes(xs[0]):
+        whole = cuda_kernels.packed_moments(xs)
+    else:
+        whole = _joined([packed_moments(*local_moments(x), x.numel() // x.shape[1]) for x in xs])
     if shared:
         whole = dist.all_reduce_sum(whole, group)
     result = []
-    for x, part in zip(xs, whole.split([len(part) for part in payloads]), strict=True):
-        mean, var, count = unpacked_moments(part)
+    for x, part in zip(xs, whole.split([2 * x.shape[1] + 1 for x in xs]), strict=True):
         wide = torch.promote_types(x.dtype, torch.float32)
-        result.append(Moments(mean.to(wide), var.to(wide), count.clone()))
+        if cuda_kernels.takes(x):
+            result.append(Moments(*cuda_kernels.unpacked_moments(part, wide)))
+        else:
+            mean, var, count = unpacked_moments(part)
+            result.append(Moments(mean.to(wide), var.to(wide), count.clone()))
     return result
 
 

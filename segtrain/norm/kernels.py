@@ -40,6 +40,11 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
         if length > _RUN and _is_channels_last(x):
             return _moments_by_runs(x)
     wide = torch.promote_types(x.dtype, torch.float32)
+    if x.device.type == "cuda" and torch.compiler.is_compiling():
+        # A compiler has no rule for the kernel below, but one for this.
+        over = [dim for dim in range(x.dim()) if dim != 1]
+        var, mean = torch.var_mean(x.to(wide), over, correction=0)
+        return mean.double(), var.double()
     # The kernel returns the dtype of the running buffers. Without any it would round the
     # statistics of bfloat16 input to bfloat16.
     buffers = [None, None] if x.dtype == wide else list(x.new_zeros(2, x.shape[1], dtype=wide))

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
+from segtrain.norm import running
 from segtrain.norm.composite import composite_batch_norm
 from segtrain.norm.functional import Moments, NormInput, sync_batch_norm, sync_batch_norms, unbiased
 
@@ -97,6 +98,8 @@ class SyncBatchNorm(_BatchNorm):
         return F.batch_norm(input, *buffers, self.weight, self.bias, True, 0.0, self.eps)
 
     def _evaluate(self, input: Tensor) -> Tensor:
+        if running.is_waiting(self):
+            raise RuntimeError("a layer evaluates inside tracked_together()")
         buffers = self.running_mean, self.running_var
         by_batch = self.running_mean is None
         return F.batch_norm(input, *buffers, self.weight, self.bias, by_batch, 0.0, self.eps)
@@ -110,28 +113,28 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"batch norm in training got {got}; this rank's input is {shape}")
         # Virtual ranks share the layer and see the same statistics.
         if _tracked and not recomputing() and virtual_ranks.slot() == 0:
+            if self.running_mean is None or running.wait(self, moments):
+                return
             mean, var, count = moments
             if count.device.type == "cpu" and not torch.compiler.is_compiling():
                 # A Python number saves ten operations; on a GPU reading it would wait.
                 count = count.item()
             # A batch without values on any rank changes nothing.
-            self._update(mean, unbiased(var, count), seen=count > 0)
+            self._update(mean, unbiased(var, count), seen=count >= 1)
 
     @torch.no_grad()
     def _update(self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor | bool) -> None:
         """Moves the running statistics toward a batch's, if `seen`."""
-        if self.running_mean is None:
-            return
         self.num_batches_tracked.add_(seen)
         if self.momentum is None:
             factor = (seen / self.num_batches_tracked.clamp(min=1).double()).to(mean.dtype)
         else:
             factor = self.momentum * (seen.to(mean.dtype) if isinstance(seen, Tensor) else seen)
-        for running, batch in ((self.running_mean, mean), (self.running_var, unbiased_var)):
+        for buffer, batch in ((self.running_mean, mean), (self.running_var, unbiased_var)):
             # The buffers may be float16 (module.half()): compute in the wide type, round once.
-            wide = running.to(batch.dtype).lerp_(batch, factor)
-            if wide is not running:
-                running.copy_(wide)
+            wide = buffer.to(batch.dtype).lerp_(batch, factor)
+            if wide is not buffer:
+                buffer.copy_(wide)
 
     def shares_calls(self) -> bool:
         """Whether one function may compute this layer with others; hooks need a call of it."""

@@ -19,7 +19,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.partition import partition
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.norm import settle_statistics
+from segtrain.norm import settle_statistics, tracked_together
 from segtrain.training.spans import BACKWARD, FORWARD, span
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -102,7 +102,7 @@ def run_passes(
     losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
     for i, (part, sizes) in enumerate(zip(parts, cut, strict=True)):
         # All ranks add their gradients once a step, during the last backward pass.
-        with state.gradients.collected(last=i + 1 == len(parts)):
+        with state.gradients.collected(last=i + 1 == len(parts)), tracked_together():
             if len(sizes) == 1 and state.shares is None:
                 means = _forward_backward(
                     state, state.wrapped, part, weights[i], step_sync=step_sync

@@ -1,0 +1,206 @@
+"""The arithmetic of a layer on CUDA, on a CPU: torch's kernels are replaced by their formulas.
+
+The oracle is F.batch_norm in float64 on the whole batch in one process, as in test_norm.py.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cuda_standins import as_on_cuda, calls, cuda_arithmetic, ranks_as_on_cuda
+from test_norm import (
+    NARROW,
+    SPLITS,
+    C,
+    assert_equals_full_batch,
+    assert_near_full_batch,
+    assert_no_trace,
+    assert_normalized,
+    assert_the_bias,
+    cumulative,
+    empty_step,
+    half_module,
+    layer,
+    one_value_in_all,
+    running_var,
+    sliced_input,
+    tensors,
+)
+from torch import nn
+
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.virtual_ranks import VirtualRanks
+from segtrain.norm import SyncBatchNorm2d, norm_relu_conv, normalize_together
+
+
+@pytest.fixture(scope="session")
+def cuda_ranks(run_ranks):
+    return ranks_as_on_cuda(run_ranks)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_any_split_equals_the_full_batch(cuda_ranks, split):
+    assert_equals_full_batch(cuda_ranks, tensors(SPLITS[split]))
+
+
+@pytest.mark.parametrize("split", ["uneven sizes", "one rank empty"])
+def test_channels_last_equals_the_full_batch_and_is_kept(cuda_ranks, split):
+    assert_equals_full_batch(cuda_ranks, tensors(SPLITS[split]), layout=[torch.channels_last])
+
+
+@pytest.mark.parametrize("shapes", [[(4, C), (3, C)], [(2, C, 2, 3, 4), (1, C, 2, 3, 4)]])
+def test_two_and_five_dimensions_equal_the_full_batch(cuda_ranks, shapes):
+    assert_equals_full_batch(cuda_ranks, tensors(shapes))
+
+
+@pytest.mark.parametrize(
+    "options", [{"affine": False}, {"bias": False}, {"momentum": 1.0}, {"eps": 0.5}]
+)
+def test_options_equal_the_full_batch(cuda_ranks, options):
+    assert_equals_full_batch(cuda_ranks, tensors(SPLITS["uneven images"]), **options)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), NARROW)
+@pytest.mark.parametrize("split", ["uneven images", "one rank empty"])
+def test_narrow_types_are_near_the_full_batch_in_float64(cuda_ranks, split, dtype, atol):
+    assert_near_full_batch(cuda_ranks, tensors(SPLITS[split], dtype), atol)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1e2, 1e4])
+def test_merging_ranks_costs_the_variance_little_far_from_zero(cuda_ranks, ratio):
+    """The ranks' means are float32; sums of squares in it are wrong by 19 % at a ratio of 1000."""
+    parts = tensors([(2, C, 32, 45)] * 2, torch.float32, mean=ratio, std=1.0)
+    got = cuda_ranks(2, running_var, parts)[0].double()
+    wanted = torch.cat(parts).double().transpose(0, 1).reshape(C, -1).var(dim=1)
+    torch.testing.assert_close(got, wanted, rtol=max(2e-6, 4e-9 * ratio), atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_empty_on_all_ranks_leaves_no_trace(cuda_ranks, dtype):
+    assert_no_trace(cuda_ranks(2, empty_step, dtype))
+
+
+def test_one_value_in_the_group_gives_the_bias_and_finite_buffers(cuda_ranks):
+    assert_the_bias(cuda_ranks(2, one_value_in_all, "normalize"))
+
+
+@pytest.mark.fault(75)
+def test_one_value_in_the_group_is_refused_on_request(cuda_ranks):
+    with pytest.raises(pytest.fail.Exception, match="one value per channel over 2 ranks"):
+        cuda_ranks(2, one_value_in_all, "raise")
+
+
+def test_a_half_precision_module_counts_beyond_the_range_of_float16(cuda_ranks):
+    assert_normalized(cuda_ranks(2, half_module))
+
+
+def test_slices_and_gradients_of_another_layout_give_the_same_numbers(cuda_ranks):
+    for sliced, dense in cuda_ranks(2, sliced_input):
+        torch.testing.assert_close(sliced, dense, rtol=0, atol=1e-12)
+
+
+def test_momentum_none_is_the_average_over_batches(cuda_ranks, run_ranks):
+    wanted = run_ranks(2, cumulative)
+    torch.testing.assert_close(cuda_ranks(2, cumulative), wanted, rtol=0, atol=1e-12)
+
+
+def constant_far_away():
+    """var + eps is smaller than the rounding of its terms: without care it is negative."""
+    module = layer(torch.float64, eps=1e-12, momentum=1.0)
+    channels = 1e6 / torch.arange(3, 3 + C, dtype=torch.float64)
+    y = module(channels.view(1, C, 1, 1).expand(2 + dist.rank(), C, 3, 5))
+    return y.detach(), module.running_var, module.bias.detach()
+
+
+def test_a_constant_channel_far_from_zero_has_no_negative_variance(cuda_ranks):
+    for y, var, bias in cuda_ranks(2, constant_far_away):
+        assert (var >= 0).all()
+        assert y.isfinite().all()
+        torch.testing.assert_close(y, bias.view(-1, 1, 1).expand_as(y), rtol=0, atol=1e-3)
+
+
+def not_a_number():
+    module = layer(torch.float32)
+    x = torch.ones(2, C, 3, 3)
+    x[dist.rank(), 1] = torch.nan
+    return module(x).isnan().any(0).any(-1).any(-1), module.running_var.isnan()
+
+
+def test_a_value_that_is_no_number_is_seen_on_all_ranks(cuda_ranks):
+    for found in cuda_ranks(2, not_a_number):
+        for channels in found:
+            assert channels.tolist() == [False, True, False, False, False]
+
+
+def branches():
+    """Together and apart, of different sizes and with a part that is empty here."""
+    sizes = [(2, C, 3, 4), (dist.rank(), C, 2, 2), (3, C, 1, 1)]
+    xs = tensors(sizes, torch.float32, seed=dist.rank())
+    results = []
+    for together in (True, False):
+        layers = [layer(torch.float32) for _ in sizes]
+        inputs = [x.clone().requires_grad_() for x in xs]
+        pairs = list(zip(inputs, layers, strict=True))
+        ys = normalize_together(pairs) if together else [module(x) for x, module in pairs]
+        sum(y.pow(3).sum() for y in ys).backward()
+        found = [*ys, *(x.grad for x in inputs)]
+        for module in layers:
+            found += [module.weight.grad, module.bias.grad, *module.buffers()]
+        results.append([t.detach() for t in found])
+    return results
+
+
+def test_branches_that_share_a_collective_get_the_bits_of_separate_calls(cuda_ranks):
+    for together, apart in cuda_ranks(2, branches):
+        torch.testing.assert_close(together, apart, rtol=0, atol=0)
+
+
+def recomputed():
+    """As `norm_relu_conv` and as three modules."""
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        norm = SyncBatchNorm2d(C, dtype=torch.float64)
+        conv = nn.Conv2d(C, 3, 3, bias=False, dtype=torch.float64)
+        x = tensors([(2, C, 5, 5)], seed=dist.rank())[0].requires_grad_()
+        y = norm_relu_conv(x, norm, conv) if fused else conv(F.relu(norm(x)))
+        y.pow(2).sum().backward()
+        grads = [p.grad for p in (x, norm.weight, norm.bias, conv.weight)]
+        results.append([y.detach(), *grads, norm.running_var])
+    return results
+
+
+def test_recomputing_activations_gives_the_same_numbers(cuda_ranks):
+    for fused, apart in cuda_ranks(2, recomputed):
+        torch.testing.assert_close(fused, apart, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shares", [None, (3,)])
+def test_virtual_ranks_and_shares_equal_the_full_batch(shares):
+    parts = tensors([(2, C, 3, 4), (0, C, 3, 4), (1, C, 3, 4)])
+    module = layer(momentum=1.0)
+
+    def work(part):
+        with torch.autograd.set_multithreading_enabled(False):
+            x = part.clone().requires_grad_()
+            y = module(x)
+            y.pow(3).sum().backward()
+        return y.detach(), x.grad
+
+    with cuda_arithmetic():
+        results = VirtualRanks(3, shares=shares).run([lambda p=p: work(p) for p in parts])
+    assert calls["elementwise"] == 2
+
+    x = torch.cat(parts).requires_grad_()
+    mean, var = torch.zeros(2, C, dtype=torch.float64)
+    y = F.batch_norm(x, mean, var, module.weight, module.bias, True, 1.0, module.eps)
+    y.pow(3).sum().backward()
+    got = [torch.cat(tensors) for tensors in zip(*results, strict=True)]
+    torch.testing.assert_close(got, [y.detach(), x.grad], rtol=0, atol=1e-10)
+    buffers = [module.running_mean, module.running_var]
+    torch.testing.assert_close(buffers, [mean, var], rtol=1e-13, atol=1e-13)
+
+
+def test_the_stand_ins_are_left_behind_nowhere():
+    with pytest.raises(AssertionError, match="no batch norm computed"):
+        as_on_cuda(lambda: None)
+    assert torch.batch_norm_elemt.__module__ != "cuda_standins"

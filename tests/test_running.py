@@ -1,0 +1,152 @@
+"""Running statistics that follow together: on a CPU by telling it that this pays there too."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from test_norm_kinds import ROWS, C, X
+from torch import nn
+
+from segtrain.distributed import collectives as dist
+from segtrain.norm import (
+    PartialBatchNorm2d,
+    SyncBatchNorm,
+    SyncBatchNorm2d,
+    running,
+    settle_statistics,
+    tracked_together,
+)
+
+
+def pays(does=True):
+    return mock.patch.object(running, "pays", return_value=does)
+
+
+def followed(together):
+    """Two passes; one layer is called twice in each, one sees nothing in the second."""
+    layers = nn.ModuleDict(
+        {
+            "narrow": SyncBatchNorm(3),
+            "wide": SyncBatchNorm(5),
+            "average": SyncBatchNorm(4, momentum=None),
+            "quick": SyncBatchNorm(4, momentum=0.7),
+            "narrow type": SyncBatchNorm(4).half(),
+            "untracked": SyncBatchNorm(2, track_running_stats=False),
+        }
+    )
+    generator = torch.Generator().manual_seed(dist.rank())
+    with pays():
+        for images in (2 + dist.rank(), 0):
+            with tracked_together() if together else nullcontext():
+                for name, layer in [*layers.items(), ("again", layers["narrow"])]:
+                    n = 2 if name == "wide" else images
+                    x = torch.randn(n, layer.num_features, 3, 2, generator=generator)
+                    layer(x.to(torch.float16 if name == "narrow type" else torch.float32) * 3 + 1)
+    return dict(layers.named_buffers())
+
+
+def test_layers_that_follow_together_get_what_they_get_alone(run_ranks):
+    for together, alone in zip(
+        run_ranks(2, followed, True), run_ranks(2, followed, False), strict=True
+    ):
+        assert len(together) == 15
+        torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-7)
+        for name in ("narrow.running_var", "average.running_mean", "narrow type.running_mean"):
+            assert (together[name] != alone[name].new_tensor(name.endswith("var"))).all()
+        numbers = [int(t) for name, t in together.items() if name.endswith("tracked")]
+        assert numbers == [2, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_the_momentum_keeps_its_precision(precision, monkeypatch):
+    monkeypatch.setattr(dist, "_num_processes", lambda group=None: 2)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group=None: None)
+    layer = SyncBatchNorm(C, momentum=0.1, dtype=precision)
+    with pays(), tracked_together():
+        layer(X.to(precision))
+    wanted = 0.1 * X.to(precision).mean((0, 2, 3))
+    rtol = 1e-14 if precision == torch.float64 else 1e-6
+    torch.testing.assert_close(layer.running_mean, wanted, rtol=rtol, atol=0)
+
+
+def settled(kind, extent, together):
+    layers = nn.ModuleList([PartialBatchNorm2d(C, extent=extent, running=kind) for _ in range(3)])
+    layers.double()
+    with pays(together), mock.patch.object(PartialBatchNorm2d, "_merge", autospec=True) as merge:
+        merge.side_effect = MERGE
+        for step in range(2):
+            for layer in layers:
+                # The second rank has no values in the second step.
+                rows = ROWS[3][dist.rank()] if step == 0 or dist.rank() != 1 else slice(0, 0)
+                layer(X[rows] * (2 + step))
+            settle_statistics(layers)
+        assert merge.call_count == (0 if together else 6)
+        assert not any(layer._seen for layer in layers)
+    return list(layers.buffers())
+
+
+MERGE = PartialBatchNorm2d._merge
+
+
+@pytest.mark.parametrize("extent", [1, 2])
+@pytest.mark.parametrize("kind", ["rank0", "mean", "pooled"])
+def test_groups_settle_together_as_layer_by_layer(run_ranks, kind, extent):
+    together = run_ranks(3, settled, kind, extent, True)
+    alone = run_ranks(3, settled, kind, extent, False)
+    torch.testing.assert_close(together, alone, rtol=1e-13, atol=1e-13)
+
+
+def alike_or_not():
+    """Layers with different rules, and a layer that was called twice."""
+    layers = nn.ModuleList([PartialBatchNorm2d(C), PartialBatchNorm2d(C, running="mean")])
+    twice = PartialBatchNorm2d(C)
+    with pays():
+        for layer in [*layers, twice, twice]:
+            layer(X[ROWS[3][dist.rank()]].float())
+        settle_statistics(layers)
+        settle_statistics(twice)
+    return [int(layer.num_batches_tracked) for layer in [*layers, twice]]
+
+
+def test_layers_that_differ_settle_one_by_one(run_ranks):
+    assert run_ranks(3, alike_or_not) == [[1, 1, 2]] * 3
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    monkeypatch.setattr(dist, "_num_processes", lambda group=None: 2)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group=None: None)
+
+
+def test_a_failed_pass_leaves_no_batches(two_ranks):
+    layer = SyncBatchNorm2d(C)
+
+    def fail():
+        with tracked_together():
+            layer(X.float())
+            raise ArithmeticError
+
+    with pays():
+        with pytest.raises(ArithmeticError):
+            fail()
+        with tracked_together():
+            pass
+    assert layer.num_batches_tracked == 0
+
+
+def test_statistics_on_their_way_are_not_used(two_ranks):
+    layer = SyncBatchNorm2d(C)
+    with pays(), tracked_together():
+        layer(X.float())
+        layer.eval()
+        with pytest.raises(RuntimeError, match="evaluates inside tracked_together"):
+            layer(X.float())
+    layer(X.float())
+
+
+def test_it_cannot_be_entered_twice():
+    with tracked_together(), pytest.raises(RuntimeError, match="inside"), tracked_together():
+        pass
+    with tracked_together():
+        pass
