@@ -111,9 +111,14 @@ def test_deterministic_training_gives_cublas_the_workspace_that_it_needs(
         torch.use_deterministic_algorithms(False)
 
 
-def set_up(monkeypatch, text):
+# torch has two back ends for NCCL: the older one's errors have a type.
+BACK_ENDS = [torch_dist.DistBackendError, RuntimeError]
+any_back_end = pytest.mark.parametrize("kind", BACK_ENDS, ids=["old", "new"])
+
+
+def set_up(monkeypatch, error):
     def init_process_group(**_):
-        raise torch_dist.DistBackendError(text)
+        raise error
 
     monkeypatch.setattr(torch_dist, "init_process_group", init_process_group)
     monkeypatch.setenv("RANK", "1")
@@ -121,21 +126,47 @@ def set_up(monkeypatch, text):
         pass
 
 
-def test_two_ranks_on_one_device_are_a_mistake_of_the_command_line(monkeypatch):
+@any_back_end
+def test_two_ranks_on_one_device_are_a_mistake_of_the_command_line(monkeypatch, kind):
     with pytest.raises(ConfigError, match="Duplicate GPU detected : rank 1 and rank 0") as error:
-        set_up(monkeypatch, DUPLICATE)
+        set_up(monkeypatch, kind(DUPLICATE))
     assert "frame" not in str(error.value)
 
 
-def test_nccl_that_cannot_be_set_up_names_the_cause_and_loses_no_rank(monkeypatch):
+@any_back_end
+def test_nccl_that_cannot_be_set_up_names_the_cause_and_loses_no_rank(monkeypatch, kind):
     with pytest.raises(ExecutionError, match="Error while creating shared memory") as error:
-        set_up(monkeypatch, SYSTEM)
+        set_up(monkeypatch, kind(SYSTEM))
     assert not isinstance(error.value, LostRanksError)
 
 
-def test_a_rank_that_leaves_during_the_set_up_is_lost(monkeypatch):
+@any_back_end
+def test_a_rank_that_leaves_during_the_set_up_is_lost(monkeypatch, kind):
     with pytest.raises(LostRanksError, match="Connection closed by remote peer node2"):
-        set_up(monkeypatch, REMOTE)
+        set_up(monkeypatch, kind(REMOTE))
+
+
+TIMED_OUT = "Watchdog caught collective operation timeout: NCCL operation timed out"
+
+
+def later(monkeypatch, error):
+    """The group exists, and something fails in it."""
+    monkeypatch.setattr(torch_dist, "init_process_group", lambda **_: None)
+    monkeypatch.setenv("RANK", "1")
+    with process_group.process_group(torch.device("cpu"), timeout_s=5):
+        raise error
+
+
+@any_back_end
+def test_nccl_that_fails_during_training_means_lost_ranks(monkeypatch, kind):
+    with pytest.raises(LostRanksError, match=r"rank 1: lost the .*NCCL operation timed out"):
+        later(monkeypatch, kind(TIMED_OUT))
+
+
+@pytest.mark.parametrize("place", [set_up, later])
+def test_an_error_that_is_not_of_nccl_stays_what_it_is(monkeypatch, place):
+    with pytest.raises(RuntimeError, match="a mistake of the program"):
+        place(monkeypatch, RuntimeError("a mistake of the program"))
 
 
 @pytest.mark.parametrize(

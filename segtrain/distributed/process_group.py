@@ -109,7 +109,9 @@ def _set_up_explained() -> Iterator[None]:
     """Turns NCCL's errors about this machine into those of segtrain; no rank is lost by them."""
     try:
         yield
-    except torch_dist.DistBackendError as error:
+    except RuntimeError as error:
+        if not _is_of_nccl(error):
+            raise
         reason = _reason(error)
         if any(word in str(error) for word in ("ncclRemoteError", "remote process")):
             raise
@@ -121,6 +123,14 @@ def _set_up_explained() -> Iterator[None]:
         raise ExecutionError(
             f"NCCL cannot be set up: {reason}; NCCL_DEBUG=WARN in the environment tells more"
         ) from error
+
+
+def _is_of_nccl(error: RuntimeError) -> bool:
+    """Whether NCCL failed; torch 2.15's new back end for it gives its errors no type of their own.
+
+    TORCH_DIST_USE_NCCL2=0 in the environment chooses the old one.
+    """
+    return isinstance(error, torch_dist.DistBackendError) or "NCCL" in str(error)
 
 
 def _reason(error: Exception) -> str:
@@ -139,7 +149,8 @@ def _losses_explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         # gloo's errors have no type of their own; they begin with the place in its source.
-        if not isinstance(error, torch_dist.DistError) and "/gloo/" not in str(error):
+        known = isinstance(error, torch_dist.DistError) or "/gloo/" in str(error)
+        if not known and not _is_of_nccl(error):
             raise
         rank, reason = os.environ["RANK"], _reason(error)
         raise LostRanksError(
