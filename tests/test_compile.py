@@ -8,6 +8,7 @@ import copy
 import shutil
 import subprocess
 import sys
+import sysconfig
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from segtrain.checkpoint.format import load
-from segtrain.commands.train.preflight import check_experiment
+from segtrain.commands.train.preflight import _compile_findings, check_experiment
 from segtrain.config import load_config
 from segtrain.data.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
@@ -323,6 +324,40 @@ def test_a_missing_compiler_is_told_before_anything_else(tmp_path, data, monkeyp
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"train\.compile: .*no-such-compiler"):
         check_experiment(config, *sets, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("lacks", [None, "compiler", "named compiler", "headers"])
+def test_what_triton_lacks_is_told_before_anything_else(tmp_path, monkeypatch, lacks):
+    """On CUDA, besides the C++ compiler."""
+    tools, include = tmp_path / "tools", tmp_path / "include"
+    for path, mode in (
+        (tools / "g++", 0o755),
+        (tools / "clang", 0o755),
+        (include / "Python.h", 0o644),
+    ):
+        path.parent.mkdir(exist_ok=True)
+        path.touch(mode)
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(include)})
+    message = {
+        "compiler": "a C compiler, and gcc or clang is not to be found",
+        "named compiler": "a C compiler, and no-such-cc is not to be found",
+        "headers": f"the headers of Python, and {include}/Python.h does not exist",
+    }
+    if lacks == "compiler":
+        (tools / "clang").unlink()
+    elif lacks == "named compiler":
+        monkeypatch.setenv("CC", "no-such-cc")
+    elif lacks == "headers":
+        (include / "Python.h").unlink()
+    assert _compile_findings(torch.device("cpu")) == []
+    found = _compile_findings(torch.device("cuda"))
+    assert len(found) == (lacks is not None)
+    for finding in found:
+        assert finding.startswith(f"train.compile: on CUDA needs {message[lacks]}")
 
 
 def test_a_cache_of_code_that_others_can_write_is_refused(tmp_path, data, monkeypatch):

@@ -167,6 +167,17 @@ def test_three_modules_become_one_function(fake):
     assert fake.collectives == ["allreduce_"]
 
 
+def test_what_a_compiler_sees_it_has_rules_for(fake, monkeypatch):
+    """torch has no rules for the kernels of its synchronized batch norm, and fuses plain ones."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    layer = NormInput(layer_input(torch.bfloat16), *torch.rand(2, 8, device="cuda"), 1e-5)
+    forward, backward, (grad_x, *_) = both_passes(fake, [layer])
+    assert "var_mean" in forward[0]
+    ours = {name for name in (*forward[0], *backward[0]) if name.startswith("batch_norm_")}
+    assert ours == set()
+    assert grad_x.dtype == torch.bfloat16
+
+
 def test_the_readme_has_the_counted_table(fake):
     readme = (REPOSITORY / "segtrain/norm/README.md").read_text()
     assert "\n".join(table()) in readme

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 
 from segtrain import __version__
-from segtrain.distributed.machine import SHARED_MEMORY, compiler, num_cores
+from segtrain.distributed.machine import SHARED_MEMORY, compiler, missing_for_triton, num_cores
 from segtrain.errors import EXIT_CONFIG, EXIT_OK
 from segtrain.run.environment import LIBRARIES, library_version
 from segtrain.text import printable
@@ -78,6 +78,10 @@ def _problems() -> Iterator[str]:
 
         for line in unusable_devices():
             yield f"warning: {line}"
+        import torch
+
+        if torch.cuda.is_available() and (missing := missing_for_triton()) is not None:
+            yield f"warning: train.compile on CUDA needs {missing}"
     name, path = compiler()
     if path is None:
         yield f"warning: {name}: not to be found; train.compile needs a C++ compiler (CXX names it)"

@@ -7,6 +7,7 @@ import shutil
 import socket
 import struct
 import sys
+import sysconfig
 from pathlib import Path
 
 # Linux: files here are memory that processes can share.
@@ -85,3 +86,21 @@ def compiler() -> tuple[str, str | None]:
     """The C++ compiler that torch.compile would call, and its path; None: it is not installed."""
     name = os.environ.get("CXX", "g++")
     return name, shutil.which(name)
+
+
+def missing_for_triton() -> str | None:
+    """What Triton, which torch.compile uses on CUDA, does not find here; None: nothing is missing.
+
+    It builds its connection to the driver with a C compiler and the headers of Python.
+    """
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, names)):
+        tried = " or ".join(names)
+        return f"a C compiler, and {tried} is not to be found; install it, or name another in CC"
+    # Debian's own scheme lies below /usr/local, where there are no headers.
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+    if not header.is_file():
+        return f"the headers of Python, and {header} does not exist; install python3-dev"
+    return None

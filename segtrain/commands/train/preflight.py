@@ -19,7 +19,12 @@ from segtrain.data.loader import (
 )
 from segtrain.data.photometric import check_extra
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import SHARED_MEMORY, compiler, free_shared_memory
+from segtrain.distributed.machine import (
+    SHARED_MEMORY,
+    compiler,
+    free_shared_memory,
+    missing_for_triton,
+)
 from segtrain.distributed.partition import batch_findings, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
@@ -57,7 +62,7 @@ def check_experiment(
             f"{config.eval.statistics}"
         )
     if config.train.compile:
-        findings += _compile_findings()
+        findings += _compile_findings(device)
     if findings:
         raise ConfigError("\n".join(findings))
     # 2. Each machine has its own memory.
@@ -70,13 +75,16 @@ def check_experiment(
     return dist.run_on_rank0(lambda: quick_check(train_set, eval_set))
 
 
-def _compile_findings() -> list[str]:
+def _compile_findings(device: torch.device) -> list[str]:
     name, path = compiler()
     if path is None:
         return [
             f"train.compile: needs a C++ compiler, and {name} is not to be found; install it, "
             "name another one in the environment variable CXX, or set train.compile to false"
         ]
+    missing = missing_for_triton() if device.type == "cuda" else None
+    if missing is not None:
+        return [f"train.compile: on CUDA needs {missing}, or set train.compile to false"]
     from torch._inductor.runtime.runtime_utils import cache_dir
 
     # torch runs the code in its cache without asking who wrote it. The cache is in the temporary
