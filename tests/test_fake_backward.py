@@ -1,0 +1,85 @@
+"""A whole backward pass on the meta device, where autograd works and reading a value is an error.
+
+Batch norms take there what they take on CUDA. There is no autocast on this device.
+"""
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from fake_device import RANKS, K, NoWaits, config, fake_batch
+from test_fake_device import COUNTED, NORMS
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from segtrain.distributed import collectives as dist
+from segtrain.models import build_model
+from segtrain.norm import cuda_kernels, make_norm, settle_statistics
+from segtrain.training.losses import SegLoss
+from segtrain.training.step_sync import StepSync
+from segtrain.training.wrap import wrap
+from segtrain.types import DropoutMasks
+
+
+@pytest.fixture
+def meta(monkeypatch):
+    """Rank 0 of 8 on the meta device; yields what watches operations."""
+    monkeypatch.setattr(cuda_kernels, "takes", lambda x: True)
+    monkeypatch.setattr(cuda_kernels, "_constants", {})
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    monkeypatch.setattr(dist, "all_gather_object", lambda value, group=None: [value])
+    torch_dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    yield NoWaits()
+    torch_dist.destroy_process_group()
+
+
+def backward_pass(settings, watch):
+    """Forward and backward pass, the latter under `watch`; returns the model."""
+    with torch.device("meta"):
+        model = build_model(settings.model, num_classes=K, norm=make_norm(settings.norm))
+    model.train().to(memory_format=torch.channels_last)
+    dist.make_groups([(0, 1)])
+    criterion = SegLoss(settings.loss, torch.device("meta"), batch_size=2 * RANKS)
+    module = wrap(model, criterion, settings.train)
+    images, labels = fake_batch("meta")
+    channels = model.dropout_channels
+    masks = DropoutMasks(*(torch.ones(2, c, 1, 1, device="meta") for c in channels))
+    with watch:
+        sums = module(images.contiguous(memory_format=torch.channels_last), labels, masks)
+        totals = StepSync(lambda: False).reduce(sums)
+        settle_statistics(model)
+        objective = criterion.objective(sums, totals)
+        watch.forget()
+        objective.backward()
+    return model
+
+
+# Rows of COUNTED, with the kernels of a backward pass.
+BACKWARD = [(COUNTED[0], 263), (COUNTED[1], 533), (COUNTED[3], 263), (COUNTED[6], 535)]
+
+
+@pytest.mark.parametrize(
+    ("row", "launches"), BACKWARD, ids=["-".join(row[0].values()) for row, _ in BACKWARD]
+)
+def test_a_backward_pass_launches_and_sends_what_it_did(meta, row, launches):
+    model, layers, meetings, *_ = row
+    built = backward_pass(config(model=model), meta)
+    assert len(meta.collectives) == meetings
+    assert meta.launches.count("batch_norm_backward_reduce") == layers
+    assert meta.launches.count("batch_norm_backward_elemt") == layers
+    assert len([name for name in meta.launches if name != "fill_"]) == launches
+    # Otherwise sums of gradients, and the optimizer, would have to copy them: also 1x1 kernels.
+    assert [p.grad.stride() for p in built.parameters()] == [p.stride() for p in built.parameters()]
+
+
+@pytest.mark.parametrize(
+    "norm", [NORMS[0], *NORMS[4:]], ids=lambda norm: "-".join(map(str, norm.values()))
+)
+def test_no_norm_makes_the_backward_pass_wait(meta, norm):
+    start = {"init_from": "weights"} if norm["kind"] == "frozen" else {}
+    built = backward_pass(config(norm=norm, train=start), meta)
+    assert all(p.grad is not None for p in built.parameters())
+
+
+def test_recomputed_activations_take_no_more_collectives(meta):
+    options = {"arch": "pspnet", "backbone": "resnet50", "recompute_norm": True}
+    backward_pass(config(model=options), meta)
+    assert len(meta.collectives) == COUNTED[1][2]
