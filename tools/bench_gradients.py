@@ -54,12 +54,14 @@ def step_times(device: torch.device, options: argparse.Namespace) -> dict[str, l
     images = torch.randn(size, device=device).to(memory_format=torch.channels_last)
     # The first bucket of DistributedDataParallel has 1 MB too.
     calls = {BASE: _replicated_step(copy.deepcopy(model), images)}
-    for name, first_bytes, overlap in (
-        ("first bucket 1 MB", 1 << 20, True),
-        ("first bucket 25 MB", 25 << 20, True),
-        ("sent at the end", 1 << 20, False),
+    for name, first_bytes, bytes_, overlap in (
+        ("buckets of 1 and 25 MB", 1 << 20, 25 << 20, True),
+        ("first bucket 25 MB", 25 << 20, 25 << 20, True),
+        ("buckets of 1 and 5 MB", 1 << 20, 5 << 20, True),
+        ("buckets of 1 and 100 MB", 1 << 20, 100 << 20, True),
+        ("sent at the end", 1 << 20, 25 << 20, False),
     ):
-        gradients.FIRST_BUCKET_BYTES = first_bytes
+        gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES = first_bytes, bytes_
         calls[name] = _summed_step(copy.deepcopy(model), images, overlap=overlap)
     calls["nothing sent"] = lambda: _forward_backward(model, model, images)
     return measure(calls, device=device, rounds=options.rounds)

@@ -14,7 +14,10 @@ from torch import nn
 
 from segtrain.distributed import collectives as dist
 
-# Large enough to use the whole bandwidth. The first bucket is small, so that sending starts early.
+# Large enough to use the whole bandwidth, and small enough for the sums of batch norms, for which
+# backward passes wait and which NCCL sends in one row with the buckets. The first bucket is
+# small, so that sending starts early. They are no options: other buckets give other
+# bits on three or more ranks.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 # Gradients begin at multiples of this many values, because vector kernels want aligned memory.
