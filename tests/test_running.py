@@ -1,10 +1,12 @@
 """Running statistics that follow together: on a CPU by telling it that this pays there too."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from fake_device import config
 from test_norm_kinds import ROWS, C, X
 from torch import nn
 
@@ -17,6 +19,9 @@ from segtrain.norm import (
     settle_statistics,
     tracked_together,
 )
+from segtrain.training import passes
+from segtrain.training.step_sync import StepSync
+from segtrain.types import DropoutMasks
 
 
 def pays(does=True):
@@ -143,6 +148,24 @@ def test_statistics_on_their_way_are_not_used(two_ranks):
         with pytest.raises(RuntimeError, match="evaluates inside tracked_together"):
             layer(X.float())
     layer(X.float())
+
+
+def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
+    waiting = []
+
+    def forward_backward(*_, **__):
+        waiting.append(running._waiting)
+        return torch.zeros(2)
+
+    monkeypatch.setattr(passes, "_forward_backward", forward_backward)
+    monkeypatch.setattr(passes, "_loss_weights", lambda *_: [0.5, 0.5])
+    sums = SimpleNamespace(collected=lambda last: nullcontext())
+    state = SimpleNamespace(shares=None, gradients=sums, model=nn.Identity(), wrapped=None)
+    images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    part = passes.RankBatch(images, images[:, 0], DropoutMasks())
+    passes.run_passes(state, [part, part], config(), StepSync(lambda: False))
+    assert waiting == [[], []]
+    assert waiting[0] is not waiting[1]
 
 
 def test_it_cannot_be_entered_twice():
