@@ -1,7 +1,7 @@
 """An evaluation on a CUDA device that does not exist: the host must not wait inside the loop.
 
-As in test_fake_device.py: tensors without values, and a watch that refuses every operation for
-which the host would wait. Streams, events and pinned memory need a device, so they are stubs.
+As in the other tests on a fake device: tensors without values, and a watch that refuses every
+operation for which the host would wait. Streams, events and pinned memory are stubs.
 """
 
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_fake_device import NoWaits
+from fake_device import NoWaits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -23,6 +23,7 @@ from against_models import (
     build,
     config_of,
 )
+from segtrain.training.malloc import keep_freed_memory
 from torch import Tensor, nn
 
 from segtrain.config import DataConfig
@@ -32,7 +33,6 @@ from segtrain.models import build_model
 from segtrain.models.normalize import normalize
 from segtrain.norm import make_norm
 from segtrain.training.engine import train_steps
-from segtrain.training.malloc import keep_freed_memory
 from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch
