@@ -23,12 +23,14 @@ from segtrain.training.cost import training_flops
 
 NUM_CLASSES = 19
 SEGTRAIN, TORCHVISION, SMP, MMSEG = "segtrain", "torchvision", "smp", "mmseg"
+MMSEG_START = "mmseg, start-up"  # mmengine's Runner draws
 SEMSEG, ALBUMENTATIONS = "semseg", "albumentations"
 PACKAGES = {
     SEGTRAIN: ("segtrain",),
     TORCHVISION: ("torchvision",),
     SMP: ("segmentation_models_pytorch",),
     MMSEG: ("mmseg", "mmengine", "mmcv"),
+    MMSEG_START: ("matplotlib",),
     SEMSEG: ("cv2",),  # its transforms are written out here
     ALBUMENTATIONS: ("albumentations",),
 }

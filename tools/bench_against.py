@@ -4,7 +4,7 @@ The same network, crop, batch and machine, in one run. Each contender has a proc
 all take turns, so a busy machine troubles them alike: read the ratios. Contenders that are not
 installed are named.
 
-    pip install mmengine==0.10.7 ftfy regex prettytable segmentation_models_pytorch timm
+    pip install mmengine==0.10.7 matplotlib ftfy regex prettytable segmentation_models_pytorch timm
     pip install --no-deps mmsegmentation==1.2.2 mmcv-lite==2.1.0
 
 Run: python tools/bench_against.py [--sections data train eval memory start] [--json FILE]
@@ -23,6 +23,7 @@ from against_models import (
     ALBUMENTATIONS,
     CASES,
     MMSEG,
+    MMSEG_START,
     SEGTRAIN,
     SEMSEG,
     SMP,
@@ -144,6 +145,7 @@ def bench_memory(args: argparse.Namespace, installed: Sequence[str], _: list[Row
 def bench_start(args: argparse.Namespace, installed: Sequence[str], _: list[Row]) -> list[Row]:
     """Seconds until the first step is done, and of --help."""
     names = [n for n in (SEGTRAIN, TORCHVISION, SMP, MMSEG) if n in installed]
+    names = [n for n in names if n != MMSEG or not missing(MMSEG_START)]
     steps: dict[str, list[float]] = {name: [] for name in names}
     helps: dict[str, list[float]] = {name: [] for name in names}
     with TemporaryDirectory(dir=args.scratch) as folder:
@@ -202,6 +204,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     absent = {name: missing(name) for name in (TORCHVISION, SMP, MMSEG, SEMSEG, ALBUMENTATIONS)}
     absent = {name: packages for name, packages in absent.items() if packages}
+    if "start" in args.sections and MMSEG not in absent and missing(MMSEG_START):
+        absent[MMSEG_START] = missing(MMSEG_START)
     installed = [SEGTRAIN, TORCHVISION, SMP, MMSEG, SEMSEG, ALBUMENTATIONS]
     installed = [name for name in installed if name not in absent]
     benches = {
