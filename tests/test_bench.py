@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -233,3 +235,18 @@ def test_bench_measures_with_the_workers_that_auto_chooses(config, tmp_path, cap
 def test_hogwild_has_no_steps_to_measure(config, capsys):
     assert main(["bench", str(config), "--set", "train.parallel=hogwild"]) == 2
     assert "train.parallel: hogwild: its processes do not share steps" in capsys.readouterr().err
+
+
+def test_peak_memory_is_that_of_the_process_itself():
+    """Linux hands the peak of a parent on to its children, in ru_maxrss."""
+    child = (
+        "import torch; from segtrain.training.cost import peak_bytes;"
+        "print(peak_bytes(torch.device('cpu')))"
+    )
+    parent = (
+        "import subprocess, sys; held = b'x' * (1500 << 20);"
+        f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 50 << 20 < int(done.stdout) < 1500 << 20

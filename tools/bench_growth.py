@@ -11,7 +11,6 @@ largest resident set of a process that does nothing else.
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from segtrain.data.transforms import TrainTransform
 from segtrain.models import build_model
 from segtrain.norm import make_norm
 from segtrain.run.directory import METRICS
+from segtrain.training.cost import peak_bytes
 from segtrain.training.state import make_state
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +89,7 @@ def _open_list(_: torch.device, root: str) -> tuple[float, float]:
 
 
 def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MIB
+    return peak_bytes(torch.device("cpu")) / _MIB
 
 
 def _config(crop: int, images: int) -> Config:

@@ -11,7 +11,6 @@ of cutting, and what "shares" costs more than "cut" is the price of sums that kn
 
 import argparse
 import inspect
-import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from segtrain.data.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import make_norm
+from segtrain.training.cost import peak_bytes
 from segtrain.training.engine import train_steps
 from segtrain.training.gradients import GradientSum
 from segtrain.training.state import TrainState, make_state
@@ -86,8 +86,7 @@ def bytes_of_a_step(
     step()
     if name == REPLICATED:  # torch sends the gradients
         sent[0] += sum(p.nbytes for p in step.state.model.parameters())
-    on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return sent[0], torch.cuda.max_memory_allocated() if device.type == "cuda" else on_host
+    return sent[0], peak_bytes(device)
 
 
 class Step:

@@ -1,5 +1,6 @@
 """What training costs: operations, memory, and how busy the device is."""
 
+import re
 import resource
 import sys
 import time
@@ -64,6 +65,11 @@ def peak_bytes(device: torch.device) -> int:
     """The most memory that this process has had: of the device, or resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not ru_maxrss, which begins with the memory of the process that started this one.
+        (line,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+        return int(line) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
