@@ -39,7 +39,7 @@ def listed(tmp_path, monkeypatch):
 def strictly(root, monkeypatch):
     data = DataConfig(layout="list", root=str(root), classes="voc", train_split="list.txt")
     with monkeypatch.context() as patch:
-        patch.setattr("segtrain.data.layouts.plain_pairs", lambda *_: None)
+        patch.setattr(plain_list, "plain_pairs", lambda *_: None)
         return scan_layout(data, "list.txt")
 
 

@@ -23,10 +23,10 @@ from against_models import (
     build,
     config_of,
 )
-from segtrain.training.malloc import keep_freed_memory
 from torch import Tensor, nn
 
 from segtrain.config import DataConfig
+from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import build_model

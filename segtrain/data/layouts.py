@@ -31,7 +31,6 @@ from segtrain.data.folders import (
 from segtrain.data.listfile import CleanPath, clean_relative_path, list_file_rows, list_file_words
 from segtrain.data.listing import IMAGE_SUFFIXES, LABEL_SUFFIX, Listing, Pair, first_lines
 from segtrain.data.match import case_clashes, match_folders, only_images
-from segtrain.data.plain_list import plain_pairs
 from segtrain.data.splits import join_listings, without_excluded
 from segtrain.errors import DataError
 from segtrain.text import printable
@@ -242,6 +241,9 @@ def _list(root: Path, data: DataConfig, split: str) -> Listing:
     if not path.is_file():
         texts = sorted(file.name for suffix in ("txt", "csv") for file in root.glob(f"*.{suffix}"))
         raise DataError(f"{printable(path)}: no such list file; {there_are('text files', texts)}")
+    # Here, since a wrong config is refused before NumPy is imported.
+    from segtrain.data.plain_list import plain_pairs
+
     if (plain := plain_pairs(path, root)) is not None:
         return Listing(plain, [])
     rows, problems = list_file_rows(path)
