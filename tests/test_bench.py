@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from experiments import experiment, write_config
+from processes import Command
 from torch import nn
 
 from segtrain.cli import main
@@ -188,15 +189,20 @@ def test_report_gives_rates_of_all_ranks():
     assert "kernels    run 50% of the time" in text
 
 
-def bench(config, directory, *options):
+def bench(config, directory, *options, ranks=1):
     file, trace = directory / "bench.json", directory / "trace.json.gz"
     arguments = ["bench", str(config), "--steps", "2", "--json", str(file), "--device", "cpu"]
-    assert main([*arguments, "--profile", str(trace), *options]) == 0
+    arguments += ["--profile", str(trace), "--nproc", str(ranks), *options]
+    if ranks == 1:
+        assert main(arguments) == 0
+    else:  # a launcher changes the signals and the environment of its process
+        command = Command(directory, *arguments)
+        assert command.wait() == 0, command.errors
     return json.loads(file.read_text())
 
 
 def test_bench_measures_every_part_of_real_steps(config, tmp_path, capsys):
-    found = bench(config, tmp_path, "--nproc", "1")
+    found = bench(config, tmp_path)
     assert found["ranks"] == 1
     parts = found["parts_s"]
     assert list(parts) == ["data", "communication", "backward", "forward", "update", "other"]
@@ -213,7 +219,7 @@ def test_bench_measures_every_part_of_real_steps(config, tmp_path, capsys):
 
 @pytest.mark.parametrize("shares", ["null", "4"])
 def test_bench_on_ranks(config, tmp_path, shares):
-    found = bench(config, tmp_path, "--nproc", "2", "--set", f"train.shares={shares}")
+    found = bench(config, tmp_path, "--set", f"train.shares={shares}", ranks=2)
     assert found["ranks"] == 2
     assert found["parts_s"]["communication"] > 0
     assert sum(found["parts_s"].values()) == pytest.approx(found["parted_step_s"])
@@ -224,7 +230,7 @@ def test_bench_on_ranks(config, tmp_path, shares):
 
 
 def test_bench_measures_with_the_workers_that_auto_chooses(config, tmp_path, capsys):
-    options = ["--set", "data.num_workers=auto", "--set", "train.batch_size=2", "--nproc", "1"]
+    options = ["--set", "data.num_workers=auto", "--set", "train.batch_size=2"]
     found = bench(config, tmp_path, *options)
     said = capsys.readouterr().err
     assert said.count("segtrain: loader     ") == 1
