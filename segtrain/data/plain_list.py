@@ -23,14 +23,15 @@ from segtrain.data.listing import Pair
 
 # Shorter lists are read line by line: that takes less time than to list large folders.
 _MIN_BYTES = 64 << 10
-_CHUNK = 512 << 10
+_CHUNK = 64 << 10
 
 _FOLDER = r"((?:[\w-][\w.-]*/)*+)"
-_PLAIN = re.compile(
+_LINE = (
     rf"^{_FOLDER}([\w-][\w.-]*\.(?i:png|jpe?g))(?: ++|\t|, *+)"
-    rf"{_FOLDER}([\w-][\w.-]*\.(?i:png))\r?$",
-    re.MULTILINE,
+    rf"{_FOLDER}([\w-][\w.-]*\.(?i:png))\r?$"
 )
+_PLAIN = re.compile(_LINE, re.MULTILINE)
+_PLAIN_ASCII = re.compile(_LINE, re.MULTILINE | re.ASCII)  # the same for ASCII text, and faster
 _WITHOUT_PAIR = re.compile(r"^(?:#[^\r\n]*)?\r?$", re.MULTILINE)
 
 
@@ -95,7 +96,7 @@ def _read(path: Path, root: Path) -> PairTable | None:
     # paths have one hash, a missing file is found when it is opened.
     needed, names = [], []
     for text in _chunks(path):
-        found = _PLAIN.findall(text)
+        found = (_PLAIN_ASCII if text.isascii() else _PLAIN).findall(text)
         others = text.count("\n") + 1 - len(found)
         if others and others != len(_WITHOUT_PAIR.findall(text)):
             return None
