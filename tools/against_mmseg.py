@@ -1,6 +1,7 @@
 """mmsegmentation without mmcv's compiled operators, and its two networks for bench_against.py."""
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -35,7 +36,10 @@ def load_mmseg() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if importlib.util.find_spec("mmcv._ext") is None:
-            sys.modules["mmcv._ext"] = NoOperators("mmcv._ext")
+            stand_in = NoOperators("mmcv._ext")
+            # mmengine asks for it, to see whether there are operators.
+            stand_in.__spec__ = importlib.machinery.ModuleSpec("mmcv._ext", loader=None)
+            sys.modules["mmcv._ext"] = stand_in
         importlib.import_module("mmseg.utils").register_all_modules(init_default_scope=True)
         return importlib.import_module("mmseg.registry").MODELS
 
