@@ -11,6 +11,7 @@ from pathlib import Path
 import cv2
 import pytest
 from experiments import small, train, write_config, write_data
+from processes import Command
 
 from segtrain import cli
 from segtrain.checkpoint.format import load, save
@@ -273,10 +274,11 @@ def test_steps_in_another_form_are_refused(text, capsys):
     assert "argument --steps: expected " in capsys.readouterr().err
 
 
-def test_the_command_line_verifies_on_ranks_that_it_starts(copy, capfd):
+def test_the_command_line_verifies_on_ranks_that_it_starts(copy, tmp_path):
     assert num_ranks_here("2") == 2
     change_receipt(copy, 3, lambda receipt: receipt.update(loss="0x1p+0"))
-    assert cli.main(["verify", str(copy), "--nproc", "2", "--device", "cpu"]) == 4
-    err = capfd.readouterr().err
+    command = Command(tmp_path, "verify", copy, "--nproc", "2", "--device", "cpu")
+    assert command.wait() == 4
+    err = command.errors
     assert err.count("step 3 differs from its receipt") == 1
     assert "Traceback" not in err
