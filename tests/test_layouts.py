@@ -663,3 +663,10 @@ def test_a_list_file_always_names_labels(tmp_path):
     data = write_list(tmp_path, "i/a.png l/a.png\n")
     with pytest.raises(DataError, match="its splits name labels; use predict"):
         list_split(data, "train.txt", labelled=False)
+
+
+def test_labels_that_several_images_share_are_named(tmp_path):
+    """As after copying a line and changing one column; two renderings of a scene may be meant."""
+    data = write_list(tmp_path, "i/a.png l/a.png\ni/b.jpg l/a.png\n")
+    (line,) = list_split(data, "train.txt").warnings_of_start()
+    assert line == f"labels are used by several images: {tmp_path}/l/a.png by i/a and i/b"

@@ -29,7 +29,14 @@ from segtrain.data.folders import (
     there_are,
 )
 from segtrain.data.listfile import CleanPath, clean_relative_path, list_file_rows, list_file_words
-from segtrain.data.listing import IMAGE_SUFFIXES, LABEL_SUFFIX, Listing, Pair, first_lines
+from segtrain.data.listing import (
+    IMAGE_SUFFIXES,
+    LABEL_SUFFIX,
+    Listing,
+    Pair,
+    first_lines,
+    first_names,
+)
 from segtrain.data.match import case_clashes, match_folders, only_images
 from segtrain.data.splits import join_listings, without_excluded
 from segtrain.errors import DataError
@@ -264,7 +271,21 @@ def _list(root: Path, data: DataConfig, split: str) -> Listing:
         problems += [f"{printable(path)}:{line}: {problem}" for problem in bad]
         if not bad:
             pairs[name] = Pair(root / image.path, root / label.path, name)
-    return Listing(list(pairs.values()), problems, case_clashes(pairs))
+    notes = _shared_labels(list(pairs.values()))
+    return Listing(list(pairs.values()), problems, case_clashes(pairs), notes=notes)
+
+
+def _shared_labels(pairs: Sequence[Pair]) -> list[str]:
+    """A line if images share a label: as a rule a line was copied and changed in one column."""
+    users: dict[Path, str] = {}
+    shared = []
+    for pair in pairs:
+        first = users.setdefault(pair.label, pair.name)
+        if first != pair.name:
+            shared.append(
+                f"{printable(pair.label)} by {printable(first)} and {printable(pair.name)}"
+            )
+    return [f"labels are used by several images: {first_names(shared, 3)}"] if shared else []
 
 
 def _listed_file(name: str, root: Path, real_root: str, *, is_label: bool) -> CleanPath:

@@ -80,7 +80,8 @@ def plain_pairs(path: Path, root: Path) -> PairTable | None:
     """The pairs in the list file `path`, whose files all exist below `root`, in its order.
 
     None: the list is short, or something needs a look at single lines: one that is not plain, a
-    file that is missing or a link, two images with one name, if only but for the case of letters.
+    file that is missing or a link, two images with one label, or with one name, if only but for the
+    case of letters.
     """
     try:
         if not path.is_file() or path.stat().st_size < _MIN_BYTES:
@@ -94,7 +95,7 @@ def _read(path: Path, root: Path) -> PairTable | None:
     table, folders = PairTable(root), set()
     # Hashes of 8 bytes stand for paths: a set of the paths would take ten times as much. Should two
     # paths have one hash, a missing file is found when it is opened.
-    needed, names = [], []
+    needed, names, used = [], [], []
     for text in _chunks(path):
         found = (_PLAIN_ASCII if text.isascii() else _PLAIN).findall(text)
         others = text.count("\n") + 1 - len(found)
@@ -108,10 +109,11 @@ def _read(path: Path, root: Path) -> PairTable | None:
         if not "".join(images + labels).isprintable():
             return None
         folders.update(image_folders, label_folders)
-        needed += [_hashes(images), _hashes(labels)]
+        used.append(_hashes(labels))
+        needed += [_hashes(images), used[-1]]
         names.append(_hashes([image.casefold().rpartition(".")[0] for image in images]))
         table.extend(images, labels)
-    if not names or not _are_different(np.concatenate(names)):
+    if not names or not all(_are_different(np.concatenate(one)) for one in (names, used)):
         return None
     existing = _existing(root, folders)
     return table if existing is not None and _contains(existing, needed) else None
