@@ -427,7 +427,7 @@ def grow(path):
 )
 def test_files_that_changed_after_packing_are_named(root, packed, change, said):
     change(root)
-    with pytest.raises(DataError, match="make the pack again") as refused:
+    with pytest.raises(DataError, match="delete the pack and make it again") as refused:
         open_dataset(packed, "train")
     assert said in str(refused.value)
 
@@ -449,7 +449,7 @@ def test_a_root_with_other_images_is_not_taken_for_a_root_without(root, packed):
         for kind in ("images", "labels"):
             file = root / kind / "val" / path.name
             file.rename(file.with_stem(f"other {file.stem}"))
-    with pytest.raises(DataError, match="which holds others; make the pack again"):
+    with pytest.raises(DataError, match="which holds others; delete the pack and make it again"):
         open_dataset(packed, "val")
 
 
@@ -469,7 +469,9 @@ def test_a_change_that_keeps_size_and_time_is_found_by_data_check(root, packed):
     assert open_dataset(packed, "train").warnings == []
     result = check_data(Config(data=packed), jobs=1)
     (issue,) = [issue for issue in result.issues if issue.severity == "error"]
-    assert issue.places == [f"{label}: changed since it was packed; make the pack again"]
+    assert issue.places == [
+        f"{label}: changed since it was packed; delete the pack and make it again"
+    ]
 
 
 # Shards that change.

@@ -95,5 +95,5 @@ def _compare(scan: SplitScan, item: PackedPair) -> None:
         except DataError as error:
             scan.bad_files.append(BadFile.of(path, error))
             continue
-        reason = "changed since it was packed; make the pack again"
+        reason = "changed since it was packed; delete the pack and make it again"
         scan.bad_files.append(BadFile(printable(path), reason))

@@ -196,7 +196,7 @@ def _no_pack(directory: Path) -> str:
 
 
 def _parse(raw: bytes, path: Path) -> Pack:
-    damaged = f"{printable(path)}: damaged; copy it again, or make the pack again"
+    damaged = f"{printable(path)}: damaged; copy it again, or delete the pack and make it again"
     try:
         found = json.loads(raw)
         content, digest = found["pack"], found["sha256"]
@@ -229,7 +229,7 @@ def shard_problem(directory: Path, shard: Shard) -> str:
     what = "cut off" if found < shard.num_bytes else "too long"
     return (
         f"{printable(path)}: a shard of the pack, {what}: {found} bytes, expected "
-        f"{shard.num_bytes}; copy it again, or make the pack again"
+        f"{shard.num_bytes}; copy it again, or delete the pack and make it again"
     )
 
 

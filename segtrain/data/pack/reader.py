@@ -50,7 +50,8 @@ class Shards:
             place = printable(self.path(image))
             raise DataError(
                 f"{place}: damaged: bytes {first} to {last - 1}, image {printable(image.name)}, "
-                "are not those that were packed; copy the shard again, or make the pack again"
+                "are not those that were packed; copy the shard again, or delete the pack and "
+                "make it again"
             )
 
     def path(self, image: PackedImage) -> Path:

@@ -23,7 +23,7 @@ from segtrain.text import printable
 # Asking for sizes waits for the disk, not for the processor.
 _THREADS = 16
 _MAX_HASHED = 64
-_WAY_OUT = "make the pack again, or read the files themselves (data.pack: null)"
+_WAY_OUT = "delete the pack and make it again, or read the files themselves (data.pack: null)"
 
 
 class SourceState(NamedTuple):
