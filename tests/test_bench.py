@@ -173,8 +173,9 @@ def report(**changes):
         ({"parts_s": {"communication": 0.3}}, "communication: 50% of the step"),
         ({"peak_flops": 6e10}, "arithmetic: 80% of what large matrix products reach"),
         ({"device_busy": 0.4}, "the host: kernels run only 40% of the time"),
-        ({"device_busy": 0.95}, "memory traffic: arithmetic is at 12%"),
-        ({}, "memory traffic: arithmetic is at 12%"),
+        ({"device_busy": 0.95}, "memory traffic, small operations or other programs: arith"),
+        ({}, "memory traffic, small operations or other programs: arithmetic is at 12%"),
+        ({"data_s": 0.1, "parts_s": {"communication": 0.3}}, "communication: 50% of the step"),
     ],
 )
 def test_limit_is_what_takes_the_time(changes, said):
@@ -256,3 +257,9 @@ def test_peak_memory_is_that_of_the_process_itself():
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert 50 << 20 < int(done.stdout) < 1500 << 20
+
+
+@pytest.mark.parametrize("option", ["--json", "--profile"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_steps(config, capsys, option):
+    assert main(["bench", str(config), "--steps", "99999", option, "/none/x", "--nproc", "1"]) == 2
+    assert f"{option} /none/x: no such" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import reserve_output, write_output
 from segtrain.models.precision import float32_products
-from segtrain.text import printable_lines, say
+from segtrain.text import printable, printable_lines, say
 from segtrain.training.clock import PARTS, PartClock, synchronize
 from segtrain.training.cost import busy_share, matmul_peak, peak_bytes, training_flops
 from segtrain.training.engine import StepResult, train_steps
@@ -60,6 +60,8 @@ def run_bench(args: argparse.Namespace) -> int:
         if args.json is not None and dist.is_main():
             with json_errors(args.json):
                 stack.enter_context(reserve_output(args.json))
+        if args.profile is not None and not args.profile.parent.is_dir():
+            raise ConfigError(f"--profile {printable(args.profile)}: no such folder")
         make_repeatable(config, device)
         with worker_failures():
             report = _measure(config, device, args.steps, args.profile, stack)

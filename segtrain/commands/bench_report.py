@@ -49,6 +49,7 @@ def lines_of(report: Report) -> Iterator[str]:
         f"step       {_ms(report.step_s)}, {report.images_per_s:.1f} images/s, mean of "
         f"{report.steps} steps"
     )
+    yield f"parts      of steps in which they were timed, {_ms(report.parted_step_s)} each"
     for name, seconds in report.parts_s.items():
         yield f"  {name:<15}{_ms(seconds):>9} {seconds / report.parted_step_s:>6.1%}"
     yield (
@@ -68,13 +69,13 @@ def lines_of(report: Report) -> Iterator[str]:
 def limit_of(report: Report) -> str:
     """What to change first, in words."""
     data = report.data_s / report.step_s
-    if data > _MUCH_DATA:
+    communication = report.parts_s["communication"] / report.parted_step_s
+    if data > max(_MUCH_DATA, communication):
         return (
             f"the loader: {data:.0%} of the step is spent waiting for it; more data.num_workers, "
             "or auto, if cores are idle, a pack (segtrain data pack), smaller images, or "
             "fewer changes of colour"
         )
-    communication = report.parts_s["communication"] / report.parted_step_s
     if communication > _MUCH_COMMUNICATION:
         return (
             f"communication: {communication:.0%} of the step where nothing overlaps; more images a "
@@ -92,8 +93,9 @@ def limit_of(report: Report) -> str:
             "for the next; larger crops or batches, or train.compile"
         )
     return (
-        f"memory traffic: arithmetic is at {arithmetic:.0%} of what large matrix products reach, "
-        "and nothing waits; bfloat16, or train.compile"
+        f"memory traffic, small operations or other programs: arithmetic is at {arithmetic:.0%} of "
+        "what large matrix products reach, and nothing waits; bfloat16, larger crops or "
+        "batches, or train.compile"
     )
 
 

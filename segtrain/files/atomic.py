@@ -79,6 +79,8 @@ def reserve_output(path: Path) -> Iterator[None]:
     """
     if path.is_dir() or path.is_socket():
         raise NotRegularError(errno.EINVAL, f"is {kind_of(path)}; name a file", str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     handle = _open_in_place(path) if path.is_fifo() else None
     try:
         yield
