@@ -85,7 +85,7 @@ class InferenceSettings:
         if self.autocast is not None:
             parts.append(str(self.autocast).removeprefix("torch.") + " autocast")
         if self.tf32:
-            parts.append("TF32")
+            parts.append("TF32 if the device has it")
         return "; ".join(parts)
 
 

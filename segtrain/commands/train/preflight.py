@@ -175,7 +175,7 @@ def hogwild_line(processes: int) -> str:
 
 
 def _precision_words(precision: str) -> str:
-    return "float32 with TF32 in convolutions and products" if precision == "tf32" else precision
+    return "float32, with TF32 if the device has it" if precision == "tf32" else precision
 
 
 def _batch_words(config: Config, ranks: int) -> str:
