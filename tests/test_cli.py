@@ -50,49 +50,41 @@ def calls(monkeypatch):
     return seen
 
 
-def run_measured(*args):
-    """(exit code, stdout, stderr, processor seconds, heavy modules that were imported)."""
+def run_watched(*args):
+    """(exit code, stdout, stderr, heavy modules that were imported)."""
     code = (
-        "import sys, resource\n"
+        "import sys\n"
         "from segtrain.cli import main\n"
         "try: code = main(sys.argv[1:])\n"
         "except SystemExit as error: code = error.code or 0\n"
         f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
-        "usage = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "print('\\n!', usage.ru_utime + usage.ru_stime, *heavy, file=sys.stderr)\n"
+        "print('\\n!', *heavy, file=sys.stderr)\n"
         "sys.exit(code)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
     errors, _, tail = done.stderr.rpartition("\n!")
-    seconds, *heavy = tail.split()
-    return done.returncode, done.stdout, errors, float(seconds), heavy
+    return done.returncode, done.stdout, errors, tail.split()
 
 
-@pytest.mark.parametrize(
-    ("args", "limit_s"),
-    [(("--help",), 0.3), (("--version",), 0.3), (("train", "--help"), 0.3)],
-)
-def test_help_is_quick_and_imports_nothing_heavy(args, limit_s):
-    code, out, _, seconds, heavy = run_measured(*args)
+@pytest.mark.parametrize("args", [("--help",), ("--version",), ("train", "--help")])
+def test_help_imports_nothing_heavy(args):
+    code, out, _, heavy = run_watched(*args)
     assert code == 0
     assert "segtrain" in out
     assert heavy == []
-    # Processor time: the wall clock of a busy machine says nothing about the program.
-    assert seconds < limit_s
 
 
 @pytest.mark.parametrize("command", [("train",), ("data", "check"), ("config", "show")])
-def test_a_wrong_config_is_refused_quickly_before_torch_is_imported(tmp_path, command):
+def test_a_wrong_config_is_refused_before_torch_is_imported(tmp_path, command):
     path = tmp_path / "own.yaml"
     path.write_text(GOOD + "train:\n  lrr: 1\n  steps: x\n")
-    code, _, errors, seconds, heavy = run_measured(*command, str(path))
+    code, _, errors, heavy = run_watched(*command, str(path))
     assert code == 2
     assert errors.splitlines() == [
         f"segtrain: {path}:3: train.lrr: unknown key; did you mean 'lr'?",
         f"segtrain: {path}:4: train.steps: must be an integer, got 'x'",
     ]
     assert heavy == []
-    assert seconds < 1
 
 
 def test_config_show_prints_all_options_with_overrides(config, capsys):

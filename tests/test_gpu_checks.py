@@ -174,16 +174,28 @@ def test_greatest_difference_is_relative(values, difference):
 
 
 def test_the_reference_loop_trains_the_same_model_with_its_own_loss():
+    """Three steps, each the update of torch.optim.SGD's documentation, computed here."""
     config = config_of((33, 41), 2, model=TINY | {"dropout": 0.0}, channels_last=False)
     batch = random_batch((33, 41), 2, CPU)
     loop = ReferenceLoop(config, CPU, *batch[:2], num_classes=NUM_CLASSES, amp=False)
     before = torch.backends.cudnn.benchmark
-    found = [loop() for _ in range(3)]
+    weights = list(loop.model.parameters())
+    momenta = [torch.zeros_like(p) for p in weights]
+    for i in range(3):
+        wanted = [p.detach().clone() for p in weights]
+        lr = config.train.lr * (1 - i / config.train.steps) ** 0.9
+        loss = loop()
+        if i == 0:
+            step = Training(config, CPU, nn.BatchNorm2d)()
+            ours = step.loss.item() + 0.5 * step.aux_loss.item()
+            assert loss == pytest.approx(ours, rel=1e-5)
+        for p, old, momentum in zip(weights, wanted, momenta, strict=True):
+            momentum.mul_(config.train.momentum).add_(p.grad + config.train.weight_decay * old)
+            torch.testing.assert_close(p.detach(), old - lr * momentum, rtol=1e-6, atol=1e-9)
+        assert any(
+            (p.detach() - old).abs().max() > 1e-5 for p, old in zip(weights, wanted, strict=True)
+        )
     assert torch.backends.cudnn.benchmark == before
-    step = Training(config, CPU, nn.BatchNorm2d)()
-    wanted = step.loss.item() + 0.5 * step.aux_loss.item()
-    assert found[0] == pytest.approx(wanted, rel=1e-5)
-    assert found[2] < found[0]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")  # the first steps overflow
