@@ -469,7 +469,7 @@ def test_a_member_that_fails_ends_the_population_with_its_code(
         (["--perturb", "train.sam_rho"], "--perturb train.sam_rho: is None here"),
         (["--perturb", "train.min_lr"], "--perturb train.min_lr: is 0 here, and stays so"),
         (["--perturb", "train.momentum"], "--perturb train.momentum: 0.9 times 1.2 is refused"),
-        (["--perturb", "loss.ohem_threshold"], "--perturb loss.ohem_threshold: 0.56 has no effect"),
+        (["--perturb", "loss.ohem_threshold"], "loss.ohem_threshold: 0.7 times 0.8 is refused"),
         (["--perturb", "train.milestone_factor"], "has no effect with schedule poly"),
         (["--perturb", "eval.overlap"], "does not change what a member learns"),
         (["--perturb", "train.lr", "--perturb", "train.lr"], "--perturb: names an option twice"),

@@ -143,7 +143,7 @@ def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
     [
         ("data", {"root": "/elsewhere", "classes": "/c.yaml", "num_workers": 3, "prefetch": 7}),
         ("log", {"every_steps": 7}),
-        ("checkpoint", {"every_steps": 3, "keep_limit": 1}),
+        ("checkpoint", {"keep_every_steps": 3, "keep_limit": 1}),
         ("train", {"timeout_s": 30.0}),
     ],
 )

@@ -20,7 +20,7 @@ def load_named(args: argparse.Namespace) -> Config:
 
 
 def show_warnings(config: Config) -> None:
-    """Writes a line to stderr for every option that has no effect or an unlikely one."""
+    """Writes a line to stderr for every option that probably does not do what is meant."""
     for line in config_warnings(config):
         say(f"warning: {line}")
 

@@ -78,7 +78,7 @@ def _describe(
         # "deeplabv3+" is the usual name of deeplabv3plus, and another network than deeplabv3.
         choices = re.findall("'([^']*)'", error.get("ctx", {}).get("expected", ""))
         hint = did_you_mean(str(error["input"]).replace("+", "plus"), choices)
-        yield Mistake(_written(loc, data), f"{message}, got {_show(error['input'])}{hint}")
+        yield Mistake(_written(loc, data), f"{message}, got {show(error['input'])}{hint}")
 
 
 def _written(loc: KeyPath, data: Any) -> KeyPath:
@@ -125,13 +125,14 @@ def _missing(loc: KeyPath, model: type[BaseModel]) -> str:
     return f"is required: {what}" if what else "is required"
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """`value` as a message quotes it, in YAML's words."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
         return "keys and values"
     if isinstance(value, list | tuple):
-        return f"[{printable(', '.join(map(_show, value)), MAX_SHOWN)}]"
+        return f"[{printable(', '.join(map(show, value)), MAX_SHOWN)}]"
     if isinstance(value, str):
         return f"'{printable(value, MAX_SHOWN)}'"
     return str(value).lower() if isinstance(value, bool) else repr(value)

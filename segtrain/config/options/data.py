@@ -80,12 +80,12 @@ class DataConfig(Section):
     )
 
     def _mistakes(self) -> Iterator[str]:
+        uniform = "class_uniform_tile_px class_uniform_steps"
+        folders = self.layout == "folders"
         yield from self._no_effect(
-            (
-                "class_uniform_tile_px class_uniform_steps",
-                self.class_uniform > 0,
-                "class_uniform 0",
-            )
+            (uniform, self.class_uniform > 0, "class_uniform 0"),
+            ("images_dir labels_dir", folders, f"layout {self.layout}"),
+            ("prefetch", self.num_workers != 0, "num_workers 0"),
         )
 
 
@@ -141,3 +141,8 @@ class AugmentConfig(Section):
         low, high = self.scale_range
         if low > high:
             yield f"scale_range: the first number, {low}, is larger than {high}"
+        yield from self._no_effect(
+            ("rotate_prob", self.rotate_deg > 0, "rotate_deg 0"),
+            ("rotate_deg", self.rotate_prob > 0, "rotate_prob 0"),
+            ("brightness contrast saturation hue", self.color_prob > 0, "color_prob 0"),
+        )

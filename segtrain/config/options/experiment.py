@@ -33,7 +33,15 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     def _mistakes(self) -> Iterator[str]:
-        norm, train = self.norm, self.train
+        norm, train, model = self.norm, self.train, self.model
+        loaded = "train.init_from, whose weights replace it"
+        yield from self._no_effect(
+            ("loss.aux_weight", model.aux_head, "model.aux_head false"),
+            ("log.weights_digest_every_steps", train.shares is not None, "train.shares null"),
+            ("model.recompute_norm", norm.is_batch_norm, f"norm.kind {norm.kind}"),
+            ("model.zero_init_residual", train.init_from is None, loaded),
+            ("train.patience", self.eval.every_steps is not None, "eval.every_steps null"),
+        )
         yield from self._start_mistakes()
         if self.eval.precision is not None and train.precision == "float64":
             yield (
@@ -83,8 +91,6 @@ class Config(Section):
                 "those of the terms differ; give all terms the same class_weights, or use "
                 "train.virtual_ranks instead"
             )
-        if self.model.recompute_norm and not norm.is_batch_norm:
-            yield f"model.recompute_norm: has no effect with norm.kind {norm.kind}; remove it"
         uniform_steps = self.data.class_uniform_steps
         if uniform_steps is not None and uniform_steps >= train.steps:
             yield (
@@ -111,18 +117,11 @@ class Config(Section):
     def _start_mistakes(self) -> Iterator[str]:
         """Options that are about the weights that training starts from."""
         model, train = self.model, self.train
-        zero_init = model.zero_init_residual
-        if zero_init and train.init_from is not None:
-            yield (
-                "model.zero_init_residual: has no effect with train.init_from, whose weights "
-                "replace it; remove it"
-            )
         if model.pretrained is not None or train.init_from is not None:
             return
-        if train.large_batch and model.backbone.startswith("resnet") and not zero_init:
-            yield (
-                "model.zero_init_residual: false contradicts train.large_batch; remove one of them"
-            )
+        resnet = model.backbone.startswith("resnet")
+        if train.large_batch and resnet and not model.zero_init_residual:
+            yield "model.zero_init_residual: false contradicts train.large_batch; remove one"
         rules = train.layers
         needs = {
             "decay_toward": any(x.decay_toward == "start" for x in (train, *rules)),
@@ -138,14 +137,9 @@ class Config(Section):
 
     def _patience_mistakes(self) -> Iterator[str]:
         patience, every_steps = self.train.patience, self.eval.every_steps
-        if patience is None:
+        if patience is None or every_steps is None:
             return
-        if every_steps is None:
-            yield (
-                "train.patience: has no effect with eval.every_steps null; set it, or remove "
-                "train.patience"
-            )
-        elif (before_last := (self.train.steps - 1) // every_steps) <= patience:
+        if (before_last := (self.train.steps - 1) // every_steps) <= patience:
             yield (
                 f"train.patience: {patience} has no effect: there are {before_last} evaluations "
                 "before the last, of which the first is always the best so far; use a smaller "

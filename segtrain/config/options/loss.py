@@ -78,7 +78,7 @@ class _Loss(Section):
             ("class_weights", takes_class_weights(kind), reason),
             ("label_smoothing", kind == "cross_entropy", reason),
             ("focal_gamma", kind == "focal", reason),
-            ("ohem_fraction", kind == "ohem", reason),
+            ("ohem_fraction ohem_threshold ohem_min_kept", kind == "ohem", reason),
             ("dice_squared", kind == "dice", reason),
             ("lovasz_per_image", kind == "lovasz", reason),
             ("boundary_px", kind == "boundary_relaxation", reason),
@@ -94,11 +94,6 @@ class LossTerm(_Loss):
     kind: LossKind = option(
         ..., "the loss to add, as loss.kind; the other keys too are those of the loss section"
     )
-
-    def _mistakes(self) -> Iterator[str]:
-        yield from super()._mistakes()
-        ohem = ("ohem_threshold ohem_min_kept", self.kind == "ohem", f"kind {self.kind}")
-        yield from self._no_effect(ohem)
 
 
 class LossConfig(_Loss):

@@ -23,7 +23,9 @@ class EvalConfig(Section):
     mode: Literal["whole", "slide"] = option(
         "whole", "the image at once, or windows of crop_size whose results are averaged"
     )
-    crop_size: Size | None = option(None, "sliding window; null: the training crop")
+    crop_size: Size | None = option(
+        None, "sliding window, also of predict on large images; null: the training crop"
+    )
     overlap: FractionBelow1 = option(1 / 3, "share of a window that its neighbour repeats")
     scales: tuple[Scale, ...] = option((1.0,), "image scales to average", min_length=1)
     flip: bool = option(False, "average with the mirrored image")
@@ -50,12 +52,9 @@ class EvalConfig(Section):
     )
 
     def _mistakes(self) -> Iterator[str]:
+        anew = self.statistics != "trained"
         yield from self._no_effect(
-            (
-                "statistics_images statistics_prior",
-                self.statistics != "trained",
-                "statistics trained",
-            )
+            ("statistics_images statistics_prior", anew, "statistics trained"),
         )
 
 
@@ -77,3 +76,7 @@ class CheckpointConfig(Section):
         None, "also keep a checkpoint of its own this often; null: none"
     )
     keep_limit: Positive = option(5, "how many of those to keep")
+
+    def _mistakes(self) -> Iterator[str]:
+        keeps = self.keep_every_steps is not None
+        yield from self._no_effect(("keep_limit", keeps, "keep_every_steps null"))

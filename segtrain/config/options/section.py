@@ -1,9 +1,12 @@
 """What every section of an experiment is made of: types of numbers, and the checks."""
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from segtrain.config.messages import show
 
 # torch counts in 64 bits.
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
@@ -24,16 +27,6 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    def without_effect(self, *rules: tuple[str, bool, str]) -> Iterator[tuple[str, str]]:
-        """(key, reason) of each option that has no effect although it differs from its default.
-
-        rules: keys, separated by blanks; whether they have an effect; the reason why not.
-        """
-        for keys, effective, reason in rules:
-            for key in keys.split():
-                if not effective and getattr(self, key) != type(self).model_fields[key].default:
-                    yield key, reason
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if mistakes := list(self._mistakes()):
@@ -45,9 +38,18 @@ class Section(BaseModel):
         yield from ()
 
     def _no_effect(self, *rules: tuple[str, bool, str]) -> Iterator[str]:
-        """A mistake for each option without effect: ignored silently, it would change a recipe."""
-        for key, reason in self.without_effect(*rules):
-            yield f"{key}: has no effect with {reason}; remove it"
+        """A mistake for each option that has no effect although it differs from its default.
+
+        rules: keys, separated by blanks; whether they have an effect; what takes it from them.
+        """
+        for keys, effective, reason in rules:
+            for key in "" if effective else keys.split():
+                *parts, name = key.split(".")
+                section = reduce(getattr, parts, self)
+                default = type(section).model_fields[name].default
+                if getattr(section, name) != default:
+                    repair = f"remove it, or set it to its default, {show(default)}"
+                    yield f"{key}: has no effect with {reason}; {repair}"
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:

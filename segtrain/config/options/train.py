@@ -211,9 +211,13 @@ class TrainConfig(Section):
             ("milestones milestone_factor", self.schedule == "step", schedule),
             (cycle_keys, cycle, schedule),
             ("warmup_steps", not cycle, f"{schedule}, which has a rise of its own"),
+            ("momentum nesterov", sgd, optimizer),
             ("momentum", self.cycle_momentum is None, "cycle_momentum"),
+            ("betas", not sgd, optimizer),
             ("momentum_correction", sgd and self.momentum > 0, f"{optimizer} or momentum 0"),
+            ("min_lr", self.poly_power > 0, "poly_power 0, a constant learning rate"),
             ("schedule_after_warmup", self.warmup_steps > 0, "warmup_steps 0"),
+            ("warmup_start", self.warmup_steps > 0 or self.large_batch, "warmup_steps 0"),
             ("decoupled_decay", self._decays, "weight_decay 0"),
             ("decay_toward", self._decays, "weight_decay 0"),
         )
