@@ -330,8 +330,8 @@ def test_a_mean_in_units_of_0_to_1_is_refused_with_the_repair(config, capsys, co
     assert cli.main([*command, str(config), "--set", WRONG_UNIT]) == 2
     said = capsys.readouterr().err
     assert said == (
-        "segtrain: data.mean: [0.485, 0.456, 0.406] is in units of 0..1, and pixels are 0..255 "
-        "here; write [123.675, 116.28, 103.53]\n"
+        "segtrain: --set data.mean: [0.485, 0.456, 0.406] is in units of 0..1, and pixels are "
+        "0..255 here; write [123.675, 116.28, 103.53]\n"
     )
 
 

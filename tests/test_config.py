@@ -5,6 +5,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from segtrain import __version__
 from segtrain.config import (
     Config,
     TrainConfig,
@@ -14,6 +15,7 @@ from segtrain.config import (
     override_config,
     parse_config,
 )
+from segtrain.config.loading import with_places
 from segtrain.config.warnings import config_warnings, wrong_units
 from segtrain.errors import ConfigError
 
@@ -159,11 +161,48 @@ def test_a_mistake_names_line_key_expectation_and_repair(text, message):
         ("norm: {kind: group_norm}", "did you mean group?"),
         ("augment: {crop: [3, 5]}", "unknown key; did you mean 'crop_size'?"),
         ("eval: {steps: 5}", "unknown key; did you mean 'every_steps'?"),
+        ("eval: {new_eval_key: 5}", "batch_size, statistics, statistics_images, statistics_prior"),
+        ("train: {loss: {kind: ohem}}", "unknown key; did you mean loss?"),
     ],
 )
 def test_only_what_is_alike_is_suggested(text, ending):
     (line,) = refusal(text)
     assert line.endswith(ending)
+
+
+def test_an_unknown_key_of_another_version_names_it():
+    written = config_to_yaml(parse(""))
+    assert written.startswith(f"# segtrain {__version__}\n")
+    newer = written.replace(__version__, "9.1.0", 1).replace("  flip: ", "  flop: ")
+    with pytest.raises(ConfigError) as caught:
+        parse_config(newer, source="f.yaml")
+    ending = f"; segtrain 9.1.0 wrote this file, and this is {__version__}"
+    assert str(caught.value).endswith(f"eval.flop: unknown key; did you mean 'flip'?{ending}")
+    with pytest.raises(
+        ConfigError, match=r"^--set eval\.flop: unknown key; did you mean 'flip'\?$"
+    ):
+        parse_config(newer.replace("flop", "flip"), source="f.yaml", overrides=["eval.flop=true"])
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "place"),
+    [
+        ("own.yaml", (), "own.yaml:1: data.root: gone"),
+        ("own.yaml", ("data.root=a", "data.root=b"), "--set data.root: gone"),
+        ("runs/own", (), "runs/own: data.root: gone"),
+        ("runs/own", ("data.classes=b",), "runs/own: data.root: gone"),
+    ],
+)
+def test_an_option_that_a_later_check_refuses_has_its_place(
+    source, overrides, place, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(DATA)
+    Path("runs/own").mkdir(parents=True)
+    placed = with_places("data.root: gone\n  data.classes: x\nlog: y", source, overrides)
+    assert placed == f"{place}\n  data.classes: x\nlog: y"
+    if source == "own.yaml":  # a default is written nowhere
+        assert with_places("train.lr: bad", source, ()) == "train.lr: bad"
 
 
 def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
@@ -304,6 +343,11 @@ def test_a_config_cannot_be_changed():
             "train.poly_power=0 train.min_lr=1e-3",
             "train.min_lr",
             "poly_power 0, a constant learning rate",
+        ),
+        (
+            "train.weight_decay=0 train.decay_norm_and_bias=false",
+            "train.decay_norm_and_bias",
+            "weight_decay 0",
         ),
         ("augment.rotate_prob=0.2", "augment.rotate_prob", "rotate_deg 0"),
         ("augment.rotate_prob=0 augment.rotate_deg=9", "augment.rotate_deg", "rotate_prob 0"),

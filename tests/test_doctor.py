@@ -1,8 +1,10 @@
 """`segtrain doctor` in real processes, in installations with something wrong."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,7 +53,11 @@ def test_versions_devices_and_memory_are_told():
     code, said = doctor()
     assert code == 0
     told = {line.split()[0] for line in said.splitlines()}
-    assert {"segtrain", "Python", "torch", "onnx", "cores", "CUDA", "ranks"} <= told
+    assert {"segtrain", "Python", "cores", "CUDA", "ranks"} <= told
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = [extra for name, extra in project["optional-dependencies"].items() if name != "dev"]
+    needed = {re.split("[=>]", line)[0] for line in sum(extras, project["dependencies"])}
+    assert needed <= told
     assert f"torch                   {library_version('torch')}\n" in said
     assert "gloo" in said
     assert "Traceback" not in said

@@ -45,6 +45,10 @@ def test_a_name_is_a_config_everywhere_a_config_is_expected(capsys):
     assert "data.root: there is no folder nowhere" in out
     assert said.startswith(used)
 
+    assert cli.main(["train", "camvid_small", "--nproc", "1"]) == 3
+    place = f"{CONFIGS / 'camvid_small.yaml'}:7: data.root: there is no folder"
+    assert place in capsys.readouterr().err
+
 
 def test_the_run_directory_has_the_name_of_the_config(capsys):
     run = Path("runs/camvid_small")

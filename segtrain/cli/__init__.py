@@ -7,6 +7,7 @@ torch, is imported when the command runs.
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from segtrain import __version__
@@ -15,6 +16,7 @@ from segtrain.cli.data import add_config, add_data
 from segtrain.cli.models import add_convert, add_eval, add_export, add_predict, add_verify
 from segtrain.cli.train import add_bench, add_population, add_train
 from segtrain.commands import exit_code, streams
+from segtrain.errors import ConfigError, UserError
 
 _DESCRIPTION = """\
 Semantic segmentation training whose result does not depend on the number of devices.
@@ -39,7 +41,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(argv)
     args.argv = argv  # the launcher starts the same command once more for each rank
-    return exit_code.run(partial(args.command, args))
+    return exit_code.run(partial(_run, args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Runs the command; an error about an option says where it is written."""
+    try:
+        return args.command(args)
+    except UserError as error:
+        named = (getattr(args, key, None) for key in ("config", "checkpoint", "source", "run"))
+        if source := next(filter(None, named), None):
+            from segtrain.config import recipes
+            from segtrain.config.loading import with_places
+
+            with suppress(ConfigError):
+                source = recipes.find(str(source)).path
+            error.args = (with_places(str(error), str(source), getattr(args, "set", ())),)
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:

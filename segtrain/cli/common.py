@@ -7,10 +7,6 @@ from typing import Any, NoReturn
 
 from segtrain.text import printable
 
-SET_HELP = (
-    "change one option, checked like the file; may be repeated, the last one counts "
-    "(train.lr=1e-3, augment.crop_size='[512, 1024]', model.pretrained=null)"
-)
 CONFIG_HELP = "experiment file (YAML), or a name from 'segtrain config list'"
 SOURCE_HELP = (
     "run directory (its best checkpoint), checkpoint, exported .safetensors file, or the name of a "
@@ -76,9 +72,14 @@ def add_command(commands: Commands, name: str, function: str, **texts: str) -> A
     return parser.add_argument
 
 
-def add_set(add: Add) -> None:
-    """Adds --set."""
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=SET_HELP)
+def add_set(
+    add: Add,
+    examples: str = "train.lr=1e-3, augment.crop_size='[512, 1024]', model.pretrained=null",
+) -> None:
+    """Adds --set; `examples`: options that the command uses."""
+    text = "change one option, checked like the file; may be repeated, the last one counts"
+    metavar = "SECTION.KEY=VALUE"
+    add("--set", action="append", default=[], metavar=metavar, help=f"{text} ({examples})")
 
 
 def add_switch(add: Add, name: str, text: str) -> None:

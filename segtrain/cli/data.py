@@ -15,6 +15,8 @@ from segtrain.cli.common import (
     positive,
 )
 
+_DATA_OPTIONS = "data.root=/elsewhere/data, data.eval_split=test"
+
 
 def add_data(commands: Commands) -> None:
     """Adds `segtrain data`."""
@@ -43,7 +45,7 @@ def add_data(commands: Commands) -> None:
         epilog="example:\n  segtrain data check own.yaml",
     )
     add("config", metavar="CONFIG", help=CONFIG_HELP)
-    add_set(add)
+    add_set(add, _DATA_OPTIONS)
     add_jobs(add)
     add("--json", type=Path, metavar="FILE", help="write the report as JSON")
     add = add_command(
@@ -59,7 +61,7 @@ def add_data(commands: Commands) -> None:
     )
     add("config", metavar="CONFIG", help=CONFIG_HELP)
     add("--output", type=Path, required=True, metavar="DIR", help="a new folder, such as packs/own")
-    add_set(add)
+    add_set(add, _DATA_OPTIONS)
     add_jobs(add)
     add = add_command(
         actions,
@@ -80,7 +82,7 @@ def add_data(commands: Commands) -> None:
         metavar="B",
         help="of the effective number of pixels (default: 1 - 1 / pixels of a mean class)",
     )
-    add_set(add)
+    add_set(add, _DATA_OPTIONS)
     add_jobs(add)
     add("--json", type=Path, metavar="FILE", help="write all numbers as JSON")
 

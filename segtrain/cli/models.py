@@ -32,7 +32,7 @@ def add_eval(commands: Commands) -> None:
     )
     add("checkpoint", metavar="RUN|CHECKPOINT", help=SOURCE_HELP)
     add("--split", metavar="S", help="split (default: data.eval_split)")
-    add_set(add)
+    add_set(add, "eval.flip=true, eval.scales='[0.75, 1]', data.root=/elsewhere/data")
     add_nproc(add)
     add_device(add)
     add("--save-predictions", type=Path, metavar="DIR", help="write label maps with raw ids")
@@ -76,7 +76,7 @@ def add_verify(commands: Commands) -> None:
         help="first and last step, counted from 1, or one step (default: from the newest "
         "checkpoint before B; to the last receipt)",
     )
-    add_set(add)
+    add_set(add, "data.root=/elsewhere/data, data.pack=null")
     add_nproc(add)
     add_device(add)
 
@@ -95,7 +95,7 @@ def add_predict(commands: Commands) -> None:
     add("inputs", nargs="+", type=Path, metavar="INPUT", help="image, or folder of images")
     add("--output", type=Path, required=True, metavar="DIR", help="where to write the results")
     add_switch(add, "--overwrite", "replace results that are already there")
-    add_set(add)
+    add_set(add, "eval.mode=slide, eval.crop_size='[512, 1024]'")
     add_device(add)
 
 
@@ -172,4 +172,4 @@ def add_convert(commands: Commands) -> None:
         help="leave out keys that begin so and are no part of the model; may be repeated",
     )
     add_switch(add, "--overwrite", "replace a file that is already there")
-    add_set(add)
+    add_set(add, "model.output_stride=16, data.root=/elsewhere/data")

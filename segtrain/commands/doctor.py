@@ -17,7 +17,9 @@ from segtrain.text import printable
 
 # Docker's default for a container, which holds a few batches.
 _LITTLE_MEMORY_BYTES = 64 << 20
-_OPTIONAL = ("onnx", "onnxscript", "onnxruntime")
+_REQUIRED = (*LIBRARIES, "pydantic", "pyyaml", "safetensors", "tensorboard", "tqdm")
+_OPTIONAL = dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "segtrain export --format onnx")
+_OPTIONAL["timm"] = "model.backbone: timm/NAME"
 
 
 def main(_: argparse.Namespace) -> int:
@@ -34,8 +36,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "segtrain", __version__
     yield "Python", f"{platform.python_version()}, {sys.executable}"
     yield "system", platform.platform()
-    for name in (*LIBRARIES, *_OPTIONAL):
-        optional = " (segtrain export --format onnx needs it)" if name in _OPTIONAL else ""
+    for name in (*_REQUIRED, *_OPTIONAL):
+        optional = f" ({_OPTIONAL[name]} needs it)" if name in _OPTIONAL else ""
         yield name, library_version(name) or f"none{optional}"
     yield "cores", f"{num_cores()} of {os.cpu_count()}"
     if SHARED_MEMORY.is_dir():
@@ -55,9 +57,9 @@ def _facts() -> Iterator[tuple[str, str]]:
 def _problems() -> Iterator[str]:
     for name, floor in _needed().items():
         found = library_version(name)
-        if found is None:
+        if found is None and name not in _OPTIONAL:
             yield f"error: {name}: not installed; pip install '{name}>={floor or 0}'"
-        elif _numbers(found) < _numbers(floor):
+        elif found is not None and _numbers(found) < _numbers(floor):
             repair = f"pip install --upgrade '{name}>={floor}'"
             yield f"warning: {name}: {found} is older than {floor}; {repair}"
     if library_version("opencv-python") and library_version("opencv-python-headless"):
@@ -88,13 +90,14 @@ def _problems() -> Iterator[str]:
 
 
 def _needed() -> dict[str, str]:
-    """The least version of every library that segtrain needs, from its own metadata."""
+    """The least version of every library that segtrain uses, from its own metadata."""
     try:
-        lines = [line for line in requires("segtrain") or [] if "extra ==" not in line]
+        lines = requires("segtrain") or []
     except PackageNotFoundError:  # run from its sources
         lines = []
     found = [re.match(r"([\w.-]+)\s*[>=]=\s*([\d.]+)", line) for line in lines]
-    return dict.fromkeys(LIBRARIES, "") | {one[1]: one[2] for one in found if one is not None}
+    floors = {one[1]: one[2] for one in found if one is not None}
+    return {name: floors.get(name, "") for name in (*_REQUIRED, *_OPTIONAL)}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from segtrain import __version__
 from segtrain.config.foreign_keys import FOREIGN_KEYS
 from segtrain.config.messages import validate
 from segtrain.config.mistakes import KeyPath, Place, dotted, report
@@ -17,6 +18,8 @@ from segtrain.errors import ConfigError
 from segtrain.text import printable
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*\Z")
+_WRITTEN_BY = re.compile(r"# segtrain (\S+)\n")
+_OPTION = re.compile(rf"^(?:{'|'.join(SECTIONS)})\.[a-z_]+(?=[: ])", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*\Z")
 # Text without quotes here, but booleans to other YAML readers.
 _BOOLEANS = ("yes", "no", "on", "off", "y", "n", "true", "false", "null")
@@ -33,7 +36,31 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse_config(text: str, *, source: str, overrides: Sequence[str] = ()) -> Config:
     """As `load_config`, from YAML `text`; messages call it `source`."""
-    return _checked(scan_yaml(text, source=source), overrides)
+    by = _WRITTEN_BY.match(text)
+    return _checked(scan_yaml(text, source=source), overrides, version=by and by[1])
+
+
+def with_places(message: str, source: str, overrides: Sequence[str]) -> str:
+    """`message` of a check after loading, with the place of each option that begins a line.
+
+    source: the config, or the run or checkpoint that holds it.
+    """
+    options = {text.partition("=")[0].strip() for text in overrides}
+    try:
+        places = scan_yaml(read_text(source), source=source).places
+    except ConfigError:
+        places = None  # no YAML
+
+    def placed(match: re.Match[str]) -> str:
+        key = match[0]
+        if key in options:
+            return f"--set {key}"
+        if places is None:
+            return f"{printable(source)}: {key}"
+        place = places.get(tuple(key.split(".")))
+        return f"{place.text}: {key}" if place else key
+
+    return _OPTION.sub(placed, message)
 
 
 def override_config(config: Config, overrides: Sequence[str], *, source: str) -> Config:
@@ -44,7 +71,7 @@ def override_config(config: Config, overrides: Sequence[str], *, source: str) ->
     return _checked(Document(source, config.model_dump(), {}, ()), overrides)
 
 
-def _checked(document: Document, overrides: Sequence[str]) -> Config:
+def _checked(document: Document, overrides: Sequence[str], *, version: str | None = None) -> Config:
     data, places, mistakes = document.data, document.places, list(document.mistakes)
     unplaced = []
     for i, text in enumerate(overrides):
@@ -65,6 +92,14 @@ def _checked(document: Document, overrides: Sequence[str]) -> Config:
         # A value that was refused is missing from the data, which is no second mistake.
         refused = [m.path for m in mistakes if m.path]
         mistakes += [m for m in checked if not any(_overlap(m.path, path) for path in refused)]
+    if version not in (None, __version__):
+        note = f"; segtrain {printable(version, 20)} wrote this file, and this is {__version__}"
+        mistakes = [
+            m._replace(message=m.message + note)
+            if m.message.startswith("unknown key") and m.path in document.lines
+            else m
+            for m in mistakes
+        ]
     if mistakes or unplaced:
         lines = report(mistakes, places, source=document.source)
         raise ConfigError("\n".join([*lines, *unplaced]))
@@ -99,8 +134,11 @@ def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:
 
 
 def config_to_yaml(config: Config) -> str:
-    """The whole experiment as YAML, every option in order; loads back as an equal config."""
-    lines = []
+    """The whole experiment as YAML, every option in order; loads back as an equal config.
+
+    The version is a comment and no option: a config does not become another one by an update.
+    """
+    lines = [f"# segtrain {__version__}"]
     for key, value in config.model_dump(mode="json").items():
         if isinstance(value, dict):
             lines += [f"{key}:", *(f"  {name}: {yaml_value(item)}" for name, item in value.items())]

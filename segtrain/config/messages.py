@@ -145,8 +145,10 @@ def _unknown_key(loc: KeyPath, model: type[BaseModel], hints: Mapping[str, str])
         return f"unknown key; did you mean '{near}'?"
     if key in hints:
         return f"unknown key; {hints[key]}"
+    if key in model.model_fields:
+        return f"unknown key; did you mean {key}?"
     elsewhere: dict[str, str] = {}
     for name in reversed(model.model_fields):  # of keys in several sections the first is shown
-        elsewhere |= {key: f"{name}.{key}" for key in _fields(model, (name,))} | {name: name}
+        elsewhere |= {key: f"{name}.{key}" for key in _fields(model, (name,))}
     expected = f"; expected one of {', '.join(here)}" if here else ""
     return f"unknown key{did_you_mean(key, elsewhere) or expected}"

@@ -59,8 +59,8 @@ class TrainConfig(Section):
     channels_last: bool = option(True, "NHWC memory format for images and convolutions")
     init_from: str | None = option(
         None,
-        "run or checkpoint whose weights training starts from; classifiers of another "
-        "number of classes stay random",
+        "run or checkpoint whose weights training starts from, instead of model.pretrained; "
+        "classifiers of another number of classes stay random",
     )
     optimizer: Literal["sgd", "adamw"] = option("sgd", "how gradients change weights")
     lr: PositiveFloat = option(0.01, "learning rate after warmup")
@@ -204,6 +204,7 @@ class TrainConfig(Section):
         sgd, optimizer = self.optimizer == "sgd", f"optimizer {self.optimizer}"
         schedule = f"schedule {self.schedule}"
         smooth, cycle = self.schedule in ("poly", "cosine"), self.schedule == "one_cycle"
+        decays = self._decays or self.large_batch
         cycle_keys = "cycle_rise cycle_start_div cycle_end_div cycle_momentum"
         yield from self._no_effect(
             ("poly_power", self.schedule == "poly", schedule),
@@ -218,8 +219,7 @@ class TrainConfig(Section):
             ("min_lr", self.poly_power > 0, "poly_power 0, a constant learning rate"),
             ("schedule_after_warmup", self.warmup_steps > 0, "warmup_steps 0"),
             ("warmup_start", self.warmup_steps > 0 or self.large_batch, "warmup_steps 0"),
-            ("decoupled_decay", self._decays, "weight_decay 0"),
-            ("decay_toward", self._decays, "weight_decay 0"),
+            ("decoupled_decay decay_norm_and_bias decay_toward", decays, "weight_decay 0"),
         )
         marks = self.milestones
         if self.schedule == "step" and marks is None:
