@@ -13,6 +13,7 @@ from PIL import Image
 from segtrain.data import decode
 from segtrain.data.class_file import load_class_file
 from segtrain.data.classes import ClassFile, SegClass
+from segtrain.data.decode_more import read_photo
 from segtrain.errors import DataError
 
 GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
@@ -361,6 +362,19 @@ def test_decompression_bomb_is_refused_from_its_header(saved, read, side):
     path = saved(png(np.zeros((1, 8), int), GREY, 1, size=(side, side)))
     with pytest.raises(DataError, match=r"x\.png: more than 89,478,485 pixels"):
         read(path)
+
+
+@pytest.mark.fault(62)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    ("side", "said"),
+    [(9_500, "damaged image"), (14_000, "more than 178,956,970 pixels"), (1 << 30, "more than")],
+)
+def test_predict_reads_images_of_twice_the_size_and_no_bomb(saved, side, said):
+    """The bytes of this file hold one row, so what passes the check is damaged."""
+    path = saved(png(np.zeros((1, 8), int), GREY, 1, size=(side, side)))
+    with pytest.raises(DataError, match=rf"x\.png: {said}"):
+        read_photo(path)
 
 
 def test_jpeg_label_is_refused(saved):

@@ -6,6 +6,7 @@ command says so.
 
 import argparse
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
@@ -89,6 +91,8 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         DataError: nothing to predict; or, after all others are done, images that cannot be read.
     """
+    # The user names the images, and read_photo has a bound of its own.
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     output = Path(args.output)
     sources = find_images(args.inputs, output)
     names = [source.name for source in sources]

@@ -36,8 +36,10 @@ from segtrain.errors import DataError
 from segtrain.files import open_regular
 from segtrain.text import printable
 
-# Pillow's own limit; one image of this size takes 270 MB.
+# Pillow warns above this; one image of this size takes 270 MB.
 MAX_PIXELS = 89_478_485
+# Pillow refuses more. Satellite images, such as a tile of Sentinel-2 with 10980 x 10980, have less.
+MAX_PHOTO_PIXELS = 2 * MAX_PIXELS
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNK_FRAME = 12  # bytes around the content of a chunk: length, kind and checksum
@@ -110,14 +112,14 @@ def read_bytes(path: str | Path) -> bytes:
     return data
 
 
-def decode_header(data: bytes, path: str | Path) -> Header:
+def decode_header(data: bytes, path: str | Path, *, max_pixels: int = MAX_PIXELS) -> Header:
     """`read_header` of `data`."""
-    return _header(io.BytesIO(data), path)
+    return _header(io.BytesIO(data), path, max_pixels)
 
 
-def decode_image(data: bytes, path: str | Path) -> np.ndarray:
+def decode_image(data: bytes, path: str | Path, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """`read_image` of `data`."""
-    header = decode_header(data, path)
+    header = decode_header(data, path, max_pixels=max_pixels)
     if header.mode in ("CMYK", "YCCK"):
         raise DataError(f"{printable(path)}: the image is CMYK; convert it to RGB")
     if data.startswith(_PNG):
@@ -183,19 +185,22 @@ def decode_colors(data: bytes, path: str | Path) -> np.ndarray:
 
 @contextmanager
 def opened(
-    file: IO[bytes], path: str | Path, formats: Sequence[str] = ("PNG", "JPEG")
+    file: IO[bytes],
+    path: str | Path,
+    formats: Sequence[str] = ("PNG", "JPEG"),
+    max_pixels: int = MAX_PIXELS,
 ) -> Iterator[Image.Image]:
     """The image in `file`, not yet decoded; what Pillow raises in the body becomes a DataError."""
     try:
         with Image.open(file, formats=formats) as image:
             # Pillow only warns up to twice its limit.
-            if image.width * image.height > MAX_PIXELS:
-                raise _too_large(path)
+            if image.width * image.height > max_pixels:
+                raise _too_large(path, max_pixels)
             yield image
     except DataError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_large(path) from error
+        raise _too_large(path, max_pixels) from error
     except UnidentifiedImageError as error:  # its text names a Python object
         kinds = "neither a PNG nor a JPEG" if "PNG" in formats else "not an image of a known kind"
         raise DataError(f"{printable(path)}: {kinds}") from error
@@ -234,8 +239,8 @@ def label_mode_problem(mode: str, label_format: str, *, grey: bool = False) -> s
     )
 
 
-def _header(file: IO[bytes], path: str | Path) -> Header:
-    with opened(file, path) as image:
+def _header(file: IO[bytes], path: str | Path, max_pixels: int = MAX_PIXELS) -> Header:
+    with opened(file, path, max_pixels=max_pixels) as image:
         orientation = exif_orientation(image)
         depth = 8
         if image.format == "PNG":
@@ -244,8 +249,8 @@ def _header(file: IO[bytes], path: str | Path) -> Header:
         return Header((image.height, image.width), image.mode, orientation, depth)
 
 
-def _too_large(path: str | Path) -> DataError:
-    return DataError(f"{printable(path)}: more than {MAX_PIXELS:,} pixels; cut it into tiles")
+def _too_large(path: str | Path, max_pixels: int) -> DataError:
+    return DataError(f"{printable(path)}: more than {max_pixels:,} pixels; cut it into tiles")
 
 
 @contextmanager

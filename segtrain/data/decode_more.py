@@ -7,7 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from segtrain.data.decode import decode_header, decode_image, exif_orientation, opened, read_bytes
+from segtrain.data.decode import (
+    MAX_PHOTO_PIXELS,
+    decode_header,
+    decode_image,
+    exif_orientation,
+    opened,
+    read_bytes,
+)
 from segtrain.errors import DataError
 from segtrain.text import printable
 
@@ -44,9 +51,10 @@ def read_photo(path: Path) -> Photo:
     """
     data = read_bytes(path)
     if path.suffix.lower() not in MORE_SUFFIXES:
-        header = decode_header(data, path)
-        return Photo(decode_image(data, path), header.depth, header.orientation)
-    with opened(io.BytesIO(data), path, _FORMATS) as image:
+        header = decode_header(data, path, max_pixels=MAX_PHOTO_PIXELS)
+        image = decode_image(data, path, max_pixels=MAX_PHOTO_PIXELS)
+        return Photo(image, header.depth, header.orientation)
+    with opened(io.BytesIO(data), path, _FORMATS, MAX_PHOTO_PIXELS) as image:
         if image.mode not in _MODES:
             raise DataError(
                 f"{printable(path)}: the image is {image.mode}; convert it to 8-bit RGB"
