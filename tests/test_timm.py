@@ -15,7 +15,7 @@ from segtrain.models.pretrained import load_backbone
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d
 from segtrain.training.optim import freeze_layers
 
-timm = pytest.importorskip("timm", reason="needs timm: pip install 'segtrain[timm]'")
+timm = pytest.importorskip("timm", reason="needs timm: pip install '.[timm]'")
 
 # The smallest of a family each.
 CONVNEXT, EFFICIENTNET, REGNET = "convnext_atto", "efficientnet_b0", "regnetx_002"

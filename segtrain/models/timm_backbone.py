@@ -1,7 +1,7 @@
 """timm's convolutional networks as backbones: `model.backbone: timm/NAME`.
 
 timm (https://github.com/huggingface/pytorch-image-models) is an optional dependency,
-`pip install 'segtrain[timm]'`.
+`pip install '.[timm]'` in the checkout.
 """
 
 import copy
@@ -112,7 +112,8 @@ def _timm() -> Any:
         import timm  # optional, and slow to import
     except ImportError:
         raise ConfigError(
-            "model.backbone: timm is not installed; pip install 'segtrain[timm]'"
+            "model.backbone: timm is not installed; in the checkout of segtrain: "
+            "pip install '.[timm]'"
         ) from None
     return timm
 

@@ -47,7 +47,7 @@ class ModelConfig(Section):
     backbone: Backbone = option(
         "resnet50",
         "feature extractor, as in torchvision; or timm/NAME: any convolutional timm network with "
-        "features at strides 4 to 32, such as timm/convnext_tiny (pip install 'segtrain[timm]')",
+        "features at strides 4 to 32, such as timm/convnext_tiny (pip install '.[timm]')",
     )
     pretrained: str | None = option(
         None,

@@ -31,8 +31,9 @@ class TrainConfig(Section):
     )
     virtual_ranks: Positive = option(
         1,
-        "memory for time: this many virtual ranks take turns on each rank's images; what their "
-        "backward passes need waits in host memory; the result is that of as many times the ranks",
+        "GPU memory for time: this many virtual ranks take turns on each rank's images; what their "
+        "backward passes need waits in host memory, so that a CPU saves nothing; the result is "
+        "that of as many times the ranks",
     )
     shares: Positive | None = option(
         None,
