@@ -1,5 +1,6 @@
 """Names from elsewhere: nothing that leaves the program can command a terminal."""
 
+import itertools
 import json
 import unicodedata
 from pathlib import Path
@@ -165,8 +166,17 @@ def test_messages_about_a_config_quote_little_of_it(text):
 FORGED = "x\nsegtrain: all is well"
 
 
-@pytest.mark.parametrize("layout", ["cityscapes", "camvid", "voc", "ade20k", "folders", "list"])
-@pytest.mark.parametrize("key", ["root", "classes", "split", "images_dir", "labels_dir"])
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [
+        *itertools.product(
+            ("cityscapes", "camvid", "voc", "ade20k", "folders", "list"),
+            ("root", "classes", "split"),
+        ),
+        ("folders", "images_dir"),
+        ("folders", "labels_dir"),
+    ],
+)
 def test_no_path_adds_a_line_to_a_message(tmp_path, layout, key):
     """A checkpoint from elsewhere names paths, too."""
     for name in ("leftImg8bit", "gtFine", "images", "labels", "annotations", "ImageSets"):

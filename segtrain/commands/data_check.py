@@ -3,9 +3,11 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from segtrain.config import load_config
+from segtrain.config.loading import with_places
 from segtrain.data.check.full import check_data
 from segtrain.data.check.result import as_json, as_text
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError
@@ -21,6 +23,9 @@ def main(args: argparse.Namespace) -> int:
             with json_errors(args.json):
                 stack.enter_context(reserve_output(args.json))
         result = check_data(config, jobs=args.jobs)
+        placed = (with_places(issue.text, args.config, args.set) for issue in result.issues)
+        issues = [replace(i, text=text) for i, text in zip(result.issues, placed, strict=True)]
+        result = replace(result, issues=issues)
         if args.json is not None:
             with json_errors(args.json):
                 write_output(args.json, as_json(result) + "\n")
