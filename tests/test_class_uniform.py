@@ -219,7 +219,7 @@ def opened(root):
 
 
 def table(root, path, tile_px=32, keep=True):
-    found = measure_centroids(opened(root), tile_px, path, device=CPU, keep=keep)
+    found = measure_centroids(opened(root), tile_px, path, device=CPU, keep=lambda _: keep)
     return found.table
 
 
@@ -328,7 +328,9 @@ def test_a_run_goes_on_and_is_verified_with_its_centroids_and_not_with_others(
     assert run_ranks(2, verify, run) == [0] * 2
     assert not (run / "centroids.json").exists()
 
+    before = (other / "centroids.json").read_bytes()
     (answer,) = run_ranks(1, refusal, measured_otherwise, config, other)
+    assert (other / "centroids.json").read_bytes() == before
     assert answer[:2] == ("ConfigError", 2)
     assert "the centroids of the classes (data.class_uniform) are not those of the" in answer[2]
 

@@ -140,8 +140,8 @@ def test_a_repeated_evaluation_is_logged_once(tmp_path):
     with RunLog(tmp_path, enabled=True) as run:
         for step, values in [(2, "eval/mIoU"), (4, "train/loss"), (4, "eval/mIoU")]:
             run.scalars(step, {values: 1.0})
-    with RunLog(tmp_path, enabled=True, start_step=4, evaluated_step=2):
-        pass
+    with RunLog(tmp_path, enabled=True, start_step=4, evaluated_step=2) as run:
+        run.begin()
     kept = [(2, "eval/mIoU"), (4, "train/loss")]
     assert [(line["step"], list(line)[1]) for line in lines(tmp_path)] == kept
 
@@ -150,8 +150,8 @@ def test_damaged_lines_are_dropped_at_a_resumption(tmp_path):
     good = '{"step": 1, "train/loss": 1.0}\n'
     damaged = [b"[1]\n", b'{"loss": 1}\n', b"7\n", b"\xff\xfe\n", b'{"step": "x"}\n', b'{"step": 2']
     (tmp_path / "metrics.jsonl").write_bytes(good.encode() + b"".join(damaged))
-    with RunLog(tmp_path, enabled=True, start_step=3):
-        pass
+    with RunLog(tmp_path, enabled=True, start_step=3) as run:
+        run.begin()
     assert (tmp_path / "metrics.jsonl").read_text() == good
 
 
@@ -330,6 +330,6 @@ def test_a_disk_that_is_full_at_a_resumption_keeps_the_old_lines(small_disk, cap
 def test_metrics_are_not_rewritten_if_nothing_is_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
     before = (tmp_path / "metrics.jsonl").stat()
-    with RunLog(tmp_path, enabled=True, start_step=1):
-        pass
+    with RunLog(tmp_path, enabled=True, start_step=1) as run:
+        run.begin()
     assert os.path.samestat(before, (tmp_path / "metrics.jsonl").stat())

@@ -120,7 +120,8 @@ def test_a_run_without_shares_leaves_none(run_ranks, tmp_path, data):
 
 def test_a_new_run_begins_a_new_file(tmp_path):
     (tmp_path / "receipts.jsonl").write_text(RECEIPT.line() + "\n")
-    with RunLog(tmp_path, enabled=True):
+    with RunLog(tmp_path, enabled=True) as log:
+        log.begin()
         assert (tmp_path / "receipts.jsonl").read_bytes() == b""
 
 

@@ -222,8 +222,9 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
 
     fewer = write_config(tmp_path / "fewer.yaml", small(data, train={"steps": 2}))
     assert run_ranks(1, train, fewer, run, True, accept_changes=True) == [0]
-    (said,) = (run / "train.log").read_text().splitlines()[-1:]
+    said, note = (run / "train.log").read_text().splitlines()[-2:]
     assert "already complete: 3 steps (train.steps 2), best mIoU" in said
+    assert "note: nothing was done: the changes above were not used" in note
     assert last(run).step == 3
 
 

@@ -1,9 +1,14 @@
 """`segtrain train --until STEP`: a run that pauses is the run that does not."""
 
+import json
+import shutil
+
 import pytest
-from experiments import assert_same_state, last, losses, small, train, write_config
+import yaml
+from experiments import assert_same_state, last, losses, refusal, small, train, write_config
 
 from segtrain import cli
+from segtrain.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +48,53 @@ def test_what_is_reached_already_is_left_as_it_is(run_ranks, tmp_path, alone):
         assert run_ranks(1, train, config, run, True, until=until) == [0]
     assert {path: path.stat().st_mtime_ns for path in (run / "checkpoints").iterdir()} == before
     assert (run / "train.log").read_text().count("already at step 3\n") == 2
+
+
+def failing_at_once(config, directory, error):
+    """Resumes; instead of its first step comes an error."""
+    from segtrain.commands.train import loop
+
+    def fail(*_, **__):
+        raise error
+        yield
+
+    loop.train_steps = fail
+    return refusal(lambda: train(config, directory, True, accept_changes=True))
+
+
+@pytest.mark.parametrize("how", ["complete", "until", "fails"])
+def test_a_resumption_without_a_step_changes_nothing_but_the_log(run_ranks, tmp_path, alone, how):
+    """Neither do changed options count, nor are values of later steps dropped."""
+    config, whole = alone
+    run = tmp_path / "run"
+    if how == "complete":
+        shutil.copytree(whole, run)
+    else:
+        assert run_ranks(1, train, config, run, until=3) == [0]
+    for name in ("metrics.jsonl", "receipts.jsonl"):  # as a killed run leaves them
+        with (run / name).open("a") as file:
+            file.write(json.dumps({"step": 9}) + "\n{cut")
+    (run / "environment.json").write_text('{"segtrain": "0", "python": "0", "libraries": {}}')
+    options = yaml.safe_load(config.read_text())
+    options["train"]["lr"] = 0.5
+    other = write_config(tmp_path / "other.yaml", options)
+    before = files(run)
+    if how == "fails":
+        error = DataError("image.png: damaged")
+        assert run_ranks(1, failing_at_once, other, run, error) == [("DataError", 3, str(error))]
+    else:
+        until = 2 if how == "until" else None
+        assert run_ranks(1, train, other, run, True, accept_changes=True, until=until) == [0]
+    after = files(run)
+    assert [name for name in before | after if before.get(name) != after.get(name)] == []
+    said = "note: nothing was done: the changes above were not used and are not kept\n"
+    assert (said in (run / "train.log").read_text()) == (how != "fails")
+
+
+def files(run):
+    """The bytes of all files of a run but its log."""
+    paths = {path for path in run.rglob("*") if path.is_file() and path.name != "train.log"}
+    return {str(path.relative_to(run)): path.read_bytes() for path in paths}
 
 
 def test_an_evaluation_that_was_cut_short_is_done_where_the_run_pauses(run_ranks, tmp_path, alone):

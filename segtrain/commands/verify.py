@@ -150,7 +150,7 @@ def _set_up(
         stack.callback(data.close)
         data.start(DATA_PATIENCE_S)
         notes += data.take_news()
-    class_uniform = class_uniform_sampling(config, train_set, run, device, keep=False)
+    class_uniform = class_uniform_sampling(config, train_set, run, device, keep=lambda _: False)
     notes += centroid_changes(class_uniform, known, accept_changes=True)
     _say(*notes)
     return Replay(

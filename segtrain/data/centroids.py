@@ -11,6 +11,7 @@ bytes, so that a label that has changed is measured again and never meets old nu
 
 import hashlib
 import json
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
@@ -104,7 +105,12 @@ def _nearest(mask: np.ndarray, row: int, column: int) -> tuple[int, int]:
 
 
 def measure_centroids(
-    dataset: SegDataset, tile_px: int, path: Path, *, device: torch.device, keep: bool
+    dataset: SegDataset,
+    tile_px: int,
+    path: Path,
+    *,
+    device: torch.device,
+    keep: Callable[[Centroids], bool],
 ) -> Centroids:
     """The centroids of all labels of `dataset`, the same on every rank (collective).
 
@@ -112,7 +118,7 @@ def measure_centroids(
     at `path` does not know.
 
     device: on which the ranks exchange tensors.
-    keep: whether to write that file.
+    keep: whether to write that file for these centroids.
 
     Raises:
         DataError: a label cannot be read, or no label shows a class.
@@ -129,7 +135,7 @@ def measure_centroids(
         def take() -> int:
             nonlocal table
             labels, table = work.result()
-            if keep and labels.keys() != known.keys():
+            if len(table) and labels.keys() != known.keys() and keep(Centroids(table)):
                 _write(path, key, labels)
             return len(table)
 

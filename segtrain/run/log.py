@@ -29,6 +29,8 @@ class RunLog:
     Training goes on at `start_step`, its last evaluation was at `evaluated_step`. Later values,
     from before a crash, are dropped, so that curves do not run back and forth. With `changed`, the
     config is another from here on: earlier steps cannot be repeated, and their receipts go.
+    All this happens at `begin`, with `describe`, which writes what the run is from here on: a
+    resumption that comes to no step leaves all files but train.log as they were.
     """
 
     def __init__(
@@ -39,32 +41,53 @@ class RunLog:
         start_step: int = 0,
         evaluated_step: int = 0,
         changed: bool = False,
+        describe: Callable[[], None] = lambda: None,
     ) -> None:
         self.enabled = enabled
         self._failed: set[str] = set()
+        self._waiting: list[Callable[[], object]] = []  # for TensorBoard
+        self._begun = False
+        self._steps = start_step, evaluated_step
+        self._changed, self._describe = changed, describe
         if not enabled:
             return
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         log_files.append(self._write_log)
-        for name, step in ((METRICS, start_step), (RECEIPTS, 0 if changed else start_step)):
-            self._try(name, _drop_later, directory / name, step, evaluated_step)
-        # TensorBoard writes in a thread: Python would print a traceback when that fails.
-        self._excepthook, threading.excepthook = threading.excepthook, self._on_thread_error
-        self._try("TensorBoard", self._open_board, start_step + 1 if start_step else 0)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         if self.enabled:
-            self._try("TensorBoard", lambda: self._board.close())
-            threading.excepthook = self._excepthook
+            if self._begun:
+                self._try("TensorBoard", lambda: self._board.close())
+                threading.excepthook = self._excepthook
             if error is not None:
                 log_only("\n".join(printable_lines(f"ended by {type(error).__name__}: {error}")))
             log_files.remove(self._write_log)
             os.close(self._handle)
+
+    def begin(self) -> None:
+        """Call this once a step is done; so do the first values.
+
+        Raises:
+            ConfigError: as `describe`.
+        """
+        if not self.enabled or self._begun:
+            return
+        self._describe()
+        self._begun = True
+        step, evaluated = self._steps
+        for name, newest in ((METRICS, step), (RECEIPTS, 0 if self._changed else step)):
+            self._try(name, _drop_later, self._directory / name, newest, evaluated)
+        # TensorBoard writes in a thread: Python would print a traceback when that fails.
+        self._excepthook, threading.excepthook = threading.excepthook, self._on_thread_error
+        self._try("TensorBoard", self._open_board, step + 1 if step else 0)
+        for write in self._waiting:
+            self._to_board(write)
+        self._waiting.clear()
 
     def lines(self, lines: Sequence[str]) -> None:
         """Writes `lines` to the console and train.log."""
@@ -74,6 +97,7 @@ class RunLog:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes a line of metrics.jsonl (NaN and infinity become null) and TensorBoard points."""
+        self.begin()
         clean = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         self._try(METRICS, self._append, METRICS, json.dumps({"step": step, **clean}))
         curves = {printable(tag): value for tag, value in values.items()}
@@ -82,6 +106,7 @@ class RunLog:
     def receipts(self, receipts: Sequence[Receipt]) -> None:
         """Writes a line of receipts.jsonl for each."""
         if receipts:
+            self.begin()
             self._try(RECEIPTS, self._append, RECEIPTS, "\n".join(r.line() for r in receipts))
 
     def picture(self, step: int, tag: str, picture: np.ndarray) -> None:
@@ -106,6 +131,7 @@ class RunLog:
 
         Give all options, also defaults: TensorBoard takes the columns from one of the runs.
         """
+        self.begin()
         plain = {
             printable(key): value if isinstance(value, int | float) else printable(value)
             for key, value in options.items()
@@ -130,6 +156,9 @@ class RunLog:
             file.write(line + "\n")
 
     def _to_board(self, write: Callable[[], object]) -> None:
+        if self.enabled and not self._begun:
+            self._waiting.append(write)
+            return
         self._try("TensorBoard", self._check_not_deleted)
         self._try("TensorBoard", write)
 

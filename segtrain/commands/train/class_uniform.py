@@ -1,12 +1,13 @@
 """`data.class_uniform`: where the classes are, and whether that is what the checkpoint knew."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from segtrain.checkpoint.same_data import Resumed
 from segtrain.config import Config
-from segtrain.data.centroids import measure_centroids
+from segtrain.data.centroids import Centroids, measure_centroids
 from segtrain.data.class_uniform import ClassUniform
 from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import SegDataset
@@ -23,11 +24,11 @@ def class_uniform_sampling(
     directory: Path,
     device: torch.device,
     *,
-    keep: bool,
+    keep: Callable[[Centroids], bool],
 ) -> ClassUniform | None:
     """What `data.class_uniform` asks for; None without it. Says what it does (collective).
 
-    directory: of the run, which keeps the centroids; keep: whether they may be written there.
+    directory: of the run, which keeps the centroids; keep: whether these may be written there.
 
     Raises:
         DataError: a label cannot be read, or none shows a class.

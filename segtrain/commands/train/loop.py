@@ -29,11 +29,12 @@ def train(run: Run) -> None:
     config, state = run.config, run.state
     if complete := _completion(run):
         run.log.lines([f"already complete: {complete}, {score_text(run.best)}", *_way_on(run)])
+        run.log.lines(_unused(run))
         return
     # Without --until, such a run has its last evaluation left to do.
     is_far_enough = run.last_step < config.train.steps and state.step >= run.last_step
     if is_far_enough and not _has_cut_evaluation(run):
-        run.log.lines([f"already at step {state.step}", _to_train_on(run)])
+        run.log.lines([f"already at step {state.step}", _to_train_on(run), *_unused(run)])
         return
     dist.run_on_rank0(lambda: run.checkpoints.check_space(saving.checkpoint_of(run)))
     # From here on there is something to save.
@@ -63,6 +64,12 @@ def train(run: Run) -> None:
             run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])
     elif not run.step_sync.stopped:
         run.log.lines([f"paused after step {state.step}, which is saved", _to_train_on(run)])
+
+
+def _unused(run: Run) -> list[str]:
+    """A line about accepted changes, for a resumption that does nothing."""
+    what = "note: nothing was done: the changes above were not used and are not kept"
+    return [what] if run.changes else []
 
 
 def _has_cut_evaluation(run: Run) -> bool:
@@ -115,13 +122,15 @@ def _train_steps(run: Run) -> None:
     if hogwild:
         steps = meeting.steps(steps)
     meter = StepMeter(config.train.batch_size, run.device)
-    if run.receipts is not None and dist.is_main():
+    # Receipts of another config are not of the same mean.
+    if run.receipts is not None and dist.is_main() and not run.changes:
         _count_unlogged(run, meter)
     heartbeat.beat("training", state.step)
     if hogwild:
         dist.barrier()  # rank 0 may still write the weights that were evaluated last
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
         for result in islice(steps, run.last_step - state.step):
+            run.log.begin()
             meter.update(result)
             if run.receipts is not None:
                 run.receipts.update(result)

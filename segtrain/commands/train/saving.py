@@ -17,6 +17,7 @@ def save(run: Run) -> None:
     heartbeat.beat("checkpoint", run.state.step)
     settle(run)
     if dist.is_main():
+        run.log.begin()
         run.checkpoints.save_last(checkpoint_of(run))
         # Somebody deleted it; without it there is no --resume.
         if not (run.directory / run_directory.CONFIG).exists():

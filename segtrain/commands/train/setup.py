@@ -1,5 +1,6 @@
 """Everything before the first step of `segtrain train`, as numbered stages."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from segtrain.commands.train.stages import (
     unequal_ranks,
 )
 from segtrain.config import Config, config_to_yaml
+from segtrain.data.centroids import Centroids
 from segtrain.data.dataset import SegDataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
@@ -76,6 +78,7 @@ class Run(Training):
     best: dict[str, Any] | None
     evaluated: int  # the step of the newest evaluation, 0: none
     ending: Ending
+    changes: list[str]  # of config and centroids since the checkpoint, which were accepted
     mean_iou: float = nan  # of the newest evaluation in this process
     receipts: ReceiptMeter | None = None  # on rank 0 with train.shares
     meeting: Meeting | None = None  # with train.parallel hogwild
@@ -126,20 +129,24 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         data.start(DATA_PATIENCE_S)
     notes += data.take_news()
     # 6. Where each class is to be found, if samples are drawn by class.
-    class_uniform = class_uniform_sampling(config, train_set, directory, device, keep=True)
+    class_uniform = class_uniform_sampling(
+        config, train_set, directory, device, keep=lambda found: _is_known(found, resumed)
+    )
     if class_uniform is not None:
         notes += class_uniform_lines(class_uniform, train_set.classes)
     others = centroid_changes(class_uniform, resumed, accept_changes=order.accept_changes)
     notes += others
+    changes += others
     # 7. Directory and log say what this run is.
     devices = dist.all_gather_object(_device_name(device))
-    _describe(order, changes, devices, notes)
+    describe = _describe(order, bool(changes), devices, notes)
     log = RunLog(
         directory,
         enabled=dist.is_main(),
         start_step=state.step,
         evaluated_step=evaluated,
-        changed=bool(changes or others),
+        changed=bool(changes),
+        describe=describe,
     )
     log.lines(start_lines(config, directory, state.model, train_set, eval_set, devices, state.step))
     log.lines(notes)
@@ -167,6 +174,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         evaluated=evaluated,
         ending=ending,
         meeting=meeting,
+        changes=changes,
     )
     if state.shares is not None and dist.is_main():
         run.receipts = receipt_meter(run, partial(_has_weights_digest, config))
@@ -241,11 +249,25 @@ def _other_arithmetic(state: TrainState, resumed: Resumed | None) -> list[str]:
     return warnings
 
 
-def _describe(order: Order, changes: list[str], devices: list[str], notes: list[str]) -> None:
-    """Writes what is run, and where, into the run directory (collective)."""
+def _is_known(centroids: Centroids, resumed: Resumed | None) -> bool:
+    """Whether a run may keep them: those of a change may yet be refused, or come to no step."""
+    return resumed is None or centroids.sha256() == resumed.checkpoint.centroids
+
+
+def _describe(
+    order: Order, changed: bool, devices: list[str], notes: list[str]
+) -> Callable[[], None]:
+    """Writes what is run, and where, into the run directory (collective).
+
+    A resumed run does so when the function that is returned is called, on rank 0: until a step is
+    done, the files tell what the run was.
+    """
     directory = order.directory
 
-    def write() -> list[str]:
+    def write() -> None:
+        run_directory.write_description(directory, order.config, devices)
+
+    def begin() -> list[str]:
         if order.resume:
             others = changed_versions(directory)
             found = [f"warning: the run had {other}: numbers may differ" for other in others]
@@ -256,11 +278,13 @@ def _describe(order: Order, changes: list[str], devices: list[str], notes: list[
             ]
         else:
             found = []
-        if changes or found or not order.resume:
-            run_directory.write_description(directory, order.config, devices)
+        if not order.resume:
+            write()
         return found
 
-    notes += dist.run_on_rank0(write)
+    found = dist.run_on_rank0(begin)
+    notes += found
+    return write if order.resume and (changed or found) else lambda: None
 
 
 def _device_name(device: torch.device) -> str:
