@@ -84,6 +84,11 @@ def grow_image(root):
         file.write(b"\0")
 
 
+def grow_label(root):
+    with (root / "labels/train/5.png").open("ab") as file:
+        file.write(b"\0")
+
+
 def exchange_labels(root, split="train"):
     one, other = root / f"labels/{split}/1.png", root / f"labels/{split}/2.png"
     first, second = one.read_bytes(), other.read_bytes()
@@ -130,7 +135,14 @@ def test_the_same_data_elsewhere_have_one_fingerprint(data, tmp_path, monkeypatc
     [
         (add_image, "8 images there, 9 now; the first difference is {}/images/train/30.png"),
         (drop_last_image, "8 images there, 7 now; the first difference is after {}/images/train/6"),
-        (grow_image, "names, sizes or order of the files differ; the first difference is {}/im"),
+        *(
+            (
+                change,
+                "names, sizes or order of the files differ; the first difference is "
+                "{0}/images/train/5.png or {0}/labels/train/5.png",
+            )
+            for change in (grow_image, grow_label)
+        ),
     ],
 )
 def test_other_files_are_named(data, tmp_path, change, said):
@@ -175,7 +187,8 @@ def test_large_splits_have_few_hashes_that_still_say_where_to_look(tmp_path):
     assert now.pairs_per_hash == 2
     assert file_difference(before, now, few, str(tmp_path)) == (
         "split a: 200 images there, 119 now; the first difference is among the 4 from "
-        f"{tmp_path}/i/100.png to {tmp_path}/i/104.png"
+        f"{tmp_path}/i/100.png to {tmp_path}/i/104.png or among the 4 from {tmp_path}/l/100.png to "
+        f"{tmp_path}/l/104.png"
     )
 
 

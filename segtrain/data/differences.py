@@ -22,8 +22,12 @@ def file_difference(
     if before.pairs_per_hash != now.pairs_per_hash:
         now = hash_files(dataset, root, pairs_per_hash=before.pairs_per_hash)
     differing = _differing(before.files, now.files)
-    images = [pair.image for pair in dataset.pairs]
-    place = _place(images, differing[0] if differing else 0, now.pairs_per_hash)
+    block = differing[0] if differing else 0
+    # One hash covers the images and the labels of a block. Both lists end together.
+    kinds = zip(*((pair.image, pair.label) for pair in dataset.pairs), strict=True)
+    places = [_place(paths, block, now.pairs_per_hash) for paths in kinds]
+    is_beyond = block * now.pairs_per_hash >= len(dataset.pairs)
+    place = places[0] if is_beyond else " or ".join(places)
     what = "names, sizes or order of the files differ"
     if before.num_pairs != now.num_pairs:
         what = f"{before.num_pairs} images there, {now.num_pairs} now"
