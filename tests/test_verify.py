@@ -1,6 +1,7 @@
 """`segtrain verify`: equal runs pass on any ranks, and what differs is named."""
 
 import base64
+import hashlib
 import io
 import json
 import re
@@ -134,9 +135,15 @@ def test_a_changed_receipt_is_named_with_step_and_tensor(run_ranks, run, tmp_pat
         assert code == 4
         assert "verified" not in printed
         assert first == f"{tmp_path / name}: step 4 differs from its receipt"
-        assert len(lines) == 1, lines  # nothing else differs
+        assert len(lines) == 1 + (name == "loss"), lines  # nothing else differs
     line = {name: said.splitlines()[1].strip() for name, (_, _, said) in found.items()}
     assert line["loss"].startswith("loss: ")
+    (*_, hint) = found["loss"][2].splitlines()
+    assert hint.startswith("  perhaps pixels changed under the same name and size; it used ")
+    used = hint.partition("it used ")[2].split(", ")
+    receipt = json.loads((run / "receipts.jsonl").read_text().splitlines()[3])
+    joined = "\0".join(used).encode()
+    assert hashlib.sha256(joined).hexdigest()[:16] == receipt["samples"]
     assert "the data or their order changed" in line["samples"]
     parameters = len(base64.b64decode(last_receipt(run)["gradients"])) // 2
     what = f"gradients: 1 of {parameters} tensors differs; the nearest to the loss is"
@@ -207,6 +214,18 @@ def test_a_changed_number_of_a_checkpoint_is_found(run_ranks, copy, changed):
         assert started.endswith(f" tensors differs; the first is {name}")
 
 
+@pytest.mark.parametrize("steps", ["1:2", "3:"])
+def test_a_damaged_checkpoint_is_found_before_a_step_is_computed(run_ranks, copy, steps):
+    path = copy / "checkpoints/step_0000002.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    ((code, printed, said),) = run_ranks(1, verify, copy, "--steps", steps)
+    assert (code, printed) == (4, "")
+    assert said.startswith(f"{path}: damaged: ")
+    assert said.endswith("; move it away to verify the run without it")
+
+
 def test_another_arithmetic_is_told_before(run_ranks, copy):
     path = copy / "checkpoints/step_0000002.pt"
     change_checkpoint(path, lambda checkpoint: checkpoint.shares.update(arithmetic="0" * 16))
@@ -232,9 +251,14 @@ def test_precise_statistics_of_evaluations_are_followed(run_ranks, tmp_path, dat
 
 
 def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_path):
-    lost, plain, bare = (tmp_path / name for name in ("lost", "plain", "bare"))
-    for directory in (lost, plain, bare):
+    names = ("lost", "plain", "bare", "far", "low")
+    lost, plain, bare, far, low = (tmp_path / name for name in names)
+    for directory in (lost, plain, bare, far, low):
         shutil.copytree(run, directory)
+    for directory, step in ((far, STEPS + 1), (low, 0)):
+        forged = json.dumps(last_receipt(run) | {"step": step})
+        with (directory / "receipts.jsonl").open("a") as file:
+            file.write(forged + "\n")
     text = (plain / "config.yaml").read_text()
     for written in ("shares: 3", "weights_digest_every_steps: 2"):
         text = text.replace(f"  {written}\n", "")
@@ -242,19 +266,22 @@ def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_
     (bare / "receipts.jsonl").unlink()
     lines = (lost / "receipts.jsonl").read_text().splitlines(keepends=True)
     (lost / "receipts.jsonl").write_text("".join(lines[:1] + lines[2:]))
+    beyond = "the run has the steps 1 to 4 (train.steps)"
+    forged = f"{{}}/receipts.jsonl: has a receipt of step {{}}, {beyond}"
     refused = {
-        (tmp_path / "nowhere",): "no run to verify",
-        (plain,): "start it with --set train.shares=N",
-        (bare,): f"{bare}/receipts.jsonl: not there",
-        (lost, "--steps", "1:"): "has receipts of 3 steps, 1 to 4, but none of step 2",
-        (run, "--steps", "3:9"): "has receipts of 4 steps, 1 to 4, but none of step 5",
-        (run, "--steps", "7:"): "but none of step 7",
-        (run, "--set", "train.lr=1"): "--set train.lr=1: the run decides this",
+        (tmp_path / "nowhere",): (2, "no run to verify"),
+        (plain,): (2, "start it with --set train.shares=N"),
+        (bare,): (2, f"{bare}/receipts.jsonl: not there"),
+        (lost, "--steps", "1:"): (2, "has receipts of 3 steps, 1 to 4, but none of step 2"),
+        (run, "--steps", "3:99999999999"): (2, "4 steps, 1 to 4, but none of step 5"),
+        (run, "--steps", "7:"): (2, "but none of step 7"),
+        (run, "--set", "train.lr=1"): (2, "--set train.lr=1: the run decides this"),
+        (far,): (4, forged.format(far, 5)),
+        (low,): (4, forged.format(low, 0)),
     }
     (results,) = run_ranks(1, all_of, *refused)
-    for (code, _, said), expected in zip(results, refused.values(), strict=True):
-        assert code == 2
-        assert expected in said
+    for (code, _, said), (wanted, expected) in zip(results, refused.values(), strict=True):
+        assert (code, expected in said) == (wanted, True), said
     ((code, _, said),) = run_ranks(1, all_of, (lost, "--steps", "3:"))[0]
     assert (code, said) == (0, "")
 

@@ -26,6 +26,7 @@ from segtrain.commands.train.stages import (
     make_repeatable,
     open_data,
     receipt_meter,
+    train_stream,
     unequal_ranks,
 )
 from segtrain.commands.verify_differences import (
@@ -35,6 +36,7 @@ from segtrain.commands.verify_differences import (
 )
 from segtrain.commands.verify_plan import Plan, make_plan, read_run_receipts
 from segtrain.config import Config, load_config
+from segtrain.data.listing import first_names
 from segtrain.data.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
@@ -55,6 +57,7 @@ _SETTABLE = (
     *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
     "train.timeout_s",
 )
+_MAX_NAMES = 64  # images of a step that are listed
 
 
 @dataclass(kw_only=True)
@@ -87,7 +90,7 @@ def run_verify(args: argparse.Namespace) -> int:
         receipts: dict[int, Receipt] = {}
 
         def plan_steps() -> Plan:
-            receipts.update(read_run_receipts(args.run))
+            receipts.update(read_run_receipts(args.run, config.train.steps))
             return make_plan(args.run, args.steps, receipts)
 
         plan = Plan(*dist.run_on_rank0(plan_steps))
@@ -290,6 +293,10 @@ def _receipts_differ(this: Replay, meter: ReceiptMeter) -> list[str]:
         there = this.receipts.get(here.step)
         # Steps before the first one that was asked for may have none.
         if there is not None and (lines := receipt_differences(there, here, this.state)):
+            if there.samples == here.samples and there.loss != here.loss:
+                names = first_names(train_stream(this).names_of_step(here.step - 1), _MAX_NAMES)
+                what = "perhaps pixels changed under the same name and size; it used"
+                lines.append(f"{what} {names}")
             return [f"step {here.step} differs from its receipt", *lines]
     return []
 
