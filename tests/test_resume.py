@@ -259,6 +259,9 @@ def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, d
     assert group["lr"] < 0.01
     log = (run / "train.log").read_text()
     assert "changed    train.momentum: 0.9 there, 0.5 now" in log
+    # 0.02 (1 - 1/2)^0.9 and 0.01 (1 - 2/4)^0.9
+    jump = "changed    learning rate: 0.0107 in step 2, the last one, 0.00536 in the next\n"
+    assert log.count(jump) == 1
     assert len(losses(run)) == 4
     assert run_ranks(1, train, config, run, True) == [0]  # now it is the run's config
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from segtrain import __version__
-from segtrain.config import Config
+from segtrain.config import Config, TrainConfig
 from segtrain.data.check.quick import quick_check
 from segtrain.data.dataset import SegDataset
 from segtrain.data.loader import (
@@ -159,6 +159,20 @@ def start_lines(
         + (f", going on after step {step}" if step else ""),
         f"run        {directory}",
         f"curves     tensorboard --logdir {directory}",
+    ]
+
+
+def learning_rate_lines(before: TrainConfig, now: TrainConfig, step: int) -> list[str]:
+    """A line for the log if the learning rate after `step` does not follow the one before it.
+
+    before: what these steps were trained with. Another train.steps moves the whole schedule.
+    """
+    if not 0 < step < now.steps or learning_rate(before, step - 1) == learning_rate(now, step - 1):
+        return []
+    last, following = learning_rate(before, step - 1), learning_rate(now, step)
+    return [
+        f"changed    learning rate: {last:.3g} in step {step}, the last one, {following:.3g} in "
+        "the next"
     ]
 
 

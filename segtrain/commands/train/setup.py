@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from segtrain.checkpoint.experiment import parse_experiment
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.recovery import restore_config
@@ -21,7 +22,11 @@ from segtrain.commands.train.class_uniform import (
 )
 from segtrain.commands.train.ending import Ending, check_fields
 from segtrain.commands.train.meeting import Meeting
-from segtrain.commands.train.preflight import hogwild_line, start_lines
+from segtrain.commands.train.preflight import (
+    hogwild_line,
+    learning_rate_lines,
+    start_lines,
+)
 from segtrain.commands.train.stages import (
     Training,
     build_state,
@@ -120,6 +125,8 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     if resumed is not None:
         best, evaluated = resumed.checkpoint.best, resumed.checkpoint.evaluated
         ending = Ending(config.train, check_fields(resumed.checkpoint.ending, resumed.path))
+        before, _ = parse_experiment(*resumed)
+        notes += learning_rate_lines(before.train, config.train, state.step)
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
     data = RunData(
         (train_set, eval_set), config.data.root, resumed, accept_changes=order.accept_changes
