@@ -380,6 +380,26 @@ def test_weights_that_no_training_leaves_are_refused_by_name(small, tmp_path, ke
         load_initial(build_model(config.model, num_classes=4), tmp_path / "a.pt")
 
 
+def test_weights_of_another_model_are_refused_by_options_before_tensors(small, tmp_path):
+    config, _, saved = small
+    file = tmp_path / "a.pt"
+    save(file, saved)
+    changes = {"arch": "deeplabv3", "backbone": "resnet18", "num_stages": 3}
+    other = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+    with pytest.raises(CheckpointError) as refusal:
+        load_initial(build_model(other.model, num_classes=3), file, ["a", "b", "c"], other)
+    old = config.model
+    first, *lines = str(refusal.value).splitlines()
+    assert first == f"{file}: the weights do not fit the model"
+    assert lines[:4] == [
+        f"  model.arch: {old.arch} there, deeplabv3 here",
+        f"  model.backbone: {old.backbone} there, resnet18 here",
+        "  model.num_stages: 4 there, 3 here",
+        "  classes: 4 there, 3 here",
+    ]
+    assert "in the checkpoint" in lines[4]
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -1,5 +1,6 @@
 """Starting a run from the weights of another one (train.init_from)."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +15,17 @@ from segtrain.config import Config
 from segtrain.config.loading import yaml_value
 from segtrain.data.class_file import class_file_from_json
 from segtrain.errors import CheckpointError, ConfigError
+from segtrain.run.directory import flat
 
 # Options that change what the weights compute and neither their keys nor their shapes.
 _SILENT = {
-    "model": "output_stride contract_dilation multi_grid multi_grid_values basic_block_dilation "
-    "align_corners ppm_bins aspp_rates aux_layer",
-    "data": "mean std short_side_px",
-    "norm": "eps",
+    *("model.output_stride", "model.contract_dilation", "model.multi_grid"),
+    *("model.multi_grid_values", "model.basic_block_dilation", "model.align_corners"),
+    *("model.ppm_bins", "model.aspp_rates", "model.aux_layer"),
+    *("data.mean", "data.std", "data.short_side_px", "norm.eps"),
 }
+# Options that may change keys or shapes.
+_MODEL = re.compile(r"model\.(?!pretrained|dropout)|norm\.(kind|num_groups)")
 
 
 class Initial(NamedTuple):
@@ -62,26 +66,31 @@ def load_initial(
             lines.append(f"init       {key} stays random: {old} there, {new} here")
             weights[key] = own[key]
             random.append(key)
-    load_weights(model, weights, file)
-    if config is not None:
-        lines += _other_options(checkpoint.config, config)
+    options = {} if config is None else _other_options(checkpoint.config, config)
+    # In the order of the config: head and backbone first, then what changes a part of them.
+    larger = [f"{key}: {shown}" for key, shown in options.items() if _MODEL.match(key)]
+    if class_names and len(class_names) != len(there):
+        larger.append(f"classes: {len(there)} there, {len(class_names)} here")
+    load_weights(model, weights, file, differences=larger)
+    lines += [
+        f"warning: init: {key} is {shown}: the weights fit either"
+        for key, shown in options.items()
+        if key in _SILENT
+    ]
     return Initial(lines, random)
 
 
-def _other_options(there: str, here: Config) -> list[str]:
-    """A warning for each option that is another one in the config `there`, JSON."""
+def _other_options(there: str, here: Config) -> dict[str, str]:
+    """Both values, in words, of each option that is another one in the config `there`, JSON."""
     try:
-        before = Config.model_validate_json(there)
+        before = flat(Config.model_validate_json(there))
     except ValidationError:
-        return []  # of another version; the weights fit
-    lines = []
-    for section, keys in _SILENT.items():
-        for key in keys.split():
-            old, new = (getattr(getattr(config, section), key) for config in (before, here))
-            if old != new:
-                shown = f"{yaml_value(old)} there, {yaml_value(new)} here"
-                lines.append(f"warning: init: {section}.{key} is {shown}: the weights fit either")
-    return lines
+        return {}  # of another version
+    return {
+        key: f"{yaml_value(before.get(key))} there, {yaml_value(new)} here"
+        for key, new in flat(here).items()
+        if new != before.get(key)
+    }
 
 
 def _reorder_classes(

@@ -1,5 +1,6 @@
 """State dicts from checkpoints: do they fit the model, and are their numbers usable?"""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from segtrain.text import MAX_NAME, printable
 _MAX_LISTED = 10
 
 
-def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
+def load_weights(
+    model: nn.Module, weights: dict[str, Any], path: Path, *, differences: Sequence[str] = ()
+) -> None:
     """Copies a whole state dict into `model`, or nothing.
 
     CheckpointError if it does not fit, or holds NaN, infinities or a negative variance.
+    `differences` between the models are told before those of single tensors.
     """
-    check_fit(model, weights, path)
+    check_fit(model, weights, path, differences)
     own = model.state_dict().items()
     problems = {key: _value_problem(key, weights[key], value.dtype) for key, value in own}
     # Such a model predicts the same class everywhere, without any error.
@@ -27,7 +31,9 @@ def load_weights(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
     model.load_state_dict(weights)
 
 
-def check_fit(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
+def check_fit(
+    model: nn.Module, weights: dict[str, Any], path: Path, differences: Sequence[str] = ()
+) -> None:
     """Raises CheckpointError if keys or shapes are not those of `model`, which may be on "meta"."""
     check_plain(weights, path)
     own = {key: tuple(value.shape) for key, value in model.state_dict().items()}
@@ -37,7 +43,7 @@ def check_fit(model: nn.Module, weights: dict[str, Any], path: Path) -> None:
         for key in own.keys() | there.keys()
         if own.get(key) != there.get(key)
     }
-    _refuse(problems, "the weights do not fit the model", path)
+    _refuse(problems, "\n  ".join(["the weights do not fit the model", *differences]), path)
 
 
 def check_plain(weights: dict[str, Any], path: Path) -> None:
