@@ -454,6 +454,45 @@ def test_a_member_that_fails_ends_the_population_with_its_code(
 
 
 @pytest.mark.parametrize(
+    ("removed", "said"),
+    [
+        ("member_1", "step 1 or later, found none"),
+        ("member_1/checkpoints", "step 1 or later, found none"),
+        ("member_1/checkpoints/last.pt", ""),  # it goes on from the one before, as a run does
+        ("member_0/checkpoints/last.pt", "step 2 or later, found step 1"),  # of other weights
+    ],
+)
+def test_a_member_whose_checkpoints_were_removed_is_not_trained_anew(
+    tmp_path, experiment, monkeypatch, capsys, removed, said
+):
+    """Member 0 has taken over from member 1 at step 2."""
+    calls, directory = [], tmp_path / "run"
+    train = stand_in(calls)
+    rounds = ["--set", "train.steps=3", "--every", "1"]
+    stopped = ("member_0", 3)
+
+    def stop(arguments, show):
+        return (
+            143
+            if (Path(arguments[3]).name, int(arguments[5])) == stopped
+            else train(arguments, show)
+        )
+
+    monkeypatch.setattr(command, "run_segtrain", stop)
+    assert run(experiment, directory, *rounds) == 143
+    path = directory / removed
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    monkeypatch.setattr(command, "run_segtrain", train)
+    calls.clear()
+    capsys.readouterr()
+    assert run(experiment, directory, *rounds, "--resume") == (4 if said else 0)
+    assert calls == ([] if said else [("member_0", 3, True), ("member_1", 3, True)])
+    member_of = directory / removed.split("/")[0]
+    wanted = f"{member_of}/checkpoints: expected a checkpoint of {said}; put it back, or "
+    assert (wanted in capsys.readouterr().err) == bool(said)
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--members", "1"], "--members: expected at least 2, got 1"),

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from segtrain import files
+from segtrain.checkpoint.format import load
+from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.commands.config import show_warnings
 from segtrain.commands.population import history as rules
 from segtrain.commands.population import plan
@@ -18,7 +20,14 @@ from segtrain.commands.population.member import run_segtrain, score, train_argum
 from segtrain.commands.population.picture import write_picture
 from segtrain.config import Config, config_to_yaml
 from segtrain.config.warnings import config_warnings
-from segtrain.errors import EXIT_NON_FINITE, EXIT_OK, ExecutionError, NonFiniteError
+from segtrain.errors import (
+    EXIT_NON_FINITE,
+    EXIT_OK,
+    CheckpointError,
+    ExecutionError,
+    NonFiniteError,
+)
+from segtrain.run import directory as run_directory
 from segtrain.run.claim import Claim
 from segtrain.text import say
 
@@ -54,6 +63,9 @@ class _Population:
             if number == len(history.rounds):
                 history.rounds.append(Round(step=step))
             this = history.rounds[number]
+            if number:
+                for member in range(len(this.rows), history.members):
+                    self._check_checkpoints(member)
             while len(this.rows) < history.members:
                 if code := self._train_member(len(this.rows), this):
                     return code
@@ -69,6 +81,23 @@ class _Population:
                 this.applied = True
                 self._save()
         return EXIT_OK
+
+    def _check_checkpoints(self, member: int) -> None:
+        """Refuses a member that would be trained anew, or from weights before its last takeover."""
+        history, run = self._history, self._run(member)
+        if history.has_diverged(member):
+            return
+        folder = run / run_directory.CHECKPOINTS
+        path, _ = CheckpointManager(folder, keep_limit=1).newest()
+        found = 0 if path is None else load(path).step
+        exchanges = [(past.step, one) for past in history.rounds for one in past.exchange or ()]
+        wanted = max((step for step, one in exchanges if one.member == member), default=1)
+        if found < wanted:
+            raise CheckpointError(
+                f"{folder}: expected a checkpoint of step {wanted} or later, found "
+                f"{f'step {found}' if found else 'none'}; put it back, or start a new population "
+                "by --output"
+            )
 
     def _train_member(self, member: int, this: Round) -> int:
         """Trains a member to the end of the round; an exit code if it could not."""
