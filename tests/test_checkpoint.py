@@ -5,6 +5,7 @@ import pickle
 import random
 import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +22,19 @@ from segtrain.checkpoint.loading import load_model, resolve
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.recovery import restore_config
 from segtrain.checkpoint.training_state import (
+    check_changes,
     restore,
     restore_exponents,
     restore_optimizer,
     restore_scaler,
 )
 from segtrain.checkpoint.weights import load_weights
-from segtrain.config import LayerRule, TrainConfig, load_config
+from segtrain.config import LayerRule, TrainConfig, load_config, override_config
 from segtrain.data.class_file import class_file_from_json, load_class_file
-from segtrain.data.classes import ignoring_as
+from segtrain.data.classes import SegClass, ignoring_as
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
+from segtrain.norm import make_norm
 from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.optim import build_optimizer
 from segtrain.training.state import make_state
@@ -260,6 +263,45 @@ def test_a_checkpoint_without_an_average_cannot_go_on_with_one(small):
     config, _, saved = small
     with pytest.raises(CheckpointError, match=r"no average of the weights \(train\.ema_decay\)"):
         restore(new_state(config), saved._replace(average=None), Path("a.pt"))
+
+
+@pytest.mark.parametrize(
+    ("other", "change", "said"),
+    [
+        ("", "train.optimizer=adamw", ["train.optimizer: sgd there, adamw now"]),
+        ("no average", "train.ema_decay=0.8", ["train.ema_decay: null there, 0.8 now"]),
+        ("", "norm.kind=group", ["norm.kind: sync there, group now"]),
+        ("", "model.head_channels=8", ["model.head_channels: 16 there, 8 now"]),
+        ("classes", "seed=0", ["data.classes: 4 classes there, 5 now"]),
+        ("", "model.dropout=0.3", []),
+        ("", "train.precision=float64", []),
+        ("", "train.sam_rho=0.1", []),
+        ("", "train.shares=5", []),
+        ("", "train.ema_decay=null", []),
+    ],
+)
+def test_changed_options_that_need_another_state_are_refused_by_name(small, other, change, said):
+    config, classes, saved = small
+    if other == "no average":
+        old = override_config(config, ["train.ema_decay=null"], source="c.yaml")
+        saved = saved._replace(average=None, **experiment_fields(old, classes))
+    if other == "classes":
+        classes = replace(classes, classes=(*classes.classes, SegClass("more", (9, 9, 9), (9,))))
+    new = override_config(config, [change], source="c.yaml")
+    model = build_model(new.model, num_classes=classes.num_classes, norm=make_norm(new.norm))
+    resumed = saved, Path("runs/my/checkpoints/last.pt")
+    if not said:
+        check_changes(model, *resumed, new, classes)
+        return
+    with pytest.raises(CheckpointError) as refusal:
+        check_changes(model, *resumed, new, classes)
+    assert str(refusal.value).splitlines() == [
+        "runs/my/checkpoints/last.pt: does not hold the state that these changes need",
+        *(f"  {line}" for line in said),
+        "to go on with the run: undo them",
+        "to start a new run with its weights: --output DIR --set train.init_from=runs/my instead "
+        "of --resume",
+    ]
 
 
 @pytest.mark.fault(41)

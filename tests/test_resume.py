@@ -5,6 +5,7 @@ import math
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,16 @@ def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, d
     assert log.count(jump) == 1
     assert len(losses(run)) == 4
     assert run_ranks(1, train, config, run, True) == [0]  # now it is the run's config
+
+    new |= {"optimizer": "adamw"}
+    del new["momentum"]
+    config = write_config(tmp_path / "c.yaml", small(data, train=new))
+    function = partial(train, accept_changes=True)
+    ((kind, code, said),) = run_ranks(1, refusal, function, config, run, True)
+    assert (kind, code) == ("CheckpointError", 4)
+    assert (
+        "last.pt: does not hold the state that these changes need\n  train.optimizer: sgd" in said
+    )
 
 
 @pytest.mark.fault(46)

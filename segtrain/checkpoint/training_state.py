@@ -1,16 +1,21 @@
 """Restoring weights, optimizer and loss scale, checked before training goes on."""
 
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from segtrain.checkpoint.experiment import parse_experiment
 from segtrain.checkpoint.format import LAST, Checkpoint
-from segtrain.checkpoint.weights import load_weights
+from segtrain.checkpoint.weights import check_fit, load_weights
+from segtrain.config import Config
+from segtrain.data.classes import ClassFile
 from segtrain.errors import CheckpointError
 from segtrain.files.torch_file import is_plain
+from segtrain.run.directory import config_differences
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.exact_sum import ExactGradientSum
 from segtrain.training.state import TrainState
@@ -34,6 +39,34 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
     if isinstance(state.gradients, ExactGradientSum) and checkpoint.shares:
         restore_exponents(state.gradients, checkpoint.shares, path)
     state.step = checkpoint.step
+
+
+def check_changes(
+    model: nn.Module, checkpoint: Checkpoint, path: Path, config: Config, classes: ClassFile
+) -> None:
+    """CheckpointError if options or classes have changed so that the run needs another state."""
+    before, known = parse_experiment(checkpoint, path)
+    guilty = ["train.optimizer:"]
+    if checkpoint.average is None:
+        guilty.append("train.ema_decay:")
+    try:
+        check_fit(model, checkpoint.model, path)
+    except CheckpointError:
+        guilty += ["data.classes:", "model.", "norm."]
+    changes = config_differences(before, config)
+    if known.num_classes != classes.num_classes:
+        numbers = f"{known.num_classes} classes there, {classes.num_classes} now"
+        changes.append(f"data.classes: {numbers}")
+    changes = [line for line in changes if line.startswith(tuple(guilty))]
+    if changes:
+        listed = "\n  ".join(changes)
+        run = shlex.quote(str(path.parent.parent))
+        raise CheckpointError(
+            f"{path}: does not hold the state that these changes need\n  {listed}\n"
+            "to go on with the run: undo them\n"
+            "to start a new run with its weights: --output DIR --set train.init_from="
+            f"{run} instead of --resume"
+        )
 
 
 def start_fields(state: TrainState) -> dict[str, Any] | None:
@@ -77,17 +110,15 @@ def restore_start(state: TrainState, saved: dict[str, Any] | None, path: Path) -
     weights, held = saved.get("weights"), saved.get("held")
     parameters = dict(state.model.named_parameters())
     damaged = f"{path}: damaged: the weights at the start of the run cannot be read"
-    for tensors, dtypes in (
-        (weights, {p.dtype for p in parameters.values()}),
-        (held, {torch.bool}),
-    ):
+    for tensors, is_mask in ((weights, False), (held, True)):
         if not isinstance(tensors, dict):
             raise CheckpointError(damaged)
         for name, value in tensors.items():
-            fits = name in parameters and is_plain(value) and value.dtype in dtypes
+            fits = name in parameters and is_plain(value) and (value.dtype == torch.bool) is is_mask
             if not fits or value.shape != parameters[name].shape:
                 raise CheckpointError(damaged)
-            if value.is_floating_point() and not torch.isfinite(value).all():
+            # In the precision of this run, which may be another one.
+            if not torch.isfinite(value.to(parameters[name].dtype)).all():
                 raise CheckpointError(damaged)
     if start.has_held and saved.get("hold") == start.hold and not held:
         raise CheckpointError(damaged)
@@ -149,7 +180,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], p
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         problem = str(error) or type(error).__name__
     if problem:
-        what = "the optimizer's state is damaged, or belongs to another optimizer or model"
+        what = "the optimizer's state is damaged, or belongs to another model"
         raise CheckpointError(f"{path}: {what}: {problem}")
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)

@@ -11,7 +11,7 @@ from segtrain.checkpoint.experiment import parse_experiment
 from segtrain.checkpoint.format import Checkpoint
 from segtrain.checkpoint.initial import load_initial
 from segtrain.checkpoint.same_data import Resumed
-from segtrain.checkpoint.training_state import loaded_names, restore
+from segtrain.checkpoint.training_state import check_changes, loaded_names, restore
 from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import Config
 from segtrain.data import open_dataset
@@ -95,11 +95,12 @@ def build_state(
     classes = train_set.classes
     model = build_model(config.model, num_classes=classes.num_classes, norm=make_norm(config.norm))
     # A checkpoint brings all weights; fetching others first would only cost time.
-    if resumed is None:
+    if resumed is not None:
+        check_changes(model, *resumed, config, classes)
+        loaded = loaded_names(*resumed)
+    else:
         lines, loaded = _load_initial(model, config, classes.names)
         notes += lines
-    else:
-        loaded = loaded_names(*resumed)
     # One answer for all: a machine with another file would decay other weights.
     loaded = dist.broadcast_object(loaded)
     state = make_state(model, config, device, loaded=loaded, resumed=resumed is not None)
