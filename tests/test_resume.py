@@ -308,7 +308,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(run_ranks, tmp_pa
     once = losses(run)
     assert run_ranks(1, train, config, run, True) == [0]
     assert losses(run) == once
-    said = "warning: no checkpoint in"
+    said = "warning: the run before in this directory had saved no checkpoint"
     assert (run / "train.log").read_text().count(said) == 1
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["best.pt", "last.pt", "manifest.json", "previous.pt"]
@@ -316,7 +316,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(run_ranks, tmp_pa
 
 
 def test_a_run_that_exploded_before_its_first_checkpoint_is_begun_anew(run_ranks, tmp_path, data):
-    """By the same command with another learning rate."""
+    """By the same command with another learning rate; with resume, as where nothing was before."""
     explosive = small(data, train={"steps": 4, "lr": 1e30})
     config, run = write_config(tmp_path / "c.yaml", explosive), tmp_path / "run"
     ((kind, code, _),) = run_ranks(1, refusal, train, config, run)
@@ -325,15 +325,17 @@ def test_a_run_that_exploded_before_its_first_checkpoint_is_begun_anew(run_ranks
     before = (run / "train.log").read_text()
 
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 4}))
-    assert run_ranks(1, train, config, run) == [0]
-    assert run_ranks(1, train, config, tmp_path / "fresh") == [0]
+    assert run_ranks(1, train, config, run, True) == [0]
+    assert run_ranks(1, train, config, tmp_path / "fresh", True) == [0]
     assert losses(run) == losses(tmp_path / "fresh")
     assert [step for step, _ in curve(run, "train/loss")] == [1, 2, 3, 4]
     log = (run / "train.log").read_text()
     assert log.startswith(before)
     said = "the run before in this directory had saved no checkpoint: metrics.jsonl begins anew, "
     assert log.count(said + "train.log goes on") == 1
-    assert said not in (tmp_path / "fresh" / "train.log").read_text()
+    log = (tmp_path / "fresh" / "train.log").read_text()
+    assert said not in log
+    assert log.count(f"{tmp_path / 'fresh'}: nothing to resume; a new run starts") == 1
     assert "lr: 0.02\n" in (run / "config.yaml").read_text()
 
 

@@ -9,7 +9,7 @@ import pytest
 from experiments import experiment, write_config
 
 from segtrain.config import load_config
-from segtrain.errors import CheckpointError, ConfigError
+from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
 from segtrain.run.claim import LOCK, Claim
 from segtrain.run.environment import git_revision
@@ -85,9 +85,12 @@ def test_a_live_run_is_not_replaced(config, tmp_path, monkeypatch):
         run_directory.check_directory(run, config, resume=False)
 
 
-def test_there_must_be_a_run_to_resume(config, tmp_path):
-    with pytest.raises(CheckpointError, match="no run to resume; to start one, leave out --resume"):
-        run_directory.check_directory(tmp_path / "nothing", config, resume=True)
+def test_what_has_saved_nothing_is_started_by_resume_too(config, tmp_path):
+    """A job script has one line that starts or goes on; a repaired config is taken as well."""
+    assert run_directory.check_directory(tmp_path / "nothing", config, resume=True) == []
+    run_directory.write_description(tmp_path, config, ["cpu"])
+    other = changed(config, "train", lr=1.0)
+    assert run_directory.check_directory(tmp_path, other, resume=True) == []
 
 
 @pytest.mark.fault(27)
@@ -115,6 +118,7 @@ def test_a_new_run_in_the_folder_of_the_images_is_refused(config, tmp_path):
     with pytest.raises(ConfigError, match=r"would write into .*/images, where .*--output runs/my"):
         run_directory.check_directory(run, config, resume=False)
     run_directory.write_description(run, config, ["cpu"])
+    checkpoint_in(run)
     run_directory.check_directory(run, config, resume=True)
 
 
@@ -151,6 +155,7 @@ def test_options_that_do_not_change_the_model_may_differ_at_a_resumption(
     config, tmp_path, section, option
 ):
     run_directory.write_description(tmp_path, config, ["cpu"])
+    checkpoint_in(tmp_path)
     run_directory.check_directory(tmp_path, changed(config, section, **option), resume=True)
 
 
@@ -201,7 +206,7 @@ def test_checkpoints_without_a_config_are_not_overwritten(config, tmp_path):
 @pytest.mark.parametrize("content", [b"", b" \n", bytes(4096)])
 def test_an_empty_config_is_restored_only_from_a_checkpoint(config, tmp_path, content):
     (tmp_path / run_directory.CONFIG).write_bytes(content)
-    with pytest.raises(CheckpointError, match="no run to resume; to start one, leave out --resume"):
+    with pytest.raises(ConfigError, match=r"holds a config\.yaml that no run has written"):
         run_directory.check_directory(tmp_path, config, resume=True)
     checkpoint_in(tmp_path)
     assert run_directory.check_directory(tmp_path, config, resume=True) == []

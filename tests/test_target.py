@@ -93,9 +93,12 @@ def test_a_run_goes_before_a_shipped_config_of_its_name(run, monkeypatch):
 
 
 def test_a_folder_without_a_run_is_refused():
+    """A mistyped name starts nothing."""
     Path("runs/none").mkdir()
     (line,) = refusal("runs/none", resume=True)
     assert line.startswith("runs/none: is a directory; expected a config file")
+    line, *_ = refusal("runs/mistyped", resume=True)
+    assert line.startswith("runs/mistyped: no such")
 
 
 @pytest.mark.parametrize("content", [None, "", "\0" * 300])

@@ -39,7 +39,8 @@ def add_train(commands: Commands) -> None:
     add_nproc(add)
     add_device(add)
     add("--output", type=Path, metavar="DIR", help="run directory (default: runs/<name of CONFIG>)")
-    add_switch(add, "--resume", "go on at the last checkpoint, on any number of ranks")
+    text = "go on at the last checkpoint, on any number of ranks; start the run if there is none"
+    add_switch(add, "--resume", text)
     add(
         "--until",
         type=positive,

@@ -18,6 +18,7 @@ from segtrain.config.warnings import wrong_units
 from segtrain.distributed import signals, slurm
 from segtrain.distributed.partition import batch_findings
 from segtrain.errors import ConfigError
+from segtrain.run import directory as run_directory
 from segtrain.text import say
 
 # In the run directory: the key with which the launchers of several machines sign.
@@ -32,6 +33,7 @@ def train(args: argparse.Namespace, config: Config) -> int:
     # Torch elastic after a failure and SLURM after a requeue start the same command line again.
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     restarted = any(os.environ.get(name, "0") != "0" for name in counts)
+    resume, directory = args.resume or restarted, Path(args.output)
 
     # 1. Refuse options that do not fit together, and a config in wrong units.
     if args.accept_changes and not args.resume:
@@ -41,30 +43,24 @@ def train(args: argparse.Namespace, config: Config) -> int:
     if args.until is not None and args.until > config.train.steps:
         raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
     wrong = wrong_units(config)
-    if wrong and not (args.resume or restarted):
+    if wrong and not (resume and run_directory.has_saved(directory)):
         raise ConfigError("\n".join(wrong))
 
     # 2. A rank trains.
     if adopt_environment():
-        return _run_training(args, config, restarted)
+        return _run_training(args, config, resume)
 
     # 3. Refuse the run directory before anything slow; the ranks check it again.
     for line in wrong:
         say(f"warning: {line}")
-    from segtrain.run import directory as run_directory
-
-    directory = Path(args.output)
     run_directory.check_directory(
-        directory,
-        config,
-        resume=args.resume or (restarted and (directory / run_directory.CONFIG).exists()),
-        accept_changes=args.accept_changes,
+        directory, config, resume=resume, accept_changes=args.accept_changes
     )
 
     # 4. Without other ranks, this process trains; otherwise it starts them.
     num_ranks = num_ranks_here(args.nproc)
     if num_ranks == 1 and args.nnodes == 1:
-        return _run_training(args, config, restarted)
+        return _run_training(args, config, resume)
     findings = batch_findings(config, args.nnodes * num_ranks, num_ranks)
     if findings:
         raise ConfigError("\n".join(findings))
@@ -125,7 +121,7 @@ def num_ranks_here(nproc: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _run_training(args: argparse.Namespace, config: Config, restarted: bool) -> int:
+def _run_training(args: argparse.Namespace, config: Config, resume: bool) -> int:
     from segtrain.commands.train.run import run
     from segtrain.distributed.process_group import device_for
 
@@ -133,9 +129,8 @@ def _run_training(args: argparse.Namespace, config: Config, restarted: bool) -> 
         config,
         Path(args.output),
         device=device_for(args.device),
-        resume=args.resume,
+        resume=resume,
         accept_changes=args.accept_changes,
-        restarted=restarted,
         requeue=args.requeue,
         until=args.until,
     )

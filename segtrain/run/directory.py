@@ -9,7 +9,7 @@ from segtrain import files
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.config.loading import yaml_value
 from segtrain.data.protect import check_run_directory
-from segtrain.errors import CheckpointError, ConfigError
+from segtrain.errors import ConfigError
 from segtrain.files.manifest import MANIFEST
 from segtrain.run.claim import cannot_write, use_by_others
 from segtrain.run.environment import ENVIRONMENT, environment_json
@@ -39,25 +39,22 @@ def check_directory(
 ) -> list[str]:
     """Refuses a directory that this run must not write into.
 
-    A new run may replace a run that has saved no checkpoint. Returns the differences from the
-    config of the resumed run, one line per option; only `accept_changes` lets it go on with any.
+    A new run may replace a run that has saved no checkpoint; with `resume` too. Returns the
+    differences from the config of the resumed run, one line per option; only `accept_changes` lets
+    it go on with any.
 
     Raises:
         ConfigError: it holds a run with checkpoints or a live one, is no directory, or data is read
-            from there; with `resume`, the config differs.
-        CheckpointError: with `resume`, there is nothing to go on from.
+            from there; with `resume`, the config of the run that has saved them differs.
     """
     _check_usable(directory)
-    if not resume:
+    if not (resume and has_saved(directory)):
         _check_new(directory, config)
         return []
     if has_lost_config(directory):
         return []  # `recovery.restore_config` writes it again
-    path = directory / CONFIG
-    if not path.exists() or _is_blank(path):
-        raise CheckpointError(f"{directory}: no run to resume; to start one, leave out --resume")
     try:
-        differences = config_differences(load_config(path), config)
+        differences = config_differences(load_config(directory / CONFIG), config)
     except ConfigError as error:
         repair = "if this file is damaged, move it away: --resume restores it from the checkpoint"
         raise ConfigError(f"{error}\n  {repair}") from None

@@ -16,7 +16,6 @@ from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import exit_code
 from segtrain.errors import EXIT_OK
 from segtrain.models.precision import float32_products
-from segtrain.run import directory as run_directory
 
 
 def run(
@@ -26,16 +25,15 @@ def run(
     device: torch.device,
     resume: bool,
     accept_changes: bool = False,
-    restarted: bool = False,
     requeue: bool = False,
     until: int | None = None,
 ) -> int:
     """Trains `config` into `directory` and returns the exit code (collective).
 
     Args:
-        resume: go on with the run in `directory`, which must be there.
+        resume: go on with the run in `directory` if it has saved a checkpoint. One rank may ask for
+            all: of several machines, only one that was started anew knows that this is a restart.
         accept_changes: go on even if it was started with another config or other data.
-        restarted: go on with it if it is there.
         requeue: on SIGUSR1 save, requeue the SLURM job and stop; otherwise only save.
         until: save after this step, at most train.steps, and stop.
     """
@@ -44,23 +42,12 @@ def run(
     heartbeat.beat("setup", 0)
     group = process_group(device, timeout_s=config.train.timeout_s)
     with group, float32_products(config.train), ExitStack() as stack:
-        resume = _all_resume(directory, resume, restarted)
+        resume = any(dist.all_gather_object(resume))
         order = Order(config, directory, device, resume, accept_changes, requeue, until)
         this = set_up(order, stack)
         with this.log:
             loop.train(this)
             return _leave(this) if this.step_sync.stopped else EXIT_OK
-
-
-def _all_resume(directory: Path, resume: bool, restarted: bool) -> bool:
-    """Whether the ranks go on with a run: all of them or none (collective).
-
-    Of several machines, only one that was started anew knows that this is a restart.
-    """
-    resumes, restarts = zip(*dist.all_gather_object((resume, restarted)), strict=True)
-    if any(resumes) or not any(restarts):
-        return any(resumes)
-    return dist.run_on_rank0((directory / run_directory.CONFIG).exists)
 
 
 def _leave(run: Run) -> int:

@@ -146,7 +146,7 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     changes += others
     # 7. Directory and log say what this run is.
     devices = dist.all_gather_object(_device_name(device))
-    describe = _describe(order, bool(changes), devices, notes)
+    describe = _describe(order, resumed, bool(changes), devices, notes)
     log = RunLog(
         directory,
         enabled=dist.is_main(),
@@ -234,8 +234,6 @@ def _find_checkpoint(
     name, problems, warnings = dist.run_on_rank0(newest)
     notes += [f"warning: {problem}" for problem in problems] + warnings
     if name is None:
-        if order.resume:
-            notes.append(f"warning: no checkpoint in {checkpoints.directory}: training begins anew")
         return None
     path = checkpoints.directory / name
     resumed = Resumed(load(path), path)
@@ -262,7 +260,11 @@ def _is_known(centroids: Centroids, resumed: Resumed | None) -> bool:
 
 
 def _describe(
-    order: Order, changed: bool, devices: list[str], notes: list[str]
+    order: Order,
+    resumed: Resumed | None,
+    changed: bool,
+    devices: list[str],
+    notes: list[str],
 ) -> Callable[[], None]:
     """Writes what is run, and where, into the run directory (collective).
 
@@ -275,7 +277,7 @@ def _describe(
         run_directory.write_description(directory, order.config, devices)
 
     def begin() -> list[str]:
-        if order.resume:
+        if resumed is not None:
             others = changed_versions(directory)
             found = [f"warning: the run had {other}: numbers may differ" for other in others]
         elif (directory / run_directory.CONFIG).exists():
@@ -284,14 +286,14 @@ def _describe(
                 f"{run_directory.METRICS} begins anew, {run_directory.LOG} goes on"
             ]
         else:
-            found = []
-        if not order.resume:
+            found = [f"{directory}: nothing to resume; a new run starts"] if order.resume else []
+        if resumed is None:
             write()
         return found
 
     found = dist.run_on_rank0(begin)
     notes += found
-    return write if order.resume and (changed or found) else lambda: None
+    return write if resumed is not None and (changed or found) else lambda: None
 
 
 def _device_name(device: torch.device) -> str:
