@@ -532,10 +532,9 @@ def test_ranks_of_other_launchers_are_refused(tmp_path, experiment, variables, m
 
 
 def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monkeypatch, capsys):
-    monkeypatch.setattr(command, "run_segtrain", lambda *_: 143)
-    directory = tmp_path / "run"
-    assert run(experiment, directory, "--resume") == 4
-    assert "no population to resume" in capsys.readouterr().err
+    calls, directory = [], tmp_path / "run"
+    train = stand_in(calls)
+    monkeypatch.setattr(command, "run_segtrain", lambda *a: 143 if calls else train(*a))
     assert run(experiment, directory) == 143
     for arguments, said in (
         ([], "holds a population already; go on with it by --resume"),
@@ -559,6 +558,20 @@ def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monke
     (other / "notes.txt").touch()
     assert run(experiment, other) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_population_that_has_saved_nothing_starts_anew(tmp_path, experiment, monkeypatch, capsys):
+    """As a run does: with or without resume, and with other options."""
+    monkeypatch.setattr(command, "run_segtrain", lambda *_: 3)
+    directory, said = tmp_path / "run", "nothing to resume; a new population starts"
+    assert run(experiment, directory, "--resume") == 3
+    assert f"{directory}: {said}" in capsys.readouterr().err
+    assert run(experiment, directory, "--set", "train.lr=0.1") == 3
+    assert recorded(directory)["config"]["train"]["lr"] == 0.1
+    assert said not in capsys.readouterr().err
+    assert run(experiment, directory, "--resume", "--members", "3") == 3
+    assert recorded(directory)["members"] == 3
+    assert cli.main(["population", str(tmp_path / "mistyped"), "--resume"]) == 2
 
 
 STAND_IN = """

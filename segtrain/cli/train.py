@@ -121,7 +121,7 @@ def add_population(commands: Commands) -> None:
     add_device(add)
     text = "directory (default: runs/<name of CONFIG>_population, or _alone)"
     add("--output", type=Path, metavar="DIR", help=text)
-    add_switch(add, "--resume", "go on where it was stopped, with the arguments of its start")
+    add_switch(add, "--resume", "go on with the arguments of its start; start it if there is none")
 
 
 def add_bench(commands: Commands) -> None:

@@ -190,13 +190,10 @@ def write(directory: Path, history: History) -> None:
 
 
 def read(directory: Path) -> History:
-    """The population in `directory`; CheckpointError if there is none or its file is damaged."""
+    """The population in `directory`; CheckpointError if its file cannot be read or is damaged."""
     path = directory / FILE
     try:
         return History.model_validate_json(files.read_bytes(path, _MAX_BYTES))
-    except FileNotFoundError:
-        what = "no population to resume; to start one, leave out --resume"
-        raise CheckpointError(f"{directory}: {what}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:

@@ -24,7 +24,8 @@ from segtrain.data.protect import check_run_directory
 from segtrain.distributed import slurm
 from segtrain.errors import ConfigError
 from segtrain.run.claim import LOCK
-from segtrain.run.directory import config_differences
+from segtrain.run.directory import config_differences, has_saved
+from segtrain.text import say
 
 MEMBERS, PERTURB = 4, ("train.lr", "train.weight_decay")
 
@@ -47,9 +48,11 @@ def new(args: argparse.Namespace) -> tuple[Path, History]:
     if (Path(args.config) / FILE).exists():
         again = f"segtrain population {shlex.quote(args.config)} --resume"
         raise ConfigError(f"{args.config}: holds a population; to go on with it: {again}")
-    config = load_named(args)
-    ending = "alone" if args.alone else "population"
-    directory = args.output or Path("runs") / f"{Path(args.config).stem}_{ending}"
+    return _new(args, load_named(args))
+
+
+def _new(args: argparse.Namespace, config: Config) -> tuple[Path, History]:
+    directory = _directory(args)
     if wrong := wrong_units(config):
         raise ConfigError("\n".join(wrong))
     every = args.every or config.eval.every_steps
@@ -70,13 +73,13 @@ def new(args: argparse.Namespace) -> tuple[Path, History]:
 
 
 def resumed(args: argparse.Namespace) -> tuple[Path, History]:
-    """The directory and the history of the population to go on with.
+    """The directory and the history of the population to go on with; a new one if there is none.
 
     CONFIG may be that directory. What else is given must be what the population was started with;
     only options that change no weights, such as data.root, may differ.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: population.json is damaged.
         ConfigError: the arguments are others.
     """
     is_directory = (Path(args.config) / FILE).exists()
@@ -86,8 +89,10 @@ def resumed(args: argparse.Namespace) -> tuple[Path, History]:
         config = override_config(history.config, args.set, source=str(directory / FILE))
     else:
         config = load_named(args)
-        ending = "alone" if args.alone else "population"
-        directory = args.output or Path("runs") / f"{Path(args.config).stem}_{ending}"
+        directory = _directory(args)
+        if not _has_saved(directory):
+            say(f"{directory}: nothing to resume; a new population starts")
+            return _new(args, config)
         history = read(directory)
     config = _with_cadences(config, history.every)
     given = {"--members": args.members, "--every": args.every, "--perturb": args.perturb}
@@ -108,6 +113,21 @@ def resumed(args: argparse.Namespace) -> tuple[Path, History]:
         )
     history.config = config
     return directory, history
+
+
+def _directory(args: argparse.Namespace) -> Path:
+    ending = "alone" if args.alone else "population"
+    return args.output or Path("runs") / f"{Path(args.config).stem}_{ending}"
+
+
+def _has_saved(directory: Path) -> bool:
+    """Whether a member of the population in `directory` ever saved a checkpoint."""
+    if not (directory / FILE).exists():
+        return False
+    history = read(directory)
+    rows = [row for past in history.rounds for row in past.rows]
+    members = [directory / f"member_{member}" for member in range(history.members)]
+    return any(row.mean_iou is not None for row in rows) or any(map(has_saved, members))
 
 
 def _with_cadences(config: Config, every: int) -> Config:
@@ -170,13 +190,16 @@ def _check_option(config: Config, key: str) -> None:
 
 
 def _check_empty(directory: Path) -> None:
-    """Refuses a directory in which there is anything but the lock of a killed process."""
+    """Refuses a directory in which there is more than a population that has saved nothing."""
     if os.path.lexists(directory) and not directory.is_dir():
         raise ConfigError(f"{directory}: a file stands where the directory should be")
-    if (directory / FILE).exists():
+    if _has_saved(directory):
         raise ConfigError(
             f"{directory}: holds a population already; go on with it by --resume, or choose "
             "another directory by --output"
         )
+    if (directory / FILE).exists():
+        return
+    # A killed process may leave its lock.
     if directory.is_dir() and any(path.name != LOCK for path in directory.iterdir()):
         raise ConfigError(f"{directory}: is not empty; choose another directory by --output")
