@@ -7,6 +7,8 @@ import sys
 import textwrap
 
 import pytest
+from experiments import small, write_config
+from processes import Command
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import launcher_folder, machine, process_group
@@ -96,6 +98,37 @@ def test_ranks_of_one_machine_listen_on_its_loopback(tmp_path, monkeypatch, alre
     wanted = already or machine.interface_with("127.0.0.1")
     assert wanted is not None
     assert [os.environ[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")] == [wanted] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "environ", "said"),
+    [
+        pytest.param(
+            ["unshare", "--net"],
+            {},
+            "no loopback interface with the address 127.0.0.1, on which the ranks of one machine "
+            "meet; switch it on: ip link set lo up",
+            marks=pytest.mark.netns,
+        ),
+        (
+            [],
+            {"GLOO_SOCKET_IFNAME": "nope"},
+            "no network interface for the ranks: Unable to find address for: nope; "
+            "GLOO_SOCKET_IFNAME in the environment names another one",
+        ),
+    ],
+)
+def test_a_machine_without_an_interface_for_its_ranks_says_so(
+    tmp_path, data, wrapper, environ, said
+):
+    """It is no other machine that is lost."""
+    if wrapper and os.geteuid() != 0:
+        pytest.skip("needs root, to make a network namespace")
+    config = write_config(tmp_path / "c.yaml", small(data))
+    words = ("train", config, "--nproc", 2, "--device", "cpu", "--output", tmp_path / "run")
+    command = Command(tmp_path, *words, wrapper=wrapper, **environ)
+    assert command.wait() == 6
+    assert command.errors == f"segtrain: {said}\n"
 
 
 def test_no_thread_of_the_group_outlives_it():

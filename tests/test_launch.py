@@ -230,6 +230,13 @@ def test_a_death_that_no_rank_could_report_is_reported(capsys):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("one_machine", [True, False])
+def test_ranks_that_only_lost_others_blame_another_machine_if_there_is_one(one_machine, capsys):
+    lost = notes("lost", "lost")
+    assert exit_code_of(lost, {0: 6, 1: 6}, None, one_machine=one_machine) == 6
+    assert ("another machine" in capsys.readouterr().err) != one_machine
+
+
 def test_only_the_last_attempt_counts(tmp_path, environ):
     environ.update(TORCHRUN | {launcher_folder.VARIABLE: str(tmp_path)})
     for attempt, code in (("9", 6), ("10", 0)):

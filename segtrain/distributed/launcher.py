@@ -88,6 +88,7 @@ def run_ranks(
             failures,
             stopped_by,
             killed=watchdog.killed,
+            one_machine=machines is None,
             trained=not phases.isdisjoint(("training", "checkpoint")),
         )
 
@@ -167,6 +168,7 @@ def exit_code_of(
     stopped_by: int | None,
     killed: Sequence[Heartbeat] = (),
     *,
+    one_machine: bool = False,
     trained: bool = False,
 ) -> int:
     """The exit code of the run; prints what no rank could print itself.
@@ -176,6 +178,7 @@ def exit_code_of(
         failures: the exit code of each process that failed, as far as known; negative: a signal.
         stopped_by: the signal that the launcher got and passed on to the ranks.
         killed: the ranks that the watchdog killed.
+        one_machine: no rank is elsewhere.
         trained: they had steps to save.
     """
     for status in statuses:
@@ -208,7 +211,8 @@ def exit_code_of(
         if status.code in _STOPPED:
             return status.code
     if any(status.consequence for status in statuses):
-        say("lost connection to another machine; see its log for the cause")
+        elsewhere = "lost connection to another machine; see its log for the cause"
+        say(f"the ranks lost each other; {_RESUME}" if one_machine else elsewhere)
     return EXIT_SYSTEM if failures else EXIT_OK
 
 

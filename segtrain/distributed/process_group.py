@@ -8,6 +8,7 @@ In a program of your own, started by torchrun or alone:
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -73,6 +74,7 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
 
     Raises:
         LostRanksError: other ranks did not come, or their connection was lost.
+        ExecutionError: this machine has no network interface for them.
     """
     aftermath.cut_now()
     if "RANK" not in os.environ or dist.is_distributed():
@@ -106,10 +108,16 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def _set_up_explained() -> Iterator[None]:
-    """Turns NCCL's errors about this machine into those of segtrain; no rank is lost by them."""
+    """Turns errors about this machine into those of segtrain; no rank is lost by them."""
     try:
         yield
     except RuntimeError as error:
+        if "/gloo/transport/tcp/device.cc" in str(error):
+            reason = _reason(error).partition("!= nullptr. ")
+            raise ExecutionError(
+                f"no network interface for the ranks: {reason[2] or reason[0]}; "
+                "GLOO_SOCKET_IFNAME in the environment names another one"
+            ) from error
         if not _is_of_nccl(error):
             raise
         reason = _reason(error)
@@ -174,6 +182,13 @@ def _choose_interface() -> None:
     elif host and port.isdigit():
         address = machine.address_toward(host, int(port))
     interface = machine.interface_with(address)
+    has_none = interface is None and "GLOO_SOCKET_IFNAME" not in os.environ
+    if address == "127.0.0.1" and has_none and sys.platform == "linux":
+        # gloo would listen where others can connect, or fail.
+        raise ExecutionError(
+            "no loopback interface with the address 127.0.0.1, on which the ranks of one machine "
+            "meet; switch it on: ip link set lo up"
+        )
     if interface is not None:
         for library in libraries:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
