@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from experiments import experiment, write_config, write_data
 
 from segtrain import cli
+from segtrain.commands import exit_code
 from segtrain.config import load_config
 from segtrain.errors import CheckpointError, DataError
 from segtrain.run.directory import write_description
@@ -260,6 +262,61 @@ def test_errors_become_messages_and_exit_codes(monkeypatch, capsys, error, code,
     monkeypatch.setattr("segtrain.commands.config.write_schema", fail)
     assert cli.main(["config", "schema"]) == code
     assert capsys.readouterr().err == shown
+
+
+LONG = "n" * 300
+NAMES = [
+    ("train", LONG),
+    ("train", "own.yaml", "--output", LONG),
+    ("train", "own.yaml", "--output", "d/" * 3000),
+    ("population", LONG),
+    ("verify", LONG),
+    ("eval", LONG),
+    ("predict", LONG, "photo.png", "--output", "out"),
+    ("predict", "run", f"{LONG}.png", "--output", "out"),
+    ("predict", "run", "photo.png", "--output", LONG),
+    ("export", "run", "--format", "onnx", "--output", f"{LONG}.onnx"),
+    ("convert", f"{LONG}.pth", "--output", "k.pt"),
+    ("convert", "model.pth", "--output", f"{LONG}.pt"),
+    ("data", "check", "own.yaml", "--json", LONG),
+    ("data", "check", "own.yaml", "--set", f"data.root={LONG}"),
+    ("data", "pack", "own.yaml", "--output", LONG),
+    ("data", "synth", LONG),
+    ("config", "copy", "own_data", f"{LONG}.yaml"),
+]
+
+
+@pytest.mark.parametrize("argv", NAMES, ids=lambda argv: " ".join(argv)[:20])
+def test_a_name_that_no_file_can_have_is_refused(config, capsys, monkeypatch, argv):
+    monkeypatch.chdir(config.parent)
+    Path("photo.png").touch()
+    Path("d").mkdir()
+    write_data(Path("d"))
+    write_config(config, experiment(Path("d")))
+    assert cli.main(argv) == (3 if "data.root" in argv[-1] else 2)
+    said = capsys.readouterr()
+    lines = (said.out if "data.root" in argv[-1] else said.err).splitlines()
+    place = next(word for word in argv if len(word) > 200).removeprefix("data.root=")
+    assert any(place[:190] in line and "ame too long" in line for line in lines)
+
+
+@pytest.mark.parametrize("is_rank", [False, True])
+def test_what_the_system_refuses_by_name_is_a_mistake_of_the_user(
+    monkeypatch, tmp_path, capsys, is_rank
+):
+    """A folder of somebody else; without a name an error may be anything."""
+    monkeypatch.setattr(exit_code, "has_launcher", lambda: is_rank)
+    monkeypatch.setattr(exit_code.signals, "follow_launcher", lambda: None)
+    monkeypatch.setattr(exit_code, "is_first_to_print", lambda text: True)
+    monkeypatch.setattr(exit_code, "write_exit_status", lambda *args, **options: None)
+
+    def fail(*name):
+        raise PermissionError(errno.EACCES, "Permission denied", *name)
+
+    assert exit_code.run(lambda: fail("/home/ann/run")) == 2
+    assert capsys.readouterr().err == "segtrain: /home/ann/run: permission denied\n"
+    with pytest.raises(PermissionError):
+        exit_code.run(fail)
 
 
 def test_a_mistake_in_the_program_keeps_its_traceback(monkeypatch):

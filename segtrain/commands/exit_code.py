@@ -1,8 +1,10 @@
 """Runs a command and turns its errors into messages and exit codes."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from segtrain.commands import streams
 from segtrain.distributed import aftermath, signals
@@ -15,19 +17,41 @@ from segtrain.errors import (
     EXIT_PIPE,
     EXIT_SYSTEM,
     EXIT_TERMINATED,
+    ConfigError,
     LostRanksError,
     UserError,
 )
-from segtrain.text import say
+from segtrain.text import MAX_NAME, printable, say
 
 Command = Callable[[], int]
+
+# By these errors of a path its name is wrong: too long, or below a folder of somebody else.
+_WRONG_NAMES = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
 
 
 def run(command: Command) -> int:
     """Runs `command` and returns the exit code; errors of segtrain itself keep their traceback."""
+    command = partial(_with_names_refused, command)
     code = _run_as_rank(command) if has_launcher() else _run_alone(command)
     aftermath.cut_now(code)  # after an error all has been told by now
     return code
+
+
+def _with_names_refused(command: Command) -> int:
+    """As `command`; a name that the system refuses, wherever it is met, is a mistake of the user.
+
+    Even to ask whether a file exists raises OSError then.
+    """
+    try:
+        return command()
+    except OSError as error:
+        if error.errno not in _WRONG_NAMES or error.filename is None:
+            raise
+        name, reason = os.fsdecode(error.filename), (error.strerror or "").lower()
+        if error.errno == errno.ENAMETOOLONG:
+            name = printable(name, 2 * MAX_NAME)
+            reason += ": expected at most 255 bytes between two slashes and 4095 in all"
+        raise ConfigError(f"{name}: {reason}") from None
 
 
 def _run_alone(command: Command) -> int:
