@@ -259,7 +259,16 @@ def test_peak_memory_is_that_of_the_process_itself():
     assert 50 << 20 < int(done.stdout) < 1500 << 20
 
 
-@pytest.mark.parametrize("option", ["--json", "--profile"])
-def test_a_file_that_cannot_be_written_is_refused_before_the_steps(config, capsys, option):
-    assert main(["bench", str(config), "--steps", "99999", option, "/none/x", "--nproc", "1"]) == 2
-    assert f"{option} /none/x: no such" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--json", "/none/x"), "--json /none/x: no such"),
+        (("--profile", "/none/x"), "--profile /none/x: no such"),
+        (("--profile", "/"), "--profile /: is a folder; name a file"),
+        (("--profile", "n" * 300), "name too long"),
+        (("--profile", "q\udcff.json"), "q\\udcff.json: expected a name in UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_steps(config, capsys, options, said):
+    assert main(["bench", str(config), "--steps", "99999", *options, "--nproc", "1"]) == 2
+    assert said in capsys.readouterr().err

@@ -300,6 +300,23 @@ def test_a_name_that_no_file_can_have_is_refused(config, capsys, monkeypatch, ar
     assert any(place[:190] in line and "ame too long" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("train", "own.yaml", "--output", "q\udcff"),
+        ("train", "q\udcff.yaml"),  # into runs/q
+        ("population", "q\udcff.yaml", "--every", "1"),
+        ("export", "run", "--format", "onnx", "--output", "q\udcff.onnx"),
+    ],
+)
+def test_an_output_that_libraries_cannot_name_is_refused_at_once(config, capsys, monkeypatch, argv):
+    monkeypatch.chdir(config.parent)
+    Path("q\udcff.yaml").write_text(GOOD)
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err.endswith(": expected a name in UTF-8\n")
+    assert not list(Path().glob("runs/*"))
+
+
 @pytest.mark.parametrize("is_rank", [False, True])
 def test_what_the_system_refuses_by_name_is_a_mistake_of_the_user(
     monkeypatch, tmp_path, capsys, is_rank

@@ -85,6 +85,18 @@ def test_an_output_that_is_no_plain_file_is_written_in_place(tmp_path):
     assert (tmp_path / "target").read_text() == "new"
 
 
+def test_an_output_in_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "there").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with files.reserve_output(tmp_path / "there"):
+        pass
+    with (
+        pytest.raises(PermissionError, match="its folder may not"),
+        files.reserve_output(tmp_path / "new"),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_nothing_waits_for_a_pipe(tmp_path, make):
     make(tmp_path / "name")

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from segtrain.commands.bench_report import Report, limit_of, lines_of
-from segtrain.commands.data_check import json_errors
+from segtrain.commands.data_check import output_errors
 from segtrain.commands.train import batches
 from segtrain.commands.train.auto_workers import MEASURED_STEPS
 from segtrain.commands.train.class_uniform import class_uniform_sampling
@@ -29,9 +29,9 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.malloc import keep_freed_memory
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, ConfigError
-from segtrain.files import reserve_output, write_output
+from segtrain.files import check_utf8, reserve_output, write_output
 from segtrain.models.precision import float32_products
-from segtrain.text import printable, printable_lines, say
+from segtrain.text import printable_lines, say
 from segtrain.training.clock import PARTS, PartClock, synchronize
 from segtrain.training.cost import busy_share, matmul_peak, peak_bytes, training_flops
 from segtrain.training.engine import StepResult, train_steps
@@ -57,18 +57,19 @@ def run_bench(args: argparse.Namespace) -> int:
         keep_freed_memory()
     group = process_group(device, timeout_s=config.train.timeout_s)
     with group, float32_products(config.train), ExitStack() as stack:
-        if args.json is not None and dist.is_main():
-            with json_errors(args.json):
-                stack.enter_context(reserve_output(args.json))
-        if args.profile is not None and not args.profile.parent.is_dir():
-            raise ConfigError(f"--profile {printable(args.profile)}: no such folder")
+        for option, file in (("--json", args.json), ("--profile", args.profile)):
+            if file is not None and dist.is_main():
+                with output_errors(file, option):
+                    stack.enter_context(reserve_output(file))
+        if args.profile is not None:
+            check_utf8(args.profile)
         make_repeatable(config, device)
         with worker_failures():
             report = _measure(config, device, args.steps, args.profile, stack)
         if dist.is_main():
             print("\n".join(printable_lines("\n".join(lines_of(report)))))
             if args.json is not None:
-                with json_errors(args.json):
+                with output_errors(args.json):
                     fields = report._asdict() | {"limit": limit_of(report)}
                     write_output(args.json, json.dumps(fields, indent=2) + "\n")
     return EXIT_OK

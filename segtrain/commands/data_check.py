@@ -20,14 +20,14 @@ def main(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set)
     with ExitStack() as stack:
         if args.json is not None:
-            with json_errors(args.json):
+            with output_errors(args.json):
                 stack.enter_context(reserve_output(args.json))
         result = check_data(config, jobs=args.jobs)
         placed = (with_places(issue.text, args.config, args.set) for issue in result.issues)
         issues = [replace(i, text=text) for i, text in zip(result.issues, placed, strict=True)]
         result = replace(result, issues=issues)
         if args.json is not None:
-            with json_errors(args.json):
+            with output_errors(args.json):
                 write_output(args.json, as_json(result) + "\n")
     text = as_text(result)
     print("\n".join(printable_lines(text, len(text) + 1)))
@@ -35,9 +35,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def json_errors(path: Path) -> Iterator[None]:
-    """Says of an OSError inside that the file of --json cannot be written, as a ConfigError."""
+def output_errors(path: Path, option: str = "--json") -> Iterator[None]:
+    """Says of an OSError inside that the file of `option` cannot be written, as a ConfigError."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"--json {path}: {(error.strerror or '').lower()}") from error
+        raise ConfigError(f"{option} {path}: {(error.strerror or '').lower()}") from error

@@ -3,7 +3,7 @@
 import argparse
 from contextlib import ExitStack
 
-from segtrain.commands.data_check import json_errors
+from segtrain.commands.data_check import output_errors
 from segtrain.config import load_config
 from segtrain.data.check.stats import as_json, as_text, measure
 from segtrain.errors import EXIT_OK
@@ -16,11 +16,11 @@ def main(args: argparse.Namespace) -> int:
     data = load_config(args.config, args.set).data
     with ExitStack() as stack:
         if args.json is not None:
-            with json_errors(args.json):
+            with output_errors(args.json):
                 stack.enter_context(reserve_output(args.json))
         stats = measure(data, args.split or data.train_split, beta=args.beta, jobs=args.jobs)
         if args.json is not None:
-            with json_errors(args.json):
+            with output_errors(args.json):
                 write_output(args.json, as_json(stats) + "\n")
     text = as_text(stats)
     print("\n".join(printable_lines(text, len(text) + 1)))

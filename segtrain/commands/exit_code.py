@@ -25,8 +25,8 @@ from segtrain.text import MAX_NAME, printable, say
 
 Command = Callable[[], int]
 
-# By these errors of a path its name is wrong: too long, or below a folder of somebody else.
-_WRONG_NAMES = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
+# With these errors a name is wrong: too long, in a folder of somebody else, not in UTF-8.
+_WRONG_NAMES = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EILSEQ)
 
 
 def run(command: Command) -> int:
@@ -47,11 +47,11 @@ def _with_names_refused(command: Command) -> int:
     except OSError as error:
         if error.errno not in _WRONG_NAMES or error.filename is None:
             raise
-        name, reason = os.fsdecode(error.filename), (error.strerror or "").lower()
+        name, reason = os.fsdecode(error.filename), error.strerror or ""
         if error.errno == errno.ENAMETOOLONG:
             name = printable(name, 2 * MAX_NAME)
             reason += ": expected at most 255 bytes between two slashes and 4095 in all"
-        raise ConfigError(f"{name}: {reason}") from None
+        raise ConfigError(f"{name}: {reason[:1].lower()}{reason[1:]}") from None
 
 
 def _run_alone(command: Command) -> int:

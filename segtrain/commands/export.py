@@ -9,7 +9,7 @@ from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import ONNX_OPSET, require_onnx
 from segtrain.export.verify import TOLERANCE, Comparison
 from segtrain.export.write import export_graph, export_weights, min_side_px
-from segtrain.files import kind_of
+from segtrain.files import check_utf8, kind_of
 from segtrain.text import printable
 
 # The usual endings of each format's files; the first is suggested.
@@ -24,6 +24,7 @@ _ENDINGS = {
 def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
     output = Path(args.output)
+    check_utf8(output)
     _check_request(args, output)
     loaded = load_model(args.source)
     if args.format == "safetensors":

@@ -10,6 +10,7 @@ from segtrain.files.atomic import (
 )
 from segtrain.files.reading import (
     NotRegularError,
+    check_utf8,
     is_same_file,
     kind_of,
     open_regular,
@@ -20,6 +21,7 @@ from segtrain.files.reading import (
 __all__ = [
     "NotRegularError",
     "check_replaceable",
+    "check_utf8",
     "is_same_file",
     "kind_of",
     "open_regular",

@@ -81,6 +81,8 @@ def reserve_output(path: Path) -> Iterator[None]:
         raise NotRegularError(errno.EINVAL, f"is {kind_of(path)}; name a file", str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
+    if not (path.exists() or os.access(path.parent, os.W_OK)):
+        raise PermissionError(errno.EACCES, "its folder may not be written", str(path))
     handle = _open_in_place(path) if path.is_fifo() else None
     try:
         yield

@@ -57,6 +57,14 @@ def kind_of(path: Path) -> str:
     return next((kind for kind, is_kind in kinds.items() if is_kind()), "a device")
 
 
+def check_utf8(path: Path) -> None:
+    """OSError if TensorBoard, torch and onnx cannot write to `path`: they take UTF-8 alone."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise OSError(errno.EILSEQ, "expected a name in UTF-8", str(path)) from None
+
+
 def walk(folder: Path, *, hidden: bool) -> Iterator[tuple[Path, list[str]]]:
     """`folder` and every folder below it, each with the sorted names of its files.
 

@@ -118,6 +118,7 @@ def write_config(directory: Path, config: Config) -> None:
 
 def _check_usable(directory: Path) -> None:
     """Refuses a place that cannot be written, and folders or pipes in the place of files."""
+    files.check_utf8(directory)
     above = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not above.is_dir():
         raise ConfigError(f"{above}: a file stands where the run directory should be")

@@ -23,6 +23,7 @@ from segtrain.config.warnings import wrong_units
 from segtrain.data.protect import check_run_directory
 from segtrain.distributed import slurm
 from segtrain.errors import ConfigError
+from segtrain.files import check_utf8
 from segtrain.run.claim import LOCK
 from segtrain.run.directory import config_differences, has_saved
 from segtrain.text import say
@@ -67,6 +68,7 @@ def _new(args: argparse.Namespace, config: Config) -> tuple[Path, History]:
         config=_with_cadences(config, every),
     )
     _check(history)
+    check_utf8(directory)
     check_run_directory(directory, config.data)
     _check_empty(directory)
     return directory, history
