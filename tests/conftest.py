@@ -114,6 +114,14 @@ def little_shared_memory() -> list[str]:
     return _checked(["unshare", "--mount", "sh", "-c", mount, "sh"], "mounting")
 
 
+@pytest.fixture(scope="session", params=["-o ro none /dev/shm", "none /dev/shm/.."])
+def no_shared_memory(request) -> list[str]:
+    """What comes before a command that finds /dev/shm read-only, or nothing there."""
+    null = "test -e /dev/null || mknod -m 666 /dev/null c 1 3; mknod -m 666 /dev/urandom c 1 9"
+    mount = f'mount -t tmpfs {request.param} && {{ {null}; }} 2>/dev/null; exec "$@"'
+    return _checked(["unshare", "--mount", "sh", "-c", mount, "sh"], "mounting")
+
+
 @pytest.fixture(scope="session")
 def no_network() -> list[str]:
     """What comes before a command that is to find no network but its own machine."""

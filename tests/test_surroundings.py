@@ -44,6 +44,23 @@ def test_too_little_shared_memory_is_refused_at_the_start(tmp_path, data, little
     assert command.wait() == 0, command.errors
 
 
+def test_without_semaphores_workers_are_refused_and_pools_do_without(
+    tmp_path, data, no_shared_memory
+):
+    options = small(data, data={"num_workers": 1}, train={"steps": 2})
+    config, output = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--output", output, wrapper=no_shared_memory)
+    assert command.wait() == 2, command.errors
+    assert command.errors.startswith("segtrain: /dev/shm: no semaphore can be made there: ")
+    assert "make it writable, or set data.num_workers: 0" in command.errors
+    assert len(command.errors.splitlines()) == 1
+
+    counts = ("--num-train", 17, "--num-val", 1, "--size", 64, 64, "--jobs", 2)
+    command = Command(tmp_path, "data", "synth", tmp_path / "s", *counts, wrapper=no_shared_memory)
+    assert command.wait() == 0, command.errors
+    assert "segtrain: warning: one process instead of 2: /dev/shm: no sem" in command.errors
+
+
 @pytest.mark.fault(27)
 def test_a_read_only_file_system_is_refused_at_the_start(tmp_path, data, small_disk, capsys):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

@@ -1,11 +1,8 @@
 """`segtrain data pack CONFIG --output DIR`: decodes both splits once, into shards of raw rows."""
 
 import argparse
-import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from segtrain.config import DataConfig, load_config
@@ -17,6 +14,7 @@ from segtrain.data.pack import writer
 from segtrain.data.pack.manifest import Pack, read_pack
 from segtrain.data.pack.plan import layout_hash, plan_pack
 from segtrain.data.protect import check_pack_directory
+from segtrain.distributed.machine import process_pool
 from segtrain.errors import EXIT_OK, DataError, ExecutionError
 from segtrain.run.claim import Claim
 from segtrain.run.console import say
@@ -98,7 +96,7 @@ def _fill(
     pairs = [pair for dataset in datasets for pair in dataset.pairs]
     work = writer.Work(directory, planned, pairs, datasets[0].classes, data.label_format)
     try:
-        with _processes(num_processes(len(pairs), jobs)) as pool:
+        with process_pool(num_processes(len(pairs), jobs), writer.start_process) as pool:
             filled, problems = writer.fill(work, known, pool)
     except KeyboardInterrupt:
         say("interrupted; the same command goes on where it stopped")
@@ -107,11 +105,3 @@ def _fill(
         title = f"{printable(directory)}: not finished; repair these and run the command again"
         raise DataError(first_lines(title, problems))
     writer.finish(directory, planned, filled)
-
-
-def _processes(jobs: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
-    if jobs == 1:
-        return nullcontext()
-    # Spawned, because a fork of a process that runs threads (OpenCV, torch) can hang.
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(jobs, mp_context=context, initializer=writer.start_process)

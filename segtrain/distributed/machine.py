@@ -2,13 +2,19 @@
 
 import fcntl
 import ipaddress
+import multiprocessing
 import os
 import shutil
 import socket
 import struct
 import sys
 import sysconfig
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+
+from segtrain.text import say
 
 # Linux: files here are memory that processes can share.
 SHARED_MEMORY = Path("/dev/shm")
@@ -28,6 +34,36 @@ def free_shared_memory() -> int | None:
     if sys.platform != "linux" or not SHARED_MEMORY.is_dir():
         return None
     return shutil.disk_usage(SHARED_MEMORY).free
+
+
+def semaphore_problem() -> str | None:
+    """Why no semaphore can be made here, which processes need to share work; None: one can be."""
+    try:
+        multiprocessing.get_context("fork").Lock()  # others would leave a tracker running
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        return f"{SHARED_MEMORY}: no semaphore can be made there: {reason}"
+    return None
+
+
+def one_thread() -> None:
+    """Keeps OpenCV from starting a thread for each core in each of several processes."""
+    import cv2
+
+    cv2.setNumThreads(0)
+
+
+def process_pool(
+    processes: int, start: Callable[[], None] = one_thread
+) -> AbstractContextManager[ProcessPoolExecutor | None]:
+    """`processes` that begin with `start`, ended after the block; None: this one is to do."""
+    problem = semaphore_problem() if processes > 1 else None
+    if problem:
+        say(f"warning: one process instead of {processes}: {problem}")
+    if processes <= 1 or problem:
+        return nullcontext()
+    # Spawned, because a fork of a process that runs threads (OpenCV, torch) can hang.
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start)
 
 
 def is_alive(pid: int) -> bool:

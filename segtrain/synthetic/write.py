@@ -2,8 +2,7 @@
 
 import argparse
 import json
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
-from segtrain.distributed.machine import num_cores
+from segtrain.distributed.machine import num_cores, process_pool
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import read_bytes, write_atomic
 from segtrain.synthetic.scene import draw_scene
@@ -60,17 +59,17 @@ def write_dataset(
     missing = [one for one in scenes if not all(path.is_file() for path in _paths(root, *one))]
     chunks = [missing[i : i + _CHUNK] for i in range(0, len(missing), _CHUNK)]
     processes = min(jobs or num_cores(), len(chunks))
-    with tqdm(total=len(missing), desc="drawing", unit="image", disable=not missing) as bar:
-        if processes <= 1:
+    with (
+        tqdm(total=len(missing), desc="drawing", unit="image", disable=not missing) as bar,
+        process_pool(processes) as pool,
+    ):
+        if pool is None:
             for chunk in chunks:
                 bar.update(_draw(root, chunk, size, seed))
             return len(missing)
-        # Never by forking this process, which has threads (the bar's, torch's).
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, context, cv2.setNumThreads, (0,)) as pool:
-            futures = [pool.submit(_draw, root, chunk, size, seed) for chunk in chunks]
-            for future in as_completed(futures):
-                bar.update(future.result())
+        futures = [pool.submit(_draw, root, chunk, size, seed) for chunk in chunks]
+        for future in as_completed(futures):
+            bar.update(future.result())
     return len(missing)
 
 

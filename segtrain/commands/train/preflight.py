@@ -24,6 +24,7 @@ from segtrain.distributed.machine import (
     compiler,
     free_shared_memory,
     missing_for_triton,
+    semaphore_problem,
 )
 from segtrain.distributed.partition import batch_findings, smallest_batch
 from segtrain.errors import ConfigError
@@ -112,6 +113,8 @@ def _device_memory_finding(config: Config, num_classes: int, device: torch.devic
 def _shared_memory_finding(config: Config) -> str | None:
     """Why the loader's batches may not fit; a worker that finds no space dies by SIGBUS."""
     workers, free = first_workers(config), free_shared_memory()
+    if workers and (problem := semaphore_problem()):
+        return f"{problem}; loader workers need one: make it writable, or set data.num_workers: 0"
     if workers == 0 or free is None:
         return None
     ranks, prefetch = dist.local_world_size(), config.data.prefetch

@@ -9,12 +9,13 @@ from segtrain.config.options import takes_class_weights
 from segtrain.data.check import issues as find
 from segtrain.data.check.packed import header_problems
 from segtrain.data.check.result import CheckResult, Issue
-from segtrain.data.check.scan import num_processes, process_pool, scan_split
+from segtrain.data.check.scan import num_processes, scan_split
 from segtrain.data.class_file import load_class_file
 from segtrain.data.classes import ClassFile, read_by
 from segtrain.data.dataset import SegDataset
 from segtrain.data.layouts import scan_layout
 from segtrain.data.pack.opening import open_packed
+from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 
 

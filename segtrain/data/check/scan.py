@@ -1,20 +1,17 @@
 """One split, read completely: every pair is decoded once, in processes, and the counts added up."""
 
 import hashlib
-import multiprocessing
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import cv2
 import numpy as np
 from tqdm import tqdm
 
@@ -125,17 +122,6 @@ def num_processes(num_pairs: int, jobs: int | None) -> int:
     """At most `jobs` (None: one for each core that this process may use), and no idle ones."""
     useful = -(-num_pairs // _PAIRS_PER_PROCESS)
     return max(1, min(jobs or num_cores(), useful))
-
-
-def process_pool(jobs: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
-    """`jobs` processes for `scan_split`, ended at the end of the block; None for one job."""
-    if jobs == 1:
-        return nullcontext()
-    # Spawned, because a fork of a process that runs threads (OpenCV, torch) can hang.
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(
-        jobs, mp_context=context, initializer=cv2.setNumThreads, initargs=(0,)
-    )
 
 
 def scan_split(

@@ -14,8 +14,9 @@ from segtrain.data.check.class_weights import (
     inverse_frequency_weights,
     median_frequency_weights,
 )
-from segtrain.data.check.scan import SplitScan, num_processes, process_pool, scan_split
+from segtrain.data.check.scan import SplitScan, num_processes, scan_split
 from segtrain.data.opening import open_dataset
+from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, printable
 
