@@ -254,12 +254,11 @@ def _list(root: Path, data: DataConfig, split: str) -> Listing:
     if (plain := plain_pairs(path, root)) is not None:
         return Listing(plain, [])
     rows, problems = list_file_rows(path)
-    real_root = os.path.realpath(root)
     pairs: dict[str, Pair] = {}
     first_line: dict[str, int] = {}
     for line, *names in rows:
-        image = _listed_file(names[0], root, real_root, is_label=False)
-        label = _listed_file(names[1], root, real_root, is_label=True)
+        image = _listed_file(names[0], root, is_label=False)
+        label = _listed_file(names[1], root, is_label=True)
         bad = [file.problem for file in (image, label) if file.problem]
         name = image.path.rpartition(".")[0]
         if not bad and image.path in first_line:
@@ -288,8 +287,8 @@ def _shared_labels(pairs: Sequence[Pair]) -> list[str]:
     return [f"labels are used by several images: {first_names(shared, 3)}"] if shared else []
 
 
-def _listed_file(name: str, root: Path, real_root: str, *, is_label: bool) -> CleanPath:
-    path, problem = clean_relative_path(name, real_root)
+def _listed_file(name: str, root: Path, *, is_label: bool) -> CleanPath:
+    path, problem = clean_relative_path(name)
     if not problem and not path.lower().endswith(LABEL_SUFFIX if is_label else IMAGE_SUFFIXES):
         kinds = "labels must be PNG files" if is_label else "images must be PNG or JPEG files"
         problem = f"{printable(path)}: {kinds}"

@@ -18,7 +18,6 @@ from typing import overload
 
 import numpy as np
 
-from segtrain.data.listfile import clean_relative_path
 from segtrain.data.listing import Pair
 
 # Shorter lists are read line by line: that takes less time than to list large folders.
@@ -80,7 +79,7 @@ def plain_pairs(path: Path, root: Path) -> PairTable | None:
     """The pairs in the list file `path`, whose files all exist below `root`, in its order.
 
     None: the list is short, or something needs a look at single lines: one that is not plain, a
-    file that is missing or a link, two images with one label, or with one name, if only but for the
+    file that is missing, two images with one label, or with one name, if only but for the
     case of letters.
     """
     try:
@@ -115,8 +114,7 @@ def _read(path: Path, root: Path) -> PairTable | None:
         table.extend(images, labels)
     if not names or not all(_are_different(np.concatenate(one)) for one in (names, used)):
         return None
-    existing = _existing(root, folders)
-    return table if existing is not None and _contains(existing, needed) else None
+    return table if _contains(_existing(root, folders), needed) else None
 
 
 def _chunks(path: Path) -> Iterator[str]:
@@ -147,13 +145,11 @@ def _contains(existing: np.ndarray, needed: Sequence[np.ndarray]) -> bool:
     return True
 
 
-def _existing(root: Path, folders: set[str]) -> np.ndarray | None:
-    """Hashes of the files in `folders`, links left out; None: a folder leads out of `root`."""
-    real_root, found = os.path.realpath(root), [np.empty(0, np.int64)]
+def _existing(root: Path, folders: set[str]) -> np.ndarray:
+    """Hashes of the files in `folders`."""
+    found = [np.empty(0, np.int64)]
     for folder in folders:
-        if clean_relative_path(folder or ".", real_root).problem:
-            return None
         with os.scandir(root / folder) as entries:
-            paths = [folder + e.name for e in entries if e.is_file(follow_symlinks=False)]
+            paths = [folder + e.name for e in entries if e.is_file()]
         found.append(_hashes(paths))
     return np.concatenate(found)
