@@ -35,8 +35,14 @@ def printable(text: object, limit: int = MAX_LINE) -> str:
 def printable_lines(text: str, limit: int = _MAX_LINES) -> list[str]:
     """The lines of `text`, each `printable`; a last line counts those beyond `limit`."""
     lines = text.removesuffix("\n").split("\n")
-    more = [f"and {len(lines) - limit} more lines"] if len(lines) > limit else []
+    left = len(lines) - limit
+    more = [f"and {counted(left, 'more line', 'more lines')}"] if left > 0 else []
     return [printable(line) for line in lines[:limit]] + more
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """`1 image is`, `2 images are`: the number, and the words for one or for several."""
+    return f"{number} {one if number == 1 else many}"
 
 
 def name_problem(name: str) -> str:

@@ -15,8 +15,10 @@ from segtrain.config import AugmentConfig, Config, DataConfig, TrainConfig
 from segtrain.data import open_dataset
 from segtrain.data.check.class_weights import enet_weights, median_frequency_weights
 from segtrain.data.check.full import check_data
+from segtrain.data.check.issues import shared_image_issues
 from segtrain.data.check.quick import quick_check
 from segtrain.data.check.result import as_text
+from segtrain.data.check.scan import SplitScan
 from segtrain.errors import ConfigError, DataError
 
 SIZE = (6, 9)
@@ -132,7 +134,7 @@ def test_unknown_values_come_with_their_labels_and_pixels(root):
     places = finding(check_data(config(root), jobs=1), "values").places
     assert places == [
         f"9: {4 * SIZE[1]} pixels in 2 labels, first v1, v2",
-        f"7: {2 * SIZE[1]} pixels in 1 labels, first v1",
+        f"7: {2 * SIZE[1]} pixels in 1 label, first v1",
     ]
 
 
@@ -337,7 +339,7 @@ def test_colour_labels_are_counted_and_unknown_colours_reported(root):
     assert result.scans[0].ignored_pixels == 3 * 9
     Image.fromarray(colors[rows(0, 3)]).save(root / "labels/train/a.png")
     result = check_data(config(root, label_format="colors"), jobs=1)
-    assert finding(result, "values").places == [f"(0, 0, 7): {5 * 9} pixels in 1 labels, first a"]
+    assert finding(result, "values").places == [f"(0, 0, 7): {5 * 9} pixels in 1 label, first a"]
 
 
 def test_a_colour_that_the_class_file_does_not_list_is_never_ignored_by_default(root):
@@ -598,3 +600,19 @@ def test_names_alone_are_refused_for_labels_in_colours(root):
         check_data(config(root, label_format="colors"), jobs=1)
     with pytest.raises(ConfigError, match=r"toy\.yaml:1: .*sky, road, car; give each class"):
         opened(root, label_format="colors")
+
+
+def test_images_that_occur_more_than_once_are_counted_and_few_are_named():
+    """Many equal images, such as black ones, are one line that can be read."""
+    scan = SplitScan("train", 1, num_classes=2)
+    scan.digests[b"black"] += [f"{i}.png" for i in range(10_000)]
+    other = SplitScan("val", 1, num_classes=2)
+    other.digests[b"black"].append("v.png")
+    twice, both = shared_image_issues([scan, other], is_one_split=False)
+    assert twice.text == "1 image occurs more than once"
+    assert twice.places == [" = ".join(f"{i}.png" for i in range(10)) + " and 9990 more"]
+    assert both.text == "1 image is in both splits: the scores will be too good"
+    scan.digests[b"white"] += ["a.png", "b.png"]
+    (twice,) = shared_image_issues([scan], is_one_split=False)
+    assert twice.text == "2 images occur more than once"
+    assert twice.places[1] == "a.png = b.png"

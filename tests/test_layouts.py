@@ -243,7 +243,7 @@ def test_all_missing_labels_are_counted_and_ten_are_shown(tmp_path):
 def test_jpeg_labels_are_refused_in_one_line(tmp_path):
     touch(tmp_path, *(f"images/train/{i}.jpg" for i in range(3)))
     touch(tmp_path, *(f"labels/train/{i}.jpg" for i in range(3)))
-    with pytest.raises(DataError, match=r"labels/train: none of its 3 files is .*JPEG") as caught:
+    with pytest.raises(DataError, match=r"labels/train: 3 files, none is .*JPEG") as caught:
         list_pairs(config(tmp_path, "folders"), "train")
     assert "\n" not in str(caught.value)
 
@@ -394,7 +394,7 @@ def test_empty_split_is_refused(tmp_path):
 
 def test_split_of_other_formats_shows_what_it_holds(tmp_path):
     touch(tmp_path, "images/train/a.tif", "labels/train/a.png")
-    with pytest.raises(DataError, match=r"none of its 1 files is an image .*a\.tif"):
+    with pytest.raises(DataError, match=r"1 file, none is an image .*a\.tif"):
         list_pairs(config(tmp_path, "folders"), "train")
 
 
@@ -541,7 +541,7 @@ def test_nothing_is_said_of_formats_where_all_images_are_read(tmp_path):
 
 def test_a_folder_of_other_formats_only_says_which_are_read(tmp_path):
     touch(tmp_path, "images/train/a.bmp", "labels/train/a.png")
-    with pytest.raises(DataError, match=r"none of its 1 files is an image .*only JPEG and PNG"):
+    with pytest.raises(DataError, match=r"1 file, none is an image .*only JPEG and PNG"):
         list_pairs(config(tmp_path, "folders"), "train")
 
 

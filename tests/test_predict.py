@@ -212,7 +212,7 @@ def test_images_without_finite_scores_are_warned_of(run, tmp_path, capsys):
     for name, most in (("a", 255), ("b", 100), ("c", 255)):
         save(tmp_path / f"in/{name}.png", np.full((8, 9, 3), most, np.uint8))
     run(tmp_path / "in", model=Overflowing())
-    assert "warning: the scores of 1 images are not finite" in capsys.readouterr().out
+    assert "warning: the scores of 1 image are not finite" in capsys.readouterr().out
 
 
 def test_images_with_one_name_get_names_of_their_own(run, tmp_path):
@@ -247,7 +247,7 @@ def test_linked_folders_are_searched_in_one_order(tmp_path, monkeypatch, reverse
 def test_existing_predictions_are_kept_unless_told_otherwise(run, tmp_path):
     path = save(tmp_path / "a.png", photo(8, 9))
     run(path)
-    with pytest.raises(ConfigError, match=r"labels/a\.png: one of 1 that exist already; .*--overw"):
+    with pytest.raises(ConfigError, match=r"labels/a\.png: exists already; .*--overw"):
         run(path)
 
 
@@ -418,7 +418,7 @@ def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys, suffix, o
     assert label.shape == (16, 24)
     if suffix != "jpg":
         assert np.array_equal(label, RAW_IDS[image.argmax(2)])
-    assert ("1 of them ask for a rotation" in capsys.readouterr().out) == (orientation != 1)
+    assert ("1 of them asks for a rotation" in capsys.readouterr().out) == (orientation != 1)
 
 
 def test_a_place_that_cannot_be_written_ends_the_command(run, tmp_path):
@@ -477,9 +477,8 @@ def test_images_of_formats_that_are_not_read_are_told_apart(run, tmp_path, capsy
     assert run(folder) == 0
     lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("skipped")]
     assert lines == [
-        "skipped 2 images of formats that are not read: 1 .gif, 1 .heic; convert them to PNG or "
-        "JPEG",
-        "skipped 1 files that are no images: 1 .txt",
+        "skipped 2 images of formats that are not read: 1 .gif, 1 .heic; convert to PNG or JPEG",
+        "skipped 1 file that is no image: 1 .txt",
     ]
     with pytest.raises(DataError, match=r"c\.gif: images of this format are not read; convert it"):
         run(folder / "c.gif", overwrite=True)

@@ -18,7 +18,7 @@ from segtrain.distributed.machine import process_pool
 from segtrain.errors import EXIT_OK, DataError, ExecutionError
 from segtrain.run.claim import Claim
 from segtrain.run.console import say
-from segtrain.text import printable
+from segtrain.text import counted, printable
 
 
 def main(args: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def _announce(directory: Path, pack: Pack, datasets: Sequence[SegDataset], *, do
     counts = " and ".join(f"{len(d)} of split {printable(d.split)}" for d in datasets)
     size = sum(shard.num_bytes for shard in pack.shards)
     missing, free = writer.missing_bytes(directory, pack), writer.free_bytes(directory)
-    many = "1 shard" if len(pack.shards) == 1 else f"{len(pack.shards)} shards"
+    many = counted(len(pack.shards), "shard", "shards")
     line = f"pack of {counts}: {_size(size)} in {many}; {_size(free)} are free"
     say(f"{line}; {done} images are packed already" if done else line)
     if missing > free:

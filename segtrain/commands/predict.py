@@ -40,7 +40,7 @@ from segtrain.models.memory import check_windows, is_out_of_memory
 from segtrain.models.precision import float32_products, for_evaluation
 from segtrain.run import prediction_files
 from segtrain.run.progress import ProgressBar
-from segtrain.text import printable
+from segtrain.text import counted, printable
 
 # Everything else was decided when the model was trained.
 _SETTABLE = ("eval.", "data.short_side_px", "train.precision")
@@ -256,15 +256,17 @@ def _summarize(notes: Sequence[Notes], output: Path) -> None:
     kinds = f"{{{','.join(prediction_files.KINDS)}}}"
     print(f"{len(lights)} of {len(notes)} images: {printable(output)}/{kinds}")
     if turned:
-        print(f"{turned} of them ask for a rotation in their EXIF; it was ignored, as in training")
+        asks = counted(turned, "of them asks", "of them ask")
+        print(f"{asks} for a rotation by EXIF; it was ignored, as in training")
     if lost := [light for light in lights if light.lost]:
         print(f"warning: {len(lost)} {lost_bits(lost)}, if these are not just dark: {lost[0].name}")
     elif problem := whole_split_problem(lights):
         print(f"warning: such as {lights[0].name}: {problem}")
     if infinite := sum(not note.is_finite for note in notes):
         print(
-            f"warning: the scores of {infinite} images are not finite numbers, so their "
-            "predictions mean nothing; if they were computed in float16, use bfloat16"
+            f"warning: the scores of {counted(infinite, 'image', 'images')} are not finite "
+            "numbers, and predictions from them mean nothing; if they were computed in float16, "
+            "use bfloat16"
         )
     if problems:
         raise DataError(

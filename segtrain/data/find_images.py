@@ -9,7 +9,7 @@ from segtrain.data.decode_more import MORE_SUFFIXES
 from segtrain.data.listing import IMAGE_SUFFIXES, OTHER_IMAGES, first_lines
 from segtrain.errors import DataError
 from segtrain.files import walk
-from segtrain.text import printable
+from segtrain.text import counted, printable
 
 SUFFIXES = (*IMAGE_SUFFIXES, *MORE_SUFFIXES)
 _MAX_SHOWN = 10
@@ -64,11 +64,12 @@ def skipped_files(inputs: Sequence[str | Path], output: Path) -> list[str]:
     others = Counter({end: n for end, n in counts.items() if end not in (*_UNREAD, *SUFFIXES)})
     lines = []
     if images:
-        what = f"skipped {images.total()} images of formats that are not read"
-        lines.append(f"{what}: {_by_suffix(images)}; convert them to PNG or JPEG")
+        words = "image of a format that is not read", "images of formats that are not read"
+        what = counted(images.total(), *words)
+        lines.append(f"skipped {what}: {_by_suffix(images)}; convert to PNG or JPEG")
     if others:
-        what = f"skipped {others.total()} files that are no images"
-        lines.append(f"{what}: {_by_suffix(others)}")
+        what = counted(others.total(), "file that is no image", "files that are no images")
+        lines.append(f"skipped {what}: {_by_suffix(others)}")
     return lines
 
 

@@ -79,8 +79,8 @@ def list_split(
     title = f"{printable(data.root)}, split {split!r}"
     if listing.problems and not quoted and LAYOUTS[data.layout].has_list_file:
         raise DataError(
-            f"{title}: {len(listing.problems)} problems with a list file and what it names; the "
-            "checkpoint names that file, so they are not shown; --split shows them"
+            f"{title}: problems with a list file and what it names: {len(listing.problems)}; the "
+            "checkpoint names that file, so none is shown; --split shows them"
         )
     if listing.problems:
         raise DataError(first_lines(title, listing.problems))

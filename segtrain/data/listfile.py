@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from segtrain.errors import DataError
 from segtrain.files import read_bytes
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, counted, printable
 
 _MAX_BYTES = 256 << 20  # some two million lines
 _QUOTED = re.compile(r'"[^"]*"')
@@ -50,7 +50,7 @@ def list_file_rows(path: Path) -> tuple[list[Row], list[str]]:
         if len(columns) == 2 and all(columns):
             rows.append(Row(number, *columns))
         else:
-            found = f"{len(columns)} column{'s' if len(columns) != 1 else ''}"
+            found = counted(len(columns), "column", "columns")
             problems.append(
                 f"{printable(path)}:{number}: expected image and label, found {found}; "
                 "separate names that hold blanks by a tab or put them in double quotes"

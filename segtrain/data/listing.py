@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from segtrain.text import printable
+from segtrain.text import counted, printable
 
 # Other formats are refused: two decoders are enough to keep safe, and both keep what they store.
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -58,14 +58,14 @@ class Listing(NamedTuple):
 
 def extra_labels_text(files: Sequence[Path]) -> str:
     """How many labels have no image."""
-    labels = "1 label has" if len(files) == 1 else f"{len(files)} labels have"
-    return f"{labels} no image and {'is' if len(files) == 1 else 'are'} not used"
+    words = "label has no image and is not used", "labels have no image and are not used"
+    return counted(len(files), *words)
 
 
 def left_out_text(files: Sequence[Path]) -> str:
     """How many images are left out because of their format, with the repair."""
     suffixes = sorted({file.suffix.lower() for file in files})
-    images = "1 image is" if len(files) == 1 else f"{len(files)} images are"
+    images = counted(len(files), "image is", "images are")
     return f"{images} left out: {' '.join(suffixes)} is not read, only JPEG and PNG; convert to PNG"
 
 
@@ -79,7 +79,7 @@ def first_lines(title: str, findings: Sequence[str]) -> str:
     return "\n".join([f"{title}: {len(findings)} problems", *shown])
 
 
-def first_names(names: Sequence[object], limit: int = MAX_SHOWN) -> str:
+def first_names(names: Sequence[object], limit: int = MAX_SHOWN, *, separator: str = ", ") -> str:
     """`a, b, c and 4 more`."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(printable(name) for name in names[:limit]) + more
+    return separator.join(printable(name) for name in names[:limit]) + more

@@ -14,7 +14,7 @@ from segtrain.data.listing import (
     Pair,
 )
 from segtrain.errors import DataError
-from segtrain.text import printable
+from segtrain.text import counted, printable
 
 
 def match_folders(
@@ -135,7 +135,7 @@ def _none_of(folder: Path, what: str, ending: str) -> str:
     if not files:
         return f"{printable(folder)}: the folder is empty; expected {what} *{ending}"
     text = (
-        f"{printable(folder)}: none of its {len(files)} files is {what} *{ending}; "
+        f"{printable(folder)}: {counted(len(files), 'file', 'files')}, none is {what} *{ending}; "
         f"the first is {printable(files[0])}"
     )
     if what == "an image":

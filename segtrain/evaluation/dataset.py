@@ -17,6 +17,7 @@ from segtrain.evaluation.transfer import Transfer
 from segtrain.metrics import ConfusionMatrix
 from segtrain.run.console import say
 from segtrain.run.progress import ProgressBar
+from segtrain.text import counted
 
 Sample = tuple[np.ndarray, np.ndarray]
 
@@ -198,7 +199,8 @@ def _warn_of_infinite(of_this_rank: Tensor, settings: InferenceSettings) -> None
     reason = "the weights, or their statistics, are not"
     if settings.autocast == torch.float16:
         reason = "float16 ends at 65504; use --set eval.precision=bfloat16, or float32"
-    say(f"warning: the scores of {num_images} images are not finite numbers: {reason}")
+    what = counted(num_images, "image", "images")
+    say(f"warning: the scores of {what} are not finite numbers: {reason}")
 
 
 @contextmanager

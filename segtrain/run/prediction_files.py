@@ -36,7 +36,8 @@ def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None
     if there and not overwrite:
         first = printable(output / LABELS / f"{there[0]}.png")
         repair = "choose another directory or pass --overwrite"
-        raise ConfigError(f"--output {first}: one of {len(there)} that exist already; {repair}")
+        more = f", and {len(there) - 1} more" if there[1:] else ""
+        raise ConfigError(f"--output {first}: exists already{more}; {repair}")
 
 
 def write_legend(output: Path, classes: ClassFile) -> None:

@@ -12,9 +12,9 @@ from segtrain.data.check.scan import BadFile, SplitScan, by_reason
 from segtrain.data.classes import ClassFile
 from segtrain.data.labels import unknown_colors, unknown_ids
 from segtrain.data.layouts import Listing
-from segtrain.data.listing import extra_labels_text, left_out_text
+from segtrain.data.listing import extra_labels_text, first_names, left_out_text
 from segtrain.data.suggest import looks_like_train_ids, single_class, train_ids
-from segtrain.text import printable
+from segtrain.text import counted, printable
 
 ONE_SPLIT = "data.train_split and data.eval_split are the same: scores are of training images"
 
@@ -25,7 +25,7 @@ def listing_issues(split: str, listing: Listing) -> Iterator[Issue]:
         text = f"files that are missing or named wrongly: {len(problems)}"
         yield Issue("error", split, "files", text, problems)
     if clashes := listing.warnings:
-        text = f"{len(clashes)} names clash on some file systems"
+        text = counted(len(clashes), "name clashes", "names clash") + " on some file systems"
         yield Issue("warning", split, "names", text, clashes)
     for note in listing.notes:
         yield Issue("warning", split, "labels", note)
@@ -43,10 +43,11 @@ def split_issues(scan: SplitScan, classes: ClassFile) -> Iterator[Issue]:
     if scan.unknown:
         yield _unknown_values(scan, classes)
     if names := scan.all_ignored:
-        text = f"{len(names)} labels hold nothing but ignored pixels"
+        text = counted(len(names), "label holds", "labels hold") + " nothing but ignored pixels"
         yield Issue("warning", scan.split, "all ignored", text, names)
     if names := scan.turned:
-        text = f"{len(names)} images carry an EXIF orientation, which is ignored"
+        what = counted(len(names), "image carries", "images carry")
+        text = f"{what} an EXIF orientation, which is ignored"
         yield Issue("warning", scan.split, "orientation", text, names)
     yield from _brightness_issues(scan)
     yield from _palette_issues(scan, classes)
@@ -79,9 +80,9 @@ def shared_image_issues(scans: Sequence[SplitScan], *, is_one_split: bool) -> It
     if is_one_split:
         yield Issue("warning", "", "one split", ONE_SPLIT)
     for scan in scans:
-        copies = [" = ".join(map(printable, names)) for names in scan.digests.values() if names[1:]]
-        if copies:
-            text = f"{len(copies)} images occur more than once"
+        groups = [names for names in scan.digests.values() if names[1:]]
+        if copies := [first_names(names, separator=" = ") for names in groups]:
+            text = counted(len(copies), "image occurs", "images occur") + " more than once"
             yield Issue("warning", scan.split, "copies", text, copies)
     if len(scans) == 2:
         first, second = (scan.digests for scan in scans)
@@ -91,7 +92,8 @@ def shared_image_issues(scans: Sequence[SplitScan], *, is_one_split: bool) -> It
             if digest in second
         ]
         if shared:
-            text = f"{len(shared)} images are in both splits: the scores will be too good"
+            what = counted(len(shared), "image is", "images are")
+            text = f"{what} in both splits: the scores will be too good"
             yield Issue("warning", "", "both splits", text, shared)
 
 
@@ -108,7 +110,8 @@ def _file_issues(scan: SplitScan) -> Iterator[Issue]:
         text = f"files that cannot be read: {len(single)}"
         yield Issue("error", scan.split, "unreadable", text, single)
     if problems := scan.size_problems:
-        text = f"{len(problems)} labels differ from their image in size"
+        what = counted(len(problems), "label differs from its", "labels differ from their")
+        text = f"{what} image in size"
         yield Issue("error", scan.split, "sizes", text, problems)
 
 
@@ -121,7 +124,8 @@ def _unknown_values(scan: SplitScan, classes: ClassFile) -> Issue:
     for value, num_pixels in scan.unknown.most_common():
         labels = scan.unknown_labels[value]
         first = ", ".join(map(printable, labels[:3]))
-        places.append(f"{value}: {num_pixels} pixels in {len(labels)} labels, first {first}")
+        where = counted(len(labels), "label", "labels")
+        places.append(f"{value}: {num_pixels} pixels in {where}, first {first}")
     return Issue("error", scan.split, "values", text, places)
 
 
@@ -136,7 +140,7 @@ def _brightness_issues(scan: SplitScan) -> Iterator[Issue]:
         text = f"{len(lost)} {lost_bits(lost)}, if these are not just dark"
         yield Issue("warning", scan.split, "faint", text, [image.name for image in lost])
     if flat := [image.name for image in images if image.flat]:
-        text = f"{len(flat)} images are of a single colour"
+        text = counted(len(flat), "image is", "images are") + " of a single colour"
         yield Issue("warning", scan.split, "single colour", text, flat)
 
 
@@ -147,7 +151,7 @@ def _palette_issues(scan: SplitScan, classes: ClassFile) -> Iterator[Issue]:
         if (problem := class_problem(palette, classes))
     ]
     for reason, places in by_reason(bad).items():
-        labels = "1 label" if len(places) == 1 else f"{len(places)} labels"
+        labels = counted(len(places), "label", "labels")
         yield Issue("error", scan.split, "palette", f"in {labels} {reason}", places)
     moved, is_permutation = moved_colors(scan.palettes)
     if moved:

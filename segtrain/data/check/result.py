@@ -8,7 +8,7 @@ from typing import Any, Literal
 from segtrain.data.check.class_weights import enet_weights, median_frequency_weights
 from segtrain.data.check.scan import SplitScan
 from segtrain.data.listing import MAX_SHOWN
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, counted, printable
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def as_json(result: CheckResult) -> str:
 
 
 def _kinds(count: int) -> str:
-    return "1 kind" if count == 1 else f"{count} kinds"
+    return counted(count, "kind", "kinds")
 
 
 def _split_line(scan: SplitScan) -> str:
@@ -101,7 +101,7 @@ def _split_line(scan: SplitScan) -> str:
     if scan.sizes:
         heights, widths = zip(*scan.sizes, strict=True)
         size = f" of {min(heights)}x{min(widths)} to {max(heights)}x{max(widths)}"
-    return f"{scan.split}: {scan.num_pairs} pairs{size}{ignored}"
+    return f"{scan.split}: {counted(scan.num_pairs, 'pair', 'pairs')}{size}{ignored}"
 
 
 def _class_table(result: CheckResult) -> list[str]:

@@ -18,7 +18,7 @@ from segtrain.data.pack.manifest import PackedImage, SourceFile
 from segtrain.data.pack.plan import source_name
 from segtrain.errors import DataError
 from segtrain.files import open_regular
-from segtrain.text import printable
+from segtrain.text import counted, printable
 
 # Asking for sizes waits for the disk, not for the processor.
 _THREADS = 16
@@ -80,7 +80,9 @@ def check_source(
         raise DataError(first_lines(title, problems))
     if not touched:
         return SourceState(True, [])
-    what = f"data.pack {pack}: {len(touched)} files have other times than when they were packed"
+    one = "file has another time than when it was packed"
+    many = "files have other times than when they were packed"
+    what = f"data.pack {pack}: {counted(len(touched), one, many)}"
     return SourceState(True, [f"{what}, as after a copy; segtrain data check compares them"])
 
 
