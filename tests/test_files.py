@@ -5,12 +5,20 @@ import shutil
 import stat
 import subprocess
 import sys
+import zipfile
 
 import pytest
+import torch
 from processes import REPOSITORY
 from test_layouts import listed_by_the_disk
+from torch import nn
 
 from segtrain import files
+from segtrain.checkpoint import format as checkpoint_format
+from segtrain.convert.read import read_file
+from segtrain.errors import CheckpointError
+from segtrain.files import torch_file, weights_file
+from segtrain.models.pretrained import load_backbone
 
 
 def names(directory):
@@ -145,3 +153,45 @@ def test_a_new_file_is_not_executable(tmp_path):
     finally:
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o644
+
+
+def flip_a_weight(path):
+    """Changes one bit in the first tensor of a file of torch.save."""
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.full((9,), 1.5).numpy().tobytes()) + 3] ^= 0x40
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        weights_file.read,
+        read_file,
+        lambda path: load_backbone(nn.Identity(), str(path)),
+        checkpoint_format.load,
+    ],
+    ids=["weights", "convert", "pretrained", "checkpoint"],
+)
+def test_a_flipped_bit_in_a_weight_is_noticed_by_the_crc_of_the_file(read, tmp_path):
+    """torch.load does not compare it, and 1.5 becomes 5e38."""
+    path = tmp_path / "w.pth"
+    torch.save({"weight": torch.full((9,), 1.5)}, path)
+    flip_a_weight(path)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() == "w/data/0"
+    with pytest.raises((CheckpointError, torch_file.DamagedError)) as refused:
+        read(path)
+    assert "damaged" in str(refused.value)
+
+
+def test_files_without_a_crc_are_loaded(tmp_path):
+    """torch stores 0 for every record then; the old format has none."""
+    content = {"weight": torch.full((9,), 1.5)}
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(content, tmp_path / "zero.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    torch.save(content, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    for name in ("zero.pth", "old.pth"):
+        assert torch.equal(weights_file.read(tmp_path / name)["weight"], content["weight"])

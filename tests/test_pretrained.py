@@ -215,6 +215,17 @@ def test_fetched_weights_with_a_wrong_hash_are_refused(published, backbone):
         load_backbone(backbone, "IMAGENET1K_V1")
 
 
+def test_fetched_weights_that_were_damaged_since_are_refused(published, backbone):
+    """torch compares the hash of a download, not of its copy in the cache."""
+    load_backbone(backbone, "IMAGENET1K_V1")
+    (copy,) = (published.parent / "cache").rglob("*.pth")
+    content = bytearray(copy.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    copy.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"Bad CRC-32.*; delete its copy"):
+        load_backbone(backbone, "IMAGENET1K_V1")
+
+
 def test_weights_out_of_reach_say_how_to_fetch_them_by_hand(published, backbone):
     published.unlink()
     with pytest.raises(CheckpointError, match=r"fetch it by hand and set model\.pretrained"):

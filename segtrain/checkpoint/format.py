@@ -79,7 +79,7 @@ def write_temporary(path: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, 
                 torch.save(content, hashing)
                 file.flush()
                 os.fsync(file.fileno())
-            load(temporary)
+            load(temporary, verified=True)
             if manifest.sha256_of(temporary) != hashing.sha256():
                 raise OSError("the disk gives back other bytes than were written")
             yield temporary, Entry(checkpoint.step, hashing.num_bytes, hashing.sha256())
@@ -102,14 +102,17 @@ def num_bytes(content: Any) -> int:
     return len(content) if isinstance(content, str) else 32
 
 
-def load(path: Path) -> Checkpoint:
-    """The checkpoint in `path`, on the CPU; CheckpointError if it is damaged or not segtrain's."""
+def load(path: Path, *, verified: bool = False) -> Checkpoint:
+    """The checkpoint in `path`, on the CPU; CheckpointError if it is damaged or not segtrain's.
+
+    verified: the caller compares its SHA-256.
+    """
     if path.suffix in (".yaml", ".yml"):
         raise CheckpointError(f"{path}: this is a config; name a run directory or a checkpoint")
     try:
         if path.suffix == ".safetensors":
             return _load_exported(path)
-        return _parse(_load_verified(path))
+        return _parse(_load_verified(path, verified))
     except pickle.UnpicklingError:
         # torch's own message recommends weights_only=False, which would run the code.
         problem = "refused: it holds more than tensors and plain data, which could run code"
@@ -125,20 +128,20 @@ def load(path: Path) -> Checkpoint:
     raise CheckpointError(f"{path}: {problem}{beside}")
 
 
-def _load_verified(path: Path) -> Any:
+def _load_verified(path: Path, verified: bool) -> Any:
     """The content of `path`, verified by the manifest; safe while a run replaces the file."""
     while True:
         # One open file for both: between two calls of open() a run could replace it.
         with files.open_regular(path) as file:
             try:
-                manifest.verify(path, file)
+                compared = manifest.verify(path, file)
             except CheckpointError:
                 # If a run has replaced the file meanwhile, the manifest is newer than `file`.
                 if files.is_same_file(file.fileno(), path):
                     raise
                 continue
             file.seek(0)
-            return torch_file.load(file)
+            return torch_file.load(file, verified=verified or compared)
 
 
 def _load_exported(path: Path) -> Checkpoint:

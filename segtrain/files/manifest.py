@@ -73,15 +73,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(path: Path, file: IO[bytes]) -> None:
+def verify(path: Path, file: IO[bytes]) -> bool:
     """Raises CheckpointError if the SHA-256 of an open file is not in the manifest beside `path`.
 
-    A file without an entry passes: the user put it there.
+    False: it has no entry to compare with, as the user put it there.
     """
     known = [entry.sha256 for entry in read_entries(path.parent).get(path.name, ())]
     if known and hashlib.file_digest(file, "sha256").hexdigest() not in known:
         what = f"these are not the bytes that were saved (by {MANIFEST})"
         raise CheckpointError(f"{path}: damaged: {what}")
+    return bool(known)
 
 
 class HashingFile:

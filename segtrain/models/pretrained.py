@@ -93,10 +93,14 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
             f"a file; files end in {', '.join(_SUFFIXES)}"
         ) from None
     cache = Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
-    options = {"check_hash": True, "map_location": "cpu", "weights_only": True}
     try:
-        return weights.url, weights.get_state_dict(progress=progress, **options)
-    except (OSError, HTTPException, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        # get_state_dict would load an older copy without comparing anything.
+        if not cache.exists():
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            digest = torch.hub.HASH_REGEX.search(cache.name)
+            torch.hub.download_url_to_file(weights.url, str(cache), digest and digest[1], progress)
+        return weights.url, weights_file.read(cache)
+    except (*weights_file.UNREADABLE, HTTPException, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"model.pretrained: {spec}: cannot load {weights.url}: {_problem(error)}; delete its "
             f"copy {cache}, or fetch it by hand and set model.pretrained to its path"
