@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import threading
 import urllib.request
@@ -562,6 +563,36 @@ def test_a_forged_manifest_reads_nothing_else(packed):
         path.write_text(json.dumps({"sha256": digest, "pack": forged}))
         with pytest.raises(DataError, match="damaged"):
             open_dataset(packed, "train")
+
+
+def higher_train_id(rows, record):
+    """The last pixel gets the train id of one class more than there is."""
+    rows[record["offset"] + 4 * record["height"] * record["width"] - 1] = 3
+
+
+def exchanged_sides(rows, record):
+    record["height"], record["width"] = record["width"], record["height"]
+
+
+@pytest.mark.parametrize("change", [higher_train_id, exchanged_sides])
+def test_labels_that_hold_no_train_ids_are_refused_though_every_sum_fits(packed, change):
+    """The loss would raise an IndexError."""
+    path = Path(packed.pack) / MANIFEST
+    content = json.loads(path.read_text())["pack"]
+    record = content["splits"]["train"]["images"][0]
+    shard = shards(packed)[record["shard"]]
+    rows = bytearray(shard.read_bytes())
+    change(rows, record)
+    start, size = record["offset"], 4 * record["height"] * record["width"]
+    record["crc"] = zlib.crc32(rows[start : start + size])
+    shard.write_bytes(rows)
+    path.write_text(json.dumps({"sha256": plan.sha256_of(content), "pack": content}))
+    said = rf"{shard}: image a: train id (3|\d\d+) in its label, expected 0 to 2, or 255"
+    with pytest.raises(DataError, match=said):
+        open_dataset(packed, "train").view(0)
+    issues = check_data(Config(data=packed), jobs=1).issues
+    (place,) = [place for issue in issues if issue.kind == "unreadable" for place in issue.places]
+    assert re.search(said, place)
 
 
 # Making a pack.

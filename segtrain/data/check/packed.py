@@ -45,7 +45,7 @@ def scan_packed(item: PackedPair, num_classes: int, count_rgb: bool) -> SplitSca
     scan = SplitScan("", 1, num_classes)
     packed, pair, shards, compared = item
     try:
-        shards.check(packed)
+        shards.check(packed, num_classes)
     except DataError as error:
         scan.bad_files.append(BadFile.of(shards.path(packed), error))
         return scan

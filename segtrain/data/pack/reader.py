@@ -43,15 +43,26 @@ class Shards:
         flat = np.frombuffer(whole, np.uint8, image.num_bytes, image.offset)
         return flat.reshape(image.shape)
 
-    def check(self, image: PackedImage) -> None:
-        """Raises DataError if the rows of an image do not have its CRC."""
-        if zlib.crc32(self.rows(image)) != image.crc:
+    def check(self, image: PackedImage, num_classes: int) -> None:
+        """Raises DataError if the rows of an image do not have its CRC, or a label is no train id.
+
+        The CRC fits where the manifest exchanges height and width.
+        """
+        rows, place = self.rows(image), printable(self.path(image))
+        if zlib.crc32(rows) != image.crc:
             first, last = image.byte_range(range(image.height))
-            place = printable(self.path(image))
             raise DataError(
                 f"{place}: damaged: bytes {first} to {last - 1}, image {printable(image.name)}, "
                 "are not those that were packed; copy the shard again, or delete the pack and "
                 "make it again"
+            )
+        # 255 wraps to 0.
+        highest = int((split_rows(rows)[1] + np.uint8(1)).max()) - 1
+        if highest >= num_classes:
+            raise DataError(
+                f"{place}: image {printable(image.name)}: train id {highest} in its label, "
+                f"expected 0 to {num_classes - 1}, or {IGNORE_INDEX} for ignored; delete the pack "
+                "and make it again"
             )
 
     def path(self, image: PackedImage) -> Path:
@@ -80,7 +91,7 @@ class PackedDataset(SegDataset):
 
     Raises:
         DataError: on access; a shard is missing, cut off or, at the first access to an image,
-            damaged.
+            damaged, or the label holds no train ids.
     """
 
     _: KW_ONLY
@@ -113,7 +124,7 @@ class PackedDataset(SegDataset):
         packed = self.images[index]
         rows = self.shards.rows(packed)
         if not self._seen[index]:
-            self.shards.check(packed)
+            self.shards.check(packed, self.classes.num_classes)
             self._seen[index] = 1
         return split_rows(rows)
 
