@@ -576,6 +576,71 @@ def test_config_that_save_pretrained_writes_beside_the_file_is_read(tmp_path, cl
         convert(tmp_path / "c.pt")
 
 
+# What save_pretrained of 0.6 writes.
+SMP_CONFIG = json.loads("""{
+    "_model_class": "PSPNet", "activation": null, "aux_params": null, "classes": 5,
+    "decoder_use_norm": "batchnorm", "encoder_depth": 3, "encoder_name": "resnet18",
+    "encoder_weights": null, "in_channels": 3, "psp_dropout": 0.2, "psp_out_channels": 8,
+    "upsampling": 8}""")
+PLUS_CONFIG = json.loads("""{
+    "_model_class": "DeepLabV3Plus", "activation": null, "aux_params": null, "classes": 5,
+    "decoder_aspp_dropout": 0.5, "decoder_aspp_separable": true, "decoder_channels": 16,
+    "decoder_atrous_rates": [12, 24, 36], "encoder_depth": 5, "encoder_name": "resnet18",
+    "encoder_output_stride": 16, "encoder_weights": null, "in_channels": 3, "upsampling": 4}""")
+SAME = (
+    {},
+    {"psp_use_batchnorm": True},  # of 0.3 and 0.4
+    {"decoder_use_norm": {"type": "batchnorm", "eps": 1e-5, "momentum": 0.01}},
+    {"encoder_weights": "ssl", "psp_dropout": 0.5, "aux_params": {"classes": 2}, "_x": 1},
+)
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_config_of_what_changes_no_prediction_is_read(change, smp_state):
+    assert not detect(smp_state, {"config.json": SMP_CONFIG | change}).plan.warnings
+    plus = lively(SmpV3Plus).state_dict()
+    assert detect(plus, {"config.json": PLUS_CONFIG}).plan.stated == {
+        "model.output_stride": 16,
+        "model.aspp_rates": (12, 24, 36),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "said"),
+    [
+        (
+            SMP_CONFIG,
+            {"decoder_use_norm": {"type": "batchnorm", "eps": 0.01}},
+            r"decoder_use_norm: expected batch norm with an eps of 1e-05, found .*'eps': 0\.01",
+        ),
+        (SMP_CONFIG, {"decoder_use_norm": "instancenorm"}, "decoder_use_norm: expected batch norm"),
+        (SMP_CONFIG, {"psp_use_batchnorm": "inplace"}, "psp_use_batchnorm: expected batch norm"),
+        (SMP_CONFIG, {"output_stride": 8}, "output_stride: found 8, an option that segtrain does"),
+        (SMP_CONFIG, {"upsampling": 4}, "upsampling: expected 8, found 4"),
+        (SMP_CONFIG, {"encoder_depth": 4}, "encoder_depth: expected 3, found 4"),
+        (SMP_CONFIG, {"psp_out_channels": 512}, "psp_out_channels: expected 8, found 512"),
+        (SMP_CONFIG, {"classes": 6}, "classes: expected 5, found 6"),
+        (SMP_CONFIG, {"in_channels": 4}, "in_channels: expected 3, found 4"),
+        (PLUS_CONFIG, {"encoder_output_stride": 32}, "encoder_output_stride: expected 8 or 16, f"),
+        (PLUS_CONFIG, {"decoder_atrous_rates": "6"}, "decoder_atrous_rates: expected a list, fou"),
+        (PLUS_CONFIG, {"decoder_aspp_separable": False}, "aspp_separable: expected True, found F"),
+        (PLUS_CONFIG, {"upsampling": 1}, "upsampling: expected 4, found 1"),
+    ],
+)
+def test_config_that_changes_predictions_is_refused_by_name(config, change, said, smp_state):
+    state = smp_state if config is SMP_CONFIG else lively(SmpV3Plus).state_dict()
+    with pytest.raises(CheckpointError, match=rf"^config\.json: .*{said}"):
+        detect(state, {"config.json": config | change})
+
+
+def test_config_beside_the_file_that_cannot_be_read_is_refused(tmp_path, classes):
+    """Without it, the stride would be a guess."""
+    save_file(lively(SmpV3Plus).state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(PLUS_CONFIG)[:-9])
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read.*; move it away if"):
+        convert_file(tmp_path / "model.safetensors", tmp_path / "o.pt", classes=classes)
+
+
 @pytest.mark.parametrize(("activation", "warned"), [(None, 0), ("softmax2d", 0), ("sigmoid", 1)])
 def test_classes_that_may_overlap_are_warned_of(activation, warned, smp_state):
     config = {"_model_class": "PSPNet", "encoder_name": "resnet18", "activation": activation}

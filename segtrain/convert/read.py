@@ -109,10 +109,17 @@ def _content(path: Path) -> Any:
 
 def _config_json(path: Path) -> Any:
     """The config that save_pretrained writes into the folder of a .safetensors file, or None."""
+    there = path.with_name(CONFIG_JSON)
     try:
-        return json.loads(read_bytes(path.with_name(CONFIG_JSON), _MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
+        return json.loads(read_bytes(there, _MAX_CONFIG_BYTES))
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, RecursionError) as error:
+        # Without it, the stride and the rates would be guessed.
+        what = printable((str(error) or type(error).__name__).splitlines()[0], MAX_NAME)
+        raise CheckpointError(
+            f"{there}: cannot be read ({what}); move it away if it is no part of the model"
+        ) from None
 
 
 def _is_state(value: object) -> bool:

@@ -17,6 +17,11 @@ _CLASSES = {"PSPNet": "pspnet", "DeepLabV3": "deeplabv3", "DeepLabV3Plus": "deep
 _RATES = (12, 24, 36)
 # Activations that give each pixel one class, as segtrain's softmax does.
 _CLASSES_EXCLUDE = (None, "identity", "softmax", "softmax2d", "logsoftmax", "argmax", "argmax2d")
+# Parameters of the constructors of 0.3 to 0.6 that change no prediction: where training started,
+# dropout, and the classifier of whole images, whose keys are left out. `plan` reads the activation.
+_NO_EFFECT = ("activation", "encoder_weights", "psp_dropout", "decoder_aspp_dropout", "aux_params")
+# What segtrain's batch norm is, by the parameters of torch's. The momentum acts in training only.
+_NORM = {"type": "batchnorm", "eps": 1e-5, "affine": True, "track_running_stats": True}
 
 
 def plan(state: State, beside: Mapping[str, Any]) -> Plan:
@@ -26,13 +31,13 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
 
     Raises:
         CheckpointError: an encoder or decoder that segtrain does not have, or the config is that of
-            another model.
+            another model, or says what segtrain does not know.
     """
     made = _by_keys(state)
     config = beside.get(CONFIG_JSON)
     if not isinstance(config, dict) or config.get("_model_class") is None:
         return made
-    stated = _stated(config, made.found)
+    stated = _stated(config, made)
     activation = config.get("activation")
     if activation in _CLASSES_EXCLUDE:
         return replace(made, stated=stated)
@@ -43,8 +48,9 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
     return replace(made, stated=stated, warnings=(warning,))
 
 
-def _stated(config: dict[str, Any], found: Options) -> Options:
-    kind, encoder = str(config["_model_class"]), config.get("encoder_name")
+def _stated(config: dict[str, Any], made: Plan) -> Options:
+    """The options in `config`, of which every key is known and agrees with `made`."""
+    found, kind, encoder = made.found, str(config["_model_class"]), config.get("encoder_name")
     if (_CLASSES.get(kind), encoder) != (found["model.arch"], found["model.backbone"]):
         raise CheckpointError(
             f"{CONFIG_JSON} beside the file is that of {printable(kind, MAX_NAME)} "
@@ -52,12 +58,63 @@ def _stated(config: dict[str, Any], found: Options) -> Options:
             f"{found['model.backbone']}; move it away if it is no part of the model"
         )
     options: Options = {}
-    stride, rates = config.get("encoder_output_stride"), config.get("decoder_atrous_rates")
-    if stride in (8, 16):
-        options["model.output_stride"] = min(stride, 2 ** (found["model.num_stages"] + 1))
-    if isinstance(rates, list):
+    depth, plus = found["model.num_stages"] + 1, kind == "DeepLabV3Plus"
+    if "encoder_output_stride" in config:
+        stride = config["encoder_output_stride"]
+        _expect("encoder_output_stride", "8 or 16", stride, stride in (8, 16))
+        options["model.output_stride"] = min(stride, 2**depth)
+    if "decoder_atrous_rates" in config:
+        rates = config["decoder_atrous_rates"]
+        _expect("decoder_atrous_rates", "a list", rates, isinstance(rates, list))
         options["model.aspp_rates"] = tuple(rates)
+    # Another factor gives a map of another size than the image.
+    factor = 4 if plus else {**made.assumed, **options}["model.output_stride"]
+    width = found["model.head_channels"]
+    expected = {
+        "classes": made.num_classes,
+        "in_channels": 3,
+        "encoder_depth": depth,
+        "psp_out_channels": width,
+        "decoder_channels": width,
+        "decoder_aspp_separable": plus,
+        # None: DeepLabV3 takes this factor itself.
+        "upsampling": factor if config.get("upsampling") is not None else None,
+    }
+    read = ("encoder_name", "encoder_output_stride", "decoder_atrous_rates", *_NO_EFFECT)
+    for key, value in config.items():
+        if key in read or key.startswith("_"):  # the constructor drops the latter
+            continue
+        if key in ("decoder_use_norm", "psp_use_batchnorm"):
+            what = f"batch norm with an eps of {_NORM['eps']}"
+            _expect(key, what, value, _is_batch_norm(value))
+        elif key not in expected:
+            where, found = printable(key, MAX_NAME), printable(repr(value), MAX_NAME)
+            raise CheckpointError(
+                f"{CONFIG_JSON}: {where}: found {found}, an option that segtrain does not know; "
+                "remove it there if it changes no prediction"
+            )
+        else:
+            _expect(key, str(expected[key]), value, value == expected[key])
     return options
+
+
+def _expect(key: str, expected: str, found: object, fits: bool) -> None:
+    if not fits:
+        what = f"expected {expected}, found {printable(repr(found), MAX_NAME)}"
+        raise CheckpointError(
+            f"{CONFIG_JSON}: {key}: {what}: the model is another than segtrain would build"
+        )
+
+
+def _is_batch_norm(value: object) -> bool:
+    if isinstance(value, str):
+        value = {"type": value.lower()}
+    given = {"type": "batchnorm"} if value is True else value
+    return (
+        isinstance(given, dict)
+        and "type" in given
+        and all(key == "momentum" or _NORM.get(key) == given[key] for key in given)
+    )
 
 
 def _by_keys(state: State) -> Plan:
