@@ -382,9 +382,31 @@ def test_mmsegmentations_logits_are_those_of_the_converted_model(mmseg_model, cl
             "the keys are those of DepthwiseSeparable",
         ),
         ("(1, 2, 3, 4)", "(2, 3, 4, 5)", "expected 1 and the rates"),
-        ("'SyncBN'", "'GN'", "backbone.norm_cfg: expected BN or SyncBN"),
+        ("'SyncBN'", "'GN'", "backbone.norm_cfg.type: expected 'BN' or 'SyncBN'"),
         ("in_index=3", "in_index=2", "decode_head.in_index: expected 3 or -1, found 2"),
-        ("bgr_to_rgb=True", "bgr_to_rgb=False", "takes BGR images"),
+        ("bgr_to_rgb=True", "bgr_to_rgb=False", "data_preprocessor: the model takes BGR images"),
+        ("bgr_to_rgb=True", "rgb_to_bgr=True", "data_preprocessor: the model takes BGR images"),
+        ("[100.0, 110.0, 120.0]", "[127.5]", "data_preprocessor.mean: expected three numbers"),
+        (
+            "in_index=3",
+            "conv_cfg=dict(type='ConvWS')",
+            "decode_head.conv_cfg: expected None or {'type': 'Conv2d'}, found {'type': 'ConvWS'}",
+        ),
+        ("in_index=3", "act_cfg=None", "decode_head.act_cfg: expected a dict, found None"),
+        (
+            "in_index=3",
+            "act_cfg=dict(type='GELU')",
+            "decode_head.act_cfg.type: expected 'ReLU', found 'GELU'",
+        ),
+        ("in_index=3", "scale=2", "decode_head.scale: 2: segtrain does not know this key"),
+        ("depth=18,", "depth=18, conv_cfg=dict(type='DCN'),", "backbone.conv_cfg: expected None"),
+        ("depth=18,", "depth=18, multi_grid=(1, 0),", "backbone.multi_grid: expected numbers"),
+        ("type='SyncBN'", "type='SyncBN', affine=False", "backbone.norm_cfg.affine: False"),
+        ("bgr_to_rgb=True", "gamma=2", "data_preprocessor.gamma: 2"),
+        ("mode='slide'", "mode='slide', scale=2", "test_cfg.scale: 2"),
+        ("'slide'", "'other'", "test_cfg.mode: expected 'whole' or 'slide', found 'other'"),
+        ("type='EncoderDecoder'", "neck=dict(type='FPN')", "model.neck: expected None"),
+        ("decode_head=dict(", "auxiliary_head=[dict()], decode_head=dict(", "expected a dict"),
     ],
 )
 def test_config_that_contradicts_the_keys_or_segtrain_is_refused(old, new, message, mmseg_model):
@@ -394,16 +416,66 @@ def test_config_that_contradicts_the_keys_or_segtrain_is_refused(old, new, messa
         detect(mmseg_model.state_dict(), meta(text))
 
 
+def test_keys_that_change_no_prediction_are_read_over(mmseg_model):
+    text = MMSEG_CONFIG.replace("depth=18,", "depth=18, frozen_stages=1, norm_eval=True,")
+    text = text.replace(
+        "in_index=3", "conv_cfg=None, loss_decode=dict(type='DiceLoss'), in_index=3"
+    )
+    text = text.replace("model = dict(", "model = dict(pretrained='a.pth', train_cfg=dict(b=1),")
+    assert detect(mmseg_model.state_dict(), meta(text)).plan.stated["model.dropout"] == 0.2
+
+
+V0_CONFIG = re.sub(r"data_preprocessor=dict\(.*?\),", "", MMSEG_CONFIG, flags=re.S)
+V0_NORMALIZE = "dict(type='Normalize', mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True)"
+
+
+def v0_config(*steps):
+    """The steps run; the variable `img_norm_cfg` may have another value than they."""
+    first = "dict(type='Resize', keep_ratio=True)", "dict(type='RandomFlip')"
+    inner = ", ".join([*first, *steps, "dict(type='Collect', keys=['img'])"])
+    return f"""{V0_CONFIG}
+img_norm_cfg = dict(mean=[127.5, 127.5, 127.5], std=[127.5, 127.5, 127.5], to_rgb=True)
+data = dict(train=dict(pipeline=[{V0_NORMALIZE}]), test=dict(type='A', pipeline=[
+    dict(type='LoadImageFromFile'), dict(type='MultiScaleFlipAug', img_scale=(2048, 512),
+    flip=False, transforms=[{inner}])]))
+"""
+
+
 def test_config_of_version_0_is_read(mmseg_model):
-    """Its normalization stands beside the model."""
-    norm = "img_norm_cfg = dict(mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True)"
-    text = re.sub(r"data_preprocessor=dict\(.*?\),", "", MMSEG_CONFIG, flags=re.S)
-    file = {"meta": {"config": f"{norm}\n{text}", "CLASSES": NAMES}}
+    """Its normalization is the one of the steps that run."""
+    file = {"meta": {"config": v0_config(V0_NORMALIZE), "CLASSES": NAMES}}
     plan = detect(mmseg_model.state_dict(), file).plan
     assert plan.stated["data.mean"] == (1, 2, 3)
     assert plan.stated["data.std"] == (4, 5, 6)
+    assert plan.stated["data.short_side_px"] == 512
     assert plan.stated["model.aspp_rates"] == (2, 3, 4)
     assert plan.class_names == NAMES
+    assert plan.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            v0_config(V0_NORMALIZE.replace("True", "False")),
+            "test_pipeline.Normalize: the model takes BGR images",
+        ),
+        (v0_config(), "test pipeline: the model takes BGR images"),
+        (v0_config(V0_NORMALIZE, V0_NORMALIZE), "2 normalizations"),
+        (v0_config(V0_NORMALIZE.replace("1.0", "9.0")), "the training pipeline has another one"),
+        (v0_config("dict(type='CLAHE')", V0_NORMALIZE), "test_pipeline.CLAHE: segtrain has no"),
+        (v0_config(V0_NORMALIZE.replace("to_rgb", "gamma")), "test_pipeline.Normalize.gamma: True"),
+        (f"{MMSEG_CONFIG}test_pipeline = [{V0_NORMALIZE}]", "2 normalizations"),
+        (
+            MMSEG_CONFIG
+            + "test_pipeline = [dict(type='LoadImageFromFile', color_type='grayscale')]",
+            "test_pipeline.LoadImageFromFile.color_type: expected 'color' or 'color_ignore",
+        ),
+    ],
+)
+def test_test_pipeline_that_changes_values_is_refused(text, message, mmseg_model):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        detect(mmseg_model.state_dict(), meta(text))
 
 
 def mmseg_config(pipeline, more=""):
@@ -424,6 +496,10 @@ CITYSCAPES = "dataset_type = 'CityscapesDataset'"
         (V0_RESIZE, "", 512, None),
         (V0_RESIZE.replace("flip=False", "flip=True"), "", None, "not converted"),
         ("dict(type='Resize', scale=(512, 512))", "", None, "'Resize'.* is not converted"),
+        (
+            "dict(type='Resize', scale=(9, 9), keep_ratio=True, interpolation='nearest')",
+            *("", None, "'nearest'.* is not converted"),
+        ),
         ("dict(type='Pad', size=(512, 512))", "", None, "'Pad'.* is not converted"),
         ("dict(type='LoadImageFromFile')", "", None, None),
     ],

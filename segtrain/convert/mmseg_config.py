@@ -7,17 +7,14 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from segtrain.convert.mmseg_input import drops_zero, input_options, integers, short
+from segtrain.convert.mmseg_input import Keys, drops_zero, integers, misfits, read_input, short
 from segtrain.convert.plan import Options
 from segtrain.errors import CheckpointError
 from segtrain.text import MAX_NAME, printable
 
 _MAX_CHARACTERS = 1_000_000
-_STEMS = {
-    "ResNet": ("7x7", "conv"),
-    "ResNetV1c": ("32-32-64", "conv"),
-    "ResNetV1d": ("32-32-64", "avgpool"),
-}
+# Deep stem, and pooling in the shortcuts.
+_STEMS = {"ResNet": (False, False), "ResNetV1c": (True, False), "ResNetV1d": (True, True)}
 _HEADS = {
     "PSPHead": "pspnet",
     "ASPPHead": "deeplabv3",
@@ -29,25 +26,64 @@ _STRIDES = {
     ((1, 2, 2, 1), (1, 1, 1, 2)): 16,
     ((1, 2, 2, 2), (1, 1, 1, 1)): 32,
 }
-# What segtrain's models always do: the place, the key, its values, and the default.
-_FIXED = (
-    ("backbone", "style", ("pytorch",), "pytorch"),
-    ("backbone", "in_channels", (3,), 3),
-    ("backbone", "num_stages", (4,), 4),
-    ("backbone", "dcn", (None,), None),
-    ("backbone", "plugins", (None,), None),
-    ("decode_head", "in_index", (3, -1), -1),
-    ("decode_head", "input_transform", (None,), None),
-    ("auxiliary_head", "type", ("FCNHead",), "FCNHead"),
-    ("auxiliary_head", "in_index", (2, -2), -1),
-    ("auxiliary_head", "num_convs", (1,), 2),
-    ("auxiliary_head", "concat_input", (False,), True),
-    ("auxiliary_head", "dilation", (1,), 1),
+_CONV = (None, (None, {"type": "Conv2d"}))
+_HEAD_KEYS = (
+    *("type", "in_channels", "channels", "num_classes", "out_channels", "norm_cfg", "act_cfg"),
+    *("align_corners", "dropout_ratio", "init_cfg", "loss_decode", "sampler", "ignore_index"),
+    "threshold",  # of one channel, which is refused
 )
-
-
+_KEYS = {
+    "model": Keys(
+        {"type": ("EncoderDecoder", ("EncoderDecoder",)), "neck": (None, (None,))},
+        (
+            *("backbone", "decode_head", "auxiliary_head", "data_preprocessor", "test_cfg"),
+            *("pretrained", "init_cfg", "train_cfg"),
+        ),
+    ),
+    "backbone": Keys(
+        {
+            "style": ("pytorch", ("pytorch",)),
+            "in_channels": (3, (3,)),
+            "num_stages": (4, (4,)),
+            "out_indices": ((0, 1, 2, 3), ((0, 1, 2, 3),)),
+            "dcn": (None, (None,)),
+            "plugins": (None, (None,)),
+            "conv_cfg": _CONV,
+        },
+        (
+            *("type", "depth", "strides", "dilations", "contract_dilation", "multi_grid"),
+            *("norm_cfg", "deep_stem", "avg_down", "stem_channels", "base_channels"),
+            *("init_cfg", "pretrained", "zero_init_residual", "frozen_stages", "norm_eval"),
+            *("with_cp", "stage_with_dcn"),
+        ),
+    ),
+    "decode_head": Keys(
+        {"in_index": (-1, (3, -1)), "input_transform": (None, (None,)), "conv_cfg": _CONV},
+        (*_HEAD_KEYS, "pool_scales", "dilations", "c1_in_channels", "c1_channels"),
+    ),
+    "auxiliary_head": Keys(
+        {
+            "type": ("FCNHead", ("FCNHead",)),
+            "in_index": (-1, (2, -2)),
+            "input_transform": (None, (None,)),
+            "num_convs": (2, (1,)),
+            "kernel_size": (3, (3,)),
+            "concat_input": (True, (False,)),
+            "dilation": (1, (1,)),
+            "conv_cfg": _CONV,
+        },
+        _HEAD_KEYS,
+    ),
+    "test_cfg": Keys({"mode": ("whole", ("whole", "slide"))}, ("crop_size", "stride")),
+    "norm_cfg": Keys(
+        {"type": ("BN", ("BN", "SyncBN", "BN2d", "MMSyncBN")), "eps": (1e-5, (1e-5,))},
+        ("requires_grad", "momentum"),
+    ),
+    "act_cfg": Keys({"type": ("ReLU", ("ReLU",))}, ("inplace",)),
+}
+_SECTIONS = ("backbone", "decode_head", "auxiliary_head", "test_cfg")
 _READ = {
-    *("model", "data_preprocessor", "img_norm_cfg"),
+    *("model", "data_preprocessor", "test_cfg"),
     *("data", "dataset_type", "test_dataloader", "test_pipeline"),
 }
 
@@ -83,10 +119,10 @@ def stated(meta: Mapping[str, Any], found: Options) -> Stated:
         return Stated({}, ("the file holds no config of mmsegmentation",))
     try:
         config = _parse(text)
-        sections = {key: _mapping(config["model"], key) for key in ("backbone", "decode_head")}
-        sections["auxiliary_head"] = _mapping(config["model"], "auxiliary_head", optional=True)
-    except (_UnreadError, KeyError) as error:
-        what = printable(error.args[0] if error.args else error, MAX_NAME)
+        if not isinstance(config.get("model"), dict):
+            raise _UnreadError("it has no model")
+    except _UnreadError as error:
+        what = printable(error.args[0], MAX_NAME)
         return Stated(
             {},
             warnings=(
@@ -94,12 +130,19 @@ def stated(meta: Mapping[str, Any], found: Options) -> Stated:
                 "images and the ids of its labels (reduce_zero_label) are assumed; compare them",
             ),
         )
-    if problems := list(_problems(sections, found)):
+    given = read_input(config)
+    model = config["model"]
+    sections = {key: model.get(key) or {} for key in _SECTIONS}
+    others = [key for key, section in sections.items() if not isinstance(section, dict)]
+    problems = [f"{key}: expected a dict, found {short(model[key])}" for key in others]
+    problems += [] if others else _problems(sections, found)
+    problems += [*misfits("model", model, _KEYS["model"]), *given.problems]
+    if problems:
         raise CheckpointError(
             "the config in the file does not fit:\n" + "\n".join(f"  {p}" for p in problems)
         )
-    options, warnings = input_options(config)
-    return Stated({**_model_options(sections, found), **options}, (), warnings, drops_zero(config))
+    options = _model_options(sections, found)
+    return Stated({**options, **given.options}, (), given.warnings, drops_zero(config))
 
 
 def classes(
@@ -138,7 +181,7 @@ def _parse(text: str) -> dict[str, Any]:
             continue
         try:
             values[name] = _value(node.value)
-        except (_UnreadError, RecursionError):
+        except (_UnreadError, RecursionError, TypeError):  # a key without a hash
             if name == "model":
                 raise _UnreadError("model is more than literals") from None
             if "model" in _names(node.value):
@@ -177,25 +220,25 @@ def _value(node: ast.expr) -> Any:
     raise _UnreadError("an expression")
 
 
-def _mapping(parent: Any, key: str, *, optional: bool = False) -> dict[str, Any]:
-    found = parent.get(key) if isinstance(parent, dict) else None
-    if found is None and optional:
-        return {}
-    if not isinstance(found, dict):
-        raise _UnreadError(f"model.{key} is no dict")
-    return found
-
-
 def _problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
     """What is not as segtrain's models are, or not as the keys are."""
     backbone, head = sections["backbone"], sections["decode_head"]
-    for section, key, expected, default in _FIXED:
-        value = sections[section].get(key, default)
-        if sections[section] and value not in expected:
-            yield f"{section}.{key}: expected {_listed(expected)}, found {short(value)}"
-    stem = found.get("model.stem", "7x7"), found.get("model.downsample", "conv")
+    for section, values in sections.items():
+        if values:
+            yield from misfits(section, values, _KEYS[section])
+        for key, default in (("norm_cfg", {}), ("act_cfg", {"type": "ReLU"})):
+            inner = values.get(key, default)
+            if inner is None and key == "norm_cfg":
+                continue  # the keys tell
+            if isinstance(inner, dict):
+                yield from misfits(f"{section}.{key}", inner, _KEYS[key])
+            else:
+                yield f"{section}.{key}: expected a dict, found {short(inner)}"
+    stem = found.get("model.stem", "7x7") != "7x7", "model.downsample" in found
     kind, head_kind = (str(section.get("type")) for section in (backbone, head))
-    if _STEMS.get(kind) != stem:
+    set_by_keys = bool(backbone.get("deep_stem")), bool(backbone.get("avg_down"))
+    by_type = _STEMS.get(kind)
+    if by_type is None or tuple(map(max, by_type, set_by_keys)) != stem:
         yield f"backbone.type {short(kind)}: the keys are those of {_named(_STEMS, stem)}"
     depth, by_keys = f"resnet{backbone.get('depth', '')}", found["model.backbone"]
     if depth != by_keys:
@@ -208,21 +251,17 @@ def _problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
             f"backbone.strides and dilations {_geometry(backbone)}: segtrain dilates only stages "
             f"without a stride; expected one of {list(_STRIDES)}"
         )
-    for section in sections:
-        norm = sections[section].get("norm_cfg") or {"type": "BN"}
-        if not isinstance(norm, dict) or norm.get("type") not in ("BN", "SyncBN"):
-            yield f"{section}.norm_cfg: expected BN or SyncBN, found {short(norm)}"
-        elif norm.get("eps", 1e-5) != 1e-5:
-            yield f"{section}.norm_cfg.eps: expected 1e-05, found {short(norm['eps'])}"
-        act = sections[section].get("act_cfg") or {"type": "ReLU"}
-        if not isinstance(act, dict) or act.get("type") != "ReLU":
-            yield f"{section}.act_cfg: expected ReLU, found {short(act)}"
-    align = {bool(s.get("align_corners", False)) for k, s in sections.items() if k != "backbone"}
+    if not ((grid := backbone.get("multi_grid")) is None or integers(grid)):
+        yield f"backbone.multi_grid: expected numbers above 0, found {short(grid)}"
+    align = {bool(s.get("align_corners", False)) for k, s in sections.items() if "head" in k}
     if sections["auxiliary_head"] and len(align) > 1:
         yield "align_corners: differs between decode_head and auxiliary_head"
+    pyramid = found["model.arch"] == "pspnet"
     dilations = head.get("dilations", (1, 6, 12, 18))
-    if found["model.arch"] != "pspnet" and (not integers(dilations) or dilations[0] != 1):
+    if not pyramid and (not integers(dilations) or dilations[0] != 1):
         yield f"decode_head.dilations: expected 1 and the rates, found {short(dilations)}"
+    if pyramid and not integers(head.get("pool_scales", (1, 2, 3, 6))):
+        yield f"decode_head.pool_scales: expected numbers, found {short(head['pool_scales'])}"
 
 
 def _model_options(sections: dict[str, dict], found: Options) -> Options:
@@ -240,8 +279,7 @@ def _model_options(sections: dict[str, dict], found: Options) -> Options:
     if integers(grid := backbone.get("multi_grid")):
         options |= {"model.multi_grid": grid, "model.multi_grid_values": "dilations"}
     if found["model.arch"] == "pspnet":
-        bins = head.get("pool_scales", (1, 2, 3, 6))
-        return options | ({"model.ppm_bins": bins} if integers(bins) else {})
+        return options | {"model.ppm_bins": head.get("pool_scales", (1, 2, 3, 6))}
     return options | {"model.aspp_rates": head.get("dilations", (1, 6, 12, 18))[1:]}
 
 
@@ -251,7 +289,3 @@ def _geometry(backbone: dict[str, Any]) -> tuple[Any, Any]:
 
 def _named(table: Mapping[str, Any], value: Any) -> str:
     return next((name for name, known in table.items() if known == value), "another one")
-
-
-def _listed(values: tuple[Any, ...]) -> str:
-    return " or ".join(map(repr, values))

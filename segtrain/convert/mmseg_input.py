@@ -1,22 +1,71 @@
 """What a config of mmsegmentation does with test images: normalization, resize, sliding window.
 
-Takes the parsed config of mmseg_config.py; what segtrain cannot do becomes a warning.
+Takes the parsed config of mmseg_config.py. What moves pixels and cannot be converted becomes a
+warning; what changes their values is refused.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from segtrain.convert.plan import Options
-from segtrain.errors import CheckpointError
 from segtrain.text import MAX_NAME, printable
 
 Stated = tuple[Options, tuple[str, ...]]
 """Options, and warnings about what none of them says."""
 
-# Steps of a test pipeline that leave the pixels where they are.
-_HARMLESS = (
-    *("LoadImageFromFile", "LoadImageFromNDArray", "LoadAnnotations", "PackSegInputs"),
-    *("Normalize", "ImageToTensor", "Collect", "DefaultFormatBundle"),
+
+class Keys(NamedTuple):
+    """The keys of a dict that are understood.
+
+    only: the default of mmsegmentation, and the values that segtrain's models have.
+    others: keys that are read elsewhere, that the shapes of the tensors decide, or that change no
+        prediction.
+    """
+
+    only: Mapping[str, tuple[Any, tuple[Any, ...]]]
+    others: Collection[str] = ()
+
+
+class Input(NamedTuple):
+    """Options of `data` and `eval`, warnings, and why the model cannot be converted."""
+
+    options: Options
+    warnings: tuple[str, ...]
+    problems: list[str]
+
+
+# tifffile gives RGB, the others BGR.
+_LOAD = Keys(
+    {
+        "color_type": ("color", ("color", "color_ignore_orientation")),
+        "imdecode_backend": ("cv2", ("cv2", "pillow", "turbojpeg")),
+    },
+    ("to_float32", "ignore_empty", "backend_args", "file_client_args"),
+)
+# Steps of a test pipeline that leave the pixels where they are; None: all keys are harmless.
+_IN_PLACE = {
+    "LoadImageFromFile": _LOAD,
+    "LoadImageFromNDArray": _LOAD,
+    "Normalize": Keys({}, ("mean", "std", "to_rgb")),
+    **dict.fromkeys(("LoadAnnotations", "PackSegInputs"), None),
+    **dict.fromkeys(("ImageToTensor", "Collect", "DefaultFormatBundle"), None),
+}
+# Those that move pixels, and leave their values.
+_MOVING = (
+    *("Resize", "RandomFlip", "Pad", "MultiScaleFlipAug", "TestTimeAug", "CenterCrop"),
+    *("RandomCrop", "RandomResize", "ResizeToMultiple", "ResizeShortestEdge"),
+)
+_RESIZE = Keys(
+    {"interpolation": ("bilinear", ("bilinear",)), "backend": ("cv2", ("cv2",))},
+    ("type", "scale", "keep_ratio", "clip_object_border"),
+)
+# Padding of training crops, and augmentation.
+_PREPROCESSOR = Keys(
+    {"type": ("SegDataPreProcessor", ("SegDataPreProcessor",)), "test_cfg": (None, (None, {}))},
+    (
+        *("mean", "std", "bgr_to_rgb", "rgb_to_bgr"),
+        *("size", "size_divisor", "pad_val", "seg_pad_val", "batch_augments"),
+    ),
 )
 # Data sets whose reduce_zero_label is true by default.
 _ZERO_IS_IGNORED = frozenset(
@@ -27,15 +76,37 @@ _CITYSCAPES = "CityscapesDataset", (1024, 2048)
 _USUAL_ASPECT = 4
 
 
-def input_options(config: dict[str, Any]) -> Stated:
-    """The options of `data` and `eval` that the config decides, of version 1 or 0.
-
-    Raises:
-        CheckpointError: the images are BGR.
-    """
-    parts = _normalization(config), _resize(config), _window(config["model"])
+def read_input(config: dict[str, Any]) -> Input:
+    """What the config decides of the images, of version 1 or 0."""
+    pipeline, kind = _test_pipeline(config)
+    steps = list(_steps(pipeline or ()))
+    mean, problems = _normalization(config, pipeline)
+    for step in steps:
+        name = step.get("type") if isinstance(step, dict) else step
+        keys = _IN_PLACE.get(name) if isinstance(name, str) else None
+        if keys is not None:
+            given = {key: value for key, value in step.items() if key != "type"}
+            problems += misfits(f"test_pipeline.{name}", given, keys)
+        elif name not in (*_IN_PLACE, *_MOVING):
+            what = f"test_pipeline.{printable(name, MAX_NAME)}"
+            problems.append(f"{what}: segtrain has no such step, which may change values of pixels")
+    model = config["model"]
+    test = model.get("test_cfg") or config.get("test_cfg")
+    parts = mean, _resize(pipeline, kind), _window(test)
     options = {key: value for part, _ in parts for key, value in part.items()}
-    return options, tuple(line for _, lines in parts for line in lines)
+    return Input(options, tuple(line for _, lines in parts for line in lines), problems)
+
+
+def misfits(place: str, given: Mapping[Any, Any], keys: Keys) -> Iterator[str]:
+    """What stands in the dict at `place` and is not understood, by its full name."""
+    for key, (default, accepted) in keys.only.items():
+        if (value := given.get(key, default)) not in accepted:
+            expected = " or ".join(map(repr, accepted))
+            yield f"{place}.{key}: expected {expected}, found {short(value)}"
+    for key, value in given.items():
+        if key not in keys.only and key not in keys.others:
+            name = printable(key, MAX_NAME)
+            yield f"{place}.{name}: {short(value)}: segtrain does not know this key"
 
 
 def drops_zero(config: dict[str, Any]) -> bool:
@@ -68,39 +139,73 @@ def short(value: Any) -> str:
     return printable(repr(value), MAX_NAME)
 
 
-def _normalization(config: dict[str, Any]) -> Stated:
-    model = config["model"]
-    for place, rgb in (
-        (model.get("data_preprocessor"), "bgr_to_rgb"),
-        (config.get("data_preprocessor"), "bgr_to_rgb"),
-        (config.get("img_norm_cfg"), "to_rgb"),
-    ):
-        if not isinstance(place, dict) or not {"mean", "std"} <= place.keys():
+def _normalization(
+    config: dict[str, Any], pipeline: tuple[Any, ...] | None
+) -> tuple[Stated, list[str]]:
+    """Mean and std of the steps that run, or of the model's own preprocessor; and problems.
+
+    Not of the variable `img_norm_cfg`: a config that replaces it leaves inherited steps as they
+    were.
+    """
+    own = config["model"].get("data_preprocessor") or config.get("data_preprocessor")
+    if own is not None and not isinstance(own, dict):
+        return ({}, ()), [f"data_preprocessor: expected a dict, found {short(own)}"]
+    if own is None and pipeline is None:
+        return ({}, ("no mean and std in the config: those of ImageNet are assumed",)), []
+    own = own or {}
+    problems = [*misfits("data_preprocessor", own, _PREPROCESSOR)]
+    tested = list(_normalizations(pipeline or ()))
+    found = [("test_pipeline.Normalize", *values) for values in tested]
+    pair, rgb = (own.get("mean"), own.get("std")), own.get("bgr_to_rgb", False)
+    if pair != (None, None) or rgb:
+        found.append(("data_preprocessor", *pair, rgb))
+    if len(found) > 1:
+        places = ", ".join(place for place, *_ in found)
+        problems.append(f"{len(found)} normalizations ({places}): expected one")
+        return ({}, ()), problems
+    place, mean, std, rgb = found[0] if found else ("test pipeline", (0,) * 3, (1,) * 3, False)
+    if not rgb:
+        problems.append(f"{place}: the model takes BGR images; segtrain's take RGB")
+    for key, value in (("mean", mean), ("std", std)):
+        if not (isinstance(value, tuple) and len(value) == 3):
+            problems.append(f"{place}.{key}: expected three numbers, found {short(value)}")
+    data = config.get("data")
+    trained = data.get("train") if isinstance(data, dict) else config.get("train_dataloader")
+    if any(other not in tested for other in _normalizations(_values(trained, "pipeline"))):
+        problems.append(f"{place}: the training pipeline has another one; make them equal")
+    return ({"data.mean": mean, "data.std": std}, ()), problems
+
+
+def _normalizations(steps: Iterable[Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Mean, std and whether BGR becomes RGB, of each Normalize within `steps`."""
+    for step in _steps(steps):
+        if isinstance(step, dict) and step.get("type") == "Normalize":
+            yield step.get("mean"), step.get("std"), step.get("to_rgb", True)
+
+
+def _steps(steps: Iterable[Any]) -> Iterator[Any]:
+    """The steps, and those within them."""
+    for step in steps:
+        if isinstance(step, tuple):
+            yield from _steps(step)
             continue
-        if not place.get(rgb, False):
-            raise CheckpointError(
-                "the config in the file does not fit:\n  the model takes BGR images (no "
-                f"{rgb}); segtrain's take RGB"
-            )
-        pair = [place["mean"], place["std"]]
-        if all(isinstance(v, tuple) and len(v) == 3 for v in pair):
-            return {f"data.{k}": v for k, v in zip(("mean", "std"), pair, strict=True)}, ()
-    return {}, ("no mean and std of three numbers in the config: those of ImageNet are assumed",)
+        yield step
+        if isinstance(step, dict) and isinstance(step.get("transforms"), tuple):
+            yield from _steps(step["transforms"])
 
 
-def _resize(config: dict[str, Any]) -> Stated:
+def _resize(pipeline: tuple[Any, ...] | None, kind: Any) -> Stated:
     """data.short_side_px for a Resize that keeps the ratio.
 
     mmcv.imrescale multiplies by min(long / max(h, w), short / min(h, w)).
     """
-    pipeline, kind = _test_pipeline(config)
     if pipeline is None:
         return {}, ("the config names no test pipeline: images keep their size",)
     options: Options = {}
     lines: list[str] = []
     for step in pipeline:
         name, scale, keep = _step(step)
-        if name in _HARMLESS:
+        if name not in _MOVING:
             continue
         if name != "Resize" or not keep or not integers(scale) or len(scale) != 2 or options:
             lines.append(
@@ -125,11 +230,12 @@ def _step(step: Any) -> tuple[Any, Any, bool]:
     if not isinstance(step, dict):
         return None, None, False
     if step.get("type") != "MultiScaleFlipAug":
-        return step.get("type"), step.get("scale"), step.get("keep_ratio") is True
+        keeps = step.get("keep_ratio") is True and not list(misfits("", step, _RESIZE))
+        return step.get("type"), step.get("scale"), keeps
     # Version 0: the sides stand around the steps, and Resize keeps the ratio by default.
     inner = step.get("transforms")
     inner = [s for s in inner if isinstance(s, dict)] if isinstance(inner, tuple) else []
-    others = {s.get("type") for s in inner} - {*_HARMLESS, "Resize", "RandomFlip"}
+    others = [s for s in inner if s.get("type") not in (*_IN_PLACE, "Resize", "RandomFlip")]
     resizes = [s for s in inner if s.get("type") == "Resize"]
     known = resizes and all(set(s) <= {"type", "keep_ratio"} for s in resizes)
     if others or not known or step.get("img_ratios") or step.get("flip"):
@@ -138,21 +244,26 @@ def _step(step: Any) -> tuple[Any, Any, bool]:
 
 
 def _test_pipeline(config: dict[str, Any]) -> tuple[tuple[Any, ...] | None, Any]:
-    """The steps of the test images, and the type of their data set; of version 1 or 0."""
+    """The steps of the test images, and the type of their data set; of version 1 or 0.
+
+    Of several data sets in one all steps, one after another.
+    """
     loader, data = config.get("test_dataloader"), config.get("data")
     for place in (
         loader.get("dataset") if isinstance(loader, dict) else None,
         data.get("test") if isinstance(data, dict) else None,
         {"pipeline": config.get("test_pipeline"), "type": config.get("dataset_type")},
     ):
-        if isinstance(place, dict) and isinstance(place.get("pipeline"), tuple):
-            return place["pipeline"], place.get("type")
+        found = [steps for steps in _values(place, "pipeline") if isinstance(steps, tuple)]
+        if found:
+            kind = place.get("type") if isinstance(place, dict) else None
+            different = [steps for i, steps in enumerate(found) if steps not in found[:i]]
+            return tuple(step for steps in different for step in steps), kind
     return None, None
 
 
-def _window(model: dict[str, Any]) -> Stated:
+def _window(test: Any) -> Stated:
     """The sliding window, if the model is evaluated with one."""
-    test = model.get("test_cfg")
     if not isinstance(test, dict) or test.get("mode") != "slide":
         return {}, ()
     crop, stride = test.get("crop_size"), test.get("stride")
