@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from experiments import small, train, write_config, write_data
 from processes import REPOSITORY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -69,6 +70,23 @@ def test_tensorboard_reads_curves_pictures_config_and_hyperparameters_back(tmp_p
     tags = read.summary_metadata
     assert "_hparams_/session_start_info" in tags
     assert b"train.lr" in tags["_hparams_/session_start_info"].plugin_data.content
+
+
+def test_any_ranks_show_the_same_pictures_of_the_whole_split(run_ranks, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    write_data(data)  # 3 images to evaluate
+    options = small(data, train={"steps": 1, "shares": 2}, log={"num_images": 2})
+    config = write_config(tmp_path / "c.yaml", options)
+    pictures = []
+    for ranks in (1, 2):
+        run_ranks(ranks, train, config, tmp_path / f"{ranks}")
+        read = board(tmp_path / f"{ranks}")
+        tags = ["eval/0", "eval/2"]
+        found = {tag for tag in read.Tags()["images"] if tag.startswith("eval/")}
+        assert found == {*tags, "eval/confusion"}
+        pictures.append([read.Images(tag)[0].encoded_image_string for tag in tags])
+    assert pictures[0] == pictures[1]
 
 
 def hparams_table(directory):

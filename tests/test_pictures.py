@@ -15,6 +15,7 @@ from segtrain.run.pictures import (
     legend,
     overlay,
     panel,
+    spread,
     write_png,
 )
 from segtrain.types import IGNORE_INDEX
@@ -186,6 +187,21 @@ def test_panel_shows_image_and_errors_in_their_places():
     top = next(y for y in range(len(picture)) if np.array_equal(picture[y : y + 40, :60], image))
     expected = error_map(label, pred)
     assert np.array_equal(picture[top : top + 40, -60:], expected)
+
+
+def test_panel_explains_the_colours_of_the_errors():
+    picture = panel(noise(40, 90), labels(40, 90), labels(40, 90, 1), palette=PALETTE, names=NAMES)
+    words = ["errors: wrong", "errors: right", "errors: ignored"]
+    colors = error_map(np.array([[0, 0, IGNORE_INDEX]], np.uint8), np.array([[1, 0, 0]], np.uint8))
+    key = legend(words, colors[0].tolist(), picture.shape[1])
+    assert np.array_equal(picture[-len(key) :], key)
+
+
+@pytest.mark.parametrize(
+    ("total", "num", "places"), [(3, 4, [0, 1, 2]), (101, 3, [0, 50, 100]), (9, 1, [0])]
+)
+def test_pictures_are_spread_evenly(total, num, places):
+    assert sorted(spread(total, num)) == places
 
 
 def test_a_long_title_has_a_line_of_its_own():

@@ -18,7 +18,7 @@ from segtrain.data.dataset import SegDataset
 from segtrain.data.protect import check_pictures
 from segtrain.errors import ConfigError, ExecutionError
 from segtrain.evaluation.dataset import Prediction
-from segtrain.run.pictures import panel, write_indexed_png, write_png
+from segtrain.run.pictures import panel, spread, write_indexed_png, write_png
 
 Writer = Callable[[Prediction], None]
 
@@ -92,9 +92,9 @@ def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Wri
 def _overlay_writer(folder: Path, dataset: SegDataset, *, num: int) -> Writer:
     """Writes image, label, prediction and errors side by side, for `num` images of the data set.
 
-    They are spread evenly over the data set, so the choice does not depend on the ranks.
+    The choice does not depend on the ranks.
     """
-    chosen = set(np.linspace(0, len(dataset) - 1, num).round().astype(int).tolist())
+    chosen = spread(len(dataset), num)
 
     def write(prediction: Prediction) -> None:
         if prediction.index not in chosen:

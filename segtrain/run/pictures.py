@@ -23,6 +23,7 @@ Rgb = tuple[int, int, int]
 BLACK, WHITE = (0, 0, 0), (255, 255, 255)
 _INK, _GRID = (32, 32, 32), (200, 200, 200)
 _WRONG, _RIGHT, _IGNORED = (228, 26, 28), (235, 235, 235), (128, 128, 128)
+_ERRORS = {"errors: wrong": _WRONG, "errors: right": _RIGHT, "errors: ignored": _IGNORED}
 _FULL_CELL = (8, 48, 107)  # of the confusion matrix; ColorBrewer's darkest blue
 _FONT_PX = 14
 _LINE_PX = 20
@@ -93,7 +94,8 @@ def panel(
 ) -> np.ndarray:
     """Image, label, prediction and errors side by side, each at most `max_side_px` long.
 
-    The title is above, the legend below. All three arrays have the same height and width.
+    The title is above; below are the legend and the colors of the errors. All three arrays have the
+    same height and width.
     """
     shrink = min(1.0, max_side_px / max(label.shape))
     height, width = (max(1, round(side * shrink)) for side in label.shape)
@@ -110,7 +112,16 @@ def panel(
     row = np.hstack([x for part in parts.values() for x in (part, gap)][:-1])
     headers = [_header([title_text(title)], row.shape[1], step_px=0)] if title else []
     headers.append(_header(list(parts), row.shape[1], step_px=width + _GAP_PX))
-    return np.vstack([*headers, row, legend(names, palette, row.shape[1])])
+    keys = [
+        legend(names, palette, row.shape[1]),
+        legend(list(_ERRORS), list(_ERRORS.values()), row.shape[1]),
+    ]
+    return np.vstack([*headers, row, *keys])
+
+
+def spread(total: int, num: int) -> set[int]:
+    """Up to `num` of `total` images to show, spread evenly: neighbours are often alike."""
+    return set(np.linspace(0, total - 1, num).round().astype(int).tolist())
 
 
 def training_picture(batch: Batch, classes: ClassFile, num_images: int) -> np.ndarray:
@@ -168,11 +179,16 @@ def write_png(path: Path, picture: np.ndarray) -> None:
     ExecutionError if the disk is full, or `path` cannot be written or is no regular file.
     """
     # Encoded in memory, because cv2.imwrite only returns False when the disk is full.
+    _write(path, to_png(picture))
+
+
+def to_png(picture: np.ndarray) -> bytes:
+    """The file of a picture, or of a label of one channel (uint8 or uint16)."""
     if picture.ndim == 3:
         picture = cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)
     ok, data = cv2.imencode(".png", picture)
     assert ok, "PNG holds any 8 or 16 bit picture"
-    _write(path, data.tobytes())
+    return data.tobytes()
 
 
 def write_indexed_png(path: Path, indices: np.ndarray, palette: Sequence[Rgb]) -> None:

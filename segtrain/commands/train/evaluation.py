@@ -1,9 +1,13 @@
 """The evaluation of a run: scores, pictures, and whether the model is the best so far."""
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
+from io import BytesIO
 from math import isnan
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from torch import Tensor
 
 from segtrain.commands.train import batches, saving
@@ -24,7 +28,7 @@ from segtrain.models.precision import (
     for_evaluation,
 )
 from segtrain.norm.precise import precise_statistics_of_parts
-from segtrain.run.pictures import confusion_picture, panel
+from segtrain.run.pictures import confusion_picture, panel, spread, to_png
 from segtrain.run.progress import score_text
 
 
@@ -36,6 +40,7 @@ def evaluate(run: Run) -> None:
     saving.settle(run)
     config, step, classes, log = run.config, run.state.step, run.eval_set.classes, run.log
     heartbeat.beat("evaluation", step)
+    pictures: dict[int, str] = {}
     if config.norm.precise_batches is not None:
         take_precise_statistics(run, config.norm.precise_batches)
     with float32_products(for_evaluation(config)):
@@ -48,13 +53,14 @@ def evaluate(run: Run) -> None:
             progress=True,
             num_threads=max(1, num_loader_workers(config.data)),
             at_once=1 if run.state.shares is None else run.state.shares.at_once,
-            callbacks=[lambda prediction: _show(run, prediction)],
+            callbacks=[lambda prediction: _keep(run, prediction, pictures)],
         )
     scores = matrix.scores()
     run.evaluated, run.mean_iou = step, scores.mean_iou
     log.scalars(step, scores.scalars(classes.names))
     confusion = confusion_picture(matrix.counts.cpu().numpy(), classes.names)
     log.picture(step, "eval/confusion", confusion)
+    _show(run, pictures)
     better = is_better(scores.mean_iou, run.best)
     # That of an early end would not have been, had training gone on.
     if step % (config.eval.every_steps or config.train.steps) == 0:
@@ -76,21 +82,22 @@ def is_better(mean_iou: float, best: dict[str, Any] | None) -> bool:
     return mean_iou > best["mean_iou"] or (isnan(best["mean_iou"]) and not isnan(mean_iou))
 
 
-def _show(run: Run, prediction: Prediction) -> None:
-    """Logs image, label and prediction of the first images."""
-    shown = run.config.log.num_images * dist.world_size()
-    if not run.log.enabled or prediction.index >= shown:
+def _show(run: Run, pictures: dict[int, str]) -> None:
+    """Logs the pictures of all ranks in the order of the data set (collective)."""
+    found = [pair for each in dist.all_gather_object(list(pictures.items())) for pair in each]
+    for index, text in sorted(found) if run.log.enabled else ():
+        picture = np.array(Image.open(BytesIO(b64decode(text))))
+        run.log.picture(run.state.step, f"eval/{index}", picture)
+
+
+def _keep(run: Run, prediction: Prediction, pictures: dict[int, str]) -> None:
+    """Draws image, label and prediction if it is one to show; as text, which ranks can exchange."""
+    if prediction.index not in spread(len(run.eval_set), run.config.log.num_images):
         return
-    classes = run.eval_set.classes
-    picture = panel(
-        prediction.image,
-        prediction.label,
-        prediction.pred,
-        palette=classes.palette,
-        names=classes.names,
-        title=run.eval_set.name(prediction.index),
-    )
-    run.log.picture(run.state.step, f"eval/{prediction.index}", picture)
+    index, *pixels = prediction
+    names, palette = run.eval_set.classes.names, run.eval_set.classes.palette
+    picture = panel(*pixels, palette=palette, names=names, title=run.eval_set.name(index))
+    pictures[index] = b64encode(to_png(picture)).decode()
 
 
 def take_precise_statistics(run: Training, num_batches: int) -> None:
