@@ -7,8 +7,11 @@ and VainF are in no registry: their modules are written here after the layout of
 import argparse
 import json
 import re
+import sys
+import types
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1056,10 +1059,45 @@ def test_checkpoints_that_run_code_are_refused(smp_state, tmp_path, classes, cap
     assert not output.exists()
 
 
+@pytest.mark.parametrize("averaged", [False, True])
+def test_checkpoint_of_mmengines_runner_is_read(averaged, mmseg_model, tmp_path, monkeypatch):
+    """Its message hub holds arrays of numpy and methods; nothing of them is made or called."""
+
+    class HistoryBuffer:
+        def __init__(self):
+            self.log_history, self.count = np.arange(3.0), np.float64(2)
+            self.methods = {"mean": self.mean}
+
+        def mean(self):
+            return 0
+
+        def __setstate__(self, state):
+            raise AssertionError
+
+    HistoryBuffer.__module__ = "mmengine.logging.history_buffer"
+    HistoryBuffer.__qualname__ = "HistoryBuffer"
+    module = types.ModuleType(HistoryBuffer.__module__)
+    module.HistoryBuffer = HistoryBuffer
+    state = mmseg_model.float().state_dict()
+    hub = {"log_scalars": {"train/loss": HistoryBuffer()}, "runtime_info": {"best": np.int64(3)}}
+    file = {**meta(CLASSES=NAMES), "state_dict": state, "message_hub": hub}
+    if averaged:
+        raw = {f"module.{key}": torch.zeros_like(value) for key, value in state.items()}
+        file["ema_state_dict"] = raw | {"steps": torch.tensor(7)}
+    with monkeypatch.context() as patch:
+        for name in ("mmengine", "mmengine.logging", module.__name__):
+            patch.setitem(sys.modules, name, module)
+        torch.save(file, tmp_path / "iter_4.pth")
+    loaded = convert_file(tmp_path / "iter_4.pth", tmp_path / "ours.pt")
+    assert loaded.classes.classes.names == NAMES
+    assert loaded.config.model.aspp_rates == (2, 3, 4)
+    assert logits(loaded.model).abs().max() > 0
+
+
 def test_line_that_a_refusal_gives_keeps_config_and_classes(
     mmseg_model, tmp_path, monkeypatch, capsys
 ):
-    """mmengine stores its message hub, an object, beside both."""
+    """Hooks may store objects beside both."""
     monkeypatch.chdir(tmp_path)
     state = mmseg_model.float().state_dict()
     hub = argparse.Namespace(log_scalars={})

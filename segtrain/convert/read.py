@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.serialization import safe_globals
 
 from segtrain.errors import CheckpointError
 from segtrain.files import kind_of, read_bytes, torch_file, weights_file
@@ -23,12 +24,34 @@ or, of mmsegmentation, whose meta holds the classes and the config:
   torch.save({k: c[k] for k in ("meta", "state_dict")}, "new.pth")"""
 # mmengine's EMAHook exchanges the two before it saves (hooks/ema_hook.py).
 _MMENGINE = "state_dict", "ema_state_dict"
+_NUMPY = "scalar", "_reconstruct"
 _NOTES = {
     "state_dict": "the averaged weights: mmengine's EMAHook stores them under state_dict, and the "
     "others under ema_state_dict, which --entry reads",
     "ema_state_dict": "the weights that are not averaged: mmengine's EMAHook stores the average "
     "under state_dict",
 }
+
+
+class _Inert:
+    """Stands in for an object that mmengine's Runner stores; keeps and calls nothing."""
+
+    def __new__(cls, *_args: object) -> "_Inert":
+        return super().__new__(cls)
+
+    def __setstate__(self, _state: object) -> None:
+        pass
+
+
+# Its message hub holds histories: arrays of numpy, and methods found by getattr.
+_RUNNER = [
+    (_Inert, name)
+    for name in (
+        *("mmengine.logging.history_buffer.HistoryBuffer", "builtins.getattr"),
+        *("__builtin__.getattr", "numpy.dtype", "numpy.ndarray"),
+        *(f"numpy.{core}.multiarray.{f}" for core in ("core", "_core") for f in _NUMPY),
+    )
+]
 
 
 @dataclass(frozen=True)
@@ -95,7 +118,8 @@ def _content(path: Path) -> Any:
         found = f"found {kind_of(path)}" if path.exists() else "no such file"
         raise CheckpointError(f"{path}: expected a file of weights, {found}")
     try:
-        return weights_file.read(path)
+        with safe_globals(_RUNNER):
+            return weights_file.read(path)
     except pickle.UnpicklingError:
         # torch's own message advises to load the file unsafely.
         raise CheckpointError(
