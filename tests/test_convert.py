@@ -329,6 +329,40 @@ class MmsegV3Plus(nn.Module):
         return [resize(head.conv_seg(y), size, True)]
 
 
+class MmsegPSPNet(nn.Module):
+    """PSPHead whose pyramid is not as wide as the features divided by its grids."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.backbone = torchvision.models.resnet18()
+        del self.backbone.fc
+        head = self.decode_head = nn.Module()
+        head.psp_modules = nn.ModuleList(
+            nn.Sequential(nn.AdaptiveAvgPool2d(bins), ConvModule(512, 1, width))
+            for bins in (1, 2, 3, 6)
+        )
+        head.bottleneck = ConvModule(512 + 4 * width, 3, width)
+        head.bottleneck.conv.padding = (1, 1)
+        head.conv_seg = nn.Conv2d(width, K, 1)
+
+    def forward(self, x):
+        b, head = self.backbone, self.decode_head
+        y = b.layer2(b.layer1(b.maxpool(b.relu(b.bn1(b.conv1(x))))))
+        y = b.layer4(b.layer3(y))
+        grids = [resize(module(y), y.shape[-2:], False) for module in head.psp_modules]
+        y = head.conv_seg(head.bottleneck(torch.cat([y, *grids], 1)))
+        return [resize(y, x.shape[-2:], False)]
+
+
+@pytest.mark.parametrize(("width", "option"), [(24, 24), (128, None)])
+def test_mmsegmentations_pyramid_has_its_own_width(width, option, classes):
+    theirs = lively(lambda: MmsegPSPNet(width))
+    model, config = converted(theirs.state_dict(), classes, "model.output_stride=32")
+    assert config.model.ppm_channels == option
+    assert config.model.head_channels == width
+    assert_equal(model, lambda dtype, x: theirs.to(dtype)(x), (41, 170), aux=False)
+
+
 MMSEG_CONFIG = """
 norm_cfg = dict(requires_grad=True, type='SyncBN')
 model = dict(

@@ -209,6 +209,7 @@ def test_decoder_of_smp_equals_the_formula():
         {"num_stages": 3, "multi_grid": (1, 2)},
         {"arch": "deeplabv3", "ppm_global_norm": False},
         {"ppm_bins": (2, 3), "ppm_global_norm": False},
+        {"arch": "deeplabv3", "ppm_channels": 8},
         {"arch": "deeplabv3", "separable_norm": False},
         {"arch": "deeplabv3", "decoder_convs": 1},
         {"arch": "deeplabv3", "aspp_conv": True},
@@ -235,6 +236,7 @@ def test_layer_that_a_mobilenet_does_not_have_is_refused():
     "options",
     [
         {"backbone": "resnet18", "num_stages": 2, "ppm_global_norm": False, "join_kernel": 1},
+        {"backbone": "resnet18", "ppm_channels": 24},
         {"arch": "deeplabv3", "backbone": "resnet18", "join_kernel": 3},
         {"arch": "deeplabv3plus", "backbone": "resnet18", "separable": True}
         | {"separable_norm": False, "aspp_conv": True, "decoder_convs": 1},

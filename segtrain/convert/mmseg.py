@@ -93,6 +93,10 @@ def _head(state: State) -> tuple[Options, Renames, dict[str, Rotation]]:
             for i in range(levels)
             for ours, theirs in (("convs", "conv"), ("norms", "bn"))
         )
+        first = f"{head}.psp_modules.0.1.conv.weight"
+        branch, features = size(state, first), size(state, first, 1)
+        if branch != features // levels:
+            found["model.ppm_channels"] = branch
         return found | {"model.arch": "pspnet"}, (*pyramid, *join), {}
     if f"{head}.aspp_modules.0.conv.weight" not in state:
         raise CheckpointError(

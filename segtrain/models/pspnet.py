@@ -27,8 +27,8 @@ from segtrain.norm import NormFactory
 class PyramidPooling(nn.Module):
     """The input beside its averages over grids of several sizes, each through a 1x1 convolution.
 
-    Concatenated as [x, p1, p2, ...] (semseg, mmsegmentation), every p with
-    in_channels // len(bins) channels.
+    Concatenated as [x, p1, p2, ...] (semseg, mmsegmentation), every p with `channels` channels;
+    None: in_channels // len(bins).
 
     global_norm: False: the branch of bin 1 has a bias instead of a norm, as in
         segmentation_models.pytorch; its statistics would be those of one value an image.
@@ -42,9 +42,10 @@ class PyramidPooling(nn.Module):
         norm: NormFactory,
         align_corners: bool,
         global_norm: bool = True,
+        channels: int | None = None,
     ) -> None:
         super().__init__()
-        width = in_channels // len(bins)
+        width = channels or in_channels // len(bins)
         self.bins = tuple(bins)
         self.align_corners = align_corners
         self.out_channels = in_channels + width * len(bins)
@@ -86,6 +87,7 @@ class PSPHead(Head):
             norm=norm,
             align_corners=model.align_corners,
             global_norm=model.ppm_global_norm,
+            channels=model.ppm_channels,
         )
         self.conv = ConvNormReLU(self.ppm.out_channels, width, model.join_kernel or 3, norm=norm)
         self.classifier = Classifier(

@@ -94,6 +94,9 @@ class ModelConfig(Section):
         None, "width of the head; null: 512 for PSPNet, 256 for DeepLab"
     )
     ppm_bins: Positives = option((1, 2, 3, 6), "pyramid pooling grid sizes")
+    ppm_channels: Positive | None = option(
+        None, "width of each grid's branch; null: the width of the features / number of grids"
+    )
     aspp_rates: Positives | None = option(
         None, "ASPP dilations; null: [12, 24, 36] at stride 8, [6, 12, 18] at 16, [3, 6, 9] at 32"
     )
@@ -158,7 +161,7 @@ class ModelConfig(Section):
             ("multi_grid_values", self.multi_grid is not None, "multi_grid null"),
             ("basic_block_dilation", basic, backbone),
             ("basic_block_dilation", self.output_stride < reach or not basic, stride),
-            ("ppm_bins ppm_global_norm", self.arch == "pspnet", arch),
+            ("ppm_bins ppm_channels ppm_global_norm", self.arch == "pspnet", arch),
             ("ppm_global_norm", 1 in self.ppm_bins, f"ppm_bins {list(self.ppm_bins)}"),
             ("aspp_rates separable", deeplab, arch),
             ("separable_norm", self.separable, "separable false"),
