@@ -905,6 +905,33 @@ def test_models_that_segtrain_does_not_have_are_refused_with_the_reason(key, sha
         detect(state, {})
 
 
+@pytest.mark.parametrize(
+    ("keys", "config", "message"),
+    [
+        (
+            "backbone.layer1.0.conv.0.conv",
+            "",
+            "backbone MobileNetV2: of its backbones only ResNets",
+        ),
+        ("backbone.encoder.0.0.convs.0.conv", "", "backbone UNet: segtrain has no decoder"),
+        ("backbone.layers.0.0.projection", "", "SegFormer is a transformer"),
+        ("decode_head.convs.0.conv", "", "decode_head FCNHead: segtrain has this head as the aux"),
+        ("decode_head.pam.key_project", "", "decode_head DAHead: DANet has attention"),
+        ("decode_head.0.conv_seg decode_head.1.object_context_block.a", "", "OCRHead: OCRNet has"),
+        (
+            "backbone.conv1",
+            "model = dict(backbone=dict(type='HRNet'), decode_head=[dict(type='FCNHead')])",
+            "backbone HRNet: segtrain does not have it\n  decode_head FCNHead: segtrain has this",
+        ),
+    ],
+)
+def test_networks_of_mmsegmentation_that_are_not_read_are_named(keys, config, message):
+    one_head = () if "decode_head.0" in keys else ("decode_head.conv_seg",)
+    state = {f"{key}.weight": torch.ones(5, 8, 1, 1) for key in (*keys.split(), *one_head)}
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        detect(state, meta(config))
+
+
 def test_a_sigmoid_is_refused(smp_state, classes):
     state = dict(smp_state)
     state["segmentation_head.0.weight"] = state["segmentation_head.0.weight"][:1]

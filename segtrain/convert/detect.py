@@ -12,6 +12,7 @@ from segtrain.text import MAX_NAME, printable
 PROGRAMS: tuple[tuple[str, Callable[[State, Mapping[str, Any]], Plan]], ...] = (
     ("ppm.features.0.1.weight", lambda state, _: semseg.plan(state)),
     ("decode_head.conv_seg.weight", mmseg.plan),
+    ("decode_head.0.conv_seg.weight", mmseg.plan),  # several heads: refused by their names
     ("segmentation_head.0.weight", smp.plan),
     ("classifier.aspp.convs.0.0.weight", lambda state, _: vainf.plan(state)),
     # Before torchvision's, with which it ends.

@@ -19,6 +19,30 @@ _ASSUMED: Options = {
     "model.align_corners": False,
 }
 
+# Beginnings of keys that PSPNet and DeepLab with ResNets do not have, and where they come from.
+_OTHERS = {
+    "backbone.layer1.0.conv.": ("backbone", "MobileNetV2"),
+    "backbone.layer1.depthwise_conv.": ("backbone", "MobileNetV3"),
+    "backbone.encoder.": ("backbone", "UNet"),
+    "backbone.stage2.": ("backbone", "HRNet"),
+    "backbone.layers.0.0.projection.": ("backbone", "MixVisionTransformer"),
+    "decode_head.pam.": ("decode_head", "DAHead"),
+    "decode_head.1.object_context_block.": ("decode_head", "OCRHead"),
+    "decode_head.0.": ("decode_head", "several heads"),
+    "decode_head.lateral_convs.": ("decode_head", "UPerHead"),
+    "decode_head.fusion_conv.": ("decode_head", "SegformerHead"),
+    "decode_head.convs.0.": ("decode_head", "FCNHead"),
+}
+_REASONS = {
+    "MobileNetV2": "of its backbones only ResNets are read, though segtrain has a MobileNetV2",
+    "MobileNetV3": "of its backbones only ResNets are read, though segtrain has a MobileNetV3",
+    "UNet": "segtrain has no decoder that goes back to the full size",
+    "MixVisionTransformer": "SegFormer is a transformer; segtrain has convolutional backbones",
+    "DAHead": "DANet has attention, which segtrain does not have",
+    "OCRHead": "OCRNet has a head that refines another one, which segtrain does not have",
+    "FCNHead": "segtrain has this head as the auxiliary one only",
+}
+
 
 def plan(state: State, beside: Mapping[str, Any]) -> Plan:
     """The plan for a state dict with backbone., decode_head. and auxiliary_head.
@@ -29,6 +53,9 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
     Raises:
         CheckpointError: another head or backbone, or the config contradicts the keys.
     """
+    meta = beside.get("meta")
+    meta = meta if isinstance(meta, Mapping) else {}
+    _refuse_others(state, meta)
     backbone, stem = _backbone(state)
     arch, head, rotations = _head(state)
     assumed = dict(_ASSUMED)
@@ -36,8 +63,6 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
         assumed["model.ppm_bins"] = (1, 2, 3, 6)
     aux, aux_renames = _aux(state)
     found = {**backbone, **arch, **aux}
-    meta = beside.get("meta")
-    meta = meta if isinstance(meta, Mapping) else {}
     stated = mmseg_config.stated(meta, found)
     names, palette = mmseg_config.classes(meta)
     return Plan(
@@ -60,6 +85,27 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
         warnings=stated.warnings,
         drops_zero=stated.drops_zero,
     )
+
+
+def _refuse_others(state: State, meta: Mapping[str, Any]) -> None:
+    """Names a backbone or heads that segtrain does not have, by the config or by the keys."""
+    found = mmseg_config.foreign(meta)
+    places = {place for place, _ in found}
+    by_keys = {
+        place: kind
+        for start, (place, kind) in reversed(_OTHERS.items())
+        if place not in places and any(key.startswith(start) for key in state)
+    }
+    lines = [
+        f"  {place} {kind}: {_REASONS.get(kind, 'segtrain does not have it')}"
+        for place, kind in sorted({*found, *by_keys.items()})
+    ]
+    if lines:
+        raise CheckpointError(
+            "a model of mmsegmentation that is not converted; expected PSPHead, ASPPHead or "
+            "DepthwiseSeparableASPPHead on ResNet, ResNetV1c or ResNetV1d, found\n"
+            + "\n".join(lines)
+        )
 
 
 def _backbone(state: State) -> tuple[Options, Renames]:

@@ -114,7 +114,7 @@ def stated(meta: Mapping[str, Any], found: Options) -> Stated:
         CheckpointError: the config describes a model that segtrain cannot build, or another one
             than the keys do.
     """
-    text = next((meta[key] for key in ("cfg", "config") if isinstance(meta.get(key), str)), None)
+    text = _text(meta)
     if text is None:
         return Stated({}, ("the file holds no config of mmsegmentation",))
     try:
@@ -143,6 +143,33 @@ def stated(meta: Mapping[str, Any], found: Options) -> Stated:
         )
     options = _model_options(sections, found)
     return Stated({**options, **given.options}, (), given.warnings, drops_zero(config))
+
+
+def foreign(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The backbone and heads of the config in `meta` that segtrain does not have: place, type."""
+    try:
+        model = _parse(_text(meta) or "").get("model")
+    except _UnreadError:
+        return []
+    parts = [
+        (place, part)
+        for place in ("backbone", "decode_head")
+        for part in _as_tuple(model.get(place) if isinstance(model, dict) else None)
+    ]
+    kinds = [(place, part.get("type")) for place, part in parts if isinstance(part, dict)]
+    return [
+        (place, printable(kind, MAX_NAME))
+        for place, kind in kinds
+        if isinstance(kind, str) and kind not in _STEMS and kind not in _HEADS
+    ]
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _text(meta: Mapping[str, Any]) -> str | None:
+    return next((meta[key] for key in ("cfg", "config") if isinstance(meta.get(key), str)), None)
 
 
 def classes(
