@@ -69,10 +69,10 @@ def test_what_was_saved_is_loaded(tmp_path):
 
 @pytest.mark.fault(48)
 def test_what_cannot_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
-    """weights_only refuses a NumPy number, which torch.save accepts."""
+    """weights_only refuses a NumPy array, which torch.save accepts."""
     save(tmp_path / "a.pt", checkpoint(step=1))
     with pytest.raises(CheckpointError, match="more than tensors and plain data"):
-        save(tmp_path / "a.pt", checkpoint(step=2, best={"step": 2, "mean_iou": np.float64(0.5)}))
+        save(tmp_path / "a.pt", checkpoint(step=2, best={"step": 2, "mean_iou": np.ones(1)}))
     assert load(tmp_path / "a.pt").step == 1
     assert names(tmp_path) == ["a.pt"]
 

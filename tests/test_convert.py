@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import types
+import zipfile
 from functools import partial
 
 import numpy as np
@@ -30,6 +31,7 @@ from segtrain.convert.write import convert_file, load_plan
 from segtrain.data.class_file import load_class_file
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.evaluation.settings import view_size
+from segtrain.files import weights_file
 from segtrain.models import build_model
 
 NAMES = ("sky", "road", "pole", "tree", "sign")
@@ -889,9 +891,11 @@ def test_damaged_numbers_are_refused_by_the_key_in_the_file(
         ("classifier.cbr.0.weight", (8, 8, 1, 1), "LRASPP"),
         ("fc.weight", (10, 8), "model.pretrained"),
         ("module.layer1.0.conv1.weight", (8, 8, 3, 3), "model.pretrained"),
+        ("module.cls.0.weight", (8, 8, 3, 3), "semseg's PSPNet without its pyramid"),
         ("unet.weight", (8, 8), "no model that is read"),
         ("backbone.high_level_features.4.conv.0.0.weight", (8, 8), "pads the input"),
         ("encoder.features.18.0.weight", (8, 8), "1280 channels"),
+        ("encoder._conv_stem.weight", (8, 8), r"encoder whose first key is encoder\._conv_stem"),
     ],
 )
 def test_models_that_segtrain_does_not_have_are_refused_with_the_reason(key, shape, message):
@@ -901,6 +905,8 @@ def test_models_that_segtrain_does_not_have_are_refused_with_the_reason(key, sha
     }
     more = [marker for start, marker in markers.items() if key.startswith(start)]
     state = dict.fromkeys([key, *more], torch.ones(shape))
+    if key.startswith("module.cls"):
+        state["module.layer1.0.conv1.weight"] = torch.ones(shape)
     with pytest.raises(CheckpointError, match=message):
         detect(state, {})
 
@@ -930,6 +936,22 @@ def test_networks_of_mmsegmentation_that_are_not_read_are_named(keys, config, me
     state = {f"{key}.weight": torch.ones(5, 8, 1, 1) for key in (*keys.split(), *one_head)}
     with pytest.raises(CheckpointError, match=re.escape(message)):
         detect(state, meta(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"se_module.fc1.weight": (4, 64, 1, 1)}, "an SE-ResNet, SE-ResNeXt or SENet"),
+        ({"conv2.weight": (128, 4, 3, 3)}, "a ResNeXt"),
+        ({"conv2.weight": (128, 128, 3, 3)}, "a Wide ResNet"),
+    ],
+)
+def test_relatives_of_resnet_are_refused_by_name(change, message, smp_state):
+    block, state = "encoder.layer1.0.", dict(smp_state)
+    state[f"{block}conv3.weight"] = torch.ones(64, 64, 1, 1)
+    state |= {block + key: torch.ones(shape) for key, shape in change.items()}
+    with pytest.raises(CheckpointError, match=f"the backbone is {message}"):
+        detect(state, {})
 
 
 def test_a_sigmoid_is_refused(smp_state, classes):
@@ -1153,6 +1175,46 @@ def test_checkpoint_of_mmengines_runner_is_read(averaged, mmseg_model, tmp_path,
     assert loaded.classes.classes.names == NAMES
     assert loaded.config.model.aspp_rates == (2, 3, 4)
     assert logits(loaded.model).abs().max() > 0
+
+
+class PolyLR(torch.optim.lr_scheduler.LRScheduler):
+    """VainF's."""
+
+    max_iters, power = 9, 0.9
+
+    def get_lr(self):
+        left = 1 - self.last_epoch / self.max_iters
+        return [max(lr * left**self.power, 1e-6) for lr in self.base_lrs]
+
+
+@pytest.mark.parametrize("module", ["numpy._core.multiarray", "numpy.core.multiarray"])
+def test_checkpoint_of_vainfs_training_is_read(module, tmp_path, classes):
+    """Its best score is a number of NumPy, of version 2 or 1."""
+    model = lively(lambda: VainF(plus=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = PolyLR(optimizer)
+    file = {
+        "cur_itrs": 7,
+        "model_state": model.state_dict(),
+        "optimizer_state": optimizer.state_dict(),
+        "scheduler_state": scheduler.state_dict(),
+        "best_score": np.nanmean(np.array([0.25, 0.75])),
+    }
+    path = tmp_path / "best_deeplabv3plus_resnet50_voc_os16.pth"
+    torch.save(file, path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    for name in members:
+        if name.endswith("data.pkl"):
+            assert b"multiarray" in members[name]
+            written = re.compile(rb"numpy\._?core\.multiarray")
+            members[name] = written.sub(module.encode(), members[name])
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    assert weights_file.read(path)["best_score"] == 0.5
+    got = convert_file(path, tmp_path / "ours.pt", classes=classes)
+    assert "under model_state" in got.lines[0]
 
 
 def test_line_that_a_refusal_gives_keeps_config_and_classes(

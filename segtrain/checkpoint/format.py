@@ -60,7 +60,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
 def write_temporary(path: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, Entry]]:
     """Writes a temporary file beside `path`, fsyncs and verifies it; yields it with its entry.
 
-    It is loaded once: content that weights_only refuses, such as a NumPy number, must be found now
+    It is loaded once: content that weights_only refuses, such as a NumPy array, must be found now
     and not when the run is resumed.
 
     Raises:

@@ -29,6 +29,7 @@ _OTHERS = {
     "classifier.cbr.0.weight": "torchvision's LRASPP, which segtrain does not have",
     "classifier.4.weight": "torchvision's FCN, which segtrain does not have",
     "psa.conv6.0.weight": "semseg's PSANet, which segtrain does not have",
+    "cls.0.weight": "semseg's PSPNet without its pyramid (use_ppm), which segtrain does not have",
     "fc.weight": "a classifier of images, without a head for segmentation; name it in "
     "model.pretrained",
     "layer1.0.conv1.weight": "a backbone without a head; name it in model.pretrained",

@@ -5,16 +5,26 @@ from segtrain.errors import CheckpointError
 from segtrain.models.resnet import DEPTHS
 
 _NUM_STAGES = 4
+_WIDTH = 64
 
 
 def resnet_name(state: State, prefix: str) -> str:
     """`model.backbone` of the stages layer1 to layer4 under `prefix`.
 
     Raises:
-        CheckpointError: another network, such as ResNet-152.
+        CheckpointError: another network, such as ResNet-152 or a ResNeXt.
     """
     depths = tuple(count_children(state, f"{prefix}layer{i + 1}.") for i in range(_NUM_STAGES))
-    bottleneck = f"{prefix}layer1.0.conv3.weight" in state
+    bottleneck, conv = f"{prefix}layer1.0.conv3.weight" in state, f"{prefix}layer1.0.conv2.weight"
+    what = None
+    if f"{prefix}layer1.0.se_module.fc1.weight" in state:
+        what = "an SE-ResNet, SE-ResNeXt or SENet: its blocks have squeeze and excitation"
+    elif bottleneck and size(state, conv, 0) != size(state, conv, 1):
+        what = "a ResNeXt: its 3x3 convolutions have groups"
+    elif bottleneck and size(state, conv) != _WIDTH:
+        what = f"a Wide ResNet: its first block has {size(state, conv)} channels, not {_WIDTH}"
+    if what is not None:
+        raise CheckpointError(f"the backbone is {what}; segtrain has {', '.join(DEPTHS)}")
     for name, known in DEPTHS.items():
         if known == (depths, bottleneck):
             return name
@@ -27,7 +37,7 @@ def resnet_name(state: State, prefix: str) -> str:
 
 def resnet_widths(name: str) -> list[int]:
     """The channels of each of the four stages."""
-    return [(4 if DEPTHS[name][1] else 1) * 64 * 2**i for i in range(_NUM_STAGES)]
+    return [(4 if DEPTHS[name][1] else 1) * _WIDTH * 2**i for i in range(_NUM_STAGES)]
 
 
 def deep_stem(theirs: str) -> Renames:

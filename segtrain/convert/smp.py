@@ -124,8 +124,10 @@ def _by_keys(state: State) -> Plan:
             "the 320 before it: no option makes these equal; the ResNets are read"
         )
     if "encoder.layer1.0.conv1.weight" not in state:
+        first = next((key for key in state if key.startswith("encoder.")), "none")
         raise CheckpointError(
-            f"{_NAME} with another encoder than resnet18, 34, 50 or 101: segtrain does not have it"
+            f"{_NAME} with an encoder whose first key is {printable(first, MAX_NAME)}; segtrain "
+            "has resnet18, 34, 50 and 101"
         )
     backbone = resnet_name(state, "encoder.")
     if "decoder.psp.blocks.0.pool.1.0.weight" in state:

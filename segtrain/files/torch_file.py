@@ -6,6 +6,7 @@ torch.load does not compare the CRC-32 of a record, so a flipped bit would be a 
 import errno
 import os
 import pickletools
+import re
 import struct
 import warnings
 import zipfile
@@ -13,6 +14,7 @@ from functools import partial
 from io import BufferedReader, BytesIO
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,8 +32,34 @@ _DAMAGED = (
 )
 
 
+class _NumpyType:
+    """What a pickle says of a NumPy number's type. numpy.dtype itself would trust any state."""
+
+    def __init__(self, code: str, *_: bool) -> None:
+        self.code = code
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.code = state[1] + self.code  # the order of bytes
+
+
+def _number(kind: _NumpyType, content: bytes) -> float | int | bool:
+    """A pickled NumPy number, as a plain one."""
+    if not re.fullmatch("[<>|][bfiu][1248]", kind.code):
+        raise DamagedError("it holds a NumPy object that is no number")
+    return np.frombuffer(content, kind.code, count=1)[0].item()
+
+
+# A training program's best score is often a NumPy number. "core": NumPy 1.
+_NUMPY = (
+    (_NumpyType, "numpy.dtype"),
+    (_number, "numpy._core.multiarray.scalar"),
+    (_number, "numpy.core.multiarray.scalar"),
+)
+
+
 def load(file: IO[bytes], *, verified: bool = False) -> Any:
-    """The content of an open file: tensors, all on the CPU, and plain data.
+    """The content of an open file: tensors, all on the CPU, and plain data; numbers of NumPy become
+    those of Python.
 
     verified: the caller compares the SHA-256 of the file, so that no CRC-32 has to be compared.
 
@@ -45,7 +73,8 @@ def load(file: IO[bytes], *, verified: bool = False) -> Any:
         with warnings.catch_warnings():
             # torch warns about foreign pickles just before it refuses them.
             warnings.simplefilter("ignore")
-            return torch.load(file, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals(_NUMPY):
+                return torch.load(file, map_location="cpu", weights_only=True)
     except _DAMAGED as error:
         if isinstance(error, OSError) and error.errno == errno.EIO:
             raise
