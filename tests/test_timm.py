@@ -271,5 +271,5 @@ def test_options_that_timm_does_not_follow_are_refused(options, message):
 
 def test_without_timm_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
-    with pytest.raises(ConfigError, match=r"pip install 'segtrain\[timm\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[timm\]'"):
         build_model(config_of("resnet18"), num_classes=2)
