@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ import yaml
 COLORS = np.array([(90, 60, 70), (70, 140, 60), (60, 90, 200), (200, 190, 90)], dtype=np.uint8)
 
 
-def write_data(root: Path, num_images: int = 8, size: tuple[int, int] = (56, 72)) -> None:
+def write_data(
+    root: Path, num_images: int = 8, size: tuple[int, int] = (56, 72), *, num_val: int = 3
+) -> None:
     """Noisy coloured shapes with 4 classes and some ignored: {images,labels}/<split>/."""
     rng = np.random.default_rng(0)
     (root / "classes.yaml").write_text("classes: [ground, plant, water, sand]\nignore_ids: [255]\n")
     for split in ("train", "val"):
         for kind in ("images", "labels"):
             (root / kind / split).mkdir(parents=True)
-        for i in range(num_images if split == "train" else 3):
+        for i in range(num_images if split == "train" else num_val):
             label = np.zeros(size, dtype=np.uint8)
             for value in (1, 2, 3, 255):
                 center = (int(rng.integers(size[1])), int(rng.integers(size[0])))
@@ -117,6 +120,47 @@ def stopped_after(
 
     command.train_steps = train_steps
     return train(config, directory, resume)
+
+
+def signalled_in_evaluation(
+    step: int, where: str, config: Path, directory: Path, resume: bool, number: int, rank: int
+) -> tuple[int, int]:
+    """As `train`; `rank` gets a signal at its second image of the evaluation after `step`.
+
+    where: "predict_labels"; or "until", for batches of norm.precise_batches instead of images.
+    Returns also how many of them this rank has begun. From the signal on, each takes 0.3 s.
+    """
+    from segtrain.commands.train import batches
+    from segtrain.distributed import collectives as dist
+    from segtrain.distributed import heartbeat
+    from segtrain.evaluation import dataset
+
+    begun = []
+
+    def begin() -> None:
+        if heartbeat.describe() != f"in evaluation, after step {step}":
+            return
+        begun.append(time.monotonic())
+        if len(begun) == 2 and dist.rank() == rank:
+            os.kill(os.getpid(), number)
+        time.sleep(0.3)
+
+    predict_labels, until = dataset.predict_labels, batches.until
+
+    def predict_slowly(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return predict_labels(*args, **kwargs)
+
+    def until_slowly(*args: Any) -> Iterator[Any]:
+        for batch in until(*args):
+            begin()
+            yield batch
+
+    if where == "until":
+        batches.until = until_slowly
+    else:
+        dataset.predict_labels = predict_slowly
+    return train(config, directory, resume), len(begun)
 
 
 def refusal(function: Callable[..., Any], *args: Any) -> tuple[str, int, str] | None:

@@ -12,16 +12,20 @@ import pytest
 import torch
 from experiments import (
     assert_same_state,
+    bits,
     curve,
     last,
     losses,
     refusal,
+    signalled_in_evaluation,
     small,
     stopped_after,
     train,
     write_config,
+    write_data,
 )
 from processes import Command, logged_steps
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from segtrain.checkpoint import format as checkpoint_format
 from segtrain.checkpoint.format import load
@@ -382,6 +386,78 @@ def killed_in_evaluation(config, directory):
         train(config, directory)
     except Killed:
         return "killed"
+
+
+@pytest.fixture(scope="module")
+def alone_with_evaluations(run_ranks, tmp_path_factory):
+    """A config with an evaluation of 40 images after steps 2 and 4, and its undisturbed run."""
+    root = tmp_path_factory.mktemp("evaluations")
+    write_data(root, num_val=40)
+    options = small(
+        root,
+        norm={"precise_batches": 20},
+        train={"steps": 4, "batch_size": 4, "shares": 2},
+        eval={"every_steps": 2},
+        checkpoint={"keep_every_steps": 2},
+    )
+    options["augment"]["crop_size"] = [25, 33]
+    config = write_config(root / "c.yaml", options)
+    assert run_ranks(1, train, config, root / "alone") == [0]
+    return config, root / "alone"
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize(
+    ("ranks", "where", "number", "code", "stops"),
+    [
+        (1, "predict_labels", signal.SIGTERM, 143, ((2, 0), (2, 0), (4, 2))),
+        (2, "predict_labels", signal.SIGINT, 130, ((2, 0), (4, 2))),
+        (2, "until", signal.SIGTERM, 143, ((2, 0),)),
+    ],
+)
+def test_a_run_stopped_in_an_evaluation_leaves_it_and_repeats_it(
+    run_ranks, tmp_path, alone_with_evaluations, ranks, where, number, code, stops
+):
+    """The last rank alone gets the signal, in the evaluation after each step of `stops`."""
+    config, alone = alone_with_evaluations
+    run = tmp_path / "run"
+    share = 40 // ranks if where == "predict_labels" else 20
+    for step, evaluated in stops:
+        stopped = (step, where, config, run, run.exists(), number, ranks - 1)
+        found = run_ranks(ranks, signalled_in_evaluation, *stopped)
+        assert [code_of_rank for code_of_rank, _ in found] == [code] * ranks
+        assert max(begun for _, begun in found) <= share // 2
+        assert (last(run).step, last(run).evaluated) == (step, evaluated)
+        log = (run / "train.log").read_text()
+        assert f"stopped by {signal.Signals(number).name} after step {step}, which is saved" in log
+    assert run_ranks(ranks, train, config, run, True) == [0] * ranks
+    for name in ("last.pt", "best.pt", "step_0000002.pt"):
+        one, other = (load(place / "checkpoints" / name) for place in (run, alone))
+        assert bits(one) == bits(other)
+        assert (one.evaluated, one.best) == (other.evaluated, other.best)
+        assert one.ending["evaluations"] == other.ending["evaluations"]
+    assert (run / "receipts.jsonl").read_text() == (alone / "receipts.jsonl").read_text()
+    assert curves(run) == curves(alone)
+    shown, wanted = pictures(run), pictures(alone)  # more images are shown on more ranks
+    assert {"eval/0", "eval/2", "eval/confusion"} <= shown.keys() & wanted.keys()
+    assert all(shown[tag] == wanted[tag] for tag in shown.keys() & wanted.keys())
+
+
+def curves(directory):
+    """The lines of metrics.jsonl, without those that tell the time."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line if key in TIMELESS or "eval/" in key} for line in lines]
+
+
+TIMELESS = ("step", "train/loss", "train/aux_loss", "train/grad_norm", "train/lr")
+
+
+def pictures(directory):
+    """Of each tag in TensorBoard's files: the steps, and the pictures of the evaluation."""
+    read = EventAccumulator(str(directory), size_guidance={"images": 0})
+    read.Reload()
+    found = {tag: read.Images(tag) for tag in read.Tags()["images"] if "eval/" in tag}
+    return {tag: [(x.step, x.encoded_image_string) for x in found[tag]] for tag in found}
 
 
 def test_checkpoints_are_kept_at_their_own_cadence_up_to_the_limit(run_ranks, tmp_path, data):

@@ -24,7 +24,6 @@ or, of mmsegmentation, whose meta holds the classes and the config:
   torch.save({k: c[k] for k in ("meta", "state_dict")}, "new.pth")"""
 # mmengine's EMAHook exchanges the two before it saves (hooks/ema_hook.py).
 _MMENGINE = "state_dict", "ema_state_dict"
-_NUMPY = "scalar", "_reconstruct"
 _NOTES = {
     "state_dict": "the averaged weights: mmengine's EMAHook stores them under state_dict, and the "
     "others under ema_state_dict, which --entry reads",
@@ -48,8 +47,8 @@ _RUNNER = [
     (_Inert, name)
     for name in (
         *("mmengine.logging.history_buffer.HistoryBuffer", "builtins.getattr"),
-        *("__builtin__.getattr", "numpy.dtype", "numpy.ndarray"),
-        *(f"numpy.{core}.multiarray.{f}" for core in ("core", "_core") for f in _NUMPY),
+        *("__builtin__.getattr", "numpy.ndarray", "numpy.core.multiarray._reconstruct"),
+        "numpy._core.multiarray._reconstruct",
     )
 ]
 

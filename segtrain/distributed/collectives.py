@@ -469,6 +469,42 @@ def run_on_rank0(function: Callable[[], Any]) -> Any:
     return run_on_all_ranks(function if is_main() else lambda: None)[0]
 
 
+# In the store by which the ranks met. It stays there, since the run is going to end.
+_STOP_KEY = "segtrain/stop"
+_LOOK_INTERVAL_S = 0.5
+
+
+class StopNews:
+    """Tells this rank, without a collective, that a rank was asked to stop.
+
+    For work that ranks divide unevenly. They must still agree at its end: a rank that waits in a
+    collective sends no news.
+
+    asked: whether this rank was asked to stop.
+    """
+
+    def __init__(self, asked: Callable[[], bool]) -> None:
+        self._asked, self._known, self._next_look = asked, False, 0.0
+        store = torch_dist.distributed_c10d._get_default_store() if world_size() > 1 else None
+        self._store, self._file = store, None
+        if isinstance(underlying := getattr(store, "underlying_store", None), torch_dist.FileStore):
+            self._file = underlying.path
+
+    def __call__(self) -> bool:
+        """Whether a rank was asked to stop; news of other ranks may be half a second old."""
+        asked = self._asked()
+        if self._known or not (asked or time.monotonic() >= self._next_look):
+            return self._known
+        self._known, self._next_look = asked, time.monotonic() + _LOOK_INTERVAL_S
+        # torch would wait for minutes for a file that a cleaner of /tmp has removed.
+        if self._store is not None and (self._file is None or os.path.exists(self._file)):
+            if asked:
+                self._store.set(_STOP_KEY, "1")
+            else:
+                self._known = self._store.check([_STOP_KEY])
+        return self._known
+
+
 def barrier() -> None:
     """Returns when every rank has arrived. Collective."""
     if _num_processes(None) == 1:

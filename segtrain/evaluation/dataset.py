@@ -1,7 +1,7 @@
 """Scores a model on a data set; the ranks divide the images so that each counts once."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,10 @@ Sample = tuple[np.ndarray, np.ndarray]
 # A data set is divided into at least so many groups if it has the images: eight ranks then have at
 # most a quarter more than the mean.
 _LEAST_GROUPS = 32
+
+
+class StoppedError(Exception):
+    """A rank was asked to stop; raised on all ranks, after the same collectives."""
 
 
 class Prediction(NamedTuple):
@@ -71,6 +75,7 @@ def evaluate_dataset(
     num_threads: int = 2,
     at_once: int = 1,
     callbacks: Sequence[Callable[[Prediction], None]] = (),
+    stop: Callable[[], bool] = lambda: False,
 ) -> ConfusionMatrix:
     """The confusion matrix over all of `dataset`, the same on every rank (collective).
 
@@ -88,8 +93,13 @@ def evaluate_dataset(
             one thread of torch (`Shares.of_this_rank`).
         callbacks: each is called with every prediction of this rank, in the order of the data set,
             all in one thread beside the caller's.
+        stop: asked before each group and each batch of windows; true: this rank leaves its images.
+            It may be true on some ranks only.
+
+    Raises:
+        StoppedError: a rank has left its images.
     """
-    images = _Images(model, dataset, settings, device, num_classes)
+    images = _Images(model, dataset, settings, device, num_classes, stop)
     size = group_size(len(dataset), settings, images.limits)
     groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
     total = sum(map(len, groups))
@@ -99,7 +109,9 @@ def evaluate_dataset(
         for callback in callbacks:
             callback(prediction)
 
-    with bar, _evaluation_mode(model), ExitStack() as stack:
+    has_left = False
+    with suppress(StoppedError), bar, _evaluation_mode(model), ExitStack() as stack:
+        has_left = True
         if at_once > 1:
             predicted = images.predicted_in_threads(groups, at_once)
         else:
@@ -109,6 +121,9 @@ def evaluate_dataset(
         done = stack.enter_context(closing(prefetch(call, finished, 1))) if callbacks else finished
         for _ in done:
             bar.update()
+        has_left = False
+    if any(dist.all_gather_object(has_left)):
+        raise StoppedError
     images.matrix.sum_over_ranks()
     _warn_of_infinite(images.num_infinite, settings)
     return images.matrix
@@ -135,8 +150,10 @@ class _Images:
         settings: InferenceSettings,
         device: torch.device,
         num_classes: int,
+        stop: Callable[[], bool],
     ) -> None:
         self._model, self._dataset, self._settings = model, dataset, settings
+        self._stop = stop
         self._transfer = Transfer(device)
         self.limits = batch_limits(settings, device, num_classes)
         self.matrix = ConfusionMatrix(num_classes, device)
@@ -184,11 +201,23 @@ class _Images:
         image, label = self._dataset[index]
         return tuple(self._transfer.pinned(torch.from_numpy(x)) for x in (image, label))
 
+    def _leave_if_asked(self, _: int = 0) -> None:
+        if self._stop():
+            raise StoppedError
+
     def _predict(self, samples: Sequence[tuple[Tensor, Tensor]]) -> list[LabelMap]:
+        self._leave_if_asked()
         moved = [self._transfer.to_device(image) for image, _ in samples]
         images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
         sizes = [tuple(label.shape) for _, label in samples]
-        return predict_labels(self._model, images, self._settings, sizes, self.limits)
+        return predict_labels(
+            self._model,
+            images,
+            self._settings,
+            sizes,
+            self.limits,
+            on_windows=self._leave_if_asked,
+        )
 
 
 def _warn_of_infinite(of_this_rank: Tensor, settings: InferenceSettings) -> None:

@@ -92,7 +92,7 @@ class StepSync:
         """Ends the training after this step; called by all ranks."""
         self.ended = True
 
-    def ask(self, stop: bool, save: bool, end: bool) -> None:
+    def ask(self, stop: bool = False, save: bool = False, end: bool = False) -> None:
         """Stops, saves or ends after this step; called by all ranks."""
         self.stopped = self.stopped or stop
         self._save_due = self._save_due or save
@@ -128,6 +128,25 @@ def _message(step: int, names: list[str], what: str) -> str:
         "'segtrain data check'"
     )
     return "\n".join(lines)
+
+
+class LateVote:
+    """Asks in each call whether any rank says yes; the answer is that to the call before.
+
+    So the host never waits for `device`. timeout_s: as for `StepSync`.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self._device, self._timeout_s = device, timeout_s
+        self._pending: _Readback | None = None
+
+    def __call__(self, yes: bool) -> bool:
+        """The same on all ranks (collective)."""
+        vote = torch.zeros(1, dtype=torch.float64, device=self._device)
+        if yes:
+            vote.fill_(1.0)
+        before, self._pending = self._pending, _Readback(dist.all_reduce_sum(vote))
+        return before is not None and before.read(self._timeout_s)[0] > 0
 
 
 class _Readback:

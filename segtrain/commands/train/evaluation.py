@@ -1,7 +1,7 @@
 """The evaluation of a run: scores, pictures, and whether the model is the best so far."""
 
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from math import isnan
 from typing import Any
@@ -17,8 +17,9 @@ from segtrain.data.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import heartbeat
 from segtrain.distributed.partition import partition
-from segtrain.evaluation.dataset import Prediction, evaluate_dataset
+from segtrain.evaluation.dataset import Prediction, StoppedError, evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
+from segtrain.metrics import ConfusionMatrix
 from segtrain.models.normalize import Normalize
 from segtrain.models.precision import (
     autocast,
@@ -30,31 +31,26 @@ from segtrain.models.precision import (
 from segtrain.norm.precise import precise_statistics_of_parts
 from segtrain.run.pictures import confusion_picture, panel, spread, to_png
 from segtrain.run.progress import score_text
+from segtrain.training.step_sync import LateVote
 
 
-def evaluate(run: Run) -> None:
+def evaluate(run: Run) -> bool:
     """Scores the model on the evaluation split, logs it, and saves it if it is the best so far.
 
-    Asks the run to end if none was better for train.patience evaluations. Collective.
+    Asks the run to end if none was better for train.patience evaluations. A signal to stop ends the
+    evaluation at once: then it has told and counted nothing, the run stops, and its resumption
+    evaluates again. Returns whether the evaluation came to its end. Collective.
     """
     saving.settle(run)
     config, step, classes, log = run.config, run.state.step, run.eval_set.classes, run.log
     heartbeat.beat("evaluation", step)
     pictures: dict[int, str] = {}
-    if config.norm.precise_batches is not None:
-        take_precise_statistics(run, config.norm.precise_batches)
-    with float32_products(for_evaluation(config)):
-        matrix = evaluate_dataset(
-            run.state.eval_model,
-            run.eval_set,
-            InferenceSettings.from_config(config),
-            device=run.device,
-            num_classes=classes.num_classes,
-            progress=True,
-            num_threads=max(1, num_loader_workers(config.data)),
-            at_once=1 if run.state.shares is None else run.state.shares.at_once,
-            callbacks=[lambda prediction: _keep(run, prediction, pictures)],
-        )
+    try:
+        matrix = _confusion_matrix(run, pictures)
+    except StoppedError:
+        run.step_sync.ask(stop=True)
+        log.lines([f"the evaluation after step {step} was stopped; --resume repeats it"])
+        return False
     scores = matrix.scores()
     run.evaluated, run.mean_iou = step, scores.mean_iou
     log.scalars(step, scores.scalars(classes.names))
@@ -73,6 +69,31 @@ def evaluate(run: Run) -> None:
             run.checkpoints.save_best(saving.checkpoint_of(run))
     precision = "" if config.eval.precision is None else f" ({config.eval.precision})"
     log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}{precision}  {score_text(run.best)}"])
+    return True
+
+
+def _confusion_matrix(run: Run, pictures: dict[int, str]) -> ConfusionMatrix:
+    """That of the evaluation split; adds the pictures to show (collective).
+
+    Raises:
+        StoppedError: a rank was asked to stop.
+    """
+    config, asked = run.config, run.signal_flags.stop_requested
+    if config.norm.precise_batches is not None:
+        take_precise_statistics(run, config.norm.precise_batches, stop=asked)
+    with float32_products(for_evaluation(config)):
+        return evaluate_dataset(
+            run.state.eval_model,
+            run.eval_set,
+            InferenceSettings.from_config(config),
+            device=run.device,
+            num_classes=run.eval_set.classes.num_classes,
+            progress=True,
+            num_threads=max(1, num_loader_workers(config.data)),
+            at_once=1 if run.state.shares is None else run.state.shares.at_once,
+            callbacks=[lambda prediction: _keep(run, prediction, pictures)],
+            stop=dist.StopNews(asked),
+        )
 
 
 def is_better(mean_iou: float, best: dict[str, Any] | None) -> bool:
@@ -100,15 +121,23 @@ def _keep(run: Run, prediction: Prediction, pictures: dict[int, str]) -> None:
     pictures[index] = b64encode(to_png(picture)).decode()
 
 
-def take_precise_statistics(run: Training, num_batches: int) -> None:
+def take_precise_statistics(
+    run: Training, num_batches: int, *, stop: Callable[[], bool] = lambda: False
+) -> None:
     """Takes the running statistics of the model to evaluate from `num_batches` (collective).
 
     These are the batches of the coming steps, whichever ranks train on them. So the result depends
     only on the config and the step.
+
+    stop: asked before each batch, on each rank.
+
+    Raises:
+        StoppedError: `stop` was true on a rank; the statistics are as before.
     """
     config, train, shares = run.config, run.config.train, run.state.shares
     normalize = Normalize(config.data.mean, config.data.std).to(run.device, dtype_of(train))
     model = run.state.eval_model
+    vote = LateVote(run.device, train.timeout_s)
 
     def forward(images: Tensor) -> None:
         with autocast(autocast_dtype(train), run.device):
@@ -117,6 +146,8 @@ def take_precise_statistics(run: Training, num_batches: int) -> None:
     def images_of_batches() -> Iterator[list[Tensor]]:
         """The parts of each pass that are computed apart."""
         for i, batch in enumerate(batches.until(run, run.state.step + num_batches)):
+            if vote(stop()):
+                raise StoppedError
             images = batch.images.to(run.device)
             if shares is None:
                 yield [images]

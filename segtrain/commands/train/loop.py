@@ -45,25 +45,28 @@ def train(run: Run) -> None:
         run.step_sync.end()  # and its evaluation was cut short
     run.ending.start()
     if _has_cut_evaluation(run):
-        evaluate(run)
-    if state.step < run.last_step and not run.step_sync.ended:
+        _keep_cadences(run)
+    if state.step < run.last_step and not (run.step_sync.ended or run.step_sync.stopped):
         with worker_failures():
             _train_steps(run)
-    # Before the last evaluation, which may be long.
-    saving.save(run)
-    ended = state.step == config.train.steps or run.step_sync.ended
-    if ended and not run.step_sync.stopped:
-        if run.evaluated < state.step:
-            evaluate(run)
-            saving.save(run)
-        if run.receipts is not None:
-            run.log.lines(weights_lines(state))
-        options, first = run_directory.flat(config), run_directory.MAIN_OPTIONS
-        run.log.hparams(options, {"mIoU": run.mean_iou}, state.step, first=first)
-        if state.step < config.train.steps:
-            run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])
-    elif not run.step_sync.stopped:
+    # The step of an evaluation that was left is saved already.
+    if not _has_cut_evaluation(run):
+        saving.save(run)  # before the last evaluation, which may be long
+    if run.step_sync.stopped:
+        return
+    if state.step < config.train.steps and not run.step_sync.ended:
         run.log.lines([f"paused after step {state.step}, which is saved", _to_train_on(run)])
+        return
+    if run.evaluated < state.step:
+        if not evaluate(run):
+            return
+        saving.save(run)
+    if run.receipts is not None:
+        run.log.lines(weights_lines(state))
+    options, first = run_directory.flat(config), run_directory.MAIN_OPTIONS
+    run.log.hparams(options, {"mIoU": run.mean_iou}, state.step, first=first)
+    if state.step < config.train.steps:
+        run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])
 
 
 def _unused(run: Run) -> list[str]:
@@ -73,7 +76,7 @@ def _unused(run: Run) -> list[str]:
 
 
 def _has_cut_evaluation(run: Run) -> bool:
-    """Whether the evaluation that fell on the current step was cut short."""
+    """Whether the evaluation that fell on the current step was cut short or left out."""
     return run.evaluated < run.state.step and _is_due(run.config.eval.every_steps, run)
 
 
@@ -168,20 +171,26 @@ def _count_unlogged(run: Run, meter: StepMeter) -> None:
 
 def _keep_cadences(run: Run) -> None:
     """Evaluates and saves, where the config or a signal asks for it after this step."""
-    config = run.config
+    checkpoint = run.config.checkpoint
     save_requested = run.step_sync.pop_save_request()
-    evaluation_due = _is_due(config.eval.every_steps, run)
-    keep_due = _is_due(config.checkpoint.keep_every_steps, run)
+    evaluation_due = _is_due(run.config.eval.every_steps, run)
+    keep_due = _is_due(checkpoint.keep_every_steps, run)
     if evaluation_due:
         # Save first: an evaluation may take longer than a scheduler waits before it kills the run.
         saving.save(run)
-        evaluate(run)
-    if save_requested or evaluation_due or keep_due or _is_due(config.checkpoint.every_steps, run):
-        saving.save(run)
+        if not run.step_sync.stopped:
+            evaluate(run)
+    if not _has_cut_evaluation(run):  # otherwise the resumption comes here again
+        if save_requested or evaluation_due or keep_due or _is_due(checkpoint.every_steps, run):
+            saving.save(run)
+        if keep_due and dist.is_main():
+            run.checkpoints.keep(saving.checkpoint_of(run))
     if save_requested:
         run.log.lines([f"saved step {run.state.step}, as SIGUSR1 asked for"])
-    if keep_due and dist.is_main():
-        run.checkpoints.keep(saving.checkpoint_of(run))
+    if evaluation_due:
+        # The device is idle here, so a signal since the step before needs no further step.
+        asked = dist.all_gather_object(run.signal_flags.stop_requested())
+        run.step_sync.ask(stop=any(asked))
     if run.meeting is not None:
         dist.barrier()  # until rank 0 has written the weights, nobody changes them
 

@@ -26,6 +26,7 @@ from segtrain.errors import ConfigError
 from segtrain.models import SegModel, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
 from segtrain.norm import make_norm
+from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
 from segtrain.training.receipts import ReceiptMeter
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step_sync import StepSync
@@ -106,6 +107,11 @@ def build_state(
     state = make_state(model, config, device, loaded=loaded, resumed=resumed is not None)
     if resumed is not None:
         restore(state, *resumed)
+        # Without another step, the next checkpoint would hold the rates of the config.
+        last_update = min(state.step, config.train.steps) - 1
+        if last_update >= 0:
+            set_learning_rate(state.optimizer, learning_rate(config.train, last_update))
+            set_momentum(state.optimizer, momentum(config.train, last_update))
     notes += _layer_lines(state)
     return state
 
