@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -354,6 +355,10 @@ def test_a_run_whose_checkpoints_have_been_removed_is_not_begun_anew(run_ranks, 
     ((kind, code, said),) = run_ranks(1, refusal, train, config, run, True)
     assert (kind, code) == ("CheckpointError", 4)
     assert "last.pt and others have been removed; put one back" in said
+    shutil.rmtree(run / "checkpoints")
+    for resume, repair in ((True, "put one back"), (False, "holds a run already")):
+        ((_, _, said),) = run_ranks(1, refusal, train, config, run, resume)
+        assert repair in said
     assert (run / "metrics.jsonl").read_text() == before
 
 

@@ -79,7 +79,15 @@ def is_run(directory: Path) -> bool:
 def has_saved(directory: Path) -> bool:
     """Whether the run in `directory` ever saved a checkpoint, even if it is gone now."""
     checkpoints = directory / CHECKPOINTS
-    return (checkpoints / MANIFEST).exists() or any(checkpoints.glob("*.pt"))
+    if (checkpoints / MANIFEST).exists() or any(checkpoints.glob("*.pt")):
+        return True
+    return has_evaluated(directory)
+
+
+def has_evaluated(directory: Path) -> bool:
+    """Whether the run in `directory` had an evaluation, before which it saves a checkpoint."""
+    metrics = directory / METRICS
+    return metrics.is_file() and b'"eval/mIoU"' in metrics.read_bytes()
 
 
 def has_lost_config(directory: Path) -> bool:

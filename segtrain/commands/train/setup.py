@@ -41,6 +41,7 @@ from segtrain.data.centroids import Centroids
 from segtrain.data.dataset import SegDataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
+from segtrain.errors import CheckpointError
 from segtrain.models.precision import for_evaluation, precision_warnings
 from segtrain.run import directory as run_directory
 from segtrain.run.claim import Claim
@@ -229,6 +230,11 @@ def _find_checkpoint(
     def newest() -> tuple[str | None, list[str], list[str]]:
         checkpoints.clean_up()
         path, problems = checkpoints.newest() if order.resume else (None, [])
+        if path is None and run_directory.has_evaluated(order.directory):
+            what = f"{run_directory.METRICS} holds the scores of checkpoints that have been removed"
+            raise CheckpointError(
+                f"{order.directory}: {what}; put one back, or start anew by --output"
+            )
         return path and path.name, problems, checkpoints.warnings
 
     name, problems, warnings = dist.run_on_rank0(newest)
