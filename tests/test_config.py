@@ -355,6 +355,12 @@ def test_a_config_cannot_be_changed():
         ("augment.contrast=0.2", "augment.contrast", "color_prob 0"),
         ("augment.saturation=0.2", "augment.saturation", "color_prob 0"),
         ("augment.hue=0.2", "augment.hue", "color_prob 0"),
+        (
+            "augment.color_prob=1 augment.brightness=0 augment.contrast=0 augment.saturation=0 "
+            "augment.hue=0",
+            "augment.color_prob",
+            "brightness, contrast, saturation and hue 0",
+        ),
         ("checkpoint.keep_limit=2", "checkpoint.keep_limit", "keep_every_steps null"),
         ("data.layout=voc data.images_dir=a", "data.images_dir", "layout voc"),
         ("data.layout=voc data.labels_dir=a", "data.labels_dir", "layout voc"),

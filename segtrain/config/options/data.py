@@ -141,8 +141,10 @@ class AugmentConfig(Section):
         low, high = self.scale_range
         if low > high:
             yield f"scale_range: the first number, {low}, is larger than {high}"
+        amounts = self.brightness, self.contrast, self.saturation, self.hue
         yield from self._no_effect(
             ("rotate_prob", self.rotate_deg > 0, "rotate_deg 0"),
             ("rotate_deg", self.rotate_prob > 0, "rotate_prob 0"),
             ("brightness contrast saturation hue", self.color_prob > 0, "color_prob 0"),
+            ("color_prob", any(amounts), "brightness, contrast, saturation and hue 0"),
         )
