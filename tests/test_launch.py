@@ -193,10 +193,17 @@ def test_the_exit_code_is_that_of_the_cause(codes, statuses, stopped_by, wanted)
     assert exit_code_of(notes(*codes), statuses, stopped_by) == wanted
 
 
-@pytest.mark.parametrize(("codes", "said"), [((130, 130), ""), ((), "segtrain: interrupted\n")])
-def test_an_interruption_is_told_once(codes, said, capsys):
+@pytest.mark.parametrize(
+    ("number", "codes", "said"),
+    [
+        (signal.SIGINT, (130, 130), ""),
+        (signal.SIGINT, (), "segtrain: interrupted\n"),
+        (signal.SIGTERM, (), "segtrain: terminated\n"),
+    ],
+)
+def test_an_interruption_is_told_once(number, codes, said, capsys):
     """Ranks that stop after a step tell it themselves; those of eval and verify just end."""
-    assert exit_code_of(notes(*codes), {}, signal.SIGINT) == 130
+    assert exit_code_of(notes(*codes), {}, number) == (130 if number == signal.SIGINT else 143)
     assert capsys.readouterr().err == said
 
 

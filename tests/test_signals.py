@@ -46,6 +46,9 @@ def test_a_second_sigterm_is_ignored(handlers):
     assert stop.signal == signal.SIGTERM
 
 
+AT_ONCE = "segtrain: stopped at once by a second signal, without saving\n"
+
+
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
     code = (
@@ -56,7 +59,19 @@ def test_after_ctrl_c_a_second_signal_ends_the_process_at_once(second):
         "print('still here')\n"
     )
     done = python(code)
-    assert (done.returncode, done.stdout) == (130, "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", AT_ONCE)
+
+
+def test_an_eval_of_one_process_that_is_terminated_says_so():
+    code = (
+        "import os, signal, sys\n"
+        "from segtrain.commands import evaluate\n"
+        "evaluate.run_eval = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "from segtrain.cli import main\n"
+        "main(['eval', 'run', '--nproc', '1'])\n"
+    )
+    done = python(code)
+    assert (done.returncode, done.stderr) == (143, "segtrain: terminated\n")
 
 
 def test_nohup_is_obeyed():

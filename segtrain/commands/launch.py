@@ -88,6 +88,8 @@ def _on_this_machine(args: argparse.Namespace, place: str) -> int:
         num_ranks = num_ranks_here(args.nproc)
         if num_ranks > 1:
             return _start_ranks(args, num_ranks)
+        # Only where no other rank is: a rank that waits inside a library would not come to it.
+        signal.signal(signal.SIGTERM, signals.exit_at_once)
     module, name = place.split(":")
     return getattr(import_module(f"segtrain.commands.{module}"), name)(args)
 
@@ -139,7 +141,8 @@ def _run_training(args: argparse.Namespace, config: Config, resume: bool) -> int
 def _start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
     """Runs this command again in `num_ranks` ranks; returns the exit code of the run."""
     # Importing torch takes seconds, and Ctrl-C in the midst of it would show a traceback.
-    signal.signal(signal.SIGINT, signals.exit_at_once)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signals.exit_at_once)
     from segtrain.distributed.launcher import Machines, run_ranks
 
     command = [sys.executable, *safe_path(), "-m", "segtrain", *args.argv]

@@ -194,8 +194,8 @@ def exit_code_of(
             say(f"the ranks lost each other before they could save; {_RESUME}")
             return EXIT_SYSTEM
         # Ranks that stop in good order say so; before and besides training they just end.
-        if stopped_by == signal.SIGINT and not have_saved:
-            say("interrupted")
+        if not have_saved:
+            say(signals.word_for(stopped_by))
         return signals.exit_code(stopped_by)
     explained = {status.rank for status in statuses if status.code is not None}
     explained |= {rank.rank for rank in killed}

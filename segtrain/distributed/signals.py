@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,8 @@ LAUNCHER = "SEGTRAIN_LAUNCHER"
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
+
+AT_ONCE = "stopped at once by a second signal, without saving"
 
 # How long a rank may take to save and stop after its launcher has died.
 _ORPHAN_S = 8
@@ -44,7 +47,9 @@ class SignalFlags:
     def _stop(self, number: int, _: FrameType | None) -> None:
         # The launcher passes a second Ctrl-C on as SIGTERM.
         if self.signal == signal.SIGINT:
-            os._exit(EXIT_INTERRUPTED)
+            # Ranks of a launcher leave the word to it.
+            is_first = _launcher is None and os.environ.get("RANK", "0") == "0"
+            _exit(EXIT_INTERRUPTED, AT_ONCE if is_first else "")
         self.signal = number
         if _launcher is not None and os.getppid() != _launcher:
             signal.alarm(_ORPHAN_S)  # SIGALRM has no handler, so it ends the process
@@ -77,7 +82,7 @@ def raise_on_stop_signal(error: Callable[[int], Exception], kill: Callable[[], N
             raise error(number)
         if first == signal.SIGINT:
             kill()
-            os._exit(EXIT_INTERRUPTED)
+            _exit(EXIT_INTERRUPTED, AT_ONCE)
 
     _handle_stop_signals(handle)
 
@@ -100,9 +105,22 @@ def exit_code(number: int) -> int:
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
 
 
+def word_for(number: int) -> str:
+    """What to say of a process that had nothing to save when signal `number` ended it."""
+    return "interrupted" if number == signal.SIGINT else "terminated"
+
+
 def exit_at_once(number: int, _: FrameType | None) -> None:
-    """A handler that ends the process without a traceback."""
-    os._exit(exit_code(number))
+    """A handler that ends the process with a word instead of a traceback."""
+    _exit(exit_code(number), word_for(number))
+
+
+def _exit(code: int, message: str) -> None:
+    """Ends the process from a handler, where print may be in the midst of another message."""
+    if message:
+        with suppress(OSError):
+            os.write(2, f"segtrain: {message}\n".encode())
+    os._exit(code)
 
 
 def follow_launcher() -> None:
