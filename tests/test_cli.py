@@ -415,7 +415,7 @@ def test_a_run_that_was_begun_with_such_a_mean_is_gone_on_with_under_a_warning(
     options = ["--set", WRONG_UNIT, "--output", str(tmp_path / "run"), "--nproc", "1"]
     monkeypatch.setattr("segtrain.commands.train.run.run", lambda *_, **__: 7)
     assert cli.main(["train", str(config), *options, "--resume"]) == 2  # it has not begun
-    assert capsys.readouterr().err.startswith("segtrain: data.mean: [0.485, ")
+    assert capsys.readouterr().err.startswith("segtrain: --set data.mean: [0.485, ")
     write_description(tmp_path / "run", load_config(config, [WRONG_UNIT]), ["cpu"])
     (tmp_path / "run/checkpoints").mkdir()
     (tmp_path / "run/checkpoints/last.pt").touch()

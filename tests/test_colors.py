@@ -136,6 +136,8 @@ def test_each_change_is_drawn_for_itself_and_uniformly():
         assert np.abs(sizes - uniform).max() / 2 < 1.95 / len(sizes) ** 0.5
 
 
-def test_a_change_of_size_zero_changes_nothing():
-    augment = AugmentConfig(color_prob=1.0, brightness=0, contrast=0, saturation=0, hue=0)
-    assert draw_color_change(augment, np.random.default_rng(0)) == ColorChange()
+@pytest.mark.parametrize("kind", ["brightness", "contrast", "saturation", "hue"])
+def test_changes_of_size_zero_change_nothing(kind):
+    amounts = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), 0) | {kind: 0.1}
+    change = draw_color_change(AugmentConfig(color_prob=1.0, **amounts), np.random.default_rng(0))
+    assert change._replace(**{kind: getattr(ColorChange(), kind)}) == ColorChange() != change

@@ -347,7 +347,7 @@ def test_colors_exchanged_in_the_class_file_are_refused_where_labels_are_colors(
     assert "color of ground: [10, 0, 0] there, [0, 20, 0] now" in said
     # Runs of earlier versions ignored the default colour, black here, and go on to do so.
     class_file(colors, ignored="")
-    (((kind, code, said),),) = run_ranks(1, refusals, [config], tmp_path / "new", resume=False)
+    (((kind, code, said),),) = run_ranks(1, refusals, [config], tmp_path / "new")
     assert (kind, code) == ("DataError", 3)
     assert "`ignore_color: [0, 0, 0]`" in said
     assert run_ranks(1, train, config, run, True) == [0]

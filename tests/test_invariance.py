@@ -79,7 +79,7 @@ def test_adamw_accumulation_mixing_and_another_model_do_not_see_the_ranks(
             "batch_size": 7,
         },
         model={"arch": "deeplabv3plus", "backbone": "mobilenet_v2", "aux_head": False},
-        loss={"kind": kind, "aux_weight": 0.0},
+        loss={"kind": kind},
     )
     options["model"].pop("aux_channels")
     one, _ = curve(run_ranks, tmp_path, options, 1)
