@@ -1,8 +1,9 @@
 """Kills one run many times, at random moments, and compares the model it ends with.
 
 Beside it the same experiment is left alone. Victims are a rank, rank 0, a loader worker, the
-launcher, or all of them at once; what is killed gets SIGKILL. Where the launcher survives it starts
-the ranks again; where it does not, the tool does, with --resume.
+launcher, or all of them at once; what is killed gets SIGKILL. A run that is asked to stop gets
+SIGTERM at its launcher. Where the launcher survives it starts the ranks again; where it does not,
+the tool does, with --resume.
 
     python tools/chaos.py runs/chaos --kills 50
 """
@@ -33,7 +34,8 @@ from segtrain.distributed.machine import children, descendants, is_alive
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
 RANKS = 2
-VICTIMS = ("rank", "rank 0", "worker", "launcher", "group")
+ASKED = "asked to stop"
+VICTIMS = ("rank", "rank 0", "worker", "launcher", "group", ASKED)
 PHASES = ("setup", "training", "evaluation", "checkpoint")
 
 # Whatever could remember something: augmentation, dropout, an average of the weights, momentum,
@@ -119,9 +121,9 @@ class Campaign:
         everyone = descendants(self.process.pid)
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGTERM if victim == ASKED else signal.SIGKILL)
         gone_s = None
-        if victim in ("launcher", "group"):
+        if victim in ("launcher", "group", ASKED):
             gone_s = seconds_until_gone(everyone, self.process)
             resume = ["--resume"] if (self.directory / "config.yaml").exists() else []
             self.process = self._start(*resume)
@@ -143,7 +145,7 @@ class Campaign:
             time.sleep(0.002)
 
     def _processes(self, victim: str, ranks: dict[int, Heartbeat]) -> list[int]:
-        if victim == "launcher":
+        if victim in ("launcher", ASKED):
             return [self.process.pid]
         if victim == "group":
             return descendants(self.process.pid)
@@ -262,7 +264,7 @@ def curve(run: Path) -> list[dict[str, float]]:
 def line_of(kill: Kill) -> str:
     """For the log."""
     gone = "" if kill.gone_s is None else f"  all gone after {kill.gone_s:.1f} s"
-    return f"{kill.victim:8}  {kill.phase:10}  step {kill.step:4}{gone}"
+    return f"{kill.victim:13}  {kill.phase:10}  step {kill.step:4}{gone}"
 
 
 def seconds_until_gone(pids: list[int], launcher: subprocess.Popen) -> float:
