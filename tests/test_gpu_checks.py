@@ -147,12 +147,13 @@ def test_a_rank_alone_takes_the_way_of_several_and_back():
         assert dist.group_size() == 1
 
 
-def test_synchronized_and_local_trainings_start_alike():
-    config = config_of((33, 41), 2, model=TINY)
+def test_synchronized_and_local_trainings_are_alike():
+    """In float64: how much a step amplifies the rounding of float32 depends on the processor."""
+    config = config_of((33, 41), 2, model=TINY, precision="float64")
     with one_rank(CPU):
         found = steps.contenders(config, CPU)
         losses = {name: [one().loss.item() for _ in range(2)] for name, one in found.items()}
-    assert greatest_difference(losses[steps.SYNC], losses[steps.LOCAL]) < 1e-4
+    assert greatest_difference(losses[steps.SYNC], losses[steps.LOCAL]) < 1e-9
     assert losses[steps.SYNC] != losses[steps.LOCAL]  # it went another way
 
 

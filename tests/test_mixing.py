@@ -128,7 +128,7 @@ def everything(data):
     """`everything(**options)`: a stream in which all is mixed that can be."""
     options = {"layout": "folders", "root": str(data), "classes": str(data / "classes.yaml")}
     dataset = open_dataset(DataConfig(**options), "train")
-    centroids = measure_centroids(dataset, 32, data / "c.json", device=CPU, keep=False)
+    centroids = measure_centroids(dataset, 32, data / "c.json", device=CPU, keep=lambda _: False)
     augment = AugmentConfig(
         crop_size=(25, 33), scale_range=(0.6, 1.5), rotate_deg=10.0, color_prob=0.5
     )

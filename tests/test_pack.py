@@ -239,7 +239,8 @@ def both(data, tmp_path_factory):
 
 def stream_of(data, tmp_path, rotate_deg):
     dataset = open_dataset(data, "train")
-    centroids = measure_centroids(dataset, 32, tmp_path / "c.json", device=CPU, keep=False)
+    path, keep = tmp_path / "c.json", lambda _: False
+    centroids = measure_centroids(dataset, 32, path, device=CPU, keep=keep)
     augment = AugmentConfig(
         crop_size=(25, 33),
         scale_range=(0.6, 1.7),
