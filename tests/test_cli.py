@@ -76,6 +76,15 @@ def test_help_imports_nothing_heavy(args):
     assert heavy == []
 
 
+def test_threads_that_wait_leave_the_cores_to_others_unless_the_user_decides(monkeypatch, config):
+    for given, wanted in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+        if given is None:
+            monkeypatch.delenv("OMP_WAIT_POLICY")
+        assert cli.main(["config", "show", str(config)]) == 0
+        assert os.environ["OMP_WAIT_POLICY"] == wanted
+
+
 @pytest.mark.parametrize("command", [("train",), ("data", "check"), ("config", "show")])
 def test_a_wrong_config_is_refused_before_torch_is_imported(tmp_path, command):
     path = tmp_path / "own.yaml"

@@ -5,6 +5,7 @@ torch, is imported when the command runs.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,6 +39,9 @@ exit codes: 0 done, 1 internal error, 2 command line or config, 3 data, 4 checkp
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: that of the process) and returns the exit code."""
     streams.prepare()
+    # Read when torch is loaded. Threads of OpenMP that spin while they wait take the cores from
+    # other programs: a step of two threads beside a busy machine took ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(argv)
     args.argv = argv  # the launcher starts the same command once more for each rank
