@@ -12,6 +12,7 @@ import pytest
 import torch
 from processes import left_after
 
+from segtrain.data import loader as loader_module
 from segtrain.data.loader import TrainStream, indices_of_rank, train_loader
 from segtrain.data.stream import image_at
 from segtrain.errors import DataError, UserError
@@ -167,6 +168,21 @@ class Damaged(Numbers):
         return super().__getitem__(index)
 
 
+def contents_with_an_early_sigterm():
+    """Every worker gets SIGTERM, as the whole run does, before it has set up anything."""
+    start = loader_module._start_worker
+
+    def signalled(number):
+        os.kill(os.getpid(), signal.SIGTERM)
+        start(number)
+
+    loader_module._start_worker = signalled
+    try:
+        return contents(loader(num_workers=2))
+    finally:
+        loader_module._start_worker = start
+
+
 class Deadly(Numbers):
     """Ends the process that reads image 3, as the kernel does when memory is out."""
 
@@ -210,6 +226,7 @@ def workers():
         "two": contents(loader(num_workers=2)),
         "tail": contents(loader(num_workers=2, start_step=3)),
         "signalled": contents(seen),
+        "early": contents_with_an_early_sigterm(),
         "terminated": exit_code_of_terminated_worker(),
         "layout": seen[0].images.is_contiguous(memory_format=torch.channels_last),
         "damaged": first_error(Damaged(), 2),
@@ -226,6 +243,7 @@ def test_any_number_of_workers_gives_the_same_batches(workers):
 def test_signals_to_the_whole_process_group_leave_workers_at_work(workers):
     """Else SIGTERM from a cluster manager would crash the rank instead of saving its state."""
     assert workers["signalled"] == contents(loader(steps=20))
+    assert workers["early"] == contents(loader())
 
 
 def test_the_rank_itself_can_end_its_workers(workers):

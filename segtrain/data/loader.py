@@ -188,7 +188,8 @@ def _collate(clocked: tuple[float, list[Sample] | UserError]) -> Batch | UserErr
 
 
 def _batches(loader: DataLoader, timeout_s: float, expired: threading.Event) -> Iterator[Batch]:
-    batches = iter(loader)
+    with _sigterm_blocked():
+        batches = iter(loader)
     try:
         while True:
             with _time_limit(timeout_s, expired) if loader.num_workers else nullcontext():
@@ -228,6 +229,19 @@ def _time_limit(timeout_s: float, expired: threading.Event) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Workers that start inside inherit it: SIGTERM to the whole run must not end one early."""
+    if not hasattr(signal, "sigtimedwait"):  # macOS; see `_start_worker`
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker(_: int) -> None:

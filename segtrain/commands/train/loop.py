@@ -160,8 +160,10 @@ def _count_unlogged(run: Run, meter: StepMeter) -> None:
     """Lets the first line after an interruption be the mean of all steps since the line before."""
     every_steps, step = run.config.log.every_steps, run.state.step
     unlogged = range(step - step % every_steps + 1, step + 1)
-    path = run.directory / run_directory.RECEIPTS
-    receipts = read_receipts(path) if path.exists() else {}
+    try:
+        receipts = read_receipts(run.directory / run_directory.RECEIPTS)
+    except OSError:
+        return  # there is none yet, or something else lies there
     if not all(number in receipts for number in unlogged):
         return
     for receipt in (receipts[number] for number in unlogged):
@@ -180,11 +182,10 @@ def _keep_cadences(run: Run) -> None:
         saving.save(run)
         if not run.step_sync.stopped:
             evaluate(run)
-    if not _has_cut_evaluation(run):  # otherwise the resumption comes here again
-        if save_requested or evaluation_due or keep_due or _is_due(checkpoint.every_steps, run):
-            saving.save(run)
-        if keep_due and dist.is_main():
-            run.checkpoints.keep(saving.checkpoint_of(run))
+    save_due = keep_due or evaluation_due or _is_due(checkpoint.every_steps, run)
+    # After an evaluation that was left, the resumption comes here again.
+    if (save_due or save_requested) and not _has_cut_evaluation(run):
+        saving.save(run, keep=keep_due)
     if save_requested:
         run.log.lines([f"saved step {run.state.step}, as SIGUSR1 asked for"])
     if evaluation_due:

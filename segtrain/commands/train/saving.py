@@ -12,13 +12,16 @@ from segtrain.run import directory as run_directory
 STOP_PATIENCE_S = 15.0
 
 
-def save(run: Run) -> None:
-    """Replaces last.pt (collective)."""
+def save(run: Run, *, keep: bool = False) -> None:
+    """Replaces last.pt; with `keep` writes step_N.pt before (collective)."""
     heartbeat.beat("checkpoint", run.state.step)
     settle(run)
     if dist.is_main():
         run.log.begin()
-        run.checkpoints.save_last(checkpoint_of(run))
+        checkpoint = checkpoint_of(run)
+        if keep:  # after last.pt, a death in between would leave it out for ever
+            run.checkpoints.keep(checkpoint)
+        run.checkpoints.save_last(checkpoint)
         # Somebody deleted it; without it there is no --resume.
         if not (run.directory / run_directory.CONFIG).exists():
             run_directory.write_description(run.directory, run.config, run.devices)

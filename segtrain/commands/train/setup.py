@@ -288,7 +288,7 @@ def _describe(
             found = [f"warning: the run had {other}: numbers may differ" for other in others]
         elif (directory / run_directory.CONFIG).exists():
             found = [
-                "warning: the run before in this directory had saved no checkpoint: "
+                "warning: a run began in this directory and there is no checkpoint of it: "
                 f"{run_directory.METRICS} begins anew, {run_directory.LOG} goes on"
             ]
         else:
