@@ -438,6 +438,16 @@ def test_mmsegmentations_logits_are_those_of_the_converted_model(mmseg_model, cl
             "decode_head.act_cfg.type: expected 'ReLU', found 'GELU'",
         ),
         ("in_index=3", "scale=2", "decode_head.scale: 2: segtrain does not know this key"),
+        (
+            "align_corners=True",
+            "align_corners='False'",
+            "decode_head.align_corners: expected True or False",
+        ),
+        (
+            "dropout_ratio=0.2",
+            "dropout_ratio='x'",
+            "decode_head.dropout_ratio: expected a number in",
+        ),
         ("depth=18,", "depth=18, conv_cfg=dict(type='DCN'),", "backbone.conv_cfg: expected None"),
         ("depth=18,", "depth=18, multi_grid=(1, 0),", "backbone.multi_grid: expected numbers"),
         ("type='SyncBN'", "type='SyncBN', affine=False", "backbone.norm_cfg.affine: False"),

@@ -7,7 +7,15 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from segtrain.convert.mmseg_input import Keys, drops_zero, integers, misfits, read_input, short
+from segtrain.convert.mmseg_input import (
+    FLAG,
+    Keys,
+    drops_zero,
+    integers,
+    misfits,
+    read_input,
+    short,
+)
 from segtrain.convert.plan import Options
 from segtrain.errors import CheckpointError
 from segtrain.text import MAX_NAME, printable
@@ -29,7 +37,7 @@ _STRIDES = {
 _CONV = (None, (None, {"type": "Conv2d"}))
 _HEAD_KEYS = (
     *("type", "in_channels", "channels", "num_classes", "out_channels", "norm_cfg", "act_cfg"),
-    *("align_corners", "dropout_ratio", "init_cfg", "loss_decode", "sampler", "ignore_index"),
+    *("dropout_ratio", "init_cfg", "loss_decode", "sampler", "ignore_index"),
     "threshold",  # of one channel, which is refused
 )
 _KEYS = {
@@ -49,16 +57,22 @@ _KEYS = {
             "dcn": (None, (None,)),
             "plugins": (None, (None,)),
             "conv_cfg": _CONV,
+            **dict.fromkeys(("contract_dilation", "deep_stem", "avg_down"), FLAG),
         },
         (
-            *("type", "depth", "strides", "dilations", "contract_dilation", "multi_grid"),
-            *("norm_cfg", "deep_stem", "avg_down", "stem_channels", "base_channels"),
+            *("type", "depth", "strides", "dilations", "multi_grid"),
+            *("norm_cfg", "stem_channels", "base_channels"),
             *("init_cfg", "pretrained", "zero_init_residual", "frozen_stages", "norm_eval"),
             *("with_cp", "stage_with_dcn"),
         ),
     ),
     "decode_head": Keys(
-        {"in_index": (-1, (3, -1)), "input_transform": (None, (None,)), "conv_cfg": _CONV},
+        {
+            "in_index": (-1, (3, -1)),
+            "input_transform": (None, (None,)),
+            "conv_cfg": _CONV,
+            "align_corners": FLAG,
+        },
         (*_HEAD_KEYS, "pool_scales", "dilations", "c1_in_channels", "c1_channels"),
     ),
     "auxiliary_head": Keys(
@@ -71,6 +85,7 @@ _KEYS = {
             "concat_input": (True, (False,)),
             "dilation": (1, (1,)),
             "conv_cfg": _CONV,
+            "align_corners": FLAG,
         },
         _HEAD_KEYS,
     ),
@@ -280,6 +295,9 @@ def _problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
         )
     if not ((grid := backbone.get("multi_grid")) is None or integers(grid)):
         yield f"backbone.multi_grid: expected numbers above 0, found {short(grid)}"
+    dropout = head.get("dropout_ratio", 0.1)
+    if not (isinstance(dropout, int | float) and 0 <= dropout < 1):
+        yield f"decode_head.dropout_ratio: expected a number in [0, 1), found {short(dropout)}"
     align = {bool(s.get("align_corners", False)) for k, s in sections.items() if "head" in k}
     if sections["auxiliary_head"] and len(align) > 1:
         yield "align_corners: differs between decode_head and auxiliary_head"
@@ -298,9 +316,7 @@ def _model_options(sections: dict[str, dict], found: Options) -> Options:
         "model.output_stride": stride,
         "model.align_corners": bool(head.get("align_corners", False)),
     }
-    dropout = head.get("dropout_ratio", 0.1)
-    if isinstance(dropout, int | float) and 0 <= dropout < 1:
-        options["model.dropout"] = float(dropout)
+    options["model.dropout"] = float(head.get("dropout_ratio", 0.1))
     if stride < 32:
         options["model.contract_dilation"] = bool(backbone.get("contract_dilation", False))
     if integers(grid := backbone.get("multi_grid")):

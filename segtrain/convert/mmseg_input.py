@@ -34,6 +34,7 @@ class Input(NamedTuple):
     problems: list[str]
 
 
+FLAG = False, (True, False)  # off by default
 # tifffile gives RGB, the others BGR.
 _LOAD = Keys(
     {
@@ -46,7 +47,7 @@ _LOAD = Keys(
 _IN_PLACE = {
     "LoadImageFromFile": _LOAD,
     "LoadImageFromNDArray": _LOAD,
-    "Normalize": Keys({}, ("mean", "std", "to_rgb")),
+    "Normalize": Keys({"to_rgb": FLAG}, ("mean", "std")),
     **dict.fromkeys(("LoadAnnotations", "PackSegInputs"), None),
     **dict.fromkeys(("ImageToTensor", "Collect", "DefaultFormatBundle"), None),
 }
@@ -61,9 +62,13 @@ _RESIZE = Keys(
 )
 # Padding of training crops, and augmentation.
 _PREPROCESSOR = Keys(
-    {"type": ("SegDataPreProcessor", ("SegDataPreProcessor",)), "test_cfg": (None, (None, {}))},
+    {
+        "type": ("SegDataPreProcessor", ("SegDataPreProcessor",)),
+        "test_cfg": (None, (None, {})),
+        "bgr_to_rgb": FLAG,
+    },
     (
-        *("mean", "std", "bgr_to_rgb", "rgb_to_bgr"),
+        *("mean", "std", "rgb_to_bgr"),
         *("size", "size_divisor", "pad_val", "seg_pad_val", "batch_augments"),
     ),
 )
