@@ -105,6 +105,15 @@ def test_an_output_in_a_folder_that_may_not_be_written_is_refused_at_once(tmp_pa
         pass
 
 
+@pytest.mark.parametrize(
+    ("target", "problem"), [("name", "Too many levels"), ("no/folder", "No such file")]
+)
+def test_an_output_that_is_a_link_to_nowhere_is_refused_at_once(tmp_path, target, problem):
+    (tmp_path / "name").symlink_to(tmp_path / target)
+    with pytest.raises(OSError, match=problem), files.reserve_output(tmp_path / "name"):
+        pass
+
+
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_nothing_waits_for_a_pipe(tmp_path, make):
     make(tmp_path / "name")

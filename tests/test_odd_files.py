@@ -19,6 +19,11 @@ def garbage(path):
     path.write_bytes(b"\xff[\0{" * 100)
 
 
+def brackets(path):
+    """More than Python's stack holds; each `json.loads` of it is a RecursionError."""
+    path.write_bytes(b"[" * 200_000 + b'"eval/mIoU"\n')
+
+
 def no_target(path):
     path.symlink_to("nowhere")
 
@@ -35,13 +40,14 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "bad disk": bad_disk,
     "empty": nothing,
     "garbage": garbage,
+    "brackets": brackets,
 }
 ALL = tuple(KINDS)
 
 # What the run ends with: 0, or an exit code and what is said.
 GOES_ON = {
     "config.yaml": ("link", "empty"),
-    "environment.json": ("link", "bad disk", "empty", "garbage"),
+    "environment.json": ("link", "bad disk", "empty", "garbage", "brackets"),
     "metrics.jsonl": ALL,
     "train.log": ("folder", "pipe", "link", "empty", "garbage"),
     ".lock": ("empty", "garbage"),
@@ -114,6 +120,7 @@ CASES += [(name, kind) for name, (_, kinds) in REFUSED.items() for kind in kinds
 # One of each cause; going on takes a second.
 FEW = [
     *(("config.yaml", "empty"), ("metrics.jsonl", "folder"), ("train.log", "pipe")),
+    *(("environment.json", "brackets"), ("metrics.jsonl", "brackets")),
     *(("checkpoints/last.pt", "bad disk"), ("checkpoints/best.pt", "folder")),
     *((name, kinds[0]) for name, (_, kinds) in REFUSED.items()),
 ]

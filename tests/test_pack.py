@@ -635,7 +635,7 @@ def test_an_interrupted_pack_does_not_open_and_goes_on(root, tmp_path, monkeypat
     with pytest.raises(DataError, match="not finished; run segtrain data pack again"):
         open_dataset(data, "train")
     with (output / JOURNAL).open("a") as journal:
-        journal.write("[4, [1, 2")  # as after a crash
+        journal.write("[" * 200_000 + "\n[4, [1, 2")  # as after a crash
     interrupted_after(1, root, output, monkeypatch)
     assert refilled(root, output, monkeypatch) == ["f", "v", "w"]
     assert sorted(path.name for path in output.iterdir()) == ["00000.safetensors", MANIFEST]

@@ -138,12 +138,15 @@ def test_damaged_lines_are_left_out(tmp_path):
     damaged = [
         {"step": "2"},
         {"loss": None},
+        {"loss": "garbage"},
+        {"grad_norm": "0x1p99999"},
         {"gradients": "no base64"},
         {"gradients": "AAAA"},  # three bytes
         {"weights": 3},
         {"more": 1},
     ]
-    lines = [json.dumps(json.loads(whole) | {"step": 2} | change) for change in damaged]
+    receipt = json.loads(whole)
+    lines = [json.dumps(receipt | {"step": i + 2} | row) for i, row in enumerate(damaged)]
     lines += ["", "[]", "[" * 100_000, whole[:-3]]
     file = tmp_path / "receipts.jsonl"
     file.write_text("\n".join([*lines, whole, RECEIPT._replace(step=2).line()]))

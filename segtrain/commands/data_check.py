@@ -26,11 +26,12 @@ def main(args: argparse.Namespace) -> int:
         placed = (with_places(issue.text, args.config, args.set) for issue in result.issues)
         issues = [replace(i, text=text) for i, text in zip(result.issues, placed, strict=True)]
         result = replace(result, issues=issues)
+        # First what can be read at once: the disk may be full.
+        text = as_text(result)
+        print("\n".join(printable_lines(text, len(text) + 1)))
         if args.json is not None:
             with output_errors(args.json):
                 write_output(args.json, as_json(result) + "\n")
-    text = as_text(result)
-    print("\n".join(printable_lines(text, len(text) + 1)))
     return EXIT_OK if result.ok else EXIT_DATA
 
 

@@ -19,9 +19,9 @@ def main(args: argparse.Namespace) -> int:
             with output_errors(args.json):
                 stack.enter_context(reserve_output(args.json))
         stats = measure(data, args.split or data.train_split, beta=args.beta, jobs=args.jobs)
+        text = as_text(stats)
+        print("\n".join(printable_lines(text, len(text) + 1)))
         if args.json is not None:
             with output_errors(args.json):
                 write_output(args.json, as_json(stats) + "\n")
-    text = as_text(stats)
-    print("\n".join(printable_lines(text, len(text) + 1)))
     return EXIT_OK

@@ -1,6 +1,5 @@
 """Reads a file of another program: no code runs, and every tensor is counted."""
 
-import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.serialization import safe_globals
 
 from segtrain.errors import CheckpointError
-from segtrain.files import kind_of, read_bytes, torch_file, weights_file
+from segtrain.files import kind_of, parse_json, read_bytes, torch_file, weights_file
 from segtrain.text import MAX_NAME, printable
 
 CONFIG_JSON = "config.json"
@@ -134,10 +133,10 @@ def _config_json(path: Path) -> Any:
     """The config that save_pretrained writes into the folder of a .safetensors file, or None."""
     there = path.with_name(CONFIG_JSON)
     try:
-        return json.loads(read_bytes(there, _MAX_CONFIG_BYTES))
+        return parse_json(read_bytes(there, _MAX_CONFIG_BYTES))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         # Without it, the stride and the rates would be guessed.
         what = printable((str(error) or type(error).__name__).splitlines()[0], MAX_NAME)
         raise CheckpointError(

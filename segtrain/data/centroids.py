@@ -201,12 +201,12 @@ def _key(dataset: SegDataset, tile_px: int) -> str:
 def _read(path: Path, key: str) -> Measured:
     """What the file holds for `key`; nothing if it is missing, damaged or for another key."""
     try:
-        found = json.loads(files.read_bytes(path))
+        found = files.parse_json(files.read_bytes(path))
         labels = found["labels"]
         if [found["key"], found["sha256"]] == [key, _hash_of(labels)]:
             return labels
-    # The last three: other JSON than `_write` writes.
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    # The last two: other JSON than `_write` writes.
+    except (OSError, ValueError, LookupError, TypeError):
         pass
     return {}
 

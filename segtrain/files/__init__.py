@@ -14,6 +14,7 @@ from segtrain.files.reading import (
     is_same_file,
     kind_of,
     open_regular,
+    parse_json,
     read_bytes,
     walk,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "is_same_file",
     "kind_of",
     "open_regular",
+    "parse_json",
     "read_bytes",
     "reserve_output",
     "sync_directory",

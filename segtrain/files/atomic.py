@@ -79,9 +79,12 @@ def reserve_output(path: Path) -> Iterator[None]:
     """
     if path.is_dir() or path.is_socket():
         raise NotRegularError(errno.EINVAL, f"is {kind_of(path)}; name a file", str(path))
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
-    if not (path.exists() or os.access(path.parent, os.W_OK)):
+    folder = Path(os.path.realpath(path)).parent  # of what a link leads to, which is written
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    if os.path.islink(os.path.realpath(path)):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    if not (path.exists() or os.access(folder, os.W_OK)):
         raise PermissionError(errno.EACCES, "its folder may not be written", str(path))
     handle = _open_in_place(path) if path.is_fifo() else None
     try:

@@ -5,6 +5,7 @@ end.
 """
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -38,6 +39,14 @@ def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
     if max_bytes is not None and len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
     return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """As `json.loads`, but ValueError also for brackets nested deeper than Python's stack."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets nested too deeply") from None
 
 
 def is_same_file(handle: int, path: Path) -> bool:

@@ -43,7 +43,7 @@ def environment_json(devices: list[str]) -> str:
 def changed_versions(directory: Path) -> list[str]:
     """A line for each version that differs from the environment.json in `directory`."""
     try:
-        saved = json.loads(files.read_bytes(directory / ENVIRONMENT, _MAX_BYTES))
+        saved = files.parse_json(files.read_bytes(directory / ENVIRONMENT, _MAX_BYTES))
         before = {name: saved[name] for name in ("segtrain", "python")} | saved["libraries"]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # only people read it: a damaged one stops nothing

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from segtrain.files import open_regular, read_bytes, write_atomic
+from segtrain.files import open_regular, parse_json, read_bytes, write_atomic
 from segtrain.run.console import log_files, log_only, say
 from segtrain.run.directory import LOG, METRICS, RECEIPTS
 from segtrain.run.receipts import Receipt
 from segtrain.text import printable, printable_lines
+
+_EVENTS = "events.out.tfevents."
 
 
 class RunLog:
@@ -144,11 +147,16 @@ class RunLog:
         # Slow to import, and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard reads files in the order of their names, and by `purge_step` drops what it has
+        # read of later steps.
+        others = {path.name.split(".")[3] for path in self._directory.glob(f"{_EVENTS}*")}
+        if any(name.isdecimal() and int(name) > time.time() for name in others):
+            say("warning: the clock is behind that of the run before: TensorBoard leaves steps out")
         self._board = SummaryWriter(str(self._directory), purge_step=purge_step)
 
     def _write_log(self, line: str) -> None:
-        time = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
-        self._try(LOG, self._append, LOG, f"{time} INFO {line}")
+        now = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
+        self._try(LOG, self._append, LOG, f"{now} INFO {line}")
 
     def _append(self, name: str, line: str) -> None:
         self._check_not_deleted()
@@ -195,7 +203,7 @@ def _drop_later(path: Path, step: int, evaluated_step: int) -> None:
     kept, content = [], read_bytes(path)
     for line in content.decode(errors="replace").splitlines(keepends=True):
         try:
-            values = json.loads(line)
+            values = parse_json(line)
             newest = evaluated_step if "eval/mIoU" in values else step
             if line.endswith("\n") and values["step"] <= newest:
                 kept.append(line)

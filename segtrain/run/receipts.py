@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from segtrain.files import read_bytes
+from segtrain.files import parse_json, read_bytes
 
 
 class Receipt(NamedTuple):
@@ -70,15 +70,16 @@ def read_receipts(path: Path) -> dict[int, Receipt]:
 
 def _parse(line: str) -> Receipt | None:
     try:
-        receipt = Receipt(**json.loads(line))
+        receipt = Receipt(**parse_json(line))
+        for number in filter(None, (receipt.loss, receipt.aux_loss, receipt.grad_norm)):
+            float.fromhex(number)
         for text, dtype in (
             (receipt.gradients, GRADIENT),
             (receipt.weights, WEIGHT),
             (receipt.average, WEIGHT),
         ):
             unpack(text, dtype)
-    # The last: brackets in brackets.
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError):
         return None
     texts = (receipt.samples, receipt.loss, receipt.grad_norm, receipt.gradients)
     optional = (receipt.aux_loss, receipt.weights, receipt.average)

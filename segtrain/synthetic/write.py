@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from segtrain.distributed.machine import num_cores, process_pool
 from segtrain.errors import ConfigError, DataError
-from segtrain.files import read_bytes, write_atomic
+from segtrain.files import parse_json, read_bytes, write_atomic
 from segtrain.synthetic.scene import draw_scene
 from segtrain.text import MAX_NAME, printable
 
@@ -82,7 +82,7 @@ def _claim(root: Path, settings: dict[str, object]) -> None:
         return
     found = None
     with suppress(OSError, ValueError):
-        found = json.loads(read_bytes(path, _MAX_SETTINGS_BYTES))
+        found = parse_json(read_bytes(path, _MAX_SETTINGS_BYTES))
     if found != settings:
         what = "other files" if found is None else f"scenes drawn with {printable(found, MAX_NAME)}"
         raise DataError(

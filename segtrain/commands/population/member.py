@@ -1,6 +1,5 @@
 """One piece of the training of a member: `segtrain train --until` in a process of its own."""
 
-import json
 import math
 import signal
 import subprocess
@@ -107,7 +106,7 @@ def score(run: Path, step: int) -> float | None:
     path, found = run / run_directory.METRICS, []
     try:
         lines = files.read_bytes(path).decode(errors="replace").splitlines()
-        values = [json.loads(line) for line in lines if '"eval/mIoU"' in line]
+        values = [files.parse_json(line) for line in lines if '"eval/mIoU"' in line]
         found = [one["eval/mIoU"] for one in values if one["step"] == step]
     except (OSError, ValueError, KeyError, TypeError):
         found = []

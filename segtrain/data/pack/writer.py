@@ -88,7 +88,13 @@ def read_journal(directory: Path, pack: Pack) -> dict[int, Filled]:
                 "an empty folder by --output"
             )
         return {}
-    first, *lines = path.read_text(errors="replace").splitlines() or [""]
+    try:
+        journal = files.read_bytes(path).decode(errors="replace")
+    except OSError as error:
+        raise DataError(
+            f"{printable(path)}: cannot be read: {error.strerror}; delete the pack"
+        ) from error
+    first, *lines = journal.splitlines() or [""]
     if first != layout_hash(pack):
         raise DataError(
             f"{printable(directory)}: holds an unfinished pack of other images or options; delete "
@@ -98,7 +104,7 @@ def read_journal(directory: Path, pack: Pack) -> dict[int, Filled]:
     found = {}
     for line in lines:
         try:
-            number, stamp, crc, *sources = json.loads(line)
+            number, stamp, crc, *sources = files.parse_json(line)
             if stamp == _stamp(images[number]):
                 found[number] = Filled(crc, (sources[0], sources[1]))
         except (ValueError, LookupError, TypeError):
