@@ -204,9 +204,10 @@ def _watch(run: subprocess.Popen, directory: Path, steps: int) -> Iterator[str]:
         time.sleep(0.2)
         step = _last_step(directory / METRICS)
         if step >= due and run.poll() is None:
-            pids = _family(run.pid)
-            total = sum(_resident(pid) for pid in pids)
-            yield f"{step:9,} {_resident(run.pid) / _MIB:9.0f} {total / _MIB:7.0f}"
+            rank, *others = [_resident(pid) for pid in _family(run.pid)] or [0]
+            if rank == 0:  # the run has just ended
+                return
+            yield f"{step:9,} {rank / _MIB:9.0f} {(rank + sum(others)) / _MIB:7.0f}"
             due = (step // (steps // 10) + 1) * (steps // 10)
 
 
@@ -217,7 +218,10 @@ def _last_step(metrics: Path) -> int:
 
 
 def _family(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has just ended
+        return []
     return [pid, *(one for child in children for one in _family(int(child)))]
 
 
