@@ -1,16 +1,24 @@
-"""Calls made by threads a few items ahead of the caller, for decoding and writing images.
+"""Work on many images: calls made by threads ahead of the caller, and how far a long one has come.
 
 Threads, not processes: decoding and compressing images happen outside the interpreter lock, and
 nothing has to be started, pickled or put into shared memory.
 """
 
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from tqdm import tqdm
+
+from segtrain.text import printable
+
 T = TypeVar("T")
 R = TypeVar("R")
+
+_PLAIN_PROGRESS_S = 15
 
 
 def prefetch(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> Iterator[R]:
@@ -62,3 +70,16 @@ def one_late(items: Iterable[T]) -> Iterator[T]:
         if len(held) > 1:
             yield held.pop(0)
     yield from held
+
+
+def with_progress(results: Iterable[T], num_pairs: int, what: str) -> Iterator[T]:
+    """`results` of pairs, with a progress bar on a terminal, or else a line every 15 s."""
+    if sys.stderr.isatty():
+        yield from tqdm(results, desc=printable(what), total=num_pairs, unit="pair", leave=False)
+        return
+    last = time.monotonic()
+    for done, result in enumerate(results, start=1):
+        if time.monotonic() - last > _PLAIN_PROGRESS_S:
+            sys.stderr.write(f"{printable(what)}: {done} of {num_pairs} pairs\n")
+            last = time.monotonic()
+        yield result

@@ -1,19 +1,16 @@
 """One split, read completely: every pair is decoded once, in processes, and the counts added up."""
 
 import hashlib
-import sys
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from segtrain.data import decode, labels
 from segtrain.data.brightness import Brightness, brightness
@@ -22,17 +19,16 @@ from segtrain.data.classes import ClassFile, Color, read_by
 from segtrain.data.dataset import SegDataset, size_problem
 from segtrain.data.listing import Pair
 from segtrain.data.pack.reader import PackedDataset
+from segtrain.data.prefetch import with_progress
 from segtrain.distributed.machine import num_cores
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable
 
-T = TypeVar("T")
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
 _CHUNK = 8
 # Each process needs enough pairs to pay for its start.
 _PAIRS_PER_PROCESS = 128
-_PLAIN_PROGRESS_S = 15
 
 
 class BadFile(NamedTuple):
@@ -229,16 +225,3 @@ def _scan_label(scan: SplitScan, pair: Pair, classes: ClassFile, label_format: s
     for size in scan.sizes:
         if problem := size_problem(pair, size, label.shape):
             scan.size_problems = [problem]
-
-
-def with_progress(results: Iterable[T], num_pairs: int, what: str) -> Iterator[T]:
-    """`results` of pairs, with a progress bar on a terminal, or else a line every 15 s."""
-    if sys.stderr.isatty():
-        yield from tqdm(results, desc=printable(what), total=num_pairs, unit="pair", leave=False)
-        return
-    last = time.monotonic()
-    for done, result in enumerate(results, start=1):
-        if time.monotonic() - last > _PLAIN_PROGRESS_S:
-            sys.stderr.write(f"{printable(what)}: {done} of {num_pairs} pairs\n")
-            last = time.monotonic()
-        yield result

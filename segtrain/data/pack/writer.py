@@ -24,7 +24,6 @@ import cv2
 import numpy as np
 
 from segtrain import files
-from segtrain.data.check.scan import with_progress
 from segtrain.data.classes import ClassFile
 from segtrain.data.dataset import size_problem
 from segtrain.data.decode import decode_image, decode_label, read_bytes
@@ -39,6 +38,7 @@ from segtrain.data.pack.manifest import (
     to_json,
 )
 from segtrain.data.pack.plan import layout_hash, with_images
+from segtrain.data.prefetch import with_progress
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable
