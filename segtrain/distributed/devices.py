@@ -3,13 +3,13 @@
 import os
 from pathlib import Path
 
-import torch
-
 _FIRST_DEVICE = Path("/dev/nvidia0")
 
 
 def unusable_devices() -> list[str]:
     """A line if this machine has an NVIDIA device that torch cannot use."""
+    import torch
+
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if torch.version.cuda is None or is_hidden or not _FIRST_DEVICE.exists():
         return []
