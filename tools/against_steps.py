@@ -26,11 +26,11 @@ from against_models import (
 from torch import Tensor, nn
 
 from segtrain.config import DataConfig
-from segtrain.distributed.malloc import keep_freed_memory
+from segtrain.distributed.machine import keep_freed_memory
 from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import build_model
-from segtrain.models.normalize import normalize
+from segtrain.models.blocks import normalize
 from segtrain.norm import make_norm
 from segtrain.training.engine import train_steps
 from segtrain.training.state import make_state

@@ -25,12 +25,12 @@ import torch
 from segtrain.cli import main as segtrain_main
 from segtrain.config import AugmentConfig, Config, load_config
 from segtrain.data import open_dataset
-from segtrain.data.class_file import load_class_file
-from segtrain.data.decode import read_image, read_label
-from segtrain.data.geometry import Placement, resample_image, resample_label
-from segtrain.data.stream import TrainStream
-from segtrain.data.transforms import TrainTransform, draw_placement
-from segtrain.distributed.malloc import keep_freed_memory
+from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.decode import read_image, read_label
+from segtrain.data.sample.geometry import Placement, resample_image, resample_label
+from segtrain.data.sample.stream import TrainStream
+from segtrain.data.sample.transforms import TrainTransform, draw_placement
+from segtrain.distributed.machine import keep_freed_memory
 from segtrain.types import IGNORE_INDEX
 
 MEAN = (124, 116, 104)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from segtrain.config import Config, load_config
-from segtrain.distributed.malloc import keep_freed_memory
+from segtrain.distributed.machine import keep_freed_memory
 from segtrain.models import build_model
 from segtrain.norm import make_norm
 from segtrain.training.engine import StepResult, train_steps

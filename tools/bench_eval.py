@@ -25,10 +25,9 @@ from torch import nn
 
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
-from segtrain.evaluation.batches import batch_limits
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import predict_labels
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.settings import InferenceSettings, batch_limits
 from segtrain.metrics import ConfusionMatrix
 from segtrain.models import build_model
 from segtrain.models.precision import float32_products, for_evaluation

@@ -25,14 +25,14 @@ from bench_shares import Step
 from rounds import measure, on_ranks
 
 from segtrain.config import Config, DataConfig, load_config
-from segtrain.data.loader import indices_of_rank, train_loader
-from segtrain.data.opening import open_dataset
-from segtrain.data.stream import TrainStream
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.pack.opening import open_dataset
+from segtrain.data.sample.loader import indices_of_rank, train_loader
+from segtrain.data.sample.stream import TrainStream
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.models import build_model
 from segtrain.norm import make_norm
 from segtrain.run.directory import METRICS
-from segtrain.training.cost import peak_bytes
+from segtrain.training.measure import peak_bytes
 from segtrain.training.state import make_state
 
 ROOT = Path(__file__).resolve().parents[1]

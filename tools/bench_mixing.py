@@ -19,13 +19,11 @@ import torch
 
 from segtrain.config import AugmentConfig, DataConfig
 from segtrain.data import open_dataset
-from segtrain.data.centroids import label_centroids, measure_centroids
-from segtrain.data.class_uniform import ClassUniform
-from segtrain.data.dataset import SegDataset
-from segtrain.data.decode import read_label
-from segtrain.data.mixing import NO_MIXING, Mixing
-from segtrain.data.stream import TrainStream
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.decode import read_label
+from segtrain.data.sample.centroids import label_centroids, measure_centroids
+from segtrain.data.sample.stream import NO_MIXING, ClassUniform, Mixing, TrainStream
+from segtrain.data.sample.transforms import TrainTransform
 
 SIZE, CLASSES, IMAGES = (1024, 2048), 19, 4
 CROP = (713, 713)

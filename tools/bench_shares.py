@@ -22,13 +22,13 @@ from rounds import estimate, measure, on_ranks, ratios
 from torch import Tensor, nn
 
 from segtrain.config import Config, DataConfig, ModelConfig, TrainConfig
-from segtrain.data.loader import indices_of_rank
+from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import make_norm
-from segtrain.training.cost import peak_bytes
 from segtrain.training.engine import train_steps
 from segtrain.training.gradients import GradientSum
+from segtrain.training.measure import peak_bytes
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch

@@ -36,7 +36,7 @@ from torch.distributed import group
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 
 from segtrain.config import Config, DataConfig, ModelConfig, NormConfig, TrainConfig
-from segtrain.data.loader import indices_of_rank
+from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, SyncBatchNorm2d, make_norm, sync_batch_norm

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from segtrain.checkpoint.format import load
-from segtrain.distributed.heartbeat import Heartbeat, read_heartbeats
+from segtrain.distributed.liveness import Heartbeat, read_heartbeats
 from segtrain.distributed.machine import children, descendants, is_alive
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"

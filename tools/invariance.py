@@ -67,14 +67,14 @@ def losses(
     directory: Path, data: Path, ranks: int, precision: str, *, reverse: bool = False
 ) -> list[float]:
     """The loss of every step of one run."""
-    run = directory / f"{precision}_{ranks}{'_reversed' if reverse else ''}"
+    loop = directory / f"{precision}_{ranks}{'_reversed' if reverse else ''}"
     settings = [f"data.root={data}", f"train.precision={precision}", *SETTINGS]
     options = [word for setting in settings for word in ("--set", setting)]
     if reverse:
-        train_reversed(run, settings)
+        train_reversed(loop, settings)
     else:
-        command("train", CONFIG, "--nproc", ranks, "--device", "cpu", "--output", run, *options)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        command("train", CONFIG, "--nproc", ranks, "--device", "cpu", "--output", loop, *options)
+    lines = [json.loads(line) for line in (loop / "metrics.jsonl").read_text().splitlines()]
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
@@ -82,12 +82,12 @@ def train_reversed(run: Path, settings: list[str]) -> None:
     """Trains in this process with the images of each batch in reverse order."""
     import torch
 
-    from segtrain.commands.train import run
+    from segtrain.commands.train import loop
     from segtrain.config import load_config
 
     config = load_config(CONFIG, tuple(settings))
-    run.indices_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
-    run.run(config, run, device=torch.device("cpu"), resume=False)
+    loop.indices_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
+    loop.run(config, loop, device=torch.device("cpu"), resume=False)
 
 
 def command(*arguments: object) -> None:

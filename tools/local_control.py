@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
-from segtrain.data.loader import TrainStream
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.sample.loader import TrainStream
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import UserError
 from segtrain.metrics import ConfusionMatrix, Scores
-from segtrain.models.normalize import Normalize
+from segtrain.models.blocks import Normalize
 from segtrain.seed import seed_everything
 from segtrain.training.optim import build_optimizer, learning_rate, set_learning_rate
 from segtrain.types import IGNORE_INDEX, SegLogits

@@ -17,7 +17,7 @@ from norm_simulation import run_simulation
 from norm_training import TREATMENTS, Result, Study, to_json, write_text
 
 from segtrain.config import Config, load_config
-from segtrain.distributed.malloc import keep_freed_memory
+from segtrain.distributed.machine import keep_freed_memory
 from segtrain.errors import UserError
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/camvid_small.yaml"

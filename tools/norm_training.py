@@ -24,24 +24,28 @@ import torch
 from ghost_norm import RUNNING, GhostBatchNorm2d, compare_running, take_running
 from torch import nn
 
-from segtrain.checkpoint.experiment import experiment_fields
-from segtrain.checkpoint.format import Checkpoint, save
-from segtrain.checkpoint.initial import load_initial
+from segtrain.checkpoint.format import Checkpoint, experiment_fields, save
+from segtrain.checkpoint.loading import load_initial
 from segtrain.config import Config, override_config
 from segtrain.data import open_dataset
-from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import TrainStream, indices_of_rank, num_loader_workers, train_loader
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.sample.loader import (
+    TrainStream,
+    indices_of_rank,
+    num_loader_workers,
+    train_loader,
+)
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed.partition import partition
 from segtrain.errors import ConfigError
 from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.files import write_atomic
 from segtrain.models import build_model
-from segtrain.models.normalize import Normalize
+from segtrain.models.blocks import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import NormFactory, make_norm, precise_statistics
-from segtrain.run.progress import ProgressBar
+from segtrain.run.console import ProgressBar
 from segtrain.seed import seed_everything
 from segtrain.training.engine import train_steps
 from segtrain.training.state import TrainState, make_state

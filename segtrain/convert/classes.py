@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.config.loading import yaml_value
-from segtrain.convert.plan import Plan
+from segtrain.convert.layout import Plan
 from segtrain.convert.read import listed
-from segtrain.data.class_file import known_names, load_class_file
-from segtrain.data.classes import ClassFile
+from segtrain.data.read.classes import ClassFile, known_names, load_class_file
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.text import MAX_NAME, printable
 

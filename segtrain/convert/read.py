@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.serialization import safe_globals
 
 from segtrain.errors import CheckpointError
-from segtrain.files import kind_of, parse_json, read_bytes, torch_file, weights_file
+from segtrain.files import kind_of, parse_json, read_bytes, torch_file
 from segtrain.text import MAX_NAME, printable
 
 CONFIG_JSON = "config.json"
@@ -117,14 +117,14 @@ def _content(path: Path) -> Any:
         raise CheckpointError(f"{path}: expected a file of weights, {found}")
     try:
         with safe_globals(_RUNNER):
-            return weights_file.read(path)
+            return torch_file.read(path)
     except pickle.UnpicklingError:
         # torch's own message advises to load the file unsafely.
         raise CheckpointError(
             f"{path}: refused: it holds more than tensors and plain data, which could run code; or "
             f"it is damaged; {_SAVE_AGAIN}"
         ) from None
-    except weights_file.UNREADABLE as error:
+    except torch_file.UNREADABLE as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: {printable(text, 3 * MAX_NAME)}") from None
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.files import torch_file, weights_file
+from segtrain.files import torch_file
 from segtrain.models import timm_backbone
 from segtrain.text import MAX_NAME, printable
 
@@ -99,8 +99,8 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
             cache.parent.mkdir(parents=True, exist_ok=True)
             digest = torch.hub.HASH_REGEX.search(cache.name)
             torch.hub.download_url_to_file(weights.url, str(cache), digest and digest[1], progress)
-        return weights.url, weights_file.read(cache)
-    except (*weights_file.UNREADABLE, HTTPException, RuntimeError, pickle.UnpicklingError) as error:
+        return weights.url, torch_file.read(cache)
+    except (*torch_file.UNREADABLE, HTTPException, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"model.pretrained: {spec}: cannot load {weights.url}: {_problem(error)}; delete its "
             f"copy {cache}, or fetch it by hand and set model.pretrained to its path"
@@ -123,8 +123,8 @@ def _read(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"model.pretrained: {path}: no such file, or not a regular one")
     try:
-        return weights_file.read(path)
-    except (pickle.UnpicklingError, *weights_file.UNREADABLE) as error:
+        return torch_file.read(path)
+    except (pickle.UnpicklingError, *torch_file.UNREADABLE) as error:
         raise CheckpointError(f"model.pretrained: {path}: {_problem(error)}") from None
 
 

@@ -11,7 +11,7 @@ import torch
 from gpu_checks.commands import DEMO, draw_scenes, options, segtrain
 from gpu_checks.findings import Findings
 from segtrain.metrics import ConfusionMatrix
-from segtrain.run.prediction_files import LABELS
+from segtrain.run.pictures import LABELS
 
 # Of the pixels: where two classes are almost equally likely, rounding decides.
 _MOST_MOVED = 1e-4

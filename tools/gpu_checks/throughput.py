@@ -15,7 +15,7 @@ from gpu_checks.stepping import NUM_CLASSES, config_of, one_rank, random_batch
 from gpu_checks.steps import LOCAL, SYNC, contenders, judge_waits
 from gpu_checks.watching import added_gib
 from segtrain.config import Config
-from segtrain.training.cost import matmul_peak, training_flops
+from segtrain.training.measure import matmul_peak, training_flops
 
 # What the issue of speed asks for on a CUDA device.
 _TIMES_REFERENCE, _OF_PEAK, _SYNC_RATIO = 2.0, 0.4, 1.05

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from segtrain.training.cost import device_work
+from segtrain.training.measure import device_work
 
 # torch's words, in a warning or an error (c10/cuda/CUDAFunctions.cpp).
 _WAIT = "called a synchronizing CUDA operation"
