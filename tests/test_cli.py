@@ -37,7 +37,7 @@ def calls(monkeypatch):
         return 7
 
     launch = types.SimpleNamespace(train=record, evaluate=record)
-    module = types.SimpleNamespace(main=record)
+    module = types.SimpleNamespace(main=record, check=record)
     stand_ins = {
         "segtrain.commands.launch": launch,
         "segtrain.commands.predict": module,

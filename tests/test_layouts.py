@@ -492,7 +492,7 @@ def test_links_in_the_data_set_are_followed_in_every_layout(tmp_path, layout, mo
     """Whoever may put one there may put the file there; often the data is on another disk."""
     disk, root, name = tmp_path / "disk", tmp_path / "root", "train"
     if layout == "plain list":
-        monkeypatch.setattr("segtrain.data.read.lists._MIN_BYTES", 0)
+        monkeypatch.setattr("segtrain.data.read.plain_list._MIN_BYTES", 0)
     if layout == "voc":
         touch(disk, "JPEGImages/a.jpg", "SegmentationClass/a.png")
         touch(root, "ImageSets/Segmentation/train.txt")

@@ -38,7 +38,6 @@ from segtrain.commands.verify_differences import (
     start_differences,
 )
 from segtrain.config import Config, load_config
-from segtrain.data.read.find import first_names
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
@@ -49,6 +48,7 @@ from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, say
 from segtrain.run.receipts import Receipt, read_receipts
+from segtrain.text import first_of
 from segtrain.training.engine import train_steps
 from segtrain.training.receipts import ReceiptMeter, weights_lines
 from segtrain.training.step_sync import StepSync
@@ -405,7 +405,7 @@ def _receipts_differ(this: Replay, meter: ReceiptMeter) -> list[str]:
         # Steps before the first one that was asked for may have none.
         if there is not None and (lines := receipt_differences(there, here, this.state)):
             if there.samples == here.samples and there.loss != here.loss:
-                names = first_names(train_stream(this).names_of_step(here.step - 1), _MAX_NAMES)
+                names = first_of(train_stream(this).names_of_step(here.step - 1), _MAX_NAMES)
                 what = "perhaps pixels changed under the same name and size; it used"
                 lines.append(f"{what} {names}")
             return [f"step {here.step} differs from its receipt", *lines]

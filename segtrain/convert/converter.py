@@ -17,13 +17,13 @@ from segtrain.config.loading import yaml_value
 from segtrain.convert import mmseg, semseg, smp, torchvision, vainf
 from segtrain.convert.classes import Choice, choose_classes, class_file_text, stored_file
 from segtrain.convert.layout import Options, Plan, Rotation, State
-from segtrain.convert.read import SourceFile, listed, read_file
+from segtrain.convert.read import SourceFile, read_file
 from segtrain.data.read.classes import load_class_file
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import write_atomic
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, first_of, printable
 
 PROGRAMS: tuple[tuple[str, Callable[[State, Mapping[str, Any]], Plan]], ...] = (
     ("ppm.features.0.1.weight", lambda state, _: semseg.plan(state)),
@@ -108,12 +108,12 @@ def _detect(state: State, beside: Mapping[str, Any]) -> Found:
     raise CheckpointError(
         "the keys are those of no model that is read: DeepLabV3 of torchvision; PSPNet of semseg; "
         "PSPNet, DeepLabV3 and DeepLabV3+ of mmsegmentation and segmentation_models.pytorch; "
-        f"DeepLabV3 and DeepLabV3+ of VainF; found {listed(sorted(state))}"
+        f"DeepLabV3 and DeepLabV3+ of VainF; found {first_of(sorted(state))}"
     )
 
 
 def _quoted(prefixes: Sequence[str]) -> str:
-    return listed([repr(prefix) for prefix in prefixes])
+    return first_of([repr(prefix) for prefix in prefixes])
 
 
 def _ends(key: str, marker: str) -> bool:
@@ -348,11 +348,11 @@ def _sort_out(
 def _refuse(source: str, missing: list[str], shapes: list[str], placeless: list[str]) -> None:
     lines = []
     if missing:
-        lines.append(f"  {len(missing)} missing: {listed(missing)}")
+        lines.append(f"  {len(missing)} missing: {first_of(missing)}")
     if shapes:
-        lines.append(f"  {len(shapes)} of another shape or kind: {listed(shapes)}")
+        lines.append(f"  {len(shapes)} of another shape or kind: {first_of(shapes)}")
     if placeless:
-        lines.append(f"  {len(placeless)} without a place: {listed(placeless)}")
+        lines.append(f"  {len(placeless)} without a place: {first_of(placeless)}")
         lines.append("  --ignore PREFIX leaves out keys that are no part of the model")
     if lines:
         raise CheckpointError(
@@ -515,7 +515,7 @@ def _report(
             lines.append(f"{kind:<11} {describe(values)} ({about[kind]})")
     ignored = [("--ignore", list(found.ignored))] if found.ignored else []
     for why, keys in (*translation.left_out, *ignored):
-        lines.append(f"left out    {len(keys)} tensors ({why}): {listed(keys)}")
+        lines.append(f"left out    {len(keys)} tensors ({why}): {first_of(keys)}")
     if translation.counters:
         lines.append(f"counters    {translation.counters} batch counters not in the file, set to 0")
     if translation.dtypes:

@@ -12,7 +12,7 @@ from segtrain.data.check.dark_images import lost_bits, whole_split_problem
 from segtrain.data.check.scan import BadFile, SplitScan, by_reason, class_problem, moved_colors
 from segtrain.data.check.stats import enet_weights, median_frequency_weights
 from segtrain.data.read.classes import ClassFile
-from segtrain.data.read.find import MAX_SHOWN, extra_labels_text, first_names, left_out_text
+from segtrain.data.read.find import MAX_SHOWN, extra_labels_text, left_out_text
 from segtrain.data.read.labels import (
     looks_like_train_ids,
     single_class,
@@ -21,7 +21,7 @@ from segtrain.data.read.labels import (
     unknown_ids,
 )
 from segtrain.data.read.layouts import Listing
-from segtrain.text import MAX_NAME, counted, printable
+from segtrain.text import MAX_NAME, counted, first_of, printable
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def shared_image_issues(scans: Sequence[SplitScan], *, is_one_split: bool) -> It
         yield Issue("warning", "", "one split", ONE_SPLIT)
     for scan in scans:
         groups = [names for names in scan.digests.values() if names[1:]]
-        if copies := [first_names(names, separator=" = ") for names in groups]:
+        if copies := [first_of(names, separator=" = ") for names in groups]:
             text = counted(len(copies), "image occurs", "images occur") + " more than once"
             yield Issue("warning", scan.split, "copies", text, copies)
     if len(scans) == 2:

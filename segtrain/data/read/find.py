@@ -10,7 +10,7 @@ from segtrain.config import DataConfig
 from segtrain.config.messages import did_you_mean
 from segtrain.errors import DataError
 from segtrain.files import walk
-from segtrain.text import counted, printable
+from segtrain.text import counted, first_of, printable
 
 # Other formats are refused: two decoders are enough to keep safe, and both keep what they store.
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -55,10 +55,10 @@ class Listing(NamedTuple):
         """What training and evaluation must say when they start."""
         lines = list(self.notes)
         if self.left_out:
-            lines.append(f"{left_out_text(self.left_out)}: {first_names(self.left_out, _FEW)}")
+            lines.append(f"{left_out_text(self.left_out)}: {first_of(self.left_out, _FEW)}")
         if self.extra_labels:
             text = extra_labels_text(self.extra_labels)
-            lines.append(f"{text}: {first_names(self.extra_labels, _FEW)}")
+            lines.append(f"{text}: {first_of(self.extra_labels, _FEW)}")
         return lines
 
 
@@ -83,12 +83,6 @@ def first_lines(title: str, findings: Sequence[str]) -> str:
     if len(findings) > MAX_SHOWN:
         shown.append(f"  and {len(findings) - MAX_SHOWN} more")
     return "\n".join([f"{title}: {len(findings)} problems", *shown])
-
-
-def first_names(names: Sequence[object], limit: int = MAX_SHOWN, *, separator: str = ", ") -> str:
-    """`a, b, c and 4 more`."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return separator.join(printable(name) for name in names[:limit]) + more
 
 
 # What other programs append or prepend to the name of an image to name its label.
@@ -169,7 +163,7 @@ def check_named_folder(root: Path, key: str, name: str) -> None:
 
 def there_are(what: str, names: Sequence[str]) -> str:
     """`what: a, b, c`, or that there are none."""
-    return f"{what}: {first_names(names)}" if names else f"there are no {what}"
+    return f"{what}: {first_of(names)}" if names else f"there are no {what}"
 
 
 def files_by_name(folder: Path, suffixes: Sequence[str], end: str = "") -> dict[str, list[Path]]:

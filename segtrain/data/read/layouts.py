@@ -31,7 +31,6 @@ from segtrain.data.read.find import (
     existing_folder,
     files_by_name,
     first_lines,
-    first_names,
     match_folders,
     only_images,
     split_folder,
@@ -39,7 +38,7 @@ from segtrain.data.read.find import (
 )
 from segtrain.data.read.lists import CleanPath, clean_relative_path, list_file_rows, list_file_words
 from segtrain.errors import DataError
-from segtrain.text import printable
+from segtrain.text import first_of, printable
 
 _CONTENT = {"ids": "labelIds", "train_ids": "labelTrainIds", "colors": "color"}
 
@@ -293,7 +292,7 @@ def _list(root: Path, data: DataConfig, split: str) -> Listing:
         texts = sorted(file.name for suffix in ("txt", "csv") for file in root.glob(f"*.{suffix}"))
         raise DataError(f"{printable(path)}: no such list file; {there_are('text files', texts)}")
     # Here, since a wrong config is refused before NumPy is imported.
-    from segtrain.data.read.lists import plain_pairs
+    from segtrain.data.read.plain_list import plain_pairs
 
     if (plain := plain_pairs(path, root)) is not None:
         return Listing(plain, [])
@@ -328,7 +327,7 @@ def _shared_labels(pairs: Sequence[Pair]) -> list[str]:
             shared.append(
                 f"{printable(pair.label)} by {printable(first)} and {printable(pair.name)}"
             )
-    return [f"labels are used by several images: {first_names(shared, 3)}"] if shared else []
+    return [f"labels are used by several images: {first_of(shared, 3)}"] if shared else []
 
 
 def _listed_file(name: str, root: Path, *, is_label: bool) -> CleanPath:
