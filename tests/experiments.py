@@ -127,10 +127,10 @@ def signalled_in_evaluation(
 ) -> tuple[int, int]:
     """As `train`; `rank` gets a signal at its second image of the evaluation after `step`.
 
-    where: "predict_labels"; or "until", for batches of norm.precise_batches instead of images.
+    where: "predict_labels"; or "batches", for those of norm.precise_batches instead of images.
     Returns also how many of them this rank has begun. From the signal on, each takes 0.3 s.
     """
-    from segtrain.commands.train import batches
+    from segtrain.commands.train.setup import TrainContext
     from segtrain.distributed import collectives as dist
     from segtrain.distributed import liveness
     from segtrain.evaluation import dataset
@@ -145,19 +145,19 @@ def signalled_in_evaluation(
             os.kill(os.getpid(), number)
         time.sleep(0.3)
 
-    predict_labels, until = dataset.predict_labels, batches.until
+    predict_labels, batches = dataset.predict_labels, TrainContext.batches
 
     def predict_slowly(*args: Any, **kwargs: Any) -> Any:
         begin()
         return predict_labels(*args, **kwargs)
 
-    def until_slowly(*args: Any) -> Iterator[Any]:
-        for batch in until(*args):
+    def batches_slowly(*args: Any) -> Iterator[Any]:
+        for batch in batches(*args):
             begin()
             yield batch
 
-    if where == "until":
-        batches.until = until_slowly
+    if where == "batches":
+        TrainContext.batches = batches_slowly
     else:
         dataset.predict_labels = predict_slowly
     return train(config, directory, resume), len(begun)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from experiments import assert_same_state, experiment, last, losses, small, train, write_config
 
-from segtrain.commands.train import batches
-from segtrain.commands.train.batches import MEASURED_STEPS, Choice, Measurement
+from segtrain.commands.train import auto_workers, setup
+from segtrain.commands.train.auto_workers import MEASURED_STEPS, Choice, Measurement
 from segtrain.config import load_config
 from segtrain.data.sample import loader
 from segtrain.distributed import collectives as dist
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def now(monkeypatch):
     """A clock that stands still; `now[0] += 1` lets a second pass."""
     found = [0.0]
-    monkeypatch.setattr(batches.time, "perf_counter", lambda: found[0])
+    monkeypatch.setattr(auto_workers.time, "perf_counter", lambda: found[0])
     return found
 
 
@@ -121,14 +121,14 @@ def train_and_choose(config, directory, *args, **options):
 
     Returns first step and number of workers of each loader of this rank.
     """
-    used, whole, choice = [], batches.train_loader, Measurement.choice
+    used, whole, choice = [], setup.train_loader, Measurement.choice
 
     def train_loader(*args, **options):
         used.append((options["start_step"], options["num_workers"]))
         return whole(*args, **options)
 
-    batches.train_loader = train_loader
-    batches.most_workers, batches.first_workers = lambda _: 3, lambda _: 1
+    setup.train_loader = train_loader
+    auto_workers.most_workers, setup.first_workers = lambda _: 3, lambda _: 1
     Measurement.choice = lambda self, most: choice(self, most)._replace(workers=2 - dist.rank())
     assert train(config, directory, *args, **options) == 0
     return used

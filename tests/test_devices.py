@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from segtrain.commands.train.stages import make_repeatable
+from segtrain.commands.train.setup import make_repeatable
 from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import launcher_folder, process_group

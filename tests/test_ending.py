@@ -9,11 +9,11 @@ from experiments import last, losses, small, stopped_after, train, write_config
 from test_resume import killed_in_evaluation
 
 from segtrain.checkpoint.format import Checkpoint, load
-from segtrain.commands.train.stages import Ending, check_fields
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.errors import CheckpointError
 from segtrain.training.step_sync import StepSync
+from segtrain.training.stop_criteria import StopCriteria, check_fields
 
 
 def config(*, every_steps=2, precise_batches=None, **options):
@@ -30,7 +30,7 @@ def config(*, every_steps=2, precise_batches=None, **options):
 def test_hours_add_up_over_resumptions_and_do_not_run_in_between():
     now = [1000.0]
     train = TrainConfig(max_hours=2.0)
-    first = Ending(train, None, clock=lambda: now[0])
+    first = StopCriteria(train, None, clock=lambda: now[0])
     now[0] += 7200  # nothing runs before the start
     assert first.hours == 0
     first.start()
@@ -38,7 +38,7 @@ def test_hours_add_up_over_resumptions_and_do_not_run_in_between():
     assert (first.hours, first.is_out_of_time(), first.reason()) == (1.0, False, "")
     saved = json.loads(json.dumps(first.fields()))
     now[0] = 5.0  # another machine
-    second = Ending(train, saved, clock=lambda: now[0])
+    second = StopCriteria(train, saved, clock=lambda: now[0])
     assert second.hours == 1.0
     second.start()
     now[0] += 3599
@@ -49,14 +49,14 @@ def test_hours_add_up_over_resumptions_and_do_not_run_in_between():
 
 
 def test_patience_counts_the_evaluations_since_the_best():
-    ending = Ending(TrainConfig(patience=2), None)
+    ending = StopCriteria(TrainConfig(patience=2), None)
     for better, over in ((True, False), (False, False), (True, False), (False, False)):
         ending.count(better=better)
         assert ending.is_out_of_patience() == over
-    again = Ending(TrainConfig(patience=2), ending.fields())
+    again = StopCriteria(TrainConfig(patience=2), ending.fields())
     again.count(better=False)
     assert again.reason() == "no better mIoU in 2 evaluations (train.patience)"
-    assert Ending(TrainConfig(patience=3), again.fields()).reason() == ""
+    assert StopCriteria(TrainConfig(patience=3), again.fields()).reason() == ""
 
 
 @pytest.mark.parametrize(
@@ -207,4 +207,4 @@ def test_an_evaluation_that_was_cut_short_is_made_up_for_before_the_run_ends(
 
 def test_a_checkpoint_of_an_older_version_has_used_no_hours(tmp_path):
     assert Checkpoint._field_defaults["ending"] is None
-    assert Ending(TrainConfig(max_hours=1.0), check_fields(None, tmp_path)).hours == 0
+    assert StopCriteria(TrainConfig(max_hours=1.0), check_fields(None, tmp_path)).hours == 0

@@ -122,9 +122,9 @@ def test_the_losses_show_when_a_collective_is_missing(run_ranks, tmp_path, data)
 
 
 def train_in_order(order, config, directory):
-    from segtrain.commands.train import batches
+    from segtrain.commands.train import setup
 
-    batches.indices_of_rank = lambda *_: [order]
+    setup.indices_of_rank = lambda *_: [order]
     return train(config, directory)
 
 

@@ -150,7 +150,7 @@ def test_machine_0_serves_the_meeting_point(monkeypatch, node, serves):
     started = []
     monkeypatch.setattr(launcher, "run_ranks", lambda *_, **options: started.append(options))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    launch._start_ranks(args, 3)
+    launch.start_ranks(args, 3)
     config = launcher._launch_config(3, folder=Path("/tmp"), **started[0])
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 3)
     assert (config.rdzv_endpoint, config.run_id) == ("127.0.0.1:29400", "segtrain")

@@ -453,7 +453,7 @@ def alone_with_evaluations(run_ranks, tmp_path_factory):
     [
         (1, "predict_labels", signal.SIGTERM, 143, ((2, 0), (2, 0), (4, 2))),
         (2, "predict_labels", signal.SIGINT, 130, ((2, 0), (4, 2))),
-        (2, "until", signal.SIGTERM, 143, ((2, 0),)),
+        (2, "batches", signal.SIGTERM, 143, ((2, 0),)),
     ],
 )
 def test_a_run_stopped_in_an_evaluation_leaves_it_and_repeats_it(

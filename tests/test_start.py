@@ -9,7 +9,7 @@ from experiments import bits, last, refusal, small, stopped_after, train, write_
 from test_verify import change_checkpoint, verify
 
 from segtrain.checkpoint.format import Checkpoint, experiment_fields, load, save
-from segtrain.commands.train.stages import _load_initial
+from segtrain.commands.train.setup import _load_initial
 from segtrain.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
 from segtrain.data.read.classes import load_class_file
 from segtrain.models import build_backbone, build_model
@@ -170,7 +170,7 @@ def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_pa
 def refusals(config, run):
     """What resuming says if the starting weights are gone or damaged in some way."""
     from segtrain.checkpoint.restore import restore_start
-    from segtrain.commands.train.stages import make_state
+    from segtrain.commands.train.setup import make_state
     from segtrain.norm import make_norm
 
     config, checkpoint = load_config(config), last(run)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from experiments import experiment, write_config
 
-from segtrain.commands.train.start import train_target
+from segtrain.commands.train.start import resolve_run
 from segtrain.config import load_config
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
@@ -21,7 +21,7 @@ def run(tmp_path, monkeypatch):
 
 
 def target(text, *, resume=False, output=None):
-    config, directory, _ = train_target(text, resume=resume, output=output and Path(output))
+    config, directory, _ = resolve_run(text, resume=resume, output=output and Path(output))
     return str(config), str(directory)
 
 

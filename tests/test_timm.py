@@ -7,7 +7,7 @@ from experiments import bits, experiment, last, train, write_config
 from torch import nn
 
 from segtrain import cli
-from segtrain.commands.train.stages import _other_normalization
+from segtrain.commands.train.setup import _other_normalization
 from segtrain.config import LayerRule, ModelConfig, TrainConfig, load_config, override_config
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import build_backbone, build_model, timm_backbone

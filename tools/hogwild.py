@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.manager import kept_checkpoints
-from segtrain.commands.train.stages import build_state, make_repeatable
+from segtrain.commands.train.setup import build_state, make_repeatable
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
 from segtrain.data.sample.loader import TrainStream, indices_of_rank, train_loader

@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 
 from segtrain.commands.data_set import output_errors
-from segtrain.commands.train import batches
-from segtrain.commands.train.batches import MEASURED_STEPS
-from segtrain.commands.train.stages import (
-    Training,
+from segtrain.commands.train.auto_workers import MEASURED_STEPS, with_chosen_workers
+from segtrain.commands.train.setup import (
+    TrainContext,
     build_state,
     class_uniform_sampling,
     make_repeatable,
     open_data,
-    train_stream,
 )
 from segtrain.config import Config, load_config, recipes
 from segtrain.data.sample.loader import worker_failures
@@ -205,26 +203,29 @@ def _measure(
 ) -> Report:
     """Trains a few steps with the data, model and loader of a run (collective)."""
     notes: list[str] = []
-    train_set, _ = open_data(config, device, None, notes)
+    train_set, _ = open_data(config, device, notes)
     state = build_state(config, device, None, train_set, notes)
     folder = Path(stack.enter_context(TemporaryDirectory()))
-    this = Training(
+    class_uniform, _ = class_uniform_sampling(
+        config, train_set, folder, None, device, keep=False, accept_changes=True
+    )
+    this = TrainContext(
         config=config,
         device=device,
         train_set=train_set,
         state=state,
         step_sync=StepSync(lambda: False, overflow_allowed=config.train.precision == "float16"),
-        class_uniform=class_uniform_sampling(config, train_set, folder, device, keep=False),
+        class_uniform=class_uniform,
     )
     if dist.is_main() and notes:
         say("\n".join(notes))
     chosen: list[str] = []
     steps = train_steps(
         state,
-        batches.with_chosen_workers(this, config.train.steps, chosen.append),
+        with_chosen_workers(this, config.train.steps, chosen.append),
         config,
         device=device,
-        indices=batches.indices(this),
+        indices=this.indices(),
         step_sync=this.step_sync,
     )
     _take(steps, _warmup(config), device)
@@ -260,7 +261,7 @@ def _measure(
         parted_step_s=slowest[2],
         parts_s=slowest[3],
         sample_s=_seconds_of_a_sample(this),
-        workers=batches.num_workers(this),
+        workers=this.num_workers(),
         flops_of_image=flops,
         peak_flops=sum(values[4] for values in everywhere),
         peak_bytes=max(values[5] for values in everywhere),
@@ -286,9 +287,9 @@ def _own(profile: Path | None) -> Path | None:
     return profile.with_name(f"{name}_{dist.rank()}{dot}{endings}")
 
 
-def _seconds_of_a_sample(this: Training) -> float:
+def _seconds_of_a_sample(this: TrainContext) -> float:
     """What one sample takes in this process: reading, decoding, augmenting."""
-    stream = train_stream(this)
+    stream = this.stream()
     first = this.config.train.steps
     stream[first, 0]
     began = time.perf_counter()

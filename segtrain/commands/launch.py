@@ -13,13 +13,8 @@ from importlib import import_module
 from pathlib import Path
 
 import segtrain
-from segtrain.config import Config
-from segtrain.config.experiment import wrong_units
 from segtrain.distributed import signals, slurm
-from segtrain.distributed.partition import batch_findings
 from segtrain.errors import ConfigError
-from segtrain.run import directory as run_directory
-from segtrain.text import say
 
 # In the run directory: the key with which the launchers of several machines sign.
 SECRET_FILE = ".secret"
@@ -27,48 +22,8 @@ SECRET_FILE = ".secret"
 _GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def train(args: argparse.Namespace, config: Config) -> int:
-    """`segtrain train` as a rank, alone, or as the launcher of ranks; returns the exit code."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
-    # Torch elastic after a failure and SLURM after a requeue start the same command line again.
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    restarted = any(os.environ.get(name, "0") != "0" for name in counts)
-    resume, directory = args.resume or restarted, Path(args.output)
-
-    # 1. Refuse options that do not fit together, and a config in wrong units.
-    if args.accept_changes and not args.resume:
-        raise ConfigError("--accept-changes: serves only --resume")
-    if args.requeue and "SLURM_JOB_ID" not in os.environ:
-        raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
-    if args.until is not None and args.until > config.train.steps:
-        raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
-    wrong = wrong_units(config)
-    if wrong and not (resume and run_directory.has_saved(directory)):
-        raise ConfigError("\n".join(wrong))
-
-    # 2. A rank trains.
-    if adopt_environment():
-        return _run_training(args, config, resume)
-
-    # 3. Refuse the run directory before anything slow; the ranks check it again.
-    for line in wrong:
-        say(f"warning: {line}")
-    run_directory.check_directory(
-        directory, config, resume=resume, accept_changes=args.accept_changes
-    )
-
-    # 4. Without other ranks, this process trains; otherwise it starts them.
-    num_ranks = num_ranks_here(args.nproc)
-    if num_ranks == 1 and args.nnodes == 1:
-        return _run_training(args, config, resume)
-    findings = batch_findings(config, args.nnodes * num_ranks, num_ranks)
-    if findings:
-        raise ConfigError("\n".join(findings))
-    return _start_ranks(args, num_ranks)
-
-
 def evaluate(args: argparse.Namespace) -> int:
-    """`segtrain eval`, likewise."""
+    """`segtrain eval` as a rank, alone, or as the launcher of ranks; returns the exit code."""
     return _on_this_machine(args, "evaluate:run_eval")
 
 
@@ -87,7 +42,7 @@ def _on_this_machine(args: argparse.Namespace, place: str) -> int:
     if not adopt_environment():
         num_ranks = num_ranks_here(args.nproc)
         if num_ranks > 1:
-            return _start_ranks(args, num_ranks)
+            return start_ranks(args, num_ranks)
         # Only where no other rank is: a rank that waits inside a library would not come to it.
         signal.signal(signal.SIGTERM, signals.exit_at_once)
     module, name = place.split(":")
@@ -123,22 +78,7 @@ def num_ranks_here(nproc: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _run_training(args: argparse.Namespace, config: Config, resume: bool) -> int:
-    from segtrain.commands.train.loop import run
-    from segtrain.distributed.process_group import device_for
-
-    return run(
-        config,
-        Path(args.output),
-        device=device_for(args.device),
-        resume=resume,
-        accept_changes=args.accept_changes,
-        requeue=args.requeue,
-        until=args.until,
-    )
-
-
-def _start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
+def start_ranks(args: argparse.Namespace, num_ranks: int) -> int:
     """Runs this command again in `num_ranks` ranks; returns the exit code of the run."""
     # Importing torch takes seconds, and Ctrl-C in the midst of it would show a traceback.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -17,20 +17,15 @@ import torch
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import kept_checkpoints
 from segtrain.checkpoint.same_data import Resumed, RunData
-from segtrain.commands.train import batches
 from segtrain.commands.train.evaluate import take_precise_statistics
-from segtrain.commands.train.setup import DATA_PATIENCE_S
-from segtrain.commands.train.stages import (
-    Training,
+from segtrain.commands.train.setup import (
+    DATA_PATIENCE_S,
+    TrainContext,
     build_state,
-    centroid_changes,
     class_uniform_sampling,
-    computes_otherwise,
     make_repeatable,
     open_data,
-    receipt_meter,
-    train_stream,
-    unequal_ranks,
+    other_arithmetic,
 )
 from segtrain.commands.verify_differences import (
     checkpoint_differences,
@@ -172,7 +167,7 @@ _MAX_NAMES = 64  # images of a step that are listed
 
 
 @dataclass(kw_only=True)
-class Replay(Training):
+class Replay(TrainContext):
     """A run that is computed again on this rank."""
 
     directory: Path  # of the run
@@ -248,24 +243,21 @@ def _set_up(
         with suppress(CheckpointError):  # damaged, or replaced since; that is met again later
             known = _load_alike(checkpoints / name, step)
     # 2. The data and the state.
-    train_set, eval_set = open_data(config, device, start, notes)
+    train_set, eval_set = open_data(config, device, notes)
     state = build_state(config, device, start, train_set, notes)
     # 3. What differs from the run is told, not refused: perhaps it is what is looked for.
-    notes += unequal_ranks(state)
+    notes += other_arithmetic(state, known and known.checkpoint)
     data = None
     if known is not None:
         notes += _changed_config(known, config)
-        if computes_otherwise(state, known.checkpoint):
-            notes.append(
-                "warning: this machine computes other bits than the one that trained (another "
-                "processor, device or version): expect differences"
-            )
         data = RunData((train_set, eval_set), config.data.root, known, accept_changes=True)
         stack.callback(data.close)
         data.start(DATA_PATIENCE_S)
         notes += data.take_news()
-    class_uniform = class_uniform_sampling(config, train_set, run, device, keep=lambda _: False)
-    notes += centroid_changes(class_uniform, known, accept_changes=True)
+    class_uniform, others = class_uniform_sampling(
+        config, train_set, run, known, device, keep=False, accept_changes=True
+    )
+    notes += others
     _say(*notes)
     return Replay(
         config=config,
@@ -323,16 +315,16 @@ def _replay(this: Replay) -> None:
     meter = None
     if dist.is_main():
         taken = {step for step, receipt in this.receipts.items() if receipt.weights is not None}
-        meter = receipt_meter(this, taken.__contains__)
+        meter = this.receipt_meter(taken.__contains__)
     _check_start(this)
     _follow_evaluation(this)
-    stream = batches.until(this, plan.last)
+    stream = this.batches(state.step, plan.last)
     steps = train_steps(
         state,
         stream,
         config,
         device=this.device,
-        indices=batches.indices(this),
+        indices=this.indices(),
         step_sync=this.step_sync,
     )
     bar = ProgressBar(plan.last, state.step, "verify", enabled=dist.is_main())
@@ -405,7 +397,7 @@ def _receipts_differ(this: Replay, meter: ReceiptMeter) -> list[str]:
         # Steps before the first one that was asked for may have none.
         if there is not None and (lines := receipt_differences(there, here, this.state)):
             if there.samples == here.samples and there.loss != here.loss:
-                names = first_of(train_stream(this).names_of_step(here.step - 1), _MAX_NAMES)
+                names = first_of(this.stream().names_of_step(here.step - 1), _MAX_NAMES)
                 what = "perhaps pixels changed under the same name and size; it used"
                 lines.append(f"{what} {names}")
             return [f"step {here.step} differs from its receipt", *lines]

@@ -10,9 +10,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from segtrain.commands.train import batches, save
-from segtrain.commands.train.setup import Run
-from segtrain.commands.train.stages import Training
+from segtrain.commands.train import save
+from segtrain.commands.train.setup import TrainContext, TrainRun
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
@@ -34,7 +33,7 @@ from segtrain.run.pictures import confusion_picture, panel, spread, to_png
 from segtrain.training.step_sync import LateVote
 
 
-def evaluate(run: Run) -> bool:
+def evaluate(run: TrainRun) -> bool:
     """Scores the model on the evaluation split, logs it, and saves it if it is the best so far.
 
     Asks the run to end if none was better for train.patience evaluations. A signal to stop ends the
@@ -58,10 +57,10 @@ def evaluate(run: Run) -> bool:
     log.picture(step, "eval/confusion", confusion)
     _show(run, pictures)
     better = is_better(scores.mean_iou, run.best)
-    # That of an early end would not have been, had training gone on.
+    # Do not count the extra evaluation of an early stop.
     if step % (config.eval.every_steps or config.train.steps) == 0:
-        run.ending.count(better=better)
-    if run.ending.is_out_of_patience():
+        run.stop_criteria.count(better=better)
+    if run.stop_criteria.is_out_of_patience():
         run.step_sync.end()
     if better:
         run.best = {"step": step, "mean_iou": scores.mean_iou}
@@ -72,7 +71,7 @@ def evaluate(run: Run) -> bool:
     return True
 
 
-def _confusion_matrix(run: Run, pictures: dict[int, str]) -> ConfusionMatrix:
+def _confusion_matrix(run: TrainRun, pictures: dict[int, str]) -> ConfusionMatrix:
     """That of the evaluation split; adds the pictures to show (collective).
 
     Raises:
@@ -103,7 +102,7 @@ def is_better(mean_iou: float, best: dict[str, Any] | None) -> bool:
     return mean_iou > best["mean_iou"] or (isnan(best["mean_iou"]) and not isnan(mean_iou))
 
 
-def _show(run: Run, pictures: dict[int, str]) -> None:
+def _show(run: TrainRun, pictures: dict[int, str]) -> None:
     """Logs the pictures of all ranks in the order of the data set (collective)."""
     found = [pair for each in dist.all_gather_object(list(pictures.items())) for pair in each]
     for index, text in sorted(found) if run.log.enabled else ():
@@ -111,7 +110,7 @@ def _show(run: Run, pictures: dict[int, str]) -> None:
         run.log.picture(run.state.step, f"eval/{index}", picture)
 
 
-def _keep(run: Run, prediction: Prediction, pictures: dict[int, str]) -> None:
+def _keep(run: TrainRun, prediction: Prediction, pictures: dict[int, str]) -> None:
     """Draws image, label and prediction if it is one to show; as text, which ranks can exchange."""
     if prediction.index not in spread(len(run.eval_set), run.config.log.num_images):
         return
@@ -122,7 +121,7 @@ def _keep(run: Run, prediction: Prediction, pictures: dict[int, str]) -> None:
 
 
 def take_precise_statistics(
-    run: Training, num_batches: int, *, stop: Callable[[], bool] = lambda: False
+    run: TrainContext, num_batches: int, *, stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Takes the running statistics of the model to evaluate from `num_batches` (collective).
 
@@ -137,7 +136,7 @@ def take_precise_statistics(
     config, train, shares = run.config, run.config.train, run.state.shares
     normalize = Normalize(config.data.mean, config.data.std).to(run.device, dtype_of(train))
     model = run.state.eval_model
-    vote = LateVote(run.device, train.timeout_s)
+    vote, step = LateVote(run.device, train.timeout_s), run.state.step
 
     def forward(images: Tensor) -> None:
         with autocast(autocast_dtype(train), run.device):
@@ -145,7 +144,7 @@ def take_precise_statistics(
 
     def images_of_batches() -> Iterator[list[Tensor]]:
         """The parts of each pass that are computed apart."""
-        for i, batch in enumerate(batches.until(run, run.state.step + num_batches)):
+        for i, batch in enumerate(run.batches(step, step + num_batches)):
             if vote(stop()):
                 raise StoppedError
             images = batch.images.to(run.device)

@@ -10,9 +10,10 @@ from signal import SIGUSR1, Signals
 
 import torch
 
-from segtrain.commands.train import batches, save
+from segtrain.commands.train import save
+from segtrain.commands.train.auto_workers import with_chosen_workers
 from segtrain.commands.train.evaluate import evaluate
-from segtrain.commands.train.setup import Order, Run, set_up
+from segtrain.commands.train.setup import TrainRequest, TrainRun, set_up
 from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
@@ -26,38 +27,51 @@ from segtrain.errors import EXIT_OK
 from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, progress_words, score_text
+from segtrain.run.pictures import training_picture
 from segtrain.run.receipts import read_receipts
 from segtrain.training.engine import train_steps
 from segtrain.training.hogwild import config_of_process
 from segtrain.training.optim import base_lr, learning_rate
 from segtrain.training.receipts import StepMeter, weights_lines
+from segtrain.types import Batch
 
 
-def train(run: Run) -> None:
+def train(run: TrainRun) -> None:
     """Trains, evaluates and saves until the end, or until asked to stop (collective)."""
-    config, state = run.config, run.state
-    if complete := _completion(run):
-        run.log.lines([f"already complete: {complete}, {score_text(run.best)}", *_way_on(run)])
-        run.log.lines(_unused(run))
-        return
-    # Without --until, such a run has its last evaluation left to do.
-    is_far_enough = run.last_step < config.train.steps and state.step >= run.last_step
-    if is_far_enough and not _has_cut_evaluation(run):
-        run.log.lines([f"already at step {state.step}", _to_train_on(run), *_unused(run)])
+    if lines := _nothing_to_do(run):
+        unused = "note: nothing was done: the changes above were not used and are not kept"
+        run.log.lines([*lines, unused] if run.changes else lines)
         return
     dist.run_on_rank0(lambda: run.checkpoints.check_space(save.checkpoint_of(run)))
     # From here on there is something to save.
     run.signal_flags.install()
     if has_launcher():
         write_exit_status(None)
-    if run.ending.reason():
-        run.step_sync.end()  # and its evaluation was cut short
-    run.ending.start()
+    if run.stop_criteria.reason():  # only the evaluation after its last step was cut short
+        run.step_sync.end()
+    run.stop_criteria.start()
     if _has_cut_evaluation(run):
         _keep_cadences(run)
-    if state.step < run.last_step and not (run.step_sync.ended or run.step_sync.stopped):
+    if run.state.step < run.last_step and not (run.step_sync.ended or run.step_sync.stopped):
         with worker_failures():
             _train_steps(run)
+    _finish(run)
+
+
+def _nothing_to_do(run: TrainRun) -> list[str]:
+    """Lines for the log if this run, or this part of it, is complete; otherwise none."""
+    if complete := _completion(run):
+        return [f"already complete: {complete}, {score_text(run.best)}", *_way_on(run)]
+    # Without --until, such a run has its last evaluation left to do.
+    is_far_enough = run.last_step < run.config.train.steps and run.state.step >= run.last_step
+    if is_far_enough and not _has_cut_evaluation(run):
+        return [f"already at step {run.state.step}", _to_train_on(run)]
+    return []
+
+
+def _finish(run: TrainRun) -> None:
+    """Saves and evaluates what the last step left; a stopped or paused run only saves."""
+    config, state = run.config, run.state
     # The step of an evaluation that was left is saved already.
     if not _has_cut_evaluation(run):
         save.save(run)  # before the last evaluation, which may be long
@@ -78,30 +92,24 @@ def train(run: Run) -> None:
         run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])
 
 
-def _unused(run: Run) -> list[str]:
-    """A line about accepted changes, for a resumption that does nothing."""
-    what = "note: nothing was done: the changes above were not used and are not kept"
-    return [what] if run.changes else []
-
-
-def _has_cut_evaluation(run: Run) -> bool:
+def _has_cut_evaluation(run: TrainRun) -> bool:
     """Whether the evaluation that fell on the current step was cut short or left out."""
     return run.evaluated < run.state.step and _is_due(run.config.eval.every_steps, run)
 
 
-def _completion(run: Run) -> str:
+def _completion(run: TrainRun) -> str:
     """How far the run came if nothing is left to do; otherwise empty."""
     step, steps = run.state.step, run.config.train.steps
     if step > steps:
         return f"{step} steps (train.steps {steps})"
     if run.evaluated == steps:
         return f"{step} steps"
-    if run.evaluated == step and (reason := run.ending.reason()):
+    if run.evaluated == step and (reason := run.stop_criteria.reason()):
         return f"{step} of {steps} steps: {reason}"
     return ""
 
 
-def _way_on(run: Run) -> list[str]:
+def _way_on(run: TrainRun) -> list[str]:
     """Lines for a run that ended before train.steps: its learning rate, and how it goes on."""
     step, train = run.state.step, run.config.train
     if step >= train.steps:
@@ -110,25 +118,25 @@ def _way_on(run: Run) -> list[str]:
     return [
         f"the learning rate had come to {now:.2g} of {first:.2g}: its schedule ends at step "
         f"{train.steps}",
-        f"{_to_train_on(run)} --set {run.ending.key}=null",
+        f"{_to_train_on(run)} --set {run.stop_criteria.key}=null",
         "or set a larger number instead of null",
     ]
 
 
-def _to_train_on(run: Run) -> str:
+def _to_train_on(run: TrainRun) -> str:
     """A line for a run that may go on."""
     return f"to train on: segtrain train {shlex.quote(str(run.directory))} --resume"
 
 
-def _train_steps(run: Run) -> None:
+def _train_steps(run: TrainRun) -> None:
     config, state, meeting = run.config, run.state, run.meeting
     hogwild = meeting is not None
     steps = train_steps(
         state,
-        batches.shown(run),
+        _with_first_shown(run),
         config_of_process(config, dist.world_size()) if hogwild else config,
         device=run.device,
-        indices=batches.indices(run),
+        indices=run.indices(),
         step_sync=run.step_sync,
     )
     if hogwild:
@@ -157,7 +165,18 @@ def _train_steps(run: Run) -> None:
             _log_means(run, meter, bar)
 
 
-def _log_means(run: Run, meter: StepMeter, bar: ProgressBar) -> None:
+def _with_first_shown(run: TrainRun) -> Iterator[Batch]:
+    """This rank's batches from the current step to the last; TensorBoard shows the first one."""
+    batches = with_chosen_workers(run, run.last_step, lambda line: run.log.lines([line]))
+    for i, batch in enumerate(batches):
+        if i == 0:
+            # A wrong label file or augmentation is seen here within a minute.
+            picture = training_picture(batch, run.train_set.classes, run.config.log.num_images)
+            run.log.picture(run.state.step, "train/batch", picture)
+        yield batch
+
+
+def _log_means(run: TrainRun, meter: StepMeter, bar: ProgressBar) -> None:
     """Logs the means over the steps since the last call."""
     values = meter.read()
     run.log.scalars(run.state.step, values)
@@ -165,7 +184,7 @@ def _log_means(run: Run, meter: StepMeter, bar: ProgressBar) -> None:
     bar.describe(*progress_words(values, run.best))
 
 
-def _count_unlogged(run: Run, meter: StepMeter) -> None:
+def _count_unlogged(run: TrainRun, meter: StepMeter) -> None:
     """Lets the first line after an interruption be the mean of all steps since the line before."""
     every_steps, step = run.config.log.every_steps, run.state.step
     unlogged = range(step - step % every_steps + 1, step + 1)
@@ -180,7 +199,7 @@ def _count_unlogged(run: Run, meter: StepMeter) -> None:
         meter.update_earlier(*map(float.fromhex, (receipt.loss, aux_loss, receipt.grad_norm)))
 
 
-def _keep_cadences(run: Run) -> None:
+def _keep_cadences(run: TrainRun) -> None:
     """Evaluates and saves, where the config or a signal asks for it after this step."""
     checkpoint = run.config.checkpoint
     save_requested = run.step_sync.pop_save_request()
@@ -205,14 +224,14 @@ def _keep_cadences(run: Run) -> None:
         dist.barrier()  # until rank 0 has written the weights, nobody changes them
 
 
-def _all_meet(run: Run) -> bool:
+def _all_meet(run: TrainRun) -> bool:
     """Whether something besides training happens after this step, unasked."""
     checkpoint = run.config.checkpoint
     cadences = run.config.eval.every_steps, checkpoint.every_steps, checkpoint.keep_every_steps
     return run.state.step == run.last_step or any(_is_due(every, run) for every in cadences)
 
 
-def _is_due(every_steps: int | None, run: Run) -> bool:
+def _is_due(every_steps: int | None, run: TrainRun) -> bool:
     """Whether a cadence falls on this step; what the last step needs happens after the loop."""
     step = run.state.step
     return every_steps is not None and step % every_steps == 0 and step < run.config.train.steps
@@ -251,14 +270,14 @@ def run(
     group = process_group(device, timeout_s=config.train.timeout_s)
     with group, float32_products(config.train), ExitStack() as stack:
         resume = any(dist.all_gather_object(resume))
-        order = Order(config, directory, device, resume, accept_changes, requeue, until)
-        this = set_up(order, stack)
+        request = TrainRequest(config, directory, device, resume, accept_changes, requeue, until)
+        this = set_up(request, stack)
         with this.log:
             train(this)
             return _leave(this) if this.step_sync.stopped else EXIT_OK
 
 
-def _leave(run: Run) -> int:
+def _leave(run: TrainRun) -> int:
     """The exit code after a signal, which may have reached one rank only (collective)."""
     numbers = dist.all_gather_object(run.signal_flags.signal)
     number = next(number for number in numbers if number is not None)

@@ -10,6 +10,7 @@ from torch import nn
 from segtrain import __version__
 from segtrain.config import Config, TrainConfig
 from segtrain.data.check.quick import quick_check
+from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import (
     bytes_in_flight,
@@ -18,6 +19,7 @@ from segtrain.data.sample.loader import (
     indices_of_rank,
 )
 from segtrain.data.sample.photometric import check_extra
+from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import (
     SHARED_MEMORY,
@@ -32,6 +34,7 @@ from segtrain.models.memory import training_finding, window_finding
 from segtrain.models.timm_backbone import TimmBackbone
 from segtrain.norm import describe_norm
 from segtrain.run.environment import git_revision, library_version
+from segtrain.text import printable
 from segtrain.training.optim import base_lr, learning_rate
 
 
@@ -189,6 +192,24 @@ def hogwild_line(processes: int) -> str:
         "momentum and clipping; loss, norm and learning rate of rank 0 are logged; another run "
         "ends with other weights"
     )
+
+
+def class_uniform_lines(sampling: ClassUniform, classes: ClassFile) -> list[str]:
+    """Lines for the log: how many centroids there are, and which classes have none."""
+    by_class = sampling.centroids.by_class
+    numbers = [len(rows) for rows in by_class.values()]
+    until = "" if sampling.steps is None else f" up to step {sampling.steps}"
+    lines = [
+        f"sampling   {100 * sampling.fraction:g}% class-uniform{until}: {len(numbers)} classes "
+        f"with {min(numbers):,} to {max(numbers):,} centroids each, {sum(numbers):,} in all"
+    ]
+    absent = [name for i, name in enumerate(classes.names) if i not in by_class]
+    if absent:
+        lines.append(
+            "warning: data.class_uniform: no training label shows "
+            f"{printable(', '.join(absent))}: such a class is left out"
+        )
+    return lines
 
 
 def _precision_words(precision: str) -> str:

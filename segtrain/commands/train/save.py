@@ -2,7 +2,7 @@
 
 from segtrain.checkpoint.format import Checkpoint, experiment_fields
 from segtrain.checkpoint.restore import shares_fields, start_fields
-from segtrain.commands.train.setup import DATA_PATIENCE_S, Run
+from segtrain.commands.train.setup import DATA_PATIENCE_S, TrainRun
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
 from segtrain.run import directory as run_directory
@@ -11,7 +11,7 @@ from segtrain.run import directory as run_directory
 STOP_PATIENCE_S = 15.0
 
 
-def save(run: Run, *, keep: bool = False) -> None:
+def save(run: TrainRun, *, keep: bool = False) -> None:
     """Replaces last.pt; with `keep` writes step_N.pt before (collective)."""
     liveness.beat("checkpoint", run.state.step)
     settle(run)
@@ -26,13 +26,13 @@ def save(run: Run, *, keep: bool = False) -> None:
             run_directory.write_description(run.directory, run.config, run.devices)
 
 
-def flush_receipts(run: Run) -> None:
+def flush_receipts(run: TrainRun) -> None:
     """Writes the receipts of the steps since the last call, after waiting for the device."""
     if run.receipts is not None:
         run.log.receipts(run.receipts.take_receipts())
 
 
-def settle(run: Run) -> None:
+def settle(run: TrainRun) -> None:
     """Returns when the newest step is known to be finite and the labels were compared (collective).
 
     Raises:
@@ -53,7 +53,7 @@ def settle(run: Run) -> None:
     run.log.lines(run.data.take_news())
 
 
-def checkpoint_of(run: Run) -> Checkpoint:
+def checkpoint_of(run: TrainRun) -> Checkpoint:
     """The run as it is now; holds references to the weights, not copies."""
     state = run.state
     return Checkpoint(
@@ -68,6 +68,6 @@ def checkpoint_of(run: Run) -> Checkpoint:
         data=run.data.fingerprint(),
         shares=shares_fields(state),
         start=start_fields(state),
-        ending=run.ending.fields(),
+        ending=run.stop_criteria.fields(),
         centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
     )

@@ -1,6 +1,7 @@
-"""Everything before the first step of `segtrain train`, as numbered stages."""
+"""Everything before the first step: data, model and optimizer of a run, or of its replay."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,50 +11,290 @@ from typing import Any
 
 import torch
 
-from segtrain.checkpoint.format import load, parse_experiment
+from segtrain import seed
+from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
+from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.manager import CheckpointManager, restore_config
+from segtrain.checkpoint.restore import check_changes, loaded_names, restore
 from segtrain.checkpoint.same_data import Resumed, RunData
 from segtrain.commands.train.preflight import (
+    check_experiment,
+    class_uniform_lines,
     hogwild_line,
     learning_rate_lines,
     start_lines,
 )
-from segtrain.commands.train.stages import (
-    Ending,
-    Training,
-    build_state,
-    centroid_changes,
-    check_fields,
-    class_uniform_lines,
-    class_uniform_sampling,
-    computes_otherwise,
-    make_repeatable,
-    open_data,
-    receipt_meter,
-    unequal_ranks,
-)
 from segtrain.config import Config, config_to_yaml
+from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.sample.centroids import Centroids
+from segtrain.data.sample.centroids import measure_centroids
+from segtrain.data.sample.loader import first_workers, indices_of_rank, train_loader
+from segtrain.data.sample.stream import ClassUniform, Mixing, TrainStream
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
-from segtrain.errors import CheckpointError
+from segtrain.errors import CheckpointError, ConfigError
+from segtrain.models import SegModel, build_model, timm_backbone
 from segtrain.models.precision import for_evaluation, precision_warnings
+from segtrain.models.pretrained import load_backbone
+from segtrain.norm import make_norm
 from segtrain.run import directory as run_directory
+from segtrain.run.console import say
 from segtrain.run.directory import Claim
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.training.hogwild import Meeting, share_model
+from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
 from segtrain.training.receipts import ReceiptMeter
-from segtrain.training.state import TrainState
+from segtrain.training.state import TrainState, make_state
 from segtrain.training.step_sync import StepSync
+from segtrain.training.stop_criteria import StopCriteria, check_fields
+from segtrain.types import Batch
 
 # How long a resumed run waits for the hashes of the labels before its first step.
 DATA_PATIENCE_S = 5.0
+# With these cuBLAS computes the same bits in every run.
+_WORKSPACES = (":4096:8", ":16:8")
+
+
+@dataclass(kw_only=True)
+class TrainContext:
+    """What the steps of an experiment need on this rank."""
+
+    config: Config
+    device: torch.device
+    train_set: SegDataset
+    state: TrainState
+    step_sync: StepSync
+    class_uniform: ClassUniform | None = None  # data.class_uniform
+    auto_workers: int | None = None  # what data.num_workers auto has come to
+
+    def indices(self) -> list[range]:
+        """For each microbatch, the positions in the whole batch that this rank trains on."""
+        train = self.config.train
+        sizes = (train.batch_size, train.accumulate_steps)
+        return indices_of_rank(*sizes, dist.rank(), dist.world_size(), train.shares)
+
+    def num_workers(self) -> int:
+        """The loader processes of this rank."""
+        return first_workers(self.config) if self.auto_workers is None else self.auto_workers
+
+    def stream(self) -> TrainStream:
+        """The augmented samples of all steps."""
+        config, data = self.config, self.config.data
+        return TrainStream(
+            self.train_set,
+            TrainTransform(config.augment, mean=data.mean, short_side_px=data.short_side_px),
+            stream_seed=config.seed,
+            batch_size=config.train.batch_size,
+            class_uniform=self.class_uniform,
+            mixing=Mixing(config.augment.mixup_alpha, config.augment.class_mix_prob),
+        )
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """This rank's batches of the steps `start` to `stop` - 1."""
+        return train_loader(
+            self.stream(),
+            indices=self.indices(),
+            start_step=start,
+            steps=stop,
+            num_workers=self.num_workers(),
+            prefetch=self.config.data.prefetch,
+            pin_memory=self.device.type == "cuda",
+            # Time out before the other ranks do, so that the error names the loader.
+            timeout_s=0.8 * self.config.train.timeout_s,
+        )
+
+    def receipt_meter(self, weights_due: Callable[[int], bool]) -> ReceiptMeter:
+        """For the receipts of the steps; `weights_due(step)` says when to hash the weights."""
+        stream = self.stream()
+        return ReceiptMeter(
+            self.state,
+            names=lambda step: stream.names_of_step(step - 1),
+            weights_due=weights_due,
+        )
+
+
+def make_repeatable(config: Config, device: torch.device) -> None:
+    """Seeds all generators and chooses the kernels that the config asks for."""
+    seed.seed_everything(config.seed)
+    # Shares promise bits. On a CPU the kernels that they run keep that promise by themselves.
+    if config.train.deterministic or (config.train.shares is not None and device.type == "cuda"):
+        workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACES[0])
+        if device.type == "cuda" and workspace not in _WORKSPACES:
+            raise ConfigError(
+                "environment: CUBLAS_WORKSPACE_CONFIG: expected "
+                f"{' or '.join(_WORKSPACES)}, got {workspace!r}: with train.deterministic and "
+                "train.shares torch refuses others; unset it"
+            )
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.use_deterministic_algorithms(False)
+
+
+def open_data(
+    config: Config, device: torch.device, notes: list[str]
+) -> tuple[SegDataset, SegDataset]:
+    """The splits to train and to evaluate on, checked (collective)."""
+    train_set = open_dataset(config.data, config.data.train_split)
+    eval_set = open_dataset(config.data, config.data.eval_split)
+    oddities = check_experiment(config, train_set, eval_set, device=device)
+    warnings = dict.fromkeys((*train_set.warnings, *eval_set.warnings, *oddities))
+    notes += [f"warning: {warning}" for warning in warnings]
+    return train_set, eval_set
+
+
+def build_state(
+    config: Config,
+    device: torch.device,
+    resumed: Resumed | None,
+    train_set: SegDataset,
+    notes: list[str],
+) -> TrainState:
+    """Model, optimizer and the rest, with their values (collective)."""
+    classes = train_set.classes
+    model = build_model(config.model, num_classes=classes.num_classes, norm=make_norm(config.norm))
+    # A checkpoint brings all weights; fetching others first would only cost time.
+    if resumed is not None:
+        check_changes(model, *resumed, config, classes)
+        loaded = loaded_names(*resumed)
+    else:
+        lines, loaded = _load_initial(model, config, classes.names)
+        notes += lines
+    # One answer for all: a machine with another file would decay other weights.
+    loaded = dist.broadcast_object(loaded)
+    state = make_state(model, config, device, loaded=loaded, resumed=resumed is not None)
+    if resumed is not None:
+        restore(state, *resumed)
+        # Without another step, the next checkpoint would hold the rates of the config.
+        last_update = min(state.step, config.train.steps) - 1
+        if last_update >= 0:
+            set_learning_rate(state.optimizer, learning_rate(config.train, last_update))
+            set_momentum(state.optimizer, momentum(config.train, last_update))
+    notes += _layer_lines(state)
+    return state
+
+
+def _layer_lines(state: TrainState) -> list[str]:
+    """Log lines about what is not trained."""
+    lines = []
+    parameters = list(state.model.parameters())
+    frozen = [p.numel() for p in parameters if not p.requires_grad]
+    if frozen:
+        lines.append(f"frozen     {sum(frozen)} weights in {len(frozen)} tensors (train.layers)")
+    masks = list(state.start.held.values())
+    if masks:
+        held = sum(int(mask.sum()) for mask in masks)
+        lines.append(f"held       {held} weights in {len(masks)} tensors keep their value")
+    return lines
+
+
+def other_arithmetic(state: TrainState, saved: Checkpoint | None) -> list[str]:
+    """Warnings that bits may differ although train.shares is set (collective)."""
+    digits = dist.all_gather_object(state.arithmetic)
+    others = [rank for rank, other in enumerate(digits) if other != digits[0]]
+    warnings = []
+    if others:
+        warnings.append(
+            f"warning: ranks {', '.join(map(str, others))} compute other bits than rank 0 (another "
+            "processor, device or version): weights depend on which rank has which share"
+        )
+    if saved is not None and saved.shares and saved.shares.get("arithmetic") != digits[0]:
+        warnings.append(
+            "warning: this machine computes other bits than the one that saved the checkpoint "
+            "(another processor, device or version): the weights will not be bit for bit those of "
+            "the run without the interruption"
+        )
+    return warnings
+
+
+def _load_initial(
+    model: SegModel, config: Config, class_names: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Fills the model or its backbone, as the config asks (collective).
+
+    Returns notes, and the names of the weights that were loaded.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if config.train.init_from is not None:
+        initial = load_initial(model, config.train.init_from, class_names, config)
+        return initial.lines, [name for name in names if name not in initial.random]
+    if config.model.pretrained is None:
+        return [], []
+    # The first rank of each machine downloads the file, then the others find it.
+    if dist.local_rank() != 0:
+        dist.barrier()
+    report = load_backbone(model.backbone, config.model.pretrained, progress=dist.is_main())
+    if dist.local_rank() == 0:
+        dist.barrier()
+    random = {f"backbone.{key}" for key in report.random}
+    loaded = [name for name in names if name.startswith("backbone.") and name not in random]
+    return report.lines() + _other_normalization(config), loaded
+
+
+def _other_normalization(config: Config) -> list[str]:
+    """A warning if data.mean or data.std are not those of timm's weights."""
+    if not config.model.backbone.startswith(timm_backbone.PREFIX):
+        return []
+    used = {"mean": config.data.mean, "std": config.data.std}
+    expected = timm_backbone.expected_normalization(config.model.backbone, config.model.pretrained)
+    words = [
+        f"data.{key} is {[*used[key]]}, timm's weights expect {[round(x, 3) for x in numbers]}"
+        for key, numbers in zip(used, expected, strict=True)
+        if any(abs(x - y) > 0.01 for x, y in zip(used[key], numbers, strict=True))
+    ]
+    return [f"warning: {'; '.join(words)}"] if words else []
+
+
+def class_uniform_sampling(
+    config: Config,
+    train_set: SegDataset,
+    directory: Path,
+    resumed: Resumed | None,
+    device: torch.device,
+    *,
+    keep: bool,
+    accept_changes: bool,
+) -> tuple[ClassUniform | None, list[str]]:
+    """What `data.class_uniform` asks for, None without it; and a line about a change (collective).
+
+    directory: of the run, which keeps the centroids; keep: whether these may be written there.
+    resumed: the checkpoint whose centroids these should be. Others are not kept: the change may yet
+        be refused, or come to no step.
+
+    Raises:
+        ConfigError: they are others, and `accept_changes` is not set.
+        DataError: a label cannot be read, or none shows a class.
+    """
+    data = config.data
+    if not data.class_uniform:
+        return None, []
+    if dist.is_main():
+        say(f"looking for the classes in {len(train_set)} labels (data.class_uniform)")
+    before = None if resumed is None else resumed.checkpoint.centroids
+    centroids = measure_centroids(
+        train_set,
+        data.class_uniform_tile_px,
+        directory / run_directory.CENTROIDS,
+        device=device,
+        keep=lambda found: keep and (resumed is None or found.sha256() == before),
+    )
+    sampling = ClassUniform(centroids, fraction=data.class_uniform, steps=data.class_uniform_steps)
+    if before in (None, centroids.sha256()):
+        return sampling, []
+    what = "the centroids of the classes (data.class_uniform) are not those of the checkpoint"
+    if not accept_changes:
+        raise ConfigError(
+            f"{resumed.path}: {what}: a label, the class file or data.class_uniform_tile_px has "
+            "changed, or another version of segtrain measures them otherwise; give the run what it "
+            "was started with, start a new run by --output, or, if the change is meant, add "
+            "--accept-changes"
+        )
+    return sampling, [f"changed    {what}"]
 
 
 @dataclass(frozen=True)
-class Order:
+class TrainRequest:
     """What the command line asks for; the same on all ranks."""
 
     config: Config
@@ -66,7 +307,7 @@ class Order:
 
 
 @dataclass(kw_only=True)
-class Run(Training):
+class TrainRun(TrainContext):
     """An experiment on this rank, ready for the next step, and what it leaves behind."""
 
     directory: Path
@@ -79,33 +320,33 @@ class Run(Training):
     signal_flags: SignalFlags
     best: dict[str, Any] | None
     evaluated: int  # the step of the newest evaluation, 0: none
-    ending: Ending
+    stop_criteria: StopCriteria
     changes: list[str]  # of config and centroids since the checkpoint, which were accepted
     mean_iou: float = nan  # of the newest evaluation in this process
     receipts: ReceiptMeter | None = None  # on rank 0 with train.shares
     meeting: Meeting | None = None  # with train.parallel hogwild
 
 
-def set_up(order: Order, stack: ExitStack) -> Run:
+def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     """Brings an experiment to its first step, or to where it was left (collective).
 
     `stack` closes what stays open. What there is to tell is gathered in `notes` for the log.
     """
-    config, directory, device = order.config, order.directory, order.device
+    config, directory, device = request.config, request.directory, request.device
     make_repeatable(config, device)
 
     # 1. The run directory belongs to this run alone.
     claim = Claim(directory)
-    notes, changes = dist.run_on_rank0(lambda: _take_directory(order, claim, stack))
+    notes, changes = dist.run_on_rank0(lambda: _take_directory(request, claim, stack))
     checkpoints = CheckpointManager(
         directory / run_directory.CHECKPOINTS,
         keep_limit=config.checkpoint.keep_limit,
         before_write=claim.renew,
     )
     # 2. The checkpoint to go on from, if there is one.
-    resumed = _find_checkpoint(checkpoints, order, notes)
+    resumed = _find_checkpoint(checkpoints, request, notes)
     # 3. The data; does it fit the config and this machine?
-    train_set, eval_set = open_data(config, device, resumed, notes)
+    train_set, eval_set = open_data(config, device, notes)
     lines = precision_warnings(config.train, device)
     if config.eval.precision is not None:
         lines += precision_warnings(for_evaluation(config), device, key="eval.precision")
@@ -114,36 +355,43 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     #    random ones.
     state = build_state(config, device, resumed, train_set, notes)
     if state.shares is not None:
-        notes += _other_arithmetic(state, resumed)
+        notes += other_arithmetic(state, resumed and resumed.checkpoint)
     if config.train.parallel == "hogwild":
         share_model(state.model)
         notes.append(hogwild_line(dist.world_size()))
-    best, evaluated, ending = None, 0, Ending(config.train, None)
+    best, evaluated, stop_criteria = None, 0, StopCriteria(config.train, None)
     if resumed is not None:
         best, evaluated = resumed.checkpoint.best, resumed.checkpoint.evaluated
-        ending = Ending(config.train, check_fields(resumed.checkpoint.ending, resumed.path))
+        stop_criteria = StopCriteria(
+            config.train, check_fields(resumed.checkpoint.ending, resumed.path)
+        )
         before, _ = parse_experiment(*resumed)
         notes += learning_rate_lines(before.train, config.train, state.step)
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
     data = RunData(
-        (train_set, eval_set), config.data.root, resumed, accept_changes=order.accept_changes
+        (train_set, eval_set), config.data.root, resumed, accept_changes=request.accept_changes
     )
     stack.callback(data.close)
     if evaluated < config.train.steps:
         data.start(DATA_PATIENCE_S)
     notes += data.take_news()
     # 6. Where each class is to be found, if samples are drawn by class.
-    class_uniform = class_uniform_sampling(
-        config, train_set, directory, device, keep=lambda found: _is_known(found, resumed)
+    class_uniform, others = class_uniform_sampling(
+        config,
+        train_set,
+        directory,
+        resumed,
+        device,
+        keep=True,
+        accept_changes=request.accept_changes,
     )
     if class_uniform is not None:
         notes += class_uniform_lines(class_uniform, train_set.classes)
-    others = centroid_changes(class_uniform, resumed, accept_changes=order.accept_changes)
     notes += others
     changes += others
     # 7. Directory and log say what this run is.
     devices = dist.all_gather_object(_device_name(device))
-    describe = _describe(order, resumed, bool(changes), devices, notes)
+    describe = _describe(request, resumed, bool(changes), devices, notes)
     log = RunLog(
         directory,
         enabled=dist.is_main(),
@@ -157,12 +405,12 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     if state.step == 0:
         log.text("config", config_to_yaml(config))
     # 8. Signals and errors, on which all ranks act after the same step.
-    signal_flags = SignalFlags(stop_on_usr1=order.requeue)
-    step_sync, meeting = _keeping_together(config, state, signal_flags, data, ending)
-    run = Run(
+    signal_flags = SignalFlags(stop_on_usr1=request.requeue)
+    step_sync, meeting = _keeping_together(config, state, signal_flags, data, stop_criteria)
+    run = TrainRun(
         config=config,
         directory=directory,
-        last_step=min(config.train.steps, order.until or config.train.steps),
+        last_step=min(config.train.steps, request.until or config.train.steps),
         device=device,
         devices=devices,
         train_set=train_set,
@@ -176,24 +424,28 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         class_uniform=class_uniform,
         best=best,
         evaluated=evaluated,
-        ending=ending,
+        stop_criteria=stop_criteria,
         meeting=meeting,
         changes=changes,
     )
     if state.shares is not None and dist.is_main():
-        run.receipts = receipt_meter(run, partial(_has_weights_digest, config))
+        run.receipts = run.receipt_meter(partial(_has_weights_digest, config))
     return run
 
 
 def _keeping_together(
-    config: Config, state: TrainState, signal_flags: SignalFlags, data: RunData, ending: Ending
+    config: Config,
+    state: TrainState,
+    signal_flags: SignalFlags,
+    data: RunData,
+    stop_criteria: StopCriteria,
 ) -> tuple[StepSync, Meeting | None]:
     """What lets all ranks stop, save and end after the same step (collective)."""
     requests = {
         "stop_requested": signal_flags.stop_requested,
         # Labels that turn out to differ stop the run when it saves.
         "save_requested": lambda: signal_flags.pop_save_request() or data.has_failed(),
-        "end_requested": lambda: dist.is_main() and ending.is_out_of_time(),
+        "end_requested": lambda: dist.is_main() and stop_criteria.is_out_of_time(),
     }
     timeout_s = config.train.timeout_s
     if config.train.parallel == "sync":
@@ -208,28 +460,33 @@ def _has_weights_digest(config: Config, step: int) -> bool:
     return step % config.log.weights_digest_every_steps == 0 or step == config.train.steps
 
 
-def _take_directory(order: Order, claim: Claim, stack: ExitStack) -> tuple[list[str], list[str]]:
+def _take_directory(
+    request: TrainRequest, claim: Claim, stack: ExitStack
+) -> tuple[list[str], list[str]]:
     """Locks the directory on rank 0; returns notes, and what differs from the run's own config."""
     stack.enter_context(claim)
-    restored = restore_config(order.directory) if order.resume else []
+    restored = restore_config(request.directory) if request.resume else []
     changes = run_directory.check_directory(
-        order.directory, order.config, resume=order.resume, accept_changes=order.accept_changes
+        request.directory,
+        request.config,
+        resume=request.resume,
+        accept_changes=request.accept_changes,
     )
     return [*restored, *(f"changed    {change}" for change in changes)], changes
 
 
 def _find_checkpoint(
-    checkpoints: CheckpointManager, order: Order, notes: list[str]
+    checkpoints: CheckpointManager, request: TrainRequest, notes: list[str]
 ) -> Resumed | None:
     """The newest checkpoint that is whole; None where training begins (collective)."""
 
     def newest() -> tuple[str | None, list[str], list[str]]:
         checkpoints.clean_up()
-        path, problems = checkpoints.newest() if order.resume else (None, [])
-        if path is None and run_directory.has_evaluated(order.directory):
+        path, problems = checkpoints.newest() if request.resume else (None, [])
+        if path is None and run_directory.has_evaluated(request.directory):
             what = f"{run_directory.METRICS} holds the scores of checkpoints that have been removed"
             raise CheckpointError(
-                f"{order.directory}: {what}; put one back, or start anew by --output"
+                f"{request.directory}: {what}; put one back, or start anew by --output"
             )
         return path and path.name, problems, checkpoints.warnings
 
@@ -244,25 +501,8 @@ def _find_checkpoint(
     return resumed
 
 
-def _other_arithmetic(state: TrainState, resumed: Resumed | None) -> list[str]:
-    """Warnings that bits may differ although train.shares is set (collective)."""
-    warnings = unequal_ranks(state)
-    if resumed is not None and computes_otherwise(state, resumed.checkpoint):
-        warnings.append(
-            "warning: this machine computes other bits than the one that saved the checkpoint "
-            "(another processor, device or version): the weights will not be bit for bit those of "
-            "the run without the interruption"
-        )
-    return warnings
-
-
-def _is_known(centroids: Centroids, resumed: Resumed | None) -> bool:
-    """Whether a run may keep them: those of a change may yet be refused, or come to no step."""
-    return resumed is None or centroids.sha256() == resumed.checkpoint.centroids
-
-
 def _describe(
-    order: Order,
+    request: TrainRequest,
     resumed: Resumed | None,
     changed: bool,
     devices: list[str],
@@ -273,10 +513,10 @@ def _describe(
     A resumed run does so when the function that is returned is called, on rank 0: until a step is
     done, the files tell what the run was.
     """
-    directory = order.directory
+    directory = request.directory
 
     def write() -> None:
-        run_directory.write_description(directory, order.config, devices)
+        run_directory.write_description(directory, request.config, devices)
 
     def begin() -> list[str]:
         if resumed is not None:
@@ -288,7 +528,7 @@ def _describe(
                 f"{run_directory.METRICS} begins anew, {run_directory.LOG} goes on"
             ]
         else:
-            found = [f"{directory}: nothing to resume; a new run starts"] if order.resume else []
+            found = [f"{directory}: nothing to resume; a new run starts"] if request.resume else []
         if resumed is None:
             write()
         return found

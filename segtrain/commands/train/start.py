@@ -1,18 +1,24 @@
-"""`segtrain train`: the config and the run that its arguments mean, then the start of the ranks."""
+"""`segtrain train`: the config and the run that its arguments mean, and which process trains it."""
 
 import argparse
 import os
 import shlex
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
+from segtrain.commands import launch
 from segtrain.commands.config import show_warnings
-from segtrain.config import load_config, recipes
+from segtrain.config import Config, load_config, recipes
+from segtrain.config.experiment import wrong_units
+from segtrain.distributed.partition import batch_findings
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
 from segtrain.text import say
 
 _CHECKPOINT = ".pt"
+# Torch elastic after a failure and SLURM after a requeue start the same command line again.
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 class Target(NamedTuple):
@@ -24,27 +30,80 @@ class Target(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code; `args.output` becomes the run directory."""
+    """Trains as a rank, alone, or by starting ranks; returns the exit code."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save yet
+    # 1. Which config, which run?
     is_first = "RANK" not in os.environ  # what is said here is said once, not by every rank
-    target = train_target(args.config, resume=args.resume, output=args.output)
-    args.output = target.directory
+    target = resolve_run(args.config, resume=args.resume, output=args.output)
     if target.note and is_first:
         say(target.note)
+    config = _load(args, target)
+    if is_first:
+        show_warnings(config)
+    # 2. Do the options fit together?
+    args.output = target.directory  # the launcher keeps the key of the ranks there
+    args.resume |= any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
+    _check_options(args, config)
+    # 3. A rank trains, and so does a process without others; otherwise it starts them.
+    is_rank = launch.adopt_environment()
+    if not is_rank and not _trains_alone(args, config):
+        return launch.start_ranks(args, launch.num_ranks_here(args.nproc))
+    from segtrain.commands.train.loop import run
+    from segtrain.distributed.process_group import device_for
+
+    return run(
+        config,
+        target.directory,
+        device=device_for(args.device),
+        resume=args.resume,
+        accept_changes=args.accept_changes,
+        requeue=args.requeue,
+        until=args.until,
+    )
+
+
+def _load(args: argparse.Namespace, target: Target) -> Config:
+    """The config; that of a run which lost its file comes from a checkpoint."""
     is_own = target.config == target.directory / run_directory.CONFIG
     if args.resume and is_own and run_directory.has_lost_config(target.directory):
         from segtrain.checkpoint.manager import restore_config
 
         for line in restore_config(target.directory):
             say(line)
-    config = load_config(target.config, args.set)
-    if is_first:
-        show_warnings(config)
-    from segtrain.commands import launch
-
-    return launch.train(args, config)
+    return load_config(target.config, args.set)
 
 
-def train_target(text: str, *, resume: bool, output: Path | None) -> Target:
+def _check_options(args: argparse.Namespace, config: Config) -> None:
+    """Raises ConfigError for options that do not fit together, and a config in wrong units."""
+    if args.accept_changes and not args.resume:
+        raise ConfigError("--accept-changes: serves only --resume")
+    if args.requeue and "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
+    if args.until is not None and args.until > config.train.steps:
+        raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
+    wrong = wrong_units(config)
+    if wrong and not (args.resume and run_directory.has_saved(args.output)):
+        raise ConfigError("\n".join(wrong))
+
+
+def _trains_alone(args: argparse.Namespace, config: Config) -> bool:
+    """Whether this process trains without starting others; refuses before anything slow."""
+    for line in wrong_units(config):
+        say(f"warning: {line}")
+    # The ranks check the directory again.
+    run_directory.check_directory(
+        args.output, config, resume=args.resume, accept_changes=args.accept_changes
+    )
+    num_ranks = launch.num_ranks_here(args.nproc)
+    if num_ranks == 1 and args.nnodes == 1:
+        return True
+    findings = batch_findings(config, args.nnodes * num_ranks, num_ranks)
+    if findings:
+        raise ConfigError("\n".join(findings))
+    return False
+
+
+def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
     """What `segtrain train TEXT` works on.
 
     `text` is a config or, with `resume`, the directory of a run or the config.yaml in it.

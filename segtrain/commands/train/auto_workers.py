@@ -1,4 +1,4 @@
-"""The batches that this rank trains on.
+"""`data.num_workers: auto`: as many loader processes as keep ahead of the steps.
 
 The first steps are measured where batches are handed over: how long the step keeps the loader
 waiting, and how long a worker took for a batch. Which samples a batch has does not depend on the
@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from segtrain.commands.train.setup import Run
-from segtrain.commands.train.stages import Training, train_stream
-from segtrain.data.sample.loader import first_workers, indices_of_rank, most_workers, train_loader
+from segtrain.commands.train.setup import TrainContext
+from segtrain.data.sample.loader import most_workers
 from segtrain.distributed import collectives as dist
-from segtrain.run.pictures import training_picture
 from segtrain.types import Batch
 
 # In the first steps libraries choose kernels, and files are read for the first time.
@@ -105,53 +103,35 @@ def _seconds(began: _Mark, ended: _Mark) -> float:
     return began.elapsed_time(ended) / 1e3
 
 
-def indices(run: Training) -> list[range]:
-    """For each pass of a step, the positions in the whole batch that this rank trains on."""
-    train = run.config.train
-    return indices_of_rank(
-        train.batch_size,
-        train.accumulate_steps,
-        dist.rank(),
-        dist.world_size(),
-        train.shares,
-    )
+def with_chosen_workers(
+    run: TrainContext, stop: int, tell: Callable[[str], None]
+) -> Iterator[Batch]:
+    """This rank's batches from the current step to `stop`.
 
-
-def num_workers(run: Training) -> int:
-    """The loader processes of this rank."""
-    return first_workers(run.config) if run.auto_workers is None else run.auto_workers
-
-
-def until(run: Training, step: int) -> Iterator[Batch]:
-    """This rank's batches from the current step to `step`."""
-    return _between(run, run.state.step, step)
-
-
-def with_chosen_workers(run: Training, step: int, tell: Callable[[str], None]) -> Iterator[Batch]:
-    """As `until`; with data.num_workers auto, the number is chosen in the first steps.
+    With data.num_workers auto, the number is chosen in the first steps.
 
     tell: gets a line about it.
     """
     start, most = run.state.step, most_workers(run.config)
     chosen = start + MEASURED_STEPS
-    if run.config.data.num_workers != "auto" or most == 0 or chosen >= step:
-        return until(run, step)
-    return _measured(run, start, chosen, step, most, tell)
+    if run.config.data.num_workers != "auto" or most == 0 or chosen >= stop:
+        return run.batches(start, stop)
+    return _measured(run, start, chosen, stop, most, tell)
 
 
 def _measured(
-    run: Training, start: int, chosen: int, step: int, most: int, tell: Callable[[str], None]
+    run: TrainContext, start: int, chosen: int, stop: int, most: int, tell: Callable[[str], None]
 ) -> Iterator[Batch]:
-    """The batches of the steps `start` to `step` - 1; those before `chosen` are measured."""
-    measurement, before = Measurement(run.device), num_workers(run)
-    batches = _between(run, start, step)
+    """The batches of the steps `start` to `stop` - 1; those before `chosen` are measured."""
+    measurement, before = Measurement(run.device), run.num_workers()
+    batches = run.batches(start, stop)
     try:
         for _ in range(start, chosen):
             made_s, images = 0.0, 0
-            for positions in indices(run):
+            for positions in run.indices():
                 batch = next(batches)
                 made_s, images = made_s + batch.made_s, images + len(positions)
-                # The step takes the batches of all passes, then computes.
+                # The step takes the batches of all microbatches, then computes.
                 measurement.start()
                 yield batch
             measurement.stop(made_s, images)
@@ -160,34 +140,7 @@ def _measured(
         run.auto_workers = choice.workers
         if choice.workers != before:
             batches.close()
-            batches = _between(run, chosen, step)
+            batches = run.batches(chosen, stop)
         yield from batches
     finally:
         batches.close()
-
-
-def _between(run: Training, start: int, stop: int) -> Iterator[Batch]:
-    """This rank's batches of the steps `start` to `stop` - 1."""
-    config = run.config
-    return train_loader(
-        train_stream(run),
-        indices=indices(run),
-        start_step=start,
-        steps=stop,
-        num_workers=num_workers(run),
-        prefetch=config.data.prefetch,
-        pin_memory=run.device.type == "cuda",
-        # Time out before the other ranks do, so that the error names the loader.
-        timeout_s=0.8 * config.train.timeout_s,
-    )
-
-
-def shown(run: Run) -> Iterator[Batch]:
-    """This rank's batches from the current step to the last; TensorBoard shows the first one."""
-    batches = with_chosen_workers(run, run.last_step, lambda line: run.log.lines([line]))
-    for i, batch in enumerate(batches):
-        if i == 0:
-            # A wrong label file or augmentation is seen here within a minute.
-            picture = training_picture(batch, run.train_set.classes, run.config.log.num_images)
-            run.log.picture(run.state.step, "train/batch", picture)
-        yield batch
