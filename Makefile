@@ -4,29 +4,34 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 export NO_ALBUMENTATIONS_UPDATE := 1
 
-.PHONY: help install demo test test-all coverage lint format clean
+.PHONY: help install demo test test-all coverage lint format upgrade clean
 
 help:
 	@echo "make demo      train, evaluate, export and predict on synthetic street scenes (5 minutes)"
 	@echo "make test      the tests (make test-all: the slow ones too)"
 	@echo "make coverage  the tests, and which lines of segtrain they run"
 	@echo "make lint      ruff and the import layers (make format: repair what can be repaired)"
+	@echo "make upgrade   newest versions of everything; kept in $(CONSTRAINTS) if the tests pass"
 	@echo "make clean     remove what these made, VENV=$(VENV) included"
 
 # The requirements are installed again when they change; the package itself when this environment
 # belongs to another checkout.
 STAMP := $(VENV)/.segtrain-requirements
+# The package leaves versions open; these are the ones that the tests last passed with.
+CONSTRAINTS := .ci/constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+# Only its evaluator is used, as an oracle; its requirements would pull a GUI in.
+ORACLE := --no-deps "cityscapesscripts>=2.2" pyquaternion
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	# Only its evaluator is used, as an oracle; its requirements would pull a GUI in.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "cityscapesscripts>=2.2" pyquaternion
+	$(PIP) --constraint $(CONSTRAINTS) --editable ".[dev]"
+	$(PIP) --constraint $(CONSTRAINTS) $(ORACLE)
 	touch $@
 
 install: $(STAMP)
 	@test "$$($(BIN)/python -c 'import segtrain, os; print(os.path.dirname(os.path.dirname(segtrain.__file__)))')" = "$(CURDIR)" \
-	  || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	  || $(PIP) --no-deps --editable .
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -48,6 +53,16 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# torch names the versions of the CUDA libraries itself.
+upgrade:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade --upgrade-strategy eager --editable ".[dev]"
+	$(PIP) --upgrade $(ORACLE)
+	$(BIN)/python -m pytest -q -n auto -m "not slow"
+	{ head -1 $(CONSTRAINTS); \
+	  $(BIN)/pip freeze --exclude-editable | grep -viE "^(nvidia|cuda|triton)"; } > $(VENV)/frozen
+	mv $(VENV)/frozen $(CONSTRAINTS)
 
 clean:
 	rm -rf $(VENV) runs/demo build dist *.egg-info .coverage .pytest_cache .ruff_cache .import_linter_cache
