@@ -5,6 +5,7 @@ line, and characters that reverse its direction.
 """
 
 import sys
+from collections.abc import Iterable
 from unicodedata import category
 
 MAX_LINE = 5000  # longer than any path, so that no real one is cut
@@ -43,6 +44,13 @@ def printable_lines(text: str, limit: int = _MAX_LINES) -> list[str]:
 def counted(number: int, one: str, many: str) -> str:
     """`1 image is`, `2 images are`: the number, and the words for one or for several."""
     return f"{number} {one if number == 1 else many}"
+
+
+def first_of(items: Iterable[object], limit: int = 10, *, separator: str = ", ") -> str:
+    """`a, b, c and 4 more`: the first `limit` items, each printable, and how many are left."""
+    items = list(items)
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(printable(item) for item in items[:limit]) + more
 
 
 def name_problem(name: str) -> str:

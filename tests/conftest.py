@@ -77,7 +77,7 @@ def forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
     # The last ones are what making an optimizer and torch.compile import.
     libraries = ["albumentations", "torch.utils.tensorboard", "torch._inductor", "torch._dynamo"]
-    context.set_forkserver_preload(["segtrain.commands.train.run", *libraries])
+    context.set_forkserver_preload(["segtrain.commands.train.loop", *libraries])
     return context
 
 

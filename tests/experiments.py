@@ -76,7 +76,7 @@ def write_config(path: Path, options: dict[str, Any]) -> Path:
 
 def train(config: Path, directory: Path, resume: bool = False, **options: bool) -> int:
     """The whole `segtrain train` of one rank, without the launcher."""
-    from segtrain.commands.train.run import run
+    from segtrain.commands.train.loop import run
     from segtrain.config import load_config
 
     # A process of a fork server would have one of its own for the loader's workers.
@@ -132,13 +132,13 @@ def signalled_in_evaluation(
     """
     from segtrain.commands.train import batches
     from segtrain.distributed import collectives as dist
-    from segtrain.distributed import heartbeat
+    from segtrain.distributed import liveness
     from segtrain.evaluation import dataset
 
     begun = []
 
     def begin() -> None:
-        if heartbeat.describe() != f"in evaluation, after step {step}":
+        if liveness.describe() != f"in evaluation, after step {step}":
             return
         begun.append(time.monotonic())
         if len(begun) == 2 and dist.rank() == rank:
@@ -212,14 +212,14 @@ def trained_bits(config: Path, directory: Path) -> dict[str, Any]:
     Nothing is saved, which would take most of the time of a short run.
     """
     from segtrain.checkpoint.manager import CheckpointManager
-    from segtrain.commands.train import loop, saving
+    from segtrain.commands.train import loop, save
     from segtrain.distributed import collectives as dist
 
     whole, found = loop.train, {}
 
     def train_and_keep(run: Any) -> None:
         whole(run)
-        found.update(bits(saving.checkpoint_of(run)))
+        found.update(bits(save.checkpoint_of(run)))
 
     loop.train = train_and_keep
     CheckpointManager.save_last = CheckpointManager.save_best = lambda *_: None

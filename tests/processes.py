@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from segtrain.distributed import launcher_folder
-from segtrain.distributed.heartbeat import Heartbeat, read_heartbeats
+from segtrain.distributed.liveness import Heartbeat, read_heartbeats
 from segtrain.distributed.machine import children, descendants, is_alive
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -4,10 +4,10 @@ import pytest
 import torch
 from experiments import assert_same_state, experiment, last, losses, small, train, write_config
 
-from segtrain.commands.train import auto_workers, batches
-from segtrain.commands.train.auto_workers import MEASURED_STEPS, Choice, Measurement
+from segtrain.commands.train import batches
+from segtrain.commands.train.batches import MEASURED_STEPS, Choice, Measurement
 from segtrain.config import load_config
-from segtrain.data import loader
+from segtrain.data.sample import loader
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def now(monkeypatch):
     """A clock that stands still; `now[0] += 1` lets a second pass."""
     found = [0.0]
-    monkeypatch.setattr(auto_workers.time, "perf_counter", lambda: found[0])
+    monkeypatch.setattr(batches.time, "perf_counter", lambda: found[0])
     return found
 
 

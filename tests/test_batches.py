@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from segtrain.config import load_config
-from segtrain.evaluation import batches
-from segtrain.evaluation.batches import BatchLimits, batch_limits
+from segtrain.evaluation import settings as batches
 from segtrain.evaluation.inference import predict_label, predict_labels
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.settings import BatchLimits, InferenceSettings, batch_limits
 from segtrain.models import build_model
 from segtrain.types import SegLogits
 

@@ -14,15 +14,24 @@ from processes import Command
 from torch import nn
 
 from segtrain.cli import main
-from segtrain.commands.bench_report import Report, limit_of, lines_of
+from segtrain.commands.bench import Report, limit_of, lines_of
 from segtrain.config import load_config
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import make_norm
-from segtrain.training import clock as clocks
-from segtrain.training.clock import COMMUNICATION, PartClock
-from segtrain.training.cost import covered, device_work, training_flops
-from segtrain.training.spans import BACKWARD, FORWARD, UPDATE, span, watched
+from segtrain.training import measure as clocks
+from segtrain.training.measure import (
+    BACKWARD,
+    COMMUNICATION,
+    FORWARD,
+    UPDATE,
+    PartClock,
+    covered,
+    device_work,
+    span,
+    training_flops,
+    watched,
+)
 from segtrain.types import DropoutMasks
 
 CPU = torch.device("cpu")
@@ -247,7 +256,7 @@ def test_hogwild_has_no_steps_to_measure(config, capsys):
 def test_peak_memory_is_that_of_the_process_itself():
     """Linux hands the peak of a parent on to its children, in ru_maxrss."""
     child = (
-        "import torch; from segtrain.training.cost import peak_bytes;"
+        "import torch; from segtrain.training.measure import peak_bytes;"
         "print(peak_bytes(torch.device('cpu')))"
     )
     parent = (

@@ -15,23 +15,19 @@ from experiments import experiment, write_config, write_data
 from torch import nn
 
 from segtrain.checkpoint import format as checkpoint_format
-from segtrain.checkpoint.experiment import experiment_fields, parse_experiment
-from segtrain.checkpoint.format import Checkpoint, load, save
-from segtrain.checkpoint.initial import load_initial
-from segtrain.checkpoint.loading import load_model, resolve
-from segtrain.checkpoint.manager import CheckpointManager
-from segtrain.checkpoint.recovery import restore_config
-from segtrain.checkpoint.training_state import (
+from segtrain.checkpoint.format import Checkpoint, experiment_fields, load, parse_experiment, save
+from segtrain.checkpoint.loading import load_initial, load_model, resolve
+from segtrain.checkpoint.manager import CheckpointManager, restore_config
+from segtrain.checkpoint.restore import (
     check_changes,
+    load_weights,
     restore,
     restore_exponents,
     restore_optimizer,
     restore_scaler,
 )
-from segtrain.checkpoint.weights import load_weights
 from segtrain.config import LayerRule, TrainConfig, load_config, override_config
-from segtrain.data.class_file import class_file_from_json, load_class_file
-from segtrain.data.classes import SegClass, ignoring_as
+from segtrain.data.read.classes import SegClass, class_file_from_json, ignoring_as, load_class_file
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
 from segtrain.norm import make_norm

@@ -15,7 +15,7 @@ from segtrain.checkpoint.format import load, save, write_temporary
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
-from segtrain.run.claim import Claim
+from segtrain.run.directory import Claim
 
 
 def store_in(directory):

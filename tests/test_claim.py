@@ -8,7 +8,7 @@ import pytest
 from experiments import refusal, small, train, write_config
 
 from segtrain.errors import ConfigError, ExecutionError
-from segtrain.run.claim import LOCK, Claim
+from segtrain.run.directory import LOCK, Claim
 
 
 def test_a_deleted_lock_file_is_made_again(tmp_path):

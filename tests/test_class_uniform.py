@@ -20,13 +20,12 @@ from experiments import (
 from scipy import ndimage
 
 from segtrain.config import AugmentConfig, Config, DataConfig
-from segtrain.data import centroids as measuring
 from segtrain.data import open_dataset
-from segtrain.data.centroids import Centroids, label_centroids, measure_centroids
-from segtrain.data.class_uniform import ClassUniform, Pick
-from segtrain.data.geometry import Placement, Span, resample_label
-from segtrain.data.stream import TrainStream, image_at
-from segtrain.data.transforms import draw_placement
+from segtrain.data.sample import centroids as measuring
+from segtrain.data.sample.centroids import Centroids, label_centroids, measure_centroids
+from segtrain.data.sample.geometry import Placement, Span, resample_label
+from segtrain.data.sample.stream import ClassUniform, Pick, TrainStream, image_at
+from segtrain.data.sample.transforms import draw_placement
 from segtrain.errors import DataError
 from segtrain.types import IGNORE_INDEX
 

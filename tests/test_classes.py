@@ -3,11 +3,15 @@ import pickle
 import numpy as np
 import pytest
 
-from segtrain.checkpoint.experiment import experiment_fields
+from segtrain.checkpoint.format import experiment_fields
 from segtrain.config import Config, DataConfig
-from segtrain.data.class_file import class_file_from_json, known_names, load_class_file
-from segtrain.data.classes import default_palette
-from segtrain.data.labels import map_colors
+from segtrain.data.read.classes import (
+    class_file_from_json,
+    default_palette,
+    known_names,
+    load_class_file,
+)
+from segtrain.data.read.labels import map_colors
 from segtrain.errors import ConfigError
 from segtrain.types import IGNORE_INDEX
 

@@ -37,13 +37,13 @@ def calls(monkeypatch):
         return 7
 
     launch = types.SimpleNamespace(train=record, evaluate=record)
-    module = types.SimpleNamespace(main=record)
+    module = types.SimpleNamespace(main=record, check=record)
     stand_ins = {
         "segtrain.commands.launch": launch,
         "segtrain.commands.predict": module,
         "segtrain.commands.export": module,
         "segtrain.synthetic": module,
-        "segtrain.commands.data_check": module,
+        "segtrain.commands.data_set": module,
     }
     for name, stand_in in stand_ins.items():
         parent, child = name.rsplit(".", 1)
@@ -422,7 +422,7 @@ def test_a_run_that_was_begun_with_such_a_mean_is_gone_on_with_under_a_warning(
     config, capsys, tmp_path, monkeypatch
 ):
     options = ["--set", WRONG_UNIT, "--output", str(tmp_path / "run"), "--nproc", "1"]
-    monkeypatch.setattr("segtrain.commands.train.run.run", lambda *_, **__: 7)
+    monkeypatch.setattr("segtrain.commands.train.loop.run", lambda *_, **__: 7)
     assert cli.main(["train", str(config), *options, "--resume"]) == 2  # it has not begun
     assert capsys.readouterr().err.startswith("segtrain: --set data.mean: [0.485, ")
     write_description(tmp_path / "run", load_config(config, [WRONG_UNIT]), ["cpu"])

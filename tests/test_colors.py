@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from segtrain.config import AugmentConfig
-from segtrain.data.colors import ColorChange, change_colors, draw_color_change
+from segtrain.data.sample.photometric import ColorChange, change_colors, draw_color_change
 
 GREYS = np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(8, 32, 3)
 # A whole number after each part of a change: half a grey level of error.

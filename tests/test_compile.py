@@ -25,7 +25,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from segtrain.checkpoint.format import load
 from segtrain.commands.train.preflight import _compile_findings, check_experiment
 from segtrain.config import load_config
-from segtrain.data.loader import indices_of_rank
+from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.models import SegModel, build_model

@@ -15,8 +15,8 @@ from segtrain.config import (
     override_config,
     parse_config,
 )
+from segtrain.config.experiment import config_warnings, wrong_units
 from segtrain.config.loading import with_places
-from segtrain.config.warnings import config_warnings, wrong_units
 from segtrain.errors import ConfigError
 
 DATA = "data: {layout: folders, root: /d, classes: voc}\n"

@@ -13,9 +13,9 @@ from torch import nn
 
 from segtrain.checkpoint import load_model
 from segtrain.config import Config, load_config, recipes
-from segtrain.config.warnings import config_warnings
-from segtrain.data.class_file import load_class_file
-from segtrain.data.transforms import TrainTransform
+from segtrain.config.experiment import config_warnings
+from segtrain.data.read.classes import load_class_file
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, make_norm
 from segtrain.training.engine import train_steps

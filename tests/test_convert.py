@@ -22,16 +22,14 @@ from torch import nn
 
 from segtrain import cli
 from segtrain.checkpoint import load_model
-from segtrain.checkpoint.initial import load_initial
+from segtrain.checkpoint.loading import load_initial
 from segtrain.config import override_config
-from segtrain.convert.build import make_config
 from segtrain.convert.classes import choose_classes
-from segtrain.convert.detect import detect
-from segtrain.convert.write import convert_file, load_plan
-from segtrain.data.class_file import load_class_file
+from segtrain.convert.converter import convert_file, detect, load_plan, make_config
+from segtrain.data.read.classes import load_class_file
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.evaluation.settings import view_size
-from segtrain.files import weights_file
+from segtrain.files import torch_file
 from segtrain.models import build_model
 
 NAMES = ("sky", "road", "pole", "tree", "sign")
@@ -1222,7 +1220,7 @@ def test_checkpoint_of_vainfs_training_is_read(module, tmp_path, classes):
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in members.items():
             archive.writestr(name, content)
-    assert weights_file.read(path)["best_score"] == 0.5
+    assert torch_file.read(path)["best_score"] == 0.5
     got = convert_file(path, tmp_path / "ours.pt", classes=classes)
     assert "under model_state" in got.lines[0]
 

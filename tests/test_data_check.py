@@ -13,12 +13,11 @@ from PIL import Image
 from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, TrainConfig
 from segtrain.data import open_dataset
-from segtrain.data.check.class_weights import enet_weights, median_frequency_weights
 from segtrain.data.check.full import check_data
-from segtrain.data.check.issues import shared_image_issues
+from segtrain.data.check.issues import as_text, shared_image_issues
 from segtrain.data.check.quick import quick_check
-from segtrain.data.check.result import as_text
 from segtrain.data.check.scan import SplitScan
+from segtrain.data.check.stats import enet_weights, median_frequency_weights
 from segtrain.errors import ConfigError, DataError
 
 SIZE = (6, 9)

@@ -111,8 +111,8 @@ def test_index_beyond_the_end_ends_iteration(tmp_path):
 
 def test_reading_data_needs_no_torch_and_class_files_need_no_opencv():
     code = (
-        "import sys, segtrain.data.class_file; assert not {'cv2', 'torch'} & set(sys.modules);"
-        "from segtrain.data import open_dataset; import segtrain.commands.data_check;"
+        "import sys, segtrain.data.read.classes; assert not {'cv2', 'torch'} & set(sys.modules);"
+        "from segtrain.data import open_dataset; import segtrain.commands.data_set;"
         "assert 'torch' not in sys.modules and 'albumentations' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

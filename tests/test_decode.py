@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segtrain.data import decode
-from segtrain.data.class_file import load_class_file
-from segtrain.data.classes import ClassFile, SegClass
-from segtrain.data.decode_more import read_photo
+from segtrain.data.read import decode
+from segtrain.data.read.classes import ClassFile, SegClass, load_class_file
+from segtrain.data.read.photos import read_photo
 from segtrain.errors import DataError
 
 GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6

@@ -8,9 +8,9 @@ import torch.distributed as torch_dist
 
 from segtrain.commands.train.stages import make_repeatable
 from segtrain.config import Config
-from segtrain.data.loader import worker_failures
-from segtrain.distributed import devices as devices_module
+from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import launcher_folder, process_group
+from segtrain.distributed import machine as devices_module
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError
 

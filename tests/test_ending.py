@@ -9,7 +9,7 @@ from experiments import last, losses, small, stopped_after, train, write_config
 from test_resume import killed_in_evaluation
 
 from segtrain.checkpoint.format import Checkpoint, load
-from segtrain.commands.train.ending import Ending, check_fields
+from segtrain.commands.train.stages import Ending, check_fields
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.errors import CheckpointError
@@ -165,10 +165,10 @@ def test_the_clock_of_rank_0_decides_for_all_ranks(run_ranks, tmp_path, data):
 
 def with_scores(better, function, *args):
     """`function` in a process where evaluations are better or not as listed."""
-    from segtrain.commands.train import evaluation
+    from segtrain.commands.train import evaluate
 
     answers = iter(better)
-    evaluation.is_better = lambda *_: next(answers)
+    evaluate.is_better = lambda *_: next(answers)
     return function(*args)
 
 

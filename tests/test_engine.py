@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from segtrain.config import Config, DataConfig, LossConfig, ModelConfig, TrainConfig
-from segtrain.data.loader import indices_of_rank
+from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.errors import NonFiniteError
 from segtrain.models import DropoutChannels

@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.commands import predict
 from segtrain.config import ModelConfig
-from segtrain.data.find_images import Source
-from segtrain.evaluation import batches, dataset
+from segtrain.data.read.photos import Source
+from segtrain.evaluation import dataset
+from segtrain.evaluation import settings as batches
 from segtrain.evaluation.dataset import evaluate_dataset
-from segtrain.evaluation.large_images import SettingsBySize
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
 from segtrain.metrics import ConfusionMatrix
 from segtrain.models import build_model
 from segtrain.types import SegLogits

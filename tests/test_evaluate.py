@@ -13,14 +13,12 @@ from experiments import refusal
 from PIL import Image
 from torch import nn
 
-from segtrain.checkpoint.experiment import experiment_fields
-from segtrain.checkpoint.format import Checkpoint, save
+from segtrain.checkpoint.format import Checkpoint, experiment_fields, save
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import evaluate
 from segtrain.commands.evaluate import run_eval
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
-from segtrain.data.class_file import load_class_file
-from segtrain.data.classes import ClassFile, default_palette
+from segtrain.data.read.classes import ClassFile, default_palette, load_class_file
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.models import build_model

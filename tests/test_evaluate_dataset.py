@@ -10,9 +10,8 @@ from torch import nn
 
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
-from segtrain.evaluation.batches import BatchLimits
 from segtrain.evaluation.dataset import evaluate_dataset, group_size, shard
-from segtrain.evaluation.settings import InferenceSettings
+from segtrain.evaluation.settings import BatchLimits, InferenceSettings
 from segtrain.metrics import ConfusionMatrix
 from segtrain.types import IGNORE_INDEX, SegLogits
 

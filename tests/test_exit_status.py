@@ -7,13 +7,15 @@ import stat
 import pytest
 
 from segtrain.distributed import launcher_folder
-from segtrain.distributed.exit_status import (
+from segtrain.distributed.liveness import (
+    Heartbeat,
+    beat,
     is_first_to_print,
     message_file,
     read_exit_statuses,
+    read_heartbeats,
     write_exit_status,
 )
-from segtrain.distributed.heartbeat import Heartbeat, beat, read_heartbeats
 
 NOBODY = 65534
 

@@ -16,14 +16,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from segtrain import export
-from segtrain.checkpoint.initial import load_initial
-from segtrain.checkpoint.loading import LoadedModel, load_model
+from segtrain.checkpoint.loading import LoadedModel, load_initial, load_model
 from segtrain.commands import export as command
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig, ModelConfig
-from segtrain.data.classes import ClassFile, SegClass
+from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
-from segtrain.export import formats, verify
+from segtrain.export import formats, write
 from segtrain.export import write as stored
 from segtrain.export.graph import Case, ExportModel
 from segtrain.models import SegModel, build_model, pspnet
@@ -309,7 +308,7 @@ def test_a_graph_that_pools_over_the_traced_size_is_refused_and_leaves_no_file(
 def test_a_refused_export_leaves_the_file_from_before(tmp_path, monkeypatch):
     file = tmp_path / "model.ts"
     file.write_bytes(b"before")
-    monkeypatch.setattr(verify, "TOLERANCE", -1.0)
+    monkeypatch.setattr(write, "TOLERANCE", -1.0)
     with pytest.raises(ExecutionError, match="not written"):
         export.export_graph(loaded_model(Tiny()), file, format="torchscript")
     assert file.read_bytes() == b"before"
@@ -357,7 +356,7 @@ def tiny_graph(**options):
 @pytest.mark.parametrize("argmax", [False, True])
 def test_the_model_compared_with_itself_passes(argmax):
     graph = tiny_graph(argmax=argmax)
-    comparison = verify.compare(graph, graph, Case(1, 30, 40))
+    comparison = write.compare(graph, graph, Case(1, 30, 40))
     assert (comparison.difference, comparison.agreement, comparison.passed) == (0.0, 1.0, True)
 
 
@@ -370,7 +369,7 @@ def test_one_wrong_pixel_in_a_label_map_is_found():
         labels[0, 3, 5] = (labels[0, 3, 5] + 1) % 3
         return labels
 
-    comparison = verify.compare(run, graph, Case(1, 30, 40))
+    comparison = write.compare(run, graph, Case(1, 30, 40))
     assert not comparison.passed
     assert comparison.agreement == pytest.approx(1 - 1 / 1200, abs=1e-6)
 
@@ -386,7 +385,7 @@ def test_one_wrong_pixel_in_a_label_map_is_found():
 )
 def test_a_result_of_another_kind_is_refused(change, problem):
     graph = tiny_graph()
-    comparison = verify.compare(lambda x: change(graph(x)), graph, Case(1, 30, 40))
+    comparison = write.compare(lambda x: change(graph(x)), graph, Case(1, 30, 40))
     assert not comparison.passed
     assert (comparison.problem or "").startswith(problem)
 

@@ -11,8 +11,8 @@ import yaml
 
 from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, TrainConfig
 from segtrain.data import open_dataset
-from segtrain.data.layouts import LAYOUTS
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.read.layouts import LAYOUTS
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.models import BACKBONES, MODELS, build_model
 from segtrain.training.engine import train_steps
 from segtrain.training.losses import LOSSES

@@ -14,8 +14,8 @@ from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import cuda_kernels, make_norm, settle_statistics
 from segtrain.training.losses import SegLoss
+from segtrain.training.state import wrap
 from segtrain.training.step_sync import StepSync
-from segtrain.training.wrap import wrap
 from segtrain.types import DropoutMasks
 
 

@@ -12,8 +12,8 @@ from segtrain.distributed import collectives as dist
 from segtrain.models.precision import autocast_dtype, dtype_of
 from segtrain.norm import SyncBatchNorm, settle_statistics, tracked_together
 from segtrain.training.losses import SegLoss
+from segtrain.training.state import wrap
 from segtrain.training.step_sync import StepSync
-from segtrain.training.wrap import wrap
 from segtrain.types import DropoutMasks
 
 

@@ -17,7 +17,7 @@ from segtrain import files
 from segtrain.checkpoint import format as checkpoint_format
 from segtrain.convert.read import read_file
 from segtrain.errors import CheckpointError
-from segtrain.files import torch_file, weights_file
+from segtrain.files import torch_file
 from segtrain.models.pretrained import load_backbone
 
 
@@ -174,7 +174,7 @@ def flip_a_weight(path):
 @pytest.mark.parametrize(
     "read",
     [
-        weights_file.read,
+        torch_file.read,
         read_file,
         lambda path: load_backbone(nn.Identity(), str(path)),
         checkpoint_format.load,
@@ -203,4 +203,4 @@ def test_files_without_a_crc_are_loaded(tmp_path):
         torch.serialization.set_crc32_options(True)
     torch.save(content, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     for name in ("zero.pth", "old.pth"):
-        assert torch.equal(weights_file.read(tmp_path / name)["weight"], content["weight"])
+        assert torch.equal(torch_file.read(tmp_path / name)["weight"], content["weight"])

@@ -28,22 +28,23 @@ from experiments import (
 )
 from processes import logged_steps
 
-from segtrain.checkpoint.experiment import parse_data
-from segtrain.checkpoint.format import load, save
-from segtrain.checkpoint.initial import load_initial
+from segtrain.checkpoint.format import load, parse_data, save
+from segtrain.checkpoint.loading import load_initial
 from segtrain.config import load_config
-from segtrain.data import dataset as dataset_module
 from segtrain.data import open_dataset
-from segtrain.data.class_file import class_file_from_json, load_class_file
-from segtrain.data.dataset import SegDataset
-from segtrain.data.differences import class_differences, file_difference, label_difference
-from segtrain.data.fingerprint import (
+from segtrain.data.read import dataset as dataset_module
+from segtrain.data.read.classes import class_file_from_json, load_class_file
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.find import Pair
+from segtrain.data.read.fingerprint import (
     LabelHashing,
+    class_differences,
+    file_difference,
     fingerprint_from_json,
     fingerprint_to_json,
     hash_files,
+    label_difference,
 )
-from segtrain.data.listing import Pair
 from segtrain.errors import CheckpointError, DataError
 from segtrain.files import manifest
 from segtrain.models import build_model
@@ -403,7 +404,8 @@ def test_changed_data_that_are_meant_are_told_and_kept(run_ranks, data, run, tmp
 def slow_labels(step, function, *args):
     """Labels can be read only after `step` updates of this process."""
     from segtrain.commands.train import loop as command
-    from segtrain.commands.train import saving, setup
+    from segtrain.commands.train import save as saving
+    from segtrain.commands.train import setup
 
     go_on, read, steps = threading.Event(), dataset_module.read_bytes, command.train_steps
 

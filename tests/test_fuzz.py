@@ -29,11 +29,11 @@ from hypothesis import strategies as st
 from segtrain.config import AugmentConfig, Config, DataConfig, config_to_yaml, load_config
 from segtrain.config import parse_config as parse
 from segtrain.config.strict_yaml import MAX_BYTES, parse_value, scan_yaml
-from segtrain.data.classes import ClassFile, SegClass
-from segtrain.data.geometry import resample_image, resample_label
-from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
-from segtrain.data.layouts import list_split, scan_layout
-from segtrain.data.transforms import draw_placement
+from segtrain.data.read.classes import ClassFile, SegClass
+from segtrain.data.read.labels import colors_to_train_ids, ids_to_train_ids
+from segtrain.data.read.layouts import list_split, scan_layout
+from segtrain.data.sample.geometry import resample_image, resample_label
+from segtrain.data.sample.transforms import draw_placement
 from segtrain.errors import ConfigError, DataError, UserError
 from segtrain.evaluation.settings import view_size
 from segtrain.evaluation.windows import window_starts

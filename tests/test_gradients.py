@@ -8,7 +8,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.training import gradients
 from segtrain.training.gradients import GradientSum
-from segtrain.training.wrap import share_weights
+from segtrain.training.state import share_weights
 
 SAME, OTHER = 0, 1  # steps with other images
 

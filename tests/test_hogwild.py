@@ -15,15 +15,13 @@ from processes import Command, logged_steps
 from test_resume import killed_in_evaluation
 
 from segtrain.checkpoint.format import load
-from segtrain.commands.train.meeting import Meeting
 from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import batch_findings
-from segtrain.distributed.shared_memory import shared_copies
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError
-from segtrain.training.hogwild import config_of_process
+from segtrain.training.hogwild import Meeting, config_of_process, shared_copies
 from segtrain.training.step_sync import StepSync
 
 STEPS = 6

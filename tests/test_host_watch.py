@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed import host_watch
-from segtrain.distributed.host_watch import HostWatch
+from segtrain.distributed import process_group
+from segtrain.distributed.process_group import HostWatch
 
 
 @pytest.fixture
 def given_up(monkeypatch):
     """How long the ranks had waited that were given up."""
     waits = []
-    monkeypatch.setattr(host_watch, "_give_up", waits.append)
+    monkeypatch.setattr(process_group, "_give_up", waits.append)
     return waits
 
 
@@ -50,7 +50,7 @@ def test_the_process_ends_although_its_host_is_stuck():
     """In a sleep of C that releases Python's lock, as the driver does."""
     script = """
         import ctypes
-        from segtrain.distributed.host_watch import HostWatch
+        from segtrain.distributed.process_group import HostWatch
         with HostWatch(timeout_s=0.5) as watch, watch.step():
             ctypes.CDLL(None).sleep(300)
     """

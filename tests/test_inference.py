@@ -5,12 +5,11 @@ from torch import nn
 from torch.nn import functional
 
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
-from segtrain.evaluation import resize
-from segtrain.evaluation.batches import BatchLimits
+from segtrain.evaluation import windows as resize
 from segtrain.evaluation.inference import predict_label, predict_labels, predict_probabilities
-from segtrain.evaluation.settings import InferenceSettings, view_size
+from segtrain.evaluation.settings import BatchLimits, InferenceSettings, view_size
 from segtrain.evaluation.windows import WindowedView, num_windows, slide, window_starts
-from segtrain.models.normalize import normalize
+from segtrain.models.blocks import normalize
 from segtrain.types import SegLogits
 
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)

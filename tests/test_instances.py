@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from segtrain.data.class_file import load_class_file
+from segtrain.data.read.classes import load_class_file
 from segtrain.distributed import collectives as dist
-from segtrain.evaluation.instances import InstanceCounts, group_scores
+from segtrain.evaluation.report import InstanceCounts, group_scores
 from segtrain.metrics import ConfusionMatrix
 
 CLASSES = load_class_file("cityscapes")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from segtrain.config import TrainConfig, config_to_yaml, override_config, parse_config
-from segtrain.config.options import Config
+from segtrain.config.experiment import Config
 from segtrain.errors import ConfigError
 from segtrain.training.optim import base_lr, learning_rate
 

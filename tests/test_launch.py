@@ -18,14 +18,14 @@ from segtrain.checkpoint.format import load
 from segtrain.commands import launch
 from segtrain.commands.launch import adopt_environment
 from segtrain.distributed import launcher, launcher_folder, slurm
-from segtrain.distributed.exit_status import (
+from segtrain.distributed.launcher import exit_code_of
+from segtrain.distributed.liveness import (
     ExitStatus,
+    Heartbeat,
     is_first_to_print,
     read_exit_statuses,
     write_exit_status,
 )
-from segtrain.distributed.heartbeat import Heartbeat
-from segtrain.distributed.launcher import exit_code_of
 from segtrain.errors import ConfigError
 
 TORCHRUN = {

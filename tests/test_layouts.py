@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from segtrain.config import DataConfig
-from segtrain.data.layouts import LAYOUTS, instance_files, list_split, scan_layout
-from segtrain.data.listing import first_lines
+from segtrain.data.read.find import first_lines
+from segtrain.data.read.layouts import LAYOUTS, instance_files, list_split, scan_layout
 from segtrain.errors import DataError
 
 
@@ -492,7 +492,7 @@ def test_links_in_the_data_set_are_followed_in_every_layout(tmp_path, layout, mo
     """Whoever may put one there may put the file there; often the data is on another disk."""
     disk, root, name = tmp_path / "disk", tmp_path / "root", "train"
     if layout == "plain list":
-        monkeypatch.setattr("segtrain.data.plain_list._MIN_BYTES", 0)
+        monkeypatch.setattr("segtrain.data.read.plain_list._MIN_BYTES", 0)
     if layout == "voc":
         touch(disk, "JPEGImages/a.jpg", "SegmentationClass/a.png")
         touch(root, "ImageSets/Segmentation/train.txt")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from processes import left_after
 
-from segtrain.data import loader as loader_module
-from segtrain.data.loader import TrainStream, indices_of_rank, train_loader
-from segtrain.data.stream import image_at
+from segtrain.data.sample import loader as loader_module
+from segtrain.data.sample.loader import TrainStream, indices_of_rank, train_loader
+from segtrain.data.sample.stream import image_at
 from segtrain.errors import DataError, UserError
 
 # Newer Pythons warn of what loaders do: fork a process that has threads.

@@ -16,11 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from segtrain.config import Config
-from segtrain.run import console, progress
-from segtrain.run.console import say
+from segtrain.run import console
+from segtrain.run.console import ProgressBar, progress_words, say
 from segtrain.run.directory import MAIN_OPTIONS, flat
 from segtrain.run.log import RunLog
-from segtrain.run.progress import ProgressBar, progress_words
 
 
 def lines(directory):
@@ -254,9 +253,9 @@ def test_a_closed_console_does_not_end_a_run():
 
 
 def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_PLAIN_EVERY_S", 10)
+    monkeypatch.setattr(console, "_PLAIN_EVERY_S", 10)
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     with ProgressBar(100, 90, "train", enabled=True) as bar:
         for _ in range(10):
             now[0] += 4

@@ -13,13 +13,18 @@ from test_engine import config as engine_config
 from segtrain import seed
 from segtrain.config import AugmentConfig, DataConfig
 from segtrain.data import open_dataset
-from segtrain.data.centroids import measure_centroids
-from segtrain.data.class_uniform import ClassUniform
-from segtrain.data.geometry import Placement, Span
-from segtrain.data.loader import indices_of_rank, train_loader
-from segtrain.data.mixing import Mixing, blend, draw_partner, paste_classes
-from segtrain.data.stream import TrainStream
-from segtrain.data.transforms import Crop, TrainTransform
+from segtrain.data.sample.centroids import measure_centroids
+from segtrain.data.sample.geometry import Placement, Span
+from segtrain.data.sample.loader import indices_of_rank, train_loader
+from segtrain.data.sample.stream import (
+    ClassUniform,
+    Mixing,
+    TrainStream,
+    blend,
+    draw_partner,
+    paste_classes,
+)
+from segtrain.data.sample.transforms import Crop, TrainTransform
 from segtrain.distributed import collectives as dist
 from segtrain.run.pictures import training_picture
 from segtrain.training.engine import train_steps

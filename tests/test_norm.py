@@ -17,7 +17,7 @@ from segtrain.norm import (
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
-    convert,
+    kinds,
     make_norm,
     normalize_together,
     untracked,
@@ -559,9 +559,9 @@ def test_conversion_keeps_tensors_modes_hooks_and_sharing_and_comes_back():
     shared.register_forward_hook(lambda *_: seen.append(1))
     weight = shared.weight
 
-    convert(net)
+    kinds(net)
     converted = net["b"]
-    convert(net)
+    kinds(net)
     assert net["b"] is converted
     assert type(net["b"]) is SyncBatchNorm2d
     assert net["a"][1] is net["b"]
@@ -571,7 +571,7 @@ def test_conversion_keeps_tensors_modes_hooks_and_sharing_and_comes_back():
     net["b"](torch.zeros(1, 4, 2, 2))
     assert seen == [1]
 
-    convert(net, to="local")
+    kinds(net, to="local")
     assert type(net["b"]) is nn.BatchNorm2d
     assert net["b"].weight is weight
     assert vars(net["b"]).keys() == vars(nn.BatchNorm2d(4)).keys()
@@ -580,10 +580,10 @@ def test_conversion_keeps_tensors_modes_hooks_and_sharing_and_comes_back():
 def test_conversion_finds_both_places_of_a_layer_in_its_parent():
     layer = nn.BatchNorm2d(4)
     net = nn.Sequential(layer, nn.ReLU(), layer)
-    convert(net)
+    kinds(net)
     assert net[2] is net[0]
     assert type(net[2]) is SyncBatchNorm2d
-    convert(net, to="local")
+    kinds(net, to="local")
     assert net[2] is net[0]
     assert type(net[2]) is nn.BatchNorm2d
 
@@ -598,14 +598,14 @@ def test_conversion_refuses_a_subclass_by_its_path_and_leaves_the_rest_alone():
     for kind, to in ((Fused, "sync"), (Special, "sync"), (Special, "local")):
         net = nn.Sequential(nn.BatchNorm2d(4), SyncBatchNorm2d(4), kind(4))
         with pytest.raises(TypeError, match=rf"2 is a {kind.__name__}"):
-            convert(net, to)
+            kinds(net, to)
         assert [type(layer) for layer in net] == [nn.BatchNorm2d, SyncBatchNorm2d, kind]
-    convert(nn.Sequential(Fused(4)), "local")
+    kinds(nn.Sequential(Fused(4)), "local")
 
 
 def test_what_is_misspelt_is_refused():
     with pytest.raises(ValueError, match=r'expected "sync" or "local", got \'sycn\''):
-        convert(nn.BatchNorm2d(4), "sycn")
+        kinds(nn.BatchNorm2d(4), "sycn")
     with pytest.raises(ValueError, match="on_one_value: expected"):
         SyncBatchNorm2d(4, on_one_value="rasie")
     for group in ("world", [], object()):
@@ -616,10 +616,10 @@ def test_what_is_misspelt_is_refused():
 
 
 def test_a_converted_layer_can_be_given_another_group():
-    net = convert(nn.Sequential(nn.BatchNorm2d(4)), process_group=[0, 1])
-    convert(net)
+    net = kinds(nn.Sequential(nn.BatchNorm2d(4)), process_group=[0, 1])
+    kinds(net)
     assert net[0].process_group == (0, 1)
-    convert(net, process_group=[0])
+    kinds(net, process_group=[0])
     assert net[0].process_group == (0,)
 
 
@@ -639,9 +639,9 @@ def test_the_ranks_of_a_machine_are_not_guessed(run_ranks):
 def test_conversion_refuses_a_layer_that_does_not_know_its_width_yet():
     net = nn.Sequential(nn.LazyBatchNorm2d())
     with pytest.raises(TypeError, match=r"0 is a LazyBatchNorm2d"):
-        convert(net)
+        kinds(net)
     net(torch.zeros(2, 3, 1, 1))
-    assert type(convert(net)[0]) is SyncBatchNorm2d
+    assert type(kinds(net)[0]) is SyncBatchNorm2d
 
 
 def test_the_config_chooses_the_layer():

@@ -16,8 +16,8 @@ from segtrain.norm import (
     FrozenBatchNorm2d,
     PartialBatchNorm2d,
     SyncBatchNorm2d,
-    convert,
     describe_norm,
+    kinds,
     make_inference_norm,
     make_norm,
     normalize_together,
@@ -164,7 +164,7 @@ def test_one_process_is_plain_batch_norm():
     close(ours(X), theirs(X), atol=0)
     settle_statistics(ours)
     close(dict(ours.named_buffers()), dict(theirs.named_buffers()), atol=0)
-    back = convert(ours, to="local")
+    back = kinds(ours, to="local")
     assert type(back) is nn.BatchNorm2d
     assert set(vars(back)) == set(vars(theirs))
 

@@ -17,13 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import offload
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.norm import (
-    SyncBatchNorm2d,
-    convert,
-    precise_statistics,
-    until_all_end,
-    watch_ranks,
-)
+from segtrain.norm import SyncBatchNorm2d, kinds, precise_statistics, until_all_end, watch_ranks
 
 IMAGES = torch.randn(5, 3, 6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 ROWS = {1: [range(5)], 2: [range(2), range(2, 5)], 3: [range(1), range(1, 1), range(1, 5)]}
@@ -114,7 +108,7 @@ def gradient_penalty(double_backward):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_second_derivatives_are_those_of_the_full_batch(run_ranks, ranks):
-    model = convert(net(), to="local")
+    model = kinds(net(), to="local")
     x = IMAGES.clone().requires_grad_()
     (first,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
     first.square().sum().backward()
@@ -168,7 +162,7 @@ def test_ranks_with_fewer_batches_go_on_with_empty_ones(run_ranks):
     results = run_ranks(3, uneven_epoch)
     assert [sizes for sizes, *_ in results] == [[2, 0, 0], [2, 3, 0], [2, 3, 4]]
     # In the last step only one rank has images: it is as if it were alone.
-    model = convert(net(), to="local")
+    model = kinds(net(), to="local")
     batches = [torch.cat([IMAGES[: 2 + i]] * (3 - i)) for i in range(3)]
     for batch in batches:
         model.zero_grad()
@@ -186,7 +180,7 @@ def updated():
 
 
 def test_torchs_update_of_statistics_takes_the_values_of_all_ranks(run_ranks):
-    model = convert(net(), to="local")
+    model = kinds(net(), to="local")
     torch.optim.swa_utils.update_bn([IMAGES], model)
     for buffers in run_ranks(3, updated):  # of 1, 0 and 4 images
         close(buffers, list(model.buffers()))
@@ -217,7 +211,7 @@ def test_precise_statistics_are_those_of_all_values_of_all_ranks(run_ranks):
 
 
 def test_precise_statistics_of_one_process_equal_torchs_over_one_batch():
-    ours, theirs = convert(net(), to="local"), convert(net(), to="local")
+    ours, theirs = kinds(net(), to="local"), kinds(net(), to="local")
     assert precise_statistics(ours, [IMAGES]) == 2
     torch.optim.swa_utils.update_bn([IMAGES], theirs)
     for a, b in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
@@ -296,7 +290,7 @@ def two_forwards():
 
 
 def test_two_forward_passes_before_one_backward_pass(run_ranks):
-    model = convert(net(), to="local")
+    model = kinds(net(), to="local")
     b = torch.cat([IMAGES[list(rows)].flip(0) for rows in ROWS[2]]) * 2 + 1
     (model(IMAGES).pow(3).sum() + model(b).pow(3).sum()).backward()
     for gradients, buffers in run_ranks(2, two_forwards):
@@ -308,7 +302,7 @@ def test_two_forward_passes_before_one_backward_pass(run_ranks):
 def test_folding_into_the_convolution_keeps_the_output():
     from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-    model = convert(net(), to="local")
+    model = kinds(net(), to="local")
     model(IMAGES)
     model.eval()
     fused = fuse_conv_bn_eval(model[0], model[1])
@@ -318,7 +312,7 @@ def test_folding_into_the_convolution_keeps_the_output():
 def test_the_reverted_model_goes_through_torch_export():
     model = net()
     model(IMAGES)
-    model = convert(model, to="local").eval()
+    model = kinds(model, to="local").eval()
     assert type(model[1]) is nn.BatchNorm2d
     exported = torch.export.export(model, (IMAGES,)).module()
     close(exported(IMAGES), model(IMAGES))

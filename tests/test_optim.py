@@ -7,8 +7,8 @@ from fake_device import NoWaits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from segtrain.checkpoint import training_state
-from segtrain.checkpoint.training_state import restore_optimizer
+from segtrain.checkpoint import restore
+from segtrain.checkpoint.restore import restore_optimizer
 from segtrain.config import TrainConfig
 from segtrain.training.optim import (
     WeightAverage,
@@ -260,7 +260,7 @@ def test_a_checkpoint_of_a_cpu_goes_on_with_fused_kernels_and_back(monkeypatch):
     saved = plain.state_dict()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
         on_device = build_optimizer(TinyModel(), TrainConfig(optimizer="adamw"))
-        on_device.load_state_dict(training_state._with_own_kernels(saved, on_device))
+        on_device.load_state_dict(restore._with_own_kernels(saved, on_device))
     # The kernel reads the counters on the device.
     assert {state["step"].device.type for state in on_device.state.values()} == {"cuda"}
 

@@ -25,22 +25,21 @@ from test_fingerprint import on_a_machine_of_its_own
 
 from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig
-from segtrain.data import geometry, open_dataset
-from segtrain.data.centroids import measure_centroids
+from segtrain.data import open_dataset
 from segtrain.data.check.full import check_data
 from segtrain.data.check.stats import measure
-from segtrain.data.class_uniform import ClassUniform
-from segtrain.data.fingerprint import LabelHashing, hash_files
-from segtrain.data.geometry import Placement, Span
-from segtrain.data.loader import train_loader
-from segtrain.data.mixing import Mixing
-from segtrain.data.pack import plan, reader, source, writer
+from segtrain.data.pack import opening, reader, writer
 from segtrain.data.pack.manifest import JOURNAL, MANIFEST, PackedImage, SourceFile
 from segtrain.data.pack.reader import split_rows
-from segtrain.data.stream import TrainStream
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.read.fingerprint import LabelHashing, hash_files
+from segtrain.data.sample import geometry
+from segtrain.data.sample.centroids import measure_centroids
+from segtrain.data.sample.geometry import Placement, Span
+from segtrain.data.sample.loader import train_loader
+from segtrain.data.sample.stream import ClassUniform, Mixing, TrainStream
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import ConfigError, DataError
-from segtrain.run.claim import Claim
+from segtrain.run.directory import Claim
 
 CPU = torch.device("cpu")
 SIZES = {"a": (5, 8), "b c": (1, 1), "d/ä": (9, 4), "e": (7, 6), "f": (3, 11)}
@@ -96,7 +95,7 @@ def pack(root, output, *settings, **options):
 def packed(root, tmp_path):
     """The options of the packed data set; the pack has several shards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SHARD_BYTES", 400)
+        patch.setattr(writer, "SHARD_BYTES", 400)
         assert pack(root, tmp_path / "pack") == 0
     return data_of(root, pack=str(tmp_path / "pack"))
 
@@ -320,7 +319,7 @@ def test_machines_with_packs_of_different_pixels_are_refused(run_ranks, both, da
     content = json.loads((other / MANIFEST).read_text())["pack"]
     first = content["splits"]["train"]["images"][0]
     first["crc"] = zlib.crc32(rows[: 4 * first["height"] * first["width"]])
-    digest = plan.sha256_of(content)
+    digest = writer.sha256_of(content)
     (other / MANIFEST).write_text(json.dumps({"sha256": digest, "pack": content}))
     configs = [
         write_config(tmp_path / f"{i}.yaml", small(data, data={"pack": str(where)}))
@@ -459,7 +458,7 @@ def test_copied_files_are_no_others(root, packed, monkeypatch):
     for path in root.glob("*/train/**/*.*"):
         os.utime(path, (1, 1))
     assert open_dataset(packed, "train").warnings == []
-    monkeypatch.setattr(source, "_MAX_HASHED", 9)
+    monkeypatch.setattr(opening, "_MAX_HASHED", 9)
     (line,) = open_dataset(packed, "train").warnings
     assert "10 files have other times than when they were packed" in line
 
@@ -560,7 +559,7 @@ def test_a_forged_manifest_reads_nothing_else(packed):
     ):
         forged = json.loads(json.dumps(content))
         change(forged)
-        digest = plan.sha256_of(forged)
+        digest = writer.sha256_of(forged)
         path.write_text(json.dumps({"sha256": digest, "pack": forged}))
         with pytest.raises(DataError, match="damaged"):
             open_dataset(packed, "train")
@@ -587,7 +586,7 @@ def test_labels_that_hold_no_train_ids_are_refused_though_every_sum_fits(packed,
     start, size = record["offset"], 4 * record["height"] * record["width"]
     record["crc"] = zlib.crc32(rows[start : start + size])
     shard.write_bytes(rows)
-    path.write_text(json.dumps({"sha256": plan.sha256_of(content), "pack": content}))
+    path.write_text(json.dumps({"sha256": writer.sha256_of(content), "pack": content}))
     said = rf"{shard}: image a: train id (3|\d\d+) in its label, expected 0 to 2, or 255"
     with pytest.raises(DataError, match=said):
         open_dataset(packed, "train").view(0)
@@ -675,7 +674,7 @@ def test_damaged_images_are_named_and_the_others_are_packed(root, tmp_path, monk
         path = root / name
         shutil.copy(path, tmp_path / path.name)
         flip_bit(path, path.stat().st_size // 2)
-    monkeypatch.setattr("segtrain.commands.data_pack.check_split", lambda _: [])
+    monkeypatch.setattr("segtrain.commands.data_set.check_split", lambda _: [])
     assert pack(root, tmp_path / "p") == 3
     said = capsys.readouterr().err
     assert "images/train/e.png: " in said
@@ -741,7 +740,7 @@ def test_space_is_reserved_before_it_is_filled(root, tmp_path, monkeypatch):
 
 
 def test_processes_fill_a_pack_together(root, tmp_path, monkeypatch):
-    monkeypatch.setattr("segtrain.commands.data_pack.num_processes", lambda *_: 2)
+    monkeypatch.setattr("segtrain.commands.data_set.num_processes", lambda *_: 2)
     assert pack(root, tmp_path / "p") == 0
     dataset = open_dataset(data_of(root, pack=str(tmp_path / "p")), "train")
     for (image, label), (pixels, ids) in zip(

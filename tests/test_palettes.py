@@ -7,8 +7,7 @@ from test_data_check import config, finding, kinds, opened, rows, write_pair
 
 from segtrain.data.check.full import check_data
 from segtrain.data.check.quick import quick_check
-from segtrain.data.class_file import load_class_file
-from segtrain.data.classes import default_palette
+from segtrain.data.read.classes import default_palette, load_class_file
 from segtrain.errors import DataError
 
 COLORS = [(70, 130, 180), (128, 64, 128), (0, 0, 142)]

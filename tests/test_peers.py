@@ -24,9 +24,7 @@ from torch import nn
 
 from segtrain.checkpoint import load_model
 from segtrain.config import TrainConfig
-from segtrain.convert.detect import detect
-from segtrain.convert.translate import rotated
-from segtrain.convert.write import convert_file
+from segtrain.convert.converter import convert_file, detect, rotated
 from segtrain.errors import CheckpointError
 from segtrain.training.engine import train_steps
 from segtrain.training.state import make_state

@@ -6,9 +6,9 @@ import pytest
 from PIL import Image
 
 from segtrain.errors import ExecutionError
-from segtrain.run import lettering
-from segtrain.run.lettering import class_labels, text_mask, title_text
+from segtrain.run import pictures as lettering
 from segtrain.run.pictures import (
+    class_labels,
     colorize,
     confusion_picture,
     error_map,
@@ -16,6 +16,8 @@ from segtrain.run.pictures import (
     overlay,
     panel,
     spread,
+    text_mask,
+    title_text,
     write_png,
 )
 from segtrain.types import IGNORE_INDEX

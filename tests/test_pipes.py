@@ -12,14 +12,13 @@ import pytest
 from experiments import small, write_config
 
 from segtrain.checkpoint.format import load
-from segtrain.checkpoint.initial import load_initial
-from segtrain.checkpoint.loading import resolve
+from segtrain.checkpoint.loading import load_initial, resolve
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.cli import main as segtrain
 from segtrain.config import DataConfig, ModelConfig, load_config
 from segtrain.data import open_dataset
-from segtrain.data.class_file import load_class_file
-from segtrain.data.layouts import list_split
+from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.layouts import list_split
 from segtrain.errors import CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.files import (
     NotRegularError,
@@ -243,7 +242,7 @@ def test_findings_that_could_not_be_kept_are_refused_before_the_check(
 ):
     pipe("pipe")
     (tmp_path / "folder").mkdir()
-    check = "segtrain.commands.data_check.check_data"
+    check = "segtrain.commands.data_set.check_data"
     monkeypatch.setattr(check, lambda *_, **__: pytest.fail("too late"))
     file = write_config(tmp_path / "c.yaml", small(tmp_path))
     assert segtrain(["data", "check", str(file), "--json", str(tmp_path / place)]) == 2

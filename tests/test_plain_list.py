@@ -7,9 +7,9 @@ import tracemalloc
 import pytest
 
 from segtrain.config import DataConfig
-from segtrain.data import plain_list
-from segtrain.data.layouts import scan_layout
-from segtrain.data.plain_list import PairTable, plain_pairs
+from segtrain.data.read import plain_list
+from segtrain.data.read.layouts import scan_layout
+from segtrain.data.read.plain_list import PairTable, plain_pairs
 
 
 @pytest.fixture

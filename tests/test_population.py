@@ -18,9 +18,11 @@ from PIL import Image
 from segtrain import cli
 from segtrain.checkpoint.format import Checkpoint
 from segtrain.checkpoint.manager import CheckpointManager
-from segtrain.commands.population import command, exchange, history, member
-from segtrain.commands.population.exchange import take_over
+from segtrain.commands.population import command, history
+from segtrain.commands.population import members as exchange
+from segtrain.commands.population import members as member
 from segtrain.commands.population.history import History, Round, Row, Takeover
+from segtrain.commands.population.members import take_over
 from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest

@@ -7,8 +7,8 @@ import torch
 from experiments import small, train, write_config
 
 from segtrain.commands.prepare import check_precision, precision_lines
-from segtrain.commands.train import evaluation
-from segtrain.commands.train import run as run_module
+from segtrain.commands.train import evaluate
+from segtrain.commands.train import loop as run_module
 from segtrain.config import Config, TrainConfig, load_config
 from segtrain.errors import ConfigError
 from segtrain.evaluation.settings import InferenceSettings
@@ -106,13 +106,13 @@ def test_an_evaluation_in_tf32_on_a_device_without_it_is_a_warning():
 def test_a_training_evaluates_in_the_precision_of_evaluations(
     tmp_path, data, monkeypatch, precision
 ):
-    seen, whole = [], evaluation.evaluate_dataset
+    seen, whole = [], evaluate.evaluate_dataset
 
     def evaluate_dataset(model, dataset, settings, **options):
         seen.append((settings.autocast, flags()))
         return whole(model, dataset, settings, **options)
 
-    monkeypatch.setattr(evaluation, "evaluate_dataset", evaluate_dataset)
+    monkeypatch.setattr(evaluate, "evaluate_dataset", evaluate_dataset)
     options = small(data, train={"steps": 1}, eval={"precision": precision})
     run = tmp_path / "run"
     assert train(write_config(tmp_path / "config.yaml", options), run) == 0

@@ -12,12 +12,12 @@ from torch import nn
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig
-from segtrain.data.classes import ClassFile, SegClass
-from segtrain.data.find_images import find_images
+from segtrain.data.read.classes import ClassFile, SegClass
+from segtrain.data.read.photos import find_images
 from segtrain.errors import ConfigError, DataError, ExecutionError
-from segtrain.evaluation import large_images
+from segtrain.evaluation import settings as large_images
 from segtrain.evaluation.windows import window_starts
-from segtrain.run import progress
+from segtrain.run import console
 from segtrain.types import SegLogits
 
 CLASSES = ClassFile(
@@ -393,7 +393,7 @@ def test_a_large_image_shows_life_without_a_terminal(run, tmp_path, monkeypatch,
     path = save(tmp_path / "my photo.png", photo(70, 100))
     run(path, set=WINDOWS)
     assert "windows" not in capsys.readouterr().out  # it took no time
-    monkeypatch.setattr(progress, "_PLAIN_EVERY_S", -1)
+    monkeypatch.setattr(console, "_PLAIN_EVERY_S", -1)
     run(path, set=WINDOWS, overwrite=True)
     said = capsys.readouterr()
     count = len(window_starts(70, 16, 1 / 3)) * len(window_starts(100, 24, 1 / 3))

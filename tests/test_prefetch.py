@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from segtrain.data.prefetch import one_late, prefetch
+from segtrain.data.read.concurrent import one_late, prefetch
 
 
 def until(error_at):

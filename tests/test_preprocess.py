@@ -1,7 +1,7 @@
 import torch
 from torchvision.transforms.v2 import functional as tv
 
-from segtrain.models.normalize import Normalize, normalize
+from segtrain.models.blocks import Normalize, normalize
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from segtrain.config import DataConfig
-from segtrain.data.protect import check_pictures, check_run_directory
+from segtrain.data.read.protect import check_pictures, check_run_directory
 from segtrain.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from experiments import write_data
 
 from segtrain import cli
 from segtrain.config import Config, load_config, recipes
-from segtrain.data.class_file import load_class_file
+from segtrain.data.read.classes import load_class_file
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = [

@@ -12,11 +12,12 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from segtrain.distributed.rendezvous import (
+    SECRET_VARIABLE,
     SignedBackend,
     is_loopback,
     listening_store,
+    shared_secret,
 )
-from segtrain.distributed.shared_secret import SECRET_VARIABLE, shared_secret
 from segtrain.errors import ConfigError, ExecutionError
 
 

@@ -92,7 +92,7 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tm
 
 def killed_at(where, step, config, directory, resume):
     """Trains in this process, which ends by SIGKILL at a place that can be told exactly."""
-    from segtrain.commands.train import evaluation
+    from segtrain.commands.train import evaluate
     from segtrain.commands.train import loop as command
     from segtrain.files import manifest
 
@@ -104,7 +104,7 @@ def killed_at(where, step, config, directory, resume):
             return die() if self.num_bytes > 100_000 else super().write(data)
 
     if where == "evaluation":
-        evaluation.evaluate_dataset = die
+        evaluate.evaluate_dataset = die
     train_steps = command.train_steps
 
     def steps_until_death(*args, **kwargs):
@@ -236,7 +236,7 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
 
 def test_a_best_score_of_nan_is_replaced_by_the_first_number():
     """NaN is the score of a split that was ignored everywhere; nothing is above it."""
-    from segtrain.commands.train.evaluation import is_better
+    from segtrain.commands.train.evaluate import is_better
 
     nan = {"step": 1, "mean_iou": math.nan}
     assert is_better(0.0, None)
@@ -414,7 +414,7 @@ def killed_in(config, directory, name, call):
 
 
 def killed_in_evaluation(config, directory):
-    from segtrain.commands.train import evaluation
+    from segtrain.commands.train import evaluate
 
     class Killed(BaseException):
         pass
@@ -422,7 +422,7 @@ def killed_in_evaluation(config, directory):
     def evaluate_dataset(*args, **kwargs):
         raise Killed
 
-    evaluation.evaluate_dataset = evaluate_dataset
+    evaluate.evaluate_dataset = evaluate_dataset
     try:
         train(config, directory)
     except Killed:

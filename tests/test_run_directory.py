@@ -11,7 +11,7 @@ from experiments import experiment, write_config
 from segtrain.config import load_config
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
-from segtrain.run.claim import LOCK, Claim
+from segtrain.run.directory import LOCK, Claim
 from segtrain.run.environment import git_revision
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from segtrain import seed
 from segtrain.config import Config, DataConfig, LayerRule, ModelConfig, NormConfig, TrainConfig
-from segtrain.data.loader import indices_of_rank
+from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import partition
 from segtrain.errors import ConfigError, NonFiniteError

@@ -214,7 +214,7 @@ def sorting():
 
 def cut():
     """Ranks take even parts of the batch, 4 + 3 images and not 5 + 2, and cut them into shares."""
-    from segtrain.data import loader
+    from segtrain.data.sample import loader
 
     def parts_of_rank(total, rank, ranks, shares):
         mine = partition(total, ranks, rank)
@@ -335,9 +335,9 @@ def test_without_it_precise_statistics_part(run_ranks, tmp_path, alone):
 
 def forgetful(config, directory):
     """Goes on without the exponents of the checkpoint."""
-    from segtrain.checkpoint import training_state
+    from segtrain.checkpoint import restore
 
-    training_state.restore_exponents = lambda *_: None
+    restore.restore_exponents = lambda *_: None
     return train(config, directory, resume=True)
 
 

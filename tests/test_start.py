@@ -8,11 +8,10 @@ import torch
 from experiments import bits, last, refusal, small, stopped_after, train, write_config
 from test_verify import change_checkpoint, verify
 
-from segtrain.checkpoint.experiment import experiment_fields
-from segtrain.checkpoint.format import Checkpoint, load, save
+from segtrain.checkpoint.format import Checkpoint, experiment_fields, load, save
 from segtrain.commands.train.stages import _load_initial
 from segtrain.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
-from segtrain.data.class_file import load_class_file
+from segtrain.data.read.classes import load_class_file
 from segtrain.models import build_backbone, build_model
 from segtrain.training.optim import learning_rate, momentum
 
@@ -135,21 +134,21 @@ def test_a_run_goes_on_with_the_same_bits_on_other_ranks_without_the_file(
 
 def forgetful_start(config, directory):
     """Goes on toward the weights of the checkpoint instead of those of the start."""
-    from segtrain.checkpoint import training_state
+    from segtrain.checkpoint import restore
 
     def restore_start(state, saved, path):
         parameters = dict(state.model.named_parameters())
         for name, value in state.start.weights.items():
             value.copy_(parameters[name].detach())
 
-    training_state.restore_start = restore_start
+    restore.restore_start = restore_start
     return train(config, directory, resume=True)
 
 
 def forgetful_velocity(config, directory):
-    from segtrain.checkpoint import training_state
+    from segtrain.checkpoint import restore
 
-    training_state._velocity_rates = lambda _: {}
+    restore._velocity_rates = lambda _: {}
     return train(config, directory, resume=True)
 
 
@@ -170,7 +169,7 @@ def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_pa
 
 def refusals(config, run):
     """What resuming says if the starting weights are gone or damaged in some way."""
-    from segtrain.checkpoint.training_state import restore_start
+    from segtrain.checkpoint.restore import restore_start
     from segtrain.commands.train.stages import make_state
     from segtrain.norm import make_norm
 

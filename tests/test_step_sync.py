@@ -10,7 +10,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.errors import LostRanksError, NonFiniteError
 from segtrain.training import step_sync as step_sync_module
 from segtrain.training.engine import StepResult
-from segtrain.training.meter import StepMeter
+from segtrain.training.receipts import StepMeter
 from segtrain.training.step_sync import MAX_OVERFLOWS, StepSync
 
 FINE, OVERFLOW = torch.tensor(1.0), torch.tensor(float("inf"))

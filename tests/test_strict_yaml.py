@@ -5,7 +5,7 @@ import time
 import pytest
 import yaml
 
-from segtrain.config.mistakes import report
+from segtrain.config.messages import report
 from segtrain.config.strict_yaml import MAX_BYTES, parse_value, read_text, scan_yaml
 from segtrain.errors import ConfigError
 

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segtrain.data.class_file import load_class_file
-from segtrain.data.decode import read_raw_label
+from segtrain.data.read.classes import load_class_file
+from segtrain.data.read.decode import read_raw_label
 from segtrain.errors import ConfigError, DataError
 from segtrain.synthetic import main
-from segtrain.synthetic.canvas import Camera, Canvas
+from segtrain.synthetic.canvas import BOX, Block, Camera, Canvas
 from segtrain.synthetic.scene import draw_scene
-from segtrain.synthetic.solids import BOX, Block
 from segtrain.synthetic.write import write_dataset
 
 SIZE = (48, 96)

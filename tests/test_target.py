@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from experiments import experiment, write_config
 
-from segtrain.commands.train.target import train_target
+from segtrain.commands.train.start import train_target
 from segtrain.config import load_config
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory

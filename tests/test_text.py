@@ -10,12 +10,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from segtrain import cli
-from segtrain.checkpoint.experiment import experiment_fields, parse_experiment
-from segtrain.checkpoint.format import Checkpoint, load, save
+from segtrain.checkpoint.format import Checkpoint, experiment_fields, load, parse_experiment, save
 from segtrain.config import Config, DataConfig, config_to_yaml, parse_config
 from segtrain.data import open_dataset
-from segtrain.data.class_file import load_class_file
-from segtrain.data.classes import ClassFile, SegClass
+from segtrain.data.read.classes import ClassFile, SegClass, load_class_file
 from segtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from segtrain.metrics import ConfusionMatrix, score_table
 from segtrain.run.console import say

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from segtrain.config import AugmentConfig
-from segtrain.data.geometry import Placement, Span, resample_image, resample_label
-from segtrain.data.photometric import check_extra
-from segtrain.data.transforms import TrainTransform, draw_placement
+from segtrain.data.sample.geometry import Placement, Span, resample_image, resample_label
+from segtrain.data.sample.photometric import check_extra
+from segtrain.data.sample.transforms import TrainTransform, draw_placement
 from segtrain.errors import ConfigError
 from segtrain.types import IGNORE_INDEX
 

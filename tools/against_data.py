@@ -21,8 +21,8 @@ from PIL import Image
 
 from segtrain.config import AugmentConfig, DataConfig, load_config
 from segtrain.data import open_dataset
-from segtrain.data.stream import TrainStream
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.sample.stream import TrainStream
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.types import IGNORE_INDEX
 
 Size = tuple[int, int]

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from segtrain.config import ModelConfig
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
-from segtrain.training.cost import training_flops
+from segtrain.training.measure import training_flops
 
 SEGTRAIN, TORCHVISION, SMP, MMSEG = "segtrain", "torchvision", "smp", "mmseg"
 MMSEG_START = "mmseg, start-up"  # mmengine's Runner draws
@@ -145,7 +145,7 @@ def num_weights(model: nn.Module) -> int:
 def work(contender: str, case: Case, size: tuple[int, int]) -> dict[str, float]:
     """Weights of a contender's network, and GFLOP of training it on an image of `size`.
 
-    Counted as in `segtrain.training.cost`: the backward pass as two forward ones.
+    Counted as in `segtrain.training.measure`: the backward pass as two forward ones.
     """
     if contender == SEGTRAIN:
         config = config_of(size, 2, model=case.model)

@@ -17,11 +17,11 @@ from stepping import NUM_CLASSES, config_of, random_batch, state_of, steps_of
 from torch import Tensor, nn
 
 from segtrain.config import DataConfig
-from segtrain.distributed.malloc import keep_freed_memory
+from segtrain.distributed.machine import keep_freed_memory
 from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import build_model
-from segtrain.models.normalize import normalize
+from segtrain.models.blocks import normalize
 from segtrain.types import IGNORE_INDEX
 
 Size = tuple[int, int]

@@ -25,12 +25,12 @@ from rounds import measure, on_ranks
 from stepping import config_of, state_of, steps_of
 
 from segtrain.config import Config, DataConfig, load_config
-from segtrain.data.loader import indices_of_rank, train_loader
-from segtrain.data.opening import open_dataset
-from segtrain.data.stream import TrainStream
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.pack.opening import open_dataset
+from segtrain.data.sample.loader import indices_of_rank, train_loader
+from segtrain.data.sample.stream import TrainStream
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed.machine import descendants
-from segtrain.training.cost import peak_bytes
+from segtrain.training.measure import peak_bytes
 
 _MIB = 2**20
 

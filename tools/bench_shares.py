@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
-from segtrain.training.cost import peak_bytes
 from segtrain.training.gradients import GradientSum
+from segtrain.training.measure import peak_bytes
 from segtrain.training.state import TrainState
 
 REPLICATED, WHOLE, CUT, SHARES = "DistributedDataParallel", "whole", "cut", "shares"

@@ -28,7 +28,7 @@ from bits import sha256
 from commands import DEMO, command, draw_scenes, settings
 
 from segtrain.checkpoint.format import load
-from segtrain.distributed.heartbeat import Heartbeat, read_heartbeats
+from segtrain.distributed.liveness import Heartbeat, read_heartbeats
 from segtrain.distributed.machine import children, descendants, is_alive
 
 RANKS = 2

@@ -22,12 +22,16 @@ from fuzz_inputs import Mutator, mutate, mutate_png, mutate_zip
 from PIL import Image
 from torch import nn
 
-from segtrain.checkpoint.experiment import experiment_fields, parse_experiment
-from segtrain.checkpoint.format import FORMAT_VERSION, Checkpoint
+from segtrain.checkpoint.format import (
+    FORMAT_VERSION,
+    Checkpoint,
+    experiment_fields,
+    parse_experiment,
+)
 from segtrain.checkpoint.format import load as load_checkpoint
-from segtrain.checkpoint.initial import load_initial
+from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.manager import CheckpointManager
-from segtrain.checkpoint.training_state import restore
+from segtrain.checkpoint.restore import restore
 from segtrain.config import (
     Config,
     DataConfig,
@@ -36,11 +40,10 @@ from segtrain.config import (
     load_config,
     parse_config,
 )
-from segtrain.data import decode
-from segtrain.data.class_file import load_class_file
-from segtrain.data.classes import ClassFile
-from segtrain.data.labels import colors_to_train_ids, ids_to_train_ids
-from segtrain.data.layouts import list_split
+from segtrain.data.read import decode
+from segtrain.data.read.classes import ClassFile, load_class_file
+from segtrain.data.read.labels import colors_to_train_ids, ids_to_train_ids
+from segtrain.data.read.layouts import list_split
 from segtrain.files import manifest
 from segtrain.models.pretrained import load_backbone
 from segtrain.training.state import TrainState, make_state

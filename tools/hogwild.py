@@ -30,10 +30,11 @@ from segtrain.checkpoint.manager import kept_checkpoints
 from segtrain.commands.train.stages import build_state, make_repeatable
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
-from segtrain.data.loader import TrainStream, indices_of_rank, train_loader
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.sample.loader import indices_of_rank, train_loader
+from segtrain.data.sample.stream import TrainStream
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import ConfigError, UserError
-from segtrain.models.normalize import Normalize
+from segtrain.models.blocks import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import precise_statistics
 from segtrain.run import directory as run_directory

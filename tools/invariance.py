@@ -72,14 +72,14 @@ def reversed_losses(directory: Path, chosen: tuple[str, ...]) -> list[float]:
     """Of a run in this process with the images of each batch in reverse order."""
     import torch
 
-    from segtrain.commands.train import batches, run
+    from segtrain.commands.train import batches, loop
     from segtrain.config import load_config
 
     original = batches.indices_of_rank
     batches.indices_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
     try:
         config = load_config(DEMO, chosen)
-        run.run(config, directory, device=torch.device("cpu"), resume=False)
+        loop.run(config, directory, device=torch.device("cpu"), resume=False)
     finally:
         batches.indices_of_rank = original
     return logged(directory, "train/loss")

@@ -27,12 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
-from segtrain.data.loader import TrainStream, indices_of_rank
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.sample.loader import indices_of_rank
+from segtrain.data.sample.stream import TrainStream
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
-from segtrain.models.normalize import Normalize
-from segtrain.run.lettering import text_mask
+from segtrain.models.blocks import Normalize
+from segtrain.run.pictures import text_mask
 from segtrain.seed import seed_everything
 from segtrain.types import IGNORE_INDEX
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.malloc import keep_freed_memory
+from segtrain.distributed.machine import keep_freed_memory
 from segtrain.distributed.process_group import device_for, process_group
 
 _TIMEOUT_S = 600

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from segtrain.config import Config
-from segtrain.data.loader import indices_of_rank
+from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, make_norm

@@ -17,8 +17,7 @@ from segtrain.data import open_dataset
 from segtrain.errors import UserError
 from segtrain.evaluation.inference import predict_label
 from segtrain.evaluation.settings import InferenceSettings
-from segtrain.run.lettering import text_mask
-from segtrain.run.pictures import colorize, error_map, legend
+from segtrain.run.pictures import colorize, error_map, legend, text_mask
 
 COLUMNS = ("image", "label", "prediction", "errors (red; grey: not labelled)")
 GAP_PX, TITLE_PX, FONT_PX = 6, 24, 15

@@ -12,18 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from segtrain.checkpoint.experiment import parse_data, parse_experiment
-from segtrain.checkpoint.format import Checkpoint
+from segtrain.checkpoint.format import Checkpoint, parse_data, parse_experiment
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.config import DataConfig
-from segtrain.data.dataset import SegDataset
-from segtrain.data.differences import class_differences, file_difference, label_difference
-from segtrain.data.fingerprint import (
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.fingerprint import (
     DataFingerprint,
     LabelHashing,
+    class_differences,
+    file_difference,
     fingerprint_from_json,
     fingerprint_to_json,
     hash_files,
+    label_difference,
 )
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError

@@ -12,11 +12,20 @@ from contextlib import suppress
 from functools import partial
 
 from segtrain import __version__
+from segtrain.cli.arguments import (
+    add_bench,
+    add_config,
+    add_convert,
+    add_data,
+    add_eval,
+    add_export,
+    add_population,
+    add_predict,
+    add_train,
+    add_verify,
+)
 from segtrain.cli.common import Parser, add_command, group
-from segtrain.cli.data import add_config, add_data
-from segtrain.cli.models import add_convert, add_eval, add_export, add_predict, add_verify
-from segtrain.cli.train import add_bench, add_population, add_train
-from segtrain.commands import exit_code, streams
+from segtrain.commands import exit_code
 from segtrain.errors import ConfigError, UserError
 
 _DESCRIPTION = """\
@@ -38,7 +47,7 @@ exit codes: 0 done, 1 internal error, 2 command line or config, 3 data, 4 checkp
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: that of the process) and returns the exit code."""
-    streams.prepare()
+    exit_code.prepare()
     # Read when torch is loaded. Threads of OpenMP that spin while they wait take the cores from
     # other programs: a step of two threads beside a busy machine took ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -4,7 +4,7 @@ import argparse
 import json
 
 from segtrain.config import Config, config_schema, config_to_yaml, load_config, recipes
-from segtrain.config.warnings import config_warnings, wrong_units
+from segtrain.config.experiment import config_warnings, wrong_units
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import reserve_output, write_output
 from segtrain.text import say

@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 
 from segtrain.config import Config
-from segtrain.convert.build import check_foreign, model_lines
-from segtrain.convert.write import convert_file
+from segtrain.convert.converter import check_foreign, convert_file, model_lines
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import kind_of
 from segtrain.text import printable

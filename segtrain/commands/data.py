@@ -3,7 +3,7 @@
 import argparse
 
 from segtrain.commands.config import load_named
-from segtrain.config.warnings import wrong_units
+from segtrain.config.experiment import wrong_units
 from segtrain.errors import ConfigError
 
 
@@ -11,22 +11,22 @@ def check(args: argparse.Namespace) -> int:
     """`segtrain data check`: refuses a wrong config before anything heavy is imported."""
     if found := wrong_units(load_named(args)):
         raise ConfigError("\n".join(found))
-    from segtrain.commands import data_check
+    from segtrain.commands import data_set
 
-    return data_check.main(args)
+    return data_set.check(args)
 
 
 def pack(args: argparse.Namespace) -> int:
     """`segtrain data pack`: refuses a wrong config before anything heavy is imported."""
     load_named(args)
-    from segtrain.commands import data_pack
+    from segtrain.commands import data_set
 
-    return data_pack.main(args)
+    return data_set.pack(args)
 
 
 def stats(args: argparse.Namespace) -> int:
     """`segtrain data stats`: refuses a wrong config before anything heavy is imported."""
     load_named(args)
-    from segtrain.commands import data_stats
+    from segtrain.commands import data_set
 
-    return data_stats.main(args)
+    return data_set.stats(args)

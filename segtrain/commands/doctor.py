@@ -76,7 +76,7 @@ def _problems() -> Iterator[str]:
                 "give the container more (docker run --shm-size 8g), or set data.num_workers to 0"
             )
     if library_version("torch") is not None:
-        from segtrain.distributed.devices import unusable_devices
+        from segtrain.distributed.machine import unusable_devices
 
         for line in unusable_devices():
             yield f"warning: {line}"

@@ -4,41 +4,46 @@ Every rank runs this on its part of the images and writes pictures of them; rank
 """
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from segtrain import files
 from segtrain.checkpoint.loading import load_with_data
 from segtrain.checkpoint.same_data import eval_differences
-from segtrain.commands.evaluate_files import picture_writers, reserve_json, write_json
 from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
-from segtrain.config.warnings import changed_normalization
+from segtrain.config.experiment import changed_normalization
 from segtrain.data import open_dataset
-from segtrain.data.check.faint import faint_lines
-from segtrain.data.classes import ClassFile, ignoring_as
-from segtrain.data.dataset import SegDataset
-from segtrain.data.differences import class_differences
-from segtrain.data.layouts import instance_files
-from segtrain.data.loader import num_loader_workers
+from segtrain.data.check.dark_images import faint_lines
+from segtrain.data.read.classes import ClassFile, default_palette, ignoring_as
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.fingerprint import class_differences
+from segtrain.data.read.layouts import instance_files
+from segtrain.data.read.protect import check_pictures
+from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
-from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError
+from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.calibration import take_statistics
-from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
-from segtrain.evaluation.instances import InstanceCounts
-from segtrain.evaluation.report import Report, make_report
+from segtrain.evaluation.report import InstanceCounts, Report, make_report
 from segtrain.metrics import ConfusionMatrix
 from segtrain.models.memory import check_windows
 from segtrain.models.precision import float32_products, for_evaluation
 from segtrain.norm import describe_norm
 from segtrain.run.log import say
+from segtrain.run.pictures import panel, spread, write_indexed_png, write_png
 from segtrain.text import printable
 
 # Everything else was decided when the model was trained.
@@ -281,3 +286,90 @@ def _scores(
         "inference": settings.to_dict() | {"precision": for_evaluation(config).precision},
         "norm": describe_norm(config.norm),
     }
+
+
+Writer = Callable[[Prediction], None]
+
+
+def picture_writers(
+    args: argparse.Namespace, dataset: SegDataset, config: Config, split: str
+) -> list[Writer]:
+    """What writes the pictures of each prediction; their folders are made here."""
+    names = [dataset.name(i) for i in range(len(dataset))]
+    folders = {"--save-predictions": args.save_predictions, "--overlays": args.overlays}
+    folders = {option: Path(folder) for option, folder in folders.items() if folder}
+    for option, folder in folders.items():
+        check_pictures(option, folder, names, config.data, splits=[split])
+    for option, folder in folders.items():
+        _make_folder(option, folder)
+    writers = []
+    if folder := folders.get("--save-predictions"):
+        writers.append(_prediction_writer(folder, dataset, layout=config.data.layout))
+    if folder := folders.get("--overlays"):
+        writers.append(_overlay_writer(folder, dataset, num=args.num_overlays))
+    return writers
+
+
+def reserve_json(path: Path, stack: ExitStack) -> None:
+    """Refuses, before the evaluation, a place for --json that could not be written after it."""
+    _make_folder("--json", path.parent)
+    try:
+        stack.enter_context(files.reserve_output(path))
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from None
+
+
+def write_json(path: Path, scores: dict[str, Any]) -> None:
+    """Writes the scores for --json."""
+    try:
+        files.write_output(path, json.dumps(scores, indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ExecutionError(f"{path}: cannot write the scores: {error.strerror}") from error
+
+
+def _make_folder(option: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {folder}: cannot make this folder: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {folder}: this folder cannot be written")
+
+
+def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Writer:
+    """Writes a PNG of raw class ids, at the size of the label, under the name of the image.
+
+    For the layout `cityscapes` its evaluation server expects <city>_<sequence>_<frame>*.png,
+    anywhere below the folder. That of `voc` expects indices into VOC's palette.
+    """
+    ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
+    ids = dataset.classes.write_ids
+    raw_ids = np.array(ids, dtype=np.uint8 if max(ids) < 256 else np.uint16)
+
+    write_ids: Callable[[Path, np.ndarray], None] = write_png
+    if layout == "voc" and raw_ids.dtype == np.uint8:
+        write_ids = partial(write_indexed_png, palette=default_palette(256))
+
+    def write(prediction: Prediction) -> None:
+        name = dataset.name(prediction.index) + ending
+        write_ids(folder / name, raw_ids[prediction.pred])
+
+    return write
+
+
+def _overlay_writer(folder: Path, dataset: SegDataset, *, num: int) -> Writer:
+    """Writes image, label, prediction and errors side by side, for `num` images of the data set.
+
+    The choice does not depend on the ranks.
+    """
+    chosen = spread(len(dataset), num)
+
+    def write(prediction: Prediction) -> None:
+        if prediction.index not in chosen:
+            return
+        index, *pixels = prediction
+        name, classes = dataset.name(index), dataset.classes
+        picture = panel(*pixels, palette=classes.palette, names=classes.names, title=name)
+        write_png(folder / f"{name}.png", picture)
+
+    return write

@@ -1,15 +1,16 @@
-"""Runs a command and turns its errors into messages and exit codes."""
+"""Runs a command: its errors become messages and exit codes, whatever standard output is."""
 
 import errno
+import io
 import os
+import select
 import sys
 from collections.abc import Callable
 from functools import partial
 
-from segtrain.commands import streams
-from segtrain.distributed import aftermath, signals
-from segtrain.distributed.exit_status import is_first_to_print, write_exit_status
+from segtrain.distributed import liveness, signals
 from segtrain.distributed.launcher_folder import has_launcher
+from segtrain.distributed.liveness import is_first_to_print, write_exit_status
 from segtrain.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
@@ -23,6 +24,55 @@ from segtrain.errors import (
 )
 from segtrain.text import MAX_NAME, printable, say
 
+
+def prepare() -> None:
+    """Makes the standard streams safe to use; for the start of the process.
+
+    A stream that is closed, as by `>&-`, becomes /dev/null. Otherwise the next file to be opened,
+    such as a checkpoint, would get the number of stdout, and every print would write into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # open() takes the lowest free number, so this one. Ranks must inherit it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:  # it was closed when Python started
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of classes and files may hold letters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def reader_has_left() -> bool:
+    """Whether nobody reads stdout any more, as in `segtrain config show FILE | head -1`.
+
+    If so, stdout becomes /dev/null: Python would complain once more at exit.
+    """
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    left = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if left:
+        _discard_stdout()
+    return left
+
+
+def stdout_problem() -> str | None:
+    """Why stdout cannot be written; it becomes /dev/null then. None: it can be written."""
+    try:
+        # Write, do not flush: Python may have dropped the text that it could not write.
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError as error:
+        _discard_stdout()
+        return (error.strerror or str(error)).lower()
+    return None
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 Command = Callable[[], int]
 
 # With these errors a name is wrong: too long, in a folder of somebody else, not in UTF-8.
@@ -33,7 +83,7 @@ def run(command: Command) -> int:
     """Runs `command` and returns the exit code; errors of segtrain itself keep their traceback."""
     command = partial(_with_names_refused, command)
     code = _run_as_rank(command) if has_launcher() else _run_alone(command)
-    aftermath.cut_now(code)  # after an error all has been told by now
+    liveness.cut_now(code)  # after an error all has been told by now
     return code
 
 
@@ -66,14 +116,14 @@ def _run_alone(command: Command) -> int:
         say("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        if not streams.reader_has_left():
+        if not reader_has_left():
             raise
         # Not success: the output that is lost may have reported a failure.
         return EXIT_PIPE
     except OSError as error:
         # Only errors without a file name can come from stdout.
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        problem = streams.stdout_problem() if is_full and error.filename is None else None
+        problem = stdout_problem() if is_full and error.filename is None else None
         if problem is None:
             raise
         say(f"standard output: {problem}")

@@ -7,8 +7,7 @@ from segtrain.checkpoint.loading import LoadedModel, load_model
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import ONNX_OPSET, require_onnx
-from segtrain.export.verify import TOLERANCE, Comparison
-from segtrain.export.write import export_graph, export_weights, min_side_px
+from segtrain.export.write import TOLERANCE, Comparison, export_graph, export_weights, min_side_px
 from segtrain.files import check_utf8, kind_of
 from segtrain.text import printable
 

@@ -5,10 +5,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from segtrain.config import Config
-from segtrain.config.foreign_keys import FOREIGN_KEYS
+from segtrain.config.experiment import SECTIONS
 from segtrain.config.loading import yaml_value
-from segtrain.config.options import SECTIONS
-from segtrain.config.suggest import nearest
+from segtrain.config.messages import FOREIGN_KEYS, nearest
 
 # If several sections have an option of the same name, the first of these is meant.
 _SECTIONS = ("train", "data", "augment", "model", "loss", "eval", "norm", "log", "checkpoint")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import segtrain
 from segtrain.config import Config
-from segtrain.config.warnings import wrong_units
+from segtrain.config.experiment import wrong_units
 from segtrain.distributed import signals, slurm
 from segtrain.distributed.partition import batch_findings
 from segtrain.errors import ConfigError
@@ -124,7 +124,7 @@ def num_ranks_here(nproc: str) -> int:
 
 
 def _run_training(args: argparse.Namespace, config: Config, resume: bool) -> int:
-    from segtrain.commands.train.run import run
+    from segtrain.commands.train.loop import run
     from segtrain.distributed.process_group import device_for
 
     return run(

@@ -21,25 +21,28 @@ from torch import Tensor, nn
 from segtrain.checkpoint.loading import load_model
 from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
-from segtrain.data.brightness import Brightness, brightness, lost_bits, whole_split_problem
-from segtrain.data.classes import ClassFile
-from segtrain.data.decode_more import read_photo
-from segtrain.data.find_images import Source, find_images, skipped_files
-from segtrain.data.listing import first_lines
-from segtrain.data.prefetch import one_late, prefetch
-from segtrain.data.protect import check_pictures
+from segtrain.data.check.dark_images import Brightness, brightness, lost_bits, whole_split_problem
+from segtrain.data.read.classes import ClassFile
+from segtrain.data.read.concurrent import one_late, prefetch
+from segtrain.data.read.find import first_lines
+from segtrain.data.read.photos import Source, find_images, read_photo, skipped_files
+from segtrain.data.read.protect import check_pictures
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.evaluation.batches import BatchLimits, batch_limits
+from segtrain.evaluation.dataset import Transfer
 from segtrain.evaluation.inference import LabelMap, predict_labels
-from segtrain.evaluation.large_images import SettingsBySize
-from segtrain.evaluation.settings import InferenceSettings, Size
-from segtrain.evaluation.transfer import Transfer
+from segtrain.evaluation.settings import (
+    BatchLimits,
+    InferenceSettings,
+    SettingsBySize,
+    Size,
+    batch_limits,
+)
 from segtrain.evaluation.windows import num_windows
 from segtrain.models.memory import check_windows, is_out_of_memory
 from segtrain.models.precision import float32_products, for_evaluation
-from segtrain.run import prediction_files
-from segtrain.run.progress import ProgressBar
+from segtrain.run import pictures
+from segtrain.run.console import ProgressBar
 from segtrain.text import counted, printable
 
 # Everything else was decided when the model was trained.
@@ -96,12 +99,12 @@ def main(args: argparse.Namespace) -> int:
     output = Path(args.output)
     sources = find_images(args.inputs, output)
     names = [source.name for source in sources]
-    prediction_files.check_output(output, names, overwrite=args.overwrite)
+    pictures.check_output(output, names, overwrite=args.overwrite)
 
     device = device_for(args.device)
     loaded = load_model(args.source, device=device)
     config = _config(loaded.config, args)
-    check_pictures("--output", output, prediction_files.file_names(names), config.data)
+    check_pictures("--output", output, pictures.file_names(names), config.data)
     check_windows(config, loaded.classes.num_classes, device)
     model = prepare(loaded.model, config, device)
     mode_is_given = any(text.partition("=")[0].strip() == "eval.mode" for text in args.set)
@@ -134,7 +137,7 @@ def predict_images(
     Raises:
         ExecutionError: the disk is full or not writable, or the device's memory does not suffice.
     """
-    prediction_files.write_legend(output, classes)
+    pictures.write_legend(output, classes)
     bar = ProgressBar(len(sources), 0, "predict", enabled=True, unit="image", last_line=False)
     transfer = Transfer(device)
     limits = batch_limits(settings.usual, device, classes.num_classes)
@@ -164,7 +167,7 @@ def predict_images(
                 bar.update()
 
     def write(prediction: tuple[str, np.ndarray, np.ndarray]) -> None:
-        prediction_files.write_prediction(output, *prediction, classes)
+        pictures.write_prediction(output, *prediction, classes)
 
     with bar, closing(decoded), closing(prefetch(write, finished(), _THREADS)) as written:
         for _ in written:
@@ -253,7 +256,7 @@ def _summarize(notes: Sequence[Notes], output: Path) -> None:
     problems = [note.problem for note in notes if note.problem]
     turned = sum(note.turned for note in notes)
     lights = [note.light for note in notes if note.light is not None]
-    kinds = f"{{{','.join(prediction_files.KINDS)}}}"
+    kinds = f"{{{','.join(pictures.KINDS)}}}"
     print(f"{len(lights)} of {len(notes)} images: {printable(output)}/{kinds}")
     if turned:
         asks = counted(turned, "of them asks", "of them ask")

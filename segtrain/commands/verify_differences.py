@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.checkpoint.format import Checkpoint
-from segtrain.checkpoint.training_state import start_fields
+from segtrain.checkpoint.restore import start_fields
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, unpack
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.receipts import hash_tensor, weights_fields

@@ -8,12 +8,10 @@ from typing import Any
 import yaml
 
 from segtrain import __version__
-from segtrain.config.foreign_keys import FOREIGN_KEYS
-from segtrain.config.messages import validate
-from segtrain.config.mistakes import KeyPath, Place, dotted, report
-from segtrain.config.options import SECTIONS, Config
-from segtrain.config.options.update import with_large_batch
+from segtrain.config.experiment import SECTIONS, Config
+from segtrain.config.messages import FOREIGN_KEYS, KeyPath, Place, dotted, report, validate
 from segtrain.config.strict_yaml import Document, parse_value, plain_value, read_text, scan_yaml
+from segtrain.config.train import with_large_batch
 from segtrain.errors import ConfigError
 from segtrain.text import printable
 

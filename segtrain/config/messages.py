@@ -1,15 +1,122 @@
 """Checks data against a pydantic model; says every mistake with its key, value and repair."""
 
+import difflib
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from segtrain.config.mistakes import MAX_SHOWN, KeyPath, Mistake
-from segtrain.config.suggest import did_you_mean, nearest
 from segtrain.text import printable
+
+_FOREIGN_KEYS = {
+    "the class file in data.classes decides it": "num_classes class_names ignore_index",
+    "the length is train.steps; an epoch is images / train.batch_size steps": "epochs num_epochs",
+    "did you mean train.steps?": "max_iters iters",
+    "did you mean train.lr?": "learning_rate base_lr",
+    "train.batch_size counts over all ranks": "batch_size_per_gpu samples_per_gpu",
+    "did you mean data.num_workers?": "workers",
+    "did you mean train.precision?": "amp fp16",
+    "did you mean norm.kind?": "sync_bn",
+    "did you mean train.init_from?": "load_from",
+    "did you mean eval.flip?": "tta",
+    "the number of processes is an option of the command: --nproc": "gpus",
+    "the run directory is an option of the command: --output": "output_dir work_dir",
+    "resuming is an option of the command: --resume": "resume",
+    "did you mean model.backbone?": "layers encoder",
+    "did you mean train.min_lr?": "eta_min",
+    "did you mean train.cycle_rise?": "pct_start",
+    "did you mean train.milestones?": "lr_steps lr_step",
+    "did you mean train.layers?": "paramwise_cfg custom_keys frozen_stages",
+    "there is no inheritance; a file says what differs from the defaults": "_base_ defaults",
+}
+FOREIGN_KEYS = {key: text for text, keys in _FOREIGN_KEYS.items() for key in keys.split()}
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` may be a misspelling or a part of; None if no choice is similar."""
+    choices = list(choices)
+    # At difflib's usual cutoff of 0.6 "unet" is similar to "pspnet".
+    similar = difflib.get_close_matches(word, choices, n=1, cutoff=0.75)
+    if not similar:
+        parts = [choice for choice in choices if _is_part(word, choice) or _is_part(choice, word)]
+        similar = difflib.get_close_matches(word, parts, n=1, cutoff=0)
+    return similar[0] if similar else None
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean ...?` or ""; a mapping gives what to show for each choice."""
+    near = nearest(word, choices)
+    if near is None:
+        return ""
+    return f"; did you mean {choices[near] if isinstance(choices, Mapping) else near}?"
+
+
+def _is_part(short: str, long: str) -> bool:
+    """Whether all words of `short` are words of `long`: "crop" and "crop_size"."""
+    words = set(re.findall(r"[a-z]{3,}", short.lower()))
+    return bool(words) and words <= set(re.findall(r"[a-z]{3,}", long.lower()))
+
+
+KeyPath = tuple[str | int, ...]
+"""A key or list item, such as ("augment", "extra", 0, "name")."""
+
+# The most that a message quotes of a key or value.
+MAX_SHOWN = 60
+
+
+class Mistake(NamedTuple):
+    """What is wrong with one key."""
+
+    path: KeyPath  # empty: the whole file
+    message: str
+    line: int | None = None  # of the mistake, from 1; None: that of the key
+    related: tuple[KeyPath, ...] = ()  # other keys, whose place is shown if the key has none
+
+
+class Place(NamedTuple):
+    """Where a key is written. `order` sorts the lines of the file before the options."""
+
+    order: tuple[int, int]
+    text: str
+
+
+def line_of(source: str, line: int) -> Place:
+    """The place `source:line` in a file."""
+    return Place((0, line), f"{source}:{line}")
+
+
+def report(
+    mistakes: Iterable[Mistake], places: Mapping[KeyPath, Place], *, source: str
+) -> list[str]:
+    """One line for each mistake, such as `own.yaml:12: train.lr: ...`, in the order of the places.
+
+    places: of every key that is written in the file `source` or in an option.
+    """
+    lines = []
+    for mistake in mistakes:
+        order, where = _place(mistake, places, source)
+        key = dotted(mistake.path)
+        label = "" if not key or where.endswith(f" {key}") else f" {key}:"
+        lines.append((order, f"{where}:{label} {mistake.message}"))
+    return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
+
+
+def dotted(path: KeyPath) -> str:
+    """`path` as people write it: `augment.extra[0].name`."""
+    parts = (f"[{p}]" if isinstance(p, int) else f".{printable(p, MAX_SHOWN)}" for p in path)
+    return "".join(parts).removeprefix(".")
+
+
+def _place(mistake: Mistake, places: Mapping[KeyPath, Place], source: str) -> Place:
+    """Its own line, else its key, else a related key, else a section around it, else the file."""
+    if mistake.line is not None:
+        return line_of(source, mistake.line)
+    parents = (mistake.path[:length] for length in range(len(mistake.path) - 1, 0, -1))
+    paths = (mistake.path, *mistake.related, *parents)
+    return next((places[path] for path in paths if path in places), Place((0, 0), source))
+
 
 Model = TypeVar("Model", bound=BaseModel)
 

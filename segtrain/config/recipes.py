@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+from segtrain.config.messages import did_you_mean
 from segtrain.config.strict_yaml import read_text
-from segtrain.config.suggest import did_you_mean
 from segtrain.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from segtrain.config.mistakes import MAX_SHOWN, KeyPath, Mistake, Place, dotted, line_of
+from segtrain.config.messages import MAX_SHOWN, KeyPath, Mistake, Place, dotted, line_of
 from segtrain.errors import ConfigError
 from segtrain.files import open_regular
 from segtrain.text import printable

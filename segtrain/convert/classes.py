@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.config.loading import yaml_value
-from segtrain.convert.plan import Plan
-from segtrain.convert.read import listed
-from segtrain.data.class_file import known_names, load_class_file
-from segtrain.data.classes import ClassFile
+from segtrain.convert.layout import Plan
+from segtrain.data.read.classes import ClassFile, known_names, load_class_file
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, first_of, printable
 
 STORED = "stored"
 """As `--class-order`: the names that the file itself stores."""
@@ -167,9 +165,9 @@ def _matched(there: Sequence[str], here: Sequence[str], source: str) -> list[int
     missing = [name for name in here if _plain(name) not in plain]
     problems = []
     if missing:
-        problems.append(f"  {len(missing)} only in --classes: {listed(missing)}")
+        problems.append(f"  {len(missing)} only in --classes: {first_of(missing)}")
     if extra:
-        problems.append(f"  {len(extra)} only in --class-order: {listed(extra)}")
+        problems.append(f"  {len(extra)} only in --class-order: {first_of(extra)}")
     if len(set(plain)) != len(plain) or len(there) != len(here):
         problems.append(f"  {len(there)} names there and {len(here)} here; expected each name once")
     if problems:

@@ -7,8 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from segtrain.convert import mmseg_config
-from segtrain.convert.parts import conv_norm, deep_stem, resnet_name
-from segtrain.convert.plan import Options, Plan, Renames, Rotation, State, count_children, size
+from segtrain.convert.layout import (
+    Options,
+    Plan,
+    Renames,
+    Rotation,
+    State,
+    conv_norm,
+    count_children,
+    deep_stem,
+    resnet_name,
+    size,
+)
 from segtrain.errors import CheckpointError
 
 # The published models of configs/_base_/models/*_r50-d8.py. Without a config in the file nothing

@@ -7,6 +7,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from segtrain.convert.layout import Options
 from segtrain.convert.mmseg_input import (
     FLAG,
     Keys,
@@ -16,7 +17,6 @@ from segtrain.convert.mmseg_input import (
     read_input,
     short,
 )
-from segtrain.convert.plan import Options
 from segtrain.errors import CheckpointError
 from segtrain.text import MAX_NAME, printable
 

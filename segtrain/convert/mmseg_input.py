@@ -7,7 +7,7 @@ warning; what changes their values is refused.
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from segtrain.convert.plan import Options
+from segtrain.convert.layout import Options
 from segtrain.text import MAX_NAME, printable
 
 Stated = tuple[Options, tuple[str, ...]]

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.serialization import safe_globals
 
 from segtrain.errors import CheckpointError
-from segtrain.files import kind_of, parse_json, read_bytes, torch_file, weights_file
-from segtrain.text import MAX_NAME, printable
+from segtrain.files import kind_of, parse_json, read_bytes, torch_file
+from segtrain.text import MAX_NAME, first_of, printable
 
 CONFIG_JSON = "config.json"
 _MAX_CONFIG_BYTES = 1 << 20
-_SHOWN = 10
 _SAVE_AGAIN = """where you trust it, save what is needed in the program that wrote it:
   torch.save(model.state_dict(), "new.pth")
 or, of mmsegmentation, whose meta holds the classes and the config:
@@ -93,7 +92,7 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
     foreign = [key for key, value in state.items() if not torch_file.is_plain(value)]
     if foreign:
         raise CheckpointError(
-            f"{path}: expected plain tensors only, found other values under {listed(foreign)}; "
+            f"{path}: expected plain tensors only, found other values under {first_of(foreign)}; "
             "save the state dict alone"
         )
     if name:
@@ -105,26 +104,20 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
     )
 
 
-def listed(keys: list[str]) -> str:
-    """The first few keys and the number of the others."""
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(printable(key, MAX_NAME) for key in keys[:_SHOWN]) + more
-
-
 def _content(path: Path) -> Any:
     if not path.is_file():
         found = f"found {kind_of(path)}" if path.exists() else "no such file"
         raise CheckpointError(f"{path}: expected a file of weights, {found}")
     try:
         with safe_globals(_RUNNER):
-            return weights_file.read(path)
+            return torch_file.read(path)
     except pickle.UnpicklingError:
         # torch's own message advises to load the file unsafely.
         raise CheckpointError(
             f"{path}: refused: it holds more than tensors and plain data, which could run code; or "
             f"it is damaged; {_SAVE_AGAIN}"
         ) from None
-    except weights_file.UNREADABLE as error:
+    except torch_file.UNREADABLE as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: {printable(text, 3 * MAX_NAME)}") from None
 
@@ -165,7 +158,7 @@ def _chosen(path: Path, entries: Mapping[str, Any], entry: str | None) -> str:
     if entry is not None:
         if entry in names:
             return entry
-        found = listed(names) if names else "none"
+        found = first_of(names) if names else "none"
         raise CheckpointError(f"{path}: --entry {entry}: no state dict there; found {found}")
     if "" in entries:
         return ""
@@ -173,7 +166,7 @@ def _chosen(path: Path, entries: Mapping[str, Any], entry: str | None) -> str:
         return names[0]
     if names:
         raise CheckpointError(
-            f"{path}: holds {len(names)} state dicts: {listed(names)}; --entry NAME says which to "
-            "read (some are averages of the weights)"
+            f"{path}: holds {len(names)} state dicts: {first_of(names)}; --entry NAME says which "
+            "to read (some are averages of the weights)"
         )
     raise CheckpointError(f"{path}: no state dict in it; save the state dict alone")

@@ -1,7 +1,16 @@
 """PSPNet of hszhao/semseg: ResNet with a stem of three convolutions, all blocks dilated."""
 
-from segtrain.convert.parts import aux_head, conv_norm, deep_stem, resnet_name
-from segtrain.convert.plan import Options, Plan, State, count_children, size
+from segtrain.convert.layout import (
+    Options,
+    Plan,
+    State,
+    aux_head,
+    conv_norm,
+    count_children,
+    deep_stem,
+    resnet_name,
+    size,
+)
 
 # model/pspnet.py.
 _ASSUMED = {

@@ -4,8 +4,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from segtrain.convert.parts import aspp, conv_norm, resnet_name, resnet_widths
-from segtrain.convert.plan import Options, Plan, Rotation, State, count_children, size
+from segtrain.convert.layout import (
+    Options,
+    Plan,
+    Rotation,
+    State,
+    aspp,
+    conv_norm,
+    count_children,
+    resnet_name,
+    resnet_widths,
+    size,
+)
 from segtrain.convert.read import CONFIG_JSON
 from segtrain.errors import CheckpointError
 from segtrain.text import MAX_NAME, printable

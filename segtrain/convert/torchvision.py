@@ -1,7 +1,16 @@
 """torchvision's DeepLabV3 with ResNet-50, ResNet-101 and MobileNetV3-Large (0.13 and later)."""
 
-from segtrain.convert.parts import aspp, aux_head, conv_norm, resnet_name
-from segtrain.convert.plan import Options, Plan, State, count_children, size
+from segtrain.convert.layout import (
+    Options,
+    Plan,
+    State,
+    aspp,
+    aux_head,
+    conv_norm,
+    count_children,
+    resnet_name,
+    size,
+)
 
 # models/segmentation/deeplabv3.py. Both backbones have the rates of stride 8.
 _RESNET = {"model.output_stride": 8, "model.contract_dilation": True}

@@ -1,7 +1,15 @@
 """DeepLabV3 and DeepLabV3+ of VainF/DeepLabV3Plus-Pytorch with ResNet-50 and ResNet-101."""
 
-from segtrain.convert.parts import aspp, conv_norm, resnet_name
-from segtrain.convert.plan import Options, Plan, State, count_children, size
+from segtrain.convert.layout import (
+    Options,
+    Plan,
+    State,
+    aspp,
+    conv_norm,
+    count_children,
+    resnet_name,
+    size,
+)
 from segtrain.errors import CheckpointError
 
 # network/modeling.py and main.py, where 16 is the default. The rates of the ASPP follow the stride,

@@ -7,15 +7,16 @@ file waits for neither OpenCV nor torch.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from segtrain.data.dataset import SegDataset
-    from segtrain.data.opening import open_dataset
+    from segtrain.data.pack.opening import open_dataset
+    from segtrain.data.read.dataset import SegDataset
 
 __all__ = ["SegDataset", "open_dataset"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from segtrain.data import dataset, opening
+        from segtrain.data.pack import opening
+        from segtrain.data.read import dataset
 
         return getattr(opening if name == "open_dataset" else dataset, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,9 +20,13 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from segtrain.distributed import launcher_folder, machine, rendezvous, signals
-from segtrain.distributed.exit_status import ExitStatus, read_exit_statuses
-from segtrain.distributed.heartbeat import Heartbeat, read_heartbeats
-from segtrain.distributed.watchdog import Watchdog
+from segtrain.distributed.liveness import (
+    ExitStatus,
+    Heartbeat,
+    Watchdog,
+    read_exit_statuses,
+    read_heartbeats,
+)
 from segtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_SYSTEM, EXIT_TERMINATED, ExecutionError
 from segtrain.text import say
 

@@ -1,5 +1,6 @@
 """This machine: its cores, shared memory, processes and network interfaces. Imports no torch."""
 
+import ctypes
 import fcntl
 import ipaddress
 import multiprocessing
@@ -140,3 +141,40 @@ def missing_for_triton() -> str | None:
     if not header.is_file():
         return f"the headers of Python, and {header} does not exist; install python3-dev"
     return None
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
+_KEPT_BYTES = 1 << 30  # the largest tensor that is kept for reuse
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep freed blocks for the next allocation; does nothing with another C library.
+
+    Every step allocates the same large tensors, and every sample the same large images: by default
+    as fresh pages that the kernel clears.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+_FIRST_DEVICE = Path("/dev/nvidia0")
+
+
+def unusable_devices() -> list[str]:
+    """A line if this machine has an NVIDIA device that torch cannot use."""
+    import torch
+
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda is None or is_hidden or not _FIRST_DEVICE.exists():
+        return []
+    if torch.cuda.is_available():
+        return []
+    return [
+        f"{_FIRST_DEVICE} exists, but torch {torch.__version__} finds no CUDA device: the driver "
+        f"may be too old for CUDA {torch.version.cuda} (see nvidia-smi), or this user may not use "
+        "the device"
+    ]

@@ -1,5 +1,9 @@
 """Joining the process group: the device of this rank, and how the ranks find each other.
 
+The driver queues about a thousand kernels. Behind one of NCCL that waits, the host soon waits too,
+in C: there no error can be raised and no signal is handled. So a thread looks whether training gets
+on.
+
 In a program of your own, started by torchrun or alone:
 
     device = device_for("auto")
@@ -9,6 +13,8 @@ In a program of your own, started by torchrun or alone:
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -16,18 +22,75 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+import torch.distributed.nn.functional
+
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import launcher_folder, liveness, machine
+from segtrain.distributed.launcher_folder import has_launcher
+from segtrain.distributed.liveness import describe, write_exit_status
+from segtrain.distributed.machine import unusable_devices
+from segtrain.distributed.shared_sum import SharedSum, is_possible
+from segtrain.errors import EXIT_SYSTEM, ConfigError, ExecutionError, LostRanksError
+from segtrain.text import say
+
+# After what is raised as an error where the host is not stuck, before NCCL aborts the process.
+_FACTOR = 1.25
+
+
+class HostWatch:
+    """Watches the steps of one rank from a thread; a context manager.
+
+    timeout_s: train.timeout_s. In a step, this rank must start an exchange with the others within
+        1.25 times that, counted from the last one.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._limit_s = _FACTOR * timeout_s
+        self._since: float | None = None  # when the step began; None between steps
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "HostWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around what a step does on the device."""
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._limit_s / 10)):
+            since = self._since
+            if since is None:
+                continue
+            waited_s = time.monotonic() - max(since, dist.last_exchange())
+            if waited_s > self._limit_s:
+                _give_up(waited_s)
+
+
+def _give_up(waited_s: float) -> None:
+    """Ends this process as one that has lost the others; nothing else can end the wait."""
+    if has_launcher():
+        write_exit_status(EXIT_SYSTEM, consequence=True)
+    else:
+        where = f"waited {waited_s:.0f} s for the device, which waits for another rank"
+        say(f"rank {dist.rank()}: {where}, {describe()}")
+    os._exit(EXIT_SYSTEM)
+
 
 # Its functions have the group that exists when they are imported as a default argument. Imported
 # later (torch does it for its own needs) it would keep the group and its threads alive; one of them
 # may still release a tensor while Python ends, and then the process aborts.
-import torch.distributed.nn.functional
 
-from segtrain.distributed import aftermath, heartbeat, launcher_folder, machine
-from segtrain.distributed import collectives as dist
-from segtrain.distributed.devices import unusable_devices
-from segtrain.distributed.shared_sum import SharedSum, is_possible
-from segtrain.errors import ConfigError, ExecutionError, LostRanksError
-from segtrain.text import say
 
 # NCCL aborts the process where gloo raises an error. So it waits longer than the host does, which
 # raises one after train.timeout_s (`training.step_sync`).
@@ -76,11 +139,11 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         LostRanksError: other ranks did not come, or their connection was lost.
         ExecutionError: this machine has no network interface for them.
     """
-    aftermath.cut_now()
+    liveness.cut_now()
     if "RANK" not in os.environ or dist.is_distributed():
         yield
         return
-    heartbeat.beat("setup", 0)
+    liveness.beat("setup", 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _choose_interface()
@@ -101,7 +164,7 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
                 dist.use_shared_sum(_open_shared_sum(timeout_s))
             yield
     except BaseException:
-        aftermath.cut_at_the_end(dist.abort_groups)
+        liveness.cut_at_the_end(dist.abort_groups)
         raise
     dist.leave_groups()
 
@@ -162,11 +225,11 @@ def _losses_explained() -> Iterator[None]:
             raise
         rank, reason = os.environ["RANK"], _reason(error)
         raise LostRanksError(
-            f"rank {rank}: lost the connection to the other ranks {heartbeat.describe()}; the log "
+            f"rank {rank}: lost the connection to the other ranks {liveness.describe()}; the log "
             f"of another rank may tell the cause ({reason})"
         ) from error
     except LostRanksError as error:
-        raise LostRanksError(f"{error}, {heartbeat.describe()}") from error
+        raise LostRanksError(f"{error}, {liveness.describe()}") from error
 
 
 def _choose_interface() -> None:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from segtrain.data.dataset import SegDataset
-from segtrain.data.prefetch import prefetch
+from segtrain.data.read.concurrent import prefetch
+from segtrain.data.read.dataset import SegDataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import partition
 from segtrain.distributed.virtual_ranks import VirtualRanks
@@ -34,7 +34,7 @@ from segtrain.evaluation.inference import normalized_view
 from segtrain.evaluation.settings import InferenceSettings, view_size
 from segtrain.evaluation.windows import spread_windows
 from segtrain.models.precision import autocast
-from segtrain.norm import convert
+from segtrain.norm import kinds
 from segtrain.norm.precise import precise_statistics_of_parts
 
 _BATCH_SIZE = 8
@@ -90,11 +90,11 @@ def take_statistics(
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     trained = [(m.running_mean.clone(), m.running_var.clone()) for m in layers]
     # A batch is computed by one rank.
-    convert(model, "sync", process_group=(dist.rank(),))
+    kinds(model, "sync", process_group=(dist.rank(),))
     try:
         precise_statistics_of_parts(model, batches(), forward)
     finally:
-        convert(model, "local")
+        kinds(model, "local")
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     for layer, (mean, var) in zip(layers, trained, strict=True):
         for running, before in ((layer.running_mean, mean), (layer.running_var, var)):

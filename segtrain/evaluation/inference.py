@@ -31,11 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from segtrain.evaluation.batches import BatchLimits
-from segtrain.evaluation.resize import resized_tiles
-from segtrain.evaluation.settings import InferenceSettings, Size, view_sizes
-from segtrain.evaluation.windows import Logits, Tile, WindowedView, slide
-from segtrain.models.normalize import normalize
+from segtrain.evaluation.settings import BatchLimits, InferenceSettings, Size, view_sizes
+from segtrain.evaluation.windows import Logits, Tile, WindowedView, resized_tiles, slide
+from segtrain.models.blocks import normalize
 from segtrain.models.precision import autocast
 
 

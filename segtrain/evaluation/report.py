@@ -1,14 +1,221 @@
-"""What an evaluation says, as lines of text and for JSON, by the rules of the data set."""
+"""What an evaluation says, as lines of text and for JSON, by the rules of the data set.
+
+IoU favours large objects: a near car outweighs ten far ones. The instance-weighted IoU (iIoU)
+counts a pixel of an instance with weight `mean size of an instance of its class / size of this
+instance` (arXiv:1604.01685, section 4.1, and evalPixelLevelSemanticLabeling.py of
+cityscapesscripts):
+
+    iIoU = iTP / (iTP + FP + iFN)
+
+iTP, iFN: correct and wrong pixels of all instances, weighted. FP: pixels of other classes that are
+predicted as this one, not weighted, because a prediction has no instances. A region without
+instances of its own (a group of people) and ignored pixels count in none of them. A category is
+the union of its classes: a car that is taken for a bus is a correct vehicle.
+
+Only integers are kept, by class and size, and their weighted sum is rounded once. So neither the
+order of the images nor the number of ranks changes a bit of the result.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from segtrain.data.classes import ClassFile
-from segtrain.evaluation.instances import GroupScores, InstanceCounts, group_scores
-from segtrain.metrics import ConfusionMatrix, Scores, percent, score_table
+import numpy as np
+
+from segtrain.data.read.classes import ClassFile
+from segtrain.data.read.decode import read_raw_label
+from segtrain.distributed import collectives as dist
+from segtrain.errors import DataError
+from segtrain.evaluation.dataset import Prediction
+from segtrain.metrics import ConfusionMatrix, Scores, mean_of_present, percent, ratio, score_table
 from segtrain.text import MAX_NAME, printable
+from segtrain.types import IGNORE_INDEX
+
+# An instance map holds `class id * 1000 + number of the instance`, or the class id alone where a
+# pixel belongs to no single instance.
+_IDS_PER_CLASS = 1000
+
+# Places in the values of `InstanceCounts.counts`.
+_NUMBER, _RIGHT_CLASS, _RIGHT_CATEGORY = range(3)
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """Scores in [0, 1]; NaN where there are no pixels to judge, or no instances are defined.
+
+    iiou: by class. The next two: by category, in the order of `categories`. Means leave out NaN.
+    """
+
+    categories: tuple[str, ...]
+    iiou: tuple[float, ...]
+    category_iou: tuple[float, ...]
+    category_iiou: tuple[float, ...]
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The means over classes or categories, by their keys in JSON."""
+        return {
+            "miIoU": mean_of_present(self.iiou),
+            "category_mIoU": mean_of_present(self.category_iou),
+            "category_miIoU": mean_of_present(self.category_iiou),
+        }
+
+
+class InstanceCounts:
+    """Counts the pixels of instances; `add` is a callback of `evaluate_dataset`.
+
+    paths: the instance maps, in the order of the data set.
+
+    Raises:
+        ValueError: the class file gives no class an `instance_px`.
+    """
+
+    def __init__(self, classes: ClassFile, paths: Sequence[Path]) -> None:
+        if not any(c.instance_px for c in classes.classes):
+            raise ValueError(f"class file {classes.name}: no class has an instance_px")
+        self._classes, self._paths = classes, paths
+        self._category = np.array(
+            [_category_names(classes).index(c) for c in _category_of_each_class(classes)]
+        )
+        # (train id, pixels of the instance) -> number of such instances, and their pixels that are
+        # predicted as the right class and as the right category.
+        self.counts: dict[tuple[int, int], list[int]] = {}
+
+    def add(self, prediction: Prediction) -> None:
+        """Counts one image.
+
+        Raises:
+            DataError: its instance map cannot be read, has another size, or holds unknown ids.
+        """
+        path = self._paths[prediction.index]
+        self.update(prediction.pred, read_raw_label(path), path)
+
+    def update(self, pred: np.ndarray, instances: np.ndarray, path: str | Path = "") -> None:
+        """Counts `pred`, (H, W) uint8 train ids, on the map `instances`, (H, W) uint8 or uint16.
+
+        path: of the map, for messages.
+        """
+        if instances.shape != pred.shape:
+            raise DataError(
+                f"{printable(path)}: instance map {instances.shape[0]}x{instances.shape[1]}, label "
+                f"{pred.shape[0]}x{pred.shape[1]}: sizes (height x width) must be equal"
+            )
+        # The official comparison: 1000 itself would be an instance of class 1, which is ignored.
+        mask = instances > _IDS_PER_CLASS
+        ids, found = instances[mask], pred[mask]
+        # Sorting them, as np.unique does, takes longer than all else here.
+        pixels = np.bincount(ids)
+        values = pixels.nonzero()[0]
+        train_ids = np.array([self._train_id(int(v), path) for v in values], dtype=np.uint8)
+        own_of = np.full(len(pixels), IGNORE_INDEX, np.uint8)
+        own_of[values] = train_ids
+        own = own_of[ids]
+        judged = own != IGNORE_INDEX
+        ids, own, found = ids[judged], own[judged], found[judged]
+        sizes = pixels[values]
+        right_class, right_category = (
+            np.bincount(ids[same], minlength=len(pixels))[values]
+            for same in (found == own, self._category[found] == self._category[own])
+        )
+        columns = [x.tolist() for x in (train_ids, sizes, right_class, right_category)]
+        for train_id, size, *right in zip(*columns, strict=True):
+            if train_id != IGNORE_INDEX:
+                self._count((train_id, size), [1, *right])
+
+    def sum_over_ranks(self) -> None:
+        """Makes the counts of every rank the sum over all ranks (collective; call it once)."""
+        parts = dist.all_gather_object([[*key, *value] for key, value in self.counts.items()])
+        self.counts = {}
+        for row in (row for part in parts for row in part):
+            self._count((row[0], row[1]), row[2:])
+
+    def weighted(self, train_ids: Sequence[int], right: int) -> tuple[float, float]:
+        """Correct and wrong pixels of the instances of `train_ids`, weighted.
+
+        right: what must be right of a pixel, _RIGHT_CLASS or _RIGHT_CATEGORY.
+        """
+        correct, wrong = [], []
+        for (train_id, size), values in self.counts.items():
+            if train_id in train_ids:
+                weight = self._classes.classes[train_id].instance_px / size
+                correct.append(values[right] * weight)
+                wrong.append((values[_NUMBER] * size - values[right]) * weight)
+        return math.fsum(correct), math.fsum(wrong)
+
+    def _count(self, key: tuple[int, int], values: Sequence[int]) -> None:
+        total = self.counts.setdefault(key, [0, 0, 0])
+        for i, value in enumerate(values):
+            total[i] += value
+
+    def _train_id(self, instance: int, path: str | Path) -> int:
+        raw = instance // _IDS_PER_CLASS
+        train_id = self._classes.train_id_of.get(raw)
+        if train_id is None:
+            problem = f"class id {raw}, which class file {self._classes.name} does not name"
+        elif train_id != IGNORE_INDEX and self._classes.classes[train_id].instance_px is None:
+            name = self._classes.names[train_id]
+            problem = f"class {printable(name)}, which has no instance_px in the class file"
+        else:
+            return train_id
+        raise DataError(f"{printable(path)}: instance {instance} is of {problem}")
+
+
+def group_scores(
+    matrix: ConfusionMatrix, classes: ClassFile, instances: InstanceCounts | None
+) -> GroupScores | None:
+    """The scores of categories and, with `instances`, the instance-weighted ones.
+
+    None if the class file has no categories.
+    """
+    names = _category_names(classes)
+    if not names:
+        return None
+    counts = np.array(matrix.counts.tolist(), dtype=object)  # Python integers cannot overflow
+    groups = [
+        [i for i, c in enumerate(_category_of_each_class(classes)) if c == name] for name in names
+    ]
+    return GroupScores(
+        categories=names,
+        iiou=tuple(
+            _iiou(counts, [i], classes, instances, _RIGHT_CLASS) for i in range(classes.num_classes)
+        ),
+        category_iou=tuple(_iou(counts, group) for group in groups),
+        category_iiou=tuple(
+            _iiou(counts, group, classes, instances, _RIGHT_CATEGORY) for group in groups
+        ),
+    )
+
+
+def _iou(counts: np.ndarray, group: list[int]) -> float:
+    right = int(counts[np.ix_(group, group)].sum())
+    return ratio(right, int(counts[group].sum() + counts[:, group].sum()) - right)
+
+
+def _iiou(
+    counts: np.ndarray,
+    group: list[int],
+    classes: ClassFile,
+    instances: InstanceCounts | None,
+    right: int,
+) -> float:
+    # A category counts only if all of its classes have instances.
+    if instances is None or any(classes.classes[i].instance_px is None for i in group):
+        return math.nan
+    correct, wrong = instances.weighted(group, right)
+    false = int(counts[:, group].sum() - counts[np.ix_(group, group)].sum())
+    whole = correct + false + wrong
+    return correct / whole if whole else math.nan
+
+
+def _category_of_each_class(classes: ClassFile) -> list[str | None]:
+    return [c.category for c in classes.classes]
+
+
+def _category_names(classes: ClassFile) -> tuple[str, ...]:
+    """The categories in the order in which they first occur; empty without any."""
+    return tuple(dict.fromkeys(c.category for c in classes.classes if c.category is not None))
 
 
 @dataclass(frozen=True)

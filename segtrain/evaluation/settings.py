@@ -1,14 +1,20 @@
-"""How an image becomes a prediction: the settings of inference, from a config or by hand."""
+"""How an image becomes a prediction: the settings of inference, from a config or by hand.
+
+A device that computes small views one by one is idle between them. On a CPU batches help small
+windows only: PSPNet on ResNet-18 takes 0.6 of the time for windows of 64x96 in fours, 0.95 for
+257x257, and 1.1 for whole images of 512x1024.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from segtrain.config import Config
-from segtrain.models.normalize import Color
+from segtrain.models.blocks import Color
+from segtrain.models.memory import memory_bytes
 from segtrain.models.precision import autocast_dtype, for_evaluation
 
 Size = tuple[int, int]
@@ -99,3 +105,95 @@ def view_size(size: Sequence[int], short_side_px: int | None, scale: float) -> S
 def view_sizes(size: Sequence[int], settings: InferenceSettings) -> list[Size]:
     """The (height, width) of the view of each scale, for an image of `size`."""
     return [view_size(size, settings.short_side_px, scale) for scale in settings.scales]
+
+
+# Twice the pixels of an image of Cityscapes. Larger images go by windows: the memory for a whole
+# image grows with its pixels.
+MAX_WHOLE_PIXELS = 2**22
+
+# The least sides of these windows if eval.crop_size does not set them. A training crop may be tiny:
+# 12 megapixels would take thousands of windows, most of them border.
+LARGE_WINDOW_PX = 1024
+
+
+class SettingsBySize(NamedTuple):
+    """The settings for images of up to MAX_WHOLE_PIXELS, and those for larger images."""
+
+    usual: InferenceSettings
+    large: InferenceSettings
+
+    @classmethod
+    def from_config(cls, config: Config, *, mode_is_given: bool) -> "SettingsBySize":
+        """mode_is_given: the user has set `eval.mode`, which then holds for all images."""
+        usual = InferenceSettings.from_config(config)
+        if mode_is_given:
+            return cls(usual, usual)
+        height, width = usual.crop_size
+        if usual.mode == "whole" and config.eval.crop_size is None:
+            height, width = max(height, LARGE_WINDOW_PX), max(width, LARGE_WINDOW_PX)
+        return cls(usual, replace(usual, mode="slide", crop_size=(height, width)))
+
+    def of(self, size: Size) -> InferenceSettings:
+        """The settings for an image of `size`, (height, width)."""
+        sides = view_size(size, self.usual.short_side_px, 1.0)
+        if sides[0] * sides[1] <= MAX_WHOLE_PIXELS:
+            return self.usual
+        # A narrow image is not padded up to LARGE_WINDOW_PX: the border would change the result.
+        height, width = (
+            min(window, max(crop, side))
+            for window, crop, side in zip(
+                self.large.crop_size, self.usual.crop_size, sides, strict=True
+            )
+        )
+        return replace(self.large, crop_size=(height, width))
+
+    def describe(self) -> str:
+        """Both on one line, for people."""
+        if self.usual == self.large:
+            return self.usual.describe()
+        windows = self.large.describe().partition(";")[0]
+        return f"{self.usual.describe()}; above {MAX_WHOLE_PIXELS / 1e6:.1f} megapixels {windows}"
+
+
+# More hardly help, and each image of a batch is decoded and kept.
+_MOST_VIEWS = 8
+
+# Of one image on a CPU, where neighbouring images share no batch.
+_MOST_VIEWS_CPU, _MOST_PIXELS_CPU = 4, 300_000
+
+# What one batch may take of the device's memory; weights and other programs need some too.
+_MEMORY_PART = 1 / 4
+
+# Bytes a pixel of a view: features in float32 (the recipes' models take up to 970 with 19 classes,
+# which `tests/test_batches.py` counts; kernels take more for themselves); and for each class the
+# logits, their probabilities, the same at the size of the label, and their sum over views.
+_FEATURES, _CLASS = 1536, 16
+
+
+class BatchLimits(NamedTuple):
+    """The sizes of batches.
+
+    num_images: neighbouring images whose views may share a batch.
+    num_views: the most views or windows in a batch. num_pixels: the most of all of them together.
+    """
+
+    num_images: int
+    num_views: int
+    num_pixels: float = math.inf
+
+    def of(self, size: Size) -> int:
+        """The most views of `size`, (height, width), in a batch; one always goes."""
+        return int(max(1, min(self.num_views, self.num_pixels // math.prod(size))))
+
+
+def batch_limits(
+    settings: InferenceSettings, device: torch.device, num_classes: int
+) -> BatchLimits:
+    """Those that `settings` ask for, or else what suits `device` and its memory."""
+    if settings.batch_size is not None:
+        return BatchLimits(settings.batch_size, settings.batch_size)
+    if device.type == "cpu":
+        return BatchLimits(1, _MOST_VIEWS_CPU, _MOST_PIXELS_CPU)
+    bytes_a_pixel = _FEATURES + _CLASS * num_classes
+    num_pixels = _MEMORY_PART * memory_bytes(device) // bytes_a_pixel
+    return BatchLimits(_MOST_VIEWS, _MOST_VIEWS, num_pixels)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from segtrain.models.normalize import Color, Normalize
+from segtrain.models.blocks import Color, Normalize
 
 # Example images are a random picture of this size, stretched, and some noise.
 _COARSE = (4, 6)

@@ -9,12 +9,31 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from segtrain.errors import UserError
+from segtrain.text import printable
 
 
 class NotRegularError(OSError):
     """A path leads to something that is not a regular file."""
+
+
+@contextmanager
+def os_errors_as(
+    kind: type[UserError], place: object = "", what: str = "cannot be read"
+) -> Iterator[None]:
+    """Raises an OSError inside as `kind`: `PLACE: cannot be read: permission denied`.
+
+    place: what is named if the error itself names no file.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise kind(f"{printable(place or error.filename)}: {what}: {reason}") from error
 
 
 def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:

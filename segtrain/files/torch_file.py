@@ -12,11 +12,16 @@ import warnings
 import zipfile
 from functools import partial
 from io import BufferedReader, BytesIO
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
+
+from segtrain.files import open_regular
 
 
 class DamagedError(Exception):
@@ -161,3 +166,16 @@ def _overlaps(value: Tensor) -> bool:
             return value.numel() > 0
         reach += stride * (size - 1)
     return False
+
+
+# What `read` raises for a file that cannot be read, besides pickle.UnpicklingError for one that may
+# hold code. KeyError: safetensors knows number types that torch does not.
+UNREADABLE = (DamagedError, safetensors.SafetensorError, OSError, KeyError)
+
+
+def read(path: Path) -> Any:
+    """The content of `path`, on the CPU; no code in it runs."""
+    if path.suffix == ".safetensors":
+        return safetensors.torch.load_file(path)
+    with open_regular(path) as file:
+        return load(file)

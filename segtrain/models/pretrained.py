@@ -5,7 +5,7 @@ classifier) or in an error that lists all keys without a place.
 """
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.files import torch_file, weights_file
+from segtrain.files import torch_file
 from segtrain.models import timm_backbone
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, first_of, printable
 
 _SUFFIXES = (".pth", ".pt", ".safetensors")
 # Where training programs put the weights beside other state (torchvision's and semseg's trainers).
@@ -25,7 +25,6 @@ _NESTED = ("state_dict", "model", "model_state")
 # The other parts of a segmentation model whose backbone has the prefix "backbone.".
 _HEADS = ("head.", "aux_head.", "classifier.", "aux_classifier.")
 _COUNTER = "num_batches_tracked"
-_SHOWN = 10
 
 State = dict[str, Tensor]
 
@@ -44,10 +43,10 @@ class PretrainedReport:
         """The lines for the start-up log."""
         lines = [f"pretrained  {self.source}  {self.loaded} tensors"]
         if self.ignored:
-            lines.append(f"pretrained  ignored, of other parts: {_listed(self.ignored)}")
+            lines.append(f"pretrained  ignored, of other parts: {first_of(self.ignored)}")
         if self.random:
             stems = "the file has a 7x7 stem and the model a deep one"
-            lines.append(f"pretrained  left random, {stems}: {_listed(self.random)}")
+            lines.append(f"pretrained  left random, {stems}: {first_of(self.random)}")
         if self.counters:
             lines.append(f"pretrained  {self.counters} batch counters not in the file, set to 0")
         return lines
@@ -99,8 +98,8 @@ def _fetch(name: str, spec: str, progress: bool) -> tuple[str, Any]:
             cache.parent.mkdir(parents=True, exist_ok=True)
             digest = torch.hub.HASH_REGEX.search(cache.name)
             torch.hub.download_url_to_file(weights.url, str(cache), digest and digest[1], progress)
-        return weights.url, weights_file.read(cache)
-    except (*weights_file.UNREADABLE, HTTPException, RuntimeError, pickle.UnpicklingError) as error:
+        return weights.url, torch_file.read(cache)
+    except (*torch_file.UNREADABLE, HTTPException, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"model.pretrained: {spec}: cannot load {weights.url}: {_problem(error)}; delete its "
             f"copy {cache}, or fetch it by hand and set model.pretrained to its path"
@@ -123,8 +122,8 @@ def _read(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"model.pretrained: {path}: no such file, or not a regular one")
     try:
-        return weights_file.read(path)
-    except (pickle.UnpicklingError, *weights_file.UNREADABLE) as error:
+        return torch_file.read(path)
+    except (pickle.UnpicklingError, *torch_file.UNREADABLE) as error:
         raise CheckpointError(f"model.pretrained: {path}: {_problem(error)}") from None
 
 
@@ -141,7 +140,7 @@ def _state_dict(content: Any, source: str) -> State:
     if foreign:
         raise CheckpointError(
             f"model.pretrained: {source}: expected plain tensors only, found other values under "
-            f"{_listed(foreign)}; save the state dict alone"
+            f"{first_of(foreign)}; save the state dict alone"
         )
     return dict(content)
 
@@ -196,19 +195,12 @@ def _refuse_misfits(
         "of another shape": shapes,
         "not finite": infinite,
     }
-    lines = [f"  {len(keys)} {kind}: {_listed(keys)}" for kind, keys in misfits.items() if keys]
+    lines = [f"  {len(keys)} {kind}: {first_of(keys)}" for kind, keys in misfits.items() if keys]
     if lines:
         raise CheckpointError(
             f"model.pretrained: {source} does not fit model.backbone and model.stem; expected the "
             f"layout of {library}'s model of that name:\n" + "\n".join(lines)
         )
-
-
-def _listed(keys: Iterable[str]) -> str:
-    """The first few keys and the number of the others."""
-    keys = list(keys)
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(printable(key, MAX_NAME) for key in keys[:_SHOWN]) + more
 
 
 def _problem(error: Exception) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import ModelConfig
-from segtrain.config.suggest import did_you_mean
+from segtrain.config.messages import did_you_mean
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import FeatureChannels, Features
 from segtrain.norm import NormFactory

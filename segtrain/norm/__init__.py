@@ -7,11 +7,11 @@ the modules, running.py updates the running statistics of many, composite.py all
 derivatives, partial.py shares statistics among some ranks, kinds.py makes what a config names.
 """
 
-from segtrain.norm.convert import convert
 from segtrain.norm.functional import sync_batch_norm
 from segtrain.norm.kinds import (
     FrozenBatchNorm2d,
     NormFactory,
+    convert,
     describe_norm,
     freeze_statistics,
     make_inference_norm,

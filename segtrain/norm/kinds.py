@@ -1,16 +1,18 @@
-"""The norm layers that a config can name."""
+"""The norm layers that a config can name, and their exchange in a finished module."""
 
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import NormConfig
+from segtrain.norm import sync
 from segtrain.norm.partial import PartialBatchNorm2d
-from segtrain.norm.sync import SyncBatchNorm2d
+from segtrain.norm.sync import Group, SyncBatchNorm, SyncBatchNorm2d, as_ranks
 
 NormFactory = Callable[[int], nn.Module]
 """Makes the norm layer for a number of channels; an argument of the models."""
@@ -88,3 +90,80 @@ def freeze_statistics(layer: _BatchNorm) -> FrozenBatchNorm2d:
 def _group_norm(num_groups: int, channels: int, *, eps: float) -> nn.GroupNorm:
     # 48 channels cannot be divided into 32 groups, but into gcd(32, 48) = 16.
     return nn.GroupNorm(math.gcd(num_groups, channels), channels, eps=eps)
+
+
+_TO_SYNC: dict[type[nn.Module], type[SyncBatchNorm]] = {
+    nn.BatchNorm1d: sync.SyncBatchNorm1d,
+    nn.BatchNorm2d: sync.SyncBatchNorm2d,
+    nn.BatchNorm3d: sync.SyncBatchNorm3d,
+}
+_TO_LOCAL: dict[type[nn.Module], type[nn.Module]] = {
+    **{shared: local for local, shared in _TO_SYNC.items()},
+    PartialBatchNorm2d: nn.BatchNorm2d,
+}
+_KNOWN = (*_TO_SYNC, *_TO_LOCAL)
+# Attributes that only the layers of this package have.
+_OWN = ("process_group", "on_one_value", "double_backward", "extent", "running", "_seen")
+
+
+def convert(
+    module: nn.Module, to: Literal["sync", "local"] = "sync", *, process_group: Group = None
+) -> nn.Module:
+    """Replaces the batch norm layers inside `module`, in place; returns `module`.
+
+    If `module` is itself a batch norm, returns its replacement. Parameters and buffers stay the
+    same tensors, so an optimizer made before stays valid. Training mode, hooks and layers that are
+    used in several places are kept. Converting twice changes nothing, and an error leaves the
+    module as it was.
+
+    Args:
+        to: "sync" replaces nn.BatchNorm1d, 2d and 3d by SyncBatchNorm1d, 2d and 3d; "local" back.
+        process_group: for "sync", as in SyncBatchNorm; layers that are synchronized get it too.
+
+    Raises:
+        TypeError: a layer is of a subclass; what the subclass adds would be lost.
+        ValueError: `to` is something else.
+    """
+    if to not in ("sync", "local"):
+        raise ValueError(f'expected "sync" or "local", got {to!r}')
+    for path, layer in module.named_modules():
+        _check(layer, to, path)
+    done: dict[nn.Module, nn.Module] = {}
+
+    def replace(layer: nn.Module) -> nn.Module:
+        if layer not in done:
+            done[layer] = _replacement(layer, to, process_group)
+            # named_children would skip a layer that its parent holds under a second name.
+            for name, child in layer._modules.items():
+                if child is not None:
+                    setattr(layer, name, replace(child))
+        return done[layer]
+
+    return replace(module)
+
+
+def _check(layer: nn.Module, to: str, path: str) -> None:
+    if not isinstance(layer, nn.modules.batchnorm._BatchNorm) or type(layer) in _KNOWN:
+        return
+    # A subclass of torch's layers is local already.
+    if to == "sync" or isinstance(layer, SyncBatchNorm):
+        raise TypeError(
+            f"{path or 'the module'} is a {type(layer).__name__}: only batch norm layers of 1, 2 "
+            "or 3 dimensions themselves can be converted, not what derives from them"
+        )
+
+
+def _replacement(layer: nn.Module, to: str, process_group: Group) -> nn.Module:
+    """What takes the place of `layer`: a new batch norm, or `layer` itself."""
+    kind = (_TO_SYNC if to == "sync" else _TO_LOCAL).get(type(layer))
+    if kind is None:
+        if to == "sync" and process_group is not None and type(layer) in _TO_LOCAL:
+            layer.process_group = as_ranks(process_group)
+        return layer
+    extra = {"process_group": process_group} if to == "sync" else {}
+    new = kind(layer.num_features, affine=False, track_running_stats=False, **extra)
+    # __dict__ holds everything of a module, hooks and tensors too. Attributes that only the new
+    # class has keep their values.
+    own = _OWN if to == "local" else ()
+    new.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in own})
+    return new

@@ -13,8 +13,14 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
 from segtrain.norm import running
-from segtrain.norm.composite import composite_batch_norm
-from segtrain.norm.functional import Moments, NormInput, sync_batch_norm, sync_batch_norms, unbiased
+from segtrain.norm.functional import (
+    Moments,
+    NormInput,
+    composite_batch_norm,
+    sync_batch_norm,
+    sync_batch_norms,
+    unbiased,
+)
 
 Group = ProcessGroup | Sequence[int] | Literal["node"] | None
 

@@ -1,8 +1,10 @@
-"""Lines for the console and for the log files of the run."""
+"""What a person sees: lines on the console and in the log files, and a progress bar."""
 
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -31,3 +33,80 @@ def log_only(line: str) -> None:
     """Writes to the log files."""
     for write in log_files:
         write(line)
+
+
+_PLAIN_EVERY_S = 10
+# The most important first: tqdm cuts the line at the right edge of the terminal.
+_LAYOUT = "{desc} {n_fmt}/{total_fmt} [{remaining}, {rate_fmt}]{postfix} |{bar}|"
+
+
+class ProgressBar:
+    """A bar on a terminal; otherwise a plain line every ten seconds and, optionally, at the end.
+
+    The log files get the plain lines in both cases.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        done: int,
+        what: str,
+        *,
+        enabled: bool,
+        unit: str = "step",
+        last_line: bool = True,
+    ) -> None:
+        self._say = log_only if sys.stderr.isatty() else say
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            desc=what,
+            unit=unit,
+            bar_format=_LAYOUT,
+            disable=not (enabled and sys.stderr.isatty()),
+            dynamic_ncols=True,
+            leave=False,
+        )
+        self._enabled, self._last_line = enabled, last_line
+        self._what, self._total, self._done = what, total, done
+        self._words: tuple[str, ...] = ()
+        self._plain_time = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def describe(self, *words: str) -> None:
+        """Sets the words shown after the count, the most important first."""
+        self._words = words
+        self._bar.set_postfix_str("  ".join(words), refresh=False)
+
+    def update(self, count: int = 1) -> None:
+        """Adds `count` to what is done."""
+        self._done += count
+        self._bar.update(count)
+        late = time.monotonic() - self._plain_time > _PLAIN_EVERY_S
+        last = self._last_line and self._done == self._total
+        if self._enabled and (late or last):
+            self._plain_time = time.monotonic()
+            self._say("  ".join([f"{self._what} {self._done}/{self._total}", *self._words]))
+
+
+def score_text(best: dict[str, Any] | None) -> str:
+    """Such as `best mIoU 0.7123 at step 4000`."""
+    if best is None:
+        return "not evaluated yet"
+    return f"best mIoU {best['mean_iou']:.4f} at step {best['step']}"
+
+
+def progress_words(values: Mapping[str, float], best: dict[str, Any] | None) -> list[str]:
+    """What a progress bar of a training shows; `values` are those of a StepMeter, by tag."""
+    digits, exponent = f"{values['train/lr']:.1e}".split("e")
+    return [
+        f"loss {values['train/loss']:.4f}",
+        *([] if best is None else [f"best mIoU {best['mean_iou']:.3f}"]),
+        f"lr {digits}e{int(exponent)}",
+        f"{values['images_per_s']:.1f} img/s",
+    ]

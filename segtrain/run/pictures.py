@@ -1,22 +1,94 @@
 """Labels and predictions as pictures for people: TensorBoard, `segtrain eval` and `predict`.
 
+OpenCV 5 has Latin, Greek, Cyrillic, Chinese, Japanese and Korean letters; for older versions there
+is Pillow's font, which has ASCII. A missing letter is never drawn as `?`: names would look alike.
+
 Every picture is an (H, W, 3) uint8 RGB array. Labels are (H, W) uint8 train ids or IGNORE_INDEX.
 """
 
 import io
 import math
+import os
+import unicodedata
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import cv2
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
-from segtrain.data.classes import ClassFile
-from segtrain.errors import ExecutionError
-from segtrain.files import check_replaceable, write_atomic
-from segtrain.run.lettering import class_labels, numbered_labels, text_mask, title_text
+from segtrain.data.read.classes import ClassFile
+from segtrain.errors import ConfigError, ExecutionError
+from segtrain.files import NotRegularError, check_replaceable, write_atomic
+from segtrain.text import MAX_NAME, printable
 from segtrain.types import IGNORE_INDEX, Batch
+
+# A little above regular (400), whose lines are thin at these sizes.
+_WEIGHT = 500
+# A noncharacter: every font draws its sign for a missing letter.
+_NO_LETTER = "\uffff"
+
+
+def text_mask(text: str, size_px: int) -> np.ndarray:
+    """One line of `text`: (height, width) uint8, 255 where there is ink.
+
+    The height depends on `size_px` only.
+    """
+    height, baseline = round(1.4 * size_px), round(1.05 * size_px)
+    if hasattr(cv2, "FontFace"):
+        font = cv2.FontFace("sans")
+        left, _, width, _ = cv2.getTextSize((0, 0), text, (0, 0), font, size_px, _WEIGHT)
+        mask = np.zeros((height, max(1, left + width + 1)), dtype=np.uint8)
+        cv2.putText(mask, text, (0, baseline), (255,), font, size_px, _WEIGHT)
+        return mask
+    font = ImageFont.load_default(size_px)
+    picture = Image.new("L", (max(1, round(font.getlength(text)) + 1), height))
+    ImageDraw.Draw(picture).text((0, baseline), text, fill=255, font=font, anchor="ls")
+    return np.array(picture)
+
+
+def class_labels(names: Sequence[str]) -> list[str]:
+    """A label for each class: its name, or `numbered_labels` if the font cannot tell them apart."""
+    drawn = [_drawable(printable(name, MAX_NAME)) for name in names]
+    return drawn if all(drawn) and len(set(drawn)) == len(drawn) else numbered_labels(names)
+
+
+def numbered_labels(names: Sequence[str]) -> list[str]:
+    """A label for each class: its position in the class file, from 0, and what can be drawn."""
+    drawn = [_drawable(printable(name, MAX_NAME)) for name in names]
+    return [f"{i} {text or '...'}" for i, text in enumerate(drawn)]
+
+
+def title_text(text: str) -> str:
+    r"""`text` with letters that the font lacks as their number, such as `\u0939`."""
+    text = printable(text, 2 * MAX_NAME)
+    return _drawable(text) or "".join(
+        c if _has_letter(c) else c.encode("unicode_escape").decode()
+        for c in unicodedata.normalize("NFC", text)
+    )
+
+
+def _drawable(text: str) -> str | None:
+    """`text` in letters of the font, without accents if necessary; None if there are none."""
+    composed = unicodedata.normalize("NFC", text)
+    decomposed = unicodedata.normalize("NFKD", text)
+    plain = "".join(c for c in decomposed if not unicodedata.combining(c))
+    return next((form for form in (composed, plain) if all(map(_has_letter, form))), None)
+
+
+@lru_cache(maxsize=4096)
+def _has_letter(letter: str) -> bool:
+    # The fonts do not draw from right to left, and a separate accent beside its letter.
+    right_to_left = unicodedata.bidirectional(letter) in ("R", "AL")
+    is_accent = unicodedata.category(letter).startswith("M")
+    if right_to_left or is_accent or not letter.isprintable():
+        return False
+    if letter.isascii():
+        return True
+    drawn = text_mask(letter, 16)
+    return bool(drawn.any()) and not np.array_equal(drawn, text_mask(_NO_LETTER, 16))
+
 
 Rgb = tuple[int, int, int]
 
@@ -241,3 +313,51 @@ def _text(
     x = place[0] - {"l": 0, "m": width // 2, "r": width}[anchor[0]]
     y = place[1] - {"t": 0, "m": height // 2, "b": height}[anchor[1]]
     draw.bitmap((x, y), Image.fromarray(mask), fill=fill)
+
+
+KINDS = LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
+_LEGEND = "legend.png"
+
+
+def file_names(names: Sequence[str]) -> list[str]:
+    """The paths, relative to the directory, of the predictions for images of these names."""
+    return [f"{kind}/{name}.png" for name in names for kind in KINDS]
+
+
+def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None:
+    """ConfigError if a directory cannot take the predictions, or already holds some of them."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {printable(output)}: is a file; expected a directory")
+    for path in (output / name for name in (_LEGEND, *file_names(names))):
+        try:
+            check_replaceable(path)
+        except NotRegularError as error:
+            raise ConfigError(f"--output {printable(path)}: {error.strerror}") from None
+        except OSError:
+            continue  # the folder cannot be read; writing will say so
+    there = [name for name in names if os.path.lexists(output / LABELS / f"{name}.png")]
+    if there and not overwrite:
+        first = printable(output / LABELS / f"{there[0]}.png")
+        repair = "choose another directory or pass --overwrite"
+        more = f", and {len(there) - 1} more" if there[1:] else ""
+        raise ConfigError(f"--output {first}: exists already{more}; {repair}")
+
+
+def write_legend(output: Path, classes: ClassFile) -> None:
+    """Writes the colour and name of each class."""
+    write_png(output / _LEGEND, legend(classes.names, classes.palette))
+
+
+def write_prediction(
+    output: Path, name: str, image: np.ndarray, pred: np.ndarray, classes: ClassFile
+) -> None:
+    """Writes the three pictures of `pred`, (H, W) uint8 train ids; ExecutionError if it cannot.
+
+    Label maps hold the raw ids of the class file: grey, with 16 bits if an id exceeds 255.
+    """
+    ids = np.array(classes.write_ids)
+    ids = ids.astype(np.uint8 if ids.max() <= 255 else np.uint16)  # a class file allows no more
+    colors = colorize(pred, classes.palette)
+    blended = overlay(image, pred, classes.palette)
+    for kind, picture in zip(KINDS, (ids[pred], colors, blended), strict=True):
+        write_png(output / kind / f"{name}.png", picture)

@@ -6,8 +6,7 @@ bus must not give its class away: its place and its surroundings tell the class.
 
 import numpy as np
 
-from segtrain.synthetic.canvas import Canvas, Rng
-from segtrain.synthetic.solids import BOX, CIRCLE, SQUARE, Block, facing, panels, spot
+from segtrain.synthetic.canvas import BOX, CIRCLE, SQUARE, Block, Canvas, Rng, facing, panels, spot
 
 # Label ids as Cityscapes defines them (cityscapesscripts/helpers/labels.py).
 ROAD, SIDEWALK, BUILDING, POLE, TRAFFIC_SIGN, VEGETATION = 7, 8, 11, 17, 20, 21

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.host_watch import HostWatch
+from segtrain.distributed.process_group import HostWatch
 from segtrain.norm import untracked
 from segtrain.training import sam
+from segtrain.training.measure import UPDATE, span
 from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
 from segtrain.training.passes import RankBatch, rank_batches, run_passes
 from segtrain.training.share_rules import watch
-from segtrain.training.spans import UPDATE, span
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch

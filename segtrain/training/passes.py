@@ -20,7 +20,7 @@ from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.partition import partition
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.norm import settle_statistics, tracked_together
-from segtrain.training.spans import BACKWARD, FORWARD, span
+from segtrain.training.measure import BACKWARD, FORWARD, span
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch, DropoutMasks

@@ -2,15 +2,17 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from segtrain.config import Config
+from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.shares import Shares
-from segtrain.models.normalize import Normalize
-from segtrain.models.precision import dtype_of
+from segtrain.errors import ConfigError
+from segtrain.models.blocks import Normalize
+from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import make_groups
 from segtrain.training import sam
 from segtrain.training.arithmetic import fingerprint
@@ -25,7 +27,71 @@ from segtrain.training.optim import (
     make_start,
 )
 from segtrain.training.share_rules import refuse_layers
-from segtrain.training.wrap import share_weights, wrap
+from segtrain.types import DropoutMasks
+
+
+class ModelWithLoss(nn.Module):
+    """A model and its loss: a rank's part of a batch in, its sums of the loss out.
+
+    Compiling both together lets torch fuse them and skip the logits at full size.
+    """
+
+    def __init__(self, model: nn.Module, criterion: SegLoss, train: TrainConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.criterion = criterion
+        self.autocast_dtype = autocast_dtype(train)
+
+    def forward(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        dropout: DropoutMasks,
+        partner_labels: Tensor | None = None,
+    ) -> Tensor:
+        """The sums for normalized images (N, 3, H, W) and int64 labels (N, H, W) (collective).
+
+        partner_labels: with MixUp, labels of the same kind; then the sums of both, (2, heads, ...).
+        """
+        with autocast(self.autocast_dtype, images.device):
+            logits = self.model(images, dropout)
+        sums = self.criterion(logits, labels)
+        if partner_labels is None:
+            return sums
+        return torch.stack([sums, self.criterion(logits, partner_labels)])
+
+
+def wrap(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
+    """`model` with `criterion` as one module, compiled if `train` says so.
+
+    The parameters stay those of `model`: checkpoints, averages and evaluation use it alone.
+    """
+    module = ModelWithLoss(model, criterion, train)
+    if not train.compile:
+        return module
+    # Only the passes of a step differ in size, and a graph with open sizes is slower.
+    return torch.compile(module, fullgraph=True, dynamic=False)
+
+
+def share_weights(model: nn.Module) -> None:
+    """Gives all ranks the weights and statistics of rank 0 (collective).
+
+    A machine with another file or version of torch may have drawn or loaded other values.
+
+    Raises:
+        ConfigError: the ranks have different models.
+    """
+    state = model.state_dict()
+    layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in state.items()]
+    first, *others = dist.all_gather_object(layout)
+    for rank, other in enumerate(others, start=1):
+        for expected, found in zip_longest(first, other, fillvalue="nothing"):
+            if found != expected:
+                raise ConfigError(
+                    f"the ranks have different models: {expected} on rank 0, {found} on rank "
+                    f"{rank}; start all ranks with the same config and version of segtrain"
+                )
+    dist.broadcast_from_rank0(state.values())
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from commands import DEMO, draw_scenes, segtrain, settings
 
 from segtrain.metrics import ConfusionMatrix
-from segtrain.run.prediction_files import LABELS
+from segtrain.run.pictures import LABELS
 
 pytestmark = pytest.mark.gpu(limit_s=180)
 

@@ -13,7 +13,7 @@ from stepping import NUM_CLASSES, config_of, random_batch
 
 from gpu.watching import LOCAL, SYNC, TINY, added_gib, contenders, one_rank
 from segtrain.models import build_model
-from segtrain.training.cost import matmul_peak, training_flops
+from segtrain.training.measure import matmul_peak, training_flops
 from segtrain.types import IGNORE_INDEX
 
 pytestmark = pytest.mark.gpu(limit_s=240)

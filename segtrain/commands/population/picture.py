@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from segtrain.commands.population.history import History
 from segtrain.errors import ExecutionError
-from segtrain.run.lettering import text_mask
+from segtrain.run.pictures import text_mask
 
 Rgb = tuple[int, int, int]
 SIZE = (960, 480)

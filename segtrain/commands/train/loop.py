@@ -1,27 +1,36 @@
-"""The steps of a run, and what happens between them: logging, evaluation, checkpoints."""
+"""`segtrain train` on one rank: set up, the steps and what happens between them, leave."""
 
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
+from pathlib import Path
+from signal import SIGUSR1, Signals
 
-from segtrain.commands.train import batches, saving
-from segtrain.commands.train.evaluation import evaluate
-from segtrain.commands.train.setup import Run
-from segtrain.data.loader import worker_failures
+import torch
+
+from segtrain.commands.train import batches, save
+from segtrain.commands.train.evaluate import evaluate
+from segtrain.commands.train.setup import Order, Run, set_up
+from segtrain.config import Config
+from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
-from segtrain.distributed import heartbeat
-from segtrain.distributed.exit_status import write_exit_status
+from segtrain.distributed import liveness, slurm
 from segtrain.distributed.launcher_folder import has_launcher
+from segtrain.distributed.liveness import write_exit_status
+from segtrain.distributed.machine import keep_freed_memory
+from segtrain.distributed.process_group import process_group
+from segtrain.distributed.signals import exit_code
+from segtrain.errors import EXIT_OK
+from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
-from segtrain.run.progress import ProgressBar, progress_words, score_text
+from segtrain.run.console import ProgressBar, progress_words, score_text
 from segtrain.run.receipts import read_receipts
 from segtrain.training.engine import train_steps
 from segtrain.training.hogwild import config_of_process
-from segtrain.training.meter import StepMeter
 from segtrain.training.optim import base_lr, learning_rate
-from segtrain.training.receipts import weights_lines
+from segtrain.training.receipts import StepMeter, weights_lines
 
 
 def train(run: Run) -> None:
@@ -36,7 +45,7 @@ def train(run: Run) -> None:
     if is_far_enough and not _has_cut_evaluation(run):
         run.log.lines([f"already at step {state.step}", _to_train_on(run), *_unused(run)])
         return
-    dist.run_on_rank0(lambda: run.checkpoints.check_space(saving.checkpoint_of(run)))
+    dist.run_on_rank0(lambda: run.checkpoints.check_space(save.checkpoint_of(run)))
     # From here on there is something to save.
     run.signal_flags.install()
     if has_launcher():
@@ -51,7 +60,7 @@ def train(run: Run) -> None:
             _train_steps(run)
     # The step of an evaluation that was left is saved already.
     if not _has_cut_evaluation(run):
-        saving.save(run)  # before the last evaluation, which may be long
+        save.save(run)  # before the last evaluation, which may be long
     if run.step_sync.stopped:
         return
     if state.step < config.train.steps and not run.step_sync.ended:
@@ -60,7 +69,7 @@ def train(run: Run) -> None:
     if run.evaluated < state.step:
         if not evaluate(run):
             return
-        saving.save(run)
+        save.save(run)
     if run.receipts is not None:
         run.log.lines(weights_lines(state))
     options, first = run_directory.flat(config), run_directory.MAIN_OPTIONS
@@ -128,7 +137,7 @@ def _train_steps(run: Run) -> None:
     # Receipts of another config are not of the same mean.
     if run.receipts is not None and dist.is_main() and not run.changes:
         _count_unlogged(run, meter)
-    heartbeat.beat("training", state.step)
+    liveness.beat("training", state.step)
     if hogwild:
         dist.barrier()  # rank 0 may still write the weights that were evaluated last
     with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
@@ -143,7 +152,7 @@ def _train_steps(run: Run) -> None:
             if not hogwild or meeting.has_begun(result.step, due=_all_meet(run)):
                 with _not_timed(meter):
                     _keep_cadences(run)
-            heartbeat.beat("training", state.step)
+            liveness.beat("training", state.step)
         if run.step_sync.ended and meter.num_steps:
             _log_means(run, meter, bar)
 
@@ -152,7 +161,7 @@ def _log_means(run: Run, meter: StepMeter, bar: ProgressBar) -> None:
     """Logs the means over the steps since the last call."""
     values = meter.read()
     run.log.scalars(run.state.step, values)
-    saving.flush_receipts(run)
+    save.flush_receipts(run)
     bar.describe(*progress_words(values, run.best))
 
 
@@ -179,13 +188,13 @@ def _keep_cadences(run: Run) -> None:
     keep_due = _is_due(checkpoint.keep_every_steps, run)
     if evaluation_due:
         # Save first: an evaluation may take longer than a scheduler waits before it kills the run.
-        saving.save(run)
+        save.save(run)
         if not run.step_sync.stopped:
             evaluate(run)
     save_due = keep_due or evaluation_due or _is_due(checkpoint.every_steps, run)
     # After an evaluation that was left, the resumption comes here again.
     if (save_due or save_requested) and not _has_cut_evaluation(run):
-        saving.save(run, keep=keep_due)
+        save.save(run, keep=keep_due)
     if save_requested:
         run.log.lines([f"saved step {run.state.step}, as SIGUSR1 asked for"])
     if evaluation_due:
@@ -215,3 +224,46 @@ def _not_timed(meter: StepMeter) -> Iterator[None]:
     began = time.perf_counter()
     yield
     meter.skip(time.perf_counter() - began)
+
+
+def run(
+    config: Config,
+    directory: Path,
+    *,
+    device: torch.device,
+    resume: bool,
+    accept_changes: bool = False,
+    requeue: bool = False,
+    until: int | None = None,
+) -> int:
+    """Trains `config` into `directory` and returns the exit code (collective).
+
+    Args:
+        resume: go on with the run in `directory` if it has saved a checkpoint. One rank may ask for
+            all: of several machines, only one that was started anew knows that this is a restart.
+        accept_changes: go on even if it was started with another config or other data.
+        requeue: on SIGUSR1 save, requeue the SLURM job and stop; otherwise only save.
+        until: save after this step, at most train.steps, and stop.
+    """
+    if device.type == "cpu":
+        keep_freed_memory()
+    liveness.beat("setup", 0)
+    group = process_group(device, timeout_s=config.train.timeout_s)
+    with group, float32_products(config.train), ExitStack() as stack:
+        resume = any(dist.all_gather_object(resume))
+        order = Order(config, directory, device, resume, accept_changes, requeue, until)
+        this = set_up(order, stack)
+        with this.log:
+            train(this)
+            return _leave(this) if this.step_sync.stopped else EXIT_OK
+
+
+def _leave(run: Run) -> int:
+    """The exit code after a signal, which may have reached one rank only (collective)."""
+    numbers = dist.all_gather_object(run.signal_flags.signal)
+    number = next(number for number in numbers if number is not None)
+    where = f"after step {run.state.step}, which is saved"
+    run.log.lines([f"stopped by {Signals(number).name} {where}; go on with --resume"])
+    if number == SIGUSR1:
+        dist.run_on_rank0(slurm.requeue)
+    return exit_code(number)

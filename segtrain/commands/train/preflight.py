@@ -10,14 +10,14 @@ from torch import nn
 from segtrain import __version__
 from segtrain.config import Config, TrainConfig
 from segtrain.data.check.quick import quick_check
-from segtrain.data.dataset import SegDataset
-from segtrain.data.loader import (
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.sample.loader import (
     bytes_in_flight,
     first_workers,
     images_of_pass,
     indices_of_rank,
 )
-from segtrain.data.photometric import check_extra
+from segtrain.data.sample.photometric import check_extra
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import (
     SHARED_MEMORY,

@@ -10,26 +10,22 @@ from typing import Any
 
 import torch
 
-from segtrain.checkpoint.experiment import parse_experiment
-from segtrain.checkpoint.format import load
-from segtrain.checkpoint.manager import CheckpointManager
-from segtrain.checkpoint.recovery import restore_config
+from segtrain.checkpoint.format import load, parse_experiment
+from segtrain.checkpoint.manager import CheckpointManager, restore_config
 from segtrain.checkpoint.same_data import Resumed, RunData
-from segtrain.commands.train.class_uniform import (
-    centroid_changes,
-    class_uniform_lines,
-    class_uniform_sampling,
-)
-from segtrain.commands.train.ending import Ending, check_fields
-from segtrain.commands.train.meeting import Meeting
 from segtrain.commands.train.preflight import (
     hogwild_line,
     learning_rate_lines,
     start_lines,
 )
 from segtrain.commands.train.stages import (
+    Ending,
     Training,
     build_state,
+    centroid_changes,
+    check_fields,
+    class_uniform_lines,
+    class_uniform_sampling,
     computes_otherwise,
     make_repeatable,
     open_data,
@@ -37,17 +33,17 @@ from segtrain.commands.train.stages import (
     unequal_ranks,
 )
 from segtrain.config import Config, config_to_yaml
-from segtrain.data.centroids import Centroids
-from segtrain.data.dataset import SegDataset
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.sample.centroids import Centroids
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
 from segtrain.errors import CheckpointError
 from segtrain.models.precision import for_evaluation, precision_warnings
 from segtrain.run import directory as run_directory
-from segtrain.run.claim import Claim
+from segtrain.run.directory import Claim
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
-from segtrain.training.hogwild import share_model
+from segtrain.training.hogwild import Meeting, share_model
 from segtrain.training.receipts import ReceiptMeter
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync

@@ -1,31 +1,41 @@
-"""What a run and its replay have in common: data, model and optimizer, up to the next step."""
+"""What a run and its replay have in common: data, model and optimizer, up to the next step.
 
+Both leave the run as a normal end does: evaluated, saved, exit code 0. The learning rate is that of
+the step where the run ends: its schedule follows train.steps alone, since a schedule that followed
+the clock would train other weights on another machine, or after an interruption.
+"""
+
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from segtrain import seed
-from segtrain.checkpoint.experiment import parse_experiment
-from segtrain.checkpoint.format import Checkpoint
-from segtrain.checkpoint.initial import load_initial
+from segtrain.checkpoint.format import Checkpoint, parse_experiment
+from segtrain.checkpoint.loading import load_initial
+from segtrain.checkpoint.restore import check_changes, loaded_names, restore
 from segtrain.checkpoint.same_data import Resumed
-from segtrain.checkpoint.training_state import check_changes, loaded_names, restore
 from segtrain.commands.train.preflight import check_experiment
-from segtrain.config import Config
+from segtrain.config import Config, TrainConfig
 from segtrain.data import open_dataset
-from segtrain.data.class_uniform import ClassUniform
-from segtrain.data.classes import ignoring_as
-from segtrain.data.dataset import SegDataset
-from segtrain.data.mixing import Mixing
-from segtrain.data.stream import TrainStream
-from segtrain.data.transforms import TrainTransform
+from segtrain.data.read.classes import ClassFile, ignoring_as
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.sample.centroids import Centroids, measure_centroids
+from segtrain.data.sample.stream import ClassUniform, Mixing, TrainStream
+from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
-from segtrain.errors import ConfigError
+from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import SegModel, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
 from segtrain.norm import make_norm
+from segtrain.run import directory as run_directory
+from segtrain.run.console import say
+from segtrain.text import printable
 from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
 from segtrain.training.receipts import ReceiptMeter
 from segtrain.training.state import TrainState, make_state
@@ -213,3 +223,150 @@ def train_stream(this: Training) -> TrainStream:
         class_uniform=this.class_uniform,
         mixing=Mixing(config.augment.mixup_alpha, config.augment.class_mix_prob),
     )
+
+
+def class_uniform_sampling(
+    config: Config,
+    train_set: SegDataset,
+    directory: Path,
+    device: torch.device,
+    *,
+    keep: Callable[[Centroids], bool],
+) -> ClassUniform | None:
+    """What `data.class_uniform` asks for; None without it. Says what it does (collective).
+
+    directory: of the run, which keeps the centroids; keep: whether these may be written there.
+
+    Raises:
+        DataError: a label cannot be read, or none shows a class.
+    """
+    data = config.data
+    if not data.class_uniform:
+        return None
+    if dist.is_main():
+        say(f"looking for the classes in {len(train_set)} labels (data.class_uniform)")
+    path = directory / run_directory.CENTROIDS
+    centroids = measure_centroids(
+        train_set, data.class_uniform_tile_px, path, device=device, keep=keep
+    )
+    return ClassUniform(centroids, fraction=data.class_uniform, steps=data.class_uniform_steps)
+
+
+def class_uniform_lines(sampling: ClassUniform, classes: ClassFile) -> list[str]:
+    """Lines for the log: how many centroids there are, and which classes have none."""
+    by_class = sampling.centroids.by_class
+    numbers = [len(rows) for rows in by_class.values()]
+    until = "" if sampling.steps is None else f" up to step {sampling.steps}"
+    lines = [
+        f"sampling   {100 * sampling.fraction:g}% class-uniform{until}: {len(numbers)} classes "
+        f"with {min(numbers):,} to {max(numbers):,} centroids each, {sum(numbers):,} in all"
+    ]
+    absent = [name for i, name in enumerate(classes.names) if i not in by_class]
+    if absent:
+        lines.append(
+            "warning: data.class_uniform: no training label shows "
+            f"{printable(', '.join(absent))}: such a class is left out"
+        )
+    return lines
+
+
+def centroid_changes(
+    sampling: ClassUniform | None, resumed: Resumed | None, *, accept_changes: bool
+) -> list[str]:
+    """How the centroids differ from those of the checkpoint, for the log.
+
+    Raises:
+        ConfigError: they do, and `accept_changes` is not set.
+    """
+    before = None if resumed is None else resumed.checkpoint.centroids
+    if sampling is None or before in (None, sampling.centroids.sha256()):
+        return []
+    what = "the centroids of the classes (data.class_uniform) are not those of the checkpoint"
+    if not accept_changes:
+        raise ConfigError(
+            f"{resumed.path}: {what}: a label, the class file or data.class_uniform_tile_px has "
+            "changed, or another version of segtrain measures them otherwise; give the run what it "
+            "was started with, start a new run by --output, or, if the change is meant, add "
+            "--accept-changes"
+        )
+    return [f"changed    {what}"]
+
+
+class Ending:
+    """Counts hours, and evaluations without a better mIoU, over all resumptions of a run.
+
+    The hours are those of rank 0, which asks all ranks to end (`StepSync`): of training,
+    evaluations and checkpoints, not of starting nor between interruptions. The evaluations are
+    counted alike on all ranks, which have the same scores.
+
+    saved: `fields` of a checkpoint; None: nothing was counted yet.
+    clock: seconds, never running backwards.
+    """
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        saved: dict[str, Any] | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_hours, self._patience = train.max_hours, train.patience
+        self._hours_before = 0.0 if saved is None else saved["hours"]
+        self.evaluations = 0 if saved is None else saved["evaluations"]
+        self._clock = clock
+        self._began: float | None = None
+
+    def start(self) -> None:
+        """Starts the clock."""
+        self._began = self._clock()
+
+    @property
+    def hours(self) -> float:
+        """Used so far, before the last interruption and since."""
+        if self._began is None:
+            return self._hours_before
+        return self._hours_before + (self._clock() - self._began) / 3600
+
+    def count(self, *, better: bool) -> None:
+        """Takes in an evaluation."""
+        self.evaluations = 0 if better else self.evaluations + 1
+
+    def is_out_of_time(self) -> bool:
+        """Whether train.max_hours are used up."""
+        return self._max_hours is not None and self.hours >= self._max_hours
+
+    def is_out_of_patience(self) -> bool:
+        """Whether train.patience evaluations in a row brought no better score."""
+        return self._patience is not None and self.evaluations >= self._patience
+
+    def reason(self) -> str:
+        """Why the run ends early, in words; empty if it does not."""
+        if self.is_out_of_patience():
+            return f"no better mIoU in {self.evaluations} evaluations (train.patience)"
+        if self.is_out_of_time():
+            return f"{self._max_hours:g} hours of training are used up (train.max_hours)"
+        return ""
+
+    @property
+    def key(self) -> str:
+        """The option that ended the run, given that it ended early."""
+        return "train.patience" if self.is_out_of_patience() else "train.max_hours"
+
+    def fields(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"hours": self.hours, "evaluations": self.evaluations}
+
+
+def check_fields(saved: dict[str, Any] | None, path: Path) -> dict[str, Any] | None:
+    """`saved` as it came from a checkpoint; CheckpointError if it is damaged."""
+    if saved is None:
+        return None
+    hours, evaluations = saved.get("hours"), saved.get("evaluations")
+    if not (
+        (type(hours), type(evaluations)) == (float, int)
+        and math.isfinite(hours)
+        and hours >= 0
+        and 0 <= evaluations < 2**53
+    ):
+        raise CheckpointError(f"{path}: damaged: the hours or evaluations of the run make no sense")
+    return {"hours": hours, "evaluations": evaluations}

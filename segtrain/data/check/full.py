@@ -5,16 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from segtrain.config import Config, DataConfig
-from segtrain.config.options import takes_class_weights
+from segtrain.config.loss import takes_class_weights
 from segtrain.data.check import issues as find
-from segtrain.data.check.packed import header_problems
-from segtrain.data.check.result import CheckResult, Issue
-from segtrain.data.check.scan import num_processes, scan_split
-from segtrain.data.class_file import load_class_file
-from segtrain.data.classes import ClassFile, read_by
-from segtrain.data.dataset import SegDataset
-from segtrain.data.layouts import scan_layout
+from segtrain.data.check.issues import CheckResult, Issue
+from segtrain.data.check.scan import header_problems, num_processes, scan_split
 from segtrain.data.pack.opening import open_packed
+from segtrain.data.read.classes import ClassFile, load_class_file, read_by
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.read.layouts import scan_layout
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 

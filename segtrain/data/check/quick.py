@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from segtrain.data.check.faint import check_brightness, spread
+from segtrain.data.check.dark_images import check_brightness, spread
 from segtrain.data.check.issues import ONE_SPLIT
-from segtrain.data.check.palettes import Palette, class_problem, moved_colors, used_palette
-from segtrain.data.check.scan import BadFile, by_reason
-from segtrain.data.dataset import SegDataset, size_problem
-from segtrain.data.decode import (
+from segtrain.data.check.scan import (
+    BadFile,
+    Palette,
+    by_reason,
+    class_problem,
+    moved_colors,
+    used_palette,
+)
+from segtrain.data.read.dataset import SegDataset, size_problem
+from segtrain.data.read.decode import (
     decode_palette,
     decode_raw_label,
     label_mode_problem,
@@ -22,9 +28,8 @@ from segtrain.data.decode import (
     read_label,
     read_raw_label,
 )
-from segtrain.data.labels import count_ids
-from segtrain.data.layouts import Pair, first_lines
-from segtrain.data.suggest import looks_like_train_ids, single_class, train_ids
+from segtrain.data.read.labels import count_ids, looks_like_train_ids, single_class, train_ids
+from segtrain.data.read.layouts import Pair, first_lines
 from segtrain.errors import DataError
 from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX

@@ -1,38 +1,118 @@
-"""One split, read completely: every pair is decoded once, in processes, and the counts added up."""
+"""One split, read completely: each pair is decoded once, in processes, from files or a pack.
+
+segtrain reads the indices, never the colours. If a tool reduced RGB labels to a palette file by
+file, the colours are right, but each file has other indices. No step fails, and training learns
+noise.
+"""
 
 import hashlib
-import sys
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-from segtrain.data import decode, labels
-from segtrain.data.brightness import Brightness, brightness
-from segtrain.data.check.palettes import Palette, used_palette
-from segtrain.data.classes import ClassFile, Color, read_by
-from segtrain.data.dataset import SegDataset, size_problem
-from segtrain.data.listing import Pair
-from segtrain.data.pack.reader import PackedDataset
+from segtrain.data.check.dark_images import Brightness, brightness
+from segtrain.data.pack.manifest import PackedImage, header_of, read_pack
+from segtrain.data.pack.opening import has_content
+from segtrain.data.pack.reader import PackedDataset, Shards, split_rows
+from segtrain.data.read import decode, labels
+from segtrain.data.read.classes import ClassFile, Color, read_by
+from segtrain.data.read.concurrent import with_progress
+from segtrain.data.read.dataset import SegDataset, size_problem
+from segtrain.data.read.find import Pair
 from segtrain.distributed.machine import num_cores
 from segtrain.errors import DataError, ExecutionError
-from segtrain.text import printable
+from segtrain.text import MAX_NAME, printable
 
-T = TypeVar("T")
+# The colour of each index that occurs in a label.
+Palette = Mapping[int, Color]
+_REPAIR = "if the colours are right and the indices are not, set data.label_format: colors"
+# Different palettes to compare each label with.
+_MAX_COMPARED = 64
+_MAX_SHOWN = 3
+
+
+def used_palette(colors: list[Color], values: Iterable[int]) -> dict[int, Color]:
+    """The colours of those `values` that the palette `colors` of a label names.
+
+    Empty for a grey ramp, where each colour only repeats its index.
+    """
+    if all(color == (i, i, i) for i, color in enumerate(colors)):
+        return {}
+    return {i: colors[i] for i in sorted(values) if i < len(colors)}
+
+
+def class_problem(palette: Palette, classes: ClassFile) -> str:
+    """Which indices have the `color` that the class file gives another class; empty if none."""
+    owner = {classes.palette[i]: i for i in classes.given_colors}
+    wrong = []
+    for index, color in palette.items():
+        meant = owner.get(color)
+        read = classes.train_id_of.get(index)
+        if meant is not None and read is not None and read != meant:
+            is_class = read < classes.num_classes
+            name = f"'{printable(classes.names[read], MAX_NAME)}'" if is_class else "ignored"
+            other = printable(classes.names[meant], MAX_NAME)
+            wrong.append(f"index {index} is {name}, but has the color {list(color)} of '{other}'")
+    if not wrong:
+        return ""
+    more = f"; and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
+    return (
+        f"the palette contradicts class file {classes.name}: {'; '.join(wrong[:_MAX_SHOWN])}{more};"
+        f" {_REPAIR}; if the indices are right, correct `color` in the class file"
+    )
+
+
+def moved_colors(labels: Mapping[str, Palette]) -> tuple[str, bool]:
+    """Names two labels with one colour at different indices, and whether all colours are equal.
+
+    Empty if there are none: palettes that only have different colours are no mistake.
+    """
+    found = ""
+    compared: dict[tuple[tuple[int, Color], ...], str] = {}
+    common: dict[int, Color] = {}
+    for name, palette in labels.items():
+        # Most labels agree with all before them, and need no comparison with each palette.
+        agrees = all(common.setdefault(i, color) == color for i, color in palette.items())
+        for items, other in islice(compared.items(), 0 if agrees else _MAX_COMPARED):
+            before = dict(items)
+            moved = _moved(before, palette)
+            if moved is None:
+                continue
+            i, j = moved
+            text = (
+                f"labels have the same colours at different indices: {list(before[i])} is {i} in "
+                f"{printable(other)} and {j} in {printable(name)}, and ids are the indices; were "
+                f"the palettes made file by file? {_REPAIR}"
+            )
+            if set(before.values()) == set(palette.values()):
+                return text, True
+            found = found or text
+        compared.setdefault(tuple(palette.items()), name)
+    return found, False
+
+
+def _moved(before: Palette, now: Palette) -> tuple[int, int] | None:
+    """An index of `before` that has another colour in `now`, and where its colour is in `now`."""
+    index = {color: i for i, color in now.items()}
+    for i, color in before.items():
+        if i in now and now[i] != color and color in index:
+            return i, index[color]
+    return None
+
+
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
 _CHUNK = 8
 # Each process needs enough pairs to pay for its start.
 _PAIRS_PER_PROCESS = 128
-_PLAIN_PROGRESS_S = 15
 
 
 class BadFile(NamedTuple):
@@ -163,12 +243,8 @@ def _work(
 ) -> tuple[Callable[[Any], SplitScan], Sequence[Any]]:
     """A function, and what to call it with for each pair."""
     if isinstance(dataset, PackedDataset):
-        from segtrain.data.check import packed  # which imports this module
-
-        work = partial(
-            packed.scan_packed, num_classes=dataset.classes.num_classes, count_rgb=count_rgb
-        )
-        return work, packed.packed_pairs(dataset, compare=compare)
+        work = partial(scan_packed, num_classes=dataset.classes.num_classes, count_rgb=count_rgb)
+        return work, packed_pairs(dataset, compare=compare)
     settings = {"classes": dataset.classes, "label_format": dataset.label_format}
     return partial(_scan_pair, **settings, count_rgb=count_rgb), dataset.pairs
 
@@ -231,14 +307,84 @@ def _scan_label(scan: SplitScan, pair: Pair, classes: ClassFile, label_format: s
             scan.size_problems = [problem]
 
 
-def with_progress(results: Iterable[T], num_pairs: int, what: str) -> Iterator[T]:
-    """`results` of pairs, with a progress bar on a terminal, or else a line every 15 s."""
-    if sys.stderr.isatty():
-        yield from tqdm(results, desc=printable(what), total=num_pairs, unit="pair", leave=False)
-        return
-    last = time.monotonic()
-    for done, result in enumerate(results, start=1):
-        if time.monotonic() - last > _PLAIN_PROGRESS_S:
-            sys.stderr.write(f"{printable(what)}: {done} of {num_pairs} pairs\n")
-            last = time.monotonic()
-        yield result
+class PackedPair(NamedTuple):
+    """An image of a pack. shards: that hold it. compared: whether its files are hashed, too."""
+
+    image: PackedImage
+    pair: Pair
+    shards: Shards
+    compared: bool
+
+
+def packed_pairs(dataset: PackedDataset, *, compare: bool) -> list[PackedPair]:
+    """All images of `dataset`. compare: also hash the files that it was made from."""
+    # A record of its own for each, because all of them travel to other processes.
+    shards, compared = dataset.shards, compare and dataset.source_is_there
+    return [
+        PackedPair(
+            replace(image, shard=0),
+            pair,
+            Shards(shards.directory, [shards.shards[image.shard]]),
+            compared,
+        )
+        for image, pair in zip(dataset.images, dataset.pairs, strict=True)
+    ]
+
+
+def scan_packed(item: PackedPair, num_classes: int, count_rgb: bool) -> SplitScan:
+    """What one image and its label hold."""
+    scan = SplitScan("", 1, num_classes)
+    packed, pair, shards, compared = item
+    try:
+        shards.check(packed, num_classes)
+    except DataError as error:
+        scan.bad_files.append(BadFile.of(shards.path(packed), error))
+        return scan
+    finally:
+        if compared:
+            _compare(scan, item)
+    image, label = split_rows(shards.rows(packed))
+    scan.digests[bytes.fromhex(packed.image.sha256)] = [pair.name]
+    scan.sizes[label.shape] = 1
+    if packed.orientation != 1:
+        scan.turned = [pair.name]
+    scan.brightness = [brightness(image, packed.depth, pair.name)]
+    if count_rgb:
+        scan.rgb[:] = [np.bincount(image[..., c].ravel(), minlength=256) for c in range(3)]
+    scan.pixels += np.bincount(label.ravel(), minlength=256)[:num_classes]
+    num_valid = int(scan.pixels.sum())
+    scan.images[:] = scan.pixels > 0
+    scan.pixels_beside[:] = scan.images * num_valid
+    scan.ignored_pixels = label.size - num_valid
+    if not num_valid:
+        scan.all_ignored = [pair.name]
+    return scan
+
+
+def header_problems(directory: Path) -> list[str]:
+    """The shards of a pack whose first bytes, which other programs read, are not what they were.
+
+    Raises:
+        DataError: there is no whole pack.
+    """
+    pack = read_pack(directory)
+    problems = []
+    for i, shard in enumerate(pack.shards):
+        expected = header_of(pack, i)
+        with (directory / shard.name).open("rb") as file:
+            if file.read(len(expected)) != expected:
+                problems.append(f"{printable(directory / shard.name)}: damaged header")
+    return problems
+
+
+def _compare(scan: SplitScan, item: PackedPair) -> None:
+    """Notes files that do not have the bytes that were packed."""
+    for path, file in ((item.pair.image, item.image.image), (item.pair.label, item.image.label)):
+        try:
+            if has_content(path, file):
+                continue
+        except DataError as error:
+            scan.bad_files.append(BadFile.of(path, error))
+            continue
+        reason = "changed since it was packed; delete the pack and make it again"
+        scan.bad_files.append(BadFile(printable(path), reason))

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from segtrain.data.dataset import HashedLabel, SegDataset
 from segtrain.data.pack.manifest import PackedImage, Shard, shard_problem
+from segtrain.data.read.dataset import HashedLabel, SegDataset
 from segtrain.errors import DataError
 from segtrain.files import open_regular
 from segtrain.text import printable

@@ -31,8 +31,7 @@ from segtrain.training.losses.dice import Dice
 from segtrain.training.losses.focal import Focal
 from segtrain.training.losses.lovasz import LovaszBatch, LovaszImages
 from segtrain.training.losses.ohem import OHEM
-from segtrain.training.losses.table import LOSSES
-from segtrain.training.losses.total import SegLoss
+from segtrain.training.losses.total import LOSSES, SegLoss
 
 __all__ = [
     "LOSSES",

@@ -1,6 +1,7 @@
 """The training loss of a config: a weighted sum of losses, for the head and the auxiliary head."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +9,23 @@ from torch import Tensor
 
 from segtrain.config import LossConfig
 from segtrain.training.losses.base import Loss, LossOptions, pixel_weights
-from segtrain.training.losses.table import LOSSES
+from segtrain.training.losses.boundary import BoundaryRelaxation
+from segtrain.training.losses.cross_entropy import CrossEntropy
+from segtrain.training.losses.dice import Dice
+from segtrain.training.losses.focal import Focal
+from segtrain.training.losses.lovasz import lovasz
+from segtrain.training.losses.ohem import OHEM
 from segtrain.types import SegLogits
+
+LOSSES: dict[str, Callable[[LossOptions], Loss]] = {
+    "cross_entropy": CrossEntropy,
+    "ohem": OHEM,
+    "dice": Dice,
+    "focal": Focal,
+    "lovasz": lovasz,
+    "boundary_relaxation": BoundaryRelaxation,
+}
+"""`loss.kind`: what is called with `LossOptions`."""
 
 
 class WeightedSum:

@@ -5,11 +5,15 @@ optimizer.py makes the optimizer, start.py keeps what an update needs of the wei
 started from, average.py averages weights.
 """
 
-from segtrain.training.optim.average import WeightAverage
+from segtrain.training.optim.initial_weights import Start, make_start
 from segtrain.training.optim.layers import freeze_layers, parameter_groups
-from segtrain.training.optim.optimizer import build_optimizer, set_learning_rate, set_momentum
+from segtrain.training.optim.optimizer import (
+    WeightAverage,
+    build_optimizer,
+    set_learning_rate,
+    set_momentum,
+)
 from segtrain.training.optim.schedule import base_lr, learning_rate, momentum, one_cycle, poly
-from segtrain.training.optim.start import Start, make_start
 
 __all__ = [
     "Start",

@@ -1,0 +1,158 @@
+"""The evaluation of a run: scores, pictures, and whether the model is the best so far."""
+
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from math import isnan
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from segtrain.commands.train import batches, save
+from segtrain.commands.train.setup import Run
+from segtrain.commands.train.stages import Training
+from segtrain.data.sample.loader import num_loader_workers
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import liveness
+from segtrain.distributed.partition import partition
+from segtrain.evaluation.dataset import Prediction, StoppedError, evaluate_dataset
+from segtrain.evaluation.settings import InferenceSettings
+from segtrain.metrics import ConfusionMatrix
+from segtrain.models.blocks import Normalize
+from segtrain.models.precision import (
+    autocast,
+    autocast_dtype,
+    dtype_of,
+    float32_products,
+    for_evaluation,
+)
+from segtrain.norm.precise import precise_statistics_of_parts
+from segtrain.run.console import score_text
+from segtrain.run.pictures import confusion_picture, panel, spread, to_png
+from segtrain.training.step_sync import LateVote
+
+
+def evaluate(run: Run) -> bool:
+    """Scores the model on the evaluation split, logs it, and saves it if it is the best so far.
+
+    Asks the run to end if none was better for train.patience evaluations. A signal to stop ends the
+    evaluation at once: then it has told and counted nothing, the run stops, and its resumption
+    evaluates again. Returns whether the evaluation came to its end. Collective.
+    """
+    save.settle(run)
+    config, step, classes, log = run.config, run.state.step, run.eval_set.classes, run.log
+    liveness.beat("evaluation", step)
+    pictures: dict[int, str] = {}
+    try:
+        matrix = _confusion_matrix(run, pictures)
+    except StoppedError:
+        run.step_sync.ask(stop=True)
+        log.lines([f"the evaluation after step {step} was stopped; --resume repeats it"])
+        return False
+    scores = matrix.scores()
+    run.evaluated, run.mean_iou = step, scores.mean_iou
+    log.scalars(step, scores.scalars(classes.names))
+    confusion = confusion_picture(matrix.counts.cpu().numpy(), classes.names)
+    log.picture(step, "eval/confusion", confusion)
+    _show(run, pictures)
+    better = is_better(scores.mean_iou, run.best)
+    # That of an early end would not have been, had training gone on.
+    if step % (config.eval.every_steps or config.train.steps) == 0:
+        run.ending.count(better=better)
+    if run.ending.is_out_of_patience():
+        run.step_sync.end()
+    if better:
+        run.best = {"step": step, "mean_iou": scores.mean_iou}
+        if dist.is_main():
+            run.checkpoints.save_best(save.checkpoint_of(run))
+    precision = "" if config.eval.precision is None else f" ({config.eval.precision})"
+    log.lines([f"step {step}  mIoU {scores.mean_iou:.4f}{precision}  {score_text(run.best)}"])
+    return True
+
+
+def _confusion_matrix(run: Run, pictures: dict[int, str]) -> ConfusionMatrix:
+    """That of the evaluation split; adds the pictures to show (collective).
+
+    Raises:
+        StoppedError: a rank was asked to stop.
+    """
+    config, asked = run.config, run.signal_flags.stop_requested
+    if config.norm.precise_batches is not None:
+        take_precise_statistics(run, config.norm.precise_batches, stop=asked)
+    with float32_products(for_evaluation(config)):
+        return evaluate_dataset(
+            run.state.eval_model,
+            run.eval_set,
+            InferenceSettings.from_config(config),
+            device=run.device,
+            num_classes=run.eval_set.classes.num_classes,
+            progress=True,
+            num_threads=max(1, num_loader_workers(config.data)),
+            at_once=1 if run.state.shares is None else run.state.shares.at_once,
+            callbacks=[lambda prediction: _keep(run, prediction, pictures)],
+            stop=dist.StopNews(asked),
+        )
+
+
+def is_better(mean_iou: float, best: dict[str, Any] | None) -> bool:
+    """Whether a score is above the best one; any number is better than NaN."""
+    if best is None:
+        return True
+    return mean_iou > best["mean_iou"] or (isnan(best["mean_iou"]) and not isnan(mean_iou))
+
+
+def _show(run: Run, pictures: dict[int, str]) -> None:
+    """Logs the pictures of all ranks in the order of the data set (collective)."""
+    found = [pair for each in dist.all_gather_object(list(pictures.items())) for pair in each]
+    for index, text in sorted(found) if run.log.enabled else ():
+        picture = np.array(Image.open(BytesIO(b64decode(text))))
+        run.log.picture(run.state.step, f"eval/{index}", picture)
+
+
+def _keep(run: Run, prediction: Prediction, pictures: dict[int, str]) -> None:
+    """Draws image, label and prediction if it is one to show; as text, which ranks can exchange."""
+    if prediction.index not in spread(len(run.eval_set), run.config.log.num_images):
+        return
+    index, *pixels = prediction
+    names, palette = run.eval_set.classes.names, run.eval_set.classes.palette
+    picture = panel(*pixels, palette=palette, names=names, title=run.eval_set.name(index))
+    pictures[index] = b64encode(to_png(picture)).decode()
+
+
+def take_precise_statistics(
+    run: Training, num_batches: int, *, stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Takes the running statistics of the model to evaluate from `num_batches` (collective).
+
+    These are the batches of the coming steps, whichever ranks train on them. So the result depends
+    only on the config and the step.
+
+    stop: asked before each batch, on each rank.
+
+    Raises:
+        StoppedError: `stop` was true on a rank; the statistics are as before.
+    """
+    config, train, shares = run.config, run.config.train, run.state.shares
+    normalize = Normalize(config.data.mean, config.data.std).to(run.device, dtype_of(train))
+    model = run.state.eval_model
+    vote = LateVote(run.device, train.timeout_s)
+
+    def forward(images: Tensor) -> None:
+        with autocast(autocast_dtype(train), run.device):
+            model(normalize(images))
+
+    def images_of_batches() -> Iterator[list[Tensor]]:
+        """The parts of each pass that are computed apart."""
+        for i, batch in enumerate(batches.until(run, run.state.step + num_batches)):
+            if vote(stop()):
+                raise StoppedError
+            images = batch.images.to(run.device)
+            if shares is None:
+                yield [images]
+                continue
+            whole = partition(train.batch_size, train.accumulate_steps, i % train.accumulate_steps)
+            yield list(images.split(shares.sizes(len(whole))))
+
+    precise_statistics_of_parts(model, images_of_batches(), forward, shares=shares)

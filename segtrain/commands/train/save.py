@@ -1,0 +1,73 @@
+"""Checkpoints of a run. Nothing is saved before the weights and the data are known to be good."""
+
+from segtrain.checkpoint.format import Checkpoint, experiment_fields
+from segtrain.checkpoint.restore import shares_fields, start_fields
+from segtrain.commands.train.setup import DATA_PATIENCE_S, Run
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import liveness
+from segtrain.run import directory as run_directory
+
+# How long a run that was asked to stop waits for the hashes of the labels before it saves.
+STOP_PATIENCE_S = 15.0
+
+
+def save(run: Run, *, keep: bool = False) -> None:
+    """Replaces last.pt; with `keep` writes step_N.pt before (collective)."""
+    liveness.beat("checkpoint", run.state.step)
+    settle(run)
+    if dist.is_main():
+        run.log.begin()
+        checkpoint = checkpoint_of(run)
+        if keep:  # after last.pt, a death in between would leave it out for ever
+            run.checkpoints.keep(checkpoint)
+        run.checkpoints.save_last(checkpoint)
+        # Somebody deleted it; without it there is no --resume.
+        if not (run.directory / run_directory.CONFIG).exists():
+            run_directory.write_description(run.directory, run.config, run.devices)
+
+
+def flush_receipts(run: Run) -> None:
+    """Writes the receipts of the steps since the last call, after waiting for the device."""
+    if run.receipts is not None:
+        run.log.receipts(run.receipts.take_receipts())
+
+
+def settle(run: Run) -> None:
+    """Returns when the newest step is known to be finite and the labels were compared (collective).
+
+    Raises:
+        NonFiniteError: a loss or gradient is not finite.
+        ConfigError, DataError: as `RunData.settle`.
+    """
+    flush_receipts(run)
+    run.step_sync.settle()
+
+    def stopping(seconds: float) -> bool:
+        asked = run.step_sync.stopped or run.signal_flags.stop_requested()
+        return asked and seconds > STOP_PATIENCE_S
+
+    if not run.data.settle(lambda seconds: seconds > DATA_PATIENCE_S):
+        run.log.lines(["the labels are still being hashed; training goes on when that is done"])
+        if not run.data.settle(stopping):
+            run.log.lines(["warning: stopped before all labels were hashed; they may have changed"])
+    run.log.lines(run.data.take_news())
+
+
+def checkpoint_of(run: Run) -> Checkpoint:
+    """The run as it is now; holds references to the weights, not copies."""
+    state = run.state
+    return Checkpoint(
+        step=state.step,
+        **experiment_fields(run.config, run.train_set.classes),
+        model=state.model.state_dict(),
+        average=None if state.average is None else state.average.model.state_dict(),
+        optimizer=state.optimizer.state_dict(),
+        scaler=state.scaler.state_dict(),
+        best=run.best,
+        evaluated=run.evaluated,
+        data=run.data.fingerprint(),
+        shares=shares_fields(state),
+        start=start_fields(state),
+        ending=run.ending.fields(),
+        centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
+    )

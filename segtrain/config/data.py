@@ -1,0 +1,150 @@
+"""Options of the data: where it lies, and how training images are changed."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from segtrain.config.section import (
+    Fraction,
+    NonNegative,
+    Pixels,
+    Positive,
+    PositiveFloat,
+    Scale,
+    Section,
+    Size,
+    option,
+)
+
+
+class DataConfig(Section):
+    """Where images and labels lie and how they are read."""
+
+    layout: Literal["cityscapes", "camvid", "voc", "ade20k", "folders", "list"] = option(
+        ..., "directory layout of the data set"
+    )
+    root: str = option(..., "data set directory", min_length=1)
+    classes: str = option(
+        ...,
+        "class file: a name from data/classes (cityscapes, camvid, ...) or a YAML path",
+        min_length=1,
+    )
+    train_split: str = option(
+        "train",
+        "split to train on, several as train+train_extra; a file for layout 'list'. Cityscapes: "
+        "gtCoarse/train is train with coarse labels",
+    )
+    eval_split: str = option("val", "split to evaluate on; a file for layout 'list'")
+    train_exclude: tuple[str, ...] = option(
+        (), "images left out of train_split, by name: the path below the split, without ending"
+    )
+    images_dir: str = option("images", "layout 'folders': images/<split>/**")
+    labels_dir: str = option("labels", "layout 'folders': labels/<split>/**.png")
+    label_format: Literal["ids", "colors", "train_ids"] = option(
+        "ids",
+        "labels hold raw class ids (grey or palette PNG), the class colours (RGB), or positions "
+        "in the class file, from 0, and 255 to ignore (Cityscapes: labelTrainIds)",
+    )
+    pack: str | None = option(
+        None,
+        "directory of a pack of both splits, made by 'segtrain data pack', to read instead of the "
+        "files; null: read the files",
+        min_length=1,
+    )
+    short_side_px: Pixels | None = option(
+        None, "image size that scale_range refers to, by its short side; null: as stored"
+    )
+    mean: tuple[float, float, float] = option(
+        (123.675, 116.28, 103.53), "RGB mean subtracted, in units of 0..255"
+    )
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = option(
+        (58.395, 57.12, 57.375), "RGB standard deviation divided by, in units of 0..255"
+    )
+    num_workers: NonNegative | Literal["auto"] | None = option(
+        None,
+        "loader processes a rank; null: the cores divided by the ranks, at most 8; auto: as many "
+        "as the first steps show are needed, at most the cores divided by the ranks",
+    )
+    prefetch: Positive = option(4, "batches each loader worker prepares ahead")
+    class_uniform: Fraction = option(
+        0.0,
+        "fraction of the samples of an epoch that show a class drawn uniformly, in a crop around "
+        "one of its centroids; NVIDIA's semantic-segmentation uses 0.5",
+    )
+    class_uniform_tile_px: Positive = option(
+        1024, "class_uniform: side of the tiles of a label in which each class has a centroid"
+    )
+    class_uniform_steps: Positive | None = option(
+        None, "class_uniform: only in the first so many steps; null: in all"
+    )
+
+    def _mistakes(self) -> Iterator[str]:
+        uniform = "class_uniform_tile_px class_uniform_steps"
+        folders = self.layout == "folders"
+        yield from self._no_effect(
+            (uniform, self.class_uniform > 0, "class_uniform 0"),
+            ("images_dir labels_dir", folders, f"layout {self.layout}"),
+            ("prefetch", self.num_workers != 0, "num_workers 0"),
+        )
+
+
+class ExtraTransform(Section):
+    """One further albumentations transform, by class name, that changes pixels but not geometry."""
+
+    name: str = option(..., "class name in albumentations", pattern=r"^[A-Z][A-Za-z0-9]*$")
+    args: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments")
+
+
+class AugmentConfig(Section):
+    """Random changes of the training images, in the order they happen: geometry, then the crop."""
+
+    crop_size: Size = option((512, 512), "height and width of a training crop")
+    scale_range: tuple[Scale, Scale] = option(
+        (0.5, 2.0), "uniform random scale of the image; [1, 1]: none"
+    )
+    rotate_deg: Annotated[float, Field(ge=0, le=180)] = option(
+        0.0, "rotation uniform in [-x, x] degrees; semseg uses 10"
+    )
+    rotate_prob: Fraction = option(0.5, "probability of a rotation")
+    flip_prob: Fraction = option(0.5, "probability of a horizontal flip")
+    max_class_share: Annotated[float, Field(gt=0, le=1)] = option(
+        1.0, "draw the crop again while one class covers more; mmsegmentation uses 0.75"
+    )
+    class_mix_prob: Fraction = option(
+        0.0,
+        "probability that half of the classes of another random crop are pasted on the crop "
+        "(ClassMix)",
+    )
+    blur_prob: Fraction = option(0.0, "probability of a 5x5 Gaussian blur")
+    color_prob: Fraction = option(
+        0.0,
+        "probability of each change of colour: brightness, contrast, saturation, hue; "
+        "mmsegmentation uses 0.5",
+    )
+    brightness: Fraction = option(0.125, "largest change of brightness, as a share of 255")
+    contrast: Fraction = option(0.5, "contrast factor drawn from [1 - x, 1 + x]")
+    saturation: Fraction = option(0.5, "saturation factor drawn from [1 - x, 1 + x]")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = option(
+        0.1, "largest rotation of the hue, as a share of the circle"
+    )
+    extra: tuple[ExtraTransform, ...] = option(
+        (), "further albumentations transforms, applied to the crop last"
+    )
+    mixup_alpha: PositiveFloat | None = option(
+        None,
+        "MixUp: blend the finished crop, and its loss, with another one, by a weight from "
+        "Beta(x, x), one for the batch; null: off; MosaicML uses 0.2",
+    )
+
+    def _mistakes(self) -> Iterator[str]:
+        low, high = self.scale_range
+        if low > high:
+            yield f"scale_range: the first number, {low}, is larger than {high}"
+        amounts = self.brightness, self.contrast, self.saturation, self.hue
+        yield from self._no_effect(
+            ("rotate_prob", self.rotate_deg > 0, "rotate_deg 0"),
+            ("rotate_deg", self.rotate_prob > 0, "rotate_prob 0"),
+            ("brightness contrast saturation hue", self.color_prob > 0, "color_prob 0"),
+            ("color_prob", any(amounts), "brightness, contrast, saturation and hue 0"),
+        )

@@ -1,0 +1,232 @@
+"""Options of the network and its normalization."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, WithJsonSchema, WrapValidator
+
+from segtrain.config.section import (
+    FractionBelow1,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Positives,
+    Section,
+    option,
+)
+
+_TIMM = r"timm/[a-z0-9_]+"
+
+
+def _or_timm(value: Any, check: Callable[[Any], Any]) -> Any:
+    """Takes names of timm's networks too; whether timm has one is known once it is imported."""
+    if not isinstance(value, str) or not value.startswith("timm/"):
+        return check(value)
+    if not re.fullmatch(_TIMM, value):
+        raise ValueError(
+            f"expected timm/ and a name of timm's in a-z, 0-9 and _, without a tag, got {value!r}; "
+            "tags go into model.pretrained"
+        )
+    return value
+
+
+_OwnBackbone = Literal[
+    "resnet18", "resnet34", "resnet50", "resnet101", "mobilenet_v2", "mobilenet_v3_large"
+]
+_SCHEMA = {"anyOf": [{"enum": [*get_args(_OwnBackbone)]}, {"pattern": f"^{_TIMM}$"}]}
+Backbone = Annotated[_OwnBackbone, WrapValidator(_or_timm), WithJsonSchema(_SCHEMA)]
+
+
+class ModelConfig(Section):
+    """The network."""
+
+    arch: Literal["pspnet", "deeplabv3", "deeplabv3plus"] = option(
+        "pspnet", "pyramid pooling, ASPP, or ASPP with a decoder"
+    )
+    backbone: Backbone = option(
+        "resnet50",
+        "feature extractor, as in torchvision; or timm/NAME: any convolutional timm network with "
+        "features at strides 4 to 32, such as timm/convnext_tiny (pip install '.[timm]')",
+    )
+    pretrained: str | None = option(
+        None,
+        "torchvision weights by name (IMAGENET1K_V1, DEFAULT), for timm/NAME a tag of timm's "
+        "(a1_in1k, DEFAULT); a file in torchvision's or timm's layout; or null: random weights",
+    )
+    num_stages: Literal[2, 3, 4] = option(
+        4, "ResNet stages; 2 ends at stride 8, as segmentation_models.pytorch's PSPNet does"
+    )
+    output_stride: Literal[8, 16, 32] = option(8, "input pixels per feature pixel")
+    stem: Literal["7x7", "64-64-128", "32-32-64"] = option(
+        "7x7", "ResNet stem: torchvision's, semseg's or mmsegmentation's (ResNetV1c)"
+    )
+    downsample: Literal["conv", "avgpool"] = option(
+        "conv",
+        "ResNet shortcuts that halve the size: a 1x1 convolution with a stride, or means of 2x2 "
+        "pixels before it (mmsegmentation's ResNetV1d, with stem 32-32-64)",
+    )
+    contract_dilation: bool = option(
+        True,
+        "the first block of a dilated stage keeps the dilation of the stage before it "
+        "(torchvision, mmsegmentation); false: all blocks of a stage alike (semseg)",
+    )
+    zero_init_residual: bool = option(
+        False,
+        "ResNet: the last norm of each residual block starts with weight 0, so that blocks start "
+        "as identities (arXiv:1706.02677, section 5.1)",
+    )
+    multi_grid: Positives | None = option(
+        None, "dilation multipliers of the last stage's blocks, such as [1, 2, 4]"
+    )
+    multi_grid_values: Literal["factors", "dilations"] = option(
+        "factors",
+        "what the numbers of multi_grid are: multipliers of the stage's dilation (the paper), or "
+        "the dilations themselves (mmsegmentation)",
+    )
+    basic_block_dilation: Literal["both", "first"] = option(
+        "both",
+        "resnet18, resnet34: whether both 3x3 convolutions of a block are dilated, or the first "
+        "alone (mmsegmentation)",
+    )
+    align_corners: bool = option(False, "how logits are resized; semseg uses true")
+    head_channels: Positive | None = option(
+        None, "width of the head; null: 512 for PSPNet, 256 for DeepLab"
+    )
+    ppm_bins: Positives = option((1, 2, 3, 6), "pyramid pooling grid sizes")
+    ppm_channels: Positive | None = option(
+        None, "width of each grid's branch; null: the width of the features / number of grids"
+    )
+    aspp_rates: Positives | None = option(
+        None, "ASPP dilations; null: [12, 24, 36] at stride 8, [6, 12, 18] at 16, [3, 6, 9] at 32"
+    )
+    ppm_global_norm: bool = option(
+        True,
+        "norm in pyramid pooling's branch of bin 1; false: a bias instead "
+        "(segmentation_models.pytorch)",
+    )
+    join_kernel: Literal[1, 3] | None = option(
+        None,
+        "kernel of the convolution that joins the branches of the head; null: 3 for PSPNet, 1 for "
+        "DeepLab; DeepLabV3 with 3 has no further 3x3 convolution (mmsegmentation)",
+    )
+    classifier_kernel: Literal[1, 3] = option(
+        1, "kernel of the head's classifier; segmentation_models.pytorch's PSPNet has 3"
+    )
+    separable: bool = option(False, "depthwise separable 3x3 convolutions in DeepLab's head")
+    separable_norm: bool = option(
+        True,
+        "norm and ReLU between the two parts of a separable convolution; false: nothing "
+        "(segmentation_models.pytorch, VainF)",
+    )
+    low_level_channels: Positive = option(
+        48, "DeepLabV3+: width of the projected low-level features"
+    )
+    decoder_convs: Literal[1, 2] = option(
+        2, "DeepLabV3+: 3x3 convolutions after the features are joined; VainF has 1"
+    )
+    aspp_conv: bool = option(
+        False,
+        "DeepLabV3+: one more 3x3 convolution before they are joined (segmentation_models.pytorch)",
+    )
+    aux_head: bool = option(True, "auxiliary classifier, used in training only")
+    aux_channels: Positive = option(256, "width of the auxiliary head")
+    aux_layer: NonNegative | None = option(
+        None,
+        "MobileNet: the layer, counted from 0, that the auxiliary head reads; null: the one before "
+        "the last stage; torchvision's DeepLabV3 has 4",
+    )
+    recompute_norm: bool = option(
+        False,
+        "memory for time: batch norm, ReLU and the convolution after them keep one "
+        "tensor for the backward pass instead of two, and compute the other again",
+    )
+    dropout: FractionBelow1 = option(0.1, "channel dropout before each classifier")
+
+    def _mistakes(self) -> Iterator[str]:
+        resnet, deeplab = self.backbone.startswith("resnet"), self.arch.startswith("deeplab")
+        backbone, arch = f"backbone {self.backbone}", f"arch {self.arch}"
+        reach = 2 ** (self.num_stages + 1) if resnet else 32
+        basic = self.backbone in ("resnet18", "resnet34")
+        stride = f"output_stride {self.output_stride}"
+        if self.num_stages < 4:
+            stride += f" and num_stages {self.num_stages}"
+        yield from self._no_effect(
+            ("stem downsample num_stages multi_grid recompute_norm", resnet, backbone),
+            ("zero_init_residual", resnet, backbone),
+            ("zero_init_residual", self.pretrained is None, "pretrained, whose weights replace it"),
+            ("contract_dilation", self.output_stride < reach, stride),
+            ("contract_dilation", not self.backbone.startswith("timm/"), backbone),
+            ("multi_grid", self.num_stages == 4, f"num_stages {self.num_stages}"),
+            ("multi_grid_values", self.multi_grid is not None, "multi_grid null"),
+            ("basic_block_dilation", basic, backbone),
+            ("basic_block_dilation", self.output_stride < reach or not basic, stride),
+            ("ppm_bins ppm_channels ppm_global_norm", self.arch == "pspnet", arch),
+            ("ppm_global_norm", 1 in self.ppm_bins, f"ppm_bins {list(self.ppm_bins)}"),
+            ("aspp_rates separable", deeplab, arch),
+            ("separable_norm", self.separable, "separable false"),
+            ("low_level_channels decoder_convs aspp_conv", self.arch == "deeplabv3plus", arch),
+            ("aux_channels aux_layer", self.aux_head, "aux_head false"),
+            ("aux_layer", self.backbone.startswith("mobilenet"), backbone),
+        )
+        if resnet and self.output_stride > reach:
+            yield f"output_stride: num_stages {self.num_stages} ends at stride {reach}"
+        yield from self._aux_layer_mistakes()
+        blocks = 2 if self.backbone == "resnet18" else 3
+        if resnet and self.multi_grid is not None and len(self.multi_grid) != blocks:
+            yield (
+                f"multi_grid: expected {blocks} numbers, one for each block of the last stage of "
+                f"{backbone}, got {list(self.multi_grid)}"
+            )
+
+    def _aux_layer_mistakes(self) -> Iterator[str]:
+        layers = {"mobilenet_v2": 18, "mobilenet_v3_large": 17}.get(self.backbone)
+        if layers is not None and self.aux_layer is not None and self.aux_layer >= layers:
+            yield f"aux_layer: {self.backbone} has the layers 0 to {layers - 1}"
+
+
+class NormConfig(Section):
+    """Normalization: whose pixels make the statistics, and which ones are kept for evaluation."""
+
+    kind: Literal["sync", "local", "frozen", "group"] = option(
+        "sync",
+        "sync: batch norm over all ranks together, exactly; local: every rank its own "
+        "images; frozen: the running statistics of the weights training starts from, as constants; "
+        "group: GroupNorm, which knows no batch",
+    )
+    extent: Literal["world", "node"] | Positive = option(
+        "world",
+        "sync: the ranks that share statistics: all, those of one machine, or groups of this many",
+    )
+    running: Literal["rank0", "mean", "pooled"] = option(
+        "pooled",
+        "running statistics where not all ranks share theirs: of rank 0; the mean of "
+        "means and variances; or mean and variance of all values together",
+    )
+    precise_batches: Positive | None = option(
+        None,
+        "before an evaluation, take the running statistics anew from this many "
+        "training batches, with the weights standing still",
+    )
+    num_groups: Positive = option(
+        32, "group: at most this many groups; the largest common divisor with the width"
+    )
+    momentum: Annotated[float, Field(gt=0, le=1)] | None = option(
+        0.1, "share of the new batch in the running statistics; null: cumulative average"
+    )
+    eps: PositiveFloat = option(1e-5, "added to the variance")
+
+    def _mistakes(self) -> Iterator[str]:
+        kind = f"kind {self.kind}"
+        parted = self.kind == "local" or (self.kind == "sync" and self.extent != "world")
+        yield from self._no_effect(
+            ("extent", self.kind == "sync", kind),
+            ("running", parted, f"{kind} over {self.extent}"),
+            ("precise_batches momentum", self.is_batch_norm, kind),
+            ("num_groups", self.kind == "group", kind),
+        )
+
+    @property
+    def is_batch_norm(self) -> bool:
+        """Whether batches are normalized by their own statistics."""
+        return self.kind in ("sync", "local")

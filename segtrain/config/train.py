@@ -1,0 +1,375 @@
+"""Options of the optimization."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from segtrain.config.section import (
+    Fraction,
+    FractionBelow1,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Positives,
+    Section,
+    option,
+)
+
+Name = Annotated[str, Field(min_length=1)]
+
+
+class LayerRule(Section):
+    """What holds for chosen weights; where two rules set the same, the later one counts."""
+
+    names: Annotated[tuple[Name, ...], Field(min_length=1)] = option(
+        ..., "weights or modules by name, such as backbone.layer1 or '*.bn1'; * fits anything"
+    )
+    freeze: bool | None = option(
+        None,
+        "true: these weights stay as they are; a batch norm that is frozen altogether "
+        "normalizes by its running statistics, which stay too",
+    )
+    lr_mult: PositiveFloat | None = option(
+        None, "learning rate factor, instead of 1 or train.head_lr_mult"
+    )
+    weight_decay: NonNegativeFloat | None = option(
+        None, "instead of train.weight_decay and train.new_weight_decay"
+    )
+    decay_toward: Literal["zero", "start"] | None = option(None, "instead of train.decay_toward")
+    hold_zeros: bool = option(
+        False, "kernel elements that are 0 when training starts stay 0: pruned weights"
+    )
+
+    def _mistakes(self) -> Iterator[str]:
+        settings = [key for key in type(self).model_fields if key != "names"]
+        chosen = [key for key in settings if getattr(self, key) is not None]
+        chosen = [key for key in chosen if key != "hold_zeros" or self.hold_zeros]
+        if not chosen:
+            yield f"names: nothing is said about these weights; set one of {', '.join(settings)}"
+        if self.freeze:
+            for key in chosen:
+                if key != "freeze":
+                    yield f"{key}: has no effect on frozen weights; remove it"
+
+
+# PSPNet's learning rate of 0.01, the default, is meant for 16 images (arXiv:1612.01105, section 5).
+_USUAL_BATCH_SIZE = 16
+
+
+def with_large_batch(data: dict[str, Any]) -> dict[str, Any]:
+    """An experiment, as written, with what train.large_batch sets where it says nothing.
+
+    Values may still be of any type: the options are checked later.
+    """
+    train, model = data.get("train"), data.get("model", {})
+    if not (isinstance(train, dict) and train.get("large_batch") is True):
+        return data
+    found: dict[str, Any] = {"decay_norm_and_bias": False, "momentum_correction": True}
+    if "lr" not in train:
+        found["lr_batch_size"] = _USUAL_BATCH_SIZE
+    steps, size = train.get("steps", 40_000), train.get("batch_size", _USUAL_BATCH_SIZE)
+    if type(steps) is int and train.get("schedule") != "one_cycle":  # which is refused beside it
+        found["warmup_steps"] = max(1, round(steps * 5 / 90))  # 5 epochs of 90, as in section 2.2
+    reference = (found | train).get("lr_batch_size")
+    if type(size) is int and type(reference) is int and reference > 0 and size > 0:
+        found["warmup_start"] = min(1.0, reference / size)
+    data = {**data, "train": found | train}
+    if isinstance(model, dict) and _starts_random_resnet(model, train):
+        data["model"] = {"zero_init_residual": True, **model}
+    return data
+
+
+def _starts_random_resnet(model: dict[str, Any], train: dict[str, Any]) -> bool:
+    random = model.get("pretrained") is None and train.get("init_from") is None
+    return random and str(model.get("backbone", "resnet")).startswith("resnet")
+
+
+class TrainConfig(Section):
+    """The optimization. A step is one update of the weights; sizes count over all ranks."""
+
+    steps: Positive = option(40_000, "length of the training")
+    batch_size: Positive = option(16, "images a step, over all ranks")
+    accumulate_steps: Positive = option(
+        1,
+        "split each batch into this many passes; batch statistics are then those of "
+        "one pass, so the result differs from a whole batch; virtual_ranks is exact",
+    )
+    virtual_ranks: Positive = option(
+        1,
+        "GPU memory for time: this many virtual ranks take turns on each rank's images; what their "
+        "backward passes need waits in host memory, so that a CPU saves nothing; the result is "
+        "that of as many times the ranks",
+    )
+    shares: Positive | None = option(
+        None,
+        "cut each pass into this many parts, computed apart and added up in an order of their own, "
+        "so that weights are equal bit for bit on any number of ranks up to this one; null: equal "
+        "to rounding only",
+    )
+    parallel: Literal["sync", "hogwild"] = option(
+        "sync",
+        "hogwild: CPU processes change the same weights without waiting for each other; the "
+        "result depends on their number and on chance",
+    )
+    precision: Literal["float32", "tf32", "bfloat16", "float16", "float64"] = option(
+        "float32",
+        "bfloat16 and float16: automatic mixed precision; tf32: float32, but CUDA rounds the "
+        "factors in convolutions and matrix products to TF32, of 11 bits, as torch itself does in "
+        "convolutions",
+    )
+    compile: bool = option(
+        False,
+        "torch.compile the model with its loss, into one graph; the first step takes "
+        "minutes, and a C++ compiler is needed",
+    )
+    channels_last: bool = option(True, "NHWC memory format for images and convolutions")
+    init_from: str | None = option(
+        None,
+        "run or checkpoint whose weights training starts from, instead of model.pretrained; "
+        "classifiers of another number of classes stay random",
+    )
+    optimizer: Literal["sgd", "adamw"] = option("sgd", "how gradients change weights")
+    lr: PositiveFloat = option(0.01, "learning rate after warmup")
+    lr_batch_size: Positive | None = option(
+        None, "lr is meant for this batch size and scaled linearly to batch_size; null: as is"
+    )
+    head_lr_mult: PositiveFloat = option(1.0, "learning rate factor outside the backbone")
+    momentum: FractionBelow1 = option(0.9, "SGD")
+    nesterov: bool = option(False, "SGD: Nesterov's momentum")
+    momentum_correction: bool = option(
+        True,
+        "SGD: momentum adds up gradients and a new rate acts on all of them, which is the momentum "
+        "correction of arXiv:1706.02677, section 3; false: each keeps the rate of its step, as in "
+        "Caffe",
+    )
+    betas: tuple[FractionBelow1, FractionBelow1] = option(
+        (0.9, 0.999), "AdamW: decay of the averages of gradient and squared gradient"
+    )
+    weight_decay: NonNegativeFloat = option(
+        1e-4,
+        "SGD: L2, decay * weight joins the gradient; AdamW: decoupled, lr * decay * weight is "
+        "taken away",
+    )
+    decoupled_decay: bool = option(
+        False,
+        "decay * lr / (lr after warmup) * weight is taken away in each step, by SGD and AdamW "
+        "(arXiv:1711.05101; MosaicML's DecoupledSGDW and DecoupledAdamW)",
+    )
+    decay_norm_and_bias: bool = option(
+        True, "false: weight decay on convolution weights only, none on batch norm and biases"
+    )
+    decay_toward: Literal["zero", "start"] = option(
+        "zero",
+        "start: L2-SP, loaded weights decay toward the values that training starts from, others "
+        "toward 0 (arXiv:1802.01483)",
+    )
+    new_weight_decay: NonNegativeFloat | None = option(
+        None, "weight decay of layers that start from random numbers; null: weight_decay"
+    )
+    schedule: Literal["poly", "cosine", "step", "one_cycle"] = option(
+        "poly", "how the learning rate goes on after warmup, over the steps"
+    )
+    poly_power: NonNegativeFloat = option(0.9, "lr * (1 - step / steps) ** power; 0: constant")
+    min_lr: NonNegativeFloat = option(0.0, "learning rate that poly and cosine end with")
+    milestones: Positives | None = option(
+        None, "schedule step: the steps after which the rate is multiplied by milestone_factor"
+    )
+    milestone_factor: PositiveFloat = option(0.1, "schedule step: factor at each milestone")
+    cycle_rise: Annotated[float, Field(gt=0, lt=1)] = option(
+        0.3, "one_cycle: share of the steps in which the rate rises (torch: pct_start)"
+    )
+    cycle_start_div: PositiveFloat = option(
+        25.0, "one_cycle: begin with lr divided by this (torch: div_factor)"
+    )
+    cycle_end_div: PositiveFloat = option(
+        1e4, "one_cycle: end with the first rate divided by this (torch: final_div_factor)"
+    )
+    cycle_momentum: tuple[FractionBelow1, FractionBelow1] | None = option(
+        None,
+        "one_cycle: momentum (AdamW: first beta) at the highest rate and at both ends, such as "
+        "[0.85, 0.95]; null: constant",
+    )
+    warmup_steps: NonNegative = option(0, "steps of linear warmup")
+    warmup_start: Fraction = option(0.1, "share of the learning rate at the first step")
+    schedule_after_warmup: bool = option(
+        False,
+        "poly and cosine begin when warmup ends (mmsegmentation, torchvision); false: with the "
+        "first step (detectron2)",
+    )
+    large_batch: bool = option(
+        False,
+        "the rules for large batches of arXiv:1706.02677: sets lr_batch_size, warmup_steps, "
+        "warmup_start, decay_norm_and_bias, momentum_correction and model.zero_init_residual, "
+        "where you do not",
+    )
+    layers: tuple[LayerRule, ...] = option(
+        (), "rules for chosen weights: freeze, lr_mult, weight_decay, decay_toward, hold_zeros"
+    )
+    hold_mask: str | None = option(
+        None,
+        "a .safetensors file with a bool tensor for each of some weights; where true, the weight "
+        "keeps the value it starts with",
+    )
+    clip_grad_norm: PositiveFloat | None = option(None, "largest norm of the gradient")
+    sam_rho: PositiveFloat | None = option(
+        None,
+        "sharpness aware minimization: the gradient is taken this far uphill, as a distance "
+        "between all weights; null: off",
+    )
+    sam_every: Positive = option(1, "2: SAM in every second step; such a step takes twice as long")
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = option(
+        None, "keep an exponential moving average of the weights and evaluate it"
+    )
+    max_hours: PositiveFloat | None = option(
+        None,
+        "end after so many hours of training, over all resumptions; the learning rate does not "
+        "follow: it is that of steps; null: no limit",
+    )
+    patience: Positive | None = option(
+        None, "end after so many evaluations in a row without a better mIoU; null: never"
+    )
+    deterministic: bool = option(
+        False,
+        "kernels that compute the same bits in every run, and an error where torch has none; on "
+        "CUDA without it runs differ in the last bits, on CPUs they do not; slower",
+    )
+    timeout_s: PositiveFloat = option(
+        600.0, "how long a rank waits for the others before it gives up"
+    )
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from self._update_mistakes()
+        if self.large_batch:
+            yield from self._large_batch_mistakes()
+        batch, passes = self.batch_size, self.accumulate_steps
+        if self.shares is not None:
+            yield from self._share_mistakes(self.shares)
+        if self.parallel == "hogwild":
+            yield from self._hogwild_mistakes()
+        if self.warmup_steps >= self.steps:
+            yield f"warmup_steps: {self.warmup_steps} must be smaller than steps, {self.steps}"
+        yield from self._no_effect(("sam_every", self.sam_rho is not None, "sam_rho null"))
+        if self.sam_rho is not None and self.sam_every > self.steps:
+            yield f"sam_every: {self.sam_every} must not be larger than steps, {self.steps}"
+        if passes > batch:
+            yield f"accumulate_steps: {passes} must not be larger than batch_size, {batch}"
+        scaled = self.lr if self.lr_batch_size is None else self.lr * batch / self.lr_batch_size
+        if self.min_lr > scaled:
+            words = "" if scaled == self.lr else " as scaled to batch_size"
+            yield f"min_lr: {self.min_lr} must not be larger than lr{words}, {scaled:g}"
+        if self.nesterov and self.momentum == 0:
+            yield "nesterov: needs a momentum above 0"
+        if self.compile and self.virtual_ranks > 1:
+            yield (
+                f"compile: cannot go with virtual_ranks, {self.virtual_ranks}: they wait for each "
+                "other inside the model, and a compiled graph cannot; set virtual_ranks to 1 or "
+                "compile to false"
+            )
+
+    def _update_mistakes(self) -> Iterator[str]:
+        sgd, optimizer = self.optimizer == "sgd", f"optimizer {self.optimizer}"
+        schedule = f"schedule {self.schedule}"
+        smooth, cycle = self.schedule in ("poly", "cosine"), self.schedule == "one_cycle"
+        decays = self._decays or self.large_batch
+        cycle_keys = "cycle_rise cycle_start_div cycle_end_div cycle_momentum"
+        yield from self._no_effect(
+            ("poly_power", self.schedule == "poly", schedule),
+            ("min_lr schedule_after_warmup", smooth, schedule),
+            ("milestones milestone_factor", self.schedule == "step", schedule),
+            (cycle_keys, cycle, schedule),
+            ("warmup_steps", not cycle, f"{schedule}, which has a rise of its own"),
+            ("momentum nesterov", sgd, optimizer),
+            ("momentum", self.cycle_momentum is None, "cycle_momentum"),
+            ("betas", not sgd, optimizer),
+            ("momentum_correction", sgd and self.momentum > 0, f"{optimizer} or momentum 0"),
+            ("min_lr", self.poly_power > 0, "poly_power 0, a constant learning rate"),
+            ("schedule_after_warmup", self.warmup_steps > 0, "warmup_steps 0"),
+            ("warmup_start", self.warmup_steps > 0 or self.large_batch, "warmup_steps 0"),
+            ("decoupled_decay decay_norm_and_bias decay_toward", decays, "weight_decay 0"),
+        )
+        marks = self.milestones
+        if self.schedule == "step" and marks is None:
+            yield "milestones: schedule step needs them, such as [60000, 75000]"
+        if marks is not None and (list(marks) != sorted(set(marks)) or marks[-1] >= self.steps):
+            yield (
+                f"milestones: {list(marks)} must rise and end before the last step, {self.steps}"
+            )
+        if cycle and self.cycle_rise * self.steps <= 1:
+            yield f"cycle_rise: {self.cycle_rise} of {self.steps} steps is not more than one step"
+        if self.cycle_momentum is not None:
+            low, high = self.cycle_momentum
+            if low > high:
+                yield f"cycle_momentum: the first number, {low}, is larger than {high}"
+            if sgd and self.nesterov and low == 0:
+                yield "cycle_momentum: nesterov needs momentum above 0"
+            if sgd and self.momentum == 0:
+                yield "cycle_momentum: needs a momentum above 0"
+
+    @property
+    def _decays(self) -> bool:
+        rates = [self.weight_decay, self.new_weight_decay, *(r.weight_decay for r in self.layers)]
+        return any(rates)
+
+    def _large_batch_mistakes(self) -> Iterator[str]:
+        """What contradicts the rules of arXiv:1706.02677."""
+        if self.optimizer != "sgd":
+            yield f"large_batch: its rules are for SGD, not for optimizer {self.optimizer}"
+        if self.lr_batch_size is None:
+            yield (
+                "lr_batch_size: large_batch scales lr with the batch; say which batch size your "
+                "lr is meant for"
+            )
+        if self.schedule == "one_cycle":
+            yield "schedule: one_cycle has a rise of its own, and large_batch warms up; choose one"
+        elif self.warmup_steps == 0:
+            yield "warmup_steps: 0 contradicts large_batch, which warms up; remove one of them"
+        if self.decay_norm_and_bias:
+            yield (
+                "decay_norm_and_bias: true contradicts large_batch, which spares them the decay; "
+                "remove one of them"
+            )
+        if not self.momentum_correction:
+            yield "momentum_correction: false contradicts large_batch; remove one of them"
+
+    def _hogwild_mistakes(self) -> Iterator[str]:
+        """What needs other processes in a step, or weights that stand still meanwhile."""
+        refused = {
+            "shares": self.shares is not None,
+            "virtual_ranks": self.virtual_ranks > 1,
+            "accumulate_steps": self.accumulate_steps > 1,
+            "compile": self.compile,
+            "deterministic": self.deterministic,
+            "ema_decay": self.ema_decay is not None,
+            "sam_rho": self.sam_rho is not None,
+            "decoupled_decay": self.decoupled_decay,
+            "precision": self.precision == "float16",
+        }
+        for key, found in refused.items():
+            if found:
+                yield (
+                    f"{key}: cannot go with train.parallel hogwild, whose processes do not wait "
+                    f"for each other; remove it, or set train.parallel to sync"
+                )
+
+    def _share_mistakes(self, shares: int) -> Iterator[str]:
+        smallest_pass = self.batch_size // self.accumulate_steps
+        if smallest_pass < shares:
+            yield (
+                f"shares: {shares} shares of a pass of {smallest_pass} images "
+                "(batch_size / accumulate_steps) would leave some empty; use fewer shares or a "
+                "larger batch"
+            )
+        if self.virtual_ranks > 1:
+            yield (
+                f"shares: cannot go with virtual_ranks, {self.virtual_ranks}: both cut the batch, "
+                "and virtual ranks would cut it differently on another number of ranks; set "
+                "virtual_ranks to 1 or shares to null"
+            )
+        if self.compile:
+            yield (
+                "shares: cannot go with compile: shares wait for each other inside the model, and "
+                "a compiled graph cannot; what is compiled may also add up in another order; set "
+                "compile to false or shares to null"
+            )

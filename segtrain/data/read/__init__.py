@@ -1,0 +1,1 @@
+"""From files to images with train ids: layouts, lists, decoding, classes, fingerprints."""

@@ -1,0 +1,416 @@
+"""The classes of a data set: their names, colours and raw ids, and what is ignored.
+
+classes:
+      - {name: road, color: [128, 64, 128], ids: [7]}
+      - {name: sidewalk, color: [244, 35, 232], ids: [8]}
+    ignore_ids: [0, 1, 2, 3]
+    ignore_color: [0, 0, 0]
+
+The order of the list gives the train ids 0, 1, ... Only names are required. Defaults: `ids` is the
+position in the list, `color` the next free colour of the Pascal VOC palette, `ignore_ids` is [255],
+and no colour is ignored. A class may be only its name:
+
+    classes: [background, crack, spalling]
+
+Further keys of a class: `more_colors`, a list of colours that mean the class too, in labels;
+`category`, the group of classes that is also scored; `instance_px`, the mean pixels of an instance,
+by which instances are weighted.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from segtrain.config.messages import Mistake, did_you_mean, report, validate
+from segtrain.config.strict_yaml import Document, read_text, scan_yaml
+from segtrain.errors import ConfigError
+from segtrain.text import MAX_NAME, name_problem, printable
+from segtrain.types import IGNORE_INDEX
+
+Color = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class SegClass:
+    """One class: its name, its colour in pictures, and the label values that mean it.
+
+    more_colors: colours beside `color` that mean it in labels.
+    category: the group of classes that is also scored; None: the data set has no groups.
+    instance_px: mean pixels of an instance in the data set; None: instances are not scored. Both
+        concern scores only, so a checkpoint does not store them.
+    """
+
+    name: str
+    color: Color
+    ids: tuple[int, ...]
+    more_colors: tuple[Color, ...] = ()
+    category: Annotated[str | None, Field(exclude=True)] = field(default=None, compare=False)
+    instance_px: Annotated[float | None, Field(exclude=True)] = field(default=None, compare=False)
+
+    @property
+    def label_colors(self) -> tuple[Color, ...]:
+        """All colours that mean it in labels."""
+        return (self.color, *self.more_colors)
+
+
+@dataclass(frozen=True)
+class ClassFile:
+    """The classes of a data set; the position of a class is its train id.
+
+    given_colors: train ids of the classes whose colour is written in the file. Empty for a class
+        file from a checkpoint, which does not store it.
+    ignores_color: whether labels may hold `ignore_color`. False where the file does not give it:
+        the default colour is for pictures only, and in labels it is an unknown colour.
+    """
+
+    name: str
+    classes: tuple[SegClass, ...]
+    ignore_ids: tuple[int, ...]
+    ignore_color: Color
+    given_colors: Annotated[frozenset[int], Field(exclude=True)] = field(
+        default=frozenset(), compare=False, repr=False
+    )
+    ignores_color: Annotated[bool, Field(exclude=True)] = field(
+        default=True, compare=False, repr=False
+    )
+
+    @property
+    def num_classes(self) -> int:
+        """K, at most 255."""
+        return len(self.classes)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Class names in the order of the train ids."""
+        return tuple(c.name for c in self.classes)
+
+    @cached_property
+    def palette(self) -> list[Color]:
+        """Colours in the order of the train ids, RGB 0..255."""
+        return [c.color for c in self.classes]
+
+    @cached_property
+    def train_id_of(self) -> dict[int, int]:
+        """Raw label value -> train id, or 255 for ignored values; other values are mistakes."""
+        ids = {raw: train_id for train_id, c in enumerate(self.classes) for raw in c.ids}
+        return ids | dict.fromkeys(self.ignore_ids, IGNORE_INDEX)
+
+    @cached_property
+    def write_ids(self) -> list[int]:
+        """The raw label value to write for each train id, the first of its ids."""
+        return [c.ids[0] for c in self.classes]
+
+
+def default_palette(num_colors: int) -> list[Color]:
+    """The first colours of the Pascal VOC palette, all different, black first; at most 256.
+
+    Bit 3 i + c of the index becomes bit 7 - i of channel c (VOC development kit, VOClabelcolormap).
+    """
+    return [
+        tuple(sum((k >> (3 * i + c) & 1) << (7 - i) for i in range(8)) for c in range(3))
+        for k in range(num_colors)
+    ]
+
+
+def read_by(classes: ClassFile, label_format: str) -> ClassFile:
+    """The class file with the ids that labels of this format hold; for reading only.
+
+    "train_ids": positions in the file, and 255 to ignore. Predictions are still written with the
+    ids of `classes`.
+    """
+    if label_format != "train_ids":
+        return classes
+    by_position = tuple(replace(c, ids=(i,)) for i, c in enumerate(classes.classes))
+    return replace(classes, classes=by_position, ignore_ids=(IGNORE_INDEX,))
+
+
+def ignoring_as(before: ClassFile, now: ClassFile) -> ClassFile:
+    """`now`; labels may hold the default `ignore_color` if `before` is equal and allows it.
+
+    before: from a checkpoint. Earlier versions ignored the default colour in labels.
+    """
+    if now == before and before.ignores_color:
+        return replace(now, ignores_color=True)
+    return now
+
+
+MAX_RAW_ID = 65535  # labels have at most 16 bits
+_MAX_CLASSES = 255  # train ids have 8 bits, and 255 is ignored
+_MAX_SHOWN = 10
+_PACKAGE = Path(__file__).resolve().parent.parent
+# The first is the place in a wheel, the second in a checkout.
+_DIRECTORIES = (_PACKAGE / "_data" / "classes", _PACKAGE.parent / "data" / "classes")
+_EXAMPLE = "classes: [background, crack]"
+# Pictures show ignored pixels in the first of these that no class uses.
+_IGNORE_COLORS = ((0, 0, 0), (224, 224, 192), (255, 255, 255))
+
+
+def load_class_file(
+    name_or_path: str, *, label_format: str = "ids", quoted: bool = True
+) -> ClassFile:
+    """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
+
+    label_format: with "colors" the file must give the colour of each class. A default colour could
+        stand for another class in the labels.
+    quoted: whether messages may quote the file. False where a checkpoint names it: a checkpoint
+        from elsewhere can name any file of this machine.
+
+    Raises:
+        ConfigError: no such file, or one line for every mistake in it.
+    """
+    try:
+        path = _find(name_or_path)
+    except OSError as error:  # a name that is too long, a folder without permission
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(
+            f"data.classes: {printable(name_or_path)}: cannot be read: {reason}"
+        ) from None
+    text = read_text(path)
+    try:
+        classes = _parse(text, path, needs_colors=label_format == "colors" and quoted)
+    except ConfigError:
+        if quoted:
+            raise
+        raise ConfigError(
+            f"data.classes: {printable(path)}: not a class file, or it has mistakes; "
+            "the checkpoint names it, so its lines are not shown; --set data.classes=PATH shows "
+            "them, or names another file"
+        ) from None
+    # With `quoted`, `_parse` has raised this already, with the line.
+    if label_format == "colors" and (problem := _missing_colors(classes, quoted=False)):
+        raise ConfigError(f"data.classes: {printable(path)}: {problem}")
+    return classes
+
+
+def class_file_from_json(text: str) -> ClassFile:
+    """The class file that a checkpoint stores.
+
+    Raises:
+        pydantic.ValidationError: `text` is no class file.
+        ConfigError: a name, id or colour is given twice.
+    """
+    stored = _StoredClassFile.model_validate_json(text)
+    classes = replace(_resolve(stored, stored.name), given_colors=frozenset())
+    if problems := [finding.message for finding in _repeated(classes)]:
+        raise ConfigError("; ".join(problems))
+    return classes
+
+
+def known_names() -> list[str]:
+    """Names of the class files that come with segtrain."""
+    return sorted({path.stem for folder in _DIRECTORIES for path in folder.glob("*.yaml")})
+
+
+def _find(name_or_path: str) -> Path:
+    path = Path(os.path.expanduser(name_or_path))  # Path.expanduser raises for unknown users
+    if path.name == name_or_path and not path.suffix:
+        return _find_known(name_or_path)
+    if path.exists():
+        return path
+    beside = {p.stem: p for end in ("*.yaml", "*.yml") for p in path.parent.glob(end)}
+    hint = did_you_mean(path.stem, {stem: printable(p) for stem, p in beside.items()})
+    if not path.is_absolute():
+        here = printable(Path.cwd())
+        hint += f" (looked for from {here}; --set data.classes=PATH names another)"
+    raise ConfigError(f"data.classes: {printable(path)}: cannot be read: no such file{hint}")
+
+
+def _find_known(name: str) -> Path:
+    for folder in _DIRECTORIES:
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    known = known_names()
+    expected = f"; expected one of {', '.join(known)}, or a path ending in .yaml"
+    hint = did_you_mean(name, known) or expected
+    raise ConfigError(f"data.classes: no class file named '{printable(name, MAX_NAME)}'{hint}")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _check_name(name: str) -> str:
+    if problem := name_problem(name):
+        raise ValueError(problem)
+    return name
+
+
+_Byte = Annotated[int, Field(ge=0, le=255)]
+_RawId = Annotated[int, Field(ge=0, le=MAX_RAW_ID)]
+
+
+class _ClassEntry(_Section):
+    name: Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
+    color: tuple[_Byte, _Byte, _Byte] | None = None
+    ids: Annotated[tuple[_RawId, ...], Field(min_length=1)] | None = None
+    more_colors: tuple[tuple[_Byte, _Byte, _Byte], ...] = ()
+    category: Annotated[str, Field(min_length=1), AfterValidator(_check_name)] | None = None
+    instance_px: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class _ClassFileEntry(_Section):
+    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1)]
+    ignore_ids: tuple[_RawId, ...] | None = None
+    ignore_color: tuple[_Byte, _Byte, _Byte] | None = None
+
+
+class _StoredClassFile(_ClassFileEntry):
+    name: str
+    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1, max_length=_MAX_CLASSES)]
+
+
+def _parse(text: str, path: Path, *, needs_colors: bool) -> ClassFile:
+    document = scan_yaml(text, source=printable(path), example=_EXAMPLE)
+    _refuse_other_formats(document)
+    mistakes = list(document.mistakes)
+    entry = validate(_ClassFileEntry, _with_names(document.data))
+    if isinstance(entry, list):
+        refused = {mistake.path for mistake in document.mistakes}
+        mistakes += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
+    elif len(entry.classes) > _MAX_CLASSES:
+        many = f"{len(entry.classes)} classes; at most {_MAX_CLASSES} fit in a label"
+        mistakes.append(Mistake(("classes",), many))
+    elif not mistakes:
+        classes = _resolve(entry, path.stem)
+        mistakes += _repeated(classes)
+        if needs_colors and (problem := _missing_colors(classes, quoted=True)):
+            first = min(set(range(classes.num_classes)) - classes.given_colors)
+            mistakes.append(Mistake(("classes", first), problem))
+        if not mistakes:
+            return classes
+    raise ConfigError("\n".join(report(mistakes, document.places, source=document.source)))
+
+
+def _refuse_other_formats(document: Document) -> None:
+    """Refuses class lists as other tools write them, with the form that is expected here."""
+    classes = document.data.get("classes")
+    # In `{0: a, 1: b}` each key is refused, and the whole mapping is missing in the data.
+    has_bad_keys = any(
+        p.path == ("classes",) and p.message.startswith("a key must") for p in document.mistakes
+    )
+    key = "classes"
+    if ("names",) in document.lines and ("classes",) not in document.lines:
+        key = "names"
+        expected = f"the key 'classes' with a list in the order of the ids, such as '{_EXAMPLE}'"
+    elif has_bad_keys or isinstance(classes, dict):
+        expected = (
+            "a list, such as [background, crack], or a line '- {name: crack, ids: [1]}' for each "
+            "class"
+        )
+    elif isinstance(classes, list) and classes and {type(c) for c in classes} <= {int, float}:
+        names = ", ".join(f'"{name}"' for name in classes[:3])
+        expected = (
+            "names, got numbers; put names in quotes, such as "
+            f"[{names}{', ...' if len(classes) > 3 else ''}], or give each class a word: "
+            "[background, crack]"
+        )
+    else:
+        return
+    raise ConfigError(f"{document.source}:{document.lines[key,]}: {key}: expected {expected}")
+
+
+def _with_names(data: dict[str, Any]) -> dict[str, Any]:
+    """`data`, with each class that is only a name made an entry."""
+    classes = data.get("classes")
+    if not isinstance(classes, list):
+        return data
+    entries = [{"name": entry} if isinstance(entry, str) else entry for entry in classes]
+    return {**data, "classes": entries}
+
+
+def _resolve(entry: _ClassFileEntry, name: str) -> ClassFile:
+    """The class file of `entry` with the defaults filled in."""
+    given = {c.color for c in entry.classes if c.color}
+    given |= {color for c in entry.classes for color in c.more_colors}
+    free = iter([color for color in default_palette(256) if color not in given])
+    classes = tuple(
+        SegClass(
+            c.name,
+            c.color or next(free),
+            c.ids or (train_id,),
+            more_colors=c.more_colors,
+            category=c.category,
+            instance_px=c.instance_px,
+        )
+        for train_id, c in enumerate(entry.classes)
+    )
+    ignore_ids = entry.ignore_ids
+    if ignore_ids is None:
+        is_class = any(IGNORE_INDEX in c.ids for c in classes)
+        ignore_ids = () if is_class else (IGNORE_INDEX,)
+    used = {color for c in classes for color in c.label_colors}
+    unused = (c for c in (*_IGNORE_COLORS, *default_palette(256)) if c not in used)
+    return ClassFile(
+        printable(name, MAX_NAME),
+        classes,
+        ignore_ids,
+        entry.ignore_color or next(unused),
+        given_colors=frozenset(i for i, c in enumerate(entry.classes) if c.color),
+        ignores_color=entry.ignore_color is not None,
+    )
+
+
+def _repeated(class_file: ClassFile) -> Iterator[Mistake]:
+    """Names, ids and colours that are given twice, and categories that are incomplete."""
+    names: set[str] = set()
+    colors: dict[Color, str] = {}
+    ids: dict[int, str] = {}
+    for i, c in enumerate(class_file.classes):
+        if c.name in names:
+            yield Mistake(("classes", i, "name"), f"'{c.name}' is the name of two classes")
+        names.add(c.name)
+        if (other := colors.setdefault(c.color, c.name)) != c.name:
+            yield Mistake(("classes", i, "color"), f"{list(c.color)} is also {other}")
+        for color in c.more_colors:
+            if color in colors:
+                yield Mistake(
+                    ("classes", i, "more_colors"), f"{list(color)} is also {colors[color]}"
+                )
+            colors[color] = c.name
+        for raw in c.ids:
+            if raw in ids:
+                yield Mistake(("classes", i, "ids"), f"{raw} is also an id of {ids[raw]}")
+            ids[raw] = c.name
+    for i, raw in enumerate(class_file.ignore_ids):
+        if raw in ids:
+            yield Mistake(("ignore_ids",), f"{raw} is also an id of {ids[raw]}")
+        elif raw in class_file.ignore_ids[:i]:
+            yield Mistake(("ignore_ids",), f"{raw} is given twice")
+    without = [c.name for c in class_file.classes if c.category is None]
+    if 0 < len(without) < class_file.num_classes:
+        shown = ", ".join(without[:_MAX_SHOWN])
+        what = f"a category is given for some classes, but not for {shown}; give all one, or none"
+        yield Mistake(("classes",), what)
+    for i, c in enumerate(class_file.classes):
+        if c.instance_px is not None and c.category is None:
+            yield Mistake(("classes", i, "instance_px"), "needs a category for each class")
+        # Of an instance map only values above 1000 are counted, as by Cityscapes' evaluator.
+        if c.instance_px is not None and min(c.ids, default=2) < 2:
+            what = "instances are 1000 times the id and a number, so the id must be 2 or larger"
+            yield Mistake(("classes", i, "instance_px"), what)
+    color = class_file.ignore_color
+    if class_file.ignores_color and (other := colors.get(color)):
+        yield Mistake(("ignore_color",), f"{list(color)} is also {other}")
+
+
+def _missing_colors(class_file: ClassFile, *, quoted: bool) -> str:
+    """Which classes have no colour in the file, by name, or by number if not `quoted`."""
+    missing = [i for i in range(class_file.num_classes) if i not in class_file.given_colors]
+    if not missing:
+        return ""
+    names = [class_file.names[i] if quoted else str(i) for i in missing]
+    shown = ", ".join(names[:_MAX_SHOWN])
+    if len(names) > _MAX_SHOWN:
+        shown += f" and {len(names) - _MAX_SHOWN} more"
+    if not quoted:
+        shown = f"number {shown}, counted from 0"
+    return (
+        f"data.label_format is colors, and {len(missing)} of {class_file.num_classes} classes have "
+        f"no `color`: {shown}; give each class its colour in the labels, such as "
+        f"{{name: {names[0] if quoted else 'crack'}, color: [255, 0, 0]}}"
+    )

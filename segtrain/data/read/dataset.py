@@ -1,0 +1,120 @@
+"""A split of a data set as a sequence of images with their labels."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from segtrain.data.read.classes import ClassFile
+from segtrain.data.read.decode import decode_label, read_bytes, read_image, read_label
+from segtrain.data.read.find import Pair
+from segtrain.errors import DataError
+from segtrain.text import printable
+from segtrain.types import IGNORE_INDEX
+
+
+class HashedLabel(NamedTuple):
+    """A label that is not decoded yet. digest: the SHA-256 of its file. read: (H, W) uint8."""
+
+    digest: bytes
+    read: Callable[[], np.ndarray]
+
+
+@dataclass(eq=False)
+class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
+    """Images and labels, read from their files at each access.
+
+    Item i is (image, label): (H, W, 3) uint8 RGB and (H, W) uint8 train ids with 255 for ignored
+    pixels. The object holds paths only, so it is cheap to send to loader processes.
+    `warnings`: lines that training and evaluation show when they start. `may_exclude`: whether
+    `data.train_exclude` concerns this split.
+
+    Raises:
+        DataError: on access; the file is missing, damaged or does not fit, named with its path.
+    """
+
+    pairs: Sequence[Pair]
+    classes: ClassFile
+    _: KW_ONLY
+    split: str
+    label_format: str = "ids"
+    warnings: Sequence[str] = ()
+    may_exclude: bool = False
+
+    # Whether it is a pack: then its files were checked when it was made.
+    is_packed = False
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        pair = self.pairs[index]
+        try:
+            image = read_image(pair.image)
+        except DataError as error:
+            raise DataError(f"{error}{self._way_out(pair)}") from error
+        label = read_label(pair.label, self.classes, self.label_format)
+        if problem := size_problem(pair, image.shape[:2], label.shape):
+            raise DataError(problem)
+        return image, label
+
+    def view(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """As item `index`, for who needs a part of it: it may be read-only and not contiguous."""
+        return self[index]
+
+    def image(self, index: int) -> np.ndarray:
+        """The image of item `index` alone; its label is not opened."""
+        return read_image(self.pairs[index].image)
+
+    def source_bytes(self, index: int) -> tuple[int, int]:
+        """Sizes of the files of image and label; DataError: a file is gone."""
+        pair = self.pairs[index]
+        try:
+            return os.stat(pair.image).st_size, os.stat(pair.label).st_size
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise DataError(f"{printable(error.filename)}: {reason}") from error
+
+    def hashed_label(self, index: int) -> HashedLabel:
+        """The label of item `index`, with the hash of its file; DataError: it is unreadable."""
+        path = self.pairs[index].label
+        data = read_bytes(path)
+        read = partial(decode_label, data, path, self.classes, self.label_format)
+        return HashedLabel(hashlib.sha256(data).digest(), read)
+
+    def content_hash(self) -> str:
+        """The hash of all pixels where it is known, as of a pack; else empty."""
+        return ""
+
+    def _way_out(self, pair: Pair) -> str:
+        if not self.may_exclude:
+            return ""
+        return f"; replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
+
+    def name(self, index: int) -> str:
+        """The name of image `index`: unique in the split, a relative path without suffix."""
+        return self.pairs[index].name
+
+
+@dataclass(eq=False)
+class UnlabelledDataset(SegDataset):
+    """Images without labels: every pixel of item i's label is ignored."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        image = read_image(self.pairs[index].image)
+        return image, np.full(image.shape[:2], IGNORE_INDEX, np.uint8)
+
+
+def size_problem(pair: Pair, image: tuple[int, ...], label: tuple[int, ...]) -> str:
+    """Why an image and a label of these sizes, (height, width), do not fit; empty if they do."""
+    if tuple(image) == tuple(label):
+        return ""
+    return (
+        f"{printable(pair.label)}: label {label[0]}x{label[1]}, image {printable(pair.image)} "
+        f"{image[0]}x{image[1]}: sizes (height x width) must be equal; "
+        "EXIF orientation is ignored"
+    )

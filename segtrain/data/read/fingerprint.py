@@ -1,0 +1,255 @@
+"""What a data set consists of, for checkpoints: a run must not go on with other data unnoticed.
+
+Of a pack it is that of the files which were packed, so a run goes on from files to a pack and back.
+Hashed are the number, order, names (relative to data.root) and sizes in bytes of the files, and the
+contents of the labels. Hashing images would read the whole data set at every start: an image that
+was replaced by one with the same name and size goes unnoticed.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from threading import Event
+from typing import NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter
+
+from segtrain.data.read.classes import ClassFile
+from segtrain.data.read.dataset import SegDataset
+from segtrain.text import printable
+
+# A few kilobytes in a checkpoint, and still precise enough to find the file that differs.
+_MAX_HASHES = 64
+# Both kinds of hashing mostly wait for the disk: on a network drive about 1 ms per file.
+_STAT_THREADS = 16
+_LABEL_THREADS = 8
+
+
+@dataclass(frozen=True)
+class SplitFingerprint:
+    """One split. Its pairs are cut into blocks of neighbours; every block has one hash of a kind.
+
+    files: hashes of the names and sizes of images and labels.
+    labels: hashes of the contents of the labels; None if these have not been read.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    num_pairs: int
+    pairs_per_hash: int
+    files: tuple[str, ...]
+    labels: tuple[str, ...] | None
+
+    def __post_init__(self) -> None:
+        # A checkpoint may be damaged.
+        num_hashes = -(-self.num_pairs // max(1, self.pairs_per_hash))
+        kinds = [hashes for hashes in (self.files, self.labels) if hashes is not None]
+        if self.pairs_per_hash < 1 or any(len(hashes) != num_hashes for hashes in kinds):
+            raise ValueError(f"expected {num_hashes} hashes")
+
+
+@dataclass(frozen=True)
+class DataFingerprint:
+    """Both splits of an experiment."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    train: SplitFingerprint
+    eval: SplitFingerprint
+
+    @property
+    def splits(self) -> tuple[SplitFingerprint, SplitFingerprint]:
+        """For training and for evaluation."""
+        return self.train, self.eval
+
+
+_ADAPTER = TypeAdapter(DataFingerprint)
+
+
+def fingerprint_to_json(fingerprint: DataFingerprint) -> str:
+    """Text for a checkpoint."""
+    # Indented, because `torch_file` refuses long text without blanks.
+    return _ADAPTER.dump_json(fingerprint, indent=1).decode()
+
+
+def fingerprint_from_json(text: str) -> DataFingerprint:
+    """Raises pydantic.ValidationError if `text` is no fingerprint."""
+    return _ADAPTER.validate_json(text)
+
+
+def hash_files(
+    dataset: SegDataset, root: str, *, pairs_per_hash: int | None = None
+) -> SplitFingerprint:
+    """The fingerprint of `dataset` in data.root, without the contents of its labels.
+
+    pairs_per_hash: None: the smallest power of two that gives at most 64 hashes.
+
+    Raises:
+        DataError: a file is gone, or its size cannot be read.
+    """
+    size = pairs_per_hash or 1
+    while pairs_per_hash is None and size * _MAX_HASHES < len(dataset):
+        size *= 2
+    # The join adds a slash at the end.
+    prefix = os.fsencode(os.path.join(str(Path(os.path.expanduser(root))), ""))
+    hash_block = partial(_hash_block_files, prefix=prefix)
+    with ThreadPoolExecutor(_STAT_THREADS) as pool:
+        files = tuple(pool.map(hash_block, _blocks(dataset, size)))
+    return SplitFingerprint(len(dataset), size, files, None)
+
+
+class LabelHashing:
+    """Hashes the contents of labels in threads beside other work. Call `close` at the end.
+
+    splits: data sets, each with its pairs per hash.
+    """
+
+    def __init__(self, splits: Sequence[tuple[SegDataset, int]]) -> None:
+        self._stopped = Event()
+        self._pool = ThreadPoolExecutor(_LABEL_THREADS, thread_name_prefix="hash-labels")
+        submit = partial(self._pool.submit, _hash_block_labels, stopped=self._stopped)
+        self._splits = [
+            [submit(block) for block in _blocks(dataset, size)] for dataset, size in splits
+        ]
+
+    def result(self, timeout_s: float | None = None) -> list[tuple[str, ...]] | None:
+        """The hashes of each split; None if they take longer than `timeout_s`.
+
+        Raises:
+            DataError: a label cannot be read.
+        """
+        futures = [future for split in self._splits for future in split]
+        _, left = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future.done() and (error := future.exception()):
+                raise error
+        return None if left else [tuple(f.result() for f in split) for split in self._splits]
+
+    def close(self) -> None:
+        """Ends the threads after their present file. Otherwise the process could not exit."""
+        self._stopped.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Block(NamedTuple):
+    """Neighbours in a data set."""
+
+    dataset: SegDataset
+    indices: range
+
+
+def _blocks(dataset: SegDataset, size: int) -> list[_Block]:
+    whole = range(len(dataset))
+    return [_Block(dataset, whole[i : i + size]) for i in range(0, len(dataset), size)]
+
+
+def _hash_block_files(block: _Block, prefix: bytes) -> str:
+    digest = hashlib.sha256()
+    for index in block.indices:
+        pair = block.dataset.pairs[index]
+        sizes = block.dataset.source_bytes(index)
+        for path, num_bytes in zip((pair.image, pair.label), sizes, strict=True):
+            digest.update(b"%d %s\0" % (num_bytes, os.fsencode(path).removeprefix(prefix)))
+    return digest.hexdigest()[:16]
+
+
+def _hash_block_labels(block: _Block, stopped: Event) -> str:
+    digest = hashlib.sha256()
+    for index in block.indices:
+        if stopped.is_set():
+            break
+        digest.update(block.dataset.hashed_label(index).digest)
+    return digest.hexdigest()[:16]
+
+
+def file_difference(
+    before: SplitFingerprint, now: SplitFingerprint, dataset: SegDataset, root: str
+) -> str:
+    """How the names, sizes or order of the files differ from `before`; empty if they do not.
+
+    now: the fingerprint of `dataset` at `root`.
+    """
+    if before.num_pairs == now.num_pairs and before.files == now.files:
+        return ""
+    if before.pairs_per_hash != now.pairs_per_hash:
+        now = hash_files(dataset, root, pairs_per_hash=before.pairs_per_hash)
+    differing = _differing(before.files, now.files)
+    block = differing[0] if differing else 0
+    # One hash covers the images and the labels of a block. Both lists end together.
+    kinds = zip(*((pair.image, pair.label) for pair in dataset.pairs), strict=True)
+    places = [_place(paths, block, now.pairs_per_hash) for paths in kinds]
+    is_beyond = block * now.pairs_per_hash >= len(dataset.pairs)
+    place = places[0] if is_beyond else " or ".join(places)
+    what = "names, sizes or order of the files differ"
+    if before.num_pairs != now.num_pairs:
+        what = f"{before.num_pairs} images there, {now.num_pairs} now"
+    return f"split {dataset.split}: {what}; the first difference is {place}"
+
+
+def label_difference(before: SplitFingerprint, labels: Sequence[str], dataset: SegDataset) -> str:
+    """How the contents of the labels differ from `before`; empty if they do not or are unknown.
+
+    before: of the same files, by names and sizes.
+    labels: the hashes now.
+    """
+    differing = [] if before.labels is None else _differing(before.labels, labels)
+    if not differing:
+        return ""
+    place = _place([pair.label for pair in dataset.pairs], differing[0], before.pairs_per_hash)
+    many = f"{len(differing)} " if before.pairs_per_hash == 1 else ""
+    return f"split {dataset.split}: {many}labels hold something else; the first is {place}"
+
+
+def class_differences(
+    before: ClassFile, now: ClassFile, label_format: str
+) -> tuple[list[str], list[str]]:
+    """Differences between two class files: those that change the labels, and the others.
+
+    If labels are read by ids, colours only change pictures. If they are read by colours, ids only
+    change the label maps that segtrain writes. If they hold train ids, both are harmless.
+    """
+    if before.names != now.names:
+        pairs = zip((*before.names, "none"), (*now.names, "none"), strict=False)
+        i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        return [
+            f"class file: {before.num_classes} classes there, {now.num_classes} now; class {i} is "
+            f"{old} there, {new} now"
+        ], []
+    both = list(zip(before.classes, now.classes, strict=True))
+    ids = {f"ids of {old.name}": (old.ids, new.ids) for old, new in both}
+    ids["ignore_ids"] = (before.ignore_ids, now.ignore_ids)
+    colors = {f"color of {old.name}": (old.color, new.color) for old, new in both}
+    colors |= {
+        f"more_colors of {old.name}": (sorted(old.more_colors), sorted(new.more_colors))
+        for old, new in both
+    }
+    colors["color of what is ignored"] = (before.ignore_color, now.ignore_color)
+    id_lines = [_line(what, *pair) for what, pair in ids.items() if set(pair[0]) != set(pair[1])]
+    color_lines = [_line(what, *pair) for what, pair in colors.items() if pair[0] != pair[1]]
+    if label_format == "train_ids":
+        return [], id_lines + color_lines
+    return (color_lines, id_lines) if label_format == "colors" else (id_lines, color_lines)
+
+
+def _line(what: str, old: Sequence[object], new: Sequence[object]) -> str:
+    return f"class file: {what}: {list(old)} there, {list(new)} now"
+
+
+def _differing(before: Sequence[str], now: Sequence[str]) -> list[int]:
+    """The indices of the blocks that differ or that one side does not have."""
+    return [i for i, (old, new) in enumerate(zip_longest(before, now)) if old != new]
+
+
+def _place(paths: Sequence[Path], block: int, pairs_per_hash: int) -> str:
+    """The file or files of a block."""
+    files = paths[block * pairs_per_hash : (block + 1) * pairs_per_hash]
+    if not files:
+        return f"after {printable(paths[-1])}, which is the last one now"
+    if len(files) == 1:
+        return printable(files[0])
+    return f"among the {len(files)} from {printable(files[0])} to {printable(files[-1])}"

@@ -1,0 +1,232 @@
+"""Train ids from what label files hold: raw ids or colours, by the tables of a class file."""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from segtrain.data.read.classes import ClassFile, Color
+from segtrain.errors import DataError
+from segtrain.text import MAX_NAME, printable
+from segtrain.types import IGNORE_INDEX
+
+_MAX_SHOWN = 10
+# More colours than 8-bit labels have values.
+_MANY_COLORS = 256
+
+
+def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
+    """Train ids (H, W) uint8 of the raw ids (H, W) uint8 or uint16.
+
+    Raises:
+        DataError: ids that the class file does not name.
+    """
+    table, known, spare = _id_tables(tuple(class_file.train_id_of.items()))
+    label = _looked_up(raw, table)
+    # A second table is only needed if unknown ids cannot have a train id of their own.
+    unknown = (label == spare).any() if spare is not None else not _looked_up(raw, known).all()
+    if unknown:
+        raise DataError(f"{printable(path)}: {unknown_ids(count_ids(raw), class_file)}")
+    return label
+
+
+def _looked_up(raw: np.ndarray, table: np.ndarray) -> np.ndarray:
+    # cv2.LUT is faster than numpy's take, which casts every index to 64 bits.
+    return cv2.LUT(raw, table[:256]) if raw.dtype == np.uint8 else table[raw]
+
+
+def count_ids(raw: np.ndarray) -> dict[int, int]:
+    """Pixels of each raw id that occurs."""
+    counts = np.bincount(raw.reshape(-1))
+    return {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
+
+
+def unknown_ids(counts: dict[int, int], class_file: ClassFile) -> str:
+    """A message about the ids that the class file does not know, with a likely repair."""
+    unknown = {i: n for i, n in sorted(counts.items()) if i not in class_file.train_id_of}
+    repair = repair_for_ids(counts, class_file)
+    if not repair:
+        ignored = f"if they are to be ignored, write {ignoring(class_file, unknown)} there"
+        if len(unknown) > _MAX_SHOWN:
+            ignored = f"add them to {ignoring(class_file, [])} there"
+        repair = f"; give them a class there, or {ignored}"
+    return f"label ids outside class file {class_file.name}: {_listed(unknown)}{repair}"
+
+
+def colors_to_train_ids(colors: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
+    """Train ids (H, W) uint8 of the exact colours (H, W, 3) uint8.
+
+    Raises:
+        DataError: colours that the class file does not name.
+    """
+    label = map_colors(colors, class_file)
+    if label.min() < 0:
+        unknown = count_colors(colors[label < 0])
+        raise DataError(f"{printable(path)}: {unknown_colors(unknown, class_file)}")
+    return label.astype(np.uint8)
+
+
+def map_colors(colors: np.ndarray, class_file: ClassFile) -> np.ndarray:
+    """Train ids (H, W) int16 of the colours (H, W, 3) uint8; -1 where no class has the colour."""
+    ignored = class_file.ignore_color if class_file.ignores_color else None
+    meanings = tuple(c.label_colors for c in class_file.classes)
+    return _color_table(meanings, ignored)[_pack(colors)]
+
+
+def count_colors(colors: np.ndarray) -> dict[Color, int]:
+    """Pixels of each colour in (..., 3) uint8, most frequent first."""
+    values, counts = np.unique(_pack(colors), return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    return {
+        (value >> 16, value >> 8 & 255, value & 255): count
+        for value, count in zip(values[order].tolist(), counts[order].tolist(), strict=True)
+    }
+
+
+def unknown_colors(counts: dict[Color, int], class_file: ClassFile) -> str:
+    """A message about colours that no class has, with a likely repair."""
+    if len(counts) > _MANY_COLORS:
+        repair = "so many colours come from resizing or JPEG"
+    elif class_file.ignores_color:
+        repair = "give each class its `color` there, and ignored pixels the `ignore_color`"
+    else:
+        repair = (
+            "give each class its `color` there, or, if these pixels are to be ignored, write "
+            f"`ignore_color: {list(next(iter(counts)))}` there"
+        )
+    shown = _listed({str(list(color)): n for color, n in counts.items()})
+    return f"colours that class file {class_file.name} does not name: {shown}; {repair}"
+
+
+def _listed(counts: dict[int, int] | dict[str, int]) -> str:
+    shown = ", ".join(f"{value} ({n} pixels)" for value, n in list(counts.items())[:_MAX_SHOWN])
+    return shown + (f" and {len(counts) - _MAX_SHOWN} more" if len(counts) > _MAX_SHOWN else "")
+
+
+@lru_cache(maxsize=8)
+def _id_tables(
+    train_id_of: tuple[tuple[int, int], ...],
+) -> tuple[np.ndarray, np.ndarray, int | None]:
+    """Train id and "is known" of every 16-bit raw id, two (65536,) uint8, and a spare train id.
+
+    The spare one is that of all unknown ids; None: all are taken, and unknown ids are ignored.
+    """
+    taken = {IGNORE_INDEX, *(train_id for _, train_id in train_id_of)}
+    spare = next((i for i in range(256) if i not in taken), None)
+    train_ids = np.full(1 << 16, IGNORE_INDEX if spare is None else spare, np.uint8)
+    known = np.zeros(1 << 16, np.uint8)
+    for raw, train_id in train_id_of:
+        train_ids[raw], known[raw] = train_id, 1
+    return train_ids, known, spare
+
+
+@lru_cache(maxsize=2)
+def _color_table(meanings: tuple[tuple[Color, ...], ...], ignored: Color | None) -> np.ndarray:
+    """Train id of every 24-bit colour, -1 where there is none, (2**24,) int16.
+
+    meanings: the colours of each class.
+    """
+    table = np.full(1 << 24, -1, np.int16)
+    for train_id, colors in enumerate(meanings):
+        table[_pack(np.array(colors))] = train_id
+    if ignored is not None:
+        table[_pack(np.array(ignored))] = IGNORE_INDEX
+    return table
+
+
+def _pack(colors: np.ndarray) -> np.ndarray:
+    """0xRRGGBB of the colours (..., 3), (...,) int32."""
+    packed = colors[..., 0].astype(np.int32) << 16
+    packed |= colors[..., 1].astype(np.int32) << 8
+    packed |= colors[..., 2]
+    return packed
+
+
+_CITYSCAPES_CLASSES, _CITYSCAPES_LAST_ID = 19, 33
+# More unknown ids than this come from a photograph or from resizing with interpolation.
+_MANY_VALUES = 64
+
+
+def repair_for_ids(counts: dict[int, int], class_file: ClassFile) -> str:
+    """The end of a message about unknown ids, from "; " on; empty if no usual mistake fits.
+
+    counts: pixels of each raw id in one label or in many.
+    """
+    found = set(counts)
+    unknown = found - set(class_file.train_id_of)
+    num_classes = class_file.num_classes
+    if found <= {0, 255} and 255 in unknown:
+        return "; this is a 0/255 mask: give the foreground class `ids: [255]` in the class file"
+    if unknown == {255} and looks_like_train_ids(counts, class_file):
+        return (
+            f"; these look like train ids (0..{num_classes - 1} and 255), but the class file wants "
+            "the raw ids: use the files with raw ids (Cityscapes: labelIds, not labelTrainIds)"
+        )
+    if unknown == {255}:
+        return f"; if 255 marks pixels to ignore, write {ignoring(class_file, [255])} there"
+    if len(unknown) > _MANY_VALUES:
+        return "; so many values come from a photograph, JPEG, or resizing with interpolation"
+    if not _counts_from_zero(class_file):
+        return ""
+    if num_classes == _CITYSCAPES_CLASSES and max(unknown - {255}) <= _CITYSCAPES_LAST_ID:
+        return (
+            "; these look like Cityscapes labelIds: set data.classes: cityscapes and "
+            "data.label_format: ids"
+        )
+    if unknown - {255} == {num_classes}:
+        if 0 not in found:
+            return (
+                f"; the files seem to count from 1, the class file from 0: give the classes "
+                f"`ids: [1]` to `ids: [{num_classes}]` there"
+            )
+        return (
+            f"; the class file names 0..{num_classes - 1}: add the class to it, or, if those "
+            f"pixels are to be ignored, write {ignoring(class_file, unknown)} there"
+        )
+    return ""
+
+
+def ignoring(class_file: ClassFile, ids: Iterable[int]) -> str:
+    """The line for the class file that ignores `ids` and all that is ignored now.
+
+    A list in the file replaces the default, [255], so the line must repeat it.
+    """
+    return f"`ignore_ids: {[*class_file.ignore_ids, *sorted(ids)]}`"
+
+
+def looks_like_train_ids(counts: dict[int, int], class_file: ClassFile) -> bool:
+    """Whether all ids are 0..K-1 or 255, although the class file has other, larger ids."""
+    ids = {i for i in counts if i != 255}
+    if not ids or _counts_from_zero(class_file):
+        return False
+    # A class with id 255 is the foreground of a 0/255 mask, not a raw id.
+    last = max((i for c in class_file.classes for i in c.ids if i != 255), default=0)
+    return max(ids) < class_file.num_classes <= last
+
+
+def train_ids(ids: Iterable[int]) -> str:
+    """A warning about `ids` that look like train ids."""
+    return (
+        f"no label holds an id above {max(i for i in ids if i != 255)}, although the class file "
+        "goes further: these may be train ids where raw ids are expected"
+    )
+
+
+def single_class(present: Sequence[str], *, is_mask: bool) -> str:
+    """Why labels with the classes `present`, at most one, cannot be what is meant.
+
+    is_mask: whether the labels are masks of 0 and 255.
+    """
+    occurs = f"only '{printable(present[0], MAX_NAME)}' ever" if present else "no class ever"
+    text = (
+        f"{occurs} occurs; every other pixel is ignored: check ids and ignore_ids in the class file"
+    )
+    if is_mask:
+        text += ". For a 0/255 mask give the foreground `ids: [255]` and set `ignore_ids: []`"
+    return text
+
+
+def _counts_from_zero(class_file: ClassFile) -> bool:
+    return all(c.ids == (i,) for i, c in enumerate(class_file.classes))

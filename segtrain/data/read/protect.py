@@ -1,0 +1,76 @@
+"""Refuses to write where a data set is read: pictures there would become data or replace labels."""
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from segtrain.config import DataConfig
+from segtrain.data.read.layouts import LAYOUTS, split_parts
+from segtrain.data.read.lists import list_file_rows
+from segtrain.errors import ConfigError, DataError
+
+
+def check_run_directory(directory: Path, data: DataConfig) -> None:
+    """Refuses a run in a folder that is searched for images or labels, to any depth."""
+    splits = [data.train_split, data.eval_split]
+    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), "runs/my")
+
+
+def check_pack_directory(directory: Path, data: DataConfig) -> None:
+    """Refuses a pack in a folder that is searched for images or labels, to any depth."""
+    splits = [data.train_split, data.eval_split]
+    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), "packs/my")
+
+
+def check_pictures(
+    option: str, output: Path, names: Iterable[str], data: DataConfig, *, splits: Sequence[str] = ()
+) -> None:
+    """Refuses to write pictures where they would be read as data, or replace data.
+
+    option: of the command line, for the message.
+    names: of the files to be written, relative to `output`.
+    splits: further splits that are read.
+    """
+    splits = [data.train_split, data.eval_split, *splits]
+    targets = {_real(output / above) for above in {"", *map(os.path.dirname, names)}}
+    folders = [*_searched(data, splits, targets), *_listed(data, splits, targets)]
+    _refuse(option, output, folders, "predictions")
+
+
+def _refuse(option: str, output: Path, folders: Sequence[Path], example: str) -> None:
+    if folders:
+        raise ConfigError(
+            f"{option} {output}: would write into {folders[0]}, where images or labels of the data "
+            f"set are read; choose a folder outside of it, such as {option} {example}"
+        )
+
+
+def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) -> list[Path]:
+    """The folders that are searched to any depth and contain some of `targets`."""
+    root = Path(os.path.expanduser(data.root))
+    found = []
+    for split in (part for whole in splits for part in split_parts(root, data, whole)):
+        for name in LAYOUTS[data.layout].folders(root, data, split):
+            folder = root / name
+            if _real(root).is_relative_to(_real(folder)):
+                # images_dir may be ".", and runs often lie in the data set's folder.
+                folder /= split
+            if any(target.is_relative_to(_real(folder)) for target in targets):
+                found.append(folder)
+    return found
+
+
+def _listed(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) -> list[Path]:
+    """The folders among `targets` that hold files named by a list file."""
+    root, folders = Path(os.path.expanduser(data.root)), set()
+    for split in splits if data.layout == "list" else ():
+        try:
+            rows, _ = list_file_rows(root / split)
+        except DataError:
+            continue  # what cannot be read needs no protection
+        folders |= {root / os.path.dirname(name) for row in rows for name in row[1:]}
+    return [folder for folder in folders if _real(folder) in targets]
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))

@@ -1,0 +1,1 @@
+"""From images to training batches: geometry, colours, mixing, the stream, the loader."""

@@ -1,0 +1,268 @@
+"""The stream of training samples (`data.sample.stream`) in batches, for any number of ranks.
+
+There is no state to save: a loader that starts at step s yields the same batches as one that
+started at 0, on any number of ranks and workers.
+"""
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+
+import cv2
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from segtrain.config import Config, DataConfig
+from segtrain.data.sample.stream import Place, Sample, TrainStream
+from segtrain.distributed import collectives as dist
+from segtrain.distributed.machine import free_shared_memory, keep_freed_memory, num_cores
+from segtrain.distributed.partition import partition, parts_of_rank
+from segtrain.distributed.signals import die_with_parent
+from segtrain.errors import EXIT_OK, ExecutionError, UserError
+from segtrain.types import Batch
+
+_PINNING = re.compile("^Pin memory thread exited|^Caught .* in pin memory thread")
+
+
+def indices_of_rank(
+    batch_size: int, passes: int, rank: int, world_size: int, shares: int | None = None
+) -> list[range]:
+    """The positions of the batch that `rank` takes in each of the step's `passes`.
+
+    The batch is first cut into passes, then each pass into `shares` if there are any, then into
+    ranks: always contiguous and as even as possible. So a pass holds the same images, and has the
+    same batch statistics, on any number of ranks.
+    """
+    wholes = [partition(batch_size, passes, i) for i in range(passes)]
+    parts = [parts_of_rank(len(whole), rank, world_size, shares) for whole in wholes]
+    return [whole[part[0].start : part[-1].stop] for whole, part in zip(wholes, parts, strict=True)]
+
+
+def default_workers(ranks_here: int) -> int:
+    """Loader processes per rank if the config sets none: this machine's cores, shared evenly."""
+    return min(8, num_cores() // ranks_here)
+
+
+def most_workers(config: Config) -> int:
+    """The most loader processes that `auto` gives a rank: one a core, if shared memory allows."""
+    ranks = dist.local_world_size()
+    most = num_cores() // ranks
+    free = free_shared_memory()
+    if free is not None:
+        # At least one, which is refused at the start if there is no space for it.
+        most = min(most, max(1, free // (ranks * bytes_in_flight(config, 1))))
+    return most
+
+
+def num_loader_workers(config: DataConfig) -> int:
+    """The loader processes of this rank; `auto` is not measured here, and counts as null."""
+    if config.num_workers is None or config.num_workers == "auto":
+        return default_workers(dist.local_world_size())
+    return config.num_workers
+
+
+def first_workers(config: Config) -> int:
+    """The loader processes with which the training of this rank begins."""
+    number = num_loader_workers(config.data)
+    return min(number, most_workers(config)) if config.data.num_workers == "auto" else number
+
+
+def images_of_pass(config: Config) -> int:
+    """The most images that a rank has in one pass of a step."""
+    train = config.train
+    return -(-(train.batch_size // train.accumulate_steps) // dist.world_size())
+
+
+def bytes_in_flight(config: Config, num_workers: int) -> int:
+    """The shared memory of the batches that one rank with so many workers has ready."""
+    height, width = config.augment.crop_size
+    labels = 1 if config.augment.mixup_alpha is None else 2
+    # A pixel has three bytes of image and one of each label.
+    one = images_of_pass(config) * (3 + labels) * height * width
+    return num_workers * config.data.prefetch * one
+
+
+def train_loader(
+    stream: TrainStream,
+    *,
+    indices: Sequence[Sequence[int]],
+    start_step: int,
+    steps: int,
+    num_workers: int,
+    prefetch: int,
+    pin_memory: bool,
+    timeout_s: float,
+) -> Iterator[Batch]:
+    """Yields this rank's Batch for every pass of the steps start_step .. steps - 1, in order.
+
+    Args:
+        indices: for each pass, this rank's positions in the batch; see `indices_of_rank`.
+        timeout_s: how long to wait for a batch from the workers.
+
+    Raises:
+        UserError: from the data set, such as a DataError for a file that cannot be read.
+        ExecutionError: a worker was killed or hangs.
+    """
+    loader = DataLoader(
+        _Clocked(stream),
+        batch_sampler=_places(indices, start_step, steps),
+        collate_fn=_collate,
+        num_workers=num_workers,
+        prefetch_factor=prefetch if num_workers else None,
+        pin_memory=pin_memory,
+        worker_init_fn=_start_worker,
+    )
+    expired = threading.Event()
+    try:
+        with worker_failures():
+            yield from _batches(loader, timeout_s, expired)
+    except (ExecutionError, EOFError, ConnectionError) as error:
+        if expired.is_set():
+            raise ExecutionError(
+                f"rank {dist.rank()}: no loader worker has given a batch for {timeout_s:.0f} s "
+                "(0.8 of train.timeout_s): a worker or its network drive hangs, or reading is very "
+                "slow; continue from the last checkpoint with --resume"
+            ) from error
+        if isinstance(error, ExecutionError):
+            raise
+        # The connection to a worker can break before torch notices that the worker died.
+        raise _worker_died("a loader worker was killed") from error
+
+
+@contextmanager
+def worker_failures() -> Iterator[None]:
+    """Turns torch's error about a dead loader worker into an ExecutionError with a repair.
+
+    Put it around all code that runs while workers exist: torch raises the error in the main thread,
+    wherever that is when a worker dies.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        # With pinned memory a thread takes the batches. It may notice the death first, by a file
+        # or a connection of the worker, and end.
+        if not str(error).startswith("DataLoader ") and not _PINNING.search(str(error)):
+            raise
+        raise _worker_died(str(error).splitlines()[0]) from error
+
+
+def _worker_died(what: str) -> ExecutionError:
+    return ExecutionError(
+        f"{what}; a killed worker is often out of memory: use fewer data.num_workers, or give the "
+        "container more shared memory (/dev/shm)"
+    )
+
+
+def _places(indices: Sequence[Sequence[int]], start: int, steps: int) -> Iterator[list[Place]]:
+    for step in range(start, steps):
+        for positions in indices:
+            yield [(step, position) for position in positions]
+
+
+class _Clocked(Dataset):
+    """The batches of `stream`, each after the time at which work on it began."""
+
+    def __init__(self, stream: TrainStream) -> None:
+        self._stream = stream
+
+    def __getitems__(self, places: Sequence[Place]) -> tuple[float, list[Sample] | UserError]:
+        return time.perf_counter(), self._stream.__getitems__(places)
+
+
+def _collate(clocked: tuple[float, list[Sample] | UserError]) -> Batch | UserError:
+    began, samples = clocked
+    if isinstance(samples, UserError):
+        return samples
+    images, labels, names, partner_labels = zip(*samples, strict=True)
+    # Stacking HWC images and viewing them as NCHW makes a channels-last batch without a copy.
+    images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+    partners = None if partner_labels[0] is None else torch.stack(partner_labels)
+    labels = torch.stack(labels)
+    return Batch(images, labels, list(names), partners, made_s=time.perf_counter() - began)
+
+
+def _batches(loader: DataLoader, timeout_s: float, expired: threading.Event) -> Iterator[Batch]:
+    with _sigterm_blocked():
+        batches = iter(loader)
+    try:
+        while True:
+            with _time_limit(timeout_s, expired) if loader.num_workers else nullcontext():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
+    except (EOFError, ConnectionError):
+        # torch's signal handler raises an error for a dead worker too: wait for it here, because
+        # inside the DataLoader's clean-up Python could only print it.
+        with suppress(RuntimeError):
+            time.sleep(1)
+        raise
+    finally:
+        # The traceback of an error would keep the iterator alive. Workers must end now and
+        # cleanly, or their temporary directories stay behind.
+        del batches
+
+
+@contextmanager
+def _time_limit(timeout_s: float, expired: threading.Event) -> Iterator[None]:
+    """Sets `expired` and kills this process's loader workers if the body takes too long."""
+
+    # The DataLoader's own timeout does not help if a worker is stopped: the main process then waits
+    # without limit for the memory of its finished batches. Only SIGKILL ends such a worker.
+    def expire() -> None:
+        expired.set()
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    timer = threading.Timer(timeout_s, expire)
+    timer.daemon = True
+    try:
+        timer.start()
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Workers that start inside inherit it: SIGTERM to the whole run must not end one early."""
+    if not hasattr(signal, "sigtimedwait"):  # macOS; see `_start_worker`
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_worker(_: int) -> None:
+    # There are as many workers as cores; OpenCV would start as many threads in each of them.
+    cv2.setNumThreads(0)
+    keep_freed_memory()
+    # Terminals and cluster managers signal all processes of a run, but the rank needs its workers
+    # to finish the step, and ends them itself.
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigtimedwait"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_rank, daemon=True).start()
+    die_with_parent(signal.SIGKILL)
+
+
+def _end_with_rank() -> None:
+    """Ends this worker once its rank sends SIGTERM or is gone; SIGTERM from others is ignored."""
+    # `die_with_parent` does not end a worker that a fork server started: that is its parent.
+    rank = multiprocessing.parent_process()
+    while rank.is_alive():
+        received = signal.sigtimedwait({signal.SIGTERM}, 1)
+        if received is not None and received.si_pid == rank.pid:
+            break
+    os._exit(EXIT_OK)

@@ -1,0 +1,211 @@
+"""Changes of a training crop that leave every pixel in its place.
+
+Brightness and contrast change each value by itself: together they are one table of 256 values.
+Saturation is one 3x3 matrix. Hue is an addition between two conversions.
+
+The extra transforms are done by albumentations. Its own seeding would repeat the same draws in
+every loader worker and epoch, and give all transforms of a Compose the same stream. So each call
+hands the caller's generator to them.
+"""
+
+import os
+import random
+import warnings
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+
+from segtrain.config import AugmentConfig, ExtraTransform
+from segtrain.config.messages import did_you_mean
+from segtrain.errors import ConfigError
+
+# ITU-R BT.601, as cv2.COLOR_RGB2GRAY and torchvision.
+_LUMA = np.array([0.299, 0.587, 0.114])
+_HUE_CIRCLE = 180  # of cv2.COLOR_RGB2HSV for bytes, also in mmsegmentation
+
+
+class ColorChange(NamedTuple):
+    """What changes, in this order; the defaults change nothing.
+
+    brightness: added to all values, which are 0..255. contrast: the factor of all values.
+    saturation: 0 is grey, 1 the image, and between and beyond them what lies on their line.
+    hue: a rotation of the colour circle, as a share of it.
+    """
+
+    brightness: float = 0.0
+    contrast: float = 1.0
+    saturation: float = 1.0
+    hue: float = 0.0
+
+
+def draw_color_change(augment: AugmentConfig, rng: np.random.Generator) -> ColorChange:
+    """A random change: each of the four is left out with probability 1 - `augment.color_prob`."""
+
+    def drawn(largest: float) -> float:
+        return rng.uniform(-largest, largest) if rng.random() < augment.color_prob else 0.0
+
+    return ColorChange(
+        brightness=255 * drawn(augment.brightness),
+        contrast=1 + drawn(augment.contrast),
+        saturation=1 + drawn(augment.saturation),
+        hue=drawn(augment.hue),
+    )
+
+
+def change_colors(image: np.ndarray, change: ColorChange) -> np.ndarray:
+    """The changed image, (H, W, 3) uint8 RGB; `image` itself is not changed.
+
+    Values beyond 0..255 are clipped after each change, and rounded to the nearest whole number
+    after contrast, saturation and hue. The hue turns by whole 180ths of the circle.
+    """
+    if (change.brightness, change.contrast) != (0, 1):
+        image = cv2.LUT(image, value_table(change.brightness, change.contrast))
+    if change.saturation != 1:
+        # Of 8-bit images cv2.transform is fixed-point arithmetic with 10 bits.
+        image = cv2.transform(image, saturation_matrix(change.saturation))
+    turn = round(change.hue * _HUE_CIRCLE) % _HUE_CIRCLE
+    if turn:
+        image = _turn_hue(image, turn)
+    return image
+
+
+def value_table(brightness: float, contrast: float) -> np.ndarray:
+    """What becomes of each value, (256,) uint8."""
+    brighter = np.clip(np.arange(256) + brightness, 0, 255)
+    return np.rint(np.clip(brighter * contrast, 0, 255)).astype(np.uint8)
+
+
+def saturation_matrix(factor: float) -> np.ndarray:
+    """(3, 3) float64: `factor` of the image and the rest of its grey, which stays as it is."""
+    return factor * np.eye(3) + (1 - factor) * _LUMA
+
+
+def _turn_hue(image: np.ndarray, turn: int) -> np.ndarray:
+    """The image with `turn` added to its hue, in 180ths of the circle."""
+    hsv = cv2.cvtColor(image, cv2.COLOR_RGB2HSV)
+    turned, same = (np.arange(256) + turn) % _HUE_CIRCLE, np.arange(256)
+    table = np.stack([turned, same, same], axis=1).astype(np.uint8)  # (256, 3)
+    cv2.LUT(hsv, table[None], dst=hsv)
+    return cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB, dst=hsv)
+
+
+_BLUR_KERNEL_PX = (5, 5)  # semseg, util/transform.py RandomGaussianBlur
+
+
+class Photometric:
+    """Blur, brightness, contrast, saturation, hue, then the extra transforms of `augment`.
+
+    Each is applied with its own probability. Brightness adds a part of 255 and contrast multiplies
+    the values, as in mmsegmentation's PhotoMetricDistortion. Saturation blends with the grey image
+    and hue turns the colour circle, as in torchvision's ColorJitter. An extra transform without `p`
+    has albumentations' default of 0.5.
+
+    Raises:
+        ConfigError: an extra transform is unknown, wrongly configured or not for pixels alone.
+    """
+
+    def __init__(self, augment: AugmentConfig) -> None:
+        self._augment = augment
+        self._extra = _extra_transforms(augment)
+
+    @property
+    def active(self) -> bool:
+        """Whether any image can be changed."""
+        return self._augment.blur_prob > 0 or self._augment.color_prob > 0 or bool(self._extra)
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The changed image, (H, W, 3) uint8 RGB; every number comes from `rng`."""
+        augment = self._augment
+        if augment.blur_prob and rng.random() < augment.blur_prob:
+            image = cv2.GaussianBlur(image, _BLUR_KERNEL_PX, 0)
+        if augment.color_prob:
+            image = change_colors(image, draw_color_change(augment, rng))
+        if not self._extra:
+            return image
+        # A transform draws from both generators.
+        py_random = random.Random(int(rng.integers(2**63)))
+        for transform in self._extra:
+            transform.set_random_state(rng, py_random)
+            image = transform(image=image)["image"]
+        return image
+
+
+def check_extra(augment: AugmentConfig) -> None:
+    """Refuses extra transforms that would fail in training; each is tried on a noise image.
+
+    Raises:
+        ConfigError: every problem, with the index in `augment.extra`.
+    """
+    _extra_transforms(augment)
+
+
+def _import_albumentations() -> ModuleType:
+    """albumentations, imported only by experiments that use it: that takes seconds."""
+    # Without this the import asks PyPI for a newer version.
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    import albumentations
+
+    return albumentations
+
+
+def _extra_transforms(augment: AugmentConfig) -> list[Any]:
+    """The transforms that `augment.extra` names, made and tried, in order."""
+    if not augment.extra:
+        return []
+    albumentations = _import_albumentations()
+    made, problems = [], []
+    for i, extra in enumerate(augment.extra):
+        try:
+            transform = _make(albumentations, extra)
+            _try_on_noise(transform, augment.crop_size)
+        except _RefusedError as refusal:
+            problems.append(f"augment.extra[{i}] ({extra.name}): {refusal}")
+        else:
+            made.append(transform)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return made
+
+
+class _RefusedError(Exception):
+    """Why one extra transform cannot be used."""
+
+
+def _make(albumentations: ModuleType, extra: ExtraTransform) -> Any:
+    kinds = {
+        name: kind
+        for name, kind in vars(albumentations).items()
+        if isinstance(kind, type) and issubclass(kind, albumentations.ImageOnlyTransform)
+    }
+    if extra.name not in kinds:
+        raise _RefusedError(
+            "not a transform of albumentations that changes the image alone (ImageOnlyTransform); "
+            f"others may move pixels or change labels{did_you_mean(extra.name, list(kinds))}"
+        )
+    # albumentations warns about unknown arguments and wrong values, and leaves them out.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            return kinds[extra.name](**extra.args)
+        except (ValueError, TypeError, UserWarning) as error:
+            raise _RefusedError(f"arguments refused: {_one_line(error)}") from error
+
+
+def _try_on_noise(transform: Any, crop_size: tuple[int, int]) -> None:
+    """Runs `transform` once: some need more inputs, or return floats or another size."""
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, (*crop_size, 3), dtype=np.uint8)
+    transform.set_random_state(rng, random.Random(0))
+    try:
+        result = transform(image=noise, force_apply=True)["image"]
+    except Exception as error:  # foreign code may raise anything; the run must not start with it
+        raise _RefusedError(f"fails on a crop: {_one_line(error)}") from error
+    form = f"{getattr(result, 'dtype', type(result).__name__)} {tuple(result.shape)}"
+    if form != f"uint8 {noise.shape}":
+        raise _RefusedError(f"returns {form}: expected uint8 {noise.shape} as given")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,307 @@
+"""The endless stream of training samples.
+
+After NVIDIA's semantic-segmentation (datasets/uniform.py): a fraction of the samples of each epoch
+shows a class that is drawn uniformly, in a crop that contains one of its centroids. The other
+samples are those of the endless stream (`data.sample.stream`), unchanged: a class-uniform sample
+takes the place of one of them. So an epoch is still as many samples as there are images, and
+each image is shown at most once in it by the stream.
+
+Everything is a function of the seed and the place in the stream. Classes take turns, and each class
+goes through all its centroids, in a random order, before one is taken again.
+
+The second image, the partner, is drawn by `draw_partner` from (seed, step, position in the batch)
+and read by the worker that makes the sample. It is augmented with random numbers of its own, so
+neither depends on which rank or worker has which sample, and nothing about the first image changes.
+
+MixUp (arXiv:1710.09412) blends two finished crops; the loss is blended likewise, in
+`segtrain.training.passes`. Class mix (ClassMix, arXiv:2007.07936) pastes half of the classes of the
+partner's crop, after the geometry and before the colours change, as its authors do.
+
+It is one permutation of the data set after another. Step s takes the samples [s B, (s + 1) B),
+across the ends of epochs. Which images a sample shows and how they are augmented depend only on
+(seed, step, position in the batch).
+"""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from segtrain import seed
+from segtrain.data.read.dataset import SegDataset
+from segtrain.data.sample.centroids import Centroids
+from segtrain.data.sample.transforms import Crop, TrainTransform
+from segtrain.errors import UserError
+from segtrain.types import IGNORE_INDEX
+
+
+class Pick(NamedTuple):
+    """What a sample shows.
+
+    index: of the image.
+    point: (row, column) of a pixel that its crop contains; None: the crop lies anywhere.
+    """
+
+    index: int
+    point: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ClassUniform:
+    """Draws the class-uniform samples of a run.
+
+    fraction: of the samples, in [0, 1].
+    steps: only the first so many steps have any; None: all have.
+    """
+
+    centroids: Centroids
+    _: KW_ONLY
+    fraction: float
+    steps: int | None = None
+
+    def lasts(self, step: int) -> bool:
+        """Whether `step`, counted from 0, has class-uniform samples."""
+        return self.steps is None or step < self.steps
+
+    def pick_at(self, stream_seed: int, place: int, num_images: int) -> Pick | None:
+        """What is shown instead of the image at `place` of the stream; None: that image stays."""
+        epoch, index = divmod(place, num_images)
+        before, after = (self._picks_before(e * num_images) for e in (epoch, epoch + 1))
+        slot = int(_slots(stream_seed, epoch, num_images)[index])
+        return self._pick(stream_seed, before + slot) if slot < after - before else None
+
+    def draw(self, rng: np.random.Generator) -> Pick:
+        """A pick that depends on `rng` only: a uniform class, then a uniform centroid of it."""
+        by_class = self.centroids.by_class
+        rows = by_class[list(by_class)[rng.integers(len(by_class))]]
+        return _pick_of(rows[rng.integers(len(rows))])
+
+    def _picks_before(self, place: int) -> int:
+        """How many of the first `place` samples, whole epochs, are class-uniform."""
+        # Exact: 0.3 means 3/10, and no rounding loses a sample after years of them.
+        return int(Fraction(str(self.fraction)) * place)
+
+    def _pick(self, stream_seed: int, number: int) -> Pick:
+        """Class-uniform sample `number` of the run, counted from 0 in the order of its slots."""
+        classes = list(self.centroids.by_class)
+        turn, index = divmod(number, len(classes))
+        class_id = classes[index]
+        rows = self.centroids.by_class[class_id]
+        turn, index = divmod(turn, len(rows))
+        return _pick_of(rows[_centroid_order(stream_seed, class_id, turn, len(rows))[index]])
+
+
+def _pick_of(row: np.ndarray) -> Pick:
+    image, y, x = row.tolist()
+    return Pick(image, (y, x))
+
+
+@lru_cache(maxsize=2)
+def _slots(stream_seed: int, epoch: int, num_images: int) -> np.ndarray:
+    return seed.class_uniform_slots(stream_seed, epoch, num_images)
+
+
+@lru_cache(maxsize=512)
+def _centroid_order(stream_seed: int, class_id: int, turn: int, number: int) -> np.ndarray:
+    return seed.centroid_order(stream_seed, class_id, turn, number)
+
+
+class Mixing(NamedTuple):
+    """Options of `augment`, where they are described."""
+
+    mixup_alpha: float | None = None
+    class_mix_prob: float = 0.0
+
+
+NO_MIXING = Mixing()
+
+
+def draw_partner(
+    rng: np.random.Generator, num_images: int, *, avoid: int, class_uniform: ClassUniform | None
+) -> Pick:
+    """What a partner shows: any image but `avoid`, if there is another one.
+
+    class_uniform: partners are class-uniform as often as samples are; None: never. Such a partner
+        may be another crop of `avoid`.
+    """
+    if class_uniform is not None and rng.random() < class_uniform.fraction:
+        return class_uniform.draw(rng)
+    if num_images == 1:
+        return Pick(0)
+    index = int(rng.integers(num_images - 1))
+    return Pick(index + (index >= avoid))
+
+
+def blend(image: np.ndarray, partner: np.ndarray, weight: int) -> np.ndarray:
+    """(256 - weight) / 256 of the image and the rest of its partner, uint8, halves rounded up.
+
+    Whole numbers, so that all machines get the same. Normalization commutes with it but for the
+    rounding, which is at most half a grey level.
+    """
+    mixed = image.astype(np.uint16)
+    mixed *= np.uint16(256 - weight)
+    mixed += partner * np.uint16(weight)
+    mixed += np.uint16(128)
+    mixed >>= np.uint16(8)
+    return mixed.astype(np.uint8)
+
+
+def paste_classes(crop: Crop, partner: Crop, rng: np.random.Generator) -> Crop:
+    """`crop` with the pixels, and labels, of half of the classes that the partner's label shows.
+
+    Half is rounded down, so a partner of one class adds nothing. Ignored pixels are no class.
+    """
+    present = np.flatnonzero(np.bincount(partner.label.ravel(), minlength=256)[:IGNORE_INDEX])
+    chosen = np.zeros(256, bool)
+    chosen[rng.choice(present, len(present) // 2, replace=False)] = True
+    pasted = chosen[partner.label]  # (h, w)
+    return crop._replace(
+        image=np.where(pasted[..., None], partner.image, crop.image),
+        label=np.where(pasted, partner.label, crop.label),
+        pasted=pasted,
+    )
+
+
+Sample = tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]
+"""Image (3, H, W) uint8, label (H, W) uint8, name, and the label of the image mixed in by MixUp."""
+
+Place = tuple[int, int]
+"""(step, position in the batch of that step)"""
+
+# Roles of partners in `seed.partner_rng`; never renumber.
+_PASTED, _MIXED, _PASTED_ON_MIXED = 0, 1, 2
+
+
+@lru_cache(maxsize=2)
+def _order(stream_seed: int, epoch: int, num_images: int) -> list[int]:
+    return seed.sample_order(stream_seed, epoch, num_images).tolist()
+
+
+def image_at(stream_seed: int, place: int, num_images: int) -> int:
+    """The index of the image at `place`, counted from 0, of the endless stream."""
+    epoch, index = divmod(place, num_images)
+    return _order(stream_seed, epoch, num_images)[index]
+
+
+class Source(NamedTuple):
+    """An image that a sample is made of.
+
+    rng: of its augmentation.
+    pasted: the image of which class mix pastes classes on it; None: it does not.
+    """
+
+    pick: Pick
+    rng: np.random.Generator
+    pasted: "Source | None" = None
+
+
+@dataclass(eq=False)
+class TrainStream(Dataset):
+    """The augmented samples of `dataset`: `stream[step, position]`.
+
+    class_uniform: what draws a part of the samples class-uniformly; None: nothing does.
+    mixing: how samples are made of two images.
+    """
+
+    dataset: SegDataset
+    transform: TrainTransform
+    _: KW_ONLY
+    stream_seed: int
+    batch_size: int
+    class_uniform: ClassUniform | None = None
+    mixing: Mixing = NO_MIXING
+
+    def pick(self, step: int, position: int) -> Pick:
+        """What the sample at `position` of the batch of `step`, both counted from 0, shows.
+
+        Without partners.
+        """
+        place, num_images = step * self.batch_size + position, len(self.dataset.pairs)
+        if (uniform := self._class_uniform(step)) is not None:
+            pick = uniform.pick_at(self.stream_seed, place, num_images)
+            if pick is not None:
+                return pick
+        return Pick(image_at(self.stream_seed, place, num_images))
+
+    def mixup_weight(self, step: int) -> int:
+        """The weight of MixUp's partners in `step`, 0 .. 128 of 256; 0: there are none."""
+        alpha = self.mixing.mixup_alpha
+        return 0 if alpha is None else seed.mixup_weight(self.stream_seed, step, alpha)
+
+    def sources(self, step: int, position: int) -> list[Source]:
+        """The image of a sample, and the one that MixUp adds if it does."""
+        rng = seed.augment_rng(self.stream_seed, step, position)
+        own = Source(self.pick(step, position), rng)
+        found = [self._with_pasted(own, step, position, role=_PASTED)]
+        if self.mixup_weight(step):
+            mixed = self._partner(own, step, position, role=_MIXED, prob=1.0)
+            found.append(self._with_pasted(mixed, step, position, role=_PASTED_ON_MIXED))
+        return found
+
+    def names_of_step(self, step: int) -> list[str]:
+        """The names of the samples in the whole batch of `step`, counted from 0, in its order."""
+        return [self._name(self.sources(step, i)) for i in range(self.batch_size)]
+
+    def __getitem__(self, place: Place) -> Sample:
+        sources = self.sources(*place)
+        (image, label), *partners = map(self._augmented, sources)
+        partner_label = None
+        for partner, partner_label in partners:
+            image = blend(image, partner, self.mixup_weight(place[0]))
+            partner_label = torch.from_numpy(partner_label)
+        image = torch.from_numpy(image).permute(2, 0, 1)
+        return image, torch.from_numpy(label), self._name(sources), partner_label
+
+    def __getitems__(self, places: Sequence[Place]) -> list[Sample] | UserError:
+        """The samples of a batch (torch calls this method), or the error that prevents them."""
+        try:
+            return [self[place] for place in places]
+        except UserError as error:
+            # Returned, not raised: torch would put the worker's traceback into the message.
+            return error
+
+    def _class_uniform(self, step: int) -> ClassUniform | None:
+        uniform = self.class_uniform
+        return uniform if uniform is not None and uniform.lasts(step) else None
+
+    def _with_pasted(self, source: Source, step: int, position: int, *, role: int) -> Source:
+        prob = self.mixing.class_mix_prob
+        if prob == 0:
+            return source
+        return source._replace(pasted=self._partner(source, step, position, role=role, prob=prob))
+
+    def _partner(
+        self, source: Source, step: int, position: int, *, role: int, prob: float
+    ) -> Source | None:
+        """With probability `prob`, a partner for `source`."""
+        rng = seed.partner_rng(self.stream_seed, step, position, role=role)
+        if rng.random() >= prob:
+            return None
+        pick = draw_partner(
+            rng,
+            len(self.dataset.pairs),
+            avoid=source.pick.index,
+            class_uniform=self._class_uniform(step),
+        )
+        return Source(pick, rng)
+
+    def _augmented(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
+        """The crop of the image, (h, w, 3) uint8, and of its label, (h, w) uint8."""
+        index, point = source.pick
+        if source.pasted is None:
+            return self.transform(*self.dataset.view(index), source.rng, point=point)
+        crop = self.transform.crop(*self.dataset.view(index), source.rng, point=point)
+        (other, point), rng, _ = source.pasted
+        partner = self.transform.crop(*self.dataset.view(other), rng, point=point)
+        crop = paste_classes(crop, partner, rng)
+        return self.transform.recolored(crop, source.rng), crop.label
+
+    def _name(self, sources: Sequence[Source]) -> str:
+        """The names of all images in a sample; where nothing is mixed in, that of its image."""
+        whole = [part for source in sources for part in (source, source.pasted) if part]
+        return " + ".join(self.dataset.name(part.pick.index) for part in whole)

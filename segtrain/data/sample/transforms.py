@@ -1,0 +1,143 @@
+"""The augmentation of a training sample: draw everything, then make one crop.
+
+Scale, rotation, crop and flip are drawn first and done as one resampling (data/geometry.py); blur
+and colours change only the crop (data/photometric.py).
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from segtrain.config import AugmentConfig
+from segtrain.data.sample import geometry
+from segtrain.data.sample.geometry import Placement, Span
+from segtrain.data.sample.photometric import Photometric
+
+_MAX_REDRAWS = 10  # mmsegmentation, RandomCrop
+
+
+class Crop(NamedTuple):
+    """A crop before its colours change.
+
+    image: (h, w, 3) uint8. label: (h, w) uint8.
+    pasted: (h, w) bool, the pixels that come from another image; None: none do.
+    """
+
+    image: np.ndarray
+    label: np.ndarray
+    placement: Placement
+    pasted: np.ndarray | None = None
+
+
+class TrainTransform:
+    """Makes a random crop of `augment.crop_size` from an image and its label.
+
+    mean: RGB in 0..255, painted where the crop exceeds the image; the label is IGNORE_INDEX there.
+    short_side_px: the short side of an image at scale 1; None: as stored.
+
+    Raises:
+        ConfigError: an extra transform of `augment` cannot be used.
+    """
+
+    def __init__(
+        self,
+        augment: AugmentConfig,
+        *,
+        mean: tuple[float, float, float],
+        short_side_px: int | None = None,
+    ) -> None:
+        self._augment, self._mean, self._short_side_px = augment, mean, short_side_px
+        red, green, blue = map(round, mean)
+        self._fill = (red, green, blue)
+        self._photometric = Photometric(augment)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the arguments only: a loader worker builds its own albumentations."""
+        keywords = {"mean": self._mean, "short_side_px": self._short_side_px}
+        return partial(TrainTransform, **keywords), (self._augment,)
+
+    def __call__(
+        self,
+        image: np.ndarray,
+        label: np.ndarray,
+        rng: np.random.Generator,
+        *,
+        point: tuple[int, int] | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The crop of the image, (h, w, 3) uint8, and of the label, (h, w) uint8, both contiguous.
+
+        image: (H, W, 3) uint8 RGB. label: (H, W) uint8. Neither is changed. The result depends on
+        them, on `point` (see `draw_placement`) and on the state of `rng` alone.
+        """
+        crop = self.crop(image, label, rng, point=point)
+        return self.recolored(crop, rng), crop.label
+
+    def crop(
+        self,
+        image: np.ndarray,
+        label: np.ndarray,
+        rng: np.random.Generator,
+        *,
+        point: tuple[int, int] | None = None,
+    ) -> Crop:
+        """The first half of a call: the geometry."""
+        if image.shape != (*label.shape, 3):
+            raise ValueError(f"image {image.shape}, label {label.shape}: expected equal (H, W)")
+        placement = draw_placement(
+            self._augment, label, rng, short_side_px=self._short_side_px, point=point
+        )
+        pixels = geometry.resample_image(image, placement, fill=self._fill)
+        return Crop(pixels, geometry.resample_label(label, placement), placement)
+
+    def recolored(self, crop: Crop, rng: np.random.Generator) -> np.ndarray:
+        """The second half: the image of `crop` with its blur and colours changed."""
+        image = crop.image
+        if self._photometric.active:
+            changed = self._photometric(image, rng)
+            # Padding stays the mean, which is zero after normalization, as in published pipelines.
+            image = geometry.paint_padding(changed, crop.placement, self._fill)
+            if crop.pasted is not None:
+                image = np.where(crop.pasted[..., None], changed, image)
+        return np.ascontiguousarray(image)
+
+
+def draw_placement(
+    augment: AugmentConfig,
+    label: np.ndarray,
+    rng: np.random.Generator,
+    *,
+    short_side_px: int | None = None,
+    point: tuple[int, int] | None = None,
+) -> Placement:
+    """A random crop of the image with this label, which is read for `max_class_share` only.
+
+    An image smaller than the crop lies anywhere in it. At a fixed place (mmsegmentation: top left,
+    semseg: centre) it would always meet the network's zero padding in the same way.
+
+    point: (row, column) of a pixel that the crop must show, at any place in it; None: any crop. A
+        rotation that would turn this pixel out of the image is left out.
+    """
+    height, width = label.shape
+    unit = short_side_px / min(height, width) if short_side_px else 1.0
+    scale = unit * rng.uniform(*augment.scale_range)
+    rotated = augment.rotate_deg > 0 and rng.random() < augment.rotate_prob
+    placement = Placement(
+        rows=Span(height, max(1, round(height * scale)), augment.crop_size[0]),
+        columns=Span(width, max(1, round(width * scale)), augment.crop_size[1]),
+        angle_deg=rng.uniform(-augment.rotate_deg, augment.rotate_deg) if rotated else 0.0,
+        flip=bool(rng.random() < augment.flip_prob),
+    )
+    target = None
+    if point is not None:
+        if placement.turned(point) is None:
+            placement = placement._replace(angle_deg=0.0)
+        target = placement.turned(point)
+    placement = placement.moved(rng, target)
+    movable = placement.rows.largest_start > 0 or placement.columns.largest_start > 0
+    if augment.max_class_share < 1 and movable:
+        for _ in range(_MAX_REDRAWS):
+            if geometry.largest_class_share(label, placement) <= augment.max_class_share:
+                break
+            placement = placement.moved(rng, target)
+    return placement
