@@ -106,6 +106,8 @@ class FiguresFile:
         if _is_missing(self._config):
             line("torch finds no CUDA device: NOTHING WAS CHECKED", red=True)
             return
+        if not self._tests:
+            return
         counts = Counter(test["outcome"] for test in self._tests.values())
         name = machine(self._config.getoption("device"))["name"]
         line(f"{name}: {', '.join(f'{n} {outcome}' for outcome, n in counts.items())}")
