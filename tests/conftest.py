@@ -18,16 +18,46 @@ import pytest
 # Tests run beside each other on few cores; the ranks they start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# On a machine with devices the other tests would run on them. What CUDA sees is decided once in a
-# process, so a session of pytest has devices for all tests or for none.
-if os.environ.get("SEGTRAIN_CUDA_TESTS") != "1":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+_GPU = Path(__file__).resolve().parent / "gpu"
 
 # Started by nohup, the tests would inherit that SIGHUP is ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Compiling for a processor without vector units took 460 s beside other programs.
 _RANKS_TIMEOUT_S = 900
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tests for a CUDA device (pytest -m gpu)")
+    group.addoption(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: run them tiny on the CPU"
+    )
+    group.addoption(
+        "--figures",
+        default="runs/gpu/figures.json",
+        metavar="FILE",
+        help="outcome and figures of each of them (default: %(default)s)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # On a machine with devices the other tests would run on them. What CUDA sees is decided once in
+    # a process, so a session of pytest has devices for all tests or for none.
+    if _is_for_gpu(config) and config.getoption("numprocesses", None):
+        raise pytest.UsageError("-m gpu: the tests share one device; leave -n out")
+    if not _is_for_gpu(config) or config.getoption("device") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu` only tests/gpu is imported, and without it everything else."""
+    if _is_for_gpu(config):
+        return True if collection_path.suffix == ".py" and collection_path.parent != _GPU else None
+    return True if collection_path == _GPU else None
+
+
+def _is_for_gpu(config: pytest.Config) -> bool:
+    return config.getoption("markexpr") == "gpu"
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +104,7 @@ def spawn_nccl_ranks() -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def fake() -> Any:
-    """Rank 0 of 8 on a CUDA device that does not exist; see tools/fake_device.py."""
+    """Rank 0 of 8 on a CUDA device that does not exist; see fake_device.py."""
     from fake_device import fake_ranks
 
     with fake_ranks() as watch:

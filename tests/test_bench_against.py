@@ -87,5 +87,5 @@ def test_ratios_are_medians_of_the_rounds():
 
 
 def test_the_first_step_of_a_command_is_noticed(tmp_path):
-    against_start.write_data(tmp_path)
+    write_scenes(tmp_path, against_start.CROP, 8)
     assert against_start.first_step_s(TORCHVISION, tmp_path) > 0

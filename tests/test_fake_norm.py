@@ -4,9 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from count_kernels import of_settling, table
 from fake_device import fake_ranks, stub_context
-from processes import REPOSITORY
 from torch import nn
 
 from segtrain.distributed import collectives as dist
@@ -176,9 +174,3 @@ def test_what_a_compiler_sees_it_has_rules_for(fake, monkeypatch):
     ours = {name for name in (*forward[0], *backward[0]) if name.startswith("batch_norm_")}
     assert ours == set()
     assert grad_x.dtype == torch.bfloat16
-
-
-def test_the_readme_has_the_counted_table(fake):
-    readme = (REPOSITORY / "segtrain/norm/README.md").read_text()
-    assert "\n".join(table()) in readme
-    assert f"**{of_settling(60)}** kernels" in readme

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
@@ -126,10 +127,15 @@ def blocks(readme):
     return re.findall(r"^```(\w*)\n(.*?)^```$", readme.read_text(), re.M | re.S)
 
 
+# A tool that has answered its question: `tools/x.py` of commit abcdef0.
+OF_COMMIT = re.compile(r"`([^`]+)`\s+of\s+commit\s+([0-9a-f]{7,40})")
+
+
 @cache
 def prose(readme):
-    """The text without its code blocks."""
-    return re.sub(r"^```.*?^```$", "", readme.read_text(), flags=re.M | re.S)
+    """The text without its code blocks, and without what is there in another commit only."""
+    text = re.sub(r"^```.*?^```$", "", readme.read_text(), flags=re.M | re.S)
+    return OF_COMMIT.sub("", text)
 
 
 @cache
@@ -321,6 +327,25 @@ def test_named_files_exist(readme):
     for word in code_words(readme):
         if re.fullmatch(r"(tests|tools|configs|segtrain|\.ci)/[\w./-]*|[\w/]+\.(py|md)", word):
             assert (ROOT / word).exists() or (readme.parent / word).exists(), word
+
+
+@every_readme
+def test_tools_of_other_commits_are_there(readme):
+    for code, commit in OF_COMMIT.findall(readme.read_text()):
+        (tool,) = re.findall(r"tools/\w+\.py", code)
+        if not in_git(commit):
+            pytest.skip(f"this copy of the repository has no commit {commit}")
+        assert in_git(f"{commit}:{tool}"), code
+
+
+def in_git(name):
+    """Whether the repository has this object."""
+    try:
+        return not subprocess.run(
+            ["git", "cat-file", "-e", name], cwd=ROOT, capture_output=True
+        ).returncode
+    except FileNotFoundError:  # no git here
+        return False
 
 
 def code_words(readme):

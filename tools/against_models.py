@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from against_mmseg import build_mmseg, deeplabv3plus_mnv2, pspnet_r18
+from stepping import NUM_CLASSES, config_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from segtrain.config import Config, DataConfig, LogConfig, LossConfig, ModelConfig, TrainConfig
+from segtrain.config import ModelConfig
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.training.measure import training_flops
 
-NUM_CLASSES = 19
 SEGTRAIN, TORCHVISION, SMP, MMSEG = "segtrain", "torchvision", "smp", "mmseg"
 MMSEG_START = "mmseg, start-up"  # mmengine's Runner draws
 SEMSEG, ALBUMENTATIONS = "semseg", "albumentations"
@@ -119,18 +119,6 @@ CASES = {
 }
 
 
-def config_of(case: Case, *, batch: int, size: tuple[int, int]) -> Config:
-    """A training of segtrain that never ends; no file is read for it."""
-    return Config(
-        data=DataConfig(layout="folders", root="unused", classes="unused"),
-        augment={"crop_size": size},
-        model=ModelConfig(**case.model),
-        loss=LossConfig(),
-        train=TrainConfig(batch_size=batch, steps=10**9, lr=1e-3),
-        log=LogConfig(),
-    )
-
-
 class Plain(nn.Module):
     """segtrain's network with torch's batch norm, and outputs as torchvision's have them."""
 
@@ -160,7 +148,7 @@ def work(contender: str, case: Case, size: tuple[int, int]) -> dict[str, float]:
     Counted as in `segtrain.training.measure`: the backward pass as two forward ones.
     """
     if contender == SEGTRAIN:
-        config = config_of(case, batch=2, size=size)
+        config = config_of(size, 2, model=case.model)
         weights = num_weights(build_model(config.model, num_classes=NUM_CLASSES))
         return {"weights": weights, "gflop": training_flops(config, NUM_CLASSES) / 1e9}
     images = 2

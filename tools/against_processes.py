@@ -21,11 +21,9 @@ _WARMUP = 2  # units before the first round
 class Contender:
     """A process that does what it is told, one order at a time."""
 
-    def __init__(self, spec: dict[str, Any], threads: int, *, passive: bool) -> None:
+    def __init__(self, spec: dict[str, Any], threads: int) -> None:
         command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve())]
         variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-        if passive:
-            variables["OMP_WAIT_POLICY"] = "passive"
         self._process = subprocess.Popen(
             [*command, json.dumps(spec | {"threads": threads})],
             stdin=subprocess.PIPE,
@@ -36,7 +34,7 @@ class Contender:
         self._process_name = spec["contender"]
 
     def do(self, count: int) -> dict[str, float]:
-        """Does `count` units; returns wall_s, cpu_s of its main thread, and the peak_mib so far."""
+        """Does `count` units; returns the seconds, and the peak_mib so far."""
         self._process.stdin.write(f"{count}\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
@@ -49,14 +47,12 @@ class Contender:
 
 
 @contextmanager
-def contenders(
-    specs: dict[str, dict[str, Any]], threads: int, *, passive: bool
-) -> Iterator[dict[str, Contender]]:
+def contenders(specs: dict[str, dict[str, Any]], threads: int) -> Iterator[dict[str, Contender]]:
     """The processes of these contenders, ready."""
     with ExitStack() as stack:
         found = {}
         for name, spec in specs.items():
-            found[name] = Contender(spec, threads, passive=passive)
+            found[name] = Contender(spec, threads)
             stack.callback(found[name].close)
         for contender in found.values():
             contender.do(_WARMUP)
@@ -78,10 +74,10 @@ def worker(spec: dict[str, Any]) -> None:
     name = spec.pop("contender")
     run = make(name, **{k: tuple(v) if isinstance(v, list) else v for k, v in spec.items()})
     for line in sys.stdin:
-        wall, cpu = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         run(int(line))
-        taken = {"wall_s": time.perf_counter() - wall, "cpu_s": time.thread_time() - cpu}
-        print(json.dumps(taken | {"peak_mib": _peak_mib()}), flush=True)
+        taken = {"seconds": time.perf_counter() - began, "peak_mib": _peak_mib()}
+        print(json.dumps(taken), flush=True)
 
 
 def _peak_mib() -> float:

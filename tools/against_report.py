@@ -23,7 +23,6 @@ class Row(NamedTuple):
     contender: str
     unit: str
     values: tuple[float, ...]
-    cpu_ms: tuple[float, ...] = ()  # of the main thread, for one sample, step or image
 
     def ratios(self, base: "Row") -> list[float]:
         """To `base` in the same rounds."""
@@ -56,22 +55,16 @@ def markdown(found: dict[str, list[Row]], absent: dict[str, list[str]]) -> str:
 
 def _table(rows: Sequence[Row]) -> list[str]:
     unit = rows[0].unit
-    lines = [f"| | contender | {unit} | spread | / segtrain | CPU ms | / segtrain |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = [f"| | contender | {unit} | spread | / segtrain |", "|---|---|---|---|---|"]
     for _, group in groupby(rows, key=lambda row: row.title):
         group = list(group)
         base = next(row for row in group if row.contender == BASE)
         for i, row in enumerate(group):
             spread = f"{_number(min(row.values))} to {_number(max(row.values))}"
-            cpu, cpu_ratio = "", ""
-            if row.cpu_ms:
-                cpu = _number(statistics.median(row.cpu_ms))
-                pairs = zip(row.cpu_ms, base.cpu_ms, strict=True)
-                cpu_ratio = f"{statistics.median(a / b for a, b in pairs):.2f}"
             lines.append(
                 f"| {row.title if i == 0 else ''} | {row.contender} "
                 f"| {_number(statistics.median(row.values))} | {spread} "
-                f"| {statistics.median(row.ratios(base)):.2f} | {cpu} | {cpu_ratio} |"
+                f"| {statistics.median(row.ratios(base)):.2f} |"
             )
     return lines
 

@@ -12,17 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from against_models import (
-    CASES,
-    MMSEG,
-    NUM_CLASSES,
-    SEGTRAIN,
-    SMP,
-    TORCHVISION,
-    Case,
-    build,
-    config_of,
-)
+from against_models import CASES, MMSEG, SEGTRAIN, SMP, TORCHVISION, Case, build
+from stepping import NUM_CLASSES, config_of, random_batch, state_of, steps_of
 from torch import Tensor, nn
 
 from segtrain.config import DataConfig
@@ -31,11 +22,7 @@ from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings
 from segtrain.models import build_model
 from segtrain.models.blocks import normalize
-from segtrain.norm import make_norm
-from segtrain.training.engine import train_steps
-from segtrain.training.state import make_state
-from segtrain.training.step_sync import StepSync
-from segtrain.types import IGNORE_INDEX, Batch
+from segtrain.types import IGNORE_INDEX
 
 Size = tuple[int, int]
 Run = Callable[[int], object]
@@ -48,8 +35,12 @@ def training(contender: str, case_name: str, *, size: Size, batch: int) -> Run:
     """So many training steps of a contender."""
     case = CASES[case_name]
     torch.manual_seed(0)
-    make = {SEGTRAIN: _train_segtrain, MMSEG: _train_mmseg}.get(contender, _train_plain)
-    return make(contender, case, *_batch(batch, size))
+    if contender == SEGTRAIN:
+        return _train_segtrain(case, size, batch)
+    images, labels, *_ = random_batch(size, batch, CPU)
+    if contender == MMSEG:
+        return _train_mmseg(case, images, labels)
+    return _train_plain(contender, case, images, labels)
 
 
 def evaluation(contender: str, case_name: str, *, size: Size) -> Run:
@@ -62,36 +53,14 @@ def evaluation(contender: str, case_name: str, *, size: Size) -> Run:
         SMP: _evaluate_smp,
         MMSEG: _evaluate_mmseg,
     }
-    return make[contender](case, *_batch(1, size))
+    return make[contender](case, *random_batch(size, 1, CPU)[:2])
 
 
-def _batch(number: int, size: Size) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, H, W) uint8 and labels (N, H, W) uint8, a tenth of them ignored."""
-    generator = torch.Generator().manual_seed(0)
-    options: dict[str, Any] = {"generator": generator, "dtype": torch.uint8}
-    images = torch.randint(256, (number, 3, *size), **options)
-    labels = torch.randint(NUM_CLASSES, (number, *size), **options)
-    labels[:, : size[0] // 10] = IGNORE_INDEX
-    return images, labels
-
-
-def _train_segtrain(_: str, case: Case, images: Tensor, labels: Tensor) -> Run:
+def _train_segtrain(case: Case, size: Size, batch: int) -> Run:
     """As `segtrain train` does, with what its loader delivers: uint8, channels last."""
     keep_freed_memory()
-    number, _, *size = images.shape
-    config = config_of(case, batch=number, size=tuple(size))
-    model = build_model(config.model, num_classes=NUM_CLASSES, norm=make_norm(config.norm))
-    state = make_state(model, config, CPU)
-    images = images.contiguous(memory_format=torch.channels_last)
-    batches = repeat(Batch(images, labels, ["image"] * number))
-    steps = train_steps(
-        state,
-        batches,
-        config,
-        device=CPU,
-        indices=[range(number)],
-        step_sync=StepSync(lambda: False),
-    )
+    config = config_of(size, batch, model=case.model)
+    steps = steps_of(state_of(config, CPU), config, CPU)
     return lambda count: list(islice(steps, count))
 
 
@@ -127,7 +96,7 @@ def _train_plain(contender: str, case: Case, images: Tensor, labels: Tensor) -> 
     return lambda count: [step() for _ in range(count)]
 
 
-def _train_mmseg(_: str, case: Case, images: Tensor, labels: Tensor) -> Run:
+def _train_mmseg(case: Case, images: Tensor, labels: Tensor) -> Run:
     """mmengine's `train_step`, with what PackSegInputs delivers: a list of uint8 images."""
     from mmengine.optim import OptimWrapper
 
@@ -183,7 +152,7 @@ class _Images:
 
 def _evaluate_segtrain(case: Case, images: Tensor, labels: Tensor) -> Run:
     keep_freed_memory()
-    config = config_of(case, batch=2, size=tuple(labels.shape[1:]))
+    config = config_of(tuple(labels.shape[1:]), 2, model=case.model)
     model = build_model(config.model, num_classes=NUM_CLASSES).eval()
     settings = InferenceSettings.from_config(config)
     image = np.ascontiguousarray(images[0].permute(1, 2, 0).numpy())

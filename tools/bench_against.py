@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import against_start
+from against_data import MAX_SHARE, write_scenes
 from against_models import (
     ALBUMENTATIONS,
     CASES,
@@ -43,29 +44,18 @@ def race(
     title: str, unit: str, specs: dict[str, dict[str, Any]], args: argparse.Namespace, count: int
 ) -> list[Row]:
     """A row for each contender: units a second in rounds in which all take turns."""
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in specs}
+    rates: dict[str, list[float]] = {name: [] for name in specs}
     threads = 1 if unit == "samples/s" else args.threads
-    with contenders(specs, threads, passive=args.passive) as found:
+    with contenders(specs, threads) as found:
         for index in range(args.rounds):
             for name in turn(list(found), index):
-                times[name].append(found[name].do(count))
+                rates[name].append(count / found[name].do(count)["seconds"])
     say(title)
-    return [
-        Row(
-            title=title,
-            contender=name,
-            unit=unit,
-            values=tuple(count / t["wall_s"] for t in taken),
-            cpu_ms=tuple(t["cpu_s"] / count * 1e3 for t in taken),
-        )
-        for name, taken in times.items()
-    ]
+    return [Row(title, name, unit, tuple(values)) for name, values in rates.items()]
 
 
 def bench_data(args: argparse.Namespace, installed: Sequence[str], _: list[Row]) -> list[Row]:
     """Samples a second on one core."""
-    from against_data import MAX_SHARE, write_scenes
-
     rows = []
     with TemporaryDirectory(dir=args.scratch) as folder:
         size = write_scenes(Path(folder), tuple(args.image_size))
@@ -134,7 +124,7 @@ def bench_memory(args: argparse.Namespace, installed: Sequence[str], _: list[Row
             title = f"{case}, {side}x{side}, batch {batch}"
             specs = case_specs("train", case, installed, size=(side, side), batch=batch)
             for name, spec in specs.items():
-                contender = Contender(spec, args.threads, passive=args.passive)
+                contender = Contender(spec, args.threads)
                 peak = contender.do(_MEMORY_STEPS)["peak_mib"]
                 contender.close()
                 rows.append(Row(title, name, "MiB", (peak,)))
@@ -149,7 +139,7 @@ def bench_start(args: argparse.Namespace, installed: Sequence[str], _: list[Row]
     steps: dict[str, list[float]] = {name: [] for name in names}
     helps: dict[str, list[float]] = {name: [] for name in names}
     with TemporaryDirectory(dir=args.scratch) as folder:
-        against_start.write_data(Path(folder))
+        write_scenes(Path(folder), against_start.CROP, 8)
         for index in range(args.rounds):
             for name in turn(names, index):
                 steps[name].append(against_start.first_step_s(name, Path(folder)))
@@ -185,11 +175,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--image-size", nargs=2, type=int, default=[1024, 2048], metavar=("H", "W"))
     add("--crop", nargs=2, type=int, default=[713, 713], metavar=("H", "W"))
     add("--eval-size", nargs=2, type=int, default=[512, 1024], metavar=("H", "W"))
-    add(
-        "--passive",
-        action="store_true",
-        help="waiting threads sleep: CPU ms then are the time that a quiet machine would take",
-    )
     add("--scratch", type=Path, help="folder for data (default: the system's)")
     add("--json", type=Path, metavar="FILE", help="write the figures")
     return parser.parse_args(argv)

@@ -9,7 +9,6 @@ largest resident set of a process that does nothing else.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -21,21 +20,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_shares import Step
+from commands import DEMO, command, draw_scenes, logged, settings
 from rounds import measure, on_ranks
+from stepping import config_of, state_of, steps_of
 
 from segtrain.config import Config, DataConfig, load_config
 from segtrain.data.pack.opening import open_dataset
 from segtrain.data.sample.loader import indices_of_rank, train_loader
 from segtrain.data.sample.stream import TrainStream
 from segtrain.data.sample.transforms import TrainTransform
-from segtrain.models import build_model
-from segtrain.norm import make_norm
-from segtrain.run.directory import METRICS
+from segtrain.distributed.machine import descendants
 from segtrain.training.measure import peak_bytes
-from segtrain.training.state import make_state
 
-ROOT = Path(__file__).resolve().parents[1]
 _MIB = 2**20
 
 
@@ -92,22 +88,11 @@ def _peak_mib() -> float:
     return peak_bytes(torch.device("cpu")) / _MIB
 
 
-def _config(crop: int, images: int) -> Config:
-    return Config(
-        data=DataConfig(layout="folders", root="none", classes="none"),
-        augment={"crop_size": (crop, crop)},
-        model={"backbone": "resnet18"},
-        train={"steps": 10**6, "batch_size": images},
-    )
-
-
 def _step(device: torch.device, crop: int, images: int, num_classes: int, rounds: int) -> tuple:
     """Milliseconds of a training step, and the MiB of this process (collective)."""
-    torch.manual_seed(0)
-    config = _config(crop, images)
-    model = build_model(config.model, num_classes=num_classes, norm=make_norm(config.norm))
-    step = Step(make_state(model, config, device), config, 1)
-    times = measure({"step": step}, device=device, rounds=rounds)["step"]
+    config = config_of((crop, crop), images, model={"backbone": "resnet18"})
+    steps = steps_of(state_of(config, device, num_classes=num_classes), config, device, num_classes)
+    times = measure({"step": partial(next, steps)}, device=device, rounds=rounds)["step"]
     return statistics.median(times), _peak_mib()
 
 
@@ -131,7 +116,7 @@ def _of_classes(options: argparse.Namespace) -> Iterator[str]:
 
 def _of_workers(options: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as root:
-        _draw_scenes(Path(root), 24, "--num-val", "1", "--size", "512", "1024")
+        draw_scenes(Path(root), 24, 1, (512, 1024))
         calls = {str(workers): partial(_load, root, workers) for workers in options.workers}
         times = measure(calls, device=torch.device("cpu"), rounds=options.rounds, warmup=1)
     for workers, found in times.items():
@@ -163,35 +148,25 @@ def _load(root: str, workers: int) -> None:
 
 
 def _scenes_config(root: str, *changes: str) -> Config:
-    return load_config(ROOT / "configs/demo.yaml", [f"data.root={root}", *changes])
-
-
-def _draw_scenes(root: Path, number: int, *more: str) -> None:
-    arguments = ["data", "synth", str(root), "--num-train", str(number), *more]
-    subprocess.run([sys.executable, "-m", "segtrain", *arguments], check=True, capture_output=True)
+    return load_config(DEMO, [f"data.root={root}", *changes])
 
 
 def _of_steps(options: argparse.Namespace) -> Iterator[str]:
     """Memory of all processes of a run, at ten moments."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        _draw_scenes(root / "scenes", 24, "--num-val", "4", "--size", "64", "128")
-        changes = {
-            "data.root": root / "scenes",
-            "train.steps": options.steps,
-            "train.warmup_steps": 0,
-            "augment.crop_size": "[33, 33]",
-            "eval.every_steps": options.steps // 10,
-            "log.every_steps": 1,
-        }
-        sets = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-m", "segtrain", "train", str(ROOT / "configs/demo.yaml")]
+        draw_scenes(root / "scenes", 24, 4, (64, 128))
+        changes = settings(
+            data__root=root / "scenes",
+            train__steps=options.steps,
+            train__warmup_steps=0,
+            augment__crop_size=[33, 33],
+            eval__every_steps=options.steps // 10,
+            log__every_steps=1,
+        )
+        words = command("train", DEMO, "--output", root / "run", "--nproc", 1, *changes)
         with (root / "errors").open("w") as errors:
-            run = subprocess.Popen(
-                [*command, "--output", str(root / "run"), "--nproc", "1", *sets],
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-            )
+            run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors)
         yield from _watch(run, root / "run", options.steps)
         if run.wait() != 0:
             raise SystemExit((root / "errors").read_text())
@@ -202,27 +177,13 @@ def _watch(run: subprocess.Popen, directory: Path, steps: int) -> Iterator[str]:
     due = steps // 10
     while run.poll() is None:
         time.sleep(0.2)
-        step = _last_step(directory / METRICS)
+        step = len(logged(directory, "train/loss"))
         if step >= due and run.poll() is None:
-            rank, *others = [_resident(pid) for pid in _family(run.pid)] or [0]
+            rank, *others = [_resident(pid) for pid in descendants(run.pid)] or [0]
             if rank == 0:  # the run has just ended
                 return
             yield f"{step:9,} {rank / _MIB:9.0f} {(rank + sum(others)) / _MIB:7.0f}"
             due = (step // (steps // 10) + 1) * (steps // 10)
-
-
-def _last_step(metrics: Path) -> int:
-    """The last step in the run's metrics."""
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return json.loads(lines[-1])["step"] if lines else 0
-
-
-def _family(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has just ended
-        return []
-    return [pid, *(one for child in children for one in _family(int(child)))]
 
 
 def _resident(pid: int) -> int:

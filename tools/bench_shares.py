@@ -15,23 +15,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
 
 import torch
 from rounds import estimate, measure, on_ranks, ratios
+from stepping import config_of, state_of, steps_of
 from torch import Tensor, nn
 
-from segtrain.config import Config, DataConfig, ModelConfig, TrainConfig
-from segtrain.data.sample.loader import indices_of_rank
+from segtrain.config import Config
 from segtrain.distributed import collectives as dist
-from segtrain.models import build_model
-from segtrain.norm import make_norm
-from segtrain.training.engine import train_steps
 from segtrain.training.gradients import GradientSum
 from segtrain.training.measure import peak_bytes
-from segtrain.training.state import TrainState, make_state
-from segtrain.training.step_sync import StepSync
-from segtrain.types import Batch
+from segtrain.training.state import TrainState
 
 REPLICATED, WHOLE, CUT, SHARES = "DistributedDataParallel", "whole", "cut", "shares"
 NUM_CLASSES = 11
@@ -95,21 +89,7 @@ class Step:
     def __init__(self, state: TrainState, config: Config, threads: int) -> None:
         self.state, self.threads = state, threads
         device = next(state.model.parameters()).device
-        train = config.train
-        rows = indices_of_rank(train.batch_size, 1, dist.rank(), dist.world_size(), train.shares)
-        (height, width), num = config.augment.crop_size, len(rows[0])
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randint(256, (num, height, width, 3), generator=generator)
-        labels = torch.randint(NUM_CLASSES, (num, height, width), generator=generator)
-        batch = Batch(images.byte().permute(0, 3, 1, 2), labels.byte(), ["random"] * num)
-        self._steps = train_steps(
-            state,
-            repeat(batch),
-            config,
-            device=device,
-            indices=rows,
-            step_sync=StepSync(lambda: False),
-        )
+        self._steps = steps_of(state, config, device, NUM_CLASSES)
 
     def __call__(self) -> None:
         torch.set_num_threads(self.threads)
@@ -118,21 +98,15 @@ class Step:
 
 def step_of(name: str, device: torch.device, options: argparse.Namespace) -> Step:
     """A step of the contender `name` (collective)."""
-    torch.manual_seed(0)
     in_shares = name in (CUT, SHARES)
-    config = Config(
-        data=DataConfig(layout="folders", root="none", classes="none"),
-        augment={"crop_size": tuple(options.crop_size)},
-        model=ModelConfig(backbone=options.backbone),
-        train=TrainConfig(
-            steps=10**6,
-            batch_size=options.images,
-            shares=options.shares if in_shares else None,
-        ),
+    config = config_of(
+        tuple(options.crop_size),
+        options.images,
+        model={"backbone": options.backbone},
+        shares=options.shares if in_shares else None,
     )
     torch.set_num_threads(options.threads)
-    model = build_model(config.model, num_classes=NUM_CLASSES, norm=make_norm(config.norm))
-    state = make_state(model, config, device)
+    state = state_of(config, device, num_classes=NUM_CLASSES)
     if name == REPLICATED:
         state.wrapped, state.gradients = _replicated(state.wrapped, device), _NoSum()
     if name == CUT:

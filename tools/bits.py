@@ -11,7 +11,6 @@ comparison the same run without shares.
 
 import argparse
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 import two_machines
+from commands import command, logged, settings
 
 from segtrain.checkpoint.format import load
 
@@ -96,13 +96,12 @@ class Run:
 
     def __init__(self, directory: Path, config: Path, kind: str, *options: str) -> None:
         self.directory, self.config = directory, config
-        self.options = [word for o in (*KINDS[kind], *options) for word in ("--set", o)]
+        self.options = settings(*KINDS[kind], *options)
 
     def command(self, steps: int, *arguments: object) -> list[str]:
         """`segtrain train` for this run."""
         words = ["train", self.config, "--output", self.directory, "--device", "cpu", *arguments]
-        steps_option = ["--set", f"train.steps={steps}"]
-        return [sys.executable, "-m", "segtrain", *map(str, words), *steps_option, *self.options]
+        return command(*words, *settings(train__steps=steps), *self.options)
 
     def train(self, ranks: int, steps: int) -> None:
         """From the first step to the last."""
@@ -112,9 +111,9 @@ class Run:
         """A part on each of these numbers of ranks, equally long; SIGTERM ends all but the last."""
         for part, count in enumerate(ranks, start=1):
             resume = ["--resume"] if part > 1 else []
-            command = self.command(steps, "--nproc", count, *resume)
-            process = subprocess.Popen(command, env=environment(count))
-            while part < len(ranks) and self.steps_done() < part * steps // len(ranks):
+            words = self.command(steps, "--nproc", count, *resume)
+            process = subprocess.Popen(words, env=environment(count))
+            while part < len(ranks) and len(self.losses()) < part * steps // len(ranks):
                 if process.poll() is not None:
                     raise RuntimeError(f"{self.directory} ended too early")
                 time.sleep(0.05)
@@ -122,16 +121,9 @@ class Run:
                 process.send_signal(signal.SIGTERM)
             process.wait()
 
-    def steps_done(self) -> int:
-        """Steps that have been logged."""
-        return len(self.losses())
-
     def losses(self) -> list[float]:
-        """The loss of every step."""
-        path = self.directory / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        values = [json.loads(line) for line in lines if line.endswith("}")]
-        return [value["train/loss"] for value in values if "train/loss" in value]
+        """The loss of every step that has been logged."""
+        return logged(self.directory, "train/loss")
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of what the run has left, by name."""
@@ -163,8 +155,8 @@ def train_on_two_machines(run: Run, steps: int) -> None:
         for node, (name, ranks) in enumerate(zip(names, (1, 2), strict=True)):
             group = ("--nnodes", 2, "--node-rank", node, "--nproc", ranks)
             endpoint = ("--rdzv-endpoint", f"{ADDRESS.format(1)}:29400")
-            command = ["ip", "netns", "exec", name, *run.command(steps, *group, *endpoint)]
-            processes.append(subprocess.Popen(command, env=environment(2)))
+            words = ["ip", "netns", "exec", name, *run.command(steps, *group, *endpoint)]
+            processes.append(subprocess.Popen(words, env=environment(2)))
         codes = [process.wait() for process in processes]
         if any(codes):
             raise RuntimeError(f"{run.directory}: training on two machines failed")

@@ -10,8 +10,6 @@ the tool does, with --resume.
 
 import argparse
 import contextlib
-import hashlib
-import itertools
 import json
 import os
 import random
@@ -26,13 +24,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from bits import sha256
+from commands import DEMO, command, draw_scenes, settings
 
 from segtrain.checkpoint.format import load
 from segtrain.distributed.liveness import Heartbeat, read_heartbeats
 from segtrain.distributed.machine import children, descendants, is_alive
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
 RANKS = 2
 ASKED = "asked to stop"
 VICTIMS = ("rank", "rank 0", "worker", "launcher", "group", ASKED)
@@ -80,10 +78,8 @@ class Campaign:
         # Short, since the paths of the workers' sockets must not be longer than 108 characters.
         self._temporary = Path(tempfile.mkdtemp(prefix="chaos"))
         self._arguments = [
-            *("train", CONFIG, "--nproc", RANKS, "--device", "cpu", "--max-restarts", 1000),
-            *("--output", directory, "--set", f"data.root={data}"),
-            *itertools.chain.from_iterable(("--set", setting) for setting in SETTINGS),
-            *("--set", f"train.steps={steps}"),
+            *("train", DEMO, "--nproc", RANKS, "--device", "cpu", "--max-restarts", 1000),
+            *("--output", directory, *settings(*SETTINGS, data__root=data, train__steps=steps)),
         ]
         self.process = self._start()
 
@@ -92,7 +88,7 @@ class Campaign:
         self._temporary.mkdir()
         with self.directory.with_suffix(".out").open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "segtrain", *map(str, self._arguments), *more],
+                command(*self._arguments, *more),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -174,9 +170,7 @@ def main() -> int:
     if directory.exists():
         raise SystemExit(f"{directory}: exists; name another directory")
     directory.mkdir(parents=True)
-    data = directory / "data"
-    drawing = ["--num-train", "24", "--num-val", "24", "--size", "64", "96"]
-    subprocess.run([sys.executable, "-m", "segtrain", "data", "synth", data, *drawing], check=True)
+    data = draw_scenes(directory / "data", 24, 24, (64, 96))
 
     alone = Campaign(directory / "alone", data, options.steps)
     alone.finish()
@@ -231,25 +225,7 @@ def report(directory: Path, kills: list[Kill]) -> int:
 def fingerprint(run: Path) -> str:
     """A hash over every bit of what training made: weights, their average, optimizer, scores."""
     record = load(run / "checkpoints" / "last.pt")
-    digest = hashlib.sha256()
-    for name in ("model", "average", "optimizer", "best"):
-        add(digest, getattr(record, name))
-    return digest.hexdigest()
-
-
-def add(digest: "hashlib._Hash", value: object) -> None:
-    """Takes in nested containers, tensors by their bytes."""
-    if isinstance(value, torch.Tensor):
-        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key in value:
-            digest.update(str(key).encode())
-            add(digest, value[key])
-    elif isinstance(value, list | tuple):
-        for one in value:
-            add(digest, one)
-    else:
-        digest.update(repr(value).encode())
+    return sha256([getattr(record, name) for name in ("model", "average", "optimizer", "best")])
 
 
 def curve(run: Path) -> list[dict[str, float]]:

@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from commands import DEMO, command
+
 DATA, RUN = Path("runs/demo_data"), Path("runs/demo")
 
 # What configs/demo.yaml was made for.
@@ -30,24 +31,23 @@ def main() -> int:
     evaluation = ["--json", scores, "--overlays", RUN / "overlays", "--num-overlays", NUM_PICTURES]
     drawing = ["--num-train", NUM_TRAIN, "--num-val", NUM_VAL, "--size", *SIZE]
     photos = DATA / "leftImg8bit/val"
-    for command in (
+    for arguments in (
         ["data", "synth", DATA, *drawing],
-        ["train", ROOT / "configs/demo.yaml", "--nproc", 2, "--device", "cpu", "--output", RUN],
+        ["train", DEMO, "--nproc", 2, "--device", "cpu", "--output", RUN],
         ["eval", RUN, "--device", "cpu", *evaluation],
         ["export", RUN, "--format", "onnx", "--output", RUN / "model.onnx"],
         ["predict", RUN, photos, "--device", "cpu", "--output", RUN / "predictions"],
     ):
-        code = segtrain(*map(str, command))
-        if code:
+        if code := shown(*arguments):
             return code
     report(json.loads(scores.read_text()), time.monotonic() - began)
     return 0
 
 
-def segtrain(*arguments: str) -> int:
-    """Shows and runs one command."""
-    print(f"\n$ segtrain {shlex.join(arguments)}", flush=True)
-    return subprocess.run([sys.executable, "-m", "segtrain", *arguments]).returncode
+def shown(*arguments: object) -> int:
+    """Shows and runs one command; its exit code."""
+    print(f"\n$ segtrain {shlex.join(map(str, arguments))}", flush=True)
+    return subprocess.run(command(*arguments)).returncode
 
 
 def report(scores: dict, seconds: float) -> None:

@@ -14,7 +14,6 @@ import argparse
 import copy
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
+from commands import segtrain, settings
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -30,9 +30,10 @@ from segtrain.checkpoint.manager import kept_checkpoints
 from segtrain.commands.train.setup import build_state, make_repeatable
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
-from segtrain.data.sample.loader import TrainStream, indices_of_rank, train_loader
+from segtrain.data.sample.loader import indices_of_rank, train_loader
+from segtrain.data.sample.stream import TrainStream
 from segtrain.data.sample.transforms import TrainTransform
-from segtrain.errors import ConfigError, ExecutionError, UserError
+from segtrain.errors import ConfigError, UserError
 from segtrain.models.blocks import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import precise_statistics
@@ -53,17 +54,6 @@ class Row(NamedTuple):
     lost: float
     mean_error: float
     var_error: float
-
-
-def train(config: str, settings: list[str], nproc: int, run: Path) -> None:
-    """`segtrain train` in `run`; ExecutionError if it fails."""
-    sets = [word for setting in settings for word in ("--set", setting)]
-    command = ["train", config, "--nproc", str(nproc), "--output", str(run), *sets]
-    done = subprocess.run(
-        [sys.executable, "-m", "segtrain", *command], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    )
-    if done.returncode:
-        raise ExecutionError(f"segtrain {' '.join(command)}: exit code {done.returncode}")
 
 
 def history(run: Path) -> dict[int, tuple[float, float]]:
@@ -161,7 +151,8 @@ def compare(
     with TemporaryDirectory() as directory:
         for way in WAYS:
             run = Path(directory, way)
-            train(config, [*sets, f"train.parallel={way}"], nproc, run)
+            options = settings(*sets, f"train.parallel={way}")
+            segtrain("train", config, "--nproc", nproc, "--output", run, *options)
             found += rows(way, run, nproc, precise_batches)
     return found
 
@@ -186,6 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--precise-batches", type=int, default=8, help="for precise statistics")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args(argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         found = compare(args.config, args.set, args.nproc, args.evaluations, args.precise_batches)
     except UserError as error:

@@ -7,12 +7,10 @@ process that adds up the images of each batch in another order.
 """
 
 import argparse
-import json
-import subprocess
 import sys
 from pathlib import Path
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
+from commands import DEMO, draw_scenes, logged, segtrain, settings
 
 # Augmentation, dropout, auxiliary loss and a batch that neither 2 nor 3 ranks can share equally.
 SETTINGS = (
@@ -23,7 +21,6 @@ SETTINGS = (
     "augment.color_prob=0.5",
     "model.head_channels=32",
     "train.batch_size=5",
-    "train.steps=20",
     # At 0.05 rounding grows tenfold a step, and the yardstick parts as far as the ranks do.
     "train.lr=0.02",
     "train.warmup_steps=0",
@@ -37,18 +34,19 @@ def main() -> int:
     """Runs everything and prints the table; 0 if float64 agrees to 1e-9."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="where data and runs are written")
-    directory = parser.parse_args().directory
-    data = directory / "data"
-    command("data", "synth", data, "--num-train", 16, "--num-val", 2, "--size", 128, 256)
+    parser.add_argument("--steps", type=int, default=20, metavar="N")
+    args = parser.parse_args()
+    data = draw_scenes(args.directory / "data", 16, 2, (128, 256))
+    common = (f"data.root={data}", f"train.steps={args.steps}", *SETTINGS)
 
-    runs = {
-        precision: [
-            losses(directory, data, 1, precision),
-            *(losses(directory, data, ranks, precision) for ranks in RANKS),
-            losses(directory, data, 1, precision, reverse=True),
+    runs = {}
+    for precision in ("float64", "float32"):
+        chosen = (*common, f"train.precision={precision}")
+        folder = args.directory / precision
+        runs[precision] = [
+            *(losses(folder / str(ranks), chosen, ranks) for ranks in (1, *RANKS)),
+            reversed_losses(folder / "reversed", chosen),
         ]
-        for precision in ("float64", "float32")
-    }
     header = "".join(f"{name:>11}" for name in (*(f"{n} ranks" for n in RANKS), "reordered"))
     print(f"\nrelative difference to one rank {'float64':>18}{'float32':>44}")
     print(f"step   loss of one rank{header}{header}")
@@ -63,36 +61,28 @@ def main() -> int:
     return 0 if worst < 1e-9 else 1
 
 
-def losses(
-    directory: Path, data: Path, ranks: int, precision: str, *, reverse: bool = False
-) -> list[float]:
+def losses(run: Path, chosen: tuple[str, ...], ranks: int) -> list[float]:
     """The loss of every step of one run."""
-    loop = directory / f"{precision}_{ranks}{'_reversed' if reverse else ''}"
-    settings = [f"data.root={data}", f"train.precision={precision}", *SETTINGS]
-    options = [word for setting in settings for word in ("--set", setting)]
-    if reverse:
-        train_reversed(loop, settings)
-    else:
-        command("train", CONFIG, "--nproc", ranks, "--device", "cpu", "--output", loop, *options)
-    lines = [json.loads(line) for line in (loop / "metrics.jsonl").read_text().splitlines()]
-    return [line["train/loss"] for line in lines if "train/loss" in line]
+    options = ["--nproc", ranks, "--device", "cpu", "--output", run, *settings(*chosen)]
+    segtrain("train", DEMO, *options)
+    return logged(run, "train/loss")
 
 
-def train_reversed(run: Path, settings: list[str]) -> None:
-    """Trains in this process with the images of each batch in reverse order."""
+def reversed_losses(directory: Path, chosen: tuple[str, ...]) -> list[float]:
+    """Of a run in this process with the images of each batch in reverse order."""
     import torch
 
-    from segtrain.commands.train import loop
+    from segtrain.commands.train import loop, setup
     from segtrain.config import load_config
 
-    config = load_config(CONFIG, tuple(settings))
-    loop.indices_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
-    loop.run(config, loop, device=torch.device("cpu"), resume=False)
-
-
-def command(*arguments: object) -> None:
-    """Runs one segtrain command, which must succeed."""
-    subprocess.run([sys.executable, "-m", "segtrain", *map(str, arguments)], check=True)
+    original = setup.indices_of_rank
+    setup.indices_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
+    try:
+        config = load_config(DEMO, chosen)
+        loop.run(config, directory, device=torch.device("cpu"), resume=False)
+    finally:
+        setup.indices_of_rank = original
+    return logged(directory, "train/loss")
 
 
 def apart(a: float, b: float) -> float:

@@ -10,28 +10,27 @@ loss over the valid pixels of all ranks.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as torch_dist
-import torch.multiprocessing
 import torch.nn.functional as F
+from commands import draw_scenes, logged, segtrain
 from PIL import Image, ImageDraw
+from rounds import on_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from segtrain.config import Config, load_config
 from segtrain.data import open_dataset
-from segtrain.data.sample.loader import TrainStream, indices_of_rank
+from segtrain.data.sample.loader import indices_of_rank
+from segtrain.data.sample.stream import TrainStream
 from segtrain.data.sample.transforms import TrainTransform
+from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.models.blocks import Normalize
 from segtrain.run.pictures import text_mask
@@ -52,7 +51,6 @@ model:
   head_channels: 32
   aux_head: false
   dropout: 0.0
-loss: {{aux_weight: 0.0}}
 train: {{steps: {steps}, batch_size: 7, lr: 0.005, precision: float32, shares: {shares}}}
 log: {{every_steps: 1}}
 eval: {{every_steps: null}}
@@ -74,14 +72,13 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the PNG")
     parser.add_argument("--steps", type=int, default=80, metavar="N")
     args = parser.parse_args()
-    data = args.directory / "data"
-    segtrain("data", "synth", data, "--num-train", 40, "--num-val", 2, "--size", *SCENE_PX)
+    data = draw_scenes(args.directory / "data", 40, 2, SCENE_PX)
     configs = {}
     for shares in ("null", 7):
         configs[shares] = args.directory / f"shares_{shares}.yaml"
         configs[shares].write_text(EXPERIMENT.format(data=data, steps=args.steps, shares=shares))
     plain = load_config(configs["null"])
-    ways = {USUAL: {n: usual_losses(plain, n) for n in RANKS}}
+    ways = {USUAL: {n: on_ranks(n, "cpu", usual_losses, plain) for n in RANKS}}
     for title, shares in ((OURS, "null"), (WITH_SHARES, 7)):
         runs = {n: args.directory / f"shares_{shares}_{n}" for n in RANKS}
         ways[title] = {n: segtrain_losses(runs[n], configs[shares], n) for n in RANKS}
@@ -105,40 +102,24 @@ def main() -> int:
 def segtrain_losses(run: Path, config: Path, ranks: int) -> list[float]:
     """The loss of every step of `segtrain train`."""
     segtrain("train", config, "--nproc", ranks, "--device", "cpu", "--output", run)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["train/loss"] for line in lines if "train/loss" in line]
+    return logged(run, "train/loss")
 
 
-def segtrain(*arguments: object) -> None:
-    """Runs one segtrain command, which must succeed."""
-    subprocess.run([sys.executable, "-m", "segtrain", *map(str, arguments)], check=True)
-
-
-def usual_losses(config: Config, ranks: int) -> list[float]:
+def usual_losses(device: torch.device, config: Config) -> list[float]:
     """The loss of every step of DistributedDataParallel with local batch norm and local means."""
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = (config, ranks, Path(directory))
-        torch.multiprocessing.spawn(_usual_rank, arguments, nprocs=ranks)
-        return json.loads((Path(directory) / "losses").read_text())
-
-
-def _usual_rank(rank: int, config: Config, ranks: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    store = torch_dist.FileStore(str(directory / "store"), ranks)
-    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     train = config.train
     dtype = torch.float32
     seed_everything(config.seed)
     dataset = open_dataset(config.data, config.data.train_split)
     model = build_model(config.model, num_classes=dataset.classes.num_classes)  # nn.BatchNorm2d
-    model = DistributedDataParallel(model.to(dtype).train())
+    model = DistributedDataParallel(model.to(device, dtype).train())
     optimizer = torch.optim.SGD(
         model.parameters(), train.lr, momentum=train.momentum, weight_decay=train.weight_decay
     )
     schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, train.steps, train.poly_power)
     normalize = Normalize(config.data.mean, config.data.std).to(dtype)
     curve = []
-    for images, labels in _batches(config, rank, ranks):
+    for images, labels in _batches(config, dist.rank(), dist.world_size()):
         logits = model(normalize(images)).out
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)  # this rank's pixels
         optimizer.zero_grad()
@@ -146,9 +127,7 @@ def _usual_rank(rank: int, config: Config, ranks: int, directory: Path) -> None:
         optimizer.step()
         schedule.step()
         curve.append(_loss_of_all_pixels(loss.detach(), labels))
-    if rank == 0:
-        (directory / "losses").write_text(json.dumps(curve))
-    torch_dist.destroy_process_group()
+    return curve
 
 
 def _batches(config: Config, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -169,8 +148,7 @@ def _batches(config: Config, rank: int, ranks: int) -> Iterator[tuple[Tensor, Te
 def _loss_of_all_pixels(mean: Tensor, labels: Tensor) -> float:
     """What is drawn: each rank's mean, weighed by its pixels, so that only training differs."""
     pixels = (labels != IGNORE_INDEX).sum()
-    sums = torch.stack([mean.double() * pixels, pixels.double()])
-    torch_dist.all_reduce(sums)
+    sums = dist.all_reduce_sum(torch.stack([mean.double() * pixels, pixels.double()]))
     return float(sums[0] / sums[1])
 
 

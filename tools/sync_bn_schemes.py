@@ -2,8 +2,8 @@
 
 Local statistics, normalization, backward sums and the gradient of x are segtrain's own functions in
 all of them, as is the update of the running statistics: what differs is what the ranks send. A name
-counts the collectives of one layer, forward + backward. The schemes that take a plain mean over the
-ranks (2+2, 3+3) are exact only where all ranks hold the same number of values.
+counts the collectives of one layer, forward + backward. The scheme
+that takes a plain mean over the ranks (2+2) is exact only where all hold the same number of values.
 """
 
 from collections.abc import Callable
@@ -108,17 +108,6 @@ def _one_sum(sums: Tensor, num_values: int, count: Tensor) -> Tensor:
     return total / count
 
 
-def _count_then_means(mean: Tensor, var: Tensor, num_values: int) -> Moments:
-    """n while the statistics are computed, then [mean, mean square] weighted by n / sum(n)."""
-    count = mean.new_tensor(num_values)
-    handle = torch_dist.all_reduce(count, async_op=True)
-    vector = torch.cat([mean, var + mean * mean])
-    handle.wait()
-    vector *= num_values / count
-    torch_dist.all_reduce(vector)
-    return _from_mean_square(vector, count)
-
-
 def _mean_then_variance(mean: Tensor, var: Tensor, num_values: int) -> Moments:
     """The mean over ranks, then that of the variances about it."""
     ones = mean.new_ones(1)
@@ -138,52 +127,11 @@ def _two_sums(sums: Tensor, num_values: int, count: Tensor) -> Tensor:
     return torch.cat(parts) / count
 
 
-def _three_sums(mean: Tensor, var: Tensor, num_values: int) -> Moments:
-    """sum(x), sum(x^2) and n, one after the other."""
-    count = mean.new_tensor(num_values)
-    parts = [mean * num_values, (var + mean * mean) * num_values, count]
-    for part in parts:
-        torch_dist.all_reduce(part)
-    return _from_mean_square(torch.cat(parts[:2]) / count, count)
-
-
-def _three_means(mean: Tensor, var: Tensor, num_values: int) -> Moments:
-    """E[x], E[x^2] and 1, all under way at once, as means over the ranks."""
-    ranks = mean.new_ones(())
-    parts = [mean.clone(), var + mean * mean, ranks]
-    _all_reduce_together(parts)
-    return _from_mean_square(torch.cat(parts[:2]) / ranks, ranks * num_values)
-
-
-def _three_gradient_means(sums: Tensor, num_values: int, count: Tensor) -> Tensor:
-    ranks = sums.new_ones(())
-    parts = [*(sums / num_values).chunk(2), ranks]
-    _all_reduce_together(parts)
-    return torch.cat(parts[:2]) / ranks
-
-
-def _all_reduce_together(parts: list[Tensor]) -> None:
-    for handle in [torch_dist.all_reduce(part, async_op=True) for part in parts]:
-        handle.wait()
-
-
-def _from_mean_square(vector: Tensor, count: Tensor) -> Moments:
-    mean, square = vector.chunk(2)
-    return Moments(mean, (square - mean * mean).clamp_(min=0), count)
-
-
 SCHEMES = {
     "1+1 all_reduce": Scheme(
         "segtrain: one float64 vector", _packed_float64, _one_float64, sends_float64=True
     ),
     "1+1 all_gather": Scheme("torch.nn.SyncBatchNorm, NVIDIA apex", _gathered, _one_sum),
-    "2+1": Scheme(
-        "fairscale; inplace_abn, which gathers where fairscale reduces",
-        _count_then_means,
-        _one_sum,
-    ),
     "2+2": Scheme("mmcv; tensorpack and torch_xla likewise", _mean_then_variance, _two_sums),
-    "3+2": Scheme("Keras; horovod.torch, which gathers", _three_sums, _two_sums),
-    "3+3": Scheme("PyTorch-Encoding", _three_means, _three_gradient_means),
 }
 """By the number of collectives a layer, forward + backward."""

@@ -1,4 +1,4 @@
-"""CUDA devices and ranks that do not exist: a module for count_kernels.py and for tests.
+"""CUDA devices and ranks that do not exist.
 
 A fake tensor has a shape, a dtype and a device but no values, so a step runs on it on any machine.
 `NoWaits` sees every operation and refuses those for which the host waits for the device. torch
@@ -50,16 +50,6 @@ def _backward_elemt(grad, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
     return torch.empty_like(x)
 
 
-def _stats(x, eps):
-    return _update_stats(x, None, None, 0.0)
-
-
-def _gather(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
-    return tuple(mean.new_empty(2, mean.shape[1]).unbind())
-
-
-_LIBRARY.impl("batch_norm_stats", _stats)
-_LIBRARY.impl("batch_norm_gather_stats_with_counts", _gather)
 _LIBRARY.impl("batch_norm_update_stats", _update_stats)
 _LIBRARY.impl("batch_norm_elemt", _elemt)
 _LIBRARY.impl("batch_norm_backward_reduce", _backward_reduce)

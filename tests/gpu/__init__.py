@@ -1,0 +1,1 @@
+"""What only a CUDA device can answer: `pytest -m gpu`."""

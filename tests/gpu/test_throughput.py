@@ -1,0 +1,117 @@
+"""Images a second of PSPNet-R50 at 512x1024, beside torchvision's loop; how long steps wait."""
+
+import json
+import statistics
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from commands import DEMO, draw_scenes, segtrain, settings
+from rounds import estimate, measure, ratios
+from stepping import NUM_CLASSES, config_of, random_batch
+
+from gpu.watching import LOCAL, SYNC, TINY, added_gib, contenders, one_rank
+from segtrain.models import build_model
+from segtrain.training.measure import matmul_peak, training_flops
+from segtrain.types import IGNORE_INDEX
+
+pytestmark = pytest.mark.gpu(limit_s=240)
+
+# What is promised of a CUDA device.
+TIMES_REFERENCE, OF_PEAK, SYNC_RATIO, MOST_WAIT = 2.0, 0.4, 1.05, 0.02
+
+
+cross_entropy = partial(F.cross_entropy, ignore_index=IGNORE_INDEX)
+
+
+class ReferenceLoop:
+    """torchvision's references/segmentation/train.py: a step at each call, which returns the loss.
+
+    Cross entropy of both heads, the auxiliary one with weight 0.5; SGD; blocking copies of
+    normalized float32 images; cudnn.benchmark; the loss read in every step. Its model is segtrain's
+    with torch's batch norm.
+    """
+
+    def __init__(self, config, device, *, amp):
+        torch.manual_seed(0)
+        model = build_model(config.model, num_classes=NUM_CLASSES, norm=torch.nn.BatchNorm2d)
+        self.model, self.device = model.to(device).train(), device
+        self.optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, weight_decay=1e-4)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=amp)
+        batch = random_batch(config.augment.crop_size, config.train.batch_size, torch.device("cpu"))
+        self.images = (batch.images.float() / 128 - 1).contiguous()
+        self.labels = batch.labels.long()
+
+    def __call__(self):
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            images, labels = self.images.to(self.device), self.labels.to(self.device)
+            with torch.autocast(self.device.type, torch.float16, self.scaler.is_enabled()):
+                out, aux = self.model(images)
+                loss = cross_entropy(out, labels) + 0.5 * cross_entropy(aux, labels)
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return loss.item()
+
+
+@pytest.mark.parametrize("images", [2, 4, 8, 16])
+def test_steps_are_fast(device, figures, images):
+    is_cuda = device.type == "cuda"
+    model, size = ({"backbone": "resnet50"}, (512, 1024)) if is_cuda else (TINY, (64, 128))
+    if not is_cuda and images > 2:
+        pytest.skip("one batch tells enough on a CPU")
+    config = config_of(size, images, model=model, precision="bfloat16")
+    rounds = {"rounds": 10, "warmup": 4} if is_cuda else {"rounds": 1, "warmup": 1}
+    with one_rank(device):
+        peak_s = images * training_flops(config, NUM_CLASSES) / matmul_peak(device, config.train)
+        calls = contenders(config, device)
+        times = measure(calls, device=device, **rounds)
+        for name, call in calls.items():
+            figures[f"{name}: GiB"] = added_gib(call, device)
+        del calls, call
+        # A CPU has no float16 to speak of.
+        for name, amp in {"torchvision": False, "torchvision --amp": True}.items():
+            if is_cuda:
+                torch.cuda.empty_cache()
+            if is_cuda or not amp:
+                loop = ReferenceLoop(config, device, amp=amp)
+                times |= measure({name: loop}, device=device, **rounds)
+    for name, values in times.items():
+        ms = statistics.median(values)
+        figures[f"{name}: ms"], figures[f"{name}: images/s"] = ms, 1e3 * images / ms
+        figures[f"{name}: of the peak"] = 1e3 * peak_s / ms
+    # Alone on a device, segtrain's layer is nn.BatchNorm2d.
+    figures["synchronized / not"] = estimate(ratios(times[SYNC], times[LOCAL])).median
+    figures["torchvision / segtrain"] = figures["torchvision: ms"] / figures[f"{LOCAL}: ms"]
+    if is_cuda:
+        assert figures[f"{LOCAL}: of the peak"] >= OF_PEAK
+        assert figures["synchronized / not"] <= SYNC_RATIO
+        assert figures["torchvision / segtrain"] >= TIMES_REFERENCE
+
+
+def test_a_step_does_not_wait_for_data_from_a_pack(device, figures, tmp_path):
+    """`segtrain bench` of PSPNet-R50 on 1024x2048 scenes, crops of 512x1024, bfloat16, batch 8."""
+    is_cuda = device.type == "cuda"
+    size = (1024, 2048) if is_cuda else (64, 128)
+    options = settings(
+        data__root=draw_scenes(tmp_path / "scenes", 32 if is_cuda else 4, 2, size),
+        data__num_workers=8 if is_cuda else 1,
+        augment__crop_size=[side // 2 for side in size],
+        augment__scale_range=[0.5, 2.0],
+        model__backbone="resnet50" if is_cuda else "resnet18",
+        model__output_stride=8 if is_cuda else 16,
+        model__head_channels=512 if is_cuda else 16,
+        train__batch_size=8 if is_cuda else 2,
+        train__precision="bfloat16" if is_cuda else "float32",
+    )
+    segtrain("data", "pack", DEMO, "--output", tmp_path / "pack", *options)
+    where = ["--device", device.type, "--nproc", 1, "--steps", 30 if is_cuda else 3]
+    for name, more in {"files": [], "pack": settings(data__pack=tmp_path / "pack")}.items():
+        file = tmp_path / f"{name}.json"
+        segtrain("bench", DEMO, *where, "--json", file, *options, *more)
+        figures[name] = json.loads(file.read_text())
+        figures[f"{name}: wait of a step"] = figures[name]["data_s"] / figures[name]["step_s"]
+    if is_cuda:
+        assert figures["pack: wait of a step"] <= MOST_WAIT

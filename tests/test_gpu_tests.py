@@ -1,0 +1,134 @@
+"""`pytest -m gpu` on a machine without a device: it says so, and its tests run on the CPU at least.
+
+A crash or a hang of one of them must not end the others.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import conftest
+import pytest
+from processes import REPOSITORY
+
+from segtrain.distributed.machine import is_alive
+
+
+def run_pytest(*arguments, where=REPOSITORY):
+    """The exit code and the output; `arguments` are those of `pytest -m gpu`."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "gpu"]
+    paths = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests", REPOSITORY / "tools")))
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=where,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def on_the_cpu(tmp_path, *chosen):
+    """Runs these tests on the CPU; what the file of figures says of each."""
+    file = tmp_path / "figures.json"
+    code, output = run_pytest("--device", "cpu", "--figures", file, *chosen)
+    assert code == 0, output
+    assert f"figures: {file}" in output
+    content = json.loads(file.read_text())
+    assert content["machine"]["device"] == "cpu"
+    return content["tests"]
+
+
+def test_without_a_device_nothing_passes():
+    code, output = run_pytest("tests/gpu/test_evaluation.py")
+    assert code == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "torch finds no CUDA device: NOTHING WAS CHECKED" in output
+    assert "passed" not in output
+
+
+# Whole commands, and float16, of which CPUs know little.
+SLOW = "test_commands or pack or exported or say_what or large-float16 or float16_trains"
+
+
+def test_layers_and_steps_run_on_a_cpu(tmp_path):
+    files = [f"tests/gpu/test_{name}.py" for name in ("norm", "steps", "throughput", "evaluation")]
+    found = on_the_cpu(tmp_path, *files, "-k", f"not ({SLOW})")
+    assert {test["outcome"] for test in found.values()} == {"passed", "skipped"}
+    assert len(found) > 30
+    (step,) = (test for name, test in found.items() if "[large-bfloat16]" in name)
+    assert step["figures"]["nn.BatchNorm2d: ms"] > 0
+
+
+@pytest.mark.slow
+def test_commands_and_float16_run_on_a_cpu(tmp_path):
+    found = on_the_cpu(tmp_path, "tests/gpu", "-k", SLOW)
+    assert [test["outcome"] for test in found.values()] == ["passed"] * 10
+
+
+@pytest.mark.parametrize(("markexpr", "left_out"), [("", "gpu"), ("gpu", "test_norm.py")])
+def test_either_these_tests_are_imported_or_the_others(markexpr, left_out):
+    config = SimpleNamespace(getoption={"markexpr": markexpr}.get)
+    tests = REPOSITORY / "tests"
+    for name in ("gpu", "test_norm.py"):
+        ignored = conftest.pytest_ignore_collect(tests / name, config)
+        assert bool(ignored) == (name == left_out)
+    assert conftest.pytest_ignore_collect(tests / "gpu/test_norm.py", config) is None
+
+
+ENDINGS = """
+import os, subprocess, time
+import pytest
+
+@pytest.mark.gpu(limit_s=60)
+def test_passes(figures):
+    figures["x"] = 1.5
+
+@pytest.mark.gpu(limit_s=60)
+def test_fails():
+    assert 1 == 2
+
+@pytest.mark.gpu(limit_s=60)
+def test_crashes():
+    os.kill(os.getpid(), 11)
+
+@pytest.mark.gpu(limit_s=60)
+def test_leaves_a_process():
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    open("left", "w").write(str(child.pid))
+
+@pytest.mark.gpu(limit_s=12)
+def test_hangs():
+    print("so far", flush=True)
+    time.sleep(300)
+"""
+CONFTEST = """
+import pytest
+from gpu.isolation import pytest_configure, pytest_runtest_protocol
+
+@pytest.fixture
+def figures(request):
+    found = {}
+    request.node.user_properties.append(("figures", found))
+    return found
+
+def pytest_runtest_logreport(report):
+    if report.when == "call":
+        print(f"\\n{report.nodeid}: {report.outcome}, {dict(report.user_properties)}")
+"""
+
+
+def test_a_crash_or_a_hang_ends_no_other_test(tmp_path):
+    (tmp_path / "test_endings.py").write_text(ENDINGS)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu(limit_s): a limit\n")
+    code, output = run_pytest(where=tmp_path)
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "3 failed, 2 passed" in output
+    assert "test_endings.py::test_passes: passed, {'figures': {'x': 1.5}}" in output
+    assert "ended with -11" in output
+    assert "killed after 12 s; its output ends:\n" in output
+    assert "so far" in output
+    assert not is_alive(int((tmp_path / "left").read_text()))

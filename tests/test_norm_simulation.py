@@ -1,0 +1,82 @@
+"""tools/norm_simulation.py: the simulated statistics are what the layers track, as by formula."""
+
+import math
+
+import pytest
+import torch
+from norm_simulation import (
+    ESTIMATES,
+    NUM_RANKS,
+    SETTINGS,
+    Setting,
+    batch_statistics,
+    exact,
+    running_average,
+    simulate,
+    standard_error,
+    table,
+)
+
+from segtrain.distributed import collectives as dist
+from segtrain.norm import PartialBatchNorm2d, settle_statistics
+
+NUM_BATCHES = 4000
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_simulated_statistics_have_the_exact_law(setting):
+    """Means over the steps within 4 standard errors; standard deviations likewise.
+
+    An exponential average of momentum m is an autoregression with coefficient a = 1 - m; its sample
+    variance has a relative variance of (2 (1 + a^2) / (1 - a^2) + kappa) / T, with the excess
+    kurtosis kappa of what it averages, 12 at most (a chi-square of one degree of freedom).
+    """
+    decay = 0.9
+    relative = (2 * (1 + decay**2) / (1 - decay**2) + 12) / NUM_BATCHES
+    measured = simulate(setting, seed=1, num_batches=NUM_BATCHES)
+    for name in ESTIMATES:
+        for law, wanted in zip(measured[name], exact(setting, name), strict=True):
+            error = standard_error(wanted, NUM_BATCHES)
+            # The start (0, 1) is forgotten to a part of 1e-9.
+            assert law.expectation == pytest.approx(wanted.expectation, abs=4 * error + 1e-8)
+            assert law.sd == pytest.approx(wanted.sd, rel=4 * math.sqrt(relative) / 2, abs=1e-8)
+
+
+def test_exact_laws_by_hand():
+    """Variance 12.4^2 = 153.76; the average of momentum 0.1 keeps 1/19 of a variance."""
+    rank0, mean, pooled = (exact(Setting(100), kind).var for kind in ESTIMATES)
+    assert [law.expectation for law in (rank0, mean, pooled)] == pytest.approx([153.76] * 3)
+    assert rank0.sd == pytest.approx(153.76 * math.sqrt(2 / 99 / 19))
+    assert mean.sd == pytest.approx(rank0.sd / 2)
+    assert pooled.sd == pytest.approx(153.76 * math.sqrt(2 / 399 / 19))
+    # Means of -1.342, -0.447, 0.447 and 1.342 standard deviations: squares that add up to 4.
+    apart = exact(Setting(100, spread=1.0), "pooled").var
+    assert apart.expectation == pytest.approx(153.76 * (1 + 100 * 4 / 399))
+    assert exact(Setting(100, spread=1.0), "mean").var == mean
+
+
+def tracked(values):
+    """Running means and variances of real layers, by kind, on this rank's part of `values`."""
+    layers = {kind: PartialBatchNorm2d(1, running=kind).double() for kind in ESTIMATES}
+    for step in values[dist.rank()].unbind(1):
+        for layer in layers.values():
+            layer(step.view(1, 1, -1, 1))
+            settle_statistics(layer)
+    return {kind: (one.running_mean.item(), one.running_var.item()) for kind, one in layers.items()}
+
+
+def test_the_simulation_tracks_what_the_layers_track(run_ranks):
+    values = Setting(4, spread=1.0).draw(30, torch.Generator().manual_seed(0))  # (k, B, T)
+    batches = batch_statistics(values)
+    for found in run_ranks(NUM_RANKS, tracked, values):
+        for kind, statistics in found.items():
+            mean = running_average(batches[kind].mean, 0.0)[-1]
+            var = running_average(batches[kind].var, 1.0)[-1]
+            assert statistics == pytest.approx((mean, var), rel=1e-12)
+
+
+def test_the_table_has_a_row_for_every_setting():
+    lines = list(table([Setting(1), Setting(100), Setting(4, 1.0, True)], num_batches=50))
+    assert lines[2].startswith("| 1 | 0 sd | none of one value | none of one value | ")
+    assert lines[3].count("(1.000)") == 3
+    assert lines[4].startswith("| 4 | 1 sd, drawn every step | ")
