@@ -9,7 +9,7 @@ import torch.distributed as torch_dist
 from segtrain.commands.train.stages import make_repeatable
 from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
-from segtrain.distributed import launcher_folder, process_group
+from segtrain.distributed import liveness, process_group
 from segtrain.distributed import machine as devices_module
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError
@@ -41,7 +41,7 @@ def machine(monkeypatch):
     def make(devices, local_rank=0, *, launched=False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-        monkeypatch.setattr(launcher_folder, "has_launcher", lambda: launched)
+        monkeypatch.setattr(liveness, "has_launcher", lambda: launched)
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
 
     return make

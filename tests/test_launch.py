@@ -17,14 +17,12 @@ from processes import REPOSITORY, Command, logged_steps
 from segtrain.checkpoint.format import load
 from segtrain.commands import launch
 from segtrain.commands.launch import adopt_environment
-from segtrain.distributed import launcher, launcher_folder, slurm
+from segtrain.distributed import launcher, slurm
 from segtrain.distributed.launcher import exit_code_of
 from segtrain.distributed.liveness import (
+    FOLDER_VARIABLE,
     ExitStatus,
     Heartbeat,
-    is_first_to_print,
-    read_exit_statuses,
-    write_exit_status,
 )
 from segtrain.errors import ConfigError
 
@@ -51,7 +49,7 @@ SRUN = {
 @pytest.fixture
 def environ(monkeypatch):
     """The environment without any rank in it; changes to it are undone."""
-    for name in [*TORCHRUN, *SRUN, "LOCAL_WORLD_SIZE", launcher_folder.VARIABLE]:
+    for name in [*TORCHRUN, *SRUN, "LOCAL_WORLD_SIZE", FOLDER_VARIABLE]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return os.environ
@@ -242,23 +240,6 @@ def test_ranks_that_only_lost_others_blame_another_machine_if_there_is_one(one_m
     lost = notes("lost", "lost")
     assert exit_code_of(lost, {0: 6, 1: 6}, None, one_machine=one_machine) == 6
     assert ("another machine" in capsys.readouterr().err) != one_machine
-
-
-def test_only_the_last_attempt_counts(tmp_path, environ):
-    environ.update(TORCHRUN | {launcher_folder.VARIABLE: str(tmp_path)})
-    for attempt, code in (("9", 6), ("10", 0)):
-        environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-        write_exit_status(None)
-        write_exit_status(code)
-    del environ["TORCHELASTIC_RESTART_COUNT"]
-    assert [(note.rank, note.code) for note in read_exit_statuses(tmp_path)] == [(1, 0)]
-
-
-def test_the_same_message_is_printed_by_a_single_rank(tmp_path, environ):
-    environ.update(TORCHRUN | {launcher_folder.VARIABLE: str(tmp_path)})
-    assert is_first_to_print("no such file")
-    assert not is_first_to_print("no such file")
-    assert is_first_to_print("another")
 
 
 def small(root, /, **sections):

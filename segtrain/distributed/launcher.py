@@ -19,8 +19,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from segtrain.distributed import launcher_folder, machine, rendezvous, signals
+from segtrain.distributed import machine, rendezvous, signals
 from segtrain.distributed.liveness import (
+    FOLDER_VARIABLE,
+    ONE_MACHINE,
     ExitStatus,
     Heartbeat,
     Watchdog,
@@ -100,9 +102,9 @@ def run_ranks(
 def _set_environment(folder: Path, num_ranks: int, *, one_machine: bool) -> None:
     """Sets what the ranks inherit from this process."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.num_cores() // num_ranks)))
-    os.environ |= {launcher_folder.VARIABLE: str(folder), signals.LAUNCHER: str(os.getpid())}
+    os.environ |= {FOLDER_VARIABLE: str(folder), signals.LAUNCHER: str(os.getpid())}
     if one_machine:
-        os.environ[launcher_folder.ONE_MACHINE] = "1"
+        os.environ[ONE_MACHINE] = "1"
     # Set, it would have rank 0 serve a store of its own, on every interface.
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
     # torch elastic logs failures as tracebacks; the ranks have told them already.
