@@ -71,7 +71,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
             # The product's own merging; only its all_reduce is a sum within this process.
             tracker._seen = list(moments[:1] if kind == "rank0" else moments)
             tracker._merge(torch.stack(list(tracker._contributions())).sum(0))
-            tracker.forget()
+            tracker._seen.clear()
 
 
 def take_running(model: nn.Module, kind: Running) -> None:

@@ -126,7 +126,13 @@ def convert(
     if to not in ("sync", "local"):
         raise ValueError(f'expected "sync" or "local", got {to!r}')
     for path, layer in module.named_modules():
-        _check(layer, to, path)
+        is_subclass = isinstance(layer, _BatchNorm) and type(layer) not in _TO_SYNC | _TO_LOCAL
+        # A subclass of torch's layers is local already.
+        if is_subclass and (to == "sync" or isinstance(layer, SyncBatchNorm)):
+            raise TypeError(
+                f"{path or 'the module'} is a {type(layer).__name__}: only batch norm layers of 1, "
+                "2 or 3 dimensions themselves can be converted, not what derives from them"
+            )
     done: dict[nn.Module, nn.Module] = {}
 
     def replace(layer: nn.Module) -> nn.Module:
@@ -139,16 +145,6 @@ def convert(
         return done[layer]
 
     return replace(module)
-
-
-def _check(layer: nn.Module, to: str, path: str) -> None:
-    is_subclass = isinstance(layer, _BatchNorm) and type(layer) not in _TO_SYNC | _TO_LOCAL
-    # A subclass of torch's layers is local already.
-    if is_subclass and (to == "sync" or isinstance(layer, SyncBatchNorm)):
-        raise TypeError(
-            f"{path or 'the module'} is a {type(layer).__name__}: only batch norm layers of 1, 2 "
-            "or 3 dimensions themselves can be converted, not what derives from them"
-        )
 
 
 def _replacement(layer: nn.Module, to: str, process_group: Group) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from segtrain.distributed import collectives as dist
 from segtrain.norm.functional import Moments
 from segtrain.norm.kernels import packed, unbiased, unpacked_moments
-from segtrain.norm.sync import SyncBatchNorm2d, is_tracked, recomputing
+from segtrain.norm.sync import SyncBatchNorm2d, is_tracked
 
 Running = Literal["rank0", "mean", "pooled"]
 
@@ -78,7 +78,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
     def _track(self, input: Tensor, moments: Moments, group: dist.Group | None) -> None:
         if dist.world_size() == 1:
             super()._track(input, moments, group)
-        elif self.running_mean is not None and is_tracked() and not recomputing():
+        elif self.running_mean is not None and is_tracked():
             self._seen.append(moments)
 
     def sharing_ranks(self) -> tuple[int, ...]:
@@ -93,14 +93,6 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
 
     def _sharing_key(self) -> Any:
         return type(self), self.extent
-
-    def extra_repr(self) -> str:
-        """As nn.BatchNorm2d, with extent and kind of running statistics."""
-        return f"{super().extra_repr()}, extent={self.extent}, running={self.running}"
-
-    def forget(self) -> None:
-        """Drops the batches since the statistics were settled."""
-        self._seen.clear()
 
     def _contributions(self) -> Iterator[Tensor]:
         """For each batch, what this rank adds to the sum over all ranks, (2 C + 1,)."""
@@ -144,4 +136,4 @@ def settle_statistics(module: nn.Module) -> None:
     for (layer, _), total in zip(parts, totals.split(sizes), strict=True):
         layer._merge(total)
     for layer in layers:
-        layer.forget()
+        layer._seen.clear()

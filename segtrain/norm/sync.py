@@ -91,8 +91,7 @@ class SyncBatchNorm(_BatchNorm):
             return self._evaluate(input)
         group = self._group()
         if dist.group_size(group) == 1:
-            again = recomputing() or not _tracked
-            return self._recompute(input) if again else super().forward(input)
+            return super().forward(input) if is_tracked() else self._recompute(input)
         y, moments = sync_batch_norm(input, self.weight, self.bias, eps=self.eps, group=group)
         self._track(input, moments, group)
         return y
@@ -113,22 +112,22 @@ class SyncBatchNorm(_BatchNorm):
         """Checks and tracks the statistics of a batch, whose part on this rank is `input`."""
         few = self.on_one_value == "raise" and input.numel() <= input.shape[1]
         if few and moments.count == 1:
-            got = f"one value per channel over {dist.group_size(group)} ranks"
-            shape = tuple(input.shape)
-            raise ValueError(f"batch norm in training got {got}; this rank's input is {shape}")
+            raise ValueError(
+                f"batch norm in training got one value per channel over {dist.group_size(group)} "
+                f"ranks; this rank's input is {tuple(input.shape)}"
+            )
         # Virtual ranks share the layer and see the same statistics.
-        if _tracked and not recomputing() and virtual_ranks.slot() == 0:
-            if self.running_mean is None:
-                return
-            if _waiting is not None and _pays(moments.mean):
-                _waiting.append((self, moments))
-                return
-            mean, var, count = moments
-            if count.device.type == "cpu" and not torch.compiler.is_compiling():
-                # A Python number saves ten operations; on a GPU reading it would wait.
-                count = count.item()
-            # A batch without values on any rank changes nothing.
-            self._update(mean, unbiased(var, count), seen=count >= 1)
+        if self.running_mean is None or not is_tracked() or virtual_ranks.slot() != 0:
+            return
+        if _waiting is not None and _pays(moments.mean):
+            _waiting.append((self, moments))
+            return
+        mean, var, count = moments
+        if count.device.type == "cpu" and not torch.compiler.is_compiling():
+            # A Python number saves ten operations; on a GPU reading it would wait.
+            count = count.item()
+        # A batch without values on any rank changes nothing.
+        self._update(mean, unbiased(var, count), seen=count >= 1)
 
     @torch.no_grad()
     def _update(self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor | bool) -> None:
@@ -161,11 +160,6 @@ class SyncBatchNorm(_BatchNorm):
 
     def _group(self) -> dist.Group | None:
         return dist.group_of(self.sharing_ranks())
-
-    def extra_repr(self) -> str:
-        """As nn.BatchNorm2d, and the group where it is not all ranks."""
-        group = "" if self.process_group is None else f", process_group={self.process_group}"
-        return super().extra_repr() + group
 
 
 def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
@@ -215,8 +209,7 @@ def make_groups(module: nn.Module) -> None:
     a device of its own.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    wanted = {layer.sharing_ranks() for layer in layers}
-    dist.make_groups(sorted(wanted - {None}))
+    dist.make_groups(sorted({layer.sharing_ranks() for layer in layers} - {None}))
 
 
 def _can_share(layer: nn.Module, first: nn.Module) -> bool:
@@ -263,16 +256,13 @@ def untracked() -> Iterator[None]:
 
 
 def is_tracked() -> bool:
-    """Whether batches move the running statistics: not inside `untracked`."""
-    return _tracked
+    """Whether batches move the running statistics: not inside `untracked`, and not a second time.
 
-
-def recomputing() -> bool:
-    """Whether activation checkpointing repeats the forward pass, inside the backward pass.
-
-    Then all ranks repeat the collective, but the batch has been tracked already.
+    Activation checkpointing repeats the forward pass inside the backward pass. Then all ranks
+    repeat the collective, but the batch has been tracked already.
     """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return _tracked and not recomputing
 
 
 def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
