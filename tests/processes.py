@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from segtrain.distributed import launcher_folder
+from segtrain.distributed import liveness
 from segtrain.distributed.liveness import Heartbeat, read_heartbeats
 from segtrain.distributed.machine import children, descendants, is_alive
 
@@ -76,7 +76,7 @@ class Command:
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeats of the ranks."""
         for pid in self.ranks():
-            root = _environ(pid).get(launcher_folder.VARIABLE)
+            root = _environ(pid).get(liveness.FOLDER_VARIABLE)
             if root is not None and Path(root).is_dir():
                 return read_heartbeats(Path(root))
         return []

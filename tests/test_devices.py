@@ -9,7 +9,7 @@ import torch.distributed as torch_dist
 from segtrain.commands.train.setup import make_repeatable
 from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
-from segtrain.distributed import launcher_folder, process_group
+from segtrain.distributed import liveness, process_group
 from segtrain.distributed import machine as devices_module
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError
@@ -41,7 +41,7 @@ def machine(monkeypatch):
     def make(devices, local_rank=0, *, launched=False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-        monkeypatch.setattr(launcher_folder, "has_launcher", lambda: launched)
+        monkeypatch.setattr(liveness, "has_launcher", lambda: launched)
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
 
     return make
@@ -113,7 +113,6 @@ def test_deterministic_training_gives_cublas_the_workspace_that_it_needs(
 
 # torch has two back ends for NCCL: the older one's errors have a type.
 BACK_ENDS = [torch_dist.DistBackendError, RuntimeError]
-any_back_end = pytest.mark.parametrize("kind", BACK_ENDS, ids=["old", "new"])
 
 
 def set_up(monkeypatch, error):
@@ -126,29 +125,6 @@ def set_up(monkeypatch, error):
         pass
 
 
-@any_back_end
-def test_two_ranks_on_one_device_are_a_mistake_of_the_command_line(monkeypatch, kind):
-    with pytest.raises(ConfigError, match="Duplicate GPU detected : rank 1 and rank 0") as error:
-        set_up(monkeypatch, kind(DUPLICATE))
-    assert "frame" not in str(error.value)
-
-
-@any_back_end
-def test_nccl_that_cannot_be_set_up_names_the_cause_and_loses_no_rank(monkeypatch, kind):
-    with pytest.raises(ExecutionError, match="Error while creating shared memory") as error:
-        set_up(monkeypatch, kind(SYSTEM))
-    assert not isinstance(error.value, LostRanksError)
-
-
-@any_back_end
-def test_a_rank_that_leaves_during_the_set_up_is_lost(monkeypatch, kind):
-    with pytest.raises(LostRanksError, match="Connection closed by remote peer node2"):
-        set_up(monkeypatch, kind(REMOTE))
-
-
-TIMED_OUT = "Watchdog caught collective operation timeout: NCCL operation timed out"
-
-
 def later(monkeypatch, error):
     """The group exists, and something fails in it."""
     monkeypatch.setattr(torch_dist, "init_process_group", lambda **_: None)
@@ -157,10 +133,24 @@ def later(monkeypatch, error):
         raise error
 
 
-@any_back_end
-def test_nccl_that_fails_during_training_means_lost_ranks(monkeypatch, kind):
-    with pytest.raises(LostRanksError, match=r"rank 1: lost the .*NCCL operation timed out"):
-        later(monkeypatch, kind(TIMED_OUT))
+TIMED_OUT = "Watchdog caught collective operation timeout: NCCL operation timed out"
+
+
+@pytest.mark.parametrize("kind", BACK_ENDS, ids=["old", "new"])
+@pytest.mark.parametrize(
+    ("place", "error", "meaning", "said"),
+    [
+        (set_up, DUPLICATE, ConfigError, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"),
+        (set_up, SYSTEM, ExecutionError, "Error while creating shared memory"),
+        (set_up, REMOTE, LostRanksError, "Connection closed by remote peer node2"),
+        (later, TIMED_OUT, LostRanksError, r"rank 1: lost the .*NCCL operation timed out"),
+    ],
+)
+def test_errors_of_nccl_are_told_by_their_cause(monkeypatch, place, error, meaning, said, kind):
+    with pytest.raises(meaning, match=said) as found:
+        place(monkeypatch, kind(error))
+    assert type(found.value) is meaning
+    assert "frame" not in str(found.value)
 
 
 @pytest.mark.parametrize("place", [set_up, later])

@@ -11,7 +11,7 @@ from experiments import small, write_config
 from processes import Command
 
 from segtrain.distributed import collectives as dist
-from segtrain.distributed import launcher_folder, machine, process_group
+from segtrain.distributed import liveness, machine, process_group
 from segtrain.errors import DataError
 
 
@@ -83,8 +83,8 @@ def test_ranks_of_one_machine_listen_on_its_loopback(tmp_path, monkeypatch, alre
     """gloo and NCCL would else listen where the machine's name leads; a user's choice stays."""
     tmp_path.chmod(0o700)
     for name, value in (
-        (launcher_folder.VARIABLE, str(tmp_path)),
-        (launcher_folder.ONE_MACHINE, "1"),
+        (liveness.FOLDER_VARIABLE, str(tmp_path)),
+        (liveness.ONE_MACHINE, "1"),
         ("RANK", "0"),
         ("MASTER_ADDR", "127.0.0.1"),
         ("MASTER_PORT", "0"),

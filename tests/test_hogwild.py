@@ -233,8 +233,7 @@ def test_each_process_needs_as_many_images_and_two(tmp_path, data):
     (found,) = batch_findings(settings, 4, 4)
     assert "6 images are not alike many for 4 processes" in found
     (found,) = batch_findings(settings, 6, 6)
-    assert "leaves one image to some of 6 processes" in found
-    assert "use at least 12" in found
+    assert "use at least 12 (train.parallel: hogwild, 6 processes)" in found
 
 
 def test_devices_are_refused(tmp_path, data):

@@ -17,14 +17,12 @@ from processes import REPOSITORY, Command, logged_steps
 from segtrain.checkpoint.format import load
 from segtrain.commands import launch
 from segtrain.commands.launch import adopt_environment
-from segtrain.distributed import launcher, launcher_folder, slurm
+from segtrain.distributed import launcher, slurm
 from segtrain.distributed.launcher import exit_code_of
 from segtrain.distributed.liveness import (
+    FOLDER_VARIABLE,
     ExitStatus,
     Heartbeat,
-    is_first_to_print,
-    read_exit_statuses,
-    write_exit_status,
 )
 from segtrain.errors import ConfigError
 
@@ -51,7 +49,7 @@ SRUN = {
 @pytest.fixture
 def environ(monkeypatch):
     """The environment without any rank in it; changes to it are undone."""
-    for name in [*TORCHRUN, *SRUN, "LOCAL_WORLD_SIZE", launcher_folder.VARIABLE]:
+    for name in [*TORCHRUN, *SRUN, "LOCAL_WORLD_SIZE", FOLDER_VARIABLE]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return os.environ
@@ -193,72 +191,59 @@ def test_the_exit_code_is_that_of_the_cause(codes, statuses, stopped_by, wanted)
     assert exit_code_of(notes(*codes), statuses, stopped_by) == wanted
 
 
+def hung(rank):
+    return Heartbeat(rank, pid=1, phase="evaluation", step=40, since=0.0)
+
+
+KILLED = {1: -signal.SIGKILL}
+
+
 @pytest.mark.parametrize(
-    ("number", "codes", "said"),
+    ("codes", "failures", "stopped_by", "options", "code", "said"),
     [
-        (signal.SIGINT, (130, 130), ""),
-        (signal.SIGINT, (), "segtrain: interrupted\n"),
-        (signal.SIGTERM, (), "segtrain: terminated\n"),
+        # Ranks that stop after a step tell it themselves; those of eval and verify just end.
+        ((130, 130), {}, signal.SIGINT, {}, 130, ""),
+        ((), {}, signal.SIGINT, {}, 130, "interrupted"),
+        ((), {}, signal.SIGTERM, {}, 143, "terminated"),
+        (
+            ("lost", "lost"),
+            {},
+            signal.SIGTERM,
+            {"trained": True},
+            6,
+            "the ranks lost each other",
+        ),
+        (("lost", 143), {}, signal.SIGTERM, {"trained": True}, 143, ""),
+        (("lost", "lost"), {}, signal.SIGTERM, {}, 143, "terminated"),  # nothing was to be saved
+        (
+            ("lost", None),
+            {0: 6},
+            None,
+            {"killed": [hung(1)]},
+            6,
+            "rank 1 did not answer the others: it hung in evaluation, after step 40",
+        ),
+        # One that was slow to leave is not blamed for the death of another.
+        (
+            ("lost", None, None),
+            KILLED | {2: -signal.SIGKILL},
+            None,
+            {"killed": [hung(2)]},
+            6,
+            "rank 1 was ended by SIGKILL",
+        ),
+        (("lost", None), KILLED, None, {}, 6, "rank 1 was ended by SIGKILL (out of memory?)"),
+        (("lost", "lost"), {0: 6}, None, {}, 6, "lost connection to another machine"),
+        (("lost", "lost"), {0: 6}, None, {"one_machine": True}, 6, "the ranks lost each other;"),
     ],
 )
-def test_an_interruption_is_told_once(number, codes, said, capsys):
-    """Ranks that stop after a step tell it themselves; those of eval and verify just end."""
-    assert exit_code_of(notes(*codes), {}, number) == (130 if number == signal.SIGINT else 143)
-    assert capsys.readouterr().err == said
-
-
-def test_ranks_that_lost_each_other_after_a_signal_have_not_saved(capfd):
-    both = notes("lost", "lost")
-    assert exit_code_of(both, {}, signal.SIGTERM, trained=True) == 6
-    assert "the ranks lost each other before they could save" in capfd.readouterr().err
-    assert exit_code_of(notes("lost", 143), {}, signal.SIGTERM, trained=True) == 143
-    assert exit_code_of(both, {}, signal.SIGTERM) == 143  # there was nothing to save
-
-
-def test_a_rank_that_hung_is_named_with_its_phase_and_step(capsys):
-    hung = [Heartbeat(1, pid=1, phase="evaluation", step=40, since=0.0)]
-    assert exit_code_of(notes("lost", None), {0: 6}, None, killed=hung) == 6
-    said = capsys.readouterr().err
-    assert said.startswith("segtrain: rank 1 did not answer the others: it hung in evaluation, aft")
-    assert said.count("\n") == 1
-
-
-def test_a_rank_that_was_slow_to_leave_is_not_blamed_for_the_death_of_another(capsys):
-    slow = [Heartbeat(2, pid=1, phase="evaluation", step=40, since=0.0)]
-    statuses = {1: -signal.SIGKILL, 2: -signal.SIGKILL}
-    assert exit_code_of(notes("lost", None, None), statuses, None, killed=slow) == 6
-    assert capsys.readouterr().err.startswith("segtrain: rank 1 was ended by SIGKILL")
-
-
-def test_a_death_that_no_rank_could_report_is_reported(capsys):
-    exit_code_of(notes("lost", None), {1: -signal.SIGKILL}, None)
-    said = capsys.readouterr().err
-    assert said.startswith("segtrain: rank 1 was ended by SIGKILL (out of memory?)")
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize("one_machine", [True, False])
-def test_ranks_that_only_lost_others_blame_another_machine_if_there_is_one(one_machine, capsys):
-    lost = notes("lost", "lost")
-    assert exit_code_of(lost, {0: 6, 1: 6}, None, one_machine=one_machine) == 6
-    assert ("another machine" in capsys.readouterr().err) != one_machine
-
-
-def test_only_the_last_attempt_counts(tmp_path, environ):
-    environ.update(TORCHRUN | {launcher_folder.VARIABLE: str(tmp_path)})
-    for attempt, code in (("9", 6), ("10", 0)):
-        environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-        write_exit_status(None)
-        write_exit_status(code)
-    del environ["TORCHELASTIC_RESTART_COUNT"]
-    assert [(note.rank, note.code) for note in read_exit_statuses(tmp_path)] == [(1, 0)]
-
-
-def test_the_same_message_is_printed_by_a_single_rank(tmp_path, environ):
-    environ.update(TORCHRUN | {launcher_folder.VARIABLE: str(tmp_path)})
-    assert is_first_to_print("no such file")
-    assert not is_first_to_print("no such file")
-    assert is_first_to_print("another")
+def test_what_no_rank_could_say_is_said_once(
+    codes, failures, stopped_by, options, code, said, capsys
+):
+    assert exit_code_of(notes(*codes), failures, stopped_by, **options) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(said)
+    assert not lines or lines[0].startswith(f"segtrain: {said}")
 
 
 def small(root, /, **sections):

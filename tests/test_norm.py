@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segtrain.config import NormConfig
 from segtrain.distributed import collectives as dist
 from segtrain.norm import (
     PartialBatchNorm2d,
@@ -17,8 +16,7 @@ from segtrain.norm import (
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
-    kinds,
-    make_norm,
+    convert,
     normalize_together,
     untracked,
 )
@@ -335,36 +333,6 @@ def test_momentum_none_is_the_average_over_batches(run_ranks):
     torch.testing.assert_close(var, plain.running_var, rtol=0, atol=1e-13)
 
 
-def count_collectives():
-    dist.use_shared_sum(None)  # where they could not be seen
-    calls = []
-    reduce = torch.distributed.all_reduce
-    torch.distributed.all_reduce = lambda *args, **kwargs: (
-        calls.append(1),
-        reduce(*args, **kwargs),
-    )
-    module = layer()
-    x = tensors([(2, C, 3, 4)], seed=dist.rank())[0].requires_grad_()
-    counts = []
-    module.train()
-    y = module(x)
-    counts.append(len(calls))
-    y.sum().backward()
-    counts.append(len(calls))
-    module.eval()
-    module(x)
-    module.running_mean = module.running_var = None
-    module(x)
-    counts.append(len(calls))
-    module.train()(x)
-    counts.append(len(calls))
-    return counts
-
-
-def test_one_collective_forward_one_backward_and_none_in_evaluation(run_ranks):
-    assert run_ranks(2, count_collectives) == [[1, 2, 2, 3]] * 2
-
-
 def counted(function):
     """What `function` returns, and the number of all_reduces it took."""
     dist.use_shared_sum(None)  # where they could not be seen
@@ -380,6 +348,21 @@ def counted(function):
         return function(), len(calls)
     finally:
         torch.distributed.all_reduce = reduce
+
+
+def count_collectives():
+    """In turn: forward, backward, in evaluation with and without running statistics."""
+    module = layer()
+    x = tensors([(2, C, 3, 4)], seed=dist.rank())[0].requires_grad_()
+    y, forward = counted(lambda: module(x))
+    _, backward = counted(lambda: y.sum().backward())
+    _, evaluated = counted(lambda: module.eval()(x))
+    module.running_mean = module.running_var = None
+    return forward, backward, evaluated, counted(lambda: module(x))[1]
+
+
+def test_one_collective_forward_one_backward_and_none_in_evaluation(run_ranks):
+    assert run_ranks(2, count_collectives) == [(1, 1, 0, 0)] * 2
 
 
 def branch_step(together):
@@ -492,22 +475,6 @@ def test_a_module_with_a_group_can_be_copied_and_pickled(run_ranks):
     assert run_ranks(3, explicit_group) == [((0, 1), True), ((0, 1), True), (None, True)]
 
 
-def test_every_kind_of_copy_computes_the_same(tmp_path):
-    module = layer(process_group=[0, 1], on_one_value="raise")
-    (x,) = tensors([(3, C, 3, 4)])
-    module(x)
-    torch.save(module, tmp_path / "module.pt")
-    copies = [
-        copy.deepcopy(module),
-        pickle.loads(pickle.dumps(module)),
-        torch.load(tmp_path / "module.pt", weights_only=False),
-        torch.optim.swa_utils.AveragedModel(module).module,
-    ]
-    for other in copies:
-        assert (other.process_group, other.on_one_value) == ((0, 1), "raise")
-        torch.testing.assert_close(other.eval()(x), copies[0].eval()(x), rtol=0, atol=0)
-
-
 def test_state_goes_to_plain_batch_norm_and_back():
     assert issubclass(SyncBatchNorm, nn.modules.batchnorm._BatchNorm)
     assert not issubclass(SyncBatchNorm, nn.SyncBatchNorm)  # refused by DDP on a CPU
@@ -552,40 +519,29 @@ def test_a_wrong_number_of_dimensions_is_refused(kind, shape):
 
 def test_conversion_keeps_tensors_modes_hooks_and_sharing_and_comes_back():
     shared = nn.BatchNorm2d(4, eps=1e-3, momentum=None)
-    net = nn.ModuleDict({"a": nn.Sequential(nn.Conv2d(3, 4, 1), shared), "b": shared})
+    net = nn.ModuleDict({"a": nn.Sequential(shared, nn.Conv2d(3, 4, 1), shared), "b": shared})
     shared.eval()
     shared.weight.requires_grad_(False)
     seen = []
     shared.register_forward_hook(lambda *_: seen.append(1))
     weight = shared.weight
 
-    kinds(net)
+    convert(net)
     converted = net["b"]
-    kinds(net)
+    convert(net)
     assert net["b"] is converted
     assert type(net["b"]) is SyncBatchNorm2d
-    assert net["a"][1] is net["b"]
+    assert net["a"][0] is net["a"][2] is net["b"]
     assert net["b"].weight is weight
     assert not weight.requires_grad
     assert (net["b"].eps, net["b"].momentum, net["b"].training) == (1e-3, None, False)
     net["b"](torch.zeros(1, 4, 2, 2))
     assert seen == [1]
 
-    kinds(net, to="local")
+    convert(net, to="local")
     assert type(net["b"]) is nn.BatchNorm2d
     assert net["b"].weight is weight
     assert vars(net["b"]).keys() == vars(nn.BatchNorm2d(4)).keys()
-
-
-def test_conversion_finds_both_places_of_a_layer_in_its_parent():
-    layer = nn.BatchNorm2d(4)
-    net = nn.Sequential(layer, nn.ReLU(), layer)
-    kinds(net)
-    assert net[2] is net[0]
-    assert type(net[2]) is SyncBatchNorm2d
-    kinds(net, to="local")
-    assert net[2] is net[0]
-    assert type(net[2]) is nn.BatchNorm2d
 
 
 def test_conversion_refuses_a_subclass_by_its_path_and_leaves_the_rest_alone():
@@ -598,14 +554,14 @@ def test_conversion_refuses_a_subclass_by_its_path_and_leaves_the_rest_alone():
     for kind, to in ((Fused, "sync"), (Special, "sync"), (Special, "local")):
         net = nn.Sequential(nn.BatchNorm2d(4), SyncBatchNorm2d(4), kind(4))
         with pytest.raises(TypeError, match=rf"2 is a {kind.__name__}"):
-            kinds(net, to)
+            convert(net, to)
         assert [type(layer) for layer in net] == [nn.BatchNorm2d, SyncBatchNorm2d, kind]
-    kinds(nn.Sequential(Fused(4)), "local")
+    convert(nn.Sequential(Fused(4)), "local")
 
 
 def test_what_is_misspelt_is_refused():
     with pytest.raises(ValueError, match=r'expected "sync" or "local", got \'sycn\''):
-        kinds(nn.BatchNorm2d(4), "sycn")
+        convert(nn.BatchNorm2d(4), "sycn")
     with pytest.raises(ValueError, match="on_one_value: expected"):
         SyncBatchNorm2d(4, on_one_value="rasie")
     for group in ("world", [], object()):
@@ -616,10 +572,10 @@ def test_what_is_misspelt_is_refused():
 
 
 def test_a_converted_layer_can_be_given_another_group():
-    net = kinds(nn.Sequential(nn.BatchNorm2d(4)), process_group=[0, 1])
-    kinds(net)
+    net = convert(nn.Sequential(nn.BatchNorm2d(4)), process_group=[0, 1])
+    convert(net)
     assert net[0].process_group == (0, 1)
-    kinds(net, process_group=[0])
+    convert(net, process_group=[0])
     assert net[0].process_group == (0,)
 
 
@@ -639,16 +595,9 @@ def test_the_ranks_of_a_machine_are_not_guessed(run_ranks):
 def test_conversion_refuses_a_layer_that_does_not_know_its_width_yet():
     net = nn.Sequential(nn.LazyBatchNorm2d())
     with pytest.raises(TypeError, match=r"0 is a LazyBatchNorm2d"):
-        kinds(net)
+        convert(net)
     net(torch.zeros(2, 3, 1, 1))
-    assert type(kinds(net)[0]) is SyncBatchNorm2d
-
-
-def test_the_config_chooses_the_layer():
-    sync = make_norm(NormConfig(kind="sync", momentum=0.03, eps=1e-3))(7)
-    assert (type(sync), sync.num_features, sync.momentum) == (SyncBatchNorm2d, 7, 0.03)
-    local = make_norm(NormConfig(kind="local", running="mean"))(7)
-    assert (type(local), local.extent, local.running) == (PartialBatchNorm2d, 1, "mean")
+    assert type(convert(net)[0]) is SyncBatchNorm2d
 
 
 def statistics_of_a_repeated_step():

@@ -83,12 +83,6 @@ def test_one_value_in_the_group_gives_the_bias_and_finite_buffers(cuda_ranks):
     assert_the_bias(cuda_ranks(2, one_value_in_all, "normalize"))
 
 
-@pytest.mark.fault(75)
-def test_one_value_in_the_group_is_refused_on_request(cuda_ranks):
-    with pytest.raises(pytest.fail.Exception, match="one value per channel over 2 ranks"):
-        cuda_ranks(2, one_value_in_all, "raise")
-
-
 def test_a_half_precision_module_counts_beyond_the_range_of_float16(cuda_ranks):
     assert_normalized(cuda_ranks(2, half_module))
 

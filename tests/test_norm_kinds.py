@@ -16,8 +16,8 @@ from segtrain.norm import (
     FrozenBatchNorm2d,
     PartialBatchNorm2d,
     SyncBatchNorm2d,
+    convert,
     describe_norm,
-    kinds,
     make_inference_norm,
     make_norm,
     normalize_together,
@@ -164,7 +164,7 @@ def test_one_process_is_plain_batch_norm():
     close(ours(X), theirs(X), atol=0)
     settle_statistics(ours)
     close(dict(ours.named_buffers()), dict(theirs.named_buffers()), atol=0)
-    back = kinds(ours, to="local")
+    back = convert(ours, to="local")
     assert type(back) is nn.BatchNorm2d
     assert set(vars(back)) == set(vars(theirs))
 
@@ -185,7 +185,7 @@ def test_frozen_statistics_stay_and_are_used_in_training():
 @pytest.mark.parametrize(
     ("options", "layer", "words"),
     [
-        ({}, SyncBatchNorm2d, "synchronized batch norm"),
+        ({"momentum": 0.03, "eps": 1e-3}, SyncBatchNorm2d, "synchronized batch norm"),
         ({"extent": "node"}, PartialBatchNorm2d, "within each machine, .* pooled over all ranks"),
         ({"extent": 2, "running": "mean"}, PartialBatchNorm2d, "groups of 2 ranks, .* the mean"),
         ({"kind": "local", "running": "rank0"}, PartialBatchNorm2d, "local .* of rank 0"),
@@ -200,6 +200,7 @@ def test_the_config_chooses_the_layer_and_says_so(options, layer, words):
     config = NormConfig(**options)
     made = make_norm(config)(48)
     assert type(made) is layer
+    assert vars(config).items() >= {(k, v) for k, v in vars(made).items() if k in options}
     assert re.search(words, describe_norm(config))
     # What is loaded for evaluation has the same keys and computes the same.
     plain = make_inference_norm(config)(48)

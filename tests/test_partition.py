@@ -23,7 +23,7 @@ def config(text):
         (
             "batch_size: 8, accumulate_steps: 3",
             4,
-            "8 images in 3 passes leave some of 4 ranks without an image; use at least 12",
+            "8 images in 3 microbatches leave some of 4 ranks without an image; use at least 12",
         ),
         (
             "batch_size: 8, virtual_ranks: 3",

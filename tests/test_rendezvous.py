@@ -4,6 +4,7 @@ import os
 import pickle
 import socket
 import stat
+from pathlib import Path
 
 import pytest
 from attacker import listening
@@ -77,33 +78,41 @@ def test_the_first_machine_writes_a_key_for_its_user_alone(tmp_path):
     assert shared_secret(tmp_path / "another" / ".secret") != secret
 
 
-def test_a_key_that_others_could_read_or_have_written_is_refused(tmp_path):
-    path = tmp_path / ".secret"
+def other_mode(path):
     shared_secret(path)
     path.chmod(0o640)
-    with pytest.raises(ConfigError, match=r"mode 600.*found user \d+, mode 640; remove it"):
-        shared_secret(path)
-    path.chmod(0o600)
-    if os.geteuid() == 0:
-        os.chown(path, 65534, 65534)
-        with pytest.raises(ConfigError, match="found user 65534, mode 600"):
-            shared_secret(path)
 
 
-@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "short"])
-def test_a_file_that_is_not_a_key_is_refused_without_waiting(tmp_path, kind):
+def other_user(path):
+    if os.geteuid() != 0:
+        pytest.skip("giving a file to another user takes root")
+    shared_secret(path)
+    os.chown(path, 65534, 65534)
+
+
+def link(path):
+    shared_secret(path.with_name("other"))
+    path.symlink_to(path.with_name("other"))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (other_mode, r"mode 600.*found user \d+, mode 640; remove it"),
+        (other_user, "found user 65534, mode 600"),
+        (link, "secret"),
+        (Path.mkdir, "secret"),
+        (lambda path: os.mkfifo(path, 0o600), "secret"),
+        (lambda path: path.write_bytes(b"short"), "not a key of segtrain"),
+    ],
+    ids=["mode", "user", "link", "folder", "pipe", "short"],
+)
+def test_a_key_that_others_could_have_written_or_read_is_refused_without_waiting(
+    tmp_path, make, said
+):
     path = tmp_path / ".secret"
-    match kind:
-        case "link":
-            shared_secret(tmp_path / "other")
-            path.symlink_to(tmp_path / "other")
-        case "folder":
-            path.mkdir()
-        case "pipe":
-            os.mkfifo(path, 0o600)
-        case "short":
-            path.write_bytes(b"short")
-    with pytest.raises((ConfigError, ExecutionError), match="secret"):
+    make(path)
+    with pytest.raises((ConfigError, ExecutionError), match=said):
         shared_secret(path)
 
 
@@ -113,6 +122,8 @@ def test_the_key_may_come_from_the_environment(tmp_path, monkeypatch):
     assert not (tmp_path / ".secret").exists()
     monkeypatch.setenv(SECRET_VARIABLE, "another long random text of ours")
     assert shared_secret(tmp_path / ".secret") != secret
+    monkeypatch.setenv(SECRET_VARIABLE, os.fsdecode(b"abcdefghijklmnopqrst\xff\xfe"))
+    assert len(shared_secret(tmp_path / ".secret")) == 32
     monkeypatch.setenv(SECRET_VARIABLE, "short")
     with pytest.raises(ConfigError, match="expected at least 16 characters"):
         shared_secret(tmp_path / ".secret")
@@ -153,11 +164,6 @@ def test_a_taken_port_is_told():
         other.listen()
         with pytest.raises(OSError, match="in use"):
             listening_store("127.0.0.1", other.getsockname()[1])
-
-
-def test_a_key_in_the_environment_may_be_any_bytes(tmp_path, monkeypatch):
-    monkeypatch.setenv(SECRET_VARIABLE, os.fsdecode(b"abcdefghijklmnopqrst\xff\xfe"))
-    assert len(shared_secret(tmp_path / ".secret")) == 32
 
 
 def test_a_key_is_made_although_a_killed_process_left_half_a_key(tmp_path, monkeypatch):

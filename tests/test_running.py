@@ -7,25 +7,18 @@ from unittest import mock
 import pytest
 import torch
 from fake_device import config
-from test_norm_kinds import ROWS, C, X
+from test_norm_kinds import C, X
 from torch import nn
 
 from segtrain.distributed import collectives as dist
-from segtrain.norm import (
-    PartialBatchNorm2d,
-    SyncBatchNorm,
-    SyncBatchNorm2d,
-    running,
-    settle_statistics,
-    tracked_together,
-)
+from segtrain.norm import SyncBatchNorm, SyncBatchNorm2d, sync, tracked_together
 from segtrain.training import passes
 from segtrain.training.step_sync import StepSync
 from segtrain.types import DropoutMasks
 
 
-def pays(does=True):
-    return mock.patch.object(running, "pays", return_value=does)
+def pays():
+    return mock.patch.object(sync, "_pays", return_value=True)
 
 
 def followed(together):
@@ -75,49 +68,6 @@ def test_the_momentum_keeps_its_precision(precision, monkeypatch):
     torch.testing.assert_close(layer.running_mean, wanted, rtol=rtol, atol=0)
 
 
-def settled(kind, extent, together):
-    layers = nn.ModuleList([PartialBatchNorm2d(C, extent=extent, running=kind) for _ in range(3)])
-    layers.double()
-    with pays(together), mock.patch.object(PartialBatchNorm2d, "_merge", autospec=True) as merge:
-        merge.side_effect = MERGE
-        for step in range(2):
-            for layer in layers:
-                # The second rank has no values in the second step.
-                rows = ROWS[3][dist.rank()] if step == 0 or dist.rank() != 1 else slice(0, 0)
-                layer(X[rows] * (2 + step))
-            settle_statistics(layers)
-        assert merge.call_count == (0 if together else 6)
-        assert not any(layer._seen for layer in layers)
-    return list(layers.buffers())
-
-
-MERGE = PartialBatchNorm2d._merge
-
-
-@pytest.mark.parametrize("extent", [1, 2])
-@pytest.mark.parametrize("kind", ["rank0", "mean", "pooled"])
-def test_groups_settle_together_as_layer_by_layer(run_ranks, kind, extent):
-    together = run_ranks(3, settled, kind, extent, True)
-    alone = run_ranks(3, settled, kind, extent, False)
-    torch.testing.assert_close(together, alone, rtol=1e-13, atol=1e-13)
-
-
-def alike_or_not():
-    """Layers with different rules, and a layer that was called twice."""
-    layers = nn.ModuleList([PartialBatchNorm2d(C), PartialBatchNorm2d(C, running="mean")])
-    twice = PartialBatchNorm2d(C)
-    with pays():
-        for layer in [*layers, twice, twice]:
-            layer(X[ROWS[3][dist.rank()]].float())
-        settle_statistics(layers)
-        settle_statistics(twice)
-    return [int(layer.num_batches_tracked) for layer in [*layers, twice]]
-
-
-def test_layers_that_differ_settle_one_by_one(run_ranks):
-    assert run_ranks(3, alike_or_not) == [[1, 1, 2]] * 3
-
-
 @pytest.fixture
 def two_ranks(monkeypatch):
     monkeypatch.setattr(dist, "_num_processes", lambda group=None: 2)
@@ -154,7 +104,7 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
     waiting = []
 
     def forward_backward(*_, **__):
-        waiting.append(running._waiting)
+        waiting.append(sync._waiting)
         return torch.zeros(2)
 
     monkeypatch.setattr(passes, "_forward_backward", forward_backward)

@@ -35,17 +35,18 @@ def sums(seed):
         assert result is values
         shared.append(result.clone())
         through_gloo.append(wanted)
-    return shared, through_gloo
+    floats = dist.all_reduce_sum(torch.randn(100, generator=generator, dtype=torch.float64))
+    return shared, through_gloo, floats
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sums_are_those_of_gloo_on_every_rank(run_ranks, num_ranks):
+def test_sums_are_those_of_gloo_and_the_same_bits_on_every_rank(run_ranks, num_ranks):
     results = run_ranks(num_ranks, sums, 0)
-    for shared, through_gloo in results:
+    for shared, through_gloo, floats in results:
         assert len(shared) == 60
-        for mine, wanted, first in zip(shared, through_gloo, results[0][0], strict=True):
+        for mine, wanted in zip(shared, through_gloo, strict=True):
             assert torch.equal(mine, wanted)  # small whole numbers: exact in any order
-            assert torch.equal(mine, first)
+        assert torch.equal(floats, results[0][2])
 
 
 def gathered():
@@ -72,18 +73,6 @@ def test_what_is_gathered_is_what_gloo_gathers(run_ranks, num_ranks):
     for pairs in run_ranks(num_ranks, gathered):
         assert len(pairs) == 30
         assert all(torch.equal(rows, wanted) for rows, wanted in pairs)
-
-
-def float_sums():
-    generator = torch.Generator().manual_seed(dist.rank())
-    values = [torch.randn(100, generator=generator, dtype=torch.float64) for _ in range(20)]
-    return [dist.all_reduce_sum(value) for value in values]
-
-
-def test_every_rank_ends_with_the_same_bits(run_ranks):
-    first, *others = run_ranks(3, float_sums)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def routes():

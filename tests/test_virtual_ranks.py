@@ -53,30 +53,6 @@ def test_sums_count_every_slot_and_results_are_each_ones_own():
     assert rows.tolist() == [[0], [1]]
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_an_error_in_one_slot_ends_all_of_them(failing):
-    def work():
-        virtual_ranks.current().meet(0, sum)
-        if virtual_ranks.slot() == failing:
-            raise ZeroDivisionError("in one share")
-        virtual_ranks.current().meet(0, sum)
-
-    before = threading.active_count()
-    with pytest.raises(ZeroDivisionError, match="in one share"):
-        VirtualRanks(3).run([work] * 3)
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("short", [0, 1, 2])
-def test_a_slot_that_meets_less_often_is_an_error_not_a_hang(short):
-    def work():
-        for _ in range(2 - (virtual_ranks.slot() == short)):
-            virtual_ranks.current().meet(0, sum)
-
-    with pytest.raises(RuntimeError, match="ended"):
-        VirtualRanks(3).run([work] * 3)
-
-
 class Running:
     """How many threads are between two meetings, and in which order they began."""
 
@@ -152,8 +128,8 @@ def test_slots_begin_in_their_order():
 
 
 @pytest.mark.parametrize("failing", [0, 2, 4])
-@pytest.mark.parametrize("at_once", [2, 5])
-def test_an_error_ends_those_that_run_beside_it(failing, at_once):
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_an_error_in_one_slot_ends_all_of_them(failing, at_once):
     def work():
         virtual_ranks.current().meet(0, sum)
         if virtual_ranks.slot() == failing:
@@ -168,8 +144,8 @@ def test_an_error_ends_those_that_run_beside_it(failing, at_once):
 
 
 @pytest.mark.parametrize("short", [0, 2, 4])
-@pytest.mark.parametrize("at_once", [2, 5])
-def test_a_slot_that_ends_early_beside_others_is_an_error_too(short, at_once):
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_a_slot_that_meets_less_often_is_an_error_not_a_hang(short, at_once):
     def work():
         for _ in range(2 - (virtual_ranks.slot() == short)):
             virtual_ranks.current().meet(0, sum)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segtrain.norm.functional import packed_moments, unbiased, unpacked_moments
+from segtrain.norm.kernels import packed, unbiased, unpacked_moments
 
 MEAN, SD = 3.9, 12.4
 NUM_RANKS = 4
@@ -103,7 +103,7 @@ def batch_statistics(values: Tensor) -> dict[str, Statistics]:
     # To the functions of the layers, every step is a channel.
     means, biased = values.mean(1), values.var(1, correction=0)  # (k, T)
     unbiased_vars = torch.stack([unbiased(var, count) for var in biased])
-    parts = [packed_moments(mean, var, size) for mean, var in zip(means, biased, strict=True)]
+    parts = [packed(mean, var, size) for mean, var in zip(means, biased, strict=True)]
     mean, var, whole_count = unpacked_moments(torch.stack(parts).sum(0))
     return {
         "rank0": Statistics(means[0], unbiased_vars[0]),

@@ -15,8 +15,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from segtrain.norm import SyncBatchNorm2d
-from segtrain.norm.functional import Moments, dense_like, packed_moments, unpacked_moments
-from segtrain.norm.kernels import backward_sums, input_gradient, local_moments, normalized
+from segtrain.norm.functional import Moments, dense_like
+from segtrain.norm.kernels import (
+    backward_sums,
+    input_gradient,
+    local_moments,
+    normalized,
+    packed,
+    unpacked_moments,
+)
 
 
 class Scheme(NamedTuple):
@@ -71,15 +78,16 @@ class _SchemeFunction(torch.autograd.Function):
         x, weight, mean, var, count = ctx.saved_tensors
         grad = dense_like(grad, x)
         inv_std = (var + ctx.eps).rsqrt_()
-        sums = backward_sums(grad, x, mean, inv_std)
+        total, dot = backward_sums(grad, x, weight, mean, inv_std).parts
+        sums = torch.cat([total, dot])
         means = ctx.scheme.means(sums, x.numel() // x.shape[1], count).to(mean.dtype)
-        total, dot = sums.chunk(2)
-        grad_x = input_gradient(grad, x, weight, mean, inv_std, means)
+        one = means.new_ones(())  # `means` are divided by the count already
+        grad_x = input_gradient(grad, x, weight, mean, inv_std, means, one)
         return grad_x, dot, total, None, None
 
 
 def _packed_float64(mean: Tensor, var: Tensor, num_values: int) -> Moments:
-    total = packed_moments(mean, var, num_values)
+    total = packed(mean, var, num_values)
     torch_dist.all_reduce(total)
     return Moments(*unpacked_moments(total))
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from segtrain.distributed import liveness, signals
-from segtrain.distributed.launcher_folder import has_launcher
-from segtrain.distributed.liveness import is_first_to_print, write_exit_status
+from segtrain.distributed.liveness import has_launcher, is_first_to_print, write_exit_status
 from segtrain.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
@@ -83,7 +82,7 @@ def run(command: Command) -> int:
     """Runs `command` and returns the exit code; errors of segtrain itself keep their traceback."""
     command = partial(_with_names_refused, command)
     code = _run_as_rank(command) if has_launcher() else _run_alone(command)
-    liveness.cut_now(code)  # after an error all has been told by now
+    liveness.deferred_abort(code)  # after an error all has been told by now
     return code
 
 

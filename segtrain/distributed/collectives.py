@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -84,11 +84,9 @@ def alone() -> Iterator[None]:
 def group_size(group: Group | None = None) -> int:
     """The number of ranks in `group` (None: all), each counted with its virtual ranks."""
     virtual = virtual_ranks.current()
-    if virtual is None:
-        return _num_processes(group)
-    if virtual.shares is not None:
+    if virtual is not None and virtual.shares is not None:
         return sum(virtual.shares)
-    return _num_processes(group) * virtual.num_slots
+    return _num_processes(group) * (1 if virtual is None else virtual.num_slots)
 
 
 def group_rank() -> int:
@@ -154,7 +152,7 @@ def group_of(ranks: tuple[int, ...] | None) -> Group | None:
                 f"the group of ranks {list(ranks)} does not exist: call "
                 "segtrain.norm.make_groups(model) on all ranks before training"
             )
-        _new_group(ranks, use_local_synchronization=True)
+        _new_group(ranks, among_members=True)
     return _groups[ranks]
 
 
@@ -167,10 +165,9 @@ def make_groups(wanted: Iterable[tuple[int, ...]]) -> None:
         return
     others = [ranks for ranks in wanted if rank() in ranks and 1 < len(ranks) < world_size()]
     missing = [ranks for ranks in others if not _is_made(ranks)]
-    union = {tuple(ranks) for found in all_gather_object(missing) for ranks in found}
     # Also those that this rank does not belong to: NCCL waits for all ranks, in the same order.
-    for ranks in sorted(union):
-        _new_group(ranks, use_local_synchronization=False)
+    for ranks in sorted({tuple(ranks) for found in all_gather_object(missing) for ranks in found}):
+        _new_group(ranks, among_members=False)
 
 
 def _is_made(ranks: tuple[int, ...]) -> bool:
@@ -180,12 +177,10 @@ def _is_made(ranks: tuple[int, ...]) -> bool:
     return ranks in _groups and _groups[ranks] in torch_dist.distributed_c10d._world.pg_map
 
 
-def _new_group(ranks: tuple[int, ...], *, use_local_synchronization: bool) -> None:
-    # Otherwise the timeout would be torch's own, half an hour for gloo.
+def _new_group(ranks: tuple[int, ...], *, among_members: bool) -> None:
+    # Without a timeout it would be torch's own, half an hour for gloo.
     group = torch_dist.new_group(
-        list(ranks),
-        timeout=_timeout,
-        use_local_synchronization=use_local_synchronization,
+        list(ranks), timeout=_timeout, use_local_synchronization=among_members
     )
     if rank() in ranks:
         _groups[ranks] = group
@@ -225,14 +220,9 @@ def leave_groups() -> None:
 
 def abort_groups() -> None:
     """Leaves all groups after an error, without waiting for what other ranks have not done."""
-    use_shared_sum(None)
-    _groups.clear()
-    if is_distributed():
-        if torch_dist.get_backend() == "nccl":
-            torch_dist.distributed_c10d._abort_process_group()
-        else:
-            # gloo has nothing to abort: this closes its connections.
-            torch_dist.destroy_process_group()
+    if is_distributed() and torch_dist.get_backend() == "nccl":
+        torch_dist.distributed_c10d._abort_process_group()
+    leave_groups()  # gloo has nothing to abort: this closes its connections
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
@@ -253,7 +243,8 @@ def all_reduce_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
     def combine(parts: list[Tensor]) -> Tensor:
         if virtual.shares is None:
             return _sum_processes(reduce(torch.add, parts), group)
-        _refuse_group(group)
+        if group is not None:
+            raise RuntimeError("shares are added up over all ranks, not over a group of them")
         return ordered_sum(torch.stack(parts), virtual.shares)
 
     # Each virtual rank gets its own copy, so in-place edits cannot leak.
@@ -294,11 +285,6 @@ def _refuse_gradient(tensor: Tensor) -> None:
             "no gradient flows through a collective: pass tensor.detach(), and let the gradient go "
             "through this rank's own sums, as training/losses do"
         )
-
-
-def _refuse_group(group: Group | None) -> None:
-    if group is not None:
-        raise RuntimeError("shares are added up over all ranks, not over a group of them")
 
 
 _last_exchange = 0.0
@@ -349,9 +335,9 @@ def all_gather(tensor: Tensor) -> Tensor:
     virtual = virtual_ranks.current()
     if virtual is None:
         return _gather_processes(tensor.unsqueeze(0))
-    if virtual.shares is not None:
-        return virtual.meet(tensor, lambda parts: _gather_parts(torch.stack(parts), virtual.shares))
-    return virtual.meet(tensor, lambda parts: _gather_processes(torch.stack(parts)))
+    shares = virtual.shares
+    gather = _gather_processes if shares is None else partial(_gather_parts, shares=shares)
+    return virtual.meet(tensor, lambda parts: gather(torch.stack(parts)))
 
 
 def _gather_processes(tensor: Tensor, group: Group | None = None) -> Tensor:
@@ -426,13 +412,16 @@ def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
         return [json.loads(data)]
     uses_nccl = torch_dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
-    longest = _gather_processes(torch.tensor([len(data)], device=device), group).max()
-    wait_for_device(device)
-    longest = int(longest)
-    padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8).to(device)
-    gathered = _gather_processes(padded.unsqueeze(0), group)  # (ranks, longest)
-    wait_for_device(device)
-    return [json.loads(row.tobytes()) for row in gathered.cpu().numpy()]
+
+    def gathered(values: Tensor) -> Tensor:
+        found = _gather_processes(values.to(device), group)
+        wait_for_device(device)
+        return found.cpu()
+
+    longest = int(gathered(torch.tensor([len(data)])).max())
+    padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+    rows = gathered(padded.unsqueeze(0))  # (ranks, longest)
+    return [json.loads(row.tobytes()) for row in rows.numpy()]
 
 
 def broadcast_object(value: Any) -> Any:
@@ -440,11 +429,7 @@ def broadcast_object(value: Any) -> Any:
     return all_gather_object(value if is_main() else None)[0]
 
 
-_USER_ERRORS = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, UserError)
-}
+_USER_ERRORS = {name: kind for name, kind in vars(errors).items() if name.endswith("Error")}
 
 
 def run_on_all_ranks(function: Callable[[], Any]) -> list[Any]:
@@ -453,15 +438,16 @@ def run_on_all_ranks(function: Callable[[], Any]) -> list[Any]:
     Raises:
         UserError: that of the first rank that raised; on every rank, so that none waits for it.
     """
+    kind = None
     try:
-        reply = {"value": function()}
+        value = function()
     except UserError as error:
-        reply = {"error": type(error).__name__, "message": str(error)}
-    replies = all_gather_object(reply)
-    for reply in replies:
-        if "error" in reply:
-            raise _USER_ERRORS[reply["error"]](reply["message"])
-    return [reply["value"] for reply in replies]
+        kind, value = type(error).__name__, str(error)
+    replies = all_gather_object([kind, value])
+    for kind, message in replies:
+        if kind is not None:
+            raise _USER_ERRORS[kind](message)
+    return [value for _, value in replies]
 
 
 def run_on_rank0(function: Callable[[], Any]) -> Any:

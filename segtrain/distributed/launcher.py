@@ -19,8 +19,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from segtrain.distributed import launcher_folder, machine, rendezvous, signals
+from segtrain.distributed import machine, rendezvous, signals
 from segtrain.distributed.liveness import (
+    FOLDER_VARIABLE,
+    ONE_MACHINE,
     ExitStatus,
     Heartbeat,
     Watchdog,
@@ -85,10 +87,9 @@ def run_ranks(
                 "checkpoint by --resume, on all machines"
             ) from error
         signals.ignore_stop_signals()
-        statuses = read_exit_statuses(folder)
         phases = {heartbeat.phase for heartbeat in read_heartbeats(folder)}
         return exit_code_of(
-            statuses,
+            read_exit_statuses(folder),
             failures,
             stopped_by,
             killed=watchdog.killed,
@@ -100,9 +101,9 @@ def run_ranks(
 def _set_environment(folder: Path, num_ranks: int, *, one_machine: bool) -> None:
     """Sets what the ranks inherit from this process."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.num_cores() // num_ranks)))
-    os.environ |= {launcher_folder.VARIABLE: str(folder), signals.LAUNCHER: str(os.getpid())}
+    os.environ |= {FOLDER_VARIABLE: str(folder), signals.LAUNCHER: str(os.getpid())}
     if one_machine:
-        os.environ[launcher_folder.ONE_MACHINE] = "1"
+        os.environ[ONE_MACHINE] = "1"
     # Set, it would have rank 0 serve a store of its own, on every interface.
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
     # torch elastic logs failures as tracebacks; the ranks have told them already.
@@ -113,14 +114,8 @@ def _launch_config(
     num_ranks: int, max_restarts: int, machines: Machines | None, folder: Path
 ) -> LaunchConfig:
     rendezvous.register()
-    options = {
-        "min_nodes": 1,
-        "max_nodes": 1,
+    options: dict[str, Any] = {
         "nproc_per_node": num_ranks,
-        "run_id": uuid.uuid4().hex,
-        "rdzv_backend": rendezvous.ONE_MACHINE,
-        # Otherwise torch looks up this machine's name, which fails on many laptops.
-        "local_addr": "127.0.0.1",
         "max_restarts": max_restarts,
         "monitor_interval": 0.1,
         "start_method": "spawn",
@@ -128,28 +123,34 @@ def _launch_config(
         "logs_specs": DefaultLogsSpecs(log_dir=str(folder)),
         # None: torch's handler raises at every signal, wherever the launcher is.
         "signals_to_handle": "",
-        "shutdown_timeout": _SHUTDOWN_TIMEOUT_S,
-        **({} if machines is None else _meeting_point(machines)),
     }
     # Older versions of torch have no shutdown_timeout and wait 30 s.
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    return LaunchConfig(**{key: value for key, value in options.items() if key in known})
-
-
-def _meeting_point(machines: Machines) -> dict[str, Any]:
+    if any(field.name == "shutdown_timeout" for field in dataclasses.fields(LaunchConfig)):
+        options["shutdown_timeout"] = _SHUTDOWN_TIMEOUT_S
+    if machines is None:
+        return LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend=rendezvous.ONE_MACHINE,
+            # Otherwise torch looks up this machine's name, which fails on many laptops.
+            local_addr="127.0.0.1",
+            **options,
+        )
     host, _, port = machines.endpoint.rpartition(":")
     host = host.strip("[]")
     serves = {} if machines.node_rank is None else {"is_host": str(machines.node_rank == 0)}
     all_here = rendezvous.is_loopback(host)  # several launchers on one machine
-    return {
-        "min_nodes": machines.num,
-        "max_nodes": machines.num,
-        "rdzv_backend": rendezvous.MACHINES,
-        "run_id": machines.run_id,
-        "rdzv_endpoint": machines.endpoint,
-        "rdzv_configs": {**serves, "secret_file": str(machines.secret_file)},
-        "local_addr": host if all_here else machine.address_toward(host, int(port)),
-    }
+    return LaunchConfig(
+        min_nodes=machines.num,
+        max_nodes=machines.num,
+        run_id=machines.run_id,
+        rdzv_backend=rendezvous.MACHINES,
+        rdzv_endpoint=machines.endpoint,
+        rdzv_configs={**serves, "secret_file": str(machines.secret_file)},
+        local_addr=host if all_here else machine.address_toward(host, int(port)),
+        **options,
+    )
 
 
 def _signal_ranks(number: int, folder: Path) -> None:
@@ -177,13 +178,12 @@ def exit_code_of(
 ) -> int:
     """The exit code of the run; prints what no rank could print itself.
 
-    Args:
-        statuses: of the ranks, by time.
-        failures: the exit code of each process that failed, as far as known; negative: a signal.
-        stopped_by: the signal that the launcher got and passed on to the ranks.
-        killed: the ranks that the watchdog killed.
-        one_machine: no rank is elsewhere.
-        trained: they had steps to save.
+    statuses: of the ranks, by time.
+    failures: the exit code of each process that failed, as far as known; negative: a signal.
+    stopped_by: the signal that the launcher got and passed on to the ranks.
+    killed: the ranks that the watchdog killed.
+    one_machine: no rank is elsewhere.
+    trained: they had steps to save.
     """
     for status in statuses:
         if status.code not in (None, EXIT_OK, *_STOPPED) and not status.consequence:

@@ -1,28 +1,104 @@
 """Is every rank alive? What it is doing, how it ended, and what ends those that hang.
 
 Exit codes do not tell a cause from its consequences: when a rank fails, the others lose their
-connections to it and fail too, often before it has ended.
-
-NCCL may wait there for ranks that in turn wait for this one. So the message and the exit status
-come first, and the process ends in any case. Imports no torch.
+connections to it and fail too, often before it has ended. So ranks tell the launcher that started
+them by files in its private folder, which has a subfolder for each attempt. Imports no torch.
 """
 
 import atexit
+import json
 import os
 import signal
+import stat
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from segtrain.distributed import launcher_folder
-from segtrain.distributed.launcher_folder import ensure_folder, last_attempt
 from segtrain.distributed.machine import is_alive
-from segtrain.errors import EXIT_INTERNAL
+from segtrain.errors import EXIT_INTERNAL, EXIT_SYSTEM
+from segtrain.text import say
+
+T = TypeVar("T")
+
+# Names the launcher's folder, in the environment of the ranks.
+FOLDER_VARIABLE = "SEGTRAIN_OUTCOMES"
+
+# Set if all ranks of the run are on this machine.
+ONE_MACHINE = "SEGTRAIN_ONE_MACHINE"
+
+_MAX_BYTES = 128  # of a file in the folder, which is written by one system call
+
+
+def has_launcher() -> bool:
+    """Whether segtrain's own launcher started this process as a rank."""
+    return FOLDER_VARIABLE in os.environ and "RANK" in os.environ
+
+
+def store_file() -> Path | None:
+    """Through which the ranks of this attempt meet; None unless all are on this machine."""
+    return _attempt_folder() / "store" if has_launcher() and ONE_MACHINE in os.environ else None
+
+
+def ensure_folder(root: Path) -> bool:
+    """Creates the launcher's folder again if it was removed; whether it is this user's alone.
+
+    A cleaner of /tmp may remove it, and then another user can put one of the same name there.
+    """
+    with suppress(OSError):
+        root.mkdir(mode=0o700, exist_ok=True)
+        _check_owner(root)
+        return True
+    return False
+
+
+def _check_owner(root: Path) -> None:
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{root}: other users can write here")
+
+
+def _attempt_folder() -> Path:
+    """This attempt's folder, created if missing; only the launcher creates the one around it."""
+    root = Path(os.environ[FOLDER_VARIABLE])
+    _check_owner(root)
+    folder = root / os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _last_attempt(root: Path) -> Path:
+    """The folder of the last attempt, which may not exist yet."""
+    numbers = (int(path.name) for path in root.glob("*") if path.name.isdecimal())
+    return root / str(max(numbers, default=0))
+
+
+def _write_record(suffix: str, *values: Any) -> None:
+    """Writes or replaces this rank's file with this suffix: its number and `values`, as JSON."""
+    rank = int(os.environ["RANK"])
+    # If the launcher is gone or its disk full, only the exit code of the process is left.
+    with suppress(OSError):
+        path = _attempt_folder() / f"{rank}{suffix}"
+        # Not truncated first: the launcher reads at any time.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        with open(file, "wb", buffering=0) as opened:
+            opened.write(json.dumps([rank, *values]).encode().ljust(_MAX_BYTES))
+
+
+def _read_records(root: Path, suffix: str, kind: Callable[..., T]) -> list[T]:
+    """`kind` of each rank's values in the last attempt; skips what is no record."""
+    records = []
+    with suppress(OSError):
+        _check_owner(root)
+        for path in _last_attempt(root).glob(f"*{suffix}"):
+            with suppress(OSError, ValueError, TypeError):
+                records.append(kind(*json.loads(path.read_bytes())))
+    return records
+
 
 Phase = Literal["setup", "training", "evaluation", "checkpoint"]
 
@@ -44,8 +120,8 @@ def beat(phase: Phase, step: int) -> None:
     """Records that this rank is in `phase` after `step` updates, for a launcher if there is one."""
     global _last
     _last = phase, step
-    if launcher_folder.has_launcher():
-        launcher_folder.write_record(".now", os.getpid(), phase, step, time.monotonic())
+    if has_launcher():
+        _write_record(".now", os.getpid(), phase, step, time.monotonic())
 
 
 def describe() -> str:
@@ -56,7 +132,7 @@ def describe() -> str:
 
 def read_heartbeats(root: Path) -> list[Heartbeat]:
     """Those of the last attempt in the launcher's folder `root`, in the order of ranks."""
-    return sorted(launcher_folder.read_records(root, ".now", Heartbeat))
+    return sorted(_read_records(root, ".now", Heartbeat))
 
 
 class ExitStatus(NamedTuple):
@@ -70,19 +146,18 @@ class ExitStatus(NamedTuple):
 
 def write_exit_status(code: int | None, *, consequence: bool = False) -> None:
     """Writes or replaces the exit status of this rank."""
-    launcher_folder.write_record(".json", code, consequence, time.time())
+    _write_record(".json", code, consequence, time.time())
 
 
 def read_exit_statuses(root: Path) -> list[ExitStatus]:
     """Those of the last attempt in the launcher's folder `root`, by time."""
-    statuses = launcher_folder.read_records(root, ".json", ExitStatus)
-    return sorted(statuses, key=lambda status: status.time)
+    return sorted(_read_records(root, ".json", ExitStatus), key=lambda status: status.time)
 
 
 def is_first_to_print(message: str) -> bool:
     """Whether no other rank of this machine has asked for `message`, so that it appears once."""
     try:
-        launcher_folder.write_file(message_file(message), new=True)
+        (_attempt_folder() / f"{zlib.crc32(message.encode()):08x}.said").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
@@ -90,26 +165,15 @@ def is_first_to_print(message: str) -> bool:
     return True
 
 
-def message_file(message: str) -> str:
-    """The name of the file that marks `message` as printed."""
-    return f"{zlib.crc32(message.encode()):08x}.said"
+class _Watch:
+    """A thread that looks again and again until the block ends; a context manager."""
 
-
-# From the first rank that times out to SIGKILL for those that have not ended.
-PATIENCE_S = 10.0
-_INTERVAL_S = 0.2
-
-
-class Watchdog:
-    """Watches the ranks from a thread, by the launcher's `folder`; a context manager."""
-
-    def __init__(self, folder: Path) -> None:
-        self.killed: list[Heartbeat] = []  # of the last attempt, with what they were doing
-        self._folder = folder
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "Watchdog":
+    def __enter__(self) -> "_Watch":
         self._thread.start()
         return self
 
@@ -117,22 +181,38 @@ class Watchdog:
         self._over.set()
         self._thread.join()
 
-    def _watch(self) -> None:
-        timed_out_at = attempt = None
-        while not self._over.wait(_INTERVAL_S):
-            if not ensure_folder(self._folder):
-                continue  # another user's: its content cannot be trusted
-            current = last_attempt(self._folder)
-            if current != attempt:
-                attempt, timed_out_at, self.killed = current, None, []
-            statuses = read_exit_statuses(self._folder)
-            if timed_out_at is None and any(status.consequence for status in statuses):
-                timed_out_at = time.monotonic()
-            if timed_out_at is not None and time.monotonic() - timed_out_at >= PATIENCE_S:
-                self._kill_others({status.rank for status in statuses if status.code is not None})
+    def _run(self) -> None:
+        while not self._over.wait(self._interval_s):
+            self._look()
 
-    def _kill_others(self, ended: set[int]) -> None:
-        done = ended | {killed.rank for killed in self.killed}
+
+# From the first rank that times out to SIGKILL for those that have not ended.
+PATIENCE_S = 10.0
+
+
+class Watchdog(_Watch):
+    """In the launcher: kills ranks that hang, once others have missed them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(interval_s=0.2)
+        self.killed: list[Heartbeat] = []  # of the last attempt, with what they were doing
+        self._folder = folder
+        self._attempt: Path | None = None
+        self._timed_out_at: float | None = None
+
+    def _look(self) -> None:
+        if not ensure_folder(self._folder):
+            return  # another user's: its content cannot be trusted
+        current = _last_attempt(self._folder)
+        if current != self._attempt:
+            self._attempt, self._timed_out_at, self.killed = current, None, []
+        statuses = read_exit_statuses(self._folder)
+        if self._timed_out_at is None and any(status.consequence for status in statuses):
+            self._timed_out_at = time.monotonic()
+        if self._timed_out_at is None or time.monotonic() - self._timed_out_at < PATIENCE_S:
+            return
+        done = {status.rank for status in statuses if status.code is not None}
+        done |= {killed.rank for killed in self.killed}
         for rank in read_heartbeats(self._folder):
             if rank.rank not in done and is_alive(rank.pid):
                 self.killed.append(rank)
@@ -140,52 +220,94 @@ class Watchdog:
                     os.kill(rank.pid, signal.SIGKILL)
 
 
-# How long cutting the connections may take.
-LIMIT_S = 10.0
+# After what is raised as an error where the host is not stuck, before NCCL aborts the process.
+_HOST_FACTOR = 1.25
 
 
-class _Aftermath:
-    """One cut that is due."""
+class HostWatch(_Watch):
+    """In a rank: ends the process if a step gets stuck in the driver.
 
-    def __init__(self, cut: Callable[[], None]) -> None:
-        self._cut = cut
-        self._code = EXIT_INTERNAL
-        self._begun, self._done = threading.Event(), threading.Event()
-        # Started now: from version 3.12 on Python starts no threads while it ends.
-        threading.Thread(target=self._limit, daemon=True).start()
+    The driver queues about a thousand kernels. Behind one of NCCL that waits, the host soon waits
+    too, in C: there no error can be raised and no signal is handled.
 
-    def run(self, code: int) -> None:
-        self._code = code
-        self._begun.set()
-        # What fails here has been told already, or follows from it.
-        with suppress(Exception):
-            self._cut()
-        self._done.set()
+    timeout_s: train.timeout_s. In a step, this rank must start an exchange with the others within
+        1.25 times that, counted from the last one.
+    last_exchange: when that was, by time.monotonic().
+    """
 
-    def _limit(self) -> None:
-        self._begun.wait()
-        if not self._done.wait(LIMIT_S):
+    def __init__(self, timeout_s: float, last_exchange: Callable[[], float]) -> None:
+        self._limit_s = _HOST_FACTOR * timeout_s
+        super().__init__(interval_s=min(1.0, self._limit_s / 10))
+        self._last_exchange = last_exchange
+        self._since: float | None = None  # when the step began; None between steps
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around what a step does on the device."""
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def _look(self) -> None:
+        since = self._since
+        if since is not None:
+            waited_s = time.monotonic() - max(since, self._last_exchange())
+            if waited_s > self._limit_s:
+                _give_up(waited_s)
+
+
+def _give_up(waited_s: float) -> None:
+    """Ends this process as one that has lost the others; nothing else can end the wait."""
+    if has_launcher():
+        write_exit_status(EXIT_SYSTEM, consequence=True)
+    else:
+        where = f"waited {waited_s:.0f} s for the device, which waits for another rank"
+        say(f"rank {os.environ.get('RANK', '0')}: {where}, {describe()}")
+    os._exit(EXIT_SYSTEM)
+
+
+# How long leaving the group after an error may take: NCCL may wait there for ranks that in turn
+# wait for this one.
+ABORT_LIMIT_S = 10.0
+
+
+_deferred: Callable[[int], None] | None = None
+
+
+def defer_abort(abort: Callable[[], None]) -> None:
+    """Lets `abort` run when this process ends, after its traceback, or in `deferred_abort`."""
+    global _deferred
+    deferred_abort()
+    begun, done, exit_code = threading.Event(), threading.Event(), [EXIT_INTERNAL]
+
+    def limit() -> None:
+        begun.wait()
+        if not done.wait(ABORT_LIMIT_S):
             with suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            os._exit(self._code)
+            os._exit(exit_code[0])
+
+    def run(code: int) -> None:
+        exit_code[0] = code
+        begun.set()
+        # What fails here has been told already, or follows from it.
+        with suppress(Exception):
+            abort()
+        done.set()
+
+    # Started now: from version 3.12 on Python starts no threads while it ends.
+    threading.Thread(target=limit, daemon=True).start()
+    atexit.unregister(deferred_abort)
+    atexit.register(deferred_abort)
+    _deferred = run
 
 
-_due: _Aftermath | None = None
-
-
-def cut_at_the_end(cut: Callable[[], None]) -> None:
-    """Lets `cut` run when this process ends, after its traceback, or in `cut_now`."""
-    global _due
-    cut_now()
-    atexit.unregister(cut_now)
-    atexit.register(cut_now)
-    _due = _Aftermath(cut)
-
-
-def cut_now(code: int = EXIT_INTERNAL) -> None:
-    """Cuts what is due; if that takes longer than LIMIT_S, ends the process with `code`."""
-    global _due
-    due, _due = _due, None
-    if due is not None:
-        due.run(code)
+def deferred_abort(code: int = EXIT_INTERNAL) -> None:
+    """Runs what is deferred; if it takes over ABORT_LIMIT_S, ends the process with `code`."""
+    global _deferred
+    run, _deferred = _deferred, None
+    if run is not None:
+        run(code)

@@ -78,11 +78,10 @@ def is_alive(pid: int) -> bool:
 def children(pid: int) -> list[int]:
     """The processes that `pid` has started and that still belong to it, sorted."""
     try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        listed = [task.joinpath("children").read_text().split() for task in tasks]
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:
         return []
-    return sorted(int(child) for found in listed for child in found)
+    return sorted(int(child) for found in lists for child in found.split())
 
 
 def descendants(pid: int) -> list[int]:
@@ -169,9 +168,8 @@ def unusable_devices() -> list[str]:
     import torch
 
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if torch.version.cuda is None or is_hidden or not _FIRST_DEVICE.exists():
-        return []
-    if torch.cuda.is_available():
+    is_for_cpus = torch.version.cuda is None
+    if is_for_cpus or is_hidden or not _FIRST_DEVICE.exists() or torch.cuda.is_available():
         return []
     return [
         f"{_FIRST_DEVICE} exists, but torch {torch.__version__} finds no CUDA device: the driver "

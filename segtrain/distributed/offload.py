@@ -45,14 +45,13 @@ class InFlight:
         self._num_bytes += num_bytes
         while self._copies:
             oldest, size = self._copies[0]
-            if not oldest.query():
-                if self._num_bytes <= self._most_bytes or len(self._copies) == 1:
-                    return
-                # Not by `synchronize`, in which Python runs no signal handlers.
+            if oldest.query():
+                self._copies.popleft()
+                self._num_bytes -= size
+            elif self._num_bytes <= self._most_bytes or len(self._copies) == 1:
+                return
+            else:  # not by `synchronize`, in which Python runs no signal handlers
                 time.sleep(_POLL_S)
-                continue
-            self._copies.popleft()
-            self._num_bytes -= size
 
 
 class CudaCopies:

@@ -27,7 +27,7 @@ def shares_of_ranks(shares: int, ranks: int) -> list[int]:
 
 
 def smallest_batch(config: Config, ranks: int, ranks_here: int) -> int:
-    """The fewest images over which batch norm takes its statistics in a pass.
+    """The fewest images over which batch norm takes its statistics in a microbatch.
 
     ranks, ranks_here: on all machines together and on this one.
     """
@@ -42,38 +42,39 @@ def smallest_batch(config: Config, ranks: int, ranks_here: int) -> int:
 
 def batch_findings(config: Config, ranks: int, ranks_here: int) -> list[str]:
     """What is wrong with the batch size for so many ranks; arguments as for `smallest_batch`."""
-    train = config.train
-    smallest_pass = train.batch_size // train.accumulate_steps
+    train, norm = config.train, config.norm
+    hogwild = train.parallel == "hogwild"
+    parts = ranks * train.virtual_ranks
+    microbatch = train.batch_size // train.accumulate_steps
+    finding = None
     if train.shares is not None and ranks > train.shares:
-        return [
+        finding = (
             f"train.shares: {train.shares} shares leave some of {ranks} ranks without one; start "
             f"at most {train.shares} ranks, or raise it before training begins: the number of "
             "shares is part of the result"
-        ]
-    parts = ranks * train.virtual_ranks
-    if smallest_pass < parts:
-        per_pass = "" if train.accumulate_steps == 1 else f" in {train.accumulate_steps} passes"
+        )
+    elif microbatch < parts:
+        split = "" if train.accumulate_steps == 1 else f" in {train.accumulate_steps} microbatches"
         virtual = "" if train.virtual_ranks == 1 else f" x {train.virtual_ranks} virtual"
-        return [
-            f"train.batch_size: {train.batch_size} images{per_pass} leave some of {ranks}{virtual} "
+        finding = (
+            f"train.batch_size: {train.batch_size} images{split} leave some of {ranks}{virtual} "
             f"ranks without an image; use at least {parts * train.accumulate_steps}"
-        ]
-    if train.parallel == "hogwild" and train.batch_size % ranks:
-        return [
+        )
+    elif hogwild and train.batch_size % ranks:
+        finding = (
             f"train.batch_size: {train.batch_size} images are not alike many for {ranks} "
             "processes, so some would count more than others (train.parallel: hogwild); use a "
             f"multiple of {ranks}"
-        ]
-    if config.norm.kind in ("sync", "local") and smallest_batch(config, ranks, ranks_here) == 1:
-        if train.parallel == "hogwild":
-            return [
-                f"train.batch_size: {train.batch_size} leaves one image to some of {ranks} "
-                "processes, and batch norm needs two (train.parallel: hogwild); use at least "
-                f"{2 * ranks}"
-            ]
-        return [
+        )
+    elif norm.kind in ("sync", "local") and smallest_batch(config, ranks, ranks_here) == 1:
+        finding = (
             "train.batch_size: the globally pooled branch has one value a channel for an image, "
-            "and batch norm needs two; let at least 2 images share statistics (norm.kind: "
-            f"{config.norm.kind}, {ranks} ranks)"
-        ]
-    return []
+            "and batch norm needs two; "
+        )
+        if hogwild:
+            finding += f"use at least {2 * ranks} (train.parallel: hogwild, {ranks} processes)"
+        else:
+            finding += (
+                f"let at least 2 images share statistics (norm.kind: {norm.kind}, {ranks} ranks)"
+            )
+    return [] if finding is None else [finding]

@@ -1,9 +1,5 @@
 """Joining the process group: the device of this rank, and how the ranks find each other.
 
-The driver queues about a thousand kernels. Behind one of NCCL that waits, the host soon waits too,
-in C: there no error can be raised and no signal is handled. So a thread looks whether training gets
-on.
-
 In a program of your own, started by torchrun or alone:
 
     device = device_for("auto")
@@ -13,8 +9,6 @@ In a program of your own, started by torchrun or alone:
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,75 +16,18 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-import torch.distributed.nn.functional
-
-from segtrain.distributed import collectives as dist
-from segtrain.distributed import launcher_folder, liveness, machine
-from segtrain.distributed.launcher_folder import has_launcher
-from segtrain.distributed.liveness import describe, write_exit_status
-from segtrain.distributed.machine import unusable_devices
-from segtrain.distributed.shared_sum import SharedSum, is_possible
-from segtrain.errors import EXIT_SYSTEM, ConfigError, ExecutionError, LostRanksError
-from segtrain.text import say
-
-# After what is raised as an error where the host is not stuck, before NCCL aborts the process.
-_FACTOR = 1.25
-
-
-class HostWatch:
-    """Watches the steps of one rank from a thread; a context manager.
-
-    timeout_s: train.timeout_s. In a step, this rank must start an exchange with the others within
-        1.25 times that, counted from the last one.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._limit_s = _FACTOR * timeout_s
-        self._since: float | None = None  # when the step began; None between steps
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> "HostWatch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around what a step does on the device."""
-        self._since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._since = None
-
-    def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self._limit_s / 10)):
-            since = self._since
-            if since is None:
-                continue
-            waited_s = time.monotonic() - max(since, dist.last_exchange())
-            if waited_s > self._limit_s:
-                _give_up(waited_s)
-
-
-def _give_up(waited_s: float) -> None:
-    """Ends this process as one that has lost the others; nothing else can end the wait."""
-    if has_launcher():
-        write_exit_status(EXIT_SYSTEM, consequence=True)
-    else:
-        where = f"waited {waited_s:.0f} s for the device, which waits for another rank"
-        say(f"rank {dist.rank()}: {where}, {describe()}")
-    os._exit(EXIT_SYSTEM)
-
 
 # Its functions have the group that exists when they are imported as a default argument. Imported
 # later (torch does it for its own needs) it would keep the group and its threads alive; one of them
 # may still release a tensor while Python ends, and then the process aborts.
+import torch.distributed.nn.functional
 
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import liveness, machine
+from segtrain.distributed.machine import unusable_devices
+from segtrain.distributed.shared_sum import SharedSum, is_possible
+from segtrain.errors import ConfigError, ExecutionError, LostRanksError, UserError
+from segtrain.text import say
 
 # NCCL aborts the process where gloo raises an error. So it waits longer than the host does, which
 # raises one after train.timeout_s (`training.step_sync`).
@@ -112,7 +49,7 @@ def device_for(name: str) -> torch.device:
             f"--device cuda: no CUDA device is visible to torch; use --device cpu{why}"
         )
     index, visible = dist.local_rank(), torch.cuda.device_count()
-    if visible == 1 and not launcher_folder.has_launcher():
+    if visible == 1 and not liveness.has_launcher():
         # SLURM's --gpus-per-task=1 shows each task its own device only. Should the tasks share one,
         # NCCL refuses it.
         index = 0
@@ -139,7 +76,7 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
         LostRanksError: other ranks did not come, or their connection was lost.
         ExecutionError: this machine has no network interface for them.
     """
-    liveness.cut_now()
+    liveness.deferred_abort()
     if "RANK" not in os.environ or dist.is_distributed():
         yield
         return
@@ -151,85 +88,71 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     timeout = timedelta(seconds=timeout_s * (_NCCL_FACTOR if is_cuda else 1))
     dist.use_timeout(timeout, wait_s=timeout_s)
     try:
-        with _losses_explained():
-            with _set_up_explained():
-                torch_dist.init_process_group(
-                    **_store_arguments(),
-                    backend="nccl" if is_cuda else "gloo",
-                    timeout=timeout,
-                    # With the device, NCCL connects at once, not in the first collective.
-                    device_id=device if is_cuda else None,
-                )
+        with _explained(in_set_up=True):
+            torch_dist.init_process_group(
+                **_store_arguments(),
+                backend="nccl" if is_cuda else "gloo",
+                timeout=timeout,
+                # With the device, NCCL connects at once, not in the first collective.
+                device_id=device if is_cuda else None,
+            )
+        with _explained(in_set_up=False):
             if not is_cuda:
                 dist.use_shared_sum(_open_shared_sum(timeout_s))
             yield
     except BaseException:
-        liveness.cut_at_the_end(dist.abort_groups)
+        liveness.defer_abort(dist.abort_groups)
         raise
     dist.leave_groups()
 
 
 @contextmanager
-def _set_up_explained() -> Iterator[None]:
-    """Turns errors about this machine into those of segtrain; no rank is lost by them."""
+def _explained(*, in_set_up: bool) -> Iterator[None]:
+    """Turns errors of torch about this machine or the other ranks into those of segtrain."""
     try:
         yield
-    except RuntimeError as error:
-        if "/gloo/transport/tcp/device.cc" in str(error):
-            reason = _reason(error).partition("!= nullptr. ")
-            raise ExecutionError(
-                f"no network interface for the ranks: {reason[2] or reason[0]}; "
-                "GLOO_SOCKET_IFNAME in the environment names another one"
-            ) from error
-        if not _is_of_nccl(error):
-            raise
-        reason = _reason(error)
-        if any(word in str(error) for word in ("ncclRemoteError", "remote process")):
-            raise
-        if "Duplicate GPU" in reason:
-            raise ConfigError(
-                f"--nproc: several ranks have the same device ({reason}); start at most as many "
-                "ranks as there are devices"
-            ) from error
-        raise ExecutionError(
-            f"NCCL cannot be set up: {reason}; NCCL_DEBUG=WARN in the environment tells more"
-        ) from error
-
-
-def _is_of_nccl(error: RuntimeError) -> bool:
-    """Whether NCCL failed; torch 2.15's new back end for it gives its errors no type of their own.
-
-    TORCH_DIST_USE_NCCL2=0 in the environment chooses the old one.
-    """
-    return isinstance(error, torch_dist.DistBackendError) or "NCCL" in str(error)
-
-
-def _reason(error: Exception) -> str:
-    """The cause in an error of torch: NCCL's stands in the last line, gloo's in the first."""
-    text = str(error).partition("Exception raised from")[0]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return lines[-1] if any("NCCL" in line or "nccl" in line for line in lines) else lines[0]
-
-
-@contextmanager
-def _losses_explained() -> Iterator[None]:
-    """Turns the errors about lost connections into LostRanksError."""
-    try:
-        yield
-    except RuntimeError as error:
-        # gloo's errors have no type of their own; they begin with the place in its source.
-        known = isinstance(error, torch_dist.DistError) or "/gloo/" in str(error)
-        if not known and not _is_of_nccl(error):
-            raise
-        rank, reason = os.environ["RANK"], _reason(error)
-        raise LostRanksError(
-            f"rank {rank}: lost the connection to the other ranks {liveness.describe()}; the log "
-            f"of another rank may tell the cause ({reason})"
-        ) from error
     except LostRanksError as error:
         raise LostRanksError(f"{error}, {liveness.describe()}") from error
+    except RuntimeError as error:
+        meaning = _meaning(error, in_set_up=in_set_up)
+        if meaning is None:
+            raise
+        raise meaning from error
+
+
+def _meaning(error: RuntimeError, *, in_set_up: bool) -> UserError | None:
+    """`error` of torch as a user can understand it; None: it is an error of the program."""
+    text = str(error)
+    lines = [line.strip() for line in text.partition("Exception raised from")[0].splitlines()]
+    lines = [line for line in lines if line] or [type(error).__name__]
+    # The cause: NCCL's stands in the last line, gloo's in the first.
+    reason = lines[-1] if any("nccl" in line.lower() for line in lines) else lines[0]
+    # torch 2.15's new back end for NCCL gives its errors no type of their own
+    # (TORCH_DIST_USE_NCCL2=0 in the environment chooses the old one), and gloo's begin with the
+    # place in its source.
+    of_nccl = isinstance(error, torch_dist.DistBackendError) or "NCCL" in text
+    if in_set_up and "/gloo/transport/tcp/device.cc" in text:
+        what = reason.partition("!= nullptr. ")[2] or reason
+        return ExecutionError(
+            f"no network interface for the ranks: {what}; GLOO_SOCKET_IFNAME in the environment "
+            "names another one"
+        )
+    is_here = "ncclRemoteError" not in text and "remote process" not in text
+    if in_set_up and of_nccl and "Duplicate GPU" in reason and is_here:
+        return ConfigError(
+            f"--nproc: several ranks have the same device ({reason}); start at most as many ranks "
+            "as there are devices"
+        )
+    if in_set_up and of_nccl and is_here:
+        return ExecutionError(
+            f"NCCL cannot be set up: {reason}; NCCL_DEBUG=WARN in the environment tells more"
+        )
+    if of_nccl or isinstance(error, torch_dist.DistError) or "/gloo/" in text:
+        return LostRanksError(
+            f"rank {os.environ['RANK']}: lost the connection to the other ranks "
+            f"{liveness.describe()}; the log of another rank may tell the cause ({reason})"
+        )
+    return None
 
 
 def _choose_interface() -> None:
@@ -240,7 +163,7 @@ def _choose_interface() -> None:
     """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     address, libraries = None, ["GLOO"]
-    if launcher_folder.store_file() is not None:
+    if liveness.store_file() is not None:
         address, libraries = "127.0.0.1", ["GLOO", "NCCL"]
     elif host and port.isdigit():
         address = machine.address_toward(host, int(port))
@@ -259,7 +182,7 @@ def _choose_interface() -> None:
 
 def _store_arguments() -> dict[str, Any]:
     """For init_process_group; empty: a TCPStore at MASTER_ADDR."""
-    path = launcher_folder.store_file()
+    path = liveness.store_file()
     if path is None:
         return {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

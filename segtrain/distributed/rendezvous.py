@@ -80,7 +80,7 @@ def _create(path: Path) -> None:
     """Writes a new key to `path`; if several machines do so at once, the first one's stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.write(handle, secrets.token_bytes(_SECRET_BYTES))
         os.fsync(handle)
@@ -114,8 +114,7 @@ ONE_MACHINE, MACHINES = "segtrain-one-machine", "segtrain-machines"
 _DEFAULT_PORT = 29400
 _BACKLOG = 2048
 _STORE_TIMEOUT = timedelta(seconds=60)
-_DIGEST = hashlib.sha256
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # of SHA-256
 
 
 def register() -> None:
@@ -169,7 +168,7 @@ class SignedBackend(RendezvousBackend):
 
     def _digest(self, state: bytes) -> bytes:
         message = len(self._run_id).to_bytes(8, "big") + self._run_id + state
-        return hmac.digest(self._secret, message, _DIGEST)
+        return hmac.digest(self._secret, message, hashlib.sha256)
 
     def _verified(self, response: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
         """The answer of the backend, without the signature of its state."""
@@ -202,12 +201,13 @@ class Machines(DynamicRendezvousHandler):
 
 def _machines(params: RendezvousParameters) -> RendezvousHandler:
     """The rendezvous at `params.endpoint`; its key is read from the file `secret_file`."""
-    secret = shared_secret(Path(params.get("secret_file")))
+    secret, run_id = shared_secret(Path(params.get("secret_file"))), params.run_id
     store = _meeting_store(params)
-    backend = SignedBackend(C10dRendezvousBackend(store, params.run_id), secret, params.run_id)
+    backend = SignedBackend(C10dRendezvousBackend(store, run_id), secret, run_id)
     nodes = params.min_nodes, params.max_nodes
-    timeout = RendezvousTimeout()
-    return Machines.from_backend(params.run_id, store, backend, *nodes, params.local_addr, timeout)
+    return Machines.from_backend(
+        run_id, store, backend, *nodes, params.local_addr, RendezvousTimeout()
+    )
 
 
 def _meeting_store(params: RendezvousParameters) -> Store:
@@ -240,10 +240,9 @@ def listening_store(host: str, port: int) -> tuple[TCPStore, bool]:
     address of this machine, and /etc/hosts may map it to the loopback. Port 0: any free port.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    leads_back = ipaddress.ip_address(address[0]).is_loopback and not is_loopback(host)
+    exposed = ipaddress.ip_address(address[0]).is_loopback and not is_loopback(host)
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        exposed = leads_back
         try:
             if not exposed:
                 listener.bind(address)

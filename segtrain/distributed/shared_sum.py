@@ -11,6 +11,7 @@ import os
 import platform
 import tempfile
 import time
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -137,21 +138,15 @@ class SharedSum:
 
     def _check_missing(self, waited_s: float) -> None:
         missing = np.flatnonzero(self._announced < self._count)
-        for rank in missing:
-            if self._has_ended(int(rank)):
+        for rank in map(int, missing):
+            with suppress(OSError):  # it holds its lock, so it is alive
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
                 raise LostRanksError(f"rank {self.rank}: rank {rank} has ended")
         if waited_s > self._timeout_s:
             raise LostRanksError(
                 f"rank {self.rank}: waited {waited_s:.0f} s for rank {missing[0]}, which is alive "
                 "but does not come"
             )
-
-    def _has_ended(self, rank: int) -> bool:
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        except OSError:
-            return False
-        return True
 
 
 def _num_bytes(size: int) -> int:

@@ -1,8 +1,8 @@
 """Shares: the fixed parts of a batch that `train.shares` asks for.
 
-A pass is cut into shares first, and ranks take whole ones. Each share is computed alone, by one
-thread, and whatever is added up over shares is added up in their order. So nothing that is computed
-depends on the number of ranks, or on which of them has which share.
+A microbatch is cut into shares first, and ranks take whole ones. Each share is computed alone, by
+one thread, and whatever is added up over shares is added up in their order. So nothing that is
+computed depends on the number of ranks, or on which of them has which share.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Shares(NamedTuple):
         return cls(tuple(shares_of_ranks(num_shares, dist.world_size())), at_once)
 
     def sizes(self, num_images: int) -> list[int]:
-        """The images in each of this rank's shares of a pass of `num_images` over all ranks."""
+        """The images in each share of this rank, of a microbatch of `num_images` over all ranks."""
         parts = parts_of_rank(num_images, dist.rank(), len(self.counts), sum(self.counts))
         return [len(part) for part in parts]
 

@@ -7,6 +7,7 @@ whole batch, and the device holds the workspace of few parts at a time.
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -123,10 +124,8 @@ class VirtualRanks:
                 self._error = error
         for gate in self._gates:
             # One that is open already belongs to a thread that sees the error by itself.
-            try:
+            with suppress(RuntimeError):
                 gate.release()
-            except RuntimeError:
-                continue
 
 
 def current() -> VirtualRanks | None:

@@ -34,8 +34,7 @@ from segtrain.evaluation.inference import normalized_view
 from segtrain.evaluation.settings import InferenceSettings, view_size
 from segtrain.evaluation.windows import spread_windows
 from segtrain.models.precision import autocast
-from segtrain.norm import kinds
-from segtrain.norm.precise import precise_statistics_of_parts
+from segtrain.norm import convert, precise_statistics
 
 _BATCH_SIZE = 8
 
@@ -76,11 +75,11 @@ def take_statistics(
         for i in range(dist.rank(), num_batches, dist.world_size())
     ]
 
-    def batches() -> Iterator[list[list[Tensor]]]:
+    def batches() -> Iterator[list[Tensor]]:
         indices = [chosen[i] for batch in mine for i in batch]
         with closing(prefetch(dataset.image, indices, num_threads)) as images:
             for batch in mine:
-                yield [[_inputs(model, next(images), settings, device) for _ in batch]]
+                yield [_inputs(model, next(images), settings, device) for _ in batch]
 
     def forward(images: list[Tensor]) -> None:
         # They may differ in size, so they do not fit into one tensor.
@@ -90,11 +89,11 @@ def take_statistics(
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     trained = [(m.running_mean.clone(), m.running_var.clone()) for m in layers]
     # A batch is computed by one rank.
-    kinds(model, "sync", process_group=(dist.rank(),))
+    convert(model, "sync", process_group=(dist.rank(),))
     try:
-        precise_statistics_of_parts(model, batches(), forward)
+        precise_statistics(model, batches(), forward)
     finally:
-        kinds(model, "local")
+        convert(model, "local")
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     for layer, (mean, var) in zip(layers, trained, strict=True):
         for running, before in ((layer.running_mean, mean), (layer.running_var, var)):

@@ -3,8 +3,8 @@
     from segtrain.norm import SyncBatchNorm2d, convert
 
 functional.py is the arithmetic, with kernels.py on a CPU and cuda_kernels.py on CUDA; sync.py are
-the modules, running.py updates the running statistics of many, composite.py allows second
-derivatives, partial.py shares statistics among some ranks, kinds.py makes what a config names.
+the modules, partial.py shares statistics among some ranks, precise.py takes them over many batches,
+kinds.py makes what a config names.
 """
 
 from segtrain.norm.functional import sync_batch_norm
@@ -17,18 +17,18 @@ from segtrain.norm.kinds import (
     make_inference_norm,
     make_norm,
 )
-from segtrain.norm.loops import until_all_end, watch_ranks
 from segtrain.norm.partial import PartialBatchNorm2d, settle_statistics
 from segtrain.norm.precise import precise_statistics
-from segtrain.norm.recompute import norm_relu_conv
-from segtrain.norm.running import tracked_together
 from segtrain.norm.sync import (
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
     make_groups,
+    norm_relu_conv,
     normalize_together,
+    tracked_together,
+    until_all_end,
     untracked,
 )
 
@@ -54,5 +54,4 @@ __all__ = [
     "tracked_together",
     "until_all_end",
     "untracked",
-    "watch_ranks",
 ]

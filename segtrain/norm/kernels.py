@@ -1,13 +1,48 @@
 """One rank's passes over its values: statistics, normalization, and two for the backward pass.
 
-On a CPU the kernel of torch is chosen by the layout. Its batch norm reads contiguous input value by
-value, and adds channels-last input in one float32 sum over all pixels, so a mean of 10,000 standard
-deviations makes the variance nine times too large.
+For a CPU, and wherever a compiler sees the model. On a CPU the kernel of torch is chosen by the
+layout. Its batch norm reads contiguous input value by value, and adds channels-last input in one
+float32 sum over all pixels, so a mean of 10,000 standard deviations makes the variance nine times
+too large.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from segtrain.norm.cuda_kernels import LayerSums
+
+
+def packed_moments(xs: Sequence[Tensor]) -> Tensor:
+    """[n mean, n (var + mean^2), n] of every layer's input, float64, to be added over ranks."""
+    return torch.cat([packed(*local_moments(x), x.numel() // x.shape[1]) for x in xs])
+
+
+def packed(mean: Tensor, var: Tensor, num_values: int) -> Tensor:
+    """[n mean, n (var + mean^2), n] in float64, (2 C + 1,)."""
+    mean = mean.double()
+    square = torch.addcmul(var.double(), mean, mean)
+    return torch.cat([mean, square, mean.new_ones(1)]).mul_(num_values)
+
+
+def unpacked_moments(
+    total: Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean (C,) and biased variance (C,) in `dtype`, count () float64, from sums of `packed`."""
+    count = total[-1]
+    mean, square = (total[:-1] / count.clamp(min=1)).chunk(2)
+    # Rounding can make the variance of a constant channel slightly negative.
+    var = torch.addcmul(square, mean, mean, value=-1).clamp_(min=0)
+    return mean.to(dtype), var.to(dtype), count.clone()
+
+
+def unbiased(var: Tensor, count: Tensor | float) -> Tensor:
+    """A biased variance (C,) times Bessel's factor for `count` () values; of one value as it is."""
+    if isinstance(count, Tensor):
+        return var * (count / (count - 1).clamp_(min=1)).to(var.dtype)
+    return var * (count / max(count - 1, 1))
 
 
 def local_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,26 +145,40 @@ def normalized(
     return torch.addcmul(_along(x, shift), x, _along(x, scale))
 
 
-def backward_sums(grad: Tensor, x: Tensor, mean: Tensor, inv_std: Tensor) -> Tensor:
-    """This rank's [sum(dy), sum(dy xhat)], (2 C,), about the statistics of all ranks."""
+def backward_sums(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, inv_std: Tensor
+) -> LayerSums:
+    """sum(dy) and sum(dy xhat) about the statistics of all ranks: the parameters' gradients too."""
     if x.numel() == 0:
-        return torch.zeros(2 * x.shape[1], dtype=mean.dtype, device=x.device)
-    # The sums are the gradients of bias and weight; only these are computed.
-    mask = [False, True, True]
-    _, dot, total = torch.ops.aten.native_batch_norm_backward(
-        grad, x, torch.ones_like(mean), None, None, mean, inv_std, True, 0.0, mask
-    )
-    return torch.cat([total, dot])
+        total, dot = torch.zeros(2, x.shape[1], dtype=mean.dtype, device=x.device).unbind()
+    else:
+        mask = [False, True, True]  # the gradient of x is not computed
+        _, dot, total = torch.ops.aten.native_batch_norm_backward(
+            grad, x, torch.ones_like(mean), None, None, mean, inv_std, True, 0.0, mask
+        )
+    return LayerSums((total, dot), grad_weight=dot, grad_bias=total)
+
+
+def packed_sums(sums: Sequence[LayerSums]) -> Tensor:
+    """The parts of every layer in one float64 vector."""
+    return torch.cat([part for layer in sums for part in layer.parts]).double()
 
 
 def input_gradient(
-    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, inv_std: Tensor, means: Tensor
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    inv_std: Tensor,
+    total: Tensor,
+    count: Tensor,
 ) -> Tensor:
     """weight / std * (dy - mean(dy) - xhat * mean(dy xhat)), like `x`.
 
-    means: (2 C,), what `backward_sums` returns, summed over the ranks and divided by the count.
+    total: (2 C,) float64, the `parts` of `backward_sums`, summed over the ranks.
+    count: () float64, of all ranks.
     """
-    mean_grad, mean_dot = means.chunk(2)
+    mean_grad, mean_dot = (total / count.clamp(min=1)).to(mean.dtype).chunk(2)
     scale = inv_std if weight is None else inv_std * weight.to(inv_std.dtype)
     # The terms without dy are shift - slope * x, with one shift and slope per channel.
     slope = (inv_std * mean_dot).mul_(scale)

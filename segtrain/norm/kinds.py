@@ -10,19 +10,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import NormConfig
-from segtrain.norm import sync
 from segtrain.norm.partial import PartialBatchNorm2d
-from segtrain.norm.sync import Group, SyncBatchNorm, SyncBatchNorm2d, as_ranks
+from segtrain.norm.sync import (
+    Group,
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+    as_ranks,
+)
 
 NormFactory = Callable[[int], nn.Module]
 """Makes the norm layer for a number of channels; an argument of the models."""
 
-_EXTENT_WORDS = {
+_WORDS = {
     "local": "local batch norm",
     "world": "synchronized batch norm",
     "node": "batch norm synchronized within each machine",
-}
-_RUNNING_WORDS = {
     "rank0": "of rank 0",
     "mean": "the mean over the groups",
     "pooled": "pooled over all ranks",
@@ -56,10 +60,9 @@ def describe_norm(config: NormConfig) -> str:
     if config.kind == "frozen":
         return "frozen batch norm, statistics of the initial weights"
     extent = "local" if config.kind == "local" else config.extent
-    groups = f"batch norm synchronized within groups of {extent} ranks"
-    words = _EXTENT_WORDS.get(extent, groups)
+    words = _WORDS.get(extent, f"batch norm synchronized within groups of {extent} ranks")
     if extent != "world":
-        words += f", running statistics {_RUNNING_WORDS[config.running]}"
+        words += f", running statistics {_WORDS[config.running]}"
     if config.precise_batches is not None:
         words += f", precise over {config.precise_batches} batches"
     return words
@@ -92,18 +95,14 @@ def _group_norm(num_groups: int, channels: int, *, eps: float) -> nn.GroupNorm:
     return nn.GroupNorm(math.gcd(num_groups, channels), channels, eps=eps)
 
 
-_TO_SYNC: dict[type[nn.Module], type[SyncBatchNorm]] = {
-    nn.BatchNorm1d: sync.SyncBatchNorm1d,
-    nn.BatchNorm2d: sync.SyncBatchNorm2d,
-    nn.BatchNorm3d: sync.SyncBatchNorm3d,
+_TO_SYNC = {
+    nn.BatchNorm1d: SyncBatchNorm1d,
+    nn.BatchNorm2d: SyncBatchNorm2d,
+    nn.BatchNorm3d: SyncBatchNorm3d,
 }
-_TO_LOCAL: dict[type[nn.Module], type[nn.Module]] = {
-    **{shared: local for local, shared in _TO_SYNC.items()},
-    PartialBatchNorm2d: nn.BatchNorm2d,
-}
-_KNOWN = (*_TO_SYNC, *_TO_LOCAL)
+_TO_LOCAL = {sync: local for local, sync in _TO_SYNC.items()} | {PartialBatchNorm2d: nn.BatchNorm2d}
 # Attributes that only the layers of this package have.
-_OWN = ("process_group", "on_one_value", "double_backward", "extent", "running", "_seen")
+_OWN = ("process_group", "on_one_value", "extent", "running", "_seen")
 
 
 def convert(
@@ -127,7 +126,13 @@ def convert(
     if to not in ("sync", "local"):
         raise ValueError(f'expected "sync" or "local", got {to!r}')
     for path, layer in module.named_modules():
-        _check(layer, to, path)
+        is_subclass = isinstance(layer, _BatchNorm) and type(layer) not in _TO_SYNC | _TO_LOCAL
+        # A subclass of torch's layers is local already.
+        if is_subclass and (to == "sync" or isinstance(layer, SyncBatchNorm)):
+            raise TypeError(
+                f"{path or 'the module'} is a {type(layer).__name__}: only batch norm layers of 1, "
+                "2 or 3 dimensions themselves can be converted, not what derives from them"
+            )
     done: dict[nn.Module, nn.Module] = {}
 
     def replace(layer: nn.Module) -> nn.Module:
@@ -140,17 +145,6 @@ def convert(
         return done[layer]
 
     return replace(module)
-
-
-def _check(layer: nn.Module, to: str, path: str) -> None:
-    if not isinstance(layer, nn.modules.batchnorm._BatchNorm) or type(layer) in _KNOWN:
-        return
-    # A subclass of torch's layers is local already.
-    if to == "sync" or isinstance(layer, SyncBatchNorm):
-        raise TypeError(
-            f"{path or 'the module'} is a {type(layer).__name__}: only batch norm layers of 1, 2 "
-            "or 3 dimensions themselves can be converted, not what derives from them"
-        )
 
 
 def _replacement(layer: nn.Module, to: str, process_group: Group) -> nn.Module:

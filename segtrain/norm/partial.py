@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segtrain.distributed import collectives as dist
-from segtrain.norm import running
-from segtrain.norm.functional import Moments, packed_moments, unbiased, unpacked_moments
-from segtrain.norm.sync import SyncBatchNorm2d, is_tracked, recomputing
+from segtrain.norm.functional import Moments
+from segtrain.norm.kernels import packed, unbiased, unpacked_moments
+from segtrain.norm.sync import SyncBatchNorm2d, is_tracked
 
 Running = Literal["rank0", "mean", "pooled"]
 
@@ -78,7 +78,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
     def _track(self, input: Tensor, moments: Moments, group: dist.Group | None) -> None:
         if dist.world_size() == 1:
             super()._track(input, moments, group)
-        elif self.running_mean is not None and is_tracked() and not recomputing():
+        elif self.running_mean is not None and is_tracked():
             self._seen.append(moments)
 
     def sharing_ranks(self) -> tuple[int, ...]:
@@ -94,25 +94,14 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
     def _sharing_key(self) -> Any:
         return type(self), self.extent
 
-    def extra_repr(self) -> str:
-        """As nn.BatchNorm2d, with extent and kind of running statistics."""
-        return f"{super().extra_repr()}, extent={self.extent}, running={self.running}"
-
-    def forget(self) -> None:
-        """Drops the batches since the statistics were settled."""
-        self._seen.clear()
-
-    def _counts_in(self) -> bool:
-        """Whether this rank contributes for its group, and the group to the statistics."""
-        leads = self.sharing_ranks()[0] == dist.rank()
-        return leads and (self.running != "rank0" or dist.rank() == 0)
-
     def _contributions(self) -> Iterator[Tensor]:
         """For each batch, what this rank adds to the sum over all ranks, (2 C + 1,)."""
-        counts_in = self._counts_in()
+        # The first rank of a group speaks for it.
+        leads = self.sharing_ranks()[0] == dist.rank()
+        counts_in = leads and (self.running != "rank0" or dist.rank() == 0)
         for mean, var, count in self._seen:
             if self.running == "pooled":
-                part = packed_moments(mean, var, 1) * count
+                part = packed(mean, var, 1) * count
             else:
                 # A group without values does not count.
                 ones = mean.new_ones(1)
@@ -139,9 +128,6 @@ def settle_statistics(module: nn.Module) -> None:
     """
     layers = [layer for layer in module.modules() if isinstance(layer, PartialBatchNorm2d)]
     layers = [layer for layer in layers if layer._seen]
-    if _alike(layers):
-        _settle_together(layers)
-        return
     parts = [(layer, part) for layer in layers for part in layer._contributions()]
     if not parts:
         return
@@ -150,39 +136,4 @@ def settle_statistics(module: nn.Module) -> None:
     for (layer, _), total in zip(parts, totals.split(sizes), strict=True):
         layer._merge(total)
     for layer in layers:
-        layer.forget()
-
-
-def _alike(layers: list[PartialBatchNorm2d]) -> bool:
-    """Whether the layers, on CUDA, have one batch each and settle it by the same rule."""
-    kinds = {(layer.extent, layer.running, len(layer._seen)) for layer in layers}
-    return len(kinds) == 1 and len(layers[0]._seen) == 1 and running.pays(layers[0]._seen[0].mean)
-
-
-def _settle_together(layers: list[PartialBatchNorm2d]) -> None:
-    """As the layers' own methods, in a few kernels on a GPU, where theirs are thirty a layer."""
-    sizes = [layer.num_features for layer in layers]
-    means, variances, counts = zip(*(layer._seen[0] for layer in layers), strict=True)
-    mean, var, count = torch.cat(means), torch.cat(variances), torch.stack(counts)
-    pooled = layers[0].running == "pooled"
-    if pooled:
-        # The layout: n mean and n (var + mean^2) of all layers, then n of each.
-        mean, factor = mean.double(), count
-        second = torch.addcmul(var.double(), mean, mean)
-    else:
-        # The same, with 1 instead of n for a group that has values.
-        factor = (count >= 1).double()
-        second = unbiased(var, running.along(count, sizes))
-    part = torch.cat([mean.double(), second.double()]) * running.along(factor, sizes).repeat(2)
-    part = torch.cat([part, factor])
-    total = dist.all_reduce_sum(part if layers[0]._counts_in() else torch.zeros_like(part))
-
-    sums, factor = total.split([2 * sum(sizes), len(layers)])
-    each = running.along(factor, sizes)
-    mean, second = (sums.view(2, -1) / each.clamp(min=1)).unbind()
-    if pooled:
-        var = torch.addcmul(second, mean, mean, value=-1).clamp_(min=0)
-        second = unbiased(var, each)
-    running.follow_unbiased(layers, mean, second, seen=factor >= 1)
-    for layer in layers:
-        layer.forget()
+        layer._seen.clear()

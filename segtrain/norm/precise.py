@@ -11,20 +11,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.shares import Shares
-from segtrain.norm.functional import packed_moments, unbiased, unpacked_moments
-from segtrain.norm.kernels import local_moments
+from segtrain.norm.kernels import local_moments, packed, unbiased, unpacked_moments
 from segtrain.norm.kinds import FrozenBatchNorm2d
 from segtrain.norm.partial import PartialBatchNorm2d
 
 T = TypeVar("T")
 
 
+@torch.no_grad()
 def precise_statistics(
     module: nn.Module,
-    batches: Iterable[T],
+    batches: Iterable[T] | Iterable[Sequence[T]],
     forward: Callable[[T], Any] | None = None,
     *,
     group: dist.Group | None = None,
+    shares: Shares | None = None,
 ) -> int:
     """Sets every running mean and variance to that of all values in all `batches` (collective).
 
@@ -38,33 +39,22 @@ def precise_statistics(
     Args:
         batches: this rank's; layers that share statistics need as many on every rank.
         forward: runs the model on a batch; None: module(batch).
+        shares: each batch has one part for each share of this rank, which are computed apart.
 
     Returns:
         the number of layers that were set; without any, nothing runs.
     """
     run = forward or module
-    parts = ([batch] for batch in batches)
-    return precise_statistics_of_parts(module, parts, run, group=group)
-
-
-@torch.no_grad()
-def precise_statistics_of_parts(
-    module: nn.Module,
-    batches: Iterable[Sequence[T]],
-    forward: Callable[[T], Any],
-    *,
-    group: dist.Group | None = None,
-    shares: Shares | None = None,
-) -> int:
-    """As `precise_statistics`, for batches in parts that are computed apart.
-
-    shares: each batch has one part for each share of this rank; None: one part.
-    """
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     norms = [layer for layer in norms if not isinstance(layer, FrozenBatchNorm2d)]
     layers = [layer for layer in norms if layer.running_mean is not None]
     if not layers:
         return 0
+
+    def run_part(part: T) -> None:
+        with torch.no_grad():  # each thread has a mode of its own
+            run(part)
+
     sums = [{} for _ in range(1 if shares is None else shares.counts[dist.rank()])]
     modes = {child: child.training for child in module.modules()}
     counters = [layer.num_batches_tracked.clone() for layer in layers]
@@ -75,12 +65,11 @@ def precise_statistics_of_parts(
         for layer in layers:
             handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
             layer.train()
-        for parts in batches:
+        for batch in batches:
             if shares is None:
-                (part,) = parts
-                forward(part)
+                run(batch)
             else:
-                shares.run([partial(_without_gradient, forward, part) for part in parts])
+                shares.run([partial(run_part, part) for part in batch])
     finally:
         for handle in handles:
             handle.remove()
@@ -94,11 +83,6 @@ def precise_statistics_of_parts(
     return len(layers)
 
 
-def _without_gradient(forward: Callable[[T], Any], part: T) -> None:
-    with torch.no_grad():  # each thread has a mode of its own
-        forward(part)
-
-
 _Sums = list[dict[nn.Module, Tensor]]  # of each share of this rank
 
 
@@ -106,7 +90,7 @@ def _accumulate(
     sums: _Sums, layer: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]
 ) -> None:
     x = args[0] if args else kwargs["input"]
-    payload = packed_moments(*local_moments(x), x.numel() // x.shape[1])
+    payload = packed(*local_moments(x), x.numel() // x.shape[1])
     # Without shares, virtual ranks take turns and add to the same sums.
     mine = sums[virtual_ranks.slot() if len(sums) > 1 else 0]
     mine[layer] = mine[layer] + payload if layer in mine else payload

@@ -1,8 +1,11 @@
-"""Synchronized batch norm as modules: a drop-in for nn.BatchNorm1d, 2d and 3d."""
+"""Synchronized batch norm as modules: a drop-in for nn.BatchNorm1d, 2d and 3d.
+
+Below them: layers that share a collective, and running statistics that are updated together.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +15,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
-from segtrain.norm import running
 from segtrain.norm.functional import (
     Moments,
     NormInput,
-    composite_batch_norm,
+    norm_relu_conv2d,
     sync_batch_norm,
     sync_batch_norms,
-    unbiased,
 )
+from segtrain.norm.kernels import unbiased
 
+T = TypeVar("T")
 Group = ProcessGroup | Sequence[int] | Literal["node"] | None
 
 
@@ -46,7 +49,6 @@ class SyncBatchNorm(_BatchNorm):
         on_one_value: if the whole group has one value per channel, its variance means nothing:
             "normalize" returns the bias, "raise" raises a ValueError. The check reads the count
             from the device, in layers where this rank has at most one value.
-        double_backward: allow second derivatives, as for gradient penalties; slower.
 
     Shape: (N, C, ...) to the same, with 2 to 5 dimensions.
     """
@@ -63,7 +65,6 @@ class SyncBatchNorm(_BatchNorm):
         process_group: Group = None,
         *,
         on_one_value: Literal["normalize", "raise"] = "normalize",
-        double_backward: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         bias: bool = True,
@@ -77,7 +78,6 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f'on_one_value: expected "normalize" or "raise", got {on_one_value!r}')
         self.process_group = as_ranks(process_group)
         self.on_one_value = on_one_value
-        self.double_backward = double_backward
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._dims:
@@ -91,10 +91,8 @@ class SyncBatchNorm(_BatchNorm):
             return self._evaluate(input)
         group = self._group()
         if dist.group_size(group) == 1:
-            again = recomputing() or not _tracked
-            return self._recompute(input) if again else super().forward(input)
-        function = composite_batch_norm if self.double_backward else sync_batch_norm
-        y, moments = function(input, self.weight, self.bias, eps=self.eps, group=group)
+            return super().forward(input) if is_tracked() else self._recompute(input)
+        y, moments = sync_batch_norm(input, self.weight, self.bias, eps=self.eps, group=group)
         self._track(input, moments, group)
         return y
 
@@ -104,7 +102,7 @@ class SyncBatchNorm(_BatchNorm):
         return F.batch_norm(input, *buffers, self.weight, self.bias, True, 0.0, self.eps)
 
     def _evaluate(self, input: Tensor) -> Tensor:
-        if running.is_waiting(self):
+        if _waiting is not None and any(layer is self for layer, _ in _waiting):
             raise RuntimeError("a layer evaluates inside tracked_together()")
         buffers = self.running_mean, self.running_var
         by_batch = self.running_mean is None
@@ -114,19 +112,22 @@ class SyncBatchNorm(_BatchNorm):
         """Checks and tracks the statistics of a batch, whose part on this rank is `input`."""
         few = self.on_one_value == "raise" and input.numel() <= input.shape[1]
         if few and moments.count == 1:
-            got = f"one value per channel over {dist.group_size(group)} ranks"
-            shape = tuple(input.shape)
-            raise ValueError(f"batch norm in training got {got}; this rank's input is {shape}")
+            raise ValueError(
+                f"batch norm in training got one value per channel over {dist.group_size(group)} "
+                f"ranks; this rank's input is {tuple(input.shape)}"
+            )
         # Virtual ranks share the layer and see the same statistics.
-        if _tracked and not recomputing() and virtual_ranks.slot() == 0:
-            if self.running_mean is None or running.wait(self, moments):
-                return
-            mean, var, count = moments
-            if count.device.type == "cpu" and not torch.compiler.is_compiling():
-                # A Python number saves ten operations; on a GPU reading it would wait.
-                count = count.item()
-            # A batch without values on any rank changes nothing.
-            self._update(mean, unbiased(var, count), seen=count >= 1)
+        if self.running_mean is None or not is_tracked() or virtual_ranks.slot() != 0:
+            return
+        if _waiting is not None and _pays(moments.mean):
+            _waiting.append((self, moments))
+            return
+        mean, var, count = moments
+        if count.device.type == "cpu" and not torch.compiler.is_compiling():
+            # A Python number saves ten operations; on a GPU reading it would wait.
+            count = count.item()
+        # A batch without values on any rank changes nothing.
+        self._update(mean, unbiased(var, count), seen=count >= 1)
 
     @torch.no_grad()
     def _update(self, mean: Tensor, unbiased_var: Tensor, *, seen: Tensor | bool) -> None:
@@ -144,7 +145,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def shares_calls(self) -> bool:
         """Whether one function may compute this layer with others; hooks need a call of it."""
-        return self.training and not self.double_backward and not has_hooks(self)
+        return self.training and not _has_hooks(self)
 
     def _sharing_size(self) -> int:
         return dist.group_size(self._group())
@@ -159,11 +160,6 @@ class SyncBatchNorm(_BatchNorm):
 
     def _group(self) -> dist.Group | None:
         return dist.group_of(self.sharing_ranks())
-
-    def extra_repr(self) -> str:
-        """As nn.BatchNorm2d, and the group where it is not all ranks."""
-        group = "" if self.process_group is None else f", process_group={self.process_group}"
-        return super().extra_repr() + group
 
 
 def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor]:
@@ -187,6 +183,25 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
     return outputs
 
 
+def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
+    """conv(relu(norm(x))), keeping `x` alone for the backward pass (collective in training).
+
+    Outputs, gradients and running statistics are those of the three modules; differentiable once.
+    Other layers than synchronized batch norms in training run as they are, and so do those with
+    hooks. The convolution must have no bias.
+    """
+    if not (isinstance(norm, SyncBatchNorm) and norm.shares_calls()) or _has_hooks(conv):
+        return conv(F.relu(norm(x), inplace=True))
+    norm._check_input_dim(x)
+    assert conv.bias is None
+    assert conv.padding_mode == "zeros"
+    geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
+    inputs, group = NormInput(x, norm.weight, norm.bias, norm.eps), norm._group()
+    y, moments = norm_relu_conv2d(inputs, conv.weight, geometry, group=group)
+    norm._track(x, moments, group)
+    return y
+
+
 def make_groups(module: nn.Module) -> None:
     """Makes the process groups of all norm layers of `module` (collective over all ranks).
 
@@ -194,8 +209,7 @@ def make_groups(module: nn.Module) -> None:
     a device of its own.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    wanted = {layer.sharing_ranks() for layer in layers}
-    dist.make_groups(sorted(wanted - {None}))
+    dist.make_groups(sorted({layer.sharing_ranks() for layer in layers} - {None}))
 
 
 def _can_share(layer: nn.Module, first: nn.Module) -> bool:
@@ -222,8 +236,7 @@ class SyncBatchNorm3d(SyncBatchNorm):
     _dims = (5,)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether `module` has hooks, which need every call of it."""
+def _has_hooks(module: nn.Module) -> bool:
     forward, backward = module._forward_hooks, module._backward_hooks
     return any([forward, backward, module._forward_pre_hooks, module._backward_pre_hooks])
 
@@ -243,16 +256,13 @@ def untracked() -> Iterator[None]:
 
 
 def is_tracked() -> bool:
-    """Whether batches move the running statistics: not inside `untracked`."""
-    return _tracked
+    """Whether batches move the running statistics: not inside `untracked`, and not a second time.
 
-
-def recomputing() -> bool:
-    """Whether activation checkpointing repeats the forward pass, inside the backward pass.
-
-    Then all ranks repeat the collective, but the batch has been tracked already.
+    Activation checkpointing repeats the forward pass inside the backward pass. Then all ranks
+    repeat the collective, but the batch has been tracked already.
     """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return _tracked and not recomputing
 
 
 def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
@@ -271,3 +281,99 @@ def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
         'process_group: expected a process group that this process is in, ranks, "node" or None, '
         f"got {group!r}"
     )
+
+
+def until_all_end(
+    batches: Iterable[T],
+    empty: T,
+    *,
+    group: dist.Group | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[T]:
+    """Yields this rank's `batches`, then `empty` until all ranks have no more (collective).
+
+    If a rank just stopped, the others would wait for it in the next batch norm. An empty batch adds
+    zeros to the statistics. Divide a sum of losses by a count over all ranks: the mean over no
+    pixels is NaN.
+
+    Args:
+        empty: a batch with N = 0, such as images of shape (0, 3, H, W).
+        device: that of the process group, so a GPU for NCCL.
+    """
+    iterator, end = iter(batches), object()
+    while True:
+        batch = next(iterator, end)
+        if not dist.all_reduce_sum(torch.tensor(float(batch is not end), device=device), group):
+            return
+        yield empty if batch is end else batch
+
+
+_waiting: list[tuple[SyncBatchNorm, Moments]] | None = None  # layers, each with a batch's moments
+
+
+@contextmanager
+def tracked_together() -> Iterator[None]:
+    """On exit, running statistics follow the batches that layers on CUDA have seen inside.
+
+    There the update of one layer is a dozen small kernels, which cost the host more than the
+    device; of a whole model together it is some twenty. Inside, these layers cannot evaluate, and
+    their buffers are those from before. On a CPU, and in compiled code, a layer follows at once.
+    After an exception the batches are dropped.
+
+    Raises:
+        RuntimeError: it is entered twice.
+    """
+    global _waiting
+    if _waiting is not None:
+        raise RuntimeError("tracked_together() inside tracked_together()")
+    _waiting = waiting = []
+    try:
+        yield
+        while waiting:
+            # A layer that was called twice follows its batches one after another.
+            now: dict[SyncBatchNorm, Moments] = {}
+            waiting = [pair for pair in waiting if now.setdefault(*pair) is not pair[1]]
+            _follow(list(now), list(now.values()))
+    finally:
+        _waiting = None
+
+
+def _pays(mean: Tensor) -> bool:
+    """Whether updating layers together is faster, for statistics on this device."""
+    return mean.device.type == "cuda" and not torch.compiler.is_compiling()
+
+
+@torch.no_grad()
+def _follow(layers: Sequence[SyncBatchNorm], batches: Sequence[Moments]) -> None:
+    """Moves the running statistics of different `layers` toward a batch of each."""
+    sizes = [layer.num_features for layer in layers]
+
+    def along(values: Tensor) -> Tensor:
+        """Each of `values` (layers,) once for every channel of its layer, (sum of sizes,)."""
+        pairs = zip(values.unbind(), sizes, strict=True)
+        return torch.cat([value.expand(size) for value, size in pairs])
+
+    means, variances, counts = (list(tensors) for tensors in zip(*batches, strict=True))
+    counts = torch.stack(counts)
+    mean = torch.cat(means)
+    seen = counts >= 1
+    torch._foreach_add_([layer.num_batches_tracked for layer in layers], list(seen.long()))
+    momenta = {layer.momentum for layer in layers}
+    factor = seen.to(mean.dtype)
+    if len(momenta) == 1 and None not in momenta:
+        factor *= momenta.pop()
+    else:
+        factor *= torch.stack([_momentum(layer, seen.device) for layer in layers])
+    weight = along(factor)
+    var = unbiased(torch.cat(variances), along(counts))
+    for name, batch in (("running_mean", mean), ("running_var", var)):
+        running = [getattr(layer, name) for layer in layers]
+        # The buffers may be float16 (module.half()): compute in the wide type, round once.
+        moved = torch.cat(running).to(batch.dtype).lerp_(batch, weight)
+        torch._foreach_copy_(running, list(moved.split(sizes)))
+
+
+def _momentum(layer: SyncBatchNorm, device: torch.device) -> Tensor:
+    if layer.momentum is None:  # the cumulative average
+        return layer.num_batches_tracked.clamp(min=1).double().reciprocal()
+    return torch.full((), layer.momentum, dtype=torch.float64, device=device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.process_group import HostWatch
+from segtrain.distributed.liveness import HostWatch
 from segtrain.norm import untracked
 from segtrain.training import sam
 from segtrain.training.measure import UPDATE, span
@@ -69,7 +69,7 @@ def train_steps(
     with ExitStack() as stack:
         watched = nullcontext
         if device.type == "cuda" and dist.world_size() > 1:
-            watched = stack.enter_context(HostWatch(train.timeout_s)).step
+            watched = stack.enter_context(HostWatch(train.timeout_s, dist.last_exchange)).step
         while state.step < train.steps and not (step_sync.stopped or step_sync.ended):
             began = time.perf_counter()
             passes = list(islice(batches, train.accumulate_steps))

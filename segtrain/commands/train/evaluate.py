@@ -27,7 +27,7 @@ from segtrain.models.precision import (
     float32_products,
     for_evaluation,
 )
-from segtrain.norm.precise import precise_statistics_of_parts
+from segtrain.norm import precise_statistics
 from segtrain.run.console import score_text
 from segtrain.run.pictures import confusion_picture, panel, spread, to_png
 from segtrain.training.step_sync import LateVote
@@ -142,16 +142,16 @@ def take_precise_statistics(
         with autocast(autocast_dtype(train), run.device):
             model(normalize(images))
 
-    def images_of_batches() -> Iterator[list[Tensor]]:
-        """The parts of each pass that are computed apart."""
+    def images_of_batches() -> Iterator[Tensor | list[Tensor]]:
+        """Those of each microbatch; with shares, cut into them."""
         for i, batch in enumerate(run.batches(step, step + num_batches)):
             if vote(stop()):
                 raise StoppedError
             images = batch.images.to(run.device)
             if shares is None:
-                yield [images]
+                yield images
                 continue
             whole = partition(train.batch_size, train.accumulate_steps, i % train.accumulate_steps)
             yield list(images.split(shares.sizes(len(whole))))
 
-    precise_statistics_of_parts(model, images_of_batches(), forward, shares=shares)
+    precise_statistics(model, images_of_batches(), forward, shares=shares)

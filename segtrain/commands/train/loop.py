@@ -18,8 +18,7 @@ from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness, slurm
-from segtrain.distributed.launcher_folder import has_launcher
-from segtrain.distributed.liveness import write_exit_status
+from segtrain.distributed.liveness import has_launcher, write_exit_status
 from segtrain.distributed.machine import keep_freed_memory
 from segtrain.distributed.process_group import process_group
 from segtrain.distributed.signals import exit_code

@@ -1,0 +1,216 @@
+"""What ranks tell their launcher, and what ends a rank that is stuck once its message is out."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from segtrain.distributed import collectives as dist
+from segtrain.distributed import liveness
+from segtrain.distributed.liveness import (
+    FOLDER_VARIABLE,
+    Heartbeat,
+    HostWatch,
+    beat,
+    ensure_folder,
+    is_first_to_print,
+    read_exit_statuses,
+    read_heartbeats,
+    write_exit_status,
+)
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A launcher's folder, in the environment of its rank 0."""
+    folder = tmp_path / "root"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    return folder
+
+
+def write_everything():
+    beat("training", 7)
+    write_exit_status(3)
+    return is_first_to_print("words")
+
+
+def read_everything(root):
+    return read_exit_statuses(root), read_heartbeats(root)
+
+
+def test_what_is_written_is_read_and_is_for_this_user_alone(root):
+    old = os.umask(0)
+    try:
+        assert write_everything()
+    finally:
+        os.umask(old)
+    (status,), (rank,) = read_everything(root)
+    assert (status.rank, status.code) == (0, 3)
+    assert rank[:4] == (0, os.getpid(), "training", 7)
+    # The others could read the files, but cannot enter the folders.
+    folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
+    assert [path for path in folders if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
+
+
+@pytest.mark.parametrize("planted", ["of another user", "open to all", "a link"])
+def test_a_folder_that_another_user_could_have_planted_is_left_alone(root, tmp_path, planted):
+    """Under the name of one that a cleaner of /tmp has removed."""
+    if os.geteuid() != 0:
+        pytest.skip("giving a folder to another user takes root")
+    if planted == "of another user":
+        os.chown(root, NOBODY, NOBODY)
+    elif planted == "open to all":
+        root.chmod(0o777)
+    else:
+        root.rename(tmp_path / "elsewhere")
+        root.symlink_to(tmp_path / "elsewhere")
+    assert write_everything()  # better printed twice than never
+    assert list(root.iterdir()) == []
+    assert read_everything(root) == ([], [])
+    assert not ensure_folder(root)
+
+
+@pytest.mark.parametrize("words", ["a b c d", "1 training x 2", "1 training 2", ""])
+def test_records_that_make_no_sense_are_passed_over(root, words):
+    (root / "0").mkdir(mode=0o700)
+    (root / "0" / "0.now").write_text(words)
+    (root / "0" / "x.now").write_text("1 training 2 3.0")
+    (root / "0" / "0.json").write_text(words)
+    (root / "0" / "1.json").write_text(json.dumps({"code": 0}))
+    assert read_everything(root) == ([], [])
+    beat("training", 7)
+    assert [rank.step for rank in read_heartbeats(root)] == [7]
+    assert isinstance(read_heartbeats(root)[0], Heartbeat)
+
+
+def test_a_folder_that_was_removed_is_made_again_by_the_launcher(root):
+    write_everything()
+    for path in [*root.glob("*/*"), *root.glob("*"), root]:
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert read_everything(root) == ([], [])
+    write_everything()
+    assert not root.exists()
+    assert ensure_folder(root)
+    write_everything()
+    (status,), (rank,) = read_everything(root)
+    assert (status.code, rank.step) == (3, 7)
+
+
+def test_only_the_last_attempt_counts(root, monkeypatch):
+    for attempt, code in (("9", 6), ("10", 0)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        write_exit_status(None)
+        write_exit_status(code)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert [(status.rank, status.code) for status in read_exit_statuses(root)] == [(0, 0)]
+
+
+def test_the_same_message_is_printed_by_a_single_rank(root):
+    asked = [is_first_to_print(words) for words in ("no such file", "no such file", "another")]
+    assert asked == [True, False, True]
+
+
+@pytest.fixture
+def given_up(monkeypatch):
+    """How long the ranks had waited that were given up."""
+    waits = []
+    monkeypatch.setattr(liveness, "_give_up", waits.append)
+    return waits
+
+
+def test_a_step_without_an_exchange_is_given_up(given_up):
+    with HostWatch(0.2, dist.last_exchange) as watch, watch.step():
+        time.sleep(1)
+    assert given_up
+    assert given_up[0] >= 0.25
+
+
+def test_a_step_that_gets_on_is_not_and_between_steps_there_is_time(given_up, monkeypatch):
+    monkeypatch.setattr(dist, "_num_processes", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: tensor)
+    with HostWatch(3, dist.last_exchange) as watch:
+        with watch.step():
+            for _ in range(10):
+                time.sleep(0.4)
+                dist.all_reduce_sum(torch.ones(1))
+        time.sleep(4)
+    assert given_up == []
+
+
+def python(script, **environ):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_process_ends_although_its_host_is_stuck():
+    """In a sleep of C that releases Python's lock, as the driver does."""
+    done = python("""
+        import ctypes
+        from segtrain.distributed.liveness import HostWatch
+        with HostWatch(0.5, lambda: 0.0) as watch, watch.step():
+            ctypes.CDLL(None).sleep(300)
+    """)
+    assert done.returncode == 6
+    assert "for the device, which waits for another rank, in setup" in done.stderr
+
+
+# A rank alone in its group, whose connections nothing can cut in an orderly way.
+STUCK = """
+    import sys, time
+    import torch
+    from segtrain.commands import exit_code
+    from segtrain.distributed import liveness, process_group
+    from segtrain.errors import DataError
+
+    def never_returns(*args):
+        print("leaving", flush=True)
+        time.sleep(1000)
+
+    liveness.ABORT_LIMIT_S = 0.2
+    torch.distributed.destroy_process_group = never_returns
+    torch.distributed.distributed_c10d._abort_process_group = never_returns
+
+    def work():
+        with process_group.process_group(torch.device("cpu"), timeout_s=20):
+            raise {error}
+
+    {run}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "run", "launched", "code"),
+    [
+        ("DataError('a.png: no')", "sys.exit(exit_code.run(work))", True, 3),
+        ("DataError('a.png: no')", "sys.exit(exit_code.run(work))", False, 3),
+        ("ValueError('a.png: no')", "sys.exit(exit_code.run(work))", False, 1),
+        ("ValueError('a.png: no')", "work()", False, 1),
+    ],
+)
+def test_a_rank_that_cannot_leave_has_told_why_and_ends_with_its_code(
+    root, error, run, launched, code
+):
+    group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if not launched:
+        os.environ.pop(FOLDER_VARIABLE)
+    done = python(STUCK.format(error=error, run=run), **group)
+    assert (done.stdout, done.returncode) == ("leaving\n", code)
+    assert done.stderr.rstrip().endswith("a.png: no")
+    assert [status.code for status in read_exit_statuses(root)] == [code] * launched
