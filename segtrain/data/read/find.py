@@ -1,8 +1,7 @@
 """Finds the files of a data set: folders, what lies in them, and which label an image has."""
 
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,13 +52,9 @@ class Listing(NamedTuple):
 
     def warnings_of_start(self) -> list[str]:
         """What training and evaluation must say when they start."""
-        lines = list(self.notes)
-        if self.left_out:
-            lines.append(f"{left_out_text(self.left_out)}: {first_of(self.left_out, _FEW)}")
-        if self.extra_labels:
-            text = extra_labels_text(self.extra_labels)
-            lines.append(f"{text}: {first_of(self.extra_labels, _FEW)}")
-        return lines
+        kinds = ((left_out_text, self.left_out), (extra_labels_text, self.extra_labels))
+        found = [f"{text_of(files)}: {first_of(files, _FEW)}" for text_of, files in kinds if files]
+        return [*self.notes, *found]
 
 
 def extra_labels_text(files: Sequence[Path]) -> str:
@@ -85,24 +80,11 @@ def first_lines(title: str, findings: Sequence[str]) -> str:
     return "\n".join([f"{title}: {len(findings)} problems", *shown])
 
 
-# What other programs append or prepend to the name of an image to name its label.
-LABEL_WORDS = r"(masks?|gt|labels?|seg|segmentation|annotations?|groundtruth)"
-# Usual names of the folders that images_dir and labels_dir name.
-_USUAL_NAMES = {
-    "images_dir": re.compile(r"images?|imgs?|photos?|pictures?|jpegimages|rgb", re.IGNORECASE),
-    "labels_dir": re.compile(
-        rf"{LABEL_WORDS}|ann|anns|targets?|ground[-_ ]truth|segmentationclass(raw)?", re.IGNORECASE
-    ),
-}
-
-
 def data_root(data: DataConfig) -> Path:
     """The folder `data.root`."""
     root = Path(os.path.expanduser(data.root))  # Path.expanduser raises for unknown users
     if root.is_dir():
         return root
-    if root.exists():
-        raise DataError(f"data.root: {printable(root)} is not a folder")
     beside = [path.name for path in root.parent.iterdir()] if root.parent.is_dir() else []
     hint = did_you_mean(root.name, {name: printable(root.parent / name) for name in beside})
     # The usual mistake is a relative path, which starts in the working directory.
@@ -112,26 +94,22 @@ def data_root(data: DataConfig) -> Path:
 
 def split_folder(root: Path, kind: str, split: str) -> Path:
     """`root/kind/split`: a folder, or a file if `split` ends with ".txt"."""
-    place = root / kind / split
-    if place.exists():
-        return place
-    is_file = split.endswith(".txt")
+    folder = root / kind / split
+    if folder.exists():
+        return folder
     swapped = root / split / kind
     if swapped.is_dir() and not (root / kind).exists():
-        raise DataError(f"{place}: no such folder; {swapped} is there: move it to {place}")
+        raise DataError(f"{folder}: no such folder; {swapped} is there: move it to {folder}")
     parent = existing_folder(root, kind)
+    is_file = split.endswith(".txt")
     if not is_file and files_by_name(parent, IMAGE_SUFFIXES) and not any(parent.glob("*/")):
         raise DataError(
-            f"{place}: no split {split!r}: the files lie in {parent} itself; move them into a "
-            f"folder for each split, such as {place}/photo.png"
+            f"{folder}: no split {split!r}: the files lie in {parent} itself; move them into a "
+            f"folder for each split, such as {folder}/photo.png"
         )
-    found = sorted(
-        path.stem if is_file else path.name
-        for path in parent.iterdir()
-        if path.is_file() == is_file and not path.name.startswith(".")
-    )
+    found = sorted(path.stem if is_file else path.name for path in _visible(parent, files=is_file))
     name = split.removesuffix(".txt")
-    raise DataError(f"{printable(place)}: no split {name!r}; {there_are('splits', found)}")
+    raise DataError(f"{printable(folder)}: no split {name!r}; {there_are('splits', found)}")
 
 
 def existing_folder(root: Path, name: str) -> Path:
@@ -140,25 +118,19 @@ def existing_folder(root: Path, name: str) -> Path:
     if folder.is_dir():
         return folder
     # The usual mistake is a data.root one or two folders too high, or one too deep.
-    inside = sorted(place for depth in ("*", "*/*") for place in root.glob(depth))
-    roots = [place for place in inside if (place / name).exists()]
-    roots += [root.parent] if (root.parent / name).is_dir() else []
-    if roots:
-        raise DataError(
-            f"{printable(folder)}: no such folder; did you mean data.root: {printable(roots[0])}"
-        )
-    found = there_are(f"folders in {printable(root)}", _folder_names(root))
-    raise DataError(f"{printable(folder)}: no such folder; {found}")
+    inside = sorted(path for depth in ("*", "*/*") for path in root.glob(depth))
+    for other in (*inside, root.parent):
+        if (other / name).is_dir():
+            meant = f"did you mean data.root: {printable(other)}"
+            raise DataError(f"{printable(folder)}: no such folder; {meant}")
+    found = sorted(path.name for path in _visible(root, files=False))
+    what = f"folders in {printable(root)}"
+    raise DataError(f"{printable(folder)}: no such folder; {there_are(what, found)}")
 
 
-def check_named_folder(root: Path, key: str, name: str) -> None:
-    """Refuses a missing folder if exactly one folder has a usual name for `key` of the config."""
-    found = [other for other in _folder_names(root) if _USUAL_NAMES[key].fullmatch(other)]
-    if len(found) == 1 and not (root / name).exists():
-        raise DataError(
-            f"{printable(root / name)}: no such folder; if {printable(root / found[0])} is meant, "
-            f"set data.{key}: {printable(found[0])}"
-        )
+def _visible(folder: Path, *, files: bool) -> list[Path]:
+    """The files in `folder`, or else the folders."""
+    return [p for p in folder.iterdir() if p.is_file() == files and p.name[0] != "."]
 
 
 def there_are(what: str, names: Sequence[str]) -> str:
@@ -182,33 +154,38 @@ def visible_files(folder: Path) -> list[str]:
     Hidden files do not count: on foreign disks macOS leaves "._name.png" beside "name.png".
     """
     return sorted(
-        name if place == folder else f"{place.relative_to(folder)}/{name}"
-        for place, files in walk(folder, hidden=False)
+        name if here == folder else f"{here.relative_to(folder)}/{name}"
+        for here, files in walk(folder, hidden=False)
         for name in files
     )
 
 
-def _folder_names(root: Path) -> list[str]:
-    return sorted(
-        path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
-    )
-
-
 def match_folders(
-    images_dir: Path, labels_dir: Path, *, image_end: str = "", label_end: str = ""
+    images_dir: Path, labels_dir: Path | None, *, image_end: str = "", label_end: str = ""
 ) -> Listing:
     """All images below `images_dir` with the labels of the same name below `labels_dir`.
 
+    labels_dir: None: there are no labels, and each pair has its image twice.
     image_end, label_end: what file names have after the common name and before the suffix.
 
     Raises:
         DataError: there are no images.
     """
-    pictures, images = _images_below(images_dir, image_end)
-    labels = files_by_name(labels_dir, (LABEL_SUFFIX,), label_end)
+    pictures = files_by_name(images_dir, IMAGE_SUFFIXES + OTHER_IMAGES, image_end)
+    images = {
+        name: readable
+        for name, files in sorted(pictures.items())
+        if (readable := [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES])
+    }
+    if not images:
+        raise DataError(_none_of(images_dir, "an image", image_end + "|".join(IMAGE_SUFFIXES)))
     clashes = case_clashes(images)
-    if not files_by_name(labels_dir, (LABEL_SUFFIX,)):
-        return Listing([], [_none_of(labels_dir, "a label", LABEL_SUFFIX)], clashes)
+    if labels_dir is None:
+        labels = {name: files[:1] for name, files in images.items()}
+    else:
+        labels = files_by_name(labels_dir, (LABEL_SUFFIX,), label_end)
+        if not labels and not files_by_name(labels_dir, (LABEL_SUFFIX,)):
+            return Listing([], [_none_of(labels_dir, "a label", LABEL_SUFFIX)], clashes)
     pairs, problems, missing = [], [], []
     for name, files in images.items():
         problems += [*_one_name(files), *_one_name(labels.get(name, []))]
@@ -216,9 +193,8 @@ def match_folders(
             pairs.append(Pair(files[0], labels[name][0], name))
         else:
             label = labels_dir / (name + label_end + LABEL_SUFFIX)
-            missing.append(f"{printable(files[0])}: no label {printable(label)}")
-            if len(missing) <= MAX_SHOWN:
-                missing[-1] += _similar_file(labels_dir, name, label_end, images)
+            found = _similar_file(labels_dir / name, files) if len(missing) < MAX_SHOWN else ""
+            missing.append(f"{printable(files[0])}: no label {printable(label)}{found}")
     return Listing(
         pairs,
         problems + missing,
@@ -226,36 +202,6 @@ def match_folders(
         sorted(file for name in labels.keys() - images.keys() for file in labels[name]),
         sorted(pictures[name][0] for name in pictures.keys() - images.keys()),
     )
-
-
-def only_images(images_dir: Path, *, image_end: str = "") -> Listing:
-    """All images below `images_dir`, which have no labels: each pair has its image twice.
-
-    Raises:
-        DataError: there are no images.
-    """
-    pictures, images = _images_below(images_dir, image_end)
-    return Listing(
-        [Pair(files[0], files[0], name) for name, files in images.items()],
-        [problem for files in images.values() for problem in _one_name(files)],
-        case_clashes(images),
-        left_out=sorted(pictures[name][0] for name in pictures.keys() - images.keys()),
-    )
-
-
-def _images_below(
-    images_dir: Path, image_end: str
-) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
-    """Images of all formats, and of those that are read, by name."""
-    pictures = files_by_name(images_dir, IMAGE_SUFFIXES + OTHER_IMAGES, image_end)
-    readable = {
-        name: [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
-        for name, files in pictures.items()
-    }
-    images = {name: readable[name] for name in sorted(readable) if readable[name]}
-    if not images:
-        raise DataError(_none_of(images_dir, "an image", image_end + "|".join(IMAGE_SUFFIXES)))
-    return pictures, images
 
 
 def _one_name(files: Sequence[Path]) -> list[str]:
@@ -278,32 +224,15 @@ def case_clashes(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _similar_file(
-    labels_dir: Path, name: str, label_end: str, images: Mapping[str, Sequence[Path]]
-) -> str:
-    """Text " (found ...)" with a file that may be the missing label of `name`, or empty."""
-    folder = (labels_dir / name).parent
-    if not folder.is_dir():
-        return ""
-    place, _, stem = name.rpartition("/")
-    text = re.escape(stem)
-    # "photo_mask.png" or "photo.jpg.png" for "photo.jpg": only the name is wrong.
-    renamed = re.compile(
-        rf"{LABEL_WORDS}[-_. ]?{text}|{text}([-_. ]?{LABEL_WORDS}|\.jpe?g|\.png)?", re.IGNORECASE
-    )
-    similar = []
-    for file in folder.iterdir():
-        of_another = (f"{place}/{file.stem}" if place else file.stem) in images
-        is_png = file.suffix.lower() == LABEL_SUFFIX
-        if is_png and not label_end and not of_another and renamed.fullmatch(file.stem):
-            similar.append((0, file.name))
-        elif file not in images[name] and file.name.lower().startswith(stem.lower()):
-            similar.append((1, file.name))
-    if not similar:
-        return ""
-    rank, found = min(similar)
-    advice = "" if rank else f"; rename it to {printable(stem + LABEL_SUFFIX)}"
-    return f" (found {printable(found)}{advice})"
+def _similar_file(path: Path, images: Sequence[Path]) -> str:
+    """Text " (found ...)" with a file whose name begins like that of `path`, or empty.
+
+    images: those of this name, which may lie in the same folder.
+    """
+    folder, start = path.parent, path.name.lower()
+    found = folder.iterdir() if folder.is_dir() else ()
+    names = [f.name for f in found if f.name.lower().startswith(start) and f not in images]
+    return f" (found {printable(min(names))})" if names else ""
 
 
 def _none_of(folder: Path, what: str, ending: str) -> str:

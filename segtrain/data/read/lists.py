@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.errors import DataError
-from segtrain.files import read_bytes
+from segtrain.files import os_errors_as, read_bytes
 from segtrain.text import MAX_NAME, counted, printable
 
 _MAX_BYTES = 256 << 20  # some two million lines
@@ -24,13 +24,6 @@ class Row(NamedTuple):
     line: int
     image: str
     label: str
-
-
-class CleanPath(NamedTuple):
-    """A path with slashes, relative to the root; `problem` is empty if it may be used."""
-
-    path: str
-    problem: str
 
 
 def list_file_rows(path: Path) -> tuple[list[Row], list[str]]:
@@ -76,24 +69,20 @@ def list_file_words(path: Path) -> tuple[list[str], list[str]]:
     return list(first_line), problems
 
 
-def clean_relative_path(name: str) -> CleanPath:
-    """`name` from a list file, normalized; it must be relative and without `..`."""
+def path_problem(name: str) -> str:
+    """Why `name` in a list file is refused; empty if it is relative and without `..`."""
     shown = printable(name, MAX_NAME)
     if not name.isprintable():
-        return CleanPath(name, f"'{shown}': control characters are not allowed in names")
+        return f"'{shown}': control characters are not allowed in names"
     if posixpath.isabs(name) or re.match(r"[A-Za-z]:[\\/]", name):
-        return CleanPath(name, f"{shown}: expected a path relative to data.root")
-    if ".." in re.split(r"[\\/]", name):
-        return CleanPath(name, f"{shown}: '..' is not allowed")
-    return CleanPath(posixpath.normpath(name), "")
+        return f"{shown}: expected a path relative to data.root"
+    return f"{shown}: '..' is not allowed" if ".." in re.split(r"[\\/]", name) else ""
 
 
 def _read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     """(number, stripped text) of the lines with content, and the problems of the others."""
-    try:
+    with os_errors_as(DataError, path):
         data = read_bytes(path, _MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"{printable(path)}: cannot be read: {error.strerror}") from error
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{printable(path)}: the file is UTF-16; save it as UTF-8")
     lines, problems = [], []
@@ -103,9 +92,7 @@ def _read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
         except UnicodeDecodeError as error:
             problems.append(f"{printable(path)}:{number}: byte {error.start + 1} is not UTF-8")
             continue
-        if "\0" in text:
-            problems.append(f"{printable(path)}:{number}: holds a NUL byte")
-        elif text and not text.startswith("#"):
+        if text and not text.startswith("#"):
             lines.append((number, text))
     return lines, problems
 
