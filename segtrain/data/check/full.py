@@ -1,16 +1,15 @@
 """The full check of a data set: every pair of both splits is read."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 from segtrain.config import Config, DataConfig
 from segtrain.config.loss import takes_class_weights
 from segtrain.data.check import issues as find
 from segtrain.data.check.issues import CheckResult, Issue
-from segtrain.data.check.scan import header_problems, num_processes, scan_split
-from segtrain.data.pack.opening import open_packed
+from segtrain.data.check.scan import scan_split
+from segtrain.data.pack.opening import open_dataset
 from segtrain.data.read.classes import ClassFile, load_class_file, read_by
+from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.layouts import scan_layout
 from segtrain.distributed.machine import process_pool
@@ -42,8 +41,6 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
             continue
         issues += found
         datasets.append(dataset)
-    if data.pack is not None and datasets and (lines := header_problems(_directory(data))):
-        issues.append(Issue("error", "", "pack", "shards that are not what was written", lines))
     with process_pool(num_processes(sum(map(len, datasets)), jobs)) as pool:
         scans = [scan_split(dataset, pool, compare=True) for dataset in datasets]
     for scan in scans:
@@ -58,12 +55,8 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
 def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Issue], SegDataset]:
     """A split, of the pack if there is one, and the issues that show before it is read."""
     if data.pack is not None:
-        dataset = open_packed(data, split, classes)
+        dataset = open_dataset(data, split)
         return [Issue("warning", split, "pack", line) for line in dataset.warnings], dataset
     listing = scan_layout(data, split)
     dataset = SegDataset(listing.pairs, classes, split=split, label_format=data.label_format)
     return list(find.listing_issues(split, listing)), dataset
-
-
-def _directory(data: DataConfig) -> Path:
-    return Path(os.path.expanduser(data.pack))

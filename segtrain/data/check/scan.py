@@ -9,7 +9,6 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -19,16 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from segtrain.data.check.dark_images import Brightness, brightness
-from segtrain.data.pack.manifest import PackedImage, header_of, read_pack
+from segtrain.data.pack.manifest import PackedImage
 from segtrain.data.pack.opening import has_content
 from segtrain.data.pack.reader import PackedDataset, Shards, split_rows
 from segtrain.data.read import decode, labels
 from segtrain.data.read.classes import ClassFile, Color, read_by
-from segtrain.data.read.concurrent import with_progress
+from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset, size_problem
 from segtrain.data.read.find import Pair
-from segtrain.distributed.machine import num_cores
-from segtrain.errors import DataError, ExecutionError
+from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, printable
 
 # The colour of each index that occurs in a label.
@@ -110,9 +108,6 @@ def _moved(before: Palette, now: Palette) -> tuple[int, int] | None:
 
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
-_CHUNK = 8
-# Each process needs enough pairs to pay for its start.
-_PAIRS_PER_PROCESS = 128
 
 
 class BadFile(NamedTuple):
@@ -198,12 +193,6 @@ class SplitScan:
         self.rgb += pair.rgb
 
 
-def num_processes(num_pairs: int, jobs: int | None) -> int:
-    """At most `jobs` (None: one for each core that this process may use), and no idle ones."""
-    useful = -(-num_pairs // _PAIRS_PER_PROCESS)
-    return max(1, min(jobs or num_cores(), useful))
-
-
 def scan_split(
     dataset: SegDataset,
     pool: ProcessPoolExecutor | None,
@@ -223,18 +212,8 @@ def scan_split(
     """
     total = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
     work, items = _work(dataset, count_rgb=count_rgb, compare=compare)
-    try:
-        scans = map(work, items) if pool is None else pool.map(work, items, chunksize=_CHUNK)
-        for scan in with_progress(scans, len(dataset), dataset.split):
-            total.add(scan)
-    except BrokenProcessPool as error:
-        raise ExecutionError(
-            "a checking process was killed, probably for lack of memory; use fewer --jobs"
-        ) from error
-    except BaseException:
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
-        raise
+    for scan in for_each_pair(work, items, pool, dataset.split):
+        total.add(scan)
     return total
 
 
@@ -359,22 +338,6 @@ def scan_packed(item: PackedPair, num_classes: int, count_rgb: bool) -> SplitSca
     if not num_valid:
         scan.all_ignored = [pair.name]
     return scan
-
-
-def header_problems(directory: Path) -> list[str]:
-    """The shards of a pack whose first bytes, which other programs read, are not what they were.
-
-    Raises:
-        DataError: there is no whole pack.
-    """
-    pack = read_pack(directory)
-    problems = []
-    for i, shard in enumerate(pack.shards):
-        expected = header_of(pack, i)
-        with (directory / shard.name).open("rb") as file:
-            if file.read(len(expected)) != expected:
-                problems.append(f"{printable(directory / shard.name)}: damaged header")
-    return problems
 
 
 def _compare(scan: SplitScan, item: PackedPair) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from segtrain.config import DataConfig
-from segtrain.data.check.scan import SplitScan, num_processes, scan_split
+from segtrain.data.check.scan import SplitScan, scan_split
 from segtrain.data.pack.opening import open_dataset
+from segtrain.data.read.concurrent import num_processes
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, printable
