@@ -2,16 +2,17 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from segtrain.config import load_config
 from segtrain.config.loading import with_places
 from segtrain.data import SegDataset, open_dataset
-from segtrain.data.check.full import check_data
-from segtrain.data.check.issues import as_json, as_text
+from segtrain.data.check.full import CheckResult, check_as_json, check_as_text, check_data
 from segtrain.data.check.quick import check_split
 from segtrain.data.check.stats import measure, stats_as_json, stats_as_text
 from segtrain.data.pack import writer
@@ -25,25 +26,57 @@ from segtrain.run.console import say
 from segtrain.run.directory import Claim
 from segtrain.text import counted, printable, printable_lines
 
+R = TypeVar("R")
+
 
 def check(args: argparse.Namespace) -> int:
     """The exit code: 0 without errors (warnings are allowed), else 3."""
     config = load_config(args.config, args.set)
-    with ExitStack() as stack:
-        if args.json is not None:
-            with output_errors(args.json):
-                stack.enter_context(reserve_output(args.json))
+
+    def find() -> CheckResult:
         result = check_data(config, jobs=args.jobs)
-        placed = (with_places(issue.text, args.config, args.set) for issue in result.issues)
-        issues = [replace(i, text=text) for i, text in zip(result.issues, placed, strict=True)]
-        result = replace(result, issues=issues)
+        placed = [
+            replace(finding, text=with_places(finding.text, args.config, args.set))
+            for finding in result.findings
+        ]
+        return replace(result, findings=placed)
+
+    result = _reported(find, args.json, check_as_text, check_as_json)
+    return EXIT_OK if result.ok else EXIT_DATA
+
+
+def stats(args: argparse.Namespace) -> int:
+    """The exit code: 0; what cannot be counted completely is an error."""
+    data = load_config(args.config, args.set).data
+    split = args.split or data.train_split
+    count = partial(measure, data, split, beta=args.beta, jobs=args.jobs)
+    _reported(count, args.json, stats_as_text, stats_as_json)
+    return EXIT_OK
+
+
+def _reported(
+    work: Callable[[], R],
+    path: Path | None,
+    as_text: Callable[[R], str],
+    as_json: Callable[[R], str],
+) -> R:
+    """The result of `work`, printed, and written to `path` if that is given.
+
+    Raises:
+        ConfigError: `path` cannot be written; as far as possible before `work` begins.
+    """
+    with ExitStack() as stack:
+        if path is not None:
+            with output_errors(path):
+                stack.enter_context(reserve_output(path))
+        result = work()
         # First what can be read at once: the disk may be full.
         text = as_text(result)
         print("\n".join(printable_lines(text, len(text) + 1)))
-        if args.json is not None:
-            with output_errors(args.json):
-                write_output(args.json, as_json(result) + "\n")
-    return EXIT_OK if result.ok else EXIT_DATA
+        if path is not None:
+            with output_errors(path):
+                write_output(path, as_json(result) + "\n")
+    return result
 
 
 @contextmanager
@@ -113,19 +146,3 @@ def _announce(directory: Path, pack: Pack, datasets: Sequence[SegDataset]) -> No
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def stats(args: argparse.Namespace) -> int:
-    """The exit code: 0; what cannot be counted completely is an error."""
-    data = load_config(args.config, args.set).data
-    with ExitStack() as stack:
-        if args.json is not None:
-            with output_errors(args.json):
-                stack.enter_context(reserve_output(args.json))
-        stats = measure(data, args.split or data.train_split, beta=args.beta, jobs=args.jobs)
-        text = stats_as_text(stats)
-        print("\n".join(printable_lines(text, len(text) + 1)))
-        if args.json is not None:
-            with output_errors(args.json):
-                write_output(args.json, stats_as_json(stats) + "\n")
-    return EXIT_OK

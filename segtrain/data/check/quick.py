@@ -3,45 +3,42 @@
 `segtrain data check` reads all pixels (`full.py`).
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from segtrain.data.check.dark_images import check_brightness, spread
-from segtrain.data.check.issues import ONE_SPLIT
-from segtrain.data.check.scan import (
-    BadFile,
-    Palette,
-    by_reason,
-    class_problem,
-    moved_colors,
-    used_palette,
+import numpy as np
+
+from segtrain.data.check.dark_images import whole_split_problem
+from segtrain.data.check.findings import (
+    ONE_SPLIT,
+    Finding,
+    brightness_findings,
+    file_findings,
+    refuse_errors,
+    split_findings,
 )
+from segtrain.data.check.scan import SplitScan, scan_image, scan_label
+from segtrain.data.read.classes import read_by
 from segtrain.data.read.dataset import SegDataset, size_problem
-from segtrain.data.read.decode import (
-    decode_palette,
-    decode_raw_label,
-    label_mode_problem,
-    read_bytes,
-    read_header,
-    read_label,
-    read_raw_label,
-)
-from segtrain.data.read.labels import count_ids, looks_like_train_ids, single_class, train_ids
-from segtrain.data.read.layouts import Pair, first_lines
+from segtrain.data.read.decode import label_mode_problem, read_header
+from segtrain.data.read.labels import looks_like_train_ids
+from segtrain.data.read.layouts import Pair
 from segtrain.errors import DataError
 from segtrain.text import printable
-from segtrain.types import IGNORE_INDEX
 
 # Reading headers waits for the disk, not for the processor.
 _HEADER_THREADS = 16
-# A wrong class file or a wrong conversion shows in every label, so a few are enough.
+# Images and labels to look at in any case, and of the images with 16 bits: a wrong class file or a
+# wrong conversion shows in every one.
 _SAMPLES = 4
-# Labels to look at before their ids are called train ids.
-_ID_SAMPLES = 32
+_DEEP_SAMPLES = 8
+# To look at before all are called dark, or their ids train ids.
+_MORE_SAMPLES = 32
 # Only if at least this fraction of the classes has raw ids that cannot be train ids.
 _MIN_TELLING = 0.25
+# What a few pairs can tell.
+_KINDS = {"unreadable", "values", "faint", "palette", "palettes", "one class", "train ids"}
 
 
 def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
@@ -66,96 +63,117 @@ def check_split(dataset: SegDataset) -> list[str]:
     """
     if dataset.is_packed:
         return []
-    depths = _check_headers(dataset)
-    sample = [dataset.pairs[i] for i in spread(range(len(dataset)), _SAMPLES)]
-    _refuse_single_class(dataset, sample)
-    problem, warnings = check_brightness(dataset, dict(enumerate(depths)))
-    if problem:
-        raise DataError(problem)
-    if dataset.label_format == "ids":
-        lines = [_check_palettes(dataset, sample), _train_ids_warning(dataset, sample)]
-        warnings += [f"split {dataset.split!r}: {line}" for line in lines if line]
-    return warnings
+    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
+    depths = _scan_headers(dataset, scan)
+    refuse_errors(file_findings(scan))
+    _scan_images(dataset, scan, depths)
+    _scan_labels(dataset, scan)
+    kinds = _KINDS if _can_tell_train_ids(dataset) else _KINDS - {"train ids"}
+    classes = read_by(dataset.classes, dataset.label_format)
+    found = [one for one in split_findings(scan, classes) if one.kind in kinds]
+    # Other labels may all agree.
+    refuse_errors(one for one in found if one.kind != "palettes")
+    return _lines(found)
 
 
-def _check_headers(dataset: SegDataset) -> list[int]:
-    """The bit depth of each image; refuses pairs that cannot be read, as far as headers tell."""
-    check = partial(_check_header, label_format=dataset.label_format)
+def dark_warnings(dataset: SegDataset) -> list[str]:
+    """Warnings about dark images of `dataset`, from a sample of at most 64.
+
+    A pack brings its own. Images that cannot be read give no warning: reading them later fails
+    with a message.
+    """
+    if dataset.is_packed:
+        return []
+    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
+    indices = _spread(range(len(dataset)), _MORE_SAMPLES)
+    try:
+        depths = {i: read_header(dataset.pairs[i].image).depth for i in indices}
+    except DataError:
+        return []
+    _scan_images(dataset, scan, depths)
+    if scan.unreadable:
+        return []
+    return _lines(one for one in brightness_findings(scan) if one.kind == "faint")
+
+
+def _lines(findings: Iterable[Finding]) -> list[str]:
+    """Each on a line, with its first place."""
+    return [
+        f"split {one.split!r}, by a sample: {one.text}"
+        + (f"; such as {printable(one.places[0])}" if one.places else "")
+        for one in findings
+    ]
+
+
+def _scan_headers(dataset: SegDataset, scan: SplitScan) -> dict[int, int]:
+    """The bit depth of each image, by its index; `scan` gets what the headers say is wrong."""
+    read = partial(_read_headers, num_classes=scan.pixels.size, label_format=dataset.label_format)
+    depths = {}
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        found = list(pool.map(check, dataset.pairs))
-    bad_files = by_reason(result for result in found if isinstance(result, BadFile))
-    if bad_files:
-        lines = []
-        for reason, places in bad_files.items():
-            more = f" ({len(places)} files are like this)" if places[1:] else ""
-            lines.append(f"{places[0]}: {reason}{more}")
-        raise DataError(first_lines(f"split {dataset.split!r}", lines))
-    return found
+        for i, (found, depth) in enumerate(pool.map(read, dataset.pairs)):
+            scan.add(found)
+            depths[i] = depth
+    return depths
 
 
-def _check_header(pair: Pair, label_format: str) -> BadFile | int:
-    headers = []
-    for path in (pair.image, pair.label):
-        try:
-            headers.append(read_header(path))
-        except DataError as error:
-            return BadFile.of(path, error)
-    image, label = headers
-    if problem := label_mode_problem(label.mode, label_format):
-        return BadFile(printable(pair.label), problem)
-    if problem := size_problem(pair, image.size, label.size):
-        return BadFile.of(pair.label, DataError(problem))
-    return image.depth
+def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[SplitScan, int]:
+    """What is wrong with a pair, as far as its headers tell, and the bit depth of its image."""
+    scan, path, depth = SplitScan("", 1, num_classes), pair.image, 0
+    try:
+        image = read_header(path)
+        depth, path = image.depth, pair.label
+        label = read_header(path)
+        if problem := label_mode_problem(label.mode, label_format):
+            raise DataError(problem)
+        if problem := size_problem(pair, image.size, label.size):
+            scan.size_problems.append(problem)
+    except DataError as error:
+        scan.add_unreadable(path, error)
+    return scan, depth
 
 
-def _refuse_single_class(dataset: SegDataset, sample: Sequence[Pair]) -> None:
-    """Refuses labels with a single class beside ignored pixels: any model scores 100 % there.
+def _scan_images(dataset: SegDataset, scan: SplitScan, depths: Mapping[int, int]) -> None:
+    """Adds a few images to `scan`, and more while all of them are suspicious.
 
-    Reads the labels of the sample, and more only until a second class is found.
+    depths: bits per sample of the images to choose from, by their index.
     """
-    classes = dataset.classes
-    values: set[int] = set()
-    for number, pair in enumerate([*sample, *dataset.pairs]):
-        is_settled = classes.num_classes == 1 or len(values - {IGNORE_INDEX}) > 1
-        if number >= len(sample) and is_settled:
+    indices = list(depths)
+    deep = [i for i in indices if depths[i] > 8]
+    few = [*_spread(indices, _SAMPLES), *_spread(deep, _DEEP_SAMPLES)]
+    more = _spread(deep or indices, _MORE_SAMPLES)
+    for number, i in enumerate(dict.fromkeys([*few, *more])):
+        if number >= len(set(few)) and not whole_split_problem(scan.brightness):
             return
-        values.update(count_ids(read_label(pair.label, classes, dataset.label_format)))
-    names = [classes.names[i] for i in values - {IGNORE_INDEX}]
-    if classes.num_classes > 1 and len(names) < 2:
-        is_mask = dataset.label_format == "ids" and (
-            count_ids(read_raw_label(dataset.pairs[0].label)).keys() == {0, 255}
-        )
-        raise DataError(f"split {dataset.split!r}: {single_class(names, is_mask=is_mask)}")
+        scan.add(scan_image(dataset.pairs[i], dataset.classes.num_classes))
 
 
-def _check_palettes(dataset: SegDataset, sample: Sequence[Pair]) -> str:
-    """What is odd about the palettes of the labels in `sample`; empty if nothing is.
+def _scan_labels(dataset: SegDataset, scan: SplitScan) -> None:
+    """Adds a few labels to `scan`, and more while their ids are suspicious.
 
-    Raises:
-        DataError: a palette contradicts the class file.
+    With a single class beside ignored pixels any model scores 100 %: there all labels are read.
     """
-    palettes: dict[str, Palette] = {}
-    for pair in sample:
-        data = read_bytes(pair.label)
-        ids = count_ids(decode_raw_label(data, pair.label))
-        palette = used_palette(decode_palette(data, pair.label), ids)
-        if problem := class_problem(palette, dataset.classes):
-            raise DataError(f"{printable(pair.label)}: {problem}")
-        palettes[pair.name] = palette
-    return moved_colors(palettes)[0]
+    num_classes, can_tell = dataset.classes.num_classes, _can_tell_train_ids(dataset)
+    indices = range(len(dataset))
+    few, more = _spread(indices, _SAMPLES), _spread(indices, _MORE_SAMPLES)
+    last = len({*few, *more})
+    for number, i in enumerate(dict.fromkeys([*few, *more, *indices])):
+        is_single = num_classes > 1 and np.count_nonzero(scan.pixels) < 2
+        may_be_train_ids = can_tell and looks_like_train_ids(scan.values, dataset.classes)
+        if number >= len(few) and not is_single and (number >= last or not may_be_train_ids):
+            return
+        scan.add(scan_label(dataset.pairs[i], dataset.classes, dataset.label_format))
 
 
-def _train_ids_warning(dataset: SegDataset, sample: Sequence[Pair]) -> str:
-    """A warning if the labels in `sample` and many others hold only train ids."""
+def _can_tell_train_ids(dataset: SegDataset) -> bool:
+    """Whether a sample of labels shows that they hold train ids instead of raw ids.
+
+    Not with ADE20K, whose raw ids are 1 to 150, and train ids 0 to 149.
+    """
     classes = dataset.classes
-    # ADE20K: raw ids are 1 to 150, train ids 0 to 149. A sample of labels cannot tell which it has.
-    telling = sum(min(c.ids) >= classes.num_classes for c in classes.classes)
-    if telling < _MIN_TELLING * classes.num_classes:
-        return ""
-    ids: Counter[int] = Counter()
-    more = [dataset.pairs[i] for i in spread(range(len(dataset)), _ID_SAMPLES)]
-    for number, pair in enumerate([*sample, *more], start=1):
-        ids.update(count_ids(read_raw_label(pair.label)))
-        if number >= len(sample) and not looks_like_train_ids(ids, classes):
-            return ""
-    return f"by a sample of labels, {train_ids(ids)}"
+    telling = sum(min(one.ids) >= classes.num_classes for one in classes.classes)
+    return dataset.label_format == "ids" and telling >= _MIN_TELLING * classes.num_classes
+
+
+def _spread(indices: Sequence[int], count: int) -> Sequence[int]:
+    """`count` of the indices or a few more, evenly spread; all if they are fewer."""
+    return indices[:: max(1, len(indices) // count)]
