@@ -14,9 +14,8 @@ from PIL import Image
 from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, TrainConfig
 from segtrain.data import open_dataset
+from segtrain.data.check.checks import check_data, quick_check
 from segtrain.data.check.findings import shared_image_findings
-from segtrain.data.check.full import check_as_text, check_data
-from segtrain.data.check.quick import quick_check
 from segtrain.data.check.scan import SplitScan
 from segtrain.data.check.stats import enet_weights, median_frequency_weights
 from segtrain.errors import ConfigError, DataError
@@ -125,7 +124,7 @@ def test_processes_count_what_one_process_counts(root):
         write_pair(root, "train", f"more{i}", rows(i % 3, i % 2), seed=i)
     one, two = (checked(root, jobs=jobs) for jobs in (1, 2))
     assert one.scans[0].pixels.tolist() == two.scans[0].pixels.tolist()
-    assert check_as_text(one) == check_as_text(two)
+    assert one.as_text() == two.as_text()
 
 
 # Errors.
@@ -494,7 +493,7 @@ def test_a_report_that_could_not_be_kept_is_refused_before_the_check(root, capsy
     check = "segtrain.commands.data_set.check_data"
     monkeypatch.setattr(check, lambda *_, **__: pytest.fail("too late"))
     assert command(root, "--json", root / "images") == 2
-    assert re.search("--json .*/images: is a folder", capsys.readouterr().err)
+    assert re.search("--json .*/images: cannot be written: is a folder", capsys.readouterr().err)
 
 
 # Images of which reading leaves next to nothing

@@ -23,7 +23,7 @@ from test_fingerprint import on_a_machine_of_its_own
 from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig
 from segtrain.data import open_dataset
-from segtrain.data.check.full import check_data
+from segtrain.data.check.checks import check_data
 from segtrain.data.check.stats import measure
 from segtrain.data.pack import opening, reader, writer
 from segtrain.data.pack.manifest import MANIFEST, checksum, sha256_of

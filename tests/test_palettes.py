@@ -5,8 +5,7 @@ import pytest
 from PIL import Image
 from test_data_check import config, finding, kinds, opened, rows, write_pair
 
-from segtrain.data.check.full import check_data
-from segtrain.data.check.quick import quick_check
+from segtrain.data.check.checks import check_data, quick_check
 from segtrain.data.read.classes import default_palette, load_class_file
 from segtrain.errors import DataError
 

@@ -2,8 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,21 +11,20 @@ from typing import TypeVar
 from segtrain.config import load_config
 from segtrain.config.loading import with_places
 from segtrain.data import SegDataset, open_dataset
-from segtrain.data.check.full import CheckResult, check_as_json, check_as_text, check_data
-from segtrain.data.check.quick import check_split
-from segtrain.data.check.stats import measure, stats_as_json, stats_as_text
+from segtrain.data.check.checks import CheckResult, check_data, check_split
+from segtrain.data.check.stats import SplitStats, measure
 from segtrain.data.pack import writer
 from segtrain.data.pack.manifest import Pack, read_pack
 from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.protect import check_pack_directory
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.files import reserve_output, write_output
+from segtrain.files import os_errors_as, reserve_output, write_output
 from segtrain.run.console import say
 from segtrain.run.directory import Claim
 from segtrain.text import counted, printable, printable_lines
 
-R = TypeVar("R")
+R = TypeVar("R", CheckResult, SplitStats)
 
 
 def check(args: argparse.Namespace) -> int:
@@ -41,51 +39,35 @@ def check(args: argparse.Namespace) -> int:
         ]
         return replace(result, findings=placed)
 
-    result = _reported(find, args.json, check_as_text, check_as_json)
-    return EXIT_OK if result.ok else EXIT_DATA
+    return EXIT_OK if _reported(find, args.json).ok else EXIT_DATA
 
 
 def stats(args: argparse.Namespace) -> int:
     """The exit code: 0; what cannot be counted completely is an error."""
     data = load_config(args.config, args.set).data
     split = args.split or data.train_split
-    count = partial(measure, data, split, beta=args.beta, jobs=args.jobs)
-    _reported(count, args.json, stats_as_text, stats_as_json)
+    _reported(partial(measure, data, split, beta=args.beta, jobs=args.jobs), args.json)
     return EXIT_OK
 
 
-def _reported(
-    work: Callable[[], R],
-    path: Path | None,
-    as_text: Callable[[R], str],
-    as_json: Callable[[R], str],
-) -> R:
+def _reported(work: Callable[[], R], path: Path | None) -> R:
     """The result of `work`, printed, and written to `path` if that is given.
 
     Raises:
         ConfigError: `path` cannot be written; as far as possible before `work` begins.
     """
-    with ExitStack() as stack:
-        if path is not None:
-            with output_errors(path):
-                stack.enter_context(reserve_output(path))
-        result = work()
-        # First what can be read at once: the disk may be full.
-        text = as_text(result)
-        print("\n".join(printable_lines(text, len(text) + 1)))
-        if path is not None:
-            with output_errors(path):
-                write_output(path, as_json(result) + "\n")
+    errors = partial(os_errors_as, ConfigError, f"--json {path}", "cannot be written")
+    if path is not None:
+        with errors(), reserve_output(path):
+            pass
+    result = work()
+    # First what can be read at once: the disk may be full.
+    text = result.as_text()
+    print("\n".join(printable_lines(text, len(text) + 1)))
+    if path is not None:
+        with errors():
+            write_output(path, result.as_json() + "\n")
     return result
-
-
-@contextmanager
-def output_errors(path: Path, option: str = "--json") -> Iterator[None]:
-    """Says of an OSError inside that the file of `option` cannot be written, as a ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {(error.strerror or '').lower()}") from error
 
 
 def pack(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
 from segtrain.config.experiment import changed_normalization
 from segtrain.data import open_dataset
-from segtrain.data.check.quick import dark_warnings
+from segtrain.data.check.checks import dark_warnings
 from segtrain.data.read.classes import ClassFile, default_palette, ignoring_as
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.fingerprint import class_differences

@@ -88,6 +88,50 @@ class SplitStats:
     beta: float
     class_weights: dict[str, list[float]]
 
+    def as_text(self) -> str:
+        """For a terminal: the images, a table of the classes, and lines to paste into a config."""
+        scan = self.scan
+        num_valid = int(scan.pixels.sum())
+        height, width = self.mean_size
+        ignored = scan.ignored_pixels / (num_valid + scan.ignored_pixels)
+        columns = [
+            class_column(self.class_names),
+            ["pixels", *map(str, scan.pixels)],
+            ["of valid", *(f"{100 * pixels / num_valid:.3f} %" for pixels in scan.pixels)],
+            ["images", *map(str, scan.images)],
+            *([name, *(f"{w:g}" for w in weights)] for name, weights in self.class_weights.items()),
+        ]
+        lines = [
+            f"{printable(scan.split)}: {scan.num_pairs} images of {height:.1f}x{width:.1f} on "
+            f"average, {num_valid} valid pixels, {ignored:.1%} ignored",
+            "",
+            *table_lines(columns),
+            "",
+            "for the data section, if the images are unlike those of the pretraining:",
+            f"  mean: {[round(value, 3) for value in self.rgb_mean]}",
+            f"  std: {[round(value, 3) for value in self.rgb_std]}",
+            "for the loss section, one of them if rare classes matter:",
+        ]
+        notes = {"effective_number": f", beta 1 - {1 - self.beta:.3g}"}
+        for name, weights in self.class_weights.items():
+            lines.append(f"  class_weights: {weights}  # {name}{notes.get(name, '')}")
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        """All numbers as one JSON object."""
+        content = {
+            "split": self.scan.split,
+            "images": self.scan.num_pairs,
+            "valid_pixels": int(self.scan.pixels.sum()),
+            "mean_size": self.mean_size,
+            "rgb_mean": self.rgb_mean,
+            "rgb_std": self.rgb_std,
+            **counts_of(self.scan, self.class_names),
+            "effective_number_beta": self.beta,
+            "class_weights": self.class_weights,
+        }
+        return json.dumps(content, indent=2)
+
 
 def measure(
     data: DataConfig, split: str, *, beta: float | None = None, jobs: int | None = None
@@ -121,52 +165,6 @@ def measure(
     mean, std = _moments(scan.rgb)
     names = dataset.classes.names
     return SplitStats(names, scan, tuple(sizes.mean(0).tolist()), mean, std, beta, weights)
-
-
-def stats_as_text(stats: SplitStats) -> str:
-    """For a terminal: the images, a table of the classes, and lines to paste into a config."""
-    scan = stats.scan
-    num_valid = int(scan.pixels.sum())
-    height, width = stats.mean_size
-    ignored = scan.ignored_pixels / (num_valid + scan.ignored_pixels)
-    columns = [
-        class_column(stats.class_names),
-        ["pixels", *map(str, scan.pixels)],
-        ["of valid", *(f"{100 * pixels / num_valid:.3f} %" for pixels in scan.pixels)],
-        ["images", *map(str, scan.images)],
-        *([name, *(f"{w:g}" for w in weights)] for name, weights in stats.class_weights.items()),
-    ]
-    lines = [
-        f"{printable(scan.split)}: {scan.num_pairs} images of {height:.1f}x{width:.1f} on average, "
-        f"{num_valid} valid pixels, {ignored:.1%} ignored",
-        "",
-        *table_lines(columns),
-        "",
-        "for the data section, if the images are unlike those of the pretraining:",
-        f"  mean: {[round(value, 3) for value in stats.rgb_mean]}",
-        f"  std: {[round(value, 3) for value in stats.rgb_std]}",
-        "for the loss section, one of them if rare classes matter:",
-    ]
-    notes = {"effective_number": f", beta 1 - {1 - stats.beta:.3g}"}
-    for name, weights in stats.class_weights.items():
-        lines.append(f"  class_weights: {weights}  # {name}{notes.get(name, '')}")
-    return "\n".join(lines)
-
-
-def stats_as_json(stats: SplitStats) -> str:
-    """All numbers as one JSON object."""
-    content = {
-        "split": stats.scan.split,
-        "images": stats.scan.num_pairs,
-        "valid_pixels": int(stats.scan.pixels.sum()),
-        "mean_size": stats.mean_size,
-        "rgb_mean": stats.rgb_mean,
-        "rgb_std": stats.rgb_std,
-        **counts_of(stats.scan, stats.class_names),
-        "effective_number_beta": stats.beta,
-        "class_weights": stats.class_weights,
-    }
-    return json.dumps(content, indent=2)
 
 
 def counts_of(scan: SplitScan, class_names: Sequence[str]) -> dict[str, Any]:

@@ -1,31 +1,48 @@
-"""The check before training: the headers of all files and a few whole pairs, about 0.2 ms a pair.
+"""The checks of a data set: of every pair, and of the headers and a few pairs before training."""
 
-`segtrain data check` reads all pixels (`full.py`).
-"""
-
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from segtrain.config import Config, DataConfig
+from segtrain.config.loss import takes_class_weights
 from segtrain.data.check.dark_images import whole_split_problem
 from segtrain.data.check.findings import (
     ONE_SPLIT,
     Finding,
     brightness_findings,
     file_findings,
+    listing_findings,
     refuse_errors,
+    shared_image_findings,
     split_findings,
+    training_findings,
 )
-from segtrain.data.check.scan import SplitScan, scan_image, scan_label
-from segtrain.data.read.classes import read_by
+from segtrain.data.check.scan import SplitScan, scan_image, scan_label, scan_split
+from segtrain.data.check.stats import (
+    class_column,
+    counts_of,
+    enet_weights,
+    median_frequency_weights,
+    table_lines,
+)
+from segtrain.data.pack.opening import open_dataset
+from segtrain.data.read.classes import ClassFile, load_class_file, read_by
+from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.dataset import SegDataset, size_problem
 from segtrain.data.read.decode import label_mode_problem, read_header
+from segtrain.data.read.find import Pair
 from segtrain.data.read.labels import looks_like_train_ids
-from segtrain.data.read.layouts import Pair
+from segtrain.data.read.layouts import scan_layout
+from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
-from segtrain.text import printable
+from segtrain.text import counted, printable
 
 # Reading headers waits for the disk, not for the processor.
 _HEADER_THREADS = 16
@@ -39,6 +56,110 @@ _MORE_SAMPLES = 32
 _MIN_TELLING = 0.25
 # What a few pairs can tell.
 _KINDS = {"unreadable", "values", "faint", "palette", "palettes", "one class", "train ids"}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """All findings of a data set, and the counts of its classes and sizes."""
+
+    class_file: str
+    class_names: Sequence[str]
+    scans: list[SplitScan]
+    findings: list[Finding]
+    weighs_classes: bool = True  # whether the loss can
+
+    @property
+    def ok(self) -> bool:
+        """Whether training can start: there may be warnings, but no errors."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def class_weights(self) -> dict[str, list[float]]:
+        """Weights by the name of their method, from the first split; empty: no use for them."""
+        if not (self.weighs_classes and self.scans and self.scans[0].pixels.any()):
+            return {}
+        scan = self.scans[0]
+        return {
+            "median_frequency": median_frequency_weights(scan),
+            "enet": enet_weights(scan.pixels),
+        }
+
+    def as_text(self) -> str:
+        """For a terminal: a table of the classes, class weights, the findings, a verdict."""
+        lines = [_split_line(scan) for scan in self.scans]
+        if self.scans:
+            columns = [class_column(self.class_names)]
+            for scan in self.scans:
+                total = max(1, int(scan.pixels.sum()))
+                percentages = [f"{100 * pixels / total:.3f} %" for pixels in scan.pixels]
+                columns.append([f"{scan.split} pixels", *percentages])
+                columns.append(["images", *map(str, scan.images)])
+            lines += ["", *table_lines(columns)]
+        if weights := self.class_weights:
+            which = f"class weights for the loss section, from split {self.scans[0].split!r}"
+            lines += ["", f"{which}, if rare classes matter:"]
+            lines.append(f"  class_weights: {weights['median_frequency']}  # median frequency")
+            lines.append(f"  class_weights: {weights['enet']}  # ENet")
+        ordered = sorted(self.findings, key=lambda finding: finding.severity, reverse=True)
+        for finding in ordered:  # warnings, then errors, which a terminal shows last
+            first, *places = finding.lines()
+            lines += ["", f"{finding.severity}: {first}", *places]
+        counts = Counter(finding.severity for finding in self.findings)
+        of = {severity: counted(n, "kind", "kinds") for severity, n in counts.items()}
+        verdict = "the data is fine" if self.ok else f"errors of {of['error']}"
+        warnings = f"warnings of {of['warning']}" if "warning" in of else "no warnings"
+        return "\n".join([*lines, "", f"{verdict}; {warnings}"])
+
+    def as_json(self) -> str:
+        """The whole result, with every place of every finding, as one JSON object."""
+        content: dict[str, Any] = {
+            "ok": self.ok,
+            "class_file": self.class_file,
+            "splits": {
+                scan.split: {"pairs": scan.num_pairs, **counts_of(scan, self.class_names)}
+                for scan in self.scans
+            },
+            "findings": [vars(finding) for finding in self.findings],
+        }
+        if weights := self.class_weights:
+            content["class_weights"] = weights
+        return json.dumps(content, indent=2)
+
+
+def check_data(config: Config, jobs: int | None = None) -> CheckResult:
+    """All findings of the training and the evaluation split.
+
+    jobs: processes; None: one for each core that this process may use.
+
+    Raises:
+        ConfigError: the class file is missing or wrong.
+        ExecutionError: a process was killed.
+    """
+    data = config.data
+    classes = load_class_file(data.classes, label_format=data.label_format)
+    findings: list[Finding] = []
+    datasets = []
+    for split in dict.fromkeys((data.train_split, data.eval_split)):
+        try:
+            found, dataset = _open(data, split, classes)
+        except DataError as error:
+            finding = Finding("error", split, "split", str(error))
+            if findings and findings[-1].text == finding.text:  # such as a wrong data.root
+                findings.pop()
+                finding = replace(finding, split="")
+            findings.append(finding)
+            continue
+        findings += found
+        datasets.append(dataset)
+    with process_pool(num_processes(sum(map(len, datasets)), jobs)) as pool:
+        scans = [scan_split(dataset, pool, compare=True) for dataset in datasets]
+    for scan in scans:
+        findings += split_findings(scan, read_by(classes, data.label_format))
+        if scan.split == data.train_split:
+            findings += training_findings(scan, config)
+    findings += shared_image_findings(scans, is_one_split=data.train_split == data.eval_split)
+    weighs = any(takes_class_weights(term.kind) for term in config.loss.terms)
+    return CheckResult(classes.name, classes.names, scans, findings, weighs)
 
 
 def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
@@ -94,6 +215,26 @@ def dark_warnings(dataset: SegDataset) -> list[str]:
     if scan.unreadable:
         return []
     return _lines(one for one in brightness_findings(scan) if one.kind == "faint")
+
+
+def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Finding], SegDataset]:
+    """A split, of the pack if there is one, and the findings that show before it is read."""
+    if data.pack is not None:
+        dataset = open_dataset(data, split)
+        return [Finding("warning", split, "pack", line) for line in dataset.warnings], dataset
+    listing = scan_layout(data, split)
+    dataset = SegDataset(listing.pairs, classes, split=split, label_format=data.label_format)
+    return list(listing_findings(split, listing)), dataset
+
+
+def _split_line(scan: SplitScan) -> str:
+    total = int(scan.pixels.sum()) + scan.ignored_pixels
+    ignored = f", {scan.ignored_pixels / total:.1%} of the pixels ignored" if total else ""
+    size = ""
+    if scan.sizes:
+        heights, widths = zip(*scan.sizes, strict=True)
+        size = f" of {min(heights)}x{min(widths)} to {max(heights)}x{max(widths)}"
+    return f"{scan.split}: {counted(scan.num_pairs, 'pair', 'pairs')}{size}{ignored}"
 
 
 def _lines(findings: Iterable[Finding]) -> list[str]:
