@@ -122,7 +122,7 @@ def test_statistics_of_a_part_are_refused(data, capsys):
     image.write_bytes(good)
     Image.fromarray(np.full((6, 9), 7, np.uint8)).save(config.parent / "labels/train/0.png")
     assert segtrain(["data", "stats", str(config)]) == 3
-    assert "label of 0: 7 is no id or colour" in capsys.readouterr().err
+    assert "label ids outside class file classes: 7" in capsys.readouterr().err
 
 
 def test_beta_is_below_one(data, capsys):

@@ -503,7 +503,7 @@ def test_normalization_that_is_not_that_of_the_training_is_said(command, capsys)
 @pytest.mark.parametrize(
     ("top", "dtype", "words"),
     [
-        (4095, np.uint16, "at most 12 of their 16 bits"),
+        (4095, np.uint16, "at most 12 of them"),
         (9, np.uint8, "nothing in the images is brighter than 9 of 255"),
     ],
 )

@@ -5,8 +5,7 @@ import pytest
 from PIL import Image
 from test_data_check import config, finding, kinds, opened, rows, write_pair
 
-from segtrain.data.check.full import check_data
-from segtrain.data.check.quick import quick_check
+from segtrain.data.check.checks import check_data, quick_check
 from segtrain.data.read.classes import default_palette, load_class_file
 from segtrain.errors import DataError
 
@@ -51,7 +50,7 @@ def test_quantized_labels_contradict_the_colours_of_the_class_file(root):
     quantize_labels(root)
     result = check_data(config(root), jobs=1)
     assert not result.ok
-    found = [one for one in result.issues if one.kind == "palette"]
+    found = [one for one in result.findings if one.kind == "palette"]
     assert "set data.label_format: colors" in found[0].text
     with pytest.raises(DataError, match=r"palette contradicts class file toy.*label_format: colo"):
         quick_check(*opened(root))
@@ -77,7 +76,7 @@ def test_an_ignored_index_with_the_colour_of_a_class_is_refused(root):
     (root / "toy.yaml").write_text(classes)
     write_labels(root, lambda i: COLORS)
     result = check_data(config(root), jobs=1)
-    assert "index 2 is ignored, but has the color [0, 0, 142] of 'car'" in result.issues[0].text
+    assert "index 2 is ignored, but has the color [0, 0, 142] of 'car'" in result.findings[0].text
 
 
 @pytest.mark.parametrize(
@@ -94,20 +93,20 @@ def test_palettes_that_say_nothing_else_pass(root, palette):
     if len(palette) < 256:
         (root / "toy.yaml").write_text(WITH_COLORS)
     write_labels(root, lambda i: palette)
-    assert check_data(config(root), jobs=1).issues == []
+    assert check_data(config(root), jobs=1).findings == []
     assert quick_check(*opened(root)) == []
 
 
 def test_a_grey_ramp_passes_where_a_class_is_black(root):
     (root / "toy.yaml").write_text(WITH_COLORS.replace("128, 64, 128", "0, 0, 0"))
     write_labels(root, lambda i: [(j, j, j) for j in range(256)])
-    assert check_data(config(root), jobs=1).issues == []
+    assert check_data(config(root), jobs=1).findings == []
     assert quick_check(*opened(root)) == []
 
 
 def test_palettes_that_differ_and_share_no_colour_elsewhere_pass(root):
     write_labels(root, lambda i: [(0, 0, 0), (10 * i, 1, 1), (3, 10 * i, 3)])
-    assert check_data(config(root), jobs=1).issues == []
+    assert check_data(config(root), jobs=1).findings == []
     assert quick_check(*opened(root)) == []
 
 

@@ -234,16 +234,3 @@ def test_a_schema_goes_to_a_plain_file(pipe, tmp_path, capsys, place):
     (tmp_path / "folder").mkdir()
     assert segtrain(["config", "schema", "--output", str(tmp_path / place)]) == 2
     assert re.search(rf"--output .*/{place}: is a {place}", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("place", ["pipe", "folder"])
-def test_findings_that_could_not_be_kept_are_refused_before_the_check(
-    pipe, tmp_path, capsys, monkeypatch, place
-):
-    pipe("pipe")
-    (tmp_path / "folder").mkdir()
-    check = "segtrain.commands.data_set.check_data"
-    monkeypatch.setattr(check, lambda *_, **__: pytest.fail("too late"))
-    file = write_config(tmp_path / "c.yaml", small(tmp_path))
-    assert segtrain(["data", "check", str(file), "--json", str(tmp_path / place)]) == 2
-    assert re.search(rf"--json .*/{place}: is a {place}", capsys.readouterr().err)

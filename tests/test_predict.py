@@ -499,7 +499,7 @@ def test_12_bits_in_a_file_of_16_are_warned_about(run, tmp_path, capsys, suffix)
     assert "warning" not in capsys.readouterr().out
     assert run(tmp_path / f"full.{suffix}", tmp_path / f"dark.{suffix}", overwrite=True) == 0
     (line,) = [one for one in capsys.readouterr().out.splitlines() if "warning" in one]
-    assert line.startswith("warning: 1 16-bit images use at most 12 of their 16 bits")
+    assert line.startswith("warning: 1 image of 16 bits uses at most 12 of them")
     assert line.endswith(f"dark.{suffix}")
 
 

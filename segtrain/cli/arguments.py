@@ -63,7 +63,7 @@ def add_data(commands: Commands) -> None:
         help="decode a data set once, so that training reads crops from raw rows",
         description="Decode both splits of a config into a folder of safetensors shards, which "
         "training,\nevaluation and check read by data.pack: DIR. A pixel takes 4 bytes. If it is "
-        "interrupted,\nthe same command goes on.",
+        "interrupted,\nthe same command begins again.",
         epilog="examples:\n  segtrain data pack own.yaml --output packs/own\n"
         "  segtrain train own.yaml --set data.pack=packs/own",
     )

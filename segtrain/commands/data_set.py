@@ -2,59 +2,72 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from segtrain.config import DataConfig, load_config
+from segtrain.config import load_config
 from segtrain.config.loading import with_places
 from segtrain.data import SegDataset, open_dataset
-from segtrain.data.check.full import check_data
-from segtrain.data.check.issues import as_json, as_text
-from segtrain.data.check.quick import check_split
-from segtrain.data.check.scan import num_processes
-from segtrain.data.check.stats import measure, stats_as_json, stats_as_text
+from segtrain.data.check.checks import CheckResult, check_data, check_split
+from segtrain.data.check.stats import SplitStats, measure
 from segtrain.data.pack import writer
 from segtrain.data.pack.manifest import Pack, read_pack
-from segtrain.data.pack.writer import layout_hash, plan_pack
-from segtrain.data.read.find import first_lines
+from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.protect import check_pack_directory
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.files import reserve_output, write_output
+from segtrain.files import os_errors_as, reserve_output, write_output
 from segtrain.run.console import say
 from segtrain.run.directory import Claim
 from segtrain.text import counted, printable, printable_lines
+
+R = TypeVar("R", CheckResult, SplitStats)
 
 
 def check(args: argparse.Namespace) -> int:
     """The exit code: 0 without errors (warnings are allowed), else 3."""
     config = load_config(args.config, args.set)
-    with ExitStack() as stack:
-        if args.json is not None:
-            with output_errors(args.json):
-                stack.enter_context(reserve_output(args.json))
+
+    def find() -> CheckResult:
         result = check_data(config, jobs=args.jobs)
-        placed = (with_places(issue.text, args.config, args.set) for issue in result.issues)
-        issues = [replace(i, text=text) for i, text in zip(result.issues, placed, strict=True)]
-        result = replace(result, issues=issues)
-        # First what can be read at once: the disk may be full.
-        text = as_text(result)
-        print("\n".join(printable_lines(text, len(text) + 1)))
-        if args.json is not None:
-            with output_errors(args.json):
-                write_output(args.json, as_json(result) + "\n")
-    return EXIT_OK if result.ok else EXIT_DATA
+        placed = [
+            replace(finding, text=with_places(finding.text, args.config, args.set))
+            for finding in result.findings
+        ]
+        return replace(result, findings=placed)
+
+    return EXIT_OK if _reported(find, args.json).ok else EXIT_DATA
 
 
-@contextmanager
-def output_errors(path: Path, option: str = "--json") -> Iterator[None]:
-    """Says of an OSError inside that the file of `option` cannot be written, as a ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {(error.strerror or '').lower()}") from error
+def stats(args: argparse.Namespace) -> int:
+    """The exit code: 0; what cannot be counted completely is an error."""
+    data = load_config(args.config, args.set).data
+    split = args.split or data.train_split
+    _reported(partial(measure, data, split, beta=args.beta, jobs=args.jobs), args.json)
+    return EXIT_OK
+
+
+def _reported(work: Callable[[], R], path: Path | None) -> R:
+    """The result of `work`, printed, and written to `path` if that is given.
+
+    Raises:
+        ConfigError: `path` cannot be written; as far as possible before `work` begins.
+    """
+    errors = partial(os_errors_as, ConfigError, f"--json {path}", "cannot be written")
+    if path is not None:
+        with errors(), reserve_output(path):
+            pass
+    result = work()
+    # First what can be read at once: the disk may be full.
+    text = result.as_text()
+    print("\n".join(printable_lines(text, len(text) + 1)))
+    if path is not None:
+        with errors():
+            write_output(path, result.as_json() + "\n")
+    return result
 
 
 def pack(args: argparse.Namespace) -> int:
@@ -74,21 +87,24 @@ def pack(args: argparse.Namespace) -> int:
         warnings = {dataset.split: check_split(dataset) for dataset in datasets}
         for line in dict.fromkeys(x for d in datasets for x in (*d.warnings, *warnings[d.split])):
             say(f"warning: {line}")
-        planned = plan_pack(data, datasets, warnings)
+        planned = writer.plan_pack(data, datasets, warnings)
         if writer.is_finished(directory):
             return _finished_before(directory, planned)
-        known = writer.read_journal(directory, planned)
-        _announce(directory, planned, datasets, done=len(known))
+        if writer.remove_unfinished(directory):
+            say("the pack that was interrupted here is made again from its beginning")
+        _announce(directory, planned, datasets)
         writer.lay_out(directory, planned)
-        _fill(directory, planned, datasets, data, known, args.jobs)
+        num_pairs = sum(map(len, datasets))
+        with process_pool(num_processes(num_pairs, args.jobs), writer.start_process) as pool:
+            whole = writer.fill(directory, planned, datasets, pool)
+        writer.finish(directory, whole)
     say(f"packed: set data.pack: {printable(args.output)}")
     return EXIT_OK
 
 
 def _finished_before(directory: Path, planned: Pack) -> int:
     """0 if the pack in `directory` is what this command would make."""
-    before = read_pack(directory)
-    if layout_hash(before) != layout_hash(planned) or _stamps(before) != _stamps(planned):
+    if not writer.is_made_of(read_pack(directory), planned):
         raise DataError(
             f"{printable(directory)}: holds a pack of other images or options, or its files have "
             "changed since; delete it, or choose another folder by --output"
@@ -97,63 +113,18 @@ def _finished_before(directory: Path, planned: Pack) -> int:
     return EXIT_OK
 
 
-def _stamps(pack: Pack) -> list[tuple[int, ...]]:
-    files = [file for image in pack.images() for file in (image.image, image.label)]
-    return [(file.num_bytes, file.mtime_ns) for file in files]
-
-
-def _announce(directory: Path, pack: Pack, datasets: Sequence[SegDataset], *, done: int) -> None:
+def _announce(directory: Path, pack: Pack, datasets: Sequence[SegDataset]) -> None:
     """Says how large the pack is; ExecutionError if it does not fit on the disk."""
     counts = " and ".join(f"{len(d)} of split {printable(d.split)}" for d in datasets)
-    size = sum(shard.num_bytes for shard in pack.shards)
-    missing, free = writer.missing_bytes(directory, pack), writer.free_bytes(directory)
+    needed, free = writer.num_bytes(pack), writer.free_bytes(directory)
     many = counted(len(pack.shards), "shard", "shards")
-    line = f"pack of {counts}: {_size(size)} in {many}; {_size(free)} are free"
-    say(f"{line}; {done} images are packed already" if done else line)
-    if missing > free:
+    say(f"pack of {counts}: {_size(needed)} in {many}; {_size(free)} are free")
+    if needed > free:
         raise ExecutionError(
-            f"{printable(directory)}: the disk is too small: {_size(missing)} are needed, "
+            f"{printable(directory)}: the disk is too small: {_size(needed)} are needed, "
             f"{_size(free)} are free"
         )
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def _fill(
-    directory: Path,
-    planned: Pack,
-    datasets: Sequence[SegDataset],
-    data: DataConfig,
-    known: dict[int, writer.Filled],
-    jobs: int | None,
-) -> None:
-    pairs = [pair for dataset in datasets for pair in dataset.pairs]
-    work = writer.Work(directory, planned, pairs, datasets[0].classes, data.label_format)
-    try:
-        with process_pool(num_processes(len(pairs), jobs), writer.start_process) as pool:
-            filled, problems = writer.fill(work, known, pool)
-    except KeyboardInterrupt:
-        say("interrupted; the same command goes on where it stopped")
-        raise
-    if problems:
-        title = f"{printable(directory)}: not finished; repair these and run the command again"
-        raise DataError(first_lines(title, problems))
-    writer.finish(directory, planned, filled)
-
-
-def stats(args: argparse.Namespace) -> int:
-    """The exit code: 0; what cannot be counted completely is an error."""
-    data = load_config(args.config, args.set).data
-    with ExitStack() as stack:
-        if args.json is not None:
-            with output_errors(args.json):
-                stack.enter_context(reserve_output(args.json))
-        stats = measure(data, args.split or data.train_split, beta=args.beta, jobs=args.jobs)
-        text = stats_as_text(stats)
-        print("\n".join(printable_lines(text, len(text) + 1)))
-        if args.json is not None:
-            with output_errors(args.json):
-                write_output(args.json, stats_as_json(stats) + "\n")
-    return EXIT_OK

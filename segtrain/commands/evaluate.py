@@ -24,7 +24,7 @@ from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
 from segtrain.config.experiment import changed_normalization
 from segtrain.data import open_dataset
-from segtrain.data.check.dark_images import faint_lines
+from segtrain.data.check.checks import dark_warnings
 from segtrain.data.read.classes import ClassFile, default_palette, ignoring_as
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.fingerprint import class_differences
@@ -88,7 +88,7 @@ def run_eval(args: argparse.Namespace) -> int:
             _warn(f"warning: {line}" for line in precision_lines(config, device))
             differences = stack.enter_context(closing(compare(loaded, known, config.data, dataset)))
             _warn(next(differences, []))
-            _warn(f"warning: {line}" for line in faint_lines(dataset))
+            _warn(f"warning: {line}" for line in dark_warnings(dataset))
 
         # 4. All ranks predict and count.
         settings = InferenceSettings.from_config(config)

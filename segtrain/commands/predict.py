@@ -262,7 +262,7 @@ def _summarize(notes: Sequence[Notes], output: Path) -> None:
         asks = counted(turned, "of them asks", "of them ask")
         print(f"{asks} for a rotation by EXIF; it was ignored, as in training")
     if lost := [light for light in lights if light.lost]:
-        print(f"warning: {len(lost)} {lost_bits(lost)}, if these are not just dark: {lost[0].name}")
+        print(f"warning: {lost_bits(lost)}, if these are not just dark: {lost[0].name}")
     elif problem := whole_split_problem(lights):
         print(f"warning: such as {lights[0].name}: {problem}")
     if infinite := sum(not note.is_finite for note in notes):

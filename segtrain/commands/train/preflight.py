@@ -9,7 +9,7 @@ from torch import nn
 
 from segtrain import __version__
 from segtrain.config import Config, TrainConfig
-from segtrain.data.check.quick import quick_check
+from segtrain.data.check.checks import quick_check
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import (

@@ -3,12 +3,16 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from segtrain.config import DataConfig
-from segtrain.data.check.scan import SplitScan, num_processes, scan_split
+from segtrain.data.check.findings import refuse_errors, split_findings
+from segtrain.data.check.scan import SplitScan, scan_split
 from segtrain.data.pack.opening import open_dataset
+from segtrain.data.read.classes import read_by
+from segtrain.data.read.concurrent import num_processes
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, printable
@@ -25,15 +29,12 @@ def median_frequency_weights(scan: SplitScan) -> list[float]:
     """
     present = scan.pixels > 0
     frequency = scan.pixels[present] / scan.pixels_beside[present]
-    weights = np.ones(len(scan.pixels))
-    weights[present] = np.median(frequency) / frequency
-    return [float(f"{weight:.4g}") for weight in weights]
+    return _weights(present, np.median(frequency) / frequency)
 
 
 def enet_weights(pixels: np.ndarray) -> list[float]:
     """1 / ln(1.02 + frequency of the class), (K,) (arXiv:1606.02147)."""
-    weights = 1 / np.log(_ENET_CONSTANT + pixels / pixels.sum())
-    return [float(f"{weight:.4g}") for weight in weights]
+    return _weights(pixels >= 0, 1 / np.log(_ENET_CONSTANT + pixels / pixels.sum()))
 
 
 def inverse_frequency_weights(pixels: np.ndarray) -> list[float]:
@@ -42,9 +43,7 @@ def inverse_frequency_weights(pixels: np.ndarray) -> list[float]:
     A pixel then weighs 1 on average.
     """
     present = pixels > 0
-    weights = np.ones(len(pixels))
-    weights[present] = pixels.sum() / (present.sum() * pixels[present])
-    return [float(f"{weight:.4g}") for weight in weights]
+    return _weights(present, pixels.sum() / (present.sum() * pixels[present]))
 
 
 def default_beta(pixels: np.ndarray) -> float:
@@ -61,9 +60,14 @@ def effective_number_weights(pixels: np.ndarray, beta: float) -> list[float]:
     present = pixels > 0
     # beta ** pixels is close to 1 or 0: computed as it stands, 1 minus it would lose digits.
     raw = 1 / -np.expm1(pixels[present] * np.log(beta)) if beta > 0 else np.ones(present.sum())
-    weights = np.ones(len(pixels))
-    weights[present] = raw / raw.mean()
-    return [float(f"{weight:.4g}") for weight in weights]
+    return _weights(present, raw / raw.mean())
+
+
+def _weights(present: np.ndarray, weights: np.ndarray) -> list[float]:
+    """`weights` of the `present` classes (K,) bool, to 4 digits, and 1 for the others."""
+    result = np.ones(len(present))
+    result[present] = weights
+    return [float(f"{weight:.4g}") for weight in result]
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,57 @@ class SplitStats:
     class_weights: (K,) by the name of the method.
     """
 
-    class_names: list[str]
+    class_names: Sequence[str]
     scan: SplitScan
     mean_size: tuple[float, float]
-    rgb_mean: tuple[float, float, float]
-    rgb_std: tuple[float, float, float]
+    rgb_mean: tuple[float, ...]
+    rgb_std: tuple[float, ...]
     beta: float
     class_weights: dict[str, list[float]]
+
+    def as_text(self) -> str:
+        """For a terminal: the images, a table of the classes, and lines to paste into a config."""
+        scan = self.scan
+        num_valid = int(scan.pixels.sum())
+        height, width = self.mean_size
+        ignored = scan.ignored_pixels / (num_valid + scan.ignored_pixels)
+        columns = [
+            class_column(self.class_names),
+            ["pixels", *map(str, scan.pixels)],
+            ["of valid", *(f"{100 * pixels / num_valid:.3f} %" for pixels in scan.pixels)],
+            ["images", *map(str, scan.images)],
+            *([name, *(f"{w:g}" for w in weights)] for name, weights in self.class_weights.items()),
+        ]
+        lines = [
+            f"{printable(scan.split)}: {scan.num_pairs} images of {height:.1f}x{width:.1f} on "
+            f"average, {num_valid} valid pixels, {ignored:.1%} ignored",
+            "",
+            *table_lines(columns),
+            "",
+            "for the data section, if the images are unlike those of the pretraining:",
+            f"  mean: {[round(value, 3) for value in self.rgb_mean]}",
+            f"  std: {[round(value, 3) for value in self.rgb_std]}",
+            "for the loss section, one of them if rare classes matter:",
+        ]
+        notes = {"effective_number": f", beta 1 - {1 - self.beta:.3g}"}
+        for name, weights in self.class_weights.items():
+            lines.append(f"  class_weights: {weights}  # {name}{notes.get(name, '')}")
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        """All numbers as one JSON object."""
+        content = {
+            "split": self.scan.split,
+            "images": self.scan.num_pairs,
+            "valid_pixels": int(self.scan.pixels.sum()),
+            "mean_size": self.mean_size,
+            "rgb_mean": self.rgb_mean,
+            "rgb_std": self.rgb_std,
+            **counts_of(self.scan, self.class_names),
+            "effective_number_beta": self.beta,
+            "class_weights": self.class_weights,
+        }
+        return json.dumps(content, indent=2)
 
 
 def measure(
@@ -102,7 +150,10 @@ def measure(
     dataset = open_dataset(data, split)
     with process_pool(num_processes(len(dataset), jobs)) as pool:
         scan = scan_split(dataset, pool, count_rgb=True)
-    _refuse_unusable(scan)
+    found = split_findings(scan, read_by(dataset.classes, data.label_format))
+    refuse_errors(one for one in found if one.kind in ("unreadable", "sizes", "values"))
+    if not scan.pixels.any():
+        raise DataError(f"split {printable(scan.split)!r}: no label has a pixel of any class")
     beta = default_beta(scan.pixels) if beta is None else beta
     weights = {
         "median_frequency": median_frequency_weights(scan),
@@ -112,65 +163,32 @@ def measure(
     }
     sizes = np.array(list(scan.sizes.elements())).reshape(-1, 2)
     mean, std = _moments(scan.rgb)
-    names = list(dataset.classes.names)
+    names = dataset.classes.names
     return SplitStats(names, scan, tuple(sizes.mean(0).tolist()), mean, std, beta, weights)
 
 
-def stats_as_text(stats: SplitStats) -> str:
-    """For a terminal: the images, a table of the classes, and lines to paste into a config."""
-    scan = stats.scan
-    num_valid = int(scan.pixels.sum())
-    height, width = stats.mean_size
-    ignored = scan.ignored_pixels / (num_valid + scan.ignored_pixels)
-    lines = [
-        f"{printable(scan.split)}: {scan.num_pairs} images of {height:.1f}x{width:.1f} on average, "
-        f"{num_valid} valid pixels, {ignored:.1%} ignored",
-        "",
-        *_table(stats),
-        "",
-        "for the data section, if the images are unlike those of the pretraining:",
-        f"  mean: {_rounded(stats.rgb_mean)}",
-        f"  std: {_rounded(stats.rgb_std)}",
-        "for the loss section, one of them if rare classes matter:",
-    ]
-    notes = {"effective_number": f", beta 1 - {1 - stats.beta:.3g}"}
-    for name, weights in stats.class_weights.items():
-        lines.append(f"  class_weights: {weights}  # {name}{notes.get(name, '')}")
-    return "\n".join(lines)
-
-
-def stats_as_json(stats: SplitStats) -> str:
-    """All numbers as one JSON object."""
-    scan = stats.scan
-    counts = zip(stats.class_names, scan.pixels.tolist(), scan.images.tolist(), strict=True)
-    content = {
-        "split": scan.split,
-        "images": scan.num_pairs,
-        "valid_pixels": int(scan.pixels.sum()),
+def counts_of(scan: SplitScan, class_names: Sequence[str]) -> dict[str, Any]:
+    """The pixels, sizes and classes of a split, for JSON."""
+    counts = zip(class_names, scan.pixels.tolist(), scan.images.tolist(), strict=True)
+    return {
         "ignored_pixels": scan.ignored_pixels,
-        "mean_size": stats.mean_size,
         "sizes": [[*size, count] for size, count in sorted(scan.sizes.items())],
-        "rgb_mean": stats.rgb_mean,
-        "rgb_std": stats.rgb_std,
         "classes": {name: {"pixels": n, "images": m} for name, n, m in counts},
-        "effective_number_beta": stats.beta,
-        "class_weights": stats.class_weights,
     }
-    return json.dumps(content, indent=2)
 
 
-def _refuse_unusable(scan: SplitScan) -> None:
-    problems = [f"{file.place}: {file.reason}" for file in scan.bad_files]
-    problems += scan.size_problems
-    problems += [
-        f"label of {printable(names[0])}: {value} is no id or colour of the class file"
-        for value, names in scan.unknown_labels.items()
+def class_column(names: Sequence[str]) -> list[str]:
+    """The first column of a table of classes."""
+    return ["class", *(printable(name, MAX_NAME) for name in names)]
+
+
+def table_lines(columns: Sequence[Sequence[str]]) -> list[str]:
+    """A table from its columns, each with its title: the first to the left, others to the right."""
+    first, *widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)])
+        for name, *cells in zip(*columns, strict=True)
     ]
-    if not problems and not scan.pixels.any():
-        problems = [f"split {printable(scan.split)!r}: no label has a pixel of any class"]
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
-        raise DataError(f"{problems[0]}{more}; 'segtrain data check' lists all that is wrong")
 
 
 def _moments(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -182,22 +200,3 @@ def _moments(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
         means.append(first / n)
         stds.append(((n * second - first**2) ** 0.5) / n)
     return tuple(means), tuple(stds)
-
-
-def _table(stats: SplitStats) -> list[str]:
-    scan = stats.scan
-    num_valid = int(scan.pixels.sum())
-    columns: dict[str, Sequence[str]] = {
-        "class": [printable(name, MAX_NAME) for name in stats.class_names],
-        "pixels": [str(pixels) for pixels in scan.pixels],
-        "of valid": [f"{100 * pixels / num_valid:.3f} %" for pixels in scan.pixels],
-        "images": [str(images) for images in scan.images],
-    }
-    columns |= {name: [f"{w:g}" for w in ws] for name, ws in stats.class_weights.items()}
-    rows = [list(columns), *zip(*columns.values(), strict=True)]
-    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in rows]
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [round(value, 3) for value in values]

@@ -1,4 +1,4 @@
-"""What is in a pack: `pack.json`, and the headers of its shards.
+"""What is in a pack: `pack.json`.
 
 A shard is a safetensors file with one tensor for each image, (H, 4 W) uint8: each row is the row
 of the image, W RGB pixels, and behind it the row of the label, W train ids. So the rows of a crop,
@@ -7,29 +7,26 @@ with their labels, are one range of bytes (`PackedImage.byte_range`).
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+import numpy as np
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from segtrain import files
 from segtrain.errors import DataError
+from segtrain.files import os_errors_as
 from segtrain.text import printable
 
 MANIFEST = "pack.json"
-# Of a pack that is being made: what is filled already. It is removed when the pack is complete.
-JOURNAL = "journal.jsonl"
-FORMAT = 1
+# An empty file in a folder where a pack is being made.
+UNFINISHED = "unfinished"
+FORMAT = 2
 
 _MAX_BYTES = 1 << 30  # an image takes about 600 bytes
-_METADATA = {
-    "format": "segtrain pack 1",
-    "rows": "(H, 4 W) uint8: W pixels of RGB, then W train ids, 255 is ignored",
-}
-# Data begins on a page.
-_ALIGNMENT = 4096
 
 
 def _is_text(value: Any) -> str:
@@ -48,8 +45,6 @@ _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 class SourceFile:
     """A file as it was packed. name: its path, relative to data.root. sha256: of its bytes."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
     name: _Text
     num_bytes: _Count
     mtime_ns: int
@@ -62,10 +57,8 @@ class PackedImage:
 
     name: unique in the split. depth, orientation: of the header of the image file.
     shard: its index. offset: of its first row in the shard, in bytes.
-    crc: CRC-32 of all its rows.
+    crc: the `checksum` of its rows.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: _Text
     image: SourceFile
@@ -102,8 +95,6 @@ class PackedSplit:
     warnings: what the check before packing found odd; training and evaluation show them.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
     excluded: tuple[_Text, ...]
     warnings: tuple[_Text, ...]
     images: tuple[PackedImage, ...]
@@ -112,8 +103,6 @@ class PackedSplit:
 @dataclass(frozen=True)
 class Shard:
     """One file of a pack."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     # Files named here are opened: no name may lead out of the directory.
     name: Annotated[str, Field(pattern=r"^[0-9]{5,9}\.safetensors$")]
@@ -130,8 +119,6 @@ class Pack:
     ignores_color: whether the class file gives an `ignore_color`.
     splits: by their names in the config.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     format: int
     made_by: dict[str, str]
@@ -156,6 +143,14 @@ def to_json(pack: Pack) -> str:
     return json.dumps({"sha256": sha256_of(content), "pack": content}) + "\n"
 
 
+def checksum(rows: np.ndarray) -> int:
+    """CRC-32 of the rows (H, 4 W) uint8 of an image, which begins from their number H.
+
+    So it differs where the manifest exchanges height and width.
+    """
+    return zlib.crc32(rows, len(rows))
+
+
 def sha256_of(content: Any) -> str:
     """The SHA-256 of plain data, whatever the order of its keys."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -170,13 +165,10 @@ def read_pack(directory: Path) -> Pack:
             missing or has another size.
     """
     path = directory / MANIFEST
-    try:
+    if not path.exists():
+        raise DataError(_no_pack(directory))
+    with os_errors_as(DataError, path):
         raw = files.read_bytes(path, _MAX_BYTES)
-    except FileNotFoundError:
-        raise DataError(_no_pack(directory)) from None
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise DataError(f"{printable(path)}: cannot be read: {reason}") from None
     pack = _parse(raw, path)
     for shard in pack.shards:
         if problem := shard_problem(directory, shard):
@@ -186,8 +178,8 @@ def read_pack(directory: Path) -> Pack:
 
 def _no_pack(directory: Path) -> str:
     where = f"data.pack: {printable(directory)}"
-    if (directory / JOURNAL).exists():
-        return f"{where}: this pack is not finished; run segtrain data pack again to go on with it"
+    if (directory / UNFINISHED).exists():
+        return f"{where}: this pack is not finished; run segtrain data pack again"
     what = "no pack there" if directory.is_dir() else "no such folder"
     return (
         f"{where}: {what}; make one with segtrain data pack, or read the files themselves "
@@ -231,25 +223,3 @@ def shard_problem(directory: Path, shard: Shard) -> str:
         f"{printable(path)}: a shard of the pack, {what}: {found} bytes, expected "
         f"{shard.num_bytes}; copy it again, or delete the pack and make it again"
     )
-
-
-def shard_header(numbered: Sequence[tuple[int, PackedImage]]) -> bytes:
-    """The first bytes of a shard with these images, each with its number in the pack."""
-    tensors: dict[str, Any] = {"__metadata__": _METADATA}
-    start = 0
-    for number, image in numbered:
-        stop = start + image.num_bytes
-        tensors[f"{number:07d}"] = {
-            "dtype": "U8",
-            "shape": list(image.shape),
-            "data_offsets": [start, stop],
-        }
-        start = stop
-    text = json.dumps(tensors, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def header_of(pack: Pack, shard: int) -> bytes:
-    """The first bytes that shard number `shard` must have."""
-    return shard_header([x for x in enumerate(pack.images()) if x[1].shard == shard])

@@ -9,7 +9,6 @@ import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -30,7 +29,7 @@ from segtrain.data.read.find import Pair, first_lines
 from segtrain.data.read.fingerprint import class_differences
 from segtrain.data.read.layouts import LAYOUTS, list_split, scan_layout
 from segtrain.errors import ConfigError, DataError
-from segtrain.files import open_regular
+from segtrain.files import open_regular, os_errors_as
 from segtrain.text import counted, printable
 
 # Asking for sizes waits for the disk, not for the processor.
@@ -39,133 +38,47 @@ _MAX_HASHED = 64
 _WAY_OUT = "delete the pack and make it again, or read the files themselves (data.pack: null)"
 
 
-class SourceState(NamedTuple):
-    """What is known of the files of a split. is_there: False if there are none of them."""
-
-    is_there: bool
-    warnings: list[str]
-
-
-def check_source(
-    data: DataConfig,
-    split: str,
-    images: Sequence[PackedImage],
-    *,
-    quoted: bool = True,
-    labelled: bool = True,
-) -> SourceState:
-    """Compares the files in data.root with those that were packed.
-
-    Nothing is compared if data.root holds no images of this split: a pack is enough to train.
-
-    quoted, labelled: as for `list_split`.
-
-    Raises:
-        DataError: files were changed, added or removed, or their order is another.
-    """
-    root = Path(os.path.expanduser(data.root))
-    pack = printable(data.pack)
-    sources = [file for image in images for file in (image.image, image.label)[: 1 + labelled]]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda file: _stat(root, file), sources))
-    if not any(found):
-        what = f"data.pack {pack}: its files are not in data.root {printable(data.root)}"
-        if _has_images(data, split):
-            raise DataError(f"{what}, which holds others; {_WAY_OUT}")
-        return SourceState(False, [f"{what}: changes since they were packed are not noticed"])
-    problems, touched = [], []
-    for file, now in zip(sources, found, strict=True):
-        if now is None:
-            problems.append(f"{printable(root / file.name)}: gone since it was packed")
-        elif now.st_size != file.num_bytes:
-            problems.append(_changed(root, file))
-        elif now.st_mtime_ns != file.mtime_ns:
-            touched.append(file)
-    if len(touched) <= _MAX_HASHED:
-        problems += [
-            _changed(root, file) for file in touched if not has_content(root / file.name, file)
-        ]
-        touched = []
-    if labelled and not problems:
-        problems = _other_names(data, split, images, quoted=quoted)
-    if problems:
-        title = f"data.pack {pack}, split {split!r}: {_WAY_OUT}"
-        raise DataError(first_lines(title, problems))
-    if not touched:
-        return SourceState(True, [])
-    one = "file has another time than when it was packed"
-    many = "files have other times than when they were packed"
-    what = f"data.pack {pack}: {counted(len(touched), one, many)}"
-    return SourceState(True, [f"{what}, as after a copy; segtrain data check compares them"])
-
-
 def has_content(path: Path, file: SourceFile) -> bool:
     """Whether the file at `path` has the bytes that were packed; DataError: it is unreadable."""
-    try:
-        with open_regular(path) as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
-    except OSError as error:
-        raise DataError(f"{printable(path)}: {(error.strerror or '').lower()}") from error
+    with os_errors_as(DataError, path), open_regular(path) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
 
 
-def _has_images(data: DataConfig, split: str) -> bool:
-    """Whether data.root holds the split, of whatever images."""
-    try:
-        labelled = LAYOUTS[data.layout].lists_labels
-        return bool(scan_layout(data, split, labelled=labelled).pairs)
-    except DataError:
-        return False
+def open_dataset(
+    data: DataConfig, split: str, *, hidden: Collection[str] = (), labelled: bool = True
+) -> SegDataset:
+    """The images and labels of `split`, listed and complete, not yet read; of a pack if asked.
 
-
-def _stat(root: Path, file: SourceFile) -> os.stat_result | None:
-    try:
-        return os.stat(root / file.name)
-    except OSError:
-        return None
-
-
-def _changed(root: Path, file: SourceFile) -> str:
-    return f"{printable(root / file.name)}: changed since it was packed"
-
-
-def _other_names(
-    data: DataConfig, split: str, images: Sequence[PackedImage], *, quoted: bool
-) -> list[str]:
-    """How the split, listed now, differs from `images`."""
-    now = {
-        pair.name: (source_name(pair.image, data.root), source_name(pair.label, data.root))
-        for pair in list_split(data, split, quoted=quoted).pairs
-    }
-    packed = {image.name: (image.image.name, image.label.name) for image in images}
-    problems = [f"{printable(name)}: not in the pack" for name in now if name not in packed]
-    problems += [f"{printable(name)}: no longer in the split" for name in packed if name not in now]
-    problems += [
-        f"{printable(name)}: made from other files than the split names now"
-        for name in now
-        if packed.get(name, now[name]) != now[name]
-    ]
-    if not problems and list(now) != list(packed):
-        problems = ["the images have another order now"]
-    return problems
-
-
-def open_packed(
-    data: DataConfig,
-    split: str,
-    classes: ClassFile,
-    *,
-    quoted: bool = True,
-    labelled: bool = True,
-) -> PackedDataset:
-    """The split in the pack `data.pack`, not yet read.
-
-    quoted: whether messages may show lines of a text file that lists the split.
-    labelled: False: every pixel of a label is ignored.
+    hidden: "data.classes" for a class file, "data.eval_split" for a list file, if messages must
+        show none of its lines: a checkpoint names it, not the user.
+    labelled: False for a split without labels; in a pack, all their pixels are ignored.
 
     Raises:
-        ConfigError: the pack was made with other options, or does not hold the split.
-        DataError: there is no pack, it is damaged, or its files have changed.
+        ConfigError: no such class file, or it is wrong; or `data.pack` was made with others, or
+            does not hold the split.
+        DataError: no such split, no images, or files missing, all of them counted; or there is no
+            pack, it is damaged or older than its files.
     """
+    classes = load_class_file(
+        data.classes, label_format=data.label_format, quoted="data.classes" not in hidden
+    )
+    quoted = "data.eval_split" not in hidden
+    if data.pack is not None:
+        return _open_packed(data, split, classes, quoted=quoted, labelled=labelled)
+    listing = list_split(data, split, quoted=quoted, labelled=labelled)
+    return (SegDataset if labelled else UnlabelledDataset)(
+        listing.pairs,
+        classes,
+        split=split,
+        label_format=data.label_format,
+        warnings=listing.warnings_of_start(),
+        may_exclude=split == data.train_split,
+    )
+
+
+def _open_packed(
+    data: DataConfig, split: str, classes: ClassFile, *, quoted: bool, labelled: bool
+) -> PackedDataset:
     directory = Path(os.path.expanduser(data.pack))
     pack = read_pack(directory)
     packed = _split_of(pack, data, split)
@@ -176,19 +89,19 @@ def open_packed(
             "  make another pack with segtrain data pack, or read the files themselves "
             "(data.pack: null)"
         )
-    state = check_source(data, split, packed.images, quoted=quoted, labelled=labelled)
+    is_there, warnings = _check_source(data, split, packed.images, quoted=quoted, labelled=labelled)
     root = Path(os.path.expanduser(data.root))
     return PackedDataset(
         [Pair(root / x.image.name, root / x.label.name, x.name) for x in packed.images],
         classes,
         split=split,
         label_format=data.label_format,
-        warnings=[*packed.warnings, *state.warnings],
+        warnings=[*packed.warnings, *warnings],
         may_exclude=split == data.train_split,
         shards=Shards(directory, pack.shards),
         images=packed.images,
         labelled=labelled,
-        source_is_there=state.is_there,
+        source_is_there=is_there,
     )
 
 
@@ -234,33 +147,95 @@ def _other_options(
     return lines
 
 
-def open_dataset(
-    data: DataConfig, split: str, *, hidden: Collection[str] = (), labelled: bool = True
-) -> SegDataset:
-    """The images and labels of `split`, listed and complete, not yet opened; of a pack if asked.
+def _check_source(
+    data: DataConfig,
+    split: str,
+    images: Sequence[PackedImage],
+    *,
+    quoted: bool,
+    labelled: bool,
+) -> tuple[bool, list[str]]:
+    """Compares the files in data.root with those that were packed.
 
-    labelled: False for a split without labels.
-
-    hidden: "data.classes" for a class file, "data.eval_split" for a list file, if messages must
-        show none of its lines: a checkpoint names it, not the user.
+    Returns whether they are there, and warnings. If data.root holds no images of this split,
+    nothing is compared: a pack is enough to train.
 
     Raises:
-        ConfigError: no such class file, or it is wrong; or `data.pack` was made with others.
-        DataError: no such split, no images, or files missing, all of them counted; or a pack that
-            is damaged or older than its files.
+        DataError: files were changed, added or removed, or their order is another.
     """
-    classes = load_class_file(
-        data.classes, label_format=data.label_format, quoted="data.classes" not in hidden
-    )
-    quoted = "data.eval_split" not in hidden
-    if data.pack is not None:
-        return open_packed(data, split, classes, quoted=quoted, labelled=labelled)
-    listing = list_split(data, split, quoted=quoted, labelled=labelled)
-    return (SegDataset if labelled else UnlabelledDataset)(
-        listing.pairs,
-        classes,
-        split=split,
-        label_format=data.label_format,
-        warnings=listing.warnings_of_start(),
-        may_exclude=split == data.train_split,
-    )
+    root = Path(os.path.expanduser(data.root))
+    pack = printable(data.pack)
+    sources = [file for image in images for file in (image.image, image.label)[: 1 + labelled]]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = list(pool.map(lambda file: _stat(root / file.name), sources))
+    if not any(found):
+        what = f"data.pack {pack}: its files are not in data.root {printable(data.root)}"
+        if _has_images(data, split):
+            raise DataError(f"{what}, which holds others; {_WAY_OUT}")
+        return False, [f"{what}: changes since they were packed are not noticed"]
+    pairs = list(zip(sources, found, strict=True))
+    gone = [file for file, now in pairs if now is None]
+    changed = [file for file, now in pairs if now and now.st_size != file.num_bytes]
+    touched = [
+        file
+        for file, now in pairs
+        if now and now.st_size == file.num_bytes and now.st_mtime_ns != file.mtime_ns
+    ]
+    if len(touched) <= _MAX_HASHED:
+        changed += [file for file in touched if not has_content(root / file.name, file)]
+        touched = []
+    problems = [f"{printable(root / file.name)}: gone since it was packed" for file in gone]
+    problems += [f"{printable(root / file.name)}: changed since it was packed" for file in changed]
+    if labelled and not problems:
+        problems = _other_names(data, split, images, quoted=quoted)
+    if problems:
+        title = f"data.pack {pack}, split {split!r}: {_WAY_OUT}"
+        raise DataError(first_lines(title, problems))
+    if not touched:
+        return True, []
+    one = "file has another time than when it was packed"
+    many = "files have other times than when they were packed"
+    what = f"data.pack {pack}: {counted(len(touched), one, many)}"
+    return True, [f"{what}, as after a copy; segtrain data check compares them"]
+
+
+def _has_images(data: DataConfig, split: str) -> bool:
+    """Whether data.root holds the split, of whatever images."""
+    try:
+        labelled = LAYOUTS[data.layout].images is None
+        return bool(scan_layout(data, split, labelled=labelled).pairs)
+    except DataError:
+        return False
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+def _other_names(
+    data: DataConfig, split: str, images: Sequence[PackedImage], *, quoted: bool
+) -> list[str]:
+    """How the split, listed now, differs from `images`."""
+    now = {
+        pair.name: (source_name(pair.image, data.root), source_name(pair.label, data.root))
+        for pair in list_split(data, split, quoted=quoted).pairs
+    }
+    packed = {image.name: (image.image.name, image.label.name) for image in images}
+    differences = {
+        "not in the pack": now.keys() - packed.keys(),
+        "no longer in the split": packed.keys() - now.keys(),
+        "made from other files than the split names now": {
+            name for name in now.keys() & packed.keys() if now[name] != packed[name]
+        },
+    }
+    problems = [
+        f"{printable(name)}: {what}"
+        for what, names in differences.items()
+        for name in sorted(names)
+    ]
+    if not problems and list(now) != list(packed):
+        problems = ["the images have another order now"]
+    return problems

@@ -2,7 +2,6 @@
 
 import hashlib
 import mmap
-import zlib
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -11,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from segtrain.data.pack.manifest import PackedImage, Shard, shard_problem
+from segtrain.data.pack.manifest import PackedImage, Shard, checksum, shard_problem
 from segtrain.data.read.dataset import HashedLabel, SegDataset
 from segtrain.errors import DataError
-from segtrain.files import open_regular
+from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX
 
@@ -44,12 +43,9 @@ class Shards:
         return flat.reshape(image.shape)
 
     def check(self, image: PackedImage, num_classes: int) -> None:
-        """Raises DataError if the rows of an image do not have its CRC, or a label is no train id.
-
-        The CRC fits where the manifest exchanges height and width.
-        """
+        """Raises DataError if rows do not have their CRC, or a label holds no train ids."""
         rows, place = self.rows(image), printable(self.path(image))
-        if zlib.crc32(rows) != image.crc:
+        if checksum(rows) != image.crc:
             first, last = image.byte_range(range(image.height))
             raise DataError(
                 f"{place}: damaged: bytes {first} to {last - 1}, image {printable(image.name)}, "
@@ -70,16 +66,12 @@ class Shards:
         return self.directory / self.shards[image.shard].name
 
     def _mapped(self, shard: Shard) -> mmap.mmap:
-        path = self.directory / shard.name
         # Rows behind the end of a file would kill this process (SIGBUS).
         if problem := shard_problem(self.directory, shard):
             raise DataError(problem)
-        try:
-            with open_regular(path) as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise DataError(f"{printable(path)}: cannot be read: {reason}") from error
+        path = self.directory / shard.name
+        with os_errors_as(DataError, path), open_regular(path) as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @dataclass(eq=False)
@@ -148,6 +140,11 @@ class PackedDataset(SegDataset):
 
     def _label(self, index: int) -> np.ndarray:
         return self.view(index)[1].copy()
+
+
+def packed_rows(image: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """The rows of an image (H, W, 3) uint8 with its label (H, W) uint8: (H, 4 W) uint8."""
+    return np.hstack([image.reshape(len(image), -1), label])
 
 
 def split_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,24 +1,30 @@
-"""Work on many images: calls made by threads ahead of the caller, and how far a long one has come.
+"""Work on many images: by threads ahead of the caller, or by processes for a whole data set.
 
-Threads, not processes: decoding and compressing images happen outside the interpreter lock, and
-nothing has to be started, pickled or put into shared memory.
+Threads where they are enough: decoding and compressing images happen outside the interpreter lock,
+and nothing has to be started, pickled or put into shared memory.
 """
 
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from tqdm import tqdm
 
+from segtrain.distributed.machine import num_cores
+from segtrain.errors import ExecutionError
 from segtrain.text import printable
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _PLAIN_PROGRESS_S = 15
+_CHUNK = 8
+# Each process needs enough pairs to pay for its start.
+_PAIRS_PER_PROCESS = 128
 
 
 def prefetch(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> Iterator[R]:
@@ -72,7 +78,36 @@ def one_late(items: Iterable[T]) -> Iterator[T]:
     yield from held
 
 
-def with_progress(results: Iterable[T], num_pairs: int, what: str) -> Iterator[T]:
+def num_processes(num_pairs: int, jobs: int | None) -> int:
+    """At most `jobs` (None: one for each core that this process may use), and no idle ones."""
+    useful = -(-num_pairs // _PAIRS_PER_PROCESS)
+    return max(1, min(jobs or num_cores(), useful))
+
+
+def for_each_pair(
+    function: Callable[[T], R], pairs: Sequence[T], pool: ProcessPoolExecutor | None, what: str
+) -> Iterator[R]:
+    """Yields `function(pair)` for every pair, in order, and shows how many are done.
+
+    pool: the processes that call `function`; None: this one does.
+
+    Raises:
+        ExecutionError: a process was killed.
+    """
+    results = map(function, pairs) if pool is None else pool.map(function, pairs, chunksize=_CHUNK)
+    try:
+        yield from _with_progress(results, len(pairs), what)
+    except BrokenProcessPool as error:
+        raise ExecutionError(
+            "a process was killed, probably for lack of memory; use fewer --jobs"
+        ) from error
+    except BaseException:
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+        raise
+
+
+def _with_progress(results: Iterable[T], num_pairs: int, what: str) -> Iterator[T]:
     """`results` of pairs, with a progress bar on a terminal, or else a line every 15 s."""
     if sys.stderr.isatty():
         yield from tqdm(results, desc=printable(what), total=num_pairs, unit="pair", leave=False)

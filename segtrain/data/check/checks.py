@@ -1,0 +1,320 @@
+"""The checks of a data set: of every pair, and of the headers and a few pairs before training."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from segtrain.config import Config, DataConfig
+from segtrain.config.loss import takes_class_weights
+from segtrain.data.check.dark_images import whole_split_problem
+from segtrain.data.check.findings import (
+    ONE_SPLIT,
+    Finding,
+    brightness_findings,
+    file_findings,
+    listing_findings,
+    refuse_errors,
+    shared_image_findings,
+    split_findings,
+    training_findings,
+)
+from segtrain.data.check.scan import SplitScan, scan_image, scan_label, scan_split
+from segtrain.data.check.stats import (
+    class_column,
+    counts_of,
+    enet_weights,
+    median_frequency_weights,
+    table_lines,
+)
+from segtrain.data.pack.opening import open_dataset
+from segtrain.data.read.classes import ClassFile, load_class_file, read_by
+from segtrain.data.read.concurrent import num_processes
+from segtrain.data.read.dataset import SegDataset, size_problem
+from segtrain.data.read.decode import label_mode_problem, read_header
+from segtrain.data.read.find import Pair
+from segtrain.data.read.labels import looks_like_train_ids
+from segtrain.data.read.layouts import scan_layout
+from segtrain.distributed.machine import process_pool
+from segtrain.errors import DataError
+from segtrain.text import counted, printable
+
+# Reading headers waits for the disk, not for the processor.
+_HEADER_THREADS = 16
+# Images and labels to look at in any case, and of the images with 16 bits: a wrong class file or a
+# wrong conversion shows in every one.
+_SAMPLES = 4
+_DEEP_SAMPLES = 8
+# To look at before all are called dark, or their ids train ids.
+_MORE_SAMPLES = 32
+# Only if at least this fraction of the classes has raw ids that cannot be train ids.
+_MIN_TELLING = 0.25
+# What a few pairs can tell.
+_KINDS = {"unreadable", "values", "faint", "palette", "palettes", "one class", "train ids"}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """All findings of a data set, and the counts of its classes and sizes."""
+
+    class_file: str
+    class_names: Sequence[str]
+    scans: list[SplitScan]
+    findings: list[Finding]
+    weighs_classes: bool = True  # whether the loss can
+
+    @property
+    def ok(self) -> bool:
+        """Whether training can start: there may be warnings, but no errors."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def class_weights(self) -> dict[str, list[float]]:
+        """Weights by the name of their method, from the first split; empty: no use for them."""
+        if not (self.weighs_classes and self.scans and self.scans[0].pixels.any()):
+            return {}
+        scan = self.scans[0]
+        return {
+            "median_frequency": median_frequency_weights(scan),
+            "enet": enet_weights(scan.pixels),
+        }
+
+    def as_text(self) -> str:
+        """For a terminal: a table of the classes, class weights, the findings, a verdict."""
+        lines = [_split_line(scan) for scan in self.scans]
+        if self.scans:
+            columns = [class_column(self.class_names)]
+            for scan in self.scans:
+                total = max(1, int(scan.pixels.sum()))
+                percentages = [f"{100 * pixels / total:.3f} %" for pixels in scan.pixels]
+                columns.append([f"{scan.split} pixels", *percentages])
+                columns.append(["images", *map(str, scan.images)])
+            lines += ["", *table_lines(columns)]
+        if weights := self.class_weights:
+            which = f"class weights for the loss section, from split {self.scans[0].split!r}"
+            lines += ["", f"{which}, if rare classes matter:"]
+            lines.append(f"  class_weights: {weights['median_frequency']}  # median frequency")
+            lines.append(f"  class_weights: {weights['enet']}  # ENet")
+        ordered = sorted(self.findings, key=lambda finding: finding.severity, reverse=True)
+        for finding in ordered:  # warnings, then errors, which a terminal shows last
+            first, *places = finding.lines()
+            lines += ["", f"{finding.severity}: {first}", *places]
+        counts = Counter(finding.severity for finding in self.findings)
+        of = {severity: counted(n, "kind", "kinds") for severity, n in counts.items()}
+        verdict = "the data is fine" if self.ok else f"errors of {of['error']}"
+        warnings = f"warnings of {of['warning']}" if "warning" in of else "no warnings"
+        return "\n".join([*lines, "", f"{verdict}; {warnings}"])
+
+    def as_json(self) -> str:
+        """The whole result, with every place of every finding, as one JSON object."""
+        content: dict[str, Any] = {
+            "ok": self.ok,
+            "class_file": self.class_file,
+            "splits": {
+                scan.split: {"pairs": scan.num_pairs, **counts_of(scan, self.class_names)}
+                for scan in self.scans
+            },
+            "findings": [vars(finding) for finding in self.findings],
+        }
+        if weights := self.class_weights:
+            content["class_weights"] = weights
+        return json.dumps(content, indent=2)
+
+
+def check_data(config: Config, jobs: int | None = None) -> CheckResult:
+    """All findings of the training and the evaluation split.
+
+    jobs: processes; None: one for each core that this process may use.
+
+    Raises:
+        ConfigError: the class file is missing or wrong.
+        ExecutionError: a process was killed.
+    """
+    data = config.data
+    classes = load_class_file(data.classes, label_format=data.label_format)
+    findings: list[Finding] = []
+    datasets = []
+    for split in dict.fromkeys((data.train_split, data.eval_split)):
+        try:
+            found, dataset = _open(data, split, classes)
+        except DataError as error:
+            finding = Finding("error", split, "split", str(error))
+            if findings and findings[-1].text == finding.text:  # such as a wrong data.root
+                findings.pop()
+                finding = replace(finding, split="")
+            findings.append(finding)
+            continue
+        findings += found
+        datasets.append(dataset)
+    with process_pool(num_processes(sum(map(len, datasets)), jobs)) as pool:
+        scans = [scan_split(dataset, pool, compare=True) for dataset in datasets]
+    for scan in scans:
+        findings += split_findings(scan, read_by(classes, data.label_format))
+        if scan.split == data.train_split:
+            findings += training_findings(scan, config)
+    findings += shared_image_findings(scans, is_one_split=data.train_split == data.eval_split)
+    weighs = any(takes_class_weights(term.kind) for term in config.loss.terms)
+    return CheckResult(classes.name, classes.names, scans, findings, weighs)
+
+
+def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
+    """Warnings about the two splits, one line each.
+
+    Raises:
+        DataError: training would stop at this data: files that are not PNG or JPEG, sizes that
+            differ, labels of a wrong kind (all are counted, the first ten shown); or, in the sample
+            of pairs, files that cannot be read, unknown label values, a palette that contradicts
+            the class file, nearly black images; or labels of a single class.
+    """
+    if train.split == evaluation.split:
+        return [ONE_SPLIT, *check_split(train)]
+    return check_split(train) + check_split(evaluation)
+
+
+def check_split(dataset: SegDataset) -> list[str]:
+    """`quick_check` of one split; nothing of a pack, which repeats what was found before packing.
+
+    Raises:
+        DataError: as there.
+    """
+    if dataset.is_packed:
+        return []
+    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
+    depths = _scan_headers(dataset, scan)
+    refuse_errors(file_findings(scan))
+    _scan_images(dataset, scan, depths)
+    _scan_labels(dataset, scan)
+    kinds = _KINDS if _can_tell_train_ids(dataset) else _KINDS - {"train ids"}
+    classes = read_by(dataset.classes, dataset.label_format)
+    found = [one for one in split_findings(scan, classes) if one.kind in kinds]
+    # Other labels may all agree.
+    refuse_errors(one for one in found if one.kind != "palettes")
+    return _lines(found)
+
+
+def dark_warnings(dataset: SegDataset) -> list[str]:
+    """Warnings about dark images of `dataset`, from a sample of at most 64.
+
+    A pack brings its own. Images that cannot be read give no warning: reading them later fails
+    with a message.
+    """
+    if dataset.is_packed:
+        return []
+    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
+    indices = _spread(range(len(dataset)), _MORE_SAMPLES)
+    try:
+        depths = {i: read_header(dataset.pairs[i].image).depth for i in indices}
+    except DataError:
+        return []
+    _scan_images(dataset, scan, depths)
+    if scan.unreadable:
+        return []
+    return _lines(one for one in brightness_findings(scan) if one.kind == "faint")
+
+
+def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Finding], SegDataset]:
+    """A split, of the pack if there is one, and the findings that show before it is read."""
+    if data.pack is not None:
+        dataset = open_dataset(data, split)
+        return [Finding("warning", split, "pack", line) for line in dataset.warnings], dataset
+    listing = scan_layout(data, split)
+    dataset = SegDataset(listing.pairs, classes, split=split, label_format=data.label_format)
+    return list(listing_findings(split, listing)), dataset
+
+
+def _split_line(scan: SplitScan) -> str:
+    total = int(scan.pixels.sum()) + scan.ignored_pixels
+    ignored = f", {scan.ignored_pixels / total:.1%} of the pixels ignored" if total else ""
+    size = ""
+    if scan.sizes:
+        heights, widths = zip(*scan.sizes, strict=True)
+        size = f" of {min(heights)}x{min(widths)} to {max(heights)}x{max(widths)}"
+    return f"{scan.split}: {counted(scan.num_pairs, 'pair', 'pairs')}{size}{ignored}"
+
+
+def _lines(findings: Iterable[Finding]) -> list[str]:
+    """Each on a line, with its first place."""
+    return [
+        f"split {one.split!r}, by a sample: {one.text}"
+        + (f"; such as {printable(one.places[0])}" if one.places else "")
+        for one in findings
+    ]
+
+
+def _scan_headers(dataset: SegDataset, scan: SplitScan) -> dict[int, int]:
+    """The bit depth of each image, by its index; `scan` gets what the headers say is wrong."""
+    read = partial(_read_headers, num_classes=scan.pixels.size, label_format=dataset.label_format)
+    depths = {}
+    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+        for i, (found, depth) in enumerate(pool.map(read, dataset.pairs)):
+            scan.add(found)
+            depths[i] = depth
+    return depths
+
+
+def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[SplitScan, int]:
+    """What is wrong with a pair, as far as its headers tell, and the bit depth of its image."""
+    scan, path, depth = SplitScan("", 1, num_classes), pair.image, 0
+    try:
+        image = read_header(path)
+        depth, path = image.depth, pair.label
+        label = read_header(path)
+        if problem := label_mode_problem(label.mode, label_format):
+            raise DataError(problem)
+        if problem := size_problem(pair, image.size, label.size):
+            scan.size_problems.append(problem)
+    except DataError as error:
+        scan.add_unreadable(path, error)
+    return scan, depth
+
+
+def _scan_images(dataset: SegDataset, scan: SplitScan, depths: Mapping[int, int]) -> None:
+    """Adds a few images to `scan`, and more while all of them are suspicious.
+
+    depths: bits per sample of the images to choose from, by their index.
+    """
+    indices = list(depths)
+    deep = [i for i in indices if depths[i] > 8]
+    few = [*_spread(indices, _SAMPLES), *_spread(deep, _DEEP_SAMPLES)]
+    more = _spread(deep or indices, _MORE_SAMPLES)
+    for number, i in enumerate(dict.fromkeys([*few, *more])):
+        if number >= len(set(few)) and not whole_split_problem(scan.brightness):
+            return
+        scan.add(scan_image(dataset.pairs[i], dataset.classes.num_classes))
+
+
+def _scan_labels(dataset: SegDataset, scan: SplitScan) -> None:
+    """Adds a few labels to `scan`, and more while their ids are suspicious.
+
+    With a single class beside ignored pixels any model scores 100 %: there all labels are read.
+    """
+    num_classes, can_tell = dataset.classes.num_classes, _can_tell_train_ids(dataset)
+    indices = range(len(dataset))
+    few, more = _spread(indices, _SAMPLES), _spread(indices, _MORE_SAMPLES)
+    last = len({*few, *more})
+    for number, i in enumerate(dict.fromkeys([*few, *more, *indices])):
+        is_single = num_classes > 1 and np.count_nonzero(scan.pixels) < 2
+        may_be_train_ids = can_tell and looks_like_train_ids(scan.values, dataset.classes)
+        if number >= len(few) and not is_single and (number >= last or not may_be_train_ids):
+            return
+        scan.add(scan_label(dataset.pairs[i], dataset.classes, dataset.label_format))
+
+
+def _can_tell_train_ids(dataset: SegDataset) -> bool:
+    """Whether a sample of labels shows that they hold train ids instead of raw ids.
+
+    Not with ADE20K, whose raw ids are 1 to 150, and train ids 0 to 149.
+    """
+    classes = dataset.classes
+    telling = sum(min(one.ids) >= classes.num_classes for one in classes.classes)
+    return dataset.label_format == "ids" and telling >= _MIN_TELLING * classes.num_classes
+
+
+def _spread(indices: Sequence[int], count: int) -> Sequence[int]:
+    """`count` of the indices or a few more, evenly spread; all if they are fewer."""
+    return indices[:: max(1, len(indices) // count)]
