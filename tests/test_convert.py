@@ -691,7 +691,7 @@ def test_config_that_save_pretrained_writes_beside_the_file_is_read(tmp_path, cl
     converted = convert(tmp_path / "b.pt")
     model = converted.config.model
     assert (model.output_stride, model.aspp_rates) == (8, (6, 12, 18))
-    assert not model.contract_dilation
+    assert model.variant == "smp"
     stated = "stated      model.output_stride=8 model.aspp_rates=[6, 12, 18] (by the config of"
     assert any(line.startswith(stated) for line in converted.lines)
     (tmp_path / "config.json").write_text(json.dumps(config | {"encoder_name": "resnet34"}))
@@ -1095,7 +1095,7 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
     assert "\ndata:\n" not in said
     assert re.search(r"assumed .*model\.ppm_bins=\[1, 2, 3, 6\].* \(the file does not say", said)
     loaded = load_model(output)
-    assert loaded.config.model.classifier_kernel == 3
+    assert loaded.config.model.variant == "smp"
     assert loaded.step == 0
     started = build_model(loaded.config.model, num_classes=K)
     other = override_config(loaded.config, ["model.align_corners=false"], source="here")

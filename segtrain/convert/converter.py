@@ -122,7 +122,6 @@ def _ends(key: str, marker: str) -> bool:
 
 _LAYOUTS = get_args(DataConfig.model_fields["layout"].annotation)
 _INPUT = ("mean", "std", "short_side_px")
-_DILATION = ("model.contract_dilation", "model.basic_block_dilation")
 
 
 def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
@@ -146,8 +145,7 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
     }
     for key, value in plan.options().items():
         section, _, option = key.partition(".")
-        if key not in _DILATION:
-            sections.setdefault(section, {})[option] = value
+        sections.setdefault(section, {})[option] = value
     try:
         config = Config.model_validate(sections)
     except ValidationError as error:
@@ -157,18 +155,7 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
         raise CheckpointError(
             f"the file describes a model that segtrain does not have: {what}"
         ) from None
-    config = override_config(config, overrides, source="the converted model")
-    # Refused where no stage is dilated, which the overrides decide.
-    if not has_dilation(config.model):
-        return config
-    given = _given(overrides)
-    late = {k: v for k, v in plan.options().items() if k in _DILATION and k not in given}
-    return override_config(config, describe(late).split(), source="the converted model")
-
-
-def has_dilation(model: ModelConfig) -> bool:
-    """Whether a stage of the backbone has dilations instead of its stride."""
-    return model.output_stride < 2 ** (model.num_stages + 1)
+    return override_config(config, overrides, source="the converted model")
 
 
 def drops_aux_head(overrides: Sequence[str]) -> bool:
@@ -186,9 +173,8 @@ def drops_aux_head(overrides: Sequence[str]) -> bool:
 def split_options(plan: Plan, config: Config, overrides: Sequence[str]) -> dict[str, Options]:
     """The options of `plan` as they are in `config`, by who decided: stated, assumed, set."""
     given = _given(overrides)
-    hidden = given if has_dilation(config.model) else given | set(_DILATION)
-    stated = {key: value for key, value in plan.stated.items() if key not in hidden}
-    assumed = {k: v for k, v in plan.assumed.items() if k not in hidden and k not in stated}
+    stated = {key: value for key, value in plan.stated.items() if key not in given}
+    assumed = {k: v for k, v in plan.assumed.items() if k not in given and k not in stated}
     data = config.model_dump()
     by_user: Options = {}
     for key in sorted(given):

@@ -25,7 +25,6 @@ from segtrain.errors import CheckpointError
 # tells them from those of stride 16 (d16) or 32.
 _ASSUMED: Options = {
     "model.output_stride": 8,
-    "model.contract_dilation": True,
     "model.align_corners": False,
 }
 
@@ -120,16 +119,14 @@ def _refuse_others(state: State, meta: Mapping[str, Any]) -> None:
 
 def _backbone(state: State) -> tuple[Options, Renames]:
     name = resnet_name(state, "backbone.")
-    found: Options = {"model.backbone": name}
+    found: Options = {"model.backbone": name, "model.variant": "mmseg"}
     stem: Renames = ()
     if "backbone.stem.0.weight" in state:
         found["model.stem"] = "32-32-64"
         stem = deep_stem("backbone.stem.")
     # In ResNetV1d 0 is the pooling, which has no weights.
     if "backbone.layer2.0.downsample.2.weight" in state:
-        found["model.downsample"] = "avgpool"
-    if name in ("resnet18", "resnet34"):
-        found["model.basic_block_dilation"] = "first"
+        found["model.stem"] = "32-32-64-avgpool"
     return found, stem
 
 
@@ -159,7 +156,6 @@ def _head(state: State) -> tuple[Options, Renames, dict[str, Rotation]]:
             "mmsegmentation with another decode_head than PSPHead, ASPPHead and "
             "DepthwiseSeparableASPPHead: segtrain does not have it"
         )
-    found["model.join_kernel"] = 3
     branches, separable = _aspp(state)
     # It concatenates [global mean, 1x1, dilated]; the mean comes last here.
     rotate = Rotation(1, width)

@@ -276,7 +276,8 @@ def _problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
                 yield from misfits(f"{section}.{key}", inner, _KEYS[key])
             else:
                 yield f"{section}.{key}: expected a dict, found {short(inner)}"
-    stem = found.get("model.stem", "7x7") != "7x7", "model.downsample" in found
+    stem = found.get("model.stem", "7x7")
+    stem = stem != "7x7", stem.endswith("avgpool")
     kind, head_kind = (str(section.get("type")) for section in (backbone, head))
     set_by_keys = bool(backbone.get("deep_stem")), bool(backbone.get("avg_down"))
     by_type = _STEMS.get(kind)
@@ -293,6 +294,8 @@ def _problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
             f"backbone.strides and dilations {_geometry(backbone)}: segtrain dilates only stages "
             f"without a stride; expected one of {list(_STRIDES)}"
         )
+    elif _STRIDES[_geometry(backbone)] < 32 and not backbone.get("contract_dilation", False):
+        yield "backbone.contract_dilation: expected True where a stage is dilated, found False"
     if not ((grid := backbone.get("multi_grid")) is None or integers(grid)):
         yield f"backbone.multi_grid: expected numbers above 0, found {short(grid)}"
     dropout = head.get("dropout_ratio", 0.1)
@@ -317,10 +320,8 @@ def _model_options(sections: dict[str, dict], found: Options) -> Options:
         "model.align_corners": bool(head.get("align_corners", False)),
     }
     options["model.dropout"] = float(head.get("dropout_ratio", 0.1))
-    if stride < 32:
-        options["model.contract_dilation"] = bool(backbone.get("contract_dilation", False))
     if integers(grid := backbone.get("multi_grid")):
-        options |= {"model.multi_grid": grid, "model.multi_grid_values": "dilations"}
+        options["model.multi_grid"] = grid
     if found["model.arch"] == "pspnet":
         return options | {"model.ppm_bins": head.get("pool_scales", (1, 2, 3, 6))}
     return options | {"model.aspp_rates": head.get("dilations", (1, 6, 12, 18))[1:]}

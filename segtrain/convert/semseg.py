@@ -15,7 +15,6 @@ from segtrain.convert.layout import (
 # model/pspnet.py.
 _ASSUMED = {
     "model.output_stride": 8,
-    "model.contract_dilation": False,
     "model.align_corners": True,
     "model.ppm_bins": (1, 2, 3, 6),
 }
@@ -27,6 +26,7 @@ def plan(state: State) -> Plan:
     """The plan for a state dict with layer0. to layer4., ppm., cls. and, after training, aux."""
     found: Options = {
         "model.arch": "pspnet",
+        "model.variant": "semseg",
         "model.backbone": resnet_name(state, ""),
         "model.stem": "64-64-128",
         "model.head_channels": size(state, "cls.0.weight"),

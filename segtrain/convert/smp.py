@@ -21,8 +21,8 @@ from segtrain.errors import CheckpointError
 from segtrain.text import MAX_NAME, printable
 
 _NAME = "segmentation_models.pytorch"
-# Every resize is aligned, and all blocks of a stage are dilated alike (encoders/_utils.py).
-_ALWAYS: Options = {"model.align_corners": True, "model.contract_dilation": False}
+# Every resize is aligned.
+_ALWAYS: Options = {"model.align_corners": True}
 _CLASSES = {"PSPNet": "pspnet", "DeepLabV3": "deeplabv3", "DeepLabV3Plus": "deeplabv3plus"}
 _RATES = (12, 24, 36)
 # Activations that give each pixel one class, as segtrain's softmax does.
@@ -159,7 +159,7 @@ def _plan(
         for i in range(num_stages + 1, 5)
     )
     found = {"model.backbone": backbone, "model.num_stages": num_stages, **found}
-    found |= {"model.aux_head": False}
+    found |= {"model.aux_head": False, "model.variant": "smp"}
     assumed: Options = {**_ALWAYS, **more.pop("assumed")}
     return Plan(
         _NAME,
@@ -187,13 +187,9 @@ def _pspnet(state: State, backbone: str) -> Plan:
     levels = count_children(state, "decoder.psp.blocks.")
     channels = size(state, "decoder.psp.blocks.0.pool.1.0.weight", 1)
     num_stages = _num_stages(backbone, channels)
-    has_norm = "decoder.psp.blocks.0.pool.1.1.running_mean" in state
     found: Options = {
         "model.arch": "pspnet",
         "model.head_channels": size(state, "decoder.conv.0.weight"),
-        "model.ppm_global_norm": has_norm,
-        "model.join_kernel": 1,
-        "model.classifier_kernel": 3,
     }
     pyramid = tuple(
         (f"head.ppm.{kind}.{i}.", f"decoder.psp.blocks.{i}.pool.1.{place}.")
@@ -253,9 +249,6 @@ def _deeplabv3plus(state: State, backbone: str) -> Plan:
         "model.arch": "deeplabv3plus",
         "model.head_channels": width,
         "model.separable": True,
-        "model.separable_norm": False,
-        "model.aspp_conv": True,
-        "model.decoder_convs": 1,
         "model.low_level_channels": size(state, "decoder.block1.0.weight"),
     }
     decoder = "head.decoder.0"

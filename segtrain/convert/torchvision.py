@@ -13,10 +13,9 @@ from segtrain.convert.layout import (
 )
 
 # models/segmentation/deeplabv3.py. Both backbones have the rates of stride 8.
-_RESNET = {"model.output_stride": 8, "model.contract_dilation": True}
+_RESNET = {"model.output_stride": 8}
 _MOBILENET = {
     "model.output_stride": 16,
-    "model.contract_dilation": False,
     "model.aspp_rates": (12, 24, 36),
 }
 _ALWAYS = {
@@ -30,6 +29,7 @@ def plan(state: State) -> Plan:
     """The plan for a state dict whose keys begin with backbone., classifier. and aux_classifier."""
     found: Options = {
         "model.arch": "deeplabv3",
+        "model.variant": "torchvision",
         "model.head_channels": size(state, "classifier.1.weight"),
     }
     aux, aux_renames = aux_head(
@@ -38,8 +38,6 @@ def plan(state: State) -> Plan:
     found |= aux
     if "backbone.0.0.weight" in state:
         found["model.backbone"] = "mobilenet_v3_large"
-        if found["model.aux_head"]:
-            found["model.aux_layer"] = 4
         assumed, backbone = _MOBILENET, ("backbone.features.", "backbone.")
     else:
         found["model.backbone"] = resnet_name(state, "backbone.")

@@ -16,7 +16,6 @@ from segtrain.errors import CheckpointError
 # as ours do.
 _ASSUMED = {
     "model.output_stride": 16,
-    "model.contract_dilation": True,
     "model.align_corners": False,
 }
 
@@ -38,20 +37,18 @@ def plan(state: State) -> Plan:
     separable = any(".body.0." in key for key in state)
     found: Options = {
         "model.arch": "deeplabv3plus" if plus else "deeplabv3",
+        "model.variant": "vainf",
         "model.backbone": resnet_name(state, "backbone."),
         "model.head_channels": size(state, f"{where}project.0.weight"),
         "model.aux_head": False,
         "model.separable": separable,
     }
-    if separable:
-        found["model.separable_norm"] = False
     branches = count_children(state, f"{where}convs.")
     names = ("body.0.", "body.1.") if separable else None
     conv = "head.decoder.0" if plus else "head.conv"
     first = "classifier.classifier.0." if plus else "classifier.classifier.1."
     norm, classifier = ("1.", "3.") if plus else ("2.", "4.")
     if plus:
-        found["model.decoder_convs"] = 1
         found["model.low_level_channels"] = size(state, "classifier.project.0.weight")
     joined = (
         *((f"{conv}.depthwise.", f"{first}body.0."),),
