@@ -121,13 +121,15 @@ def test_mobilenet_v2_equals_torchvision():
 def test_mobilenet_v3_equals_torchvision(dilated):
     """Also in the dilated form of torchvision's DeepLabV3, which does not contract."""
     reference = lively(lambda: torchvision.models.mobilenet_v3_large(dilated=dilated), seed=6)
-    options = {"output_stride": 16, "contract_dilation": False} if dilated else {}
+    options = {"output_stride": 16, "variant": "torchvision"} if dilated else {}
     ours = on_meta(lambda: backbone_of("mobilenet_v3_large", **options))
     ours = loaded(ours, reference, ("classifier.",))
     x = images(40, 57)
     with torch.no_grad():
         expected = mobilenet_features(reference, x, 17)
-        torch.testing.assert_close(ours(x), (expected[3], expected[12], expected[16]))
+        torch.testing.assert_close(
+            ours(x), (expected[3], expected[4 if dilated else 12], expected[16])
+        )
 
 
 def test_mobilenet_v3_keeps_its_eps_and_the_factorys_momentum():
@@ -173,11 +175,12 @@ def dilations(backbone, layer):
 @pytest.mark.parametrize(
     ("options", "layer3", "layer4"),
     [
-        ({"output_stride": 8, "contract_dilation": False}, [2] * 6, [4, 4, 4]),  # semseg
+        ({"output_stride": 8, "variant": "semseg"}, [2] * 6, [4, 4, 4]),
         ({"output_stride": 8}, [1] + [2] * 5, [2, 4, 4]),  # torchvision, mmsegmentation
         ({"output_stride": 16}, [1] * 6, [1, 2, 2]),
         ({"output_stride": 16, "multi_grid": (1, 2, 4)}, [1] * 6, [2, 4, 8]),  # detectron2
         ({"output_stride": 8, "multi_grid": (1, 2, 4)}, [1] + [2] * 5, [4, 8, 16]),
+        ({"output_stride": 16, "multi_grid": (1, 2, 4), "variant": "mmseg"}, [1] * 6, [1, 2, 4]),
         ({"output_stride": 32}, [1] * 6, [1, 1, 1]),
     ],
 )
@@ -190,7 +193,7 @@ def test_dilations_of_resnet50(options, layer3, layer4):
 
 def test_dilations_of_resnet18_contract_only_the_kernel_that_used_to_stride():
     contracted = on_meta(lambda: backbone_of("resnet18", output_stride=8))
-    alike = on_meta(lambda: backbone_of("resnet18", output_stride=8, contract_dilation=False))
+    alike = on_meta(lambda: backbone_of("resnet18", output_stride=8, variant="semseg"))
     assert dilations(contracted, "layer3") == [1, 2, 2, 2]
     assert dilations(contracted, "layer4") == [2, 4, 4, 4]
     assert dilations(alike, "layer3") == [2, 2, 2, 2]

@@ -137,6 +137,11 @@ def test_a_file_says_only_what_differs_from_the_defaults():
             "to its default, '7x7'",
         ),
         (
+            "model:\n  join_kernel: 3",
+            "f.yaml:3: model.join_kernel: unknown key; model.variant decides it "
+            "(segtrain/models/forms.py)",
+        ),
+        (
             "model: {backbone: resnet18, multi_grid: [1, 2, 4]}",
             "f.yaml:2: model.multi_grid: expected 2 numbers, one for each block of the last stage "
             "of backbone resnet18, got [1, 2, 4]",

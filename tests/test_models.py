@@ -334,7 +334,8 @@ def test_aspp_rates_follow_the_stride(output_stride, rates, separable):
 
 def test_separable_aspp_equals_the_formula():
     torch.manual_seed(0)
-    aspp = ASPP(6, 4, (2, 3), separable=True, norm=nn.BatchNorm2d).double().eval()
+    config = ModelConfig(arch="deeplabv3", separable=True, aspp_rates=(2, 3))
+    aspp = ASPP(config, 6, 4, norm=nn.BatchNorm2d, project_kernel=1).double().eval()
     x = normal(1, 6, 9, 7, dtype=torch.float64)
     scale = (1 + 1e-5) ** -0.5  # of an untrained norm layer in evaluation
     branches = [F.conv2d(x, aspp.convs[0].weight)]
@@ -363,7 +364,7 @@ def test_decoder_joins_low_level_features_first():
 
 def test_semseg_pspnet_has_its_known_extent():
     """61 norm layers of 29,568 channels: semseg's PSPNet-50."""
-    config = ModelConfig(stem="64-64-128", contract_dilation=False, align_corners=True)
+    config = ModelConfig(stem="64-64-128", variant="semseg", align_corners=True)
     model = on_meta(lambda: build_model(config, num_classes=19))
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     assert (len(norms), sum(m.num_features for m in norms)) == (61, 29_568)

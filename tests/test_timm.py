@@ -259,7 +259,6 @@ def test_statistics_that_cannot_be_synchronized_are_refused():
         ({"backbone": "timm/ResNet50"}, "backbone"),
         ({"backbone": "timm/resnet50.a1_in1k"}, "backbone"),
         ({"backbone": "timm/resnet50", "multi_grid": [1, 2, 4]}, "multi_grid: has no effect"),
-        ({"backbone": "timm/resnet50", "contract_dilation": False}, "contract_dilation: has no"),
         ({"backbone": "timm/resnet50", "stem": "32-32-64"}, "stem: has no effect"),
     ],
 )

@@ -80,39 +80,25 @@ _DEEPLAB = {
     "arch": "deeplabv3plus",
     "backbone": "mobilenet_v2",
     "output_stride": 16,
-    "contract_dilation": False,
     "separable": True,
     "dropout": 0.1,
 }
 CASES = {
     "pspnet_r18 of mmseg": Case(
-        {**_PSPNET, "head_channels": 128, "aux_channels": 64, "basic_block_dilation": "first"},
+        {**_PSPNET, "head_channels": 128, "aux_channels": 64, "variant": "mmseg"},
         MMSEG,
         _mmseg(pspnet_r18),
     ),
     "pspnet_r18 of smp": Case(
-        {
-            **_PSPNET,
-            "contract_dilation": False,
-            "join_kernel": 1,
-            "classifier_kernel": 3,
-            "ppm_global_norm": False,
-            "aux_head": False,
-        },
+        {**_PSPNET, "variant": "smp", "aux_head": False},
         SMP,
         _smp_pspnet,
     ),
     "deeplabv3plus_mnv2 of mmseg": Case(
-        {**_DEEPLAB, "join_kernel": 3}, MMSEG, _mmseg(deeplabv3plus_mnv2)
+        {**_DEEPLAB, "variant": "mmseg"}, MMSEG, _mmseg(deeplabv3plus_mnv2)
     ),
     "deeplabv3plus_mnv2 of smp": Case(
-        {
-            **_DEEPLAB,
-            "separable_norm": False,
-            "aspp_conv": True,
-            "decoder_convs": 1,
-            "aux_head": False,
-        },
+        {**_DEEPLAB, "variant": "smp", "aux_head": False},
         SMP,
         _smp_deeplab,
     ),

@@ -108,9 +108,8 @@ def _inference_model(config: Config, classes: ClassFile) -> SegModel:
 
 # Options that change what the weights compute and neither their keys nor their shapes.
 _SILENT = {
-    *("model.output_stride", "model.contract_dilation", "model.multi_grid"),
-    *("model.multi_grid_values", "model.basic_block_dilation", "model.align_corners"),
-    *("model.ppm_bins", "model.aspp_rates", "model.aux_layer"),
+    *("model.output_stride", "model.variant", "model.multi_grid", "model.align_corners"),
+    *("model.ppm_bins", "model.aspp_rates"),
     *("data.mean", "data.std", "data.short_side_px", "norm.eps"),
 }
 # Options that may change keys or shapes.

@@ -29,6 +29,11 @@ _FOREIGN_KEYS = {
     "did you mean train.cycle_rise?": "pct_start",
     "did you mean train.milestones?": "lr_steps lr_step",
     "did you mean train.layers?": "paramwise_cfg custom_keys frozen_stages",
+    "model.variant decides it (segtrain/models/forms.py)": "model.contract_dilation "
+    "model.basic_block_dilation model.multi_grid_values model.ppm_global_norm model.join_kernel "
+    "model.classifier_kernel model.separable_norm model.decoder_convs model.aspp_conv "
+    "model.aux_layer",
+    "see model.variant; avgpool is a part of model.stem": "model.downsample",
     "there is no inheritance; a file says what differs from the defaults": "_base_ defaults",
 }
 FOREIGN_KEYS = {key: text for text, keys in _FOREIGN_KEYS.items() for key in keys.split()}
@@ -247,6 +252,8 @@ def show(value: Any) -> str:
 
 def _unknown_key(loc: KeyPath, model: type[BaseModel], hints: Mapping[str, str]) -> str:
     """What may be meant: a similar key here, a hint, a similar key elsewhere."""
+    if removed := hints.get(dotted(loc)):
+        return f"unknown key; {removed}"
     key, here = str(loc[-1]), _fields(model, loc[:-1])
     if near := nearest(key, here):
         return f"unknown key; did you mean '{near}'?"

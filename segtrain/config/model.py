@@ -8,7 +8,6 @@ from pydantic import Field, WithJsonSchema, WrapValidator
 
 from segtrain.config.section import (
     FractionBelow1,
-    NonNegative,
     Positive,
     PositiveFloat,
     Positives,
@@ -58,18 +57,17 @@ class ModelConfig(Section):
         4, "ResNet stages; 2 ends at stride 8, as segmentation_models.pytorch's PSPNet does"
     )
     output_stride: Literal[8, 16, 32] = option(8, "input pixels per feature pixel")
-    stem: Literal["7x7", "64-64-128", "32-32-64"] = option(
-        "7x7", "ResNet stem: torchvision's, semseg's or mmsegmentation's (ResNetV1c)"
+    variant: Literal["paper", "torchvision", "semseg", "mmseg", "smp", "vainf"] = option(
+        "paper",
+        "whose form the network has where publishers differ: how dilation begins, which kernels "
+        "join the branches of the head, its last convolutions (segtrain/models/forms.py); weights "
+        "of a whole network need the form of their program",
     )
-    downsample: Literal["conv", "avgpool"] = option(
-        "conv",
-        "ResNet shortcuts that halve the size: a 1x1 convolution with a stride, or means of 2x2 "
-        "pixels before it (mmsegmentation's ResNetV1d, with stem 32-32-64)",
-    )
-    contract_dilation: bool = option(
-        True,
-        "the first block of a dilated stage keeps the dilation of the stage before it "
-        "(torchvision, mmsegmentation); false: all blocks of a stage alike (semseg)",
+    stem: Literal["7x7", "64-64-128", "32-32-64", "32-32-64-avgpool"] = option(
+        "7x7",
+        "ResNet stem: torchvision's, semseg's or mmsegmentation's (ResNetV1c); with avgpool, "
+        "shortcuts that halve the size take means of 2x2 pixels before a 1x1 convolution "
+        "(ResNetV1d)",
     )
     zero_init_residual: bool = option(
         False,
@@ -77,17 +75,9 @@ class ModelConfig(Section):
         "as identities (arXiv:1706.02677, section 5.1)",
     )
     multi_grid: Positives | None = option(
-        None, "dilation multipliers of the last stage's blocks, such as [1, 2, 4]"
-    )
-    multi_grid_values: Literal["factors", "dilations"] = option(
-        "factors",
-        "what the numbers of multi_grid are: multipliers of the stage's dilation (the paper), or "
-        "the dilations themselves (mmsegmentation)",
-    )
-    basic_block_dilation: Literal["both", "first"] = option(
-        "both",
-        "resnet18, resnet34: whether both 3x3 convolutions of a block are dilated, or the first "
-        "alone (mmsegmentation)",
+        None,
+        "dilation multipliers of the last stage's blocks, such as [1, 2, 4]; with variant mmseg "
+        "the dilations themselves",
     )
     align_corners: bool = option(False, "how logits are resized; semseg uses true")
     head_channels: Positive | None = option(
@@ -100,42 +90,12 @@ class ModelConfig(Section):
     aspp_rates: Positives | None = option(
         None, "ASPP dilations; null: [12, 24, 36] at stride 8, [6, 12, 18] at 16, [3, 6, 9] at 32"
     )
-    ppm_global_norm: bool = option(
-        True,
-        "norm in pyramid pooling's branch of bin 1; false: a bias instead "
-        "(segmentation_models.pytorch)",
-    )
-    join_kernel: Literal[1, 3] | None = option(
-        None,
-        "kernel of the convolution that joins the branches of the head; null: 3 for PSPNet, 1 for "
-        "DeepLab; DeepLabV3 with 3 has no further 3x3 convolution (mmsegmentation)",
-    )
-    classifier_kernel: Literal[1, 3] = option(
-        1, "kernel of the head's classifier; segmentation_models.pytorch's PSPNet has 3"
-    )
     separable: bool = option(False, "depthwise separable 3x3 convolutions in DeepLab's head")
-    separable_norm: bool = option(
-        True,
-        "norm and ReLU between the two parts of a separable convolution; false: nothing "
-        "(segmentation_models.pytorch, VainF)",
-    )
     low_level_channels: Positive = option(
         48, "DeepLabV3+: width of the projected low-level features"
     )
-    decoder_convs: Literal[1, 2] = option(
-        2, "DeepLabV3+: 3x3 convolutions after the features are joined; VainF has 1"
-    )
-    aspp_conv: bool = option(
-        False,
-        "DeepLabV3+: one more 3x3 convolution before they are joined (segmentation_models.pytorch)",
-    )
     aux_head: bool = option(True, "auxiliary classifier, used in training only")
     aux_channels: Positive = option(256, "width of the auxiliary head")
-    aux_layer: NonNegative | None = option(
-        None,
-        "MobileNet: the layer, counted from 0, that the auxiliary head reads; null: the one before "
-        "the last stage; torchvision's DeepLabV3 has 4",
-    )
     recompute_norm: bool = option(
         False,
         "memory for time: batch norm, ReLU and the convolution after them keep one "
@@ -147,42 +107,24 @@ class ModelConfig(Section):
         resnet, deeplab = self.backbone.startswith("resnet"), self.arch.startswith("deeplab")
         backbone, arch = f"backbone {self.backbone}", f"arch {self.arch}"
         reach = 2 ** (self.num_stages + 1) if resnet else 32
-        basic = self.backbone in ("resnet18", "resnet34")
-        stride = f"output_stride {self.output_stride}"
-        if self.num_stages < 4:
-            stride += f" and num_stages {self.num_stages}"
         yield from self._no_effect(
-            ("stem downsample num_stages multi_grid recompute_norm", resnet, backbone),
+            ("stem num_stages multi_grid recompute_norm", resnet, backbone),
             ("zero_init_residual", resnet, backbone),
             ("zero_init_residual", self.pretrained is None, "pretrained, whose weights replace it"),
-            ("contract_dilation", self.output_stride < reach, stride),
-            ("contract_dilation", not self.backbone.startswith("timm/"), backbone),
             ("multi_grid", self.num_stages == 4, f"num_stages {self.num_stages}"),
-            ("multi_grid_values", self.multi_grid is not None, "multi_grid null"),
-            ("basic_block_dilation", basic, backbone),
-            ("basic_block_dilation", self.output_stride < reach or not basic, stride),
-            ("ppm_bins ppm_channels ppm_global_norm", self.arch == "pspnet", arch),
-            ("ppm_global_norm", 1 in self.ppm_bins, f"ppm_bins {list(self.ppm_bins)}"),
+            ("ppm_bins ppm_channels", self.arch == "pspnet", arch),
             ("aspp_rates separable", deeplab, arch),
-            ("separable_norm", self.separable, "separable false"),
-            ("low_level_channels decoder_convs aspp_conv", self.arch == "deeplabv3plus", arch),
-            ("aux_channels aux_layer", self.aux_head, "aux_head false"),
-            ("aux_layer", self.backbone.startswith("mobilenet"), backbone),
+            ("low_level_channels", self.arch == "deeplabv3plus", arch),
+            ("aux_channels", self.aux_head, "aux_head false"),
         )
         if resnet and self.output_stride > reach:
             yield f"output_stride: num_stages {self.num_stages} ends at stride {reach}"
-        yield from self._aux_layer_mistakes()
         blocks = 2 if self.backbone == "resnet18" else 3
         if resnet and self.multi_grid is not None and len(self.multi_grid) != blocks:
             yield (
                 f"multi_grid: expected {blocks} numbers, one for each block of the last stage of "
                 f"{backbone}, got {list(self.multi_grid)}"
             )
-
-    def _aux_layer_mistakes(self) -> Iterator[str]:
-        layers = {"mobilenet_v2": 18, "mobilenet_v3_large": 17}.get(self.backbone)
-        if layers is not None and self.aux_layer is not None and self.aux_layer >= layers:
-            yield f"aux_layer: {self.backbone} has the layers 0 to {layers - 1}"
 
 
 class NormConfig(Section):

@@ -13,8 +13,6 @@ from segtrain.text import MAX_NAME, first_of, printable
 STORED = "stored"
 """As `--class-order`: the names that the file itself stores."""
 
-_SHOWN = 5
-
 
 class Choice(NamedTuple):
     """The classes of the converted model.
@@ -47,7 +45,12 @@ def choose_classes(plan: Plan, spec: str | None, class_order: str | None) -> Cho
     if spec is None:
         if class_order is not None:
             raise ConfigError("--class-order: needs --classes, which gives the new order")
-        spec = _known(plan)
+        spec = _equal_known(plan.class_names)
+    if spec is None:
+        raise ConfigError(
+            f"--classes: the file has a classifier of {plan.num_classes} classes and no usable "
+            f"names; name its class file, a YAML{_suggestion(plan.num_classes)}"
+        )
     classes = load_class_file(spec)
     if classes.num_classes != plan.num_classes:
         raise ConfigError(
@@ -85,6 +88,13 @@ def class_file_text(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
+def stored_file(plan: Plan, spec: str | None, output: Path) -> Path | None:
+    """Where the names of the file's classes must be written; None: a class file has them."""
+    if spec is not None or not plan.class_names or len(plan.class_names) != plan.num_classes:
+        return None
+    return None if _equal_known(plan.class_names) else output.with_suffix(".classes.yaml")
+
+
 def _compare_ids(plan: Plan, classes: ClassFile) -> list[str]:
     """A warning if the labels of the file's config have other ids than those of `classes`."""
     if not plan.drops_zero or not any(0 in c.ids for c in classes.classes):
@@ -93,22 +103,6 @@ def _compare_ids(plan: Plan, classes: ClassFile) -> list[str]:
         "warning: the config in the file has reduce_zero_label: id 0 of its labels is ignored and "
         f"class i has id i + 1; in {classes.name} id 0 is a class"
     ]
-
-
-def stored_file(plan: Plan, spec: str | None, output: Path) -> Path | None:
-    """Where the names of the file's classes must be written; None: a class file has them."""
-    if spec is not None or not plan.class_names or len(plan.class_names) != plan.num_classes:
-        return None
-    return None if _equal_known(plan.class_names) else output.with_suffix(".classes.yaml")
-
-
-def _known(plan: Plan) -> str:
-    if known := _equal_known(plan.class_names):
-        return known
-    raise ConfigError(
-        f"--classes: the file has a classifier of {plan.num_classes} classes and no usable names; "
-        f"name its class file, a YAML{_suggestion(plan.num_classes)}"
-    )
 
 
 def _equal_known(names: Sequence[str]) -> str | None:
@@ -132,22 +126,22 @@ def _compare(there: Sequence[str], here: Sequence[str], option: str) -> list[str
     """
     if there and len(there) != len(here):
         return [f"warning: the file stores {len(there)} names for {len(here)} channels"]
-    pairs = [
-        (i, *pair)
-        for i, pair in enumerate(zip(there, here, strict=False))
-        if _plain(pair[0]) != _plain(pair[1])
+    different = [
+        (i, _shown(a), _shown(b))
+        for i, (a, b) in enumerate(zip(there, here, strict=False))
+        if _plain(a) != _plain(b)
     ]
-    if not pairs:
+    if not different:
         return []
     if sorted(map(_plain, there)) == sorted(map(_plain, here)):
+        i, a, b = different[0]
         raise ConfigError(
-            f"{option}: the file stores the same {len(here)} classes in another order (class "
-            f"{pairs[0][0]} is {_shown(pairs[0][1])} there, {_shown(pairs[0][2])} here); "
-            f"--class-order {STORED} puts the channels in order by name"
+            f"{option}: the file stores the same {len(here)} classes in another order (class {i} "
+            f"is {a} there, {b} here); --class-order {STORED} puts the channels in order by name"
         )
-    shown = "; ".join(f"{i} {_shown(a)} there, {_shown(b)} here" for i, a, b in pairs[:_SHOWN])
-    more = f" and {len(pairs) - _SHOWN} more" if len(pairs) > _SHOWN else ""
-    return [f"warning: {len(pairs)} of {len(here)} classes have other names: {shown}{more}"]
+    pairs = [f"{i} {a} there, {b} here" for i, a, b in different]
+    listed = first_of(pairs, 5, separator="; ")
+    return [f"warning: {len(pairs)} of {len(here)} classes have other names: {listed}"]
 
 
 def _order_names(plan: Plan, class_order: str) -> Sequence[str]:
@@ -160,22 +154,19 @@ def _order_names(plan: Plan, class_order: str) -> Sequence[str]:
 
 def _matched(there: Sequence[str], here: Sequence[str], source: str) -> list[int]:
     """The position in `there` of each name in `here`."""
-    plain = list(map(_plain, there))
-    extra = [name for name in there if _plain(name) not in map(_plain, here)]
-    missing = [name for name in here if _plain(name) not in plain]
-    problems = []
-    if missing:
-        problems.append(f"  {len(missing)} only in --classes: {first_of(missing)}")
-    if extra:
-        problems.append(f"  {len(extra)} only in --class-order: {first_of(extra)}")
-    if len(set(plain)) != len(plain) or len(there) != len(here):
+    theirs, ours = list(map(_plain, there)), list(map(_plain, here))
+    missing = [name for name in here if _plain(name) not in theirs]
+    extra = [name for name in there if _plain(name) not in ours]
+    only = {"--classes": missing, "--class-order": extra}
+    problems = [f"  {len(n)} only in {where}: {first_of(n)}" for where, n in only.items() if n]
+    if len(set(theirs)) != len(theirs) or len(there) != len(here):
         problems.append(f"  {len(there)} names there and {len(here)} here; expected each name once")
     if problems:
         raise ConfigError(
             f"--class-order {printable(source)}: expected the names of --classes in another "
             "order:\n" + "\n".join(problems)
         )
-    return [plain.index(_plain(name)) for name in here]
+    return [theirs.index(name) for name in ours]
 
 
 def _plain(name: str) -> str:

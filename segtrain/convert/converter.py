@@ -1,5 +1,6 @@
-"""Finds the program that wrote a file by its keys."""
+"""Converts a file of another program: finds the program by its keys, moves every tensor."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,25 +17,25 @@ from segtrain.config import Config, DataConfig, ModelConfig, override_config
 from segtrain.config.loading import yaml_value
 from segtrain.convert import mmseg, semseg, smp, torchvision, vainf
 from segtrain.convert.classes import Choice, choose_classes, class_file_text, stored_file
-from segtrain.convert.layout import Options, Plan, Rotation, State
+from segtrain.convert.layout import Options, Plan, State
 from segtrain.convert.read import SourceFile, read_file
 from segtrain.data.read.classes import load_class_file
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
-from segtrain.files import write_atomic
+from segtrain.files import os_errors_as, write_atomic
 from segtrain.models import SegModel, build_model
 from segtrain.norm import make_inference_norm
 from segtrain.text import MAX_NAME, first_of, printable
 
-PROGRAMS: tuple[tuple[str, Callable[[State, Mapping[str, Any]], Plan]], ...] = (
-    ("ppm.features.0.1.weight", lambda state, _: semseg.plan(state)),
-    ("decode_head.conv_seg.weight", mmseg.plan),
-    ("decode_head.0.conv_seg.weight", mmseg.plan),  # several heads: refused by their names
-    ("segmentation_head.0.weight", smp.plan),
-    ("classifier.aspp.convs.0.0.weight", lambda state, _: vainf.plan(state)),
+PROGRAMS: dict[str, Callable[[State, Mapping[str, Any]], Plan]] = {
+    "ppm.features.0.1.weight": semseg.plan,
+    "decode_head.conv_seg.weight": mmseg.plan,
+    "decode_head.0.conv_seg.weight": mmseg.plan,  # several heads: refused by their names
+    "segmentation_head.0.weight": smp.plan,
+    "classifier.aspp.convs.0.0.weight": vainf.plan,
     # Before torchvision's, with which it ends.
-    ("classifier.classifier.0.convs.0.0.weight", lambda state, _: vainf.plan(state)),
-    ("classifier.0.convs.0.0.weight", lambda state, _: torchvision.plan(state)),
-)
+    "classifier.classifier.0.convs.0.0.weight": vainf.plan,
+    "classifier.0.convs.0.0.weight": torchvision.plan,
+}
 """A key that only files of one program have, and the function that makes the plan of the state
 dict and what the file stores beside it."""
 
@@ -88,12 +89,13 @@ def detect(state: State, beside: Mapping[str, Any], ignored: Sequence[str] = ())
 
 
 def _detect(state: State, beside: Mapping[str, Any]) -> Found:
-    for marker, make in PROGRAMS:
+    for marker, make in PROGRAMS.items():
         prefixes = [key.removesuffix(marker) for key in state if _ends(key, marker)]
         if len(prefixes) > 1:
+            quoted = first_of(map(repr, prefixes))
             raise CheckpointError(
-                f"the keys hold {len(prefixes)} models: {_quoted(prefixes)}; --ignore PREFIX "
-                "leaves one out, or save one of them alone"
+                f"the keys hold {len(prefixes)} models: {quoted}; --ignore PREFIX leaves one out, "
+                "or save one of them alone"
             )
         for prefix in prefixes:
             own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
@@ -112,17 +114,12 @@ def _detect(state: State, beside: Mapping[str, Any]) -> Found:
     )
 
 
-def _quoted(prefixes: Sequence[str]) -> str:
-    return first_of([repr(prefix) for prefix in prefixes])
-
-
 def _ends(key: str, marker: str) -> bool:
     return key == marker or key.endswith(f".{marker}")
 
 
 _LAYOUTS = get_args(DataConfig.model_fields["layout"].annotation)
 _INPUT = ("mean", "std", "short_side_px")
-_DILATION = ("model.contract_dilation", "model.basic_block_dilation")
 
 
 def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
@@ -146,8 +143,7 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
     }
     for key, value in plan.options().items():
         section, _, option = key.partition(".")
-        if key not in _DILATION:
-            sections.setdefault(section, {})[option] = value
+        sections.setdefault(section, {})[option] = value
     try:
         config = Config.model_validate(sections)
     except ValidationError as error:
@@ -157,44 +153,18 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
         raise CheckpointError(
             f"the file describes a model that segtrain does not have: {what}"
         ) from None
-    config = override_config(config, overrides, source="the converted model")
-    # Refused where no stage is dilated, which the overrides decide.
-    if not has_dilation(config.model):
-        return config
-    given = _given(overrides)
-    late = {k: v for k, v in plan.options().items() if k in _DILATION and k not in given}
-    return override_config(config, describe(late).split(), source="the converted model")
+    return override_config(config, overrides, source="the converted model")
 
 
-def has_dilation(model: ModelConfig) -> bool:
-    """Whether a stage of the backbone has dilations instead of its stride."""
-    return model.output_stride < 2 ** (model.num_stages + 1)
-
-
-def drops_aux_head(overrides: Sequence[str]) -> bool:
-    """Whether the user sets model.aux_head to false.
-
-    Raises:
-        ConfigError: it is set to something else than true and false.
-    """
-    ours = [text for text in overrides if text.partition("=")[0].strip() == "model.aux_head"]
-    data = {"layout": _LAYOUTS[0], "root": "datasets", "classes": "voc"}
-    config = override_config(Config.model_validate({"data": data}), ours, source="the defaults")
-    return bool(ours) and not config.model.aux_head
-
-
-def split_options(plan: Plan, config: Config, overrides: Sequence[str]) -> dict[str, Options]:
+def _split_options(plan: Plan, config: Config, overrides: Sequence[str]) -> dict[str, Options]:
     """The options of `plan` as they are in `config`, by who decided: stated, assumed, set."""
     given = _given(overrides)
-    hidden = given if has_dilation(config.model) else given | set(_DILATION)
-    stated = {key: value for key, value in plan.stated.items() if key not in hidden}
-    assumed = {k: v for k, v in plan.assumed.items() if k not in hidden and k not in stated}
-    data = config.model_dump()
-    by_user: Options = {}
-    for key in sorted(given):
-        section, _, option = key.partition(".")
-        value = data[section][option] if option else data[section]
-        by_user[key] = value
+    stated = {key: value for key, value in plan.stated.items() if key not in given}
+    known = given | set(stated)
+    assumed = {key: value for key, value in plan.assumed.items() if key not in known}
+    data: Any = config.model_dump()
+    paths = {key: key.split(".", 1) for key in sorted(given)}
+    by_user = {k: data[path[0]][path[1]] if path[1:] else data[k] for k, path in paths.items()}
     return {"stated": stated, "assumed": assumed, "set": by_user}
 
 
@@ -210,11 +180,6 @@ def model_lines(config: Config) -> list[str]:
     if changed:
         lines += ["data:", *(f"  {key}: {yaml_value(value)}" for key, value in changed.items())]
     return lines
-
-
-def describe(options: Options) -> str:
-    """`section.key=value`, separated by blanks."""
-    return " ".join(f"{key}={yaml_value(value)}" for key, value in options.items())
 
 
 def check_foreign(overrides: Sequence[str]) -> None:
@@ -244,12 +209,13 @@ _SHOWN = 10
 class Translation:
     """The weights under the model's keys, and what happened to the others.
 
-    left_out: (why, keys of the file); counters: batch counters that the file lacks, set to 0.
+    left_out: keys of the file, by the reason.
+    counters: how many batch counters the file lacks; they are set to 0.
     dtypes: of the file's weights, where they are not those of the model.
     """
 
     weights: dict[str, Tensor]
-    left_out: tuple[tuple[str, list[str]], ...]
+    left_out: dict[str, list[str]]
     counters: int
     dtypes: tuple[str, ...]
 
@@ -282,8 +248,13 @@ def translate(state: State, plan: Plan, wanted: State, outside: Sequence[str] = 
         if tensor.is_floating_point() != own.is_floating_point():
             shapes.append(f"{theirs}: {tensor.dtype}, and {key} has {own.dtype}")
             continue
-        weights[key] = rotated(tensor, plan.rotation(key)).to(own.dtype)
-    left_out, placeless = _sort_out([*(k for k in state if k not in used), *outside], plan.left_out)
+        weights[key] = plan.rotated(key, tensor).to(own.dtype)
+    left_out: dict[str, list[str]] = {}
+    placeless = []
+    for key in (*(key for key in state if key not in used), *outside):
+        whys = (why for start, why in plan.left_out.items() if key.startswith(start))
+        why = next(whys, None)
+        (placeless if why is None else left_out.setdefault(why, [])).append(key)
     _refuse(plan.source, missing, shapes, placeless)
     dtypes = {str(state[k].dtype).removeprefix("torch.") for k in used if k in state}
     own_dtypes = {str(t.dtype).removeprefix("torch.") for t in wanted.values()}
@@ -308,51 +279,16 @@ def check_numbers(weights: Mapping[str, Tensor], plan: Plan, prefix: str) -> Non
         elif key.endswith("running_var") and (value < 0).any():
             problems.append(f"{where}: a variance below 0: {value.min().item():g}")
     if problems:
-        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
             "damaged: the weights hold numbers that no training leaves; use another checkpoint:"
             + "".join(f"\n  {printable(line, 3 * MAX_NAME)}" for line in problems[:_SHOWN])
-            + more
         )
 
 
-def reorder_classes(weights: dict[str, Tensor], order: Sequence[int]) -> None:
-    """Makes class i of `weights` what was class order[i], in every classifier."""
-    for key, value in weights.items():
-        if ".classifier." in key:
-            weights[key] = value[list(order)]
-
-
-def rotated(tensor: Tensor, rotation: Rotation | None) -> Tensor:
-    """`tensor` of a file with its channels in the order of segtrain."""
-    if rotation is None or tensor.dim() <= rotation.dim:  # a counter has no channels
-        return tensor
-    return tensor.roll(-rotation.count, rotation.dim)
-
-
-def _sort_out(
-    keys: Sequence[str], rules: Sequence[tuple[str, str]]
-) -> tuple[tuple[tuple[str, list[str]], ...], list[str]]:
-    """The keys that have no place: by the reason, and those without one."""
-    reasons: dict[str, list[str]] = {}
-    placeless = []
-    for key in keys:
-        why = next((why for start, why in rules if key.startswith(start)), None)
-        if why is None:
-            placeless.append(key)
-        else:
-            reasons.setdefault(why, []).append(key)
-    return tuple(reasons.items()), placeless
-
-
 def _refuse(source: str, missing: list[str], shapes: list[str], placeless: list[str]) -> None:
-    lines = []
-    if missing:
-        lines.append(f"  {len(missing)} missing: {first_of(missing)}")
-    if shapes:
-        lines.append(f"  {len(shapes)} of another shape or kind: {first_of(shapes)}")
+    kinds = {"missing": missing, "of another shape or kind": shapes, "without a place": placeless}
+    lines = [f"  {len(keys)} {kind}: {first_of(keys)}" for kind, keys in kinds.items() if keys]
     if placeless:
-        lines.append(f"  {len(placeless)} without a place: {first_of(placeless)}")
         lines.append("  --ignore PREFIX leaves out keys that are no part of the model")
     if lines:
         raise CheckpointError(
@@ -402,7 +338,7 @@ def convert_file(
     source = read_file(path, entry)
     try:
         found = detect(source.state, source.beside, ignored)
-        if drops_aux_head(overrides):
+        if any(re.fullmatch(r"\s*model\.aux_head\s*=\s*false\s*", text) for text in overrides):
             found = found._replace(plan=found.plan.without_aux_head())
         plan = found.plan
         with _stored_classes(plan, classes, output, overwrite=overwrite) as spec:
@@ -429,7 +365,7 @@ def convert_file(
 def _stored_classes(
     plan: Plan, classes: str | None, output: Path, *, overwrite: bool
 ) -> Iterator[str | None]:
-    """The class file to use; one that is written here goes again if the conversion fails."""
+    """The class file to use. Deletes the file that it wrote if the conversion fails."""
     path = stored_file(plan, classes, output)
     if path is None:
         yield classes
@@ -439,11 +375,9 @@ def _stored_classes(
             f"{path}: exists, and would be replaced by the names in the file; name it in --classes "
             "to use it, or pass --overwrite"
         )
-    try:
+    with os_errors_as(ExecutionError, path, "cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, class_file_text(plan))
-    except OSError as error:
-        raise ExecutionError(f"{path}: cannot be written: {error.strerror or error}") from error
     try:
         _check_stored(path)
         yield str(path)
@@ -476,8 +410,9 @@ def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, T
         raise CheckpointError("its shapes are those of a model too large for any machine") from None
     translation = translate(found.state, found.plan, wanted, found.outside)
     check_numbers(translation.weights, found.plan, found.prefix)
-    if choice.order is not None:
-        reorder_classes(translation.weights, choice.order)
+    for key, value in translation.weights.items():
+        if choice.order is not None and ".classifier." in key:
+            translation.weights[key] = value[choice.order]
     model = build_model(config.model, **options)
     load_weights(model, translation.weights, Path("the converted weights"))
     return model.eval(), translation
@@ -504,17 +439,17 @@ def _report(
     data = config.data
     side = f", short side {data.short_side_px} px" if data.short_side_px else ""
     lines.append(f"input       RGB of 0..255, mean {data.mean}, std {data.std}{side}")
-    options = split_options(plan, config, overrides)
     about = {
         "stated": "by the config of the file",
         "assumed": f"the file does not say; the defaults of {plan.source}, --set changes them",
         "set": "by --set",
     }
-    for kind, values in options.items():
+    for kind, values in _split_options(plan, config, overrides).items():
         if values:
-            lines.append(f"{kind:<11} {describe(values)} ({about[kind]})")
-    ignored = [("--ignore", list(found.ignored))] if found.ignored else []
-    for why, keys in (*translation.left_out, *ignored):
+            shown = " ".join(f"{key}={yaml_value(value)}" for key, value in values.items())
+            lines.append(f"{kind:<11} {shown} ({about[kind]})")
+    ignored = {"--ignore": list(found.ignored)} if found.ignored else {}
+    for why, keys in {**translation.left_out, **ignored}.items():
         lines.append(f"left out    {len(keys)} tensors ({why}): {first_of(keys)}")
     if translation.counters:
         lines.append(f"counters    {translation.counters} batch counters not in the file, set to 0")

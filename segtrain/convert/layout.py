@@ -1,5 +1,6 @@
 """What a file of another program becomes, and the parts that several programs share."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -12,7 +13,9 @@ from segtrain.models.resnet import DEPTHS
 State = Mapping[str, Tensor]
 Options = dict[str, Any]
 """Values by `section.key`, such as model.output_stride."""
-Renames = tuple[tuple[str, str], ...]
+Keys = Mapping[str, str]
+"""The module of theirs for each of ours; the first row that fits counts. `*` is a number, the same
+on both sides; `+` is the next one."""
 
 
 class Rotation(NamedTuple):
@@ -29,9 +32,8 @@ class Plan:
     found: what keys and shapes decide.
     stated: what a config inside the file says; it comes before `assumed`.
     assumed: what the file cannot say, by the defaults of its program.
-    renames: (beginning of our key, beginning of theirs); the first that fits counts.
     rotations: by the beginning of our key.
-    left_out: (beginning of their key, why it has no place here).
+    left_out: why keys of theirs with this beginning have no place here.
     drops_zero: the labels' id 0 is ignored, and class i has id i + 1.
     notes: further lines for the report; warnings: those that may change predictions.
     """
@@ -39,11 +41,11 @@ class Plan:
     source: str
     num_classes: int
     found: Options
-    renames: Renames
+    keys: Keys
     stated: Options = field(default_factory=dict)
     assumed: Options = field(default_factory=dict)
     rotations: Mapping[str, Rotation] = field(default_factory=dict)
-    left_out: Renames = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     palette: tuple[tuple[int, int, int], ...] = ()
     drops_zero: bool = False
@@ -56,22 +58,26 @@ class Plan:
 
     def their_key(self, key: str) -> str | None:
         """The key in the file of our `key`; None if the plan has no place for it."""
-        for ours, theirs in self.renames:
-            if key.startswith(ours):
-                return theirs + key.removeprefix(ours)
+        for ours, theirs in self.keys.items():
+            if match := re.match(re.escape(ours).replace(r"\*", r"(\d+)") + r"\.", key):
+                if match.groups():
+                    theirs = theirs.replace("*", match[1]).replace("+", str(int(match[1]) + 1))
+                return f"{theirs}.{key[match.end() :]}".removeprefix(".")
         return None
 
     def without_aux_head(self) -> "Plan":
         """The same model without its auxiliary head, whose keys are left out."""
         found = {k: v for k, v in self.found.items() if not k.startswith("model.aux_")}
-        found["model.aux_head"] = False
-        why = "--set model.aux_head=false"
-        keys = tuple((theirs, why) for ours, theirs in self.renames if ours.startswith("aux_head."))
-        return replace(self, found=found, left_out=(*self.left_out, *keys))
+        theirs = [f"{theirs}." for ours, theirs in self.keys.items() if ours.startswith("aux_head")]
+        left_out = {**self.left_out, **dict.fromkeys(theirs, "--set model.aux_head=false")}
+        return replace(self, found={**found, "model.aux_head": False}, left_out=left_out)
 
-    def rotation(self, key: str) -> Rotation | None:
-        """How the channels of our `key` are put in order; None: they are."""
-        return next((r for ours, r in self.rotations.items() if key.startswith(ours)), None)
+    def rotated(self, key: str, tensor: Tensor) -> Tensor:
+        """`tensor` of the file for our `key`, its channels in the order of segtrain."""
+        for ours, (dim, count) in self.rotations.items():
+            if key.startswith(ours) and tensor.dim() > dim:  # a counter has no channels
+                return tensor.roll(-count, dim)
+        return tensor
 
 
 def size(state: State, key: str, dim: int = 0) -> int:
@@ -106,19 +112,11 @@ def resnet_name(state: State, prefix: str) -> str:
     """`model.backbone` of the stages layer1 to layer4 under `prefix`.
 
     Raises:
-        CheckpointError: another network, such as ResNet-152 or a ResNeXt.
+        CheckpointError: another network, such as ResNet-152. The shapes of a ResNeXt or a Wide
+            ResNet are found not to fit later.
     """
     depths = tuple(count_children(state, f"{prefix}layer{i + 1}.") for i in range(_NUM_STAGES))
-    bottleneck, conv = f"{prefix}layer1.0.conv3.weight" in state, f"{prefix}layer1.0.conv2.weight"
-    what = None
-    if f"{prefix}layer1.0.se_module.fc1.weight" in state:
-        what = "an SE-ResNet, SE-ResNeXt or SENet: its blocks have squeeze and excitation"
-    elif bottleneck and size(state, conv, 0) != size(state, conv, 1):
-        what = "a ResNeXt: its 3x3 convolutions have groups"
-    elif bottleneck and size(state, conv) != _WIDTH:
-        what = f"a Wide ResNet: its first block has {size(state, conv)} channels, not {_WIDTH}"
-    if what is not None:
-        raise CheckpointError(f"the backbone is {what}; segtrain has {', '.join(DEPTHS)}")
+    bottleneck = f"{prefix}layer1.0.conv3.weight" in state
     for name, known in DEPTHS.items():
         if known == (depths, bottleneck):
             return name
@@ -134,45 +132,38 @@ def resnet_widths(name: str) -> list[int]:
     return [(4 if DEPTHS[name][1] else 1) * _WIDTH * 2**i for i in range(_NUM_STAGES)]
 
 
-def deep_stem(theirs: str) -> Renames:
-    """conv1, bn1, conv2 and so on, which are 0, 1, 3, 4, 6, 7 of a Sequential under `theirs`."""
-    return tuple(
-        (f"backbone.{kind}{i + 1}.", f"{theirs}{3 * i + place}.")
+def deep_stem(theirs: str) -> Keys:
+    """conv1, bn1, conv2 and so on, which are 0, 1, 3, 4, 6, 7 of a Sequential."""
+    return {
+        f"backbone.{kind}{i + 1}": f"{theirs}.{3 * i + place}"
         for i in range(3)
         for place, kind in enumerate(("conv", "bn"))
-    )
+    }
 
 
-def conv_norm(ours: str, conv: str, norm: str) -> Renames:
-    """One ConvNormReLU: our module, and the beginnings of their convolution and norm."""
-    return ((f"{ours}.conv.", conv), (f"{ours}.norm.", norm))
-
-
-def aspp(theirs: str, num_branches: int, *, separable: tuple[str, str] | None = None) -> Renames:
-    """torchvision's ASPP under `theirs`.
+def aspp(state: State, theirs: str, *, separable: tuple[str, str] | None = None) -> Keys:
+    """torchvision's ASPP. The last branch begins with a pooling, which has no weights.
 
     separable: the names of the depthwise and of the 1x1 convolution of a dilated branch.
     """
-    renames: list[tuple[str, str]] = []
-    for i in range(num_branches):
-        branch = f"{theirs}convs.{i}."
-        dilated, last = 0 < i < num_branches - 1, i == num_branches - 1
-        conv, norm = ("1.", "2.") if last else ("0.", "1.")  # the last one begins with a pooling
-        if dilated and separable is not None:
-            depthwise, pointwise = separable
-            renames.append((f"head.aspp.depthwise.{i - 1}.", f"{branch}0.{depthwise}"))
-            conv = f"0.{pointwise}"
-        renames += [(f"head.aspp.convs.{i}.", branch + conv)]
-        renames += [(f"head.aspp.norms.{i}.", branch + norm)]
-    return (*renames, *conv_norm("head.aspp.project", f"{theirs}project.0.", f"{theirs}project.1."))
+    last = count_children(state, f"{theirs}.convs.") - 1
+    keys = {
+        "head.aspp.convs.0": f"{theirs}.convs.0.0",
+        f"head.aspp.convs.{last}": f"{theirs}.convs.{last}.1",
+        f"head.aspp.norms.{last}": f"{theirs}.convs.{last}.2",
+        "head.aspp.norms.*": f"{theirs}.convs.*.1",
+        "head.aspp.project.conv": f"{theirs}.project.0",
+        "head.aspp.project.norm": f"{theirs}.project.1",
+    }
+    if separable is None:
+        return {**keys, "head.aspp.convs.*": f"{theirs}.convs.*.0"}
+    depthwise, pointwise = separable
+    dilated = {"head.aspp.depthwise.*": f"{theirs}.convs.+.0.{depthwise}"}
+    return {**keys, **dilated, "head.aspp.convs.*": f"{theirs}.convs.*.0.{pointwise}"}
 
 
-def aux_head(state: State, conv: str, norm: str, classifier: str) -> tuple[Options, Renames]:
-    """The auxiliary head, if the file has one."""
-    if f"{classifier}weight" not in state:
-        return {"model.aux_head": False}, ()
-    found = {"model.aux_head": True, "model.aux_channels": size(state, f"{conv}weight")}
-    return found, (
-        *conv_norm("aux_head.conv", conv, norm),
-        ("aux_head.classifier.conv.", classifier),
-    )
+def aux_options(state: State, conv: str, classifier: str) -> Options:
+    """Whether the file has an auxiliary head, by the weight of its classifier, and its width."""
+    if classifier not in state:
+        return {"model.aux_head": False}
+    return {"model.aux_head": True, "model.aux_channels": size(state, conv)}

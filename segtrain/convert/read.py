@@ -59,7 +59,6 @@ class SourceFile:
     notes: lines for the report.
     """
 
-    path: Path
     state: dict[str, Tensor]
     beside: Mapping[str, Any]
     entry: str
@@ -88,6 +87,7 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
         entries[""] = content
     swapped = _is_swapped(content)
     name = _chosen(path, entries, _MMENGINE[0] if swapped and entry is None else entry)
+    notes = (_NOTES[name],) if swapped and name in _NOTES else ()
     state = entries[name]
     foreign = [key for key, value in state.items() if not torch_file.is_plain(value)]
     if foreign:
@@ -99,9 +99,7 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
         beside = {key: value for key, value in content.items() if value is not state}
     else:
         beside = {CONFIG_JSON: _config_json(path)} if path.suffix == ".safetensors" else {}
-    return SourceFile(
-        path, dict(state), beside, name, (_NOTES[name],) if swapped and name in _NOTES else ()
-    )
+    return SourceFile(dict(state), beside, name, notes)
 
 
 def _content(path: Path) -> Any:
@@ -158,15 +156,13 @@ def _chosen(path: Path, entries: Mapping[str, Any], entry: str | None) -> str:
     if entry is not None:
         if entry in names:
             return entry
-        found = first_of(names) if names else "none"
+        found = first_of(names) or "none"
         raise CheckpointError(f"{path}: --entry {entry}: no state dict there; found {found}")
-    if "" in entries:
-        return ""
-    if len(names) == 1:
-        return names[0]
-    if names:
-        raise CheckpointError(
-            f"{path}: holds {len(names)} state dicts: {first_of(names)}; --entry NAME says which "
-            "to read (some are averages of the weights)"
-        )
-    raise CheckpointError(f"{path}: no state dict in it; save the state dict alone")
+    if not entries:
+        raise CheckpointError(f"{path}: no state dict in it; save the state dict alone")
+    if "" in entries or len(names) == 1:
+        return "" if "" in entries else names[0]
+    raise CheckpointError(
+        f"{path}: holds {len(names)} state dicts: {first_of(names)}; --entry NAME says which "
+        "to read (some are averages of the weights)"
+    )

@@ -1,64 +1,45 @@
 """PSPNet of hszhao/semseg: ResNet with a stem of three convolutions, all blocks dilated."""
 
-from segtrain.convert.layout import (
-    Options,
-    Plan,
-    State,
-    aux_head,
-    conv_norm,
-    count_children,
-    deep_stem,
-    resnet_name,
-    size,
-)
+from collections.abc import Mapping
+from typing import Any
 
-# model/pspnet.py.
-_ASSUMED = {
-    "model.output_stride": 8,
-    "model.contract_dilation": False,
-    "model.align_corners": True,
-    "model.ppm_bins": (1, 2, 3, 6),
+from segtrain.convert.layout import Options, Plan, State, aux_options, deep_stem, resnet_name, size
+
+KEYS = {
+    "head.ppm.convs.*": "ppm.features.*.1",
+    "head.ppm.norms.*": "ppm.features.*.2",
+    "head.conv.conv": "cls.0",
+    "head.conv.norm": "cls.1",
+    "head.classifier.conv": "cls.4",
+    "aux_head.conv.conv": "aux.0",
+    "aux_head.conv.norm": "aux.1",
+    "aux_head.classifier.conv": "aux.4",
+    **deep_stem("layer0"),
+    "backbone": "",
 }
-# The crop and the long side of test images by the number of classes: Cityscapes, VOC, ADE20K.
+# model/pspnet.py.
+_ASSUMED = {"model.output_stride": 8, "model.align_corners": True, "model.ppm_bins": (1, 2, 3, 6)}
+# The crop and the long side of test images by the number of classes: Cityscapes, VOC, ADE20K; by
+# test_h and base_size of config/*/*_pspnet*.yaml.
 _TESTS = {19: ("713", "2048 px"), 21: ("473", "512 px"), 150: ("473", "512 px")}
 
 
-def plan(state: State) -> Plan:
+def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
     """The plan for a state dict with layer0. to layer4., ppm., cls. and, after training, aux."""
     found: Options = {
         "model.arch": "pspnet",
+        "model.variant": "semseg",
         "model.backbone": resnet_name(state, ""),
         "model.stem": "64-64-128",
         "model.head_channels": size(state, "cls.0.weight"),
+        **aux_options(state, "aux.0.weight", "aux.4.weight"),
     }
-    aux, aux_renames = aux_head(state, "aux.0.", "aux.1.", "aux.4.")
-    found |= aux
-    levels = count_children(state, "ppm.features.")
-    pyramid = tuple(
-        (f"head.ppm.{kind}.{i}.", f"ppm.features.{i}.{place}.")
-        for i in range(levels)
-        for kind, place in (("convs", 1), ("norms", 2))
-    )
-    renames = (
-        *pyramid,
-        *conv_norm("head.conv", "cls.0.", "cls.1."),
-        ("head.classifier.conv.", "cls.4."),
-        *aux_renames,
-        *deep_stem("layer0."),
-        ("backbone.", ""),
-    )
-    return Plan(
-        "semseg",
-        size(state, "cls.4.weight"),
-        found,
-        renames,
-        assumed=_ASSUMED,
-        notes=_notes(size(state, "cls.4.weight")),
-    )
+    num_classes = size(state, "cls.4.weight")
+    return Plan("semseg", num_classes, found, KEYS, assumed=_ASSUMED, notes=_notes(num_classes))
 
 
 def _notes(num_classes: int) -> tuple[str, ...]:
-    """How its tool/test.py evaluates, by test_h and base_size of config/*/*_pspnet*.yaml."""
+    """How its tool/test.py evaluates."""
     crop, long_side = _TESTS.get(num_classes, ("N", "base_size"))
     unknown = ", N being test_h of its config" if crop == "N" else ""
     window = (

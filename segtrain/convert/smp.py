@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from segtrain.convert.layout import (
+    Keys,
     Options,
     Plan,
     Rotation,
     State,
     aspp,
-    conv_norm,
     count_children,
     resnet_name,
     resnet_widths,
@@ -21,10 +21,25 @@ from segtrain.errors import CheckpointError
 from segtrain.text import MAX_NAME, printable
 
 _NAME = "segmentation_models.pytorch"
-# Every resize is aligned, and all blocks of a stage are dilated alike (encoders/_utils.py).
-_ALWAYS: Options = {"model.align_corners": True, "model.contract_dilation": False}
 _CLASSES = {"PSPNet": "pspnet", "DeepLabV3": "deeplabv3", "DeepLabV3Plus": "deeplabv3plus"}
 _RATES = (12, 24, 36)
+COMMON_KEYS = {"head.classifier.conv": "segmentation_head.0", "backbone": "encoder"}
+PSPNET_KEYS = {
+    "head.ppm.convs.*": "decoder.psp.blocks.*.pool.1.0",
+    "head.ppm.norms.*": "decoder.psp.blocks.*.pool.1.1",
+    "head.conv.conv": "decoder.conv.0",
+    "head.conv.norm": "decoder.conv.1",
+}
+PLUS_KEYS = {
+    "head.aspp_conv.depthwise": "decoder.aspp.1.0",
+    "head.aspp_conv.pointwise.conv": "decoder.aspp.1.1",
+    "head.aspp_conv.pointwise.norm": "decoder.aspp.2",
+    "head.low.conv": "decoder.block1.0",
+    "head.low.norm": "decoder.block1.1",
+    "head.decoder.0.depthwise": "decoder.block2.0.0",
+    "head.decoder.0.pointwise.conv": "decoder.block2.0.1",
+    "head.decoder.0.pointwise.norm": "decoder.block2.1",
+}
 # Activations that give each pixel one class, as segtrain's softmax does.
 _CLASSES_EXCLUDE = (None, "identity", "softmax", "softmax2d", "logsoftmax", "argmax", "argmax2d")
 # Parameters of the constructors of 0.3 to 0.6 that change no prediction: where training started,
@@ -139,148 +154,111 @@ def _by_keys(state: State) -> Plan:
             f"{_NAME} with an encoder whose first key is {printable(first, MAX_NAME)}; segtrain "
             "has resnet18, 34, 50 and 101"
         )
-    backbone = resnet_name(state, "encoder.")
     if "decoder.psp.blocks.0.pool.1.0.weight" in state:
-        return _pspnet(state, backbone)
+        return _pspnet(state)
     if "decoder.aspp.0.convs.0.0.weight" in state:
-        return _deeplabv3plus(state, backbone)
+        return _deeplabv3plus(state)
     if "decoder.aspp.convs.0.0.weight" in state or "decoder.0.convs.0.0.weight" in state:
-        return _deeplabv3(state, backbone)
+        return _deeplabv3(state)
     raise CheckpointError(f"{_NAME} with another decoder than PSPNet, DeepLabV3 and DeepLabV3Plus")
 
 
 def _plan(
-    state: State, backbone: str, num_stages: int, found: Options, renames: tuple, **more
+    state: State, found: Options, keys: Keys, *, reads: str, assumed: Options, **more: Any
 ) -> Plan:
-    if "classification_head.3.weight" in state:
-        more["notes"] = ("classification_head classifies whole images, which segtrain does not",)
-    unread = tuple(
-        (f"encoder.layer{i}.", f"the head reads layer{num_stages}")
-        for i in range(num_stages + 1, 5)
-    )
-    found = {"model.backbone": backbone, "model.num_stages": num_stages, **found}
-    found |= {"model.aux_head": False}
-    assumed: Options = {**_ALWAYS, **more.pop("assumed")}
-    return Plan(
-        _NAME,
-        size(state, "segmentation_head.0.weight"),
-        found,
-        (*renames, ("head.classifier.conv.", "segmentation_head.0."), ("backbone.", "encoder.")),
-        left_out=(*unread, ("classification_head.", "it classifies whole images")),
-        assumed=assumed,
-        **more,
-    )
-
-
-def _num_stages(backbone: str, channels: int) -> int:
-    """The stages before a head that reads this many channels (its encoder_depth, less one)."""
+    """reads: the convolution whose input tells which stage the head reads (encoder_depth)."""
+    backbone, channels = resnet_name(state, "encoder."), size(state, reads, 1)
     widths = resnet_widths(backbone)
     if channels not in widths[1:]:
         raise CheckpointError(
             f"{_NAME}: the decoder reads {channels} channels, and the stages of {backbone} have "
             f"{widths}; expected one after the first"
         )
-    return widths.index(channels) + 1
-
-
-def _pspnet(state: State, backbone: str) -> Plan:
-    levels = count_children(state, "decoder.psp.blocks.")
-    channels = size(state, "decoder.psp.blocks.0.pool.1.0.weight", 1)
-    num_stages = _num_stages(backbone, channels)
-    has_norm = "decoder.psp.blocks.0.pool.1.1.running_mean" in state
-    found: Options = {
-        "model.arch": "pspnet",
-        "model.head_channels": size(state, "decoder.conv.0.weight"),
-        "model.ppm_global_norm": has_norm,
-        "model.join_kernel": 1,
-        "model.classifier_kernel": 3,
+    stages = widths.index(channels) + 1
+    if "classification_head.3.weight" in state:
+        more["notes"] = ("classification_head classifies whole images, which segtrain does not",)
+    left_out = {f"encoder.layer{i}.": f"the head reads layer{stages}" for i in range(stages + 1, 5)}
+    common = {
+        "model.variant": "smp",
+        "model.backbone": backbone,
+        "model.num_stages": stages,
+        "model.aux_head": False,
     }
-    pyramid = tuple(
-        (f"head.ppm.{kind}.{i}.", f"decoder.psp.blocks.{i}.pool.1.{place}.")
-        for i in range(levels)
-        for place, kind in enumerate(("convs", "norms"))
+    stride = min(assumed.get("model.output_stride", 32), 2 ** (stages + 1))
+    return Plan(
+        _NAME,
+        size(state, "segmentation_head.0.weight"),
+        {**common, **found},
+        {**keys, **COMMON_KEYS},
+        left_out={**left_out, "classification_head.": "it classifies whole images"},
+        # Every resize is aligned.
+        assumed={**assumed, "model.output_stride": stride, "model.align_corners": True},
+        **more,
     )
-    pooled = levels * size(state, "decoder.psp.blocks.0.pool.1.0.weight")
+
+
+def _pspnet(state: State) -> Plan:
+    first, join = "decoder.psp.blocks.0.pool.1.0.weight", "decoder.conv.0.weight"
+    pooled = count_children(state, "decoder.psp.blocks.") * size(state, first)
     return _plan(
         state,
-        backbone,
-        num_stages,
-        found,
-        (*pyramid, *conv_norm("head.conv", "decoder.conv.0.", "decoder.conv.1.")),
+        {"model.arch": "pspnet", "model.head_channels": size(state, join)},
+        PSPNET_KEYS,
+        reads=first,
+        assumed={"model.ppm_bins": (1, 2, 3, 6)},
         # It concatenates [p1, p2, p3, p6, x].
         rotations={"head.conv.conv.weight": Rotation(1, pooled)},
-        assumed={"model.output_stride": 2 ** (num_stages + 1), "model.ppm_bins": (1, 2, 3, 6)},
     )
 
 
-def _deeplabv3(state: State, backbone: str) -> Plan:
+def _deeplabv3(state: State) -> Plan:
     old = "decoder.0.convs.0.0.weight" in state
-    where, conv, norm = ("0.", "1.", "2.") if old else ("aspp.", "conv.", "bn.")
+    where, conv, norm = ("0", "1", "2") if old else ("aspp", "conv", "bn")
     where = f"decoder.{where}"
-    if f"{where}convs.1.0.0.weight" in state:
+    if f"{where}.convs.1.0.0.weight" in state:
         raise CheckpointError(
             f"{_NAME}'s DeepLabV3 with decoder_aspp_separable has a separable ASPP and a whole 3x3 "
             "convolution after it; model.separable makes both separable: no option makes these "
             "equal"
         )
-    found: Options = {
-        "model.arch": "deeplabv3",
-        "model.head_channels": size(state, f"{where}project.0.weight"),
-    }
+    width = size(state, f"{where}.project.0.weight")
     return _plan(
         state,
-        backbone,
-        _num_stages(backbone, size(state, f"{where}convs.0.0.weight", 1)),
-        found,
-        (
-            *aspp(where, count_children(state, f"{where}convs.")),
-            *conv_norm("head.conv", f"decoder.{conv}", f"decoder.{norm}"),
-        ),
+        {"model.arch": "deeplabv3", "model.head_channels": width},
+        {
+            **aspp(state, where),
+            "head.conv.conv": f"decoder.{conv}",
+            "head.conv.norm": f"decoder.{norm}",
+        },
+        reads=f"{where}.convs.0.0.weight",
         assumed={"model.output_stride": 8, "model.aspp_rates": _RATES},
     )
 
 
-def _deeplabv3plus(state: State, backbone: str) -> Plan:
-    where = "decoder.aspp.0."
-    if f"{where}convs.1.0.0.weight" not in state:
+def _deeplabv3plus(state: State) -> Plan:
+    where = "decoder.aspp.0"
+    if f"{where}.convs.1.0.0.weight" not in state:
         raise CheckpointError(
             f"{_NAME}'s DeepLabV3Plus without decoder_aspp_separable has a whole ASPP and "
             "separable convolutions after it; model.separable makes both separable: no option "
             "makes these equal"
         )
-    width = size(state, f"{where}project.0.weight")
+    width = size(state, f"{where}.project.0.weight")
     found: Options = {
         "model.arch": "deeplabv3plus",
         "model.head_channels": width,
         "model.separable": True,
-        "model.separable_norm": False,
-        "model.aspp_conv": True,
-        "model.decoder_convs": 1,
         "model.low_level_channels": size(state, "decoder.block1.0.weight"),
     }
-    decoder = "head.decoder.0"
-    renames = (
-        *aspp(where, count_children(state, f"{where}convs."), separable=("0.", "1.")),
-        ("head.aspp_conv.depthwise.", "decoder.aspp.1.0."),
-        *conv_norm("head.aspp_conv.pointwise", "decoder.aspp.1.1.", "decoder.aspp.2."),
-        *conv_norm("head.low", "decoder.block1.0.", "decoder.block1.1."),
-        (f"{decoder}.depthwise.", "decoder.block2.0.0."),
-        *conv_norm(f"{decoder}.pointwise", "decoder.block2.0.1.", "decoder.block2.1."),
-    )
-    num_stages = _num_stages(backbone, size(state, f"{where}convs.0.0.weight", 1))
     return _plan(
         state,
-        backbone,
-        num_stages,
         found,
-        renames,
+        {**aspp(state, where, separable=("0", "1")), **PLUS_KEYS},
+        reads=f"{where}.convs.0.0.weight",
+        assumed={"model.output_stride": 16, "model.aspp_rates": _RATES},
         # It concatenates [ASPP, low-level].
         rotations={
-            f"{decoder}.depthwise.": Rotation(0, width),
-            f"{decoder}.pointwise.conv.": Rotation(1, width),
-        },
-        assumed={
-            "model.output_stride": min(16, 2 ** (num_stages + 1)),
-            "model.aspp_rates": _RATES,
+            "head.decoder.0.depthwise.": Rotation(0, width),
+            "head.decoder.0.pointwise.conv.": Rotation(1, width),
         },
     )

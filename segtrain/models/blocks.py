@@ -70,21 +70,22 @@ class StagePlan(NamedTuple):
     dilation: int
 
 
-def plan_stages(strides: Sequence[int], model: ModelConfig, *, stem_stride: int) -> list[StagePlan]:
+def plan_stages(
+    strides: Sequence[int], output_stride: int, *, stem_stride: int, contract: bool
+) -> list[StagePlan]:
     """Strides until `output_stride` is reached and dilations instead of strides from there on.
 
-    With `contract_dilation` the kernel that lost its stride keeps the dilation of the stage before:
-    the stage then sees the same pixels as in the pretrained network of stride 32.
+    contract: the kernel that lost its stride keeps the dilation of the stage before; the stage then
+        sees the same pixels as in the pretrained network of stride 32.
     """
     plans = []
     reached, dilation = stem_stride, 1
     for stride in strides:
         previous = dilation
-        if stride > 1 and reached == model.output_stride:
+        if stride > 1 and reached == output_stride:
             dilation, stride = dilation * stride, 1
         reached *= stride
-        first = previous if model.contract_dilation else dilation
-        plans.append(StagePlan(stride, first, dilation))
+        plans.append(StagePlan(stride, previous if contract else dilation, dilation))
     return plans
 
 

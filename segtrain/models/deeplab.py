@@ -1,7 +1,5 @@
 """DeepLabV3 (arXiv:1706.05587) and DeepLabV3+ (arXiv:1802.02611)."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +17,7 @@ from segtrain.models.blocks import (
     norm_relu_together,
     run_together,
 )
+from segtrain.models.forms import form_of
 from segtrain.models.resizing import resize
 from segtrain.norm import NormFactory
 
@@ -30,33 +29,31 @@ class ASPP(nn.Module):
     """Atrous spatial pyramid pooling: convolutions of several dilations side by side.
 
     Concatenated as [1x1, 3x3 at each rate, global mean], the order of torchvision and VainF, and
-    projected by one convolution.
+    projected by one convolution, to `model.head_channels`. With `model.separable` each dilated
+    convolution is a depthwise and a 1x1 one.
 
-    separable: each dilated convolution is a depthwise and a 1x1 one, both with norm and ReLU.
-    separable_norm: False: nothing stands between those two.
     project_kernel: of the projection; None: there is none, and `forward` gives the branches.
     """
 
     def __init__(
         self,
+        model: ModelConfig,
         in_channels: int,
         width: int,
-        rates: Sequence[int],
-        separable: bool,
-        norm: NormFactory,
         *,
-        separable_norm: bool = True,
-        project_kernel: int | None = 1,
+        norm: NormFactory,
+        project_kernel: int | None,
     ) -> None:
         super().__init__()
-        depthwise_rates = rates if separable else ()
+        rates = model.aspp_rates or _RATES[model.output_stride]
+        depthwise_rates = rates if model.separable else ()
         self.depthwise = nn.ModuleList(
             conv2d(in_channels, in_channels, 3, dilation=rate, groups=in_channels)
             for rate in depthwise_rates
         )
-        between = depthwise_rates if separable_norm else ()
+        between = depthwise_rates if form_of(model).separable_norm else ()
         self.depthwise_norms = nn.ModuleList(norm(in_channels) for _ in between)
-        kernel = 1 if separable else 3
+        kernel = 1 if model.separable else 3
         dilated = [conv2d(in_channels, width, kernel, dilation=rate) for rate in rates]
         self.convs = nn.ModuleList(
             [conv2d(in_channels, width, 1), *dilated, conv2d(in_channels, width, 1)]
@@ -89,7 +86,7 @@ class ASPP(nn.Module):
 class DeepLabV3Head(Head):
     """ASPP, 3x3 convolution, norm, ReLU, dropout and 1x1 convolution, as torchvision's.
 
-    With `join_kernel` 3 the 3x3 convolution takes the branches themselves, as mmsegmentation's.
+    In mmsegmentation's form the 3x3 convolution takes the branches themselves.
     """
 
     def __init__(
@@ -97,13 +94,13 @@ class DeepLabV3Head(Head):
     ) -> None:
         super().__init__()
         width = model.head_channels or 256
-        if model.join_kernel == 3:
-            self.aspp = _aspp(model, channels.out, width, norm, project_kernel=None)
+        if form_of(model).aspp_join == 3:
+            self.aspp = ASPP(model, channels.out, width, norm=norm, project_kernel=None)
             self.conv: ConvBlock = ConvNormReLU(self.aspp.out_channels, width, 3, norm=norm)
         else:
-            self.aspp = _aspp(model, channels.out, width, norm, project_kernel=1)
+            self.aspp = ASPP(model, channels.out, width, norm=norm, project_kernel=1)
             self.conv = _conv3x3(model, width, width, norm)
-        self.classifier = _classifier(model, width, num_classes)
+        self.classifier = Classifier(width, num_classes, dropout=model.dropout)
 
     def join(self, features: Features) -> Tensor:
         """At the size of `features.out`."""
@@ -111,26 +108,25 @@ class DeepLabV3Head(Head):
 
 
 class DeepLabV3PlusHead(Head):
-    """ASPP joined with low-level features, two 3x3 convolutions, dropout and 1x1 convolution.
+    """ASPP joined with low-level features, 3x3 convolutions, dropout and 1x1 convolution.
 
     Concatenated as [low-level, ASPP], the order of VainF and detectron2. The paper (table 2) has
-    two convolutions; VainF has one (`decoder_convs`). segmentation_models.pytorch has another one
-    before they are joined (`aspp_conv`).
+    two convolutions.
     """
 
     def __init__(
         self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
     ) -> None:
         super().__init__()
-        width = model.head_channels or 256
+        form, width = form_of(model), model.head_channels or 256
         self.align_corners = model.align_corners
-        self.aspp = _aspp(model, channels.out, width, norm, project_kernel=model.join_kernel or 1)
-        self.aspp_conv = _conv3x3(model, width, width, norm) if model.aspp_conv else None
+        self.aspp = ASPP(model, channels.out, width, norm=norm, project_kernel=form.aspp_join)
+        self.aspp_conv = _conv3x3(model, width, width, norm) if form.aspp_conv else None
         self.low = ConvNormReLU(channels.low, model.low_level_channels, 1, norm=norm)
         joined = model.low_level_channels + width
-        widths = [joined, *[width] * (model.decoder_convs - 1)]
+        widths = [joined, *[width] * (form.decoder_convs - 1)]
         self.decoder = nn.Sequential(*(_conv3x3(model, c, width, norm) for c in widths))
-        self.classifier = _classifier(model, width, num_classes)
+        self.classifier = Classifier(width, num_classes, dropout=model.dropout)
 
     @property
     def conv(self) -> ConvBlock:
@@ -150,27 +146,10 @@ class DeepLabV3PlusHead(Head):
         return joined
 
 
-def _aspp(
-    model: ModelConfig,
-    in_channels: int,
-    width: int,
-    norm: NormFactory,
-    *,
-    project_kernel: int | None,
-) -> ASPP:
-    rates = model.aspp_rates or _RATES[model.output_stride]
-    options = {"separable_norm": model.separable_norm, "project_kernel": project_kernel}
-    return ASPP(in_channels, width, rates, model.separable, norm, **options)
-
-
-def _classifier(model: ModelConfig, width: int, num_classes: int) -> Classifier:
-    return Classifier(width, num_classes, dropout=model.dropout, kernel=model.classifier_kernel)
-
-
 def _conv3x3(
     model: ModelConfig, in_channels: int, out_channels: int, norm: NormFactory
 ) -> ConvBlock:
     if model.separable:
-        between = model.separable_norm
+        between = form_of(model).separable_norm
         return SeparableConvNormReLU(in_channels, out_channels, norm=norm, norm_between=between)
     return ConvNormReLU(in_channels, out_channels, 3, norm=norm)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
 from segtrain.models.blocks import FeatureChannels, Features, initialize, plan_stages
+from segtrain.models.forms import form_of
 from segtrain.norm import NormFactory
 
 # V3's pretrained weights belong to this eps (torchvision, mobilenetv3.py): under 1e-5, channels of
@@ -41,9 +42,7 @@ _PARTS = {
 class MobileNet(nn.Module):
     """The convolutional part of the MobileNet that `model` describes: images to `Features`.
 
-    V2 with `contract_dilation` is dilated as VainF's; V3 without it as torchvision's DeepLabV3,
-    whose auxiliary head reads `aux_layer` 4. The norm layers of V3 get eps 1e-3, whatever `norm`
-    chooses.
+    The norm layers of V3 get eps 1e-3, whatever `norm` chooses.
     """
 
     stem_keys: tuple[str, ...] = ()
@@ -51,10 +50,11 @@ class MobileNet(nn.Module):
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
         super().__init__()
         self.name = name = model.backbone
+        form = form_of(model)
         num_layers, self._low, self._aux, self.channels, self.classifier_keys = _PARTS[name]
         self.features = _torchvision_features(name, norm)[:num_layers]
-        if model.aux_layer is not None:
-            self._aux = model.aux_layer
+        if name == "mobilenet_v3_large":
+            self._aux = form.mobilenet_v3_aux
             self.channels = self.channels._replace(aux=self.features[self._aux].out_channels)
         for module in self.modules():
             if isinstance(module, nn.ReLU6 | nn.Hardswish):
@@ -66,7 +66,8 @@ class MobileNet(nn.Module):
             initialize(conv)
         depthwise = [conv for conv in convs if conv.groups > 1]  # one in each block
         strides = [conv.stride[0] for conv in depthwise]
-        plans = plan_stages(strides, model, stem_stride=2)
+        options = {"stem_stride": 2, "contract": form.mobilenet_contract}
+        plans = plan_stages(strides, model.output_stride, **options)
         for conv, plan in zip(depthwise, plans, strict=True):
             reach = conv.kernel_size[0] // 2
             conv.stride, conv.dilation = (plan.stride,) * 2, (plan.first_dilation,) * 2

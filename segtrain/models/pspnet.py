@@ -19,6 +19,7 @@ from segtrain.models.blocks import (
     is_channels_last,
     norm_relu_together,
 )
+from segtrain.models.forms import form_of
 from segtrain.models.precision import without_autocast
 from segtrain.models.resizing import resize
 from segtrain.norm import NormFactory
@@ -72,27 +73,25 @@ class PyramidPooling(nn.Module):
 class PSPHead(Head):
     """Pyramid pooling, 3x3 convolution, norm, ReLU, dropout and 1x1 convolution.
 
-    segmentation_models.pytorch has the kernels the other way round: `join_kernel` 1 and
-    `classifier_kernel` 3.
+    segmentation_models.pytorch has the kernels the other way round.
     """
 
     def __init__(
         self, model: ModelConfig, channels: FeatureChannels, *, num_classes: int, norm: NormFactory
     ) -> None:
         super().__init__()
-        width = model.head_channels or 512
+        form, width = form_of(model), model.head_channels or 512
         self.ppm = PyramidPooling(
             channels.out,
             model.ppm_bins,
             norm=norm,
             align_corners=model.align_corners,
-            global_norm=model.ppm_global_norm,
+            global_norm=form.pyramid_global_norm,
             channels=model.ppm_channels,
         )
-        self.conv = ConvNormReLU(self.ppm.out_channels, width, model.join_kernel or 3, norm=norm)
-        self.classifier = Classifier(
-            width, num_classes, dropout=model.dropout, kernel=model.classifier_kernel
-        )
+        self.conv = ConvNormReLU(self.ppm.out_channels, width, form.pyramid_join, norm=norm)
+        kernel = form.pyramid_classifier
+        self.classifier = Classifier(width, num_classes, dropout=model.dropout, kernel=kernel)
 
     def join(self, features: Features) -> Tensor:
         """At the size of `features.out`."""

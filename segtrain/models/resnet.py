@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segtrain.config import ModelConfig
-from segtrain.models.blocks import FeatureChannels, Features, StagePlan, conv2d, plan_stages
+from segtrain.models.blocks import FeatureChannels, Features, conv2d, plan_stages
+from segtrain.models.forms import form_of
 from segtrain.norm import NormFactory, norm_relu_conv, normalize_together
 
 # Keys of a deep stem, which weights with a 7x7 stem cannot fill. The wide stem also changes the
@@ -31,6 +32,7 @@ _STEMS = {
     "64-64-128": [_Conv(64, 3, 2), _Conv(64, 3), _Conv(128, 3)],
     "32-32-64": [_Conv(32, 3, 2), _Conv(32, 3), _Conv(64, 3)],
 }
+_AVGPOOL = "-avgpool"
 # The number of blocks of each stage, and whether they are bottlenecks.
 DEPTHS = {
     "resnet18": ((2, 2, 2, 2), False),
@@ -106,17 +108,16 @@ class _Block(_ConvChain):
 class ResNet(_ConvChain):
     """The convolutional part of the ResNet that `model` describes: images to `Features`.
 
-    `multi_grid` multiplies the dilations of the last stage, as in DeepLabV3 (arXiv:1706.05587,
-    section 4.2.1) and detectron2; such a stage is not contracted. With `multi_grid_values`
-    dilations its numbers are the dilations themselves, as in mmsegmentation. `recompute_norm`: see
-    `segtrain.norm.norm_relu_conv`. `zero_init_residual` is torchvision's: each block starts as its
-    shortcut (arXiv:1706.02677, section 5.1).
+    `multi_grid` is that of DeepLabV3 (arXiv:1706.05587, section 4.2.1); such a stage is not
+    contracted. `recompute_norm`: see `segtrain.norm.norm_relu_conv`. `zero_init_residual` is
+    torchvision's: each block starts as its shortcut (arXiv:1706.02677, section 5.1).
     """
 
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
         depths, bottleneck = DEPTHS[model.backbone]
         options = {"norm": norm, "recompute_norm": model.recompute_norm}
-        super().__init__(3, _STEMS[model.stem], **options)
+        stem = _STEMS[model.stem.removesuffix(_AVGPOOL)]
+        super().__init__(3, stem, **options)
         self.name = model.backbone
         widths = [(4 if bottleneck else 1) * 64 * 2**i for i in range(model.num_stages)]
         self.channels = FeatureChannels(widths[0], *widths[-2:])
@@ -126,13 +127,20 @@ class ResNet(_ConvChain):
         self.stem_keys: tuple[str, ...] = ()
         if model.stem != "7x7":
             self.stem_keys = _STEM_KEYS + (_WIDE_STEM_KEYS if model.stem == "64-64-128" else ())
-        plans = plan_stages((1, 2, 2, 2)[: model.num_stages], model, stem_stride=4)
-        channels = _STEMS[model.stem][-1].width
-        pooled = model.downsample == "avgpool"
+        form, strides = form_of(model), (1, 2, 2, 2)[: model.num_stages]
+        planning = {"stem_stride": 4, "contract": form.contract_dilation}
+        plans = plan_stages(strides, model.output_stride, **planning)
+        channels, pooled = stem[-1].width, model.stem.endswith(_AVGPOOL)
         for i, plan in enumerate(plans):
             blocks = []
-            dilations = _block_dilations(depths[i], plan, model, last=i == 3)
-            for convs in _stage(64 * 2**i, plan.stride, dilations, model, bottleneck=bottleneck):
+            dilations = [(plan.first_dilation, plan.dilation)]
+            dilations += [(plan.dilation, plan.dilation)] * (depths[i] - 1)
+            if i == 3 and model.multi_grid is not None:
+                unit = plan.dilation if form.multi_grid_factors else 1
+                dilations = [(unit * value, unit * value) for value in model.multi_grid]
+            if not (bottleneck or form.basic_block_both):
+                dilations = [(first, 1) for first, _ in dilations]
+            for convs in _stage(64 * 2**i, plan.stride, dilations, bottleneck=bottleneck):
                 blocks.append(_Block(channels, convs, **options, pooled_shortcut=pooled))
                 channels = convs[-1].width
             self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
@@ -167,30 +175,16 @@ def _mean_pool(stride: int) -> nn.Module:
     return nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False)
 
 
-def _block_dilations(
-    num_blocks: int, plan: StagePlan, model: ModelConfig, *, last: bool
-) -> list[tuple[int, int]]:
-    """Of each block: the dilation of the kernel that may have a stride, and of those after it."""
-    if not last or model.multi_grid is None:
-        first = (plan.first_dilation, plan.dilation)
-        return [first] + [(plan.dilation, plan.dilation)] * (num_blocks - 1)
-    unit = plan.dilation if model.multi_grid_values == "factors" else 1
-    return [(unit * value, unit * value) for value in model.multi_grid]
-
-
 def _stage(
-    width: int,
-    stride: int,
-    dilations: Sequence[tuple[int, int]],
-    model: ModelConfig,
-    *,
-    bottleneck: bool,
+    width: int, stride: int, dilations: Sequence[tuple[int, int]], *, bottleneck: bool
 ) -> Iterator[list[_Conv]]:
-    """The convolutions of each block. Bottlenecks stride in the 3x3 one (ResNet "v1.5")."""
+    """The convolutions of each block. Bottlenecks stride in the 3x3 one (ResNet "v1.5").
+
+    dilations: of each block, that of the kernel that may have a stride and that of the next one.
+    """
     for i, (first, second) in enumerate(dilations):
         strided = _Conv(width, 3, stride if i == 0 else 1, first)
         if bottleneck:
             yield [_Conv(width, 1), strided, _Conv(4 * width, 1)]
         else:
-            both = model.basic_block_dilation == "both"
-            yield [strided, _Conv(width, 3, 1, second if both else 1)]
+            yield [strided, _Conv(width, 3, 1, second)]
