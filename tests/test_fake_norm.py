@@ -7,15 +7,7 @@ import torch
 from fake_device import fake_ranks, stub_context
 from torch import nn
 
-from segtrain.distributed import collectives as dist
-from segtrain.norm import (
-    PartialBatchNorm2d,
-    SyncBatchNorm2d,
-    norm_relu_conv,
-    normalize_together,
-    settle_statistics,
-    tracked_together,
-)
+from segtrain.norm import SyncBatchNorm2d, norm_relu_conv, normalize_together, tracked_together
 from segtrain.norm.functional import NormInput, _NormReLUConv, _SyncBatchNorms
 
 FORWARD = [
@@ -111,37 +103,22 @@ def test_recomputing_the_activation_makes_no_wait(fake):
     assert (grad_x.dtype, grad_kernel.dtype) == (torch.bfloat16, torch.float32)
 
 
-def calls(num_layers, kind, monkeypatch):
-    """Functions that run layers of a kind and settle their statistics."""
-    monkeypatch.setattr(dist, "all_gather_object", lambda value, group=None: [value])
-    make = SyncBatchNorm2d if kind == "sync" else PartialBatchNorm2d
-    layers = nn.ModuleList([make(8, device="cuda") for _ in range(num_layers)])
+@pytest.mark.parametrize("num_layers", [3, 7])
+def test_running_statistics_cost_the_same_for_any_number_of_layers(fake, num_layers):
+    layers = [SyncBatchNorm2d(8, device="cuda") for _ in range(num_layers)]
     x = layer_input()
 
     def run():
         with torch.no_grad(), tracked_together():
             for layer in layers:
                 layer(x)
-        settle_statistics(layers)
 
-    return run
-
-
-@pytest.mark.parametrize(
-    ("kind", "each", "once", "collectives"), [("sync", 10, 21, 1), ("local", 4, 34, 0)]
-)
-def test_running_statistics_cost_the_same_for_any_number_of_layers(
-    fake, monkeypatch, kind, each, once, collectives
-):
-    for num_layers in (3, 7):
-        run = calls(num_layers, kind, monkeypatch)
+    run()
+    with fake:
+        fake.forget()
         run()
-        with fake:
-            fake.forget()
-            run()
-        assert len(fake.launches) == each * num_layers + once, fake.launches
-        settling = 0 if kind == "sync" else 1
-        assert len(fake.collectives) == collectives * num_layers + settling
+    assert len(fake.launches) == 10 * num_layers + 21, fake.launches
+    assert len(fake.collectives) == num_layers
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 1024])
