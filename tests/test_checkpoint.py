@@ -533,7 +533,7 @@ def test_a_new_file_is_loaded_once_before_it_replaces_the_old_one(tmp_path, monk
 
 def exact_gradients():
     model = nn.Linear(3, 2)
-    return ExactGradientSum(model, [replica(model)], shares=[1], passes=1)
+    return ExactGradientSum(model, [replica(model)], shares=[1], microbatches=1)
 
 
 def test_exponents_are_restored():

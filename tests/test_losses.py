@@ -209,7 +209,7 @@ def test_accumulated_passes_share_the_number_of_pixels_to_keep():
     """Else four passes would keep four times as many easy pixels as the batch at once."""
     logits, labels = scene(3)
     config = LossConfig(kind="ohem", ohem_threshold=0.0, ohem_min_kept=41)
-    ((_, weight),) = SegLoss(config, CPU, passes=4)(SegLogits(logits), labels)
+    ((_, weight),) = SegLoss(config, CPU, microbatches=4)(SegLogits(logits), labels)
     assert weight == 11
 
 
@@ -263,7 +263,7 @@ def test_dice_has_the_gradient_of_finite_differences():
     logits, labels = logits[..., :2, :3].contiguous(), labels[:, :2, :3]
     loss = LOSSES["dice"](LossOptions(LossConfig(kind="dice")))
     logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: loss.value(loss.sums(x, labels)), logits)
+    assert torch.autograd.gradcheck(lambda x: loss.loss_from_sums(loss.sums(x, labels)), logits)
 
 
 def test_dice_refuses_class_weights():

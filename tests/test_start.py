@@ -136,12 +136,12 @@ def forgetful_start(config, directory):
     """Goes on toward the weights of the checkpoint instead of those of the start."""
     from segtrain.checkpoint import restore
 
-    def restore_start(state, saved, path):
+    def restore_initial_weights(state, saved, path):
         parameters = dict(state.model.named_parameters())
-        for name, value in state.start.weights.items():
+        for name, value in state.initial_weights.weights.items():
             value.copy_(parameters[name].detach())
 
-    restore.restore_start = restore_start
+    restore.restore_initial_weights = restore_initial_weights
     return train(config, directory, resume=True)
 
 
@@ -169,7 +169,7 @@ def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_pa
 
 def refusals(config, run):
     """What resuming says if the starting weights are gone or damaged in some way."""
-    from segtrain.checkpoint.restore import restore_start
+    from segtrain.checkpoint.restore import restore_initial_weights
     from segtrain.commands.train.stages import make_state
     from segtrain.norm import make_norm
 
@@ -194,7 +194,8 @@ def refusals(config, run):
         "precision": {**start, "weights": {k: v.double() for k, v in start["weights"].items()}},
     }
     return {
-        case: refusal(restore_start, state, saved, run / "last.pt") for case, saved in cases.items()
+        case: refusal(restore_initial_weights, state, saved, run / "last.pt")
+        for case, saved in cases.items()
     }
 
 

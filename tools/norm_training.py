@@ -265,7 +265,7 @@ def train(config: Config, norm: NormFactory, title: str) -> tuple[TrainState, li
             losses.append(result.loss.item())
             bar.describe(f"loss {losses[-1]:.4f}")
             bar.update()
-    step_sync.settle()
+    step_sync.check_finite()
     return state, losses
 
 

@@ -92,7 +92,7 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
             raise CheckpointError(f"{path}: holds no average of the weights (train.ema_decay)")
         load_weights(state.average.model, checkpoint.average, path)
     restore_optimizer(state.optimizer, checkpoint.optimizer, path)
-    restore_start(state, checkpoint.start, path)
+    restore_initial_weights(state, checkpoint.start, path)
     # The run may not have used float16 before; a new scaler finds its scale within some steps.
     if state.scaler.is_enabled() and checkpoint.scaler:
         restore_scaler(state.scaler, checkpoint.scaler, path)
@@ -130,7 +130,7 @@ def check_changes(
         )
 
 
-def start_fields(state: TrainState) -> dict[str, Any] | None:
+def initial_weights_fields(state: TrainState) -> dict[str, Any] | None:
     """What a checkpoint keeps of the weights that training started from; None if it needs nothing.
 
     loaded: the names of the weights that came from a file; None: all.
@@ -138,7 +138,7 @@ def start_fields(state: TrainState) -> dict[str, Any] | None:
     held: bool masks of the weights that keep their value, by name.
     hold: what of the config decided the masks.
     """
-    start = state.start
+    start = state.initial_weights
     if not start.is_needed:
         return None
     loaded = None if start.loaded is None else sorted(start.loaded)
@@ -157,9 +157,9 @@ def loaded_names(checkpoint: Checkpoint, path: Path) -> list[str] | None:
     raise CheckpointError(f"{path}: damaged: the names of loaded weights cannot be read")
 
 
-def restore_start(state: TrainState, saved: dict[str, Any] | None, path: Path) -> None:
+def restore_initial_weights(state: TrainState, saved: dict[str, Any] | None, path: Path) -> None:
     """Sets the weights that training started from; CheckpointError if other ones are needed."""
-    start = state.start
+    start = state.initial_weights
     if not start.is_needed:
         return
     if saved is None:

@@ -15,8 +15,8 @@ from segtrain.distributed.process_group import HostWatch
 from segtrain.norm import untracked
 from segtrain.training import sam
 from segtrain.training.measure import UPDATE, span
+from segtrain.training.microbatches import LocalMicrobatch, accumulate_gradients, local_microbatches
 from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
-from segtrain.training.passes import RankBatch, rank_batches, run_passes
 from segtrain.training.share_rules import watch
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -59,7 +59,7 @@ def train_steps(
 
     Raises:
         NonFiniteError: the loss or the gradient of the step before was not finite.
-        ValueError: the batches are not those of `augment.mixup_alpha`; see `rank_batches`.
+        ValueError: the batches are not those of `augment.mixup_alpha`; see `local_microbatches`.
     """
     train = config.train
     batches = iter(batches)
@@ -76,7 +76,7 @@ def train_steps(
             data_s = time.perf_counter() - began
             # Compiling, in the first step, may take longer than any exchange.
             with nullcontext() if is_first and train.compile else watched():
-                parts = rank_batches(state, passes, indices, config, device)
+                parts = local_microbatches(state, passes, indices, config, device)
                 losses, digest = _gradient(state, parts, config, step_sync, is_first=is_first)
                 lr = learning_rate(train, state.step)
                 set_momentum(state.optimizer, momentum(train, state.step))
@@ -90,7 +90,7 @@ def train_steps(
 
 def _gradient(
     state: TrainState,
-    parts: list[RankBatch],
+    parts: list[LocalMicrobatch],
     config: Config,
     step_sync: StepSync,
     *,
@@ -101,17 +101,17 @@ def _gradient(
     is_first: the first step of this process.
     """
     with watch(state.model) if is_first and state.shares is not None else nullcontext():
-        losses = run_passes(state, parts, config, step_sync)
+        losses = accumulate_gradients(state, parts, config, step_sync)
     while not state.gradients.finish():
         with untracked():
-            losses = run_passes(state, parts, config, step_sync)
+            losses = accumulate_gradients(state, parts, config, step_sync)
 
     if sam.is_due(config.train, state.step):
-        state.start.hold_gradients()  # what is held does not climb either
-        with sam.climbed(state.model.parameters(), config.train.sam_rho):
-            run_passes(state, parts, config, step_sync)
+        state.initial_weights.hold_gradients()  # what is held does not climb either
+        with sam.sam_perturbed(state.model.parameters(), config.train.sam_rho):
+            accumulate_gradients(state, parts, config, step_sync)
             while not state.gradients.finish():
-                run_passes(state, parts, config, step_sync)
+                accumulate_gradients(state, parts, config, step_sync)
     return losses, state.gradients.digest()
 
 
@@ -119,7 +119,7 @@ def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tenso
     """Moves the weights by the gradients, which it frees; returns the gradients' norm ()."""
     set_learning_rate(state.optimizer, lr)
     state.scaler.unscale_(state.optimizer)
-    state.start.hold_gradients()
+    state.initial_weights.hold_gradients()
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if clip_grad_norm is not None:

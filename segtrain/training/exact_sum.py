@@ -53,7 +53,7 @@ class ExactGradientSum:
         model: its parameters are on one device and the same on all ranks. They get the sums.
         replicas: of the model, from `replica`, one for each share of this rank.
         shares: how many each rank has, in the order of ranks.
-        passes: backward passes of each share in a step.
+        microbatches: backward passes of each share in a step.
         num_threads: for the work after the last pass, which is exact with any number of threads.
     """
 
@@ -63,7 +63,7 @@ class ExactGradientSum:
         replicas: Sequence[nn.Module],
         *,
         shares: Sequence[int],
-        passes: int,
+        microbatches: int,
         num_threads: int = 1,
     ) -> None:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -71,7 +71,7 @@ class ExactGradientSum:
         self._replicas = [[p for p in r.parameters() if p.requires_grad] for r in replicas]
         self._locks = [threading.Lock() for _ in parameters]
         # The most bits of one share's values, and those of the largest one in the next step.
-        self._most_bits = _SUM_BITS - (sum(shares) * passes - 1).bit_length()
+        self._most_bits = _SUM_BITS - (sum(shares) * microbatches - 1).bit_length()
         self._target_bits = self._most_bits - _ROOM_BITS
         self._num_threads = num_threads
         self._used: set[str] | None = None  # names of the parameters that get a gradient

@@ -124,7 +124,7 @@ _MAX_LEAD = 4
 _SLEEP_S = 1e-3
 
 
-class Meeting:
+class HogwildBarrier:
     """Brings the processes to the same step, where a run evaluates, saves or stops (collective).
 
     A process that is asked for it tells the others through shared memory. All then go on to the
@@ -198,7 +198,7 @@ class Meeting:
         if not is_here:
             return False
         with dist.alone():
-            self._step_sync.settle()
+            self._step_sync.check_finite()
         while True:
             steps, *wishes = zip(*dist.all_gather_object([step, *self._wishes]), strict=True)
             self._next = max(steps)

@@ -37,7 +37,7 @@ def is_due(train: TrainConfig, step: int) -> bool:
 
 
 @contextmanager
-def climbed(parameters: Iterable[nn.Parameter], rho: float) -> Iterator[None]:
+def sam_perturbed(parameters: Iterable[nn.Parameter], rho: float) -> Iterator[None]:
     """Inside, the parameters are at w + rho * g / ||g||; afterwards at w again, bit for bit.
 
     g are the gradients, in any scale; they are freed. Where g is 0 or not finite, the parameters

@@ -20,11 +20,11 @@ from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim import (
-    Start,
+    InitialWeights,
     WeightAverage,
     build_optimizer,
     freeze_layers,
-    make_start,
+    make_initial_weights,
 )
 from segtrain.training.share_rules import refuse_layers
 from segtrain.types import DropoutMasks
@@ -110,7 +110,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     average: WeightAverage | None
-    start: Start  # what updates need of the weights that training started from
+    initial_weights: InitialWeights  # what updates need of the weights that training started from
     step: int = 0  # updates done
 
     @property
@@ -145,11 +145,11 @@ def make_state(
         model.to(memory_format=layout)
     share_weights(model)
     make_groups(model)
-    start = make_start(model, train, loaded, resumed=resumed)
+    initial_weights = make_initial_weights(model, train, loaded, resumed=resumed)
     if train.sam_rho is not None:
         sam.refuse_layers(model)
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
-    sizes = {"passes": train.accumulate_steps, "batch_size": train.batch_size}
+    sizes = {"microbatches": train.accumulate_steps, "batch_size": train.batch_size}
     criterion = SegLoss(config.loss, device, **sizes)
     wrapped = wrap(model, criterion, train)
     # Virtual ranks have a backward pass each, so their gradients wait for the end.
@@ -165,7 +165,7 @@ def make_state(
             model,
             replicas,
             shares=shares.counts,
-            passes=train.accumulate_steps,
+            microbatches=train.accumulate_steps,
             num_threads=shares.at_once,
         )
     scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "float16")
@@ -180,8 +180,8 @@ def make_state(
         arithmetic=digits,
         replicas=replicas,
         gradients=gradients,
-        optimizer=build_optimizer(model, train, start=start, loaded=loaded),
+        optimizer=build_optimizer(model, train, start=initial_weights, loaded=loaded),
         scaler=scaler,
         average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
-        start=start,
+        initial_weights=initial_weights,
     )

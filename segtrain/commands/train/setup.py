@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import load, parse_experiment
 from segtrain.checkpoint.manager import CheckpointManager, restore_config
-from segtrain.checkpoint.same_data import Resumed, RunData
 from segtrain.commands.train.preflight import (
     hogwild_line,
     learning_rate_lines,
@@ -43,7 +43,7 @@ from segtrain.run import directory as run_directory
 from segtrain.run.directory import Claim
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
-from segtrain.training.hogwild import Meeting, share_model
+from segtrain.training.hogwild import HogwildBarrier, share_model
 from segtrain.training.receipts import ReceiptMeter
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -72,7 +72,7 @@ class Run(Training):
     directory: Path
     last_step: int  # of this process: train.steps, or the step of --until
     eval_set: SegDataset
-    data: RunData
+    data: DatasetGuard
     devices: list[str]  # of every rank, by name
     checkpoints: CheckpointManager
     log: RunLog
@@ -83,7 +83,7 @@ class Run(Training):
     changes: list[str]  # of config and centroids since the checkpoint, which were accepted
     mean_iou: float = nan  # of the newest evaluation in this process
     receipts: ReceiptMeter | None = None  # on rank 0 with train.shares
-    meeting: Meeting | None = None  # with train.parallel hogwild
+    meeting: HogwildBarrier | None = None  # with train.parallel hogwild
 
 
 def set_up(order: Order, stack: ExitStack) -> Run:
@@ -125,13 +125,13 @@ def set_up(order: Order, stack: ExitStack) -> Run:
         before, _ = parse_experiment(*resumed)
         notes += learning_rate_lines(before.train, config.train, state.step)
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
-    data = RunData(
+    data = DatasetGuard(
         (train_set, eval_set), config.data.root, resumed, accept_changes=order.accept_changes
     )
     stack.callback(data.close)
     if evaluated < config.train.steps:
         data.start(DATA_PATIENCE_S)
-    notes += data.take_news()
+    notes += data.pop_log_lines()
     # 6. Where each class is to be found, if samples are drawn by class.
     class_uniform = class_uniform_sampling(
         config, train_set, directory, device, keep=lambda found: _is_known(found, resumed)
@@ -186,8 +186,8 @@ def set_up(order: Order, stack: ExitStack) -> Run:
 
 
 def _keeping_together(
-    config: Config, state: TrainState, signal_flags: SignalFlags, data: RunData, ending: Ending
-) -> tuple[StepSync, Meeting | None]:
+    config: Config, state: TrainState, signal_flags: SignalFlags, data: DatasetGuard, ending: Ending
+) -> tuple[StepSync, HogwildBarrier | None]:
     """What lets all ranks stop, save and end after the same step (collective)."""
     requests = {
         "stop_requested": signal_flags.stop_requested,
@@ -201,7 +201,7 @@ def _keeping_together(
         limits = {"overflow_allowed": overflow_allowed, "timeout_s": timeout_s}
         return StepSync(**requests, **limits), None
     step_sync = StepSync(lambda: False)
-    return step_sync, Meeting(step_sync, step=state.step, timeout_s=timeout_s, **requests)
+    return step_sync, HogwildBarrier(step_sync, step=state.step, timeout_s=timeout_s, **requests)
 
 
 def _has_weights_digest(config: Config, step: int) -> bool:

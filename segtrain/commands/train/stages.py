@@ -19,7 +19,7 @@ from segtrain import seed
 from segtrain.checkpoint.format import Checkpoint, parse_experiment
 from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.restore import check_changes, loaded_names, restore
-from segtrain.checkpoint.same_data import Resumed
+from segtrain.checkpoint.dataset_guard import Resumed
 from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import Config, TrainConfig
 from segtrain.data import open_dataset
@@ -133,7 +133,7 @@ def _layer_lines(state: TrainState) -> list[str]:
     frozen = [p.numel() for p in parameters if not p.requires_grad]
     if frozen:
         lines.append(f"frozen     {sum(frozen)} weights in {len(frozen)} tensors (train.layers)")
-    masks = list(state.start.held.values())
+    masks = list(state.initial_weights.held.values())
     if masks:
         held = sum(int(mask.sum()) for mask in masks)
         lines.append(f"held       {held} weights in {len(masks)} tensors keep their value")

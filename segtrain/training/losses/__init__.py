@@ -4,7 +4,7 @@ A mean over each rank's pixels, averaged over the ranks, is not the mean over al
 whose crops are mostly ignored would weigh as much as a full one. So every loss has two halves:
 
     sums(logits, labels)   what the pixels of this rank add up to: a float64 tensor, differentiable
-    value(totals)          the loss, computed from the sums of all ranks
+    loss_from_sums(totals)          the loss, computed from the sums of all ranks
 
 Between the two, only `StepSync.reduce` adds up the sums of all ranks. A mean over pixels has two
 sums, losses and weights, and its value is their quotient; Dice has three sums for each class. For

@@ -37,7 +37,7 @@ class LovaszImages:
         losses = by_class.sum(1) / present.sum(1).clamp(min=1)
         return torch.stack([losses.sum(), valid.any(2).sum(dtype=torch.float64)])
 
-    def value(self, totals: Tensor) -> Tensor:
+    def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The mean over the images."""
         total, images = totals
         return total / images.clamp(min=1)
@@ -56,7 +56,7 @@ class LovaszBatch:
     """
 
     def __init__(self, options: LossOptions) -> None:
-        self._batch_size, self._passes = options.batch_size, options.passes
+        self._batch_size, self._microbatches = options.batch_size, options.microbatches
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(2, K): the part of this rank's pixels in the loss of each class, and its pixels."""
@@ -70,7 +70,7 @@ class LovaszBatch:
         parts = [part.sum((0, 2), dtype=torch.float64) for part in (growths * errors, truth)]
         return torch.stack(parts)
 
-    def value(self, totals: Tensor) -> Tensor:
+    def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The mean over the classes that labels show."""
         losses, pixels = totals  # (K,) each
         return losses.sum() / (pixels > 0).sum().clamp(min=1)
@@ -98,7 +98,7 @@ class LovaszBatch:
         """The largest number of images of a rank in any pass: all ranks must send equally much."""
         if self._batch_size is None:
             return here
-        parts = self._passes * dist.group_size()
+        parts = self._microbatches * dist.group_size()
         most = -(-self._batch_size // parts)
         if here > most:
             raise ValueError(f"{here} images on a rank, and {most} is an even part of a pass")

@@ -20,7 +20,7 @@ from segtrain.training.optim.layers import close_names, matches, parameter_group
 
 
 @dataclass
-class Start:
+class InitialWeights:
     """Tensors are on the device of the model, by the names of its parameters.
 
     loaded: the names of the weights that came from a file; None: all.
@@ -74,9 +74,9 @@ class Start:
             torch.where(mask, value, parameter, out=parameter)
 
 
-def make_start(
+def make_initial_weights(
     model: nn.Module, train: TrainConfig, loaded: Collection[str] | None, *, resumed: bool = False
-) -> Start:
+) -> InitialWeights:
     """What `train` needs of the weights that `model` has now (collective).
 
     The ranks must have equal weights already.
@@ -98,7 +98,7 @@ def make_start(
     toward = any(x.decay_toward == "start" for x in (train, *train.layers))
     needs_loaded = toward or train.new_weight_decay is not None
     names = None if loaded is None else frozenset(loaded)
-    start = Start(names, weights, {}, hold, needs_loaded)
+    start = InitialWeights(names, weights, {}, hold, needs_loaded)
     if train.new_weight_decay is not None and names is not None and names >= parameters.keys():
         raise ConfigError(
             "train.new_weight_decay: has no effect: no weight starts from random numbers; remove it"

@@ -26,7 +26,7 @@ from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch, DropoutMasks
 
 
-class RankBatch(NamedTuple):
+class LocalMicrobatch(NamedTuple):
     """This rank's part of one pass."""
 
     images: Tensor  # (n, 3, H, W) uint8
@@ -39,26 +39,26 @@ class RankBatch(NamedTuple):
         """The labels, and those of the images mixed in."""
         return [self.labels] if self.partner_labels is None else [self.labels, self.partner_labels]
 
-    def split(self, sizes: Sequence[int]) -> list["RankBatch"]:
+    def split(self, sizes: Sequence[int]) -> list["LocalMicrobatch"]:
         """The images in contiguous parts of these sizes."""
 
-        def cut(images: range) -> RankBatch:
+        def cut(images: range) -> LocalMicrobatch:
             part = slice(images.start, images.stop)
             masks = (None if mask is None else mask[part] for mask in self.dropout)
             labels, *partners = (labels[part] for labels in self.label_sets)
-            return RankBatch(self.images[part], labels, DropoutMasks(*masks), *partners)
+            return LocalMicrobatch(self.images[part], labels, DropoutMasks(*masks), *partners)
 
         ends = list(accumulate(sizes))
         return [cut(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def rank_batches(
+def local_microbatches(
     state: TrainState,
     passes: Sequence[Batch],
     indices: Sequence[Sequence[int]],
     config: Config,
     device: torch.device,
-) -> list[RankBatch]:
+) -> list[LocalMicrobatch]:
     """The passes of a step on `device`, with their dropout masks.
 
     indices: of each pass, the positions in the whole batch that this rank trains on.
@@ -73,7 +73,7 @@ def rank_batches(
         images, labels = (t.to(device, non_blocking=True) for t in batch[:2])
         partners = batch.partner_labels.to(device, non_blocking=True) if mixes else None
         masks = _dropout_masks(state, config, positions, device)
-        parts.append(RankBatch(images, labels, masks, partners))
+        parts.append(LocalMicrobatch(images, labels, masks, partners))
     return parts
 
 
@@ -93,8 +93,8 @@ def _mixes(state: TrainState, passes: Sequence[Batch], config: Config) -> bool:
     return mixes
 
 
-def run_passes(
-    state: TrainState, parts: list[RankBatch], config: Config, step_sync: StepSync
+def accumulate_gradients(
+    state: TrainState, parts: list[LocalMicrobatch], config: Config, step_sync: StepSync
 ) -> Tensor:
     """Adds up the gradient of a step; returns the mean losses (2,) of all ranks (collective)."""
     cut = [_sizes(state, config, i, len(part.images)) for i, part in enumerate(parts)]
@@ -120,7 +120,7 @@ def run_passes(
 def _forward_backward(
     state: TrainState,
     module: nn.Module,
-    part: RankBatch,
+    part: LocalMicrobatch,
     weight: Tensor | float,
     *,
     step_sync: StepSync,
@@ -151,12 +151,12 @@ def _forward_backward(
 
 
 def _in_threads(
-    state: TrainState, parts: list[RankBatch], weight: Tensor | float, *, step_sync: StepSync
+    state: TrainState, parts: list[LocalMicrobatch], weight: Tensor | float, *, step_sync: StepSync
 ) -> Tensor:
     """As `_forward_backward`, for parts that are computed apart: shares, or virtual ranks."""
     device = parts[0].images.device
 
-    def work(module: nn.Module, part: RankBatch) -> Tensor:
+    def work(module: nn.Module, part: LocalMicrobatch) -> Tensor:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread begins with device 0
         # Virtual ranks save memory: what their backward passes need waits on the host.
@@ -185,7 +185,7 @@ def _sizes(state: TrainState, config: Config, index: int, num_images: int) -> li
 
 
 def _loss_weights(
-    state: TrainState, parts: list[RankBatch], cut: list[list[int]], config: Config
+    state: TrainState, parts: list[LocalMicrobatch], cut: list[list[int]], config: Config
 ) -> list[Tensor | float]:
     """What the mean losses of each pass count in the loss of the step (collective).
 
@@ -196,18 +196,18 @@ def _loss_weights(
     cut: for each pass, the sizes of the parts that are computed apart.
     """
     if parts[0].partner_labels is None:
-        return _pass_weights(state, [part.labels for part in parts], cut)
+        return _microbatch_weights(state, [part.labels for part in parts], cut)
     mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
     sets = zip(*(part.label_sets for part in parts), strict=True)
     whole = parts[0].images.new_ones((), dtype=torch.float64)
     own, partners = (
-        [factor * whole * weight for weight in _pass_weights(state, labels, cut)]
+        [factor * whole * weight for weight in _microbatch_weights(state, labels, cut)]
         for factor, labels in zip((1 - mixed, mixed), sets, strict=True)
     )
     return [torch.stack(pair) for pair in zip(own, partners, strict=True)]
 
 
-def _pass_weights(
+def _microbatch_weights(
     state: TrainState, labels: Sequence[Tensor], cut: list[list[int]]
 ) -> list[Tensor | float]:
     """The fraction of the step's valid pixels, over all ranks, that lies in each pass.
