@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from segtrain import seed
+from segtrain.checkpoint.dataset_guard import Resumed
 from segtrain.checkpoint.format import Checkpoint, parse_experiment
 from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.restore import check_changes, loaded_names, restore
-from segtrain.checkpoint.dataset_guard import Resumed
 from segtrain.commands.train.preflight import check_experiment
 from segtrain.config import Config, TrainConfig
 from segtrain.data import open_dataset
@@ -108,7 +108,7 @@ def build_state(
     # A checkpoint brings all weights; fetching others first would only cost time.
     if resumed is not None:
         check_changes(model, *resumed, config, classes)
-        loaded = loaded_names(*resumed)
+        loaded = loaded_names(resumed.checkpoint)
     else:
         lines, loaded = _load_initial(model, config, classes.names)
         notes += lines
