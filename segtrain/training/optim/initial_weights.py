@@ -137,8 +137,15 @@ def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
     where = f"train.hold_mask: {printable(str(path), 200)}"
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def check() -> list[str]:
-        masks = _load(path, where)
+    masks: dict[str, Tensor] = {}
+
+    def read() -> list[str]:
+        if not path.is_file():
+            raise ConfigError(f"{where}: no such file, or not a regular one")
+        try:
+            masks.update(safetensors.torch.load_file(path))
+        except (safetensors.SafetensorError, OSError, KeyError) as error:
+            raise ConfigError(f"{where}: cannot be read as safetensors: {error}") from None
         for name, mask in masks.items():
             wanted = trainable.get(name)
             if wanted is None:
@@ -155,21 +162,10 @@ def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
             raise ConfigError(f"{where}: holds nothing: all values are false")
         return sorted(masks)
 
-    names = dist.run_on_rank0(check)
-    if dist.is_main():
-        loaded = _load(path, where)
-        bits = [loaded[name].to(torch.uint8) for name in names]
-    else:
-        bits = [torch.empty(trainable[name].shape, dtype=torch.uint8) for name in names]
-    bits = [b.to(trainable[name].device) for b, name in zip(bits, names, strict=True)]
+    names = dist.run_on_rank0(read)
+    bits = [
+        masks.get(name, torch.empty(trainable[name].shape)).to(trainable[name].device, torch.uint8)
+        for name in names
+    ]
     dist.broadcast_from_rank0(bits)
     return {name: mask.bool() for name, mask in zip(names, bits, strict=True)}
-
-
-def _load(path: Path, where: str) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise ConfigError(f"{where}: no such file, or not a regular one")
-    try:
-        return safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, OSError, KeyError) as error:
-        raise ConfigError(f"{where}: cannot be read as safetensors: {error}") from None
