@@ -18,7 +18,7 @@ either. The exponents are part of a checkpoint.
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -27,12 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.distributed import collectives as dist
-from segtrain.training.gradients import (
-    Bucket,
-    compare_ranks,
-    compare_steps,
-    make_buckets,
-)
+from segtrain.training.gradients import BucketSender, compare_ranks, compare_steps, make_buckets
 
 # All shares together stay below 2**62: a largest value is known as a power of two only.
 _SUM_BITS = 62
@@ -127,7 +122,7 @@ class ExactGradientSum:
         last: the last pass of the step: what is complete is sent to the other ranks at once. Then
             `finish` follows (collective).
         """
-        self._sender = _Sender(self._buckets, self._arrivals() if last else None)
+        self._sender = BucketSender(self._buckets, self._arrivals() if last else None)
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, i, set()))
             for parameters in self._replicas
@@ -183,7 +178,7 @@ class ExactGradientSum:
             compare_ranks(found)
             self._used = found
         if found != self._used:
-            self._largest.fill_(torch.inf)  # the other ranks may not notice
+            self._largest.fill_(torch.inf)  # only this rank sees it; NaN stops all ranks
         self._sender.finish()
         # NaN compares as not smaller.
         largest = torch.where(self._largest < _INFINITE, self._largest, torch.inf)
@@ -224,39 +219,6 @@ def replica(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     return copy.deepcopy(module, memo)
-
-
-class _Sender:
-    """Sums buckets over the ranks, in the same order on all of them, each when it is complete.
-
-    arrivals: how many gradients complete each bucket; None: all are sent at the end.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], arrivals: list[int] | None) -> None:
-        self._flat = [bucket.flat for bucket in buckets] if dist.world_size() > 1 else []
-        self._missing = arrivals
-        self._waits: list[Callable[[], object]] = []
-        self._lock = threading.Lock()  # shares arrive in threads of their own
-
-    def arrived(self, bucket: int) -> None:
-        """Counts a gradient."""
-        if self._missing is None:
-            return
-        with self._lock:
-            self._missing[bucket] -= 1
-            # The last bucket is for `finish`, which knows whether all is well.
-            while len(self._waits) < len(self._flat) - 1 and not self._missing[len(self._waits)]:
-                self._send()
-
-    def _send(self) -> None:
-        self._waits.append(dist.start_sum(self._flat[len(self._waits)]))
-
-    def finish(self) -> None:
-        """Sends what is left and waits for all sums."""
-        while len(self._waits) < len(self._flat):
-            self._send()
-        for wait in self._waits:
-            wait()
 
 
 def _add_fixed_point(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> Tensor:
