@@ -216,7 +216,7 @@ def shares_fields(state: TrainState) -> dict[str, Any] | None:
     """What a checkpoint keeps for train.shares; None without it.
 
     exponents: of the fixed-point gradients of the next step, by parameter.
-    arithmetic: `arithmetic.fingerprint` of rank 0.
+    arithmetic: `share_rules.fingerprint` of rank 0.
     """
     if not isinstance(state.gradients, ExactGradientSum):
         return None

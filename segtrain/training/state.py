@@ -15,7 +15,6 @@ from segtrain.models.blocks import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import make_groups
 from segtrain.training import sam
-from segtrain.training.arithmetic import fingerprint
 from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
@@ -26,7 +25,7 @@ from segtrain.training.optim import (
     freeze_layers,
     make_initial_weights,
 )
-from segtrain.training.share_rules import refuse_layers
+from segtrain.training.share_rules import fingerprint, refuse_layers
 from segtrain.types import DropoutMasks
 
 
@@ -104,7 +103,7 @@ class TrainState:
     criterion: SegLoss
     wrapped: nn.Module  # both as one module, compiled if the config says so
     shares: Shares | None  # train.shares
-    arithmetic: str | None  # `arithmetic.fingerprint` of this rank, with shares
+    arithmetic: str | None  # `share_rules.fingerprint` of this rank, with shares
     replicas: list[nn.Module]  # of `wrapped`, one for each share of this rank
     gradients: GradientSum | ExactGradientSum
     optimizer: torch.optim.Optimizer

@@ -15,8 +15,8 @@ With train.shares the same happens once for each share instead of each rank. `su
 other shares only through `segtrain.distributed.collectives`, and must not depend on their order:
 OHEM takes the k-th largest of all losses, which is the same in any order.
 
-To add a loss: a class with these two methods, one line in LOSSES (table.py), and its name in
-`LossKind` (config/options/loss.py). To be one of several terms (`loss.also`) it also needs `shape`.
+To add a loss: a class with these two methods, one line in LOSSES (total.py), and its name in
+`LossKind` (config/loss.py). To be one of several terms (`loss.also`) it also needs `shape`.
 
 With train.accumulate_steps, the sums are those of one pass, like batch statistics. The step weighs
 the passes by their valid pixels (by their class weights, if there are any). That is exact for means
@@ -26,9 +26,8 @@ is no mean over pixels, nor for ohem, which mines each pass for itself.
 
 from segtrain.training.losses.base import Loss, LossOptions, PixelMean
 from segtrain.training.losses.boundary import BoundaryRelaxation
-from segtrain.training.losses.cross_entropy import CrossEntropy
+from segtrain.training.losses.cross_entropy import CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
-from segtrain.training.losses.focal import Focal
 from segtrain.training.losses.lovasz import LovaszBatch, LovaszImages
 from segtrain.training.losses.ohem import OHEM
 from segtrain.training.losses.total import LOSSES, SegLoss

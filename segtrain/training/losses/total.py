@@ -10,9 +10,8 @@ from torch import Tensor
 from segtrain.config import LossConfig
 from segtrain.training.losses.base import Loss, LossOptions, pixel_weights
 from segtrain.training.losses.boundary import BoundaryRelaxation
-from segtrain.training.losses.cross_entropy import CrossEntropy
+from segtrain.training.losses.cross_entropy import CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
-from segtrain.training.losses.focal import Focal
 from segtrain.training.losses.lovasz import lovasz
 from segtrain.training.losses.ohem import OHEM
 from segtrain.types import SegLogits
