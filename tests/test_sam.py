@@ -361,7 +361,7 @@ def test_held_weights_do_not_climb(monkeypatch):
             seen.append(model.backbone.weight.detach().clone())
             yield
 
-    monkeypatch.setattr(engine.sam, "sam_perturbed", watched)
+    monkeypatch.setattr(engine, "sam_perturbed", watched)
     before = model.backbone.weight.detach().clone()
     list(run(settings, state))
     (uphill,) = seen

@@ -42,14 +42,14 @@ _CHUNK = 1 << 16
 
 
 class ExactGradientSum:
-    """Sums the gradients of a model over all passes and shares of a step.
+    """Sums the gradients of a model over all microbatches and shares of a step.
 
     Args:
         model: its parameters are on one device and the same on all ranks. They get the sums.
         replicas: of the model, from `replica`, one for each share of this rank.
         shares: how many each rank has, in the order of ranks.
         microbatches: backward passes of each share in a step.
-        num_threads: for the work after the last pass, which is exact with any number of threads.
+        num_threads: for the work after the last microbatch; any number gives the same bits.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class ExactGradientSum:
 
     @contextmanager
     def collected(self, *, last: bool) -> Iterator[None]:
-        """Takes the gradients of a pass, of all shares of this rank; `grad` stays None.
+        """Takes the gradients of a microbatch, of all shares of this rank; `grad` stays None.
 
-        last: the last pass of the step: what is complete is sent to the other ranks at once. Then
+        last: the last one of the step: what is complete is sent to the other ranks at once. Then
             `finish` follows (collective).
         """
         self._sender = BucketSender(self._buckets, self._arrivals() if last else None)
@@ -139,7 +139,7 @@ class ExactGradientSum:
                 hook.remove()
 
     def _arrivals(self) -> list[int] | None:
-        """How many gradients each bucket gets in a pass; None: not known before the first step."""
+        """How many gradients each bucket gets in a microbatch; None: not known yet."""
         if self._used is None:
             return None
         counts = [0] * len(self._buckets)
@@ -150,8 +150,8 @@ class ExactGradientSum:
     def _take(self, index: int, taken: set[int], parameter: nn.Parameter) -> None:
         if taken:
             raise RuntimeError(
-                f"rank {dist.rank()}: {self._names[index]} got a second gradient in a pass: a "
-                "bucket may have been sent without it; run one backward pass"
+                f"rank {dist.rank()}: {self._names[index]} got a second gradient in a "
+                "microbatch: a bucket may have been sent without it; run one backward pass"
             )
         taken.add(index)
         grad, parameter.grad = parameter.grad, None

@@ -48,7 +48,7 @@ class GradientSum:
         self._used: set[str] | None = None  # names of the parameters that get a gradient
 
     def collected(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around a pass; after the last one of a step, gradients are the sums over all ranks."""
+        """Around a microbatch; after the last one, gradients are the sums over all ranks."""
         return self.summed(overlap=self._overlap) if last else nullcontext()
 
     def finish(self) -> bool:

@@ -41,8 +41,8 @@ class StepMeter:
 
     def update_earlier(self, loss: float, aux_loss: float, grad_norm: float) -> None:
         """Takes in the numbers of a step before an interruption, for the next means."""
-        numbers = [loss, aux_loss, grad_norm]
-        self._earlier.append(torch.tensor(numbers, dtype=torch.float64, device=self._device))
+        numbers = torch.tensor([loss, aux_loss, grad_norm], dtype=torch.float64)
+        self._earlier.append(numbers.to(self._device))
 
     def skip(self, seconds: float) -> None:
         """Leaves out time that was spent on something else than training."""

@@ -68,7 +68,7 @@ def wrap(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
     module = ModelWithLoss(model, criterion, train)
     if not train.compile:
         return module
-    # Only the passes of a step differ in size, and a graph with open sizes is slower.
+    # Only the microbatches of a step differ in size, and a graph with open sizes is slower.
     return torch.compile(module, fullgraph=True, dynamic=False)
 
 
@@ -84,12 +84,13 @@ def share_weights(model: nn.Module) -> None:
     layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in state.items()]
     first, *others = dist.all_gather_object(layout)
     for rank, other in enumerate(others, start=1):
-        for expected, found in zip_longest(first, other, fillvalue="nothing"):
-            if found != expected:
-                raise ConfigError(
-                    f"the ranks have different models: {expected} on rank 0, {found} on rank "
-                    f"{rank}; start all ranks with the same config and version of segtrain"
-                )
+        pairs = zip_longest(first, other, fillvalue="nothing")
+        expected, found = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        if found != expected:
+            raise ConfigError(
+                f"the ranks have different models: {expected} on rank 0, {found} on rank {rank}; "
+                "start all ranks with the same config and version of segtrain"
+            )
     dist.broadcast_from_rank0(state.values())
 
 
@@ -148,8 +149,9 @@ def make_state(
     if train.sam_rho is not None:
         sam.refuse_layers(model)
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
-    sizes = {"microbatches": train.accumulate_steps, "batch_size": train.batch_size}
-    criterion = SegLoss(config.loss, device, **sizes)
+    criterion = SegLoss(
+        config.loss, device, microbatches=train.accumulate_steps, batch_size=train.batch_size
+    )
     wrapped = wrap(model, criterion, train)
     # Virtual ranks have a backward pass each, so their gradients wait for the end.
     summed = [] if train.parallel == "hogwild" else model.named_parameters()

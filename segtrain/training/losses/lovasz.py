@@ -48,11 +48,12 @@ class LovaszImages:
 
 
 class LovaszBatch:
-    """The loss over all pixels of a pass, of all ranks.
+    """The loss over all pixels of a microbatch, of all ranks.
 
-    Every rank sorts the errors of all ranks, class by class. In a pass of P pixels and K classes it
-    receives 4 P K bytes for each head (0.6 GB for 16 crops of 713x713 and 19 classes) and sorts P
-    numbers K times. With train.shares or train.virtual_ranks, each of these does so again.
+    Every rank sorts the errors of all ranks, class by class. In a microbatch of P pixels and K
+    classes it receives 4 P K bytes for each head (0.6 GB for 16 crops of 713x713 and 19 classes)
+    and sorts P numbers K times. With train.shares or train.virtual_ranks, each of these does
+    so again.
     """
 
     def __init__(self, options: LossOptions) -> None:
@@ -95,13 +96,13 @@ class LovaszBatch:
         return growths.view(shape)[dist.group_rank()][: len(errors)]
 
     def _most_images(self, here: int) -> int:
-        """The largest number of images of a rank in any pass: all ranks must send equally much."""
+        """The largest number of images of a rank in a microbatch: all must send equally much."""
         if self._batch_size is None:
             return here
         parts = self._microbatches * dist.group_size()
         most = -(-self._batch_size // parts)
         if here > most:
-            raise ValueError(f"{here} images on a rank, and {most} is an even part of a pass")
+            raise ValueError(f"{here} images on a rank, and {most} is an even part of a microbatch")
         return most
 
 

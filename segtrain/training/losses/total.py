@@ -79,7 +79,7 @@ class SegLoss:
             weights = term.class_weights
             weights = None if weights is None else torch.tensor(weights, device=device)
             losses.append(LOSSES[term.kind](LossOptions(term, weights, microbatches, batch_size)))
-            if self._class_weights is None:  # `Config` sees to it that passes have no others
+            if self._class_weights is None:  # `Config` sees to it that microbatches have no others
                 self._class_weights = weights
         self._loss = losses[0]
         if len(losses) > 1 or config.weight != 1:
