@@ -30,7 +30,6 @@ from segtrain.training.measure import (
     device_work,
     span,
     training_flops,
-    watched,
 )
 from segtrain.types import DropoutMasks
 
@@ -58,13 +57,12 @@ def now(monkeypatch):
 
 def test_time_belongs_to_one_part_and_sums_over_ranks_come_first(now):
     clock = PartClock(CPU)
-    with watched(clock):
+    with clock.running():
         now[0] += 1  # nobody's
         with span(FORWARD):
             now[0] += 2
-            clock.enter(COMMUNICATION)
-            now[0] += 4
-            clock.leave(COMMUNICATION)
+            with clock.part(COMMUNICATION):
+                now[0] += 4
             now[0] += 8
         with span(BACKWARD):
             now[0] += 16
@@ -84,7 +82,7 @@ def test_parts_in_several_threads_do_not_add_up_to_more_than_the_time(now):
             inside.set()
             leave.wait(10)
 
-    with watched(clock):
+    with clock.running():
         thread = threading.Thread(target=other)
         thread.start()
         inside.wait(10)
@@ -101,7 +99,7 @@ def test_parts_in_several_threads_do_not_add_up_to_more_than_the_time(now):
 def communicated(_):
     clock = PartClock(CPU)
     before = dist.start_sum
-    with clock.of_collectives():
+    with clock.running():
         dist.all_reduce_sum(torch.ones(3))
         wait = dist.start_sum(torch.ones(1000))
         spent = clock.seconds[COMMUNICATION]

@@ -373,7 +373,7 @@ def test_a_disk_that_becomes_read_only_is_an_execution_error(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(ExecutionError, match=r"last\.pt: cannot write .*Read-only file system"):
         store.save_last(checkpoint(step=2))
-    with pytest.raises(ExecutionError, match=r"last\.pt\.1\.tmp: cannot be cleaned up: Read-only"):
+    with pytest.raises(ExecutionError, match=r"last\.pt\.1\.tmp: cannot be cleaned up: read-only"):
         store_in(small_disk / "run")
 
 

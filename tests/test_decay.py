@@ -10,7 +10,7 @@ from segtrain.models import MODELS, build_model
 from segtrain.training.optim import (
     build_optimizer,
     learning_rate,
-    make_start,
+    make_initial_weights,
     parameter_groups,
     set_learning_rate,
     set_momentum,
@@ -38,7 +38,7 @@ def trained(train, loaded=OLD, steps=STEPS):
     """The weights after some steps with `train`, and those before."""
     model = TinyModel()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    start = make_start(model, train, loaded)
+    start = make_initial_weights(model, train, loaded)
     optimizer = build_optimizer(model, train, start=start, loaded=loaded)
     for step in range(steps):
         for name, grad in gradients(model, step).items():
@@ -133,7 +133,7 @@ def test_decoupled_decay_toward_the_start_stands_still_there():
     """Without a gradient the weight neither leaves its start nor fails to come back to it."""
     train = options(decoupled_decay=True, decay_toward="start", momentum=0.0, lr=1e-9)
     model = TinyModel()
-    start = make_start(model, train, None)
+    start = make_initial_weights(model, train, None)
     optimizer = build_optimizer(model, train, start=start)
     weight = model.head.weight
     before = weight.detach().clone()
@@ -233,7 +233,7 @@ def test_a_step_that_float16_leaves_out_changes_nothing(form):
     model = TinyModel()
     with torch.no_grad():
         model.head.weight[0] = 0
-    start = make_start(model, train, None)
+    start = make_initial_weights(model, train, None)
     optimizer = build_optimizer(model, train, start=start)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))
@@ -269,13 +269,13 @@ def test_a_form_without_effect_is_refused(train, message):
 def test_random_weights_cannot_decay_toward_their_start():
     train = options(layers=(LayerRule(names=("head",), decay_toward="start"),))
     with pytest.raises(ConfigError, match=r"decay_toward start: head\.weight starts from random"):
-        make_start(TinyModel(), train, OLD)
+        make_initial_weights(TinyModel(), train, OLD)
 
 
 def test_without_new_layers_there_is_no_decay_of_new_layers():
     names = [name for name, _ in TinyModel().named_parameters()]
     with pytest.raises(ConfigError, match="new_weight_decay: has no effect: no weight starts"):
-        make_start(TinyModel(), options(new_weight_decay=0.1), names)
+        make_initial_weights(TinyModel(), options(new_weight_decay=0.1), names)
 
 
 def test_decay_toward_the_start_needs_a_start():

@@ -93,7 +93,7 @@ def ends_on_every_rank(asking):
     step_sync.reduce(torch.ones(1, 2, dtype=torch.float64))
     step_sync.record(1, torch.tensor(1.0), ["a"])
     before = step_sync.ended
-    step_sync.settle()
+    step_sync.check_finite()
     return before, step_sync.ended, step_sync.stopped
 
 

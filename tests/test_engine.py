@@ -254,7 +254,7 @@ def test_a_batch_of_ignored_pixels_is_a_step_without_a_gradient():
             state, [batch, batch], settings, device=CPU, indices=[range(1)] * 2, step_sync=step_sync
         )
     )
-    step_sync.settle()
+    step_sync.check_finite()
     assert (result.loss.item(), result.grad_norm.item()) == (0.0, 0.0)
     assert all(torch.equal(value, before[name]) for name, value in weights(state).items())
 
@@ -281,7 +281,7 @@ def test_float16_skips_steps_that_overflow_until_the_scale_fits():
         finite.append(bool(result.grad_norm.isfinite()))
         if not any(finite):
             assert all(torch.equal(v, before[name]) for name, v in weights(state).items())
-    step_sync.settle()
+    step_sync.check_finite()
     assert not finite[0]
     assert finite[-1]
     assert not torch.equal(state.model.head.weight, before["head.weight"])

@@ -37,11 +37,11 @@ class Given(nn.Module):
 class Sums:
     """The shares of this rank, and what they get."""
 
-    def __init__(self, net, *, passes=1, shares=SHARES):
+    def __init__(self, net, *, microbatches=1, shares=SHARES):
         counts = shares_of_ranks(shares, dist.world_size())
         self.net, self.mine = net, partition(shares, dist.world_size(), dist.rank())
         self.replicas = [replica(net) for _ in self.mine]
-        self.sums = ExactGradientSum(net, self.replicas, shares=counts, passes=passes)
+        self.sums = ExactGradientSum(net, self.replicas, shares=counts, microbatches=microbatches)
 
     def step(self, grads):
         """Gives every share its gradients, `grads[i][share][name]` in pass i.
@@ -63,7 +63,7 @@ def give(net, grads):
     sum((parameters[name] * grad).sum().double() for name, grad in grads.items()).backward()
 
 
-def random_grads(seed, passes=1, scale=1.0):
+def random_grads(seed, microbatches=1, scale=1.0):
     """Values of very different sizes, which float32 adds up differently in any other order."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -74,7 +74,7 @@ def random_grads(seed, passes=1, scale=1.0):
     def of_share():
         return {name: grad(p.detach()) for name, p in Given().named_parameters()}
 
-    return [[of_share() for _ in range(SHARES)] for _ in range(passes)]
+    return [[of_share() for _ in range(SHARES)] for _ in range(microbatches)]
 
 
 def rounded(value, digits):
@@ -110,11 +110,11 @@ def fitting(grads):
 
 
 def three_steps():
-    """Of two passes each: how often they were computed, the sums, exponents before and after."""
-    here, found = Sums(Given(), passes=2), []
+    """Of each: how often it was computed, the sums, exponents before and after."""
+    here, found = Sums(Given(), microbatches=2), []
     for seed in range(3):
         before = here.sums.exponents
-        tries, sums = here.step(random_grads(seed, passes=2))
+        tries, sums = here.step(random_grads(seed, microbatches=2))
         layouts = [(sums[name].stride(), p.stride()) for name, p in here.net.named_parameters()]
         found.append((tries, sums, before, here.sums.exponents, layouts))
     return found
@@ -123,7 +123,7 @@ def three_steps():
 def test_sums_are_those_of_integers_on_any_number_of_ranks(run_ranks):
     one, *many = three_steps(), *run_ranks(2, three_steps), *run_ranks(3, three_steps)
     for step, (tries, sums, before, after, layouts) in enumerate(one):
-        grads = random_grads(step, passes=2)
+        grads = random_grads(step, microbatches=2)
         assert tries == (2 if step == 0 else 1)
         wanted = expected(grads, fitting(grads) if step == 0 else before)
         assert sums.keys() == wanted.keys()
@@ -382,7 +382,7 @@ def test_a_gradient_is_not_written_into():
     net = Reshaped()
     copy = replica(net)
     images = torch.arange(12.0).view(1, 3, 2, 2)
-    sums = ExactGradientSum(net, [copy], shares=[1], passes=1)
+    sums = ExactGradientSum(net, [copy], shares=[1], microbatches=1)
     while True:
         with sums.collected(last=True):
             copy(images).square().sum().backward()
@@ -397,7 +397,7 @@ def test_a_gradient_is_not_written_into():
 def test_a_second_gradient_in_a_pass_is_an_error():
     net = Given()
     copy = replica(net)
-    sums = ExactGradientSum(net, [copy], shares=[1], passes=1)
+    sums = ExactGradientSum(net, [copy], shares=[1], microbatches=1)
 
     def twice():
         with sums.collected(last=True):

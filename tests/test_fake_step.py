@@ -9,7 +9,7 @@ from fake_device import config
 from torch import Tensor, nn
 
 from segtrain.distributed import offload
-from segtrain.training import passes
+from segtrain.training import microbatches
 from segtrain.training.engine import _update
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim import WeightAverage, build_optimizer
@@ -39,7 +39,7 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
         optimizer=build_optimizer(model, train),
         scaler=torch.amp.GradScaler("cuda", enabled=train.precision == "float16"),
         average=average if train.ema_decay else None,
-        start=SimpleNamespace(hold_gradients=lambda: None),
+        initial_weights=SimpleNamespace(hold_gradients=lambda: None),
         step=0,
     )
     state.scaler.scale(torch.zeros((), device="cuda"))
@@ -81,8 +81,10 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alph
     batch = Batch(images, labels, ["a", "b"], None if mixup_alpha is None else labels)
     with fake:
         indices = [range(2), range(8, 10)]
-        parts = passes.rank_batches(state, [batch] * 2, indices, settings, torch.device("cuda"))
-        weights = passes._loss_weights(state, parts, [[2], [2]], settings)
+        parts = microbatches.local_microbatches(
+            state, [batch] * 2, indices, settings, torch.device("cuda")
+        )
+        weights = microbatches._loss_weights(state, parts, [[2], [2]], settings)
     tensors = [t for part in (*parts, weights) for t in part if isinstance(t, Tensor)]
     tensors += [mask for part in parts for mask in part.dropout if mask is not None]
     assert len(tensors) == (8 if mixup_alpha is None else 10)

@@ -21,7 +21,7 @@ from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import batch_findings
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError
-from segtrain.training.hogwild import Meeting, config_of_process, shared_copies
+from segtrain.training.hogwild import HogwildBarrier, config_of_process, shared_copies
 from segtrain.training.step_sync import StepSync
 
 STEPS = 6
@@ -105,7 +105,7 @@ def lead(_):
     """How far rank 0 gets while rank 1 stands still."""
     sync = StepSync(lambda: False)
     never = dict.fromkeys(("stop_requested", "save_requested", "end_requested"), lambda: False)
-    meeting = Meeting(sync, step=10, timeout_s=0.5, **never)
+    meeting = HogwildBarrier(sync, step=10, timeout_s=0.5, **never)
     steps = meeting.steps(Done(step) for step in range(11, 40))
     if dist.rank() == 1:
         next(steps)
@@ -135,7 +135,7 @@ def meetings(stops, dues, paces):
     rank, now = dist.rank(), 0
     sync = StepSync(lambda: False)
     saves = iter([False, True] + [False] * 50)
-    meeting = Meeting(
+    meeting = HogwildBarrier(
         sync,
         step=0,
         timeout_s=60,

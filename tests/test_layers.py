@@ -17,7 +17,7 @@ from segtrain.training.optim import (
     WeightAverage,
     build_optimizer,
     freeze_layers,
-    make_start,
+    make_initial_weights,
     parameter_groups,
     set_learning_rate,
 )
@@ -171,7 +171,7 @@ def train_pruned(train, prune, steps=4):
     prune(model)
     before = copy.deepcopy(model)
     freeze_layers(model, train)
-    start = make_start(model, train, None)
+    start = make_initial_weights(model, train, None)
     optimizer, average = build_optimizer(model, train, start=start), WeightAverage(model, 0.9)
     for step in range(steps):
         model(torch.randn(4, 3, 9, 9)).square().mean().backward()
@@ -223,7 +223,7 @@ def test_held_weights_do_not_count_in_the_norm_of_the_gradient():
     model = TinyModel()
     with torch.no_grad():
         model.head.weight[0] = 0
-    start = make_start(model, rules({"names": ("head",), "hold_zeros": True}), None)
+    start = make_initial_weights(model, rules({"names": ("head",), "hold_zeros": True}), None)
     model.head.weight.grad = torch.ones_like(model.head.weight)
     start.hold_gradients()
     assert model.head.weight.grad.tolist() == [[[[0.0]]] * 3, [[[1.0]]] * 3]
@@ -244,22 +244,24 @@ def test_held_weights_do_not_count_in_the_norm_of_the_gradient():
 def test_a_mask_that_does_not_fit_is_refused(masks, message, tmp_path):
     safetensors.torch.save_file(masks, tmp_path / "held.safetensors")
     with pytest.raises(ConfigError) as caught:
-        make_start(TinyModel(), TrainConfig(hold_mask=str(tmp_path / "held.safetensors")), None)
+        make_initial_weights(
+            TinyModel(), TrainConfig(hold_mask=str(tmp_path / "held.safetensors")), None
+        )
     assert message in str(caught.value)
 
 
 def test_a_missing_or_damaged_mask_is_refused(tmp_path):
     path = tmp_path / "held.safetensors"
     with pytest.raises(ConfigError, match="no such file"):
-        make_start(TinyModel(), TrainConfig(hold_mask=str(path)), None)
+        make_initial_weights(TinyModel(), TrainConfig(hold_mask=str(path)), None)
     path.write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):
-        make_start(TinyModel(), TrainConfig(hold_mask=str(path)), None)
+        make_initial_weights(TinyModel(), TrainConfig(hold_mask=str(path)), None)
 
 
 def test_where_nothing_is_pruned_there_is_nothing_to_hold():
     with pytest.raises(ConfigError, match=r"train\.layers\[0\]\.hold_zeros: no kernel"):
-        make_start(TinyModel(), rules({"names": ("head",), "hold_zeros": True}), None)
+        make_initial_weights(TinyModel(), rules({"names": ("head",), "hold_zeros": True}), None)
 
 
 DATA = "data: {layout: folders, root: x, classes: y}\n"

@@ -1,7 +1,5 @@
-"""The oracles are torch's own mean, mmsegmentation's sampler and the formula of dice, written out
-for the whole batch."""
+"""Sums, means and hard example mining; the values of all losses are in test_loss_kinds.py."""
 
-from functools import partial
 from typing import get_args
 
 import pytest
@@ -10,9 +8,7 @@ import torch.nn.functional as F
 
 from segtrain.config import LossConfig
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.training.losses import LOSSES, LossOptions, SegLoss
-from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 K, H, W = 4, 5, 7
@@ -35,54 +31,13 @@ def seg_loss(**config):
     return SegLoss(LossConfig(**config), CPU)
 
 
-def scene(num_images, seed=0, dtype=torch.float64):
+def scene(num_images, seed=0):
     """Logits and labels, a fifth of them ignored."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn((num_images, K, H, W), generator=generator, dtype=torch.float64)
     labels = torch.randint(K, (num_images, H, W), generator=generator)
     ignored = torch.rand(labels.shape, generator=generator) < 0.2
-    return logits.to(dtype), labels.masked_fill(ignored, IGNORE_INDEX)
-
-
-def mean_and_gradient(loss, logits, *args, **kwargs):
-    logits = logits.clone().requires_grad_()
-    total, weight = loss(logits, *args, **kwargs)
-    mean = total / weight.clamp(min=1e-30)
-    return mean.detach(), torch.autograd.grad(mean, logits)[0]
-
-
-@pytest.mark.parametrize("class_weights", [None, CLASS_WEIGHTS], ids=["plain", "weighted"])
-def test_sum_divided_by_weight_is_torchs_mean(class_weights):
-    logits, labels = scene(3)
-    mean, gradient = mean_and_gradient(cross_entropy, logits, labels, class_weights=class_weights)
-    wanted = logits.clone().requires_grad_()
-    weight = None if class_weights is None else class_weights.double()
-    oracle = F.cross_entropy(wanted, labels, weight=weight, ignore_index=IGNORE_INDEX)
-    oracle.backward()
-    torch.testing.assert_close(mean, oracle.detach(), rtol=1e-14, atol=0)
-    torch.testing.assert_close(gradient, wanted.grad, rtol=1e-13, atol=1e-18)
-
-
-@pytest.mark.fault(73)
-@pytest.mark.parametrize("class_weights", [None, CLASS_WEIGHTS], ids=["plain", "weighted"])
-def test_labels_that_are_all_ignored_weigh_nothing_and_pull_nowhere(class_weights):
-    logits, labels = scene(2)
-    logits.requires_grad_()
-    for loss, options in (
-        (cross_entropy, {}),
-        (ohem_cross_entropy, {"threshold": 0.7, "min_kept": 3}),
-    ):
-        total, weight = loss(
-            logits, torch.full_like(labels, IGNORE_INDEX), class_weights=class_weights, **options
-        )
-        assert (total.item(), weight.item()) == (0.0, 0.0)
-        assert torch.autograd.grad(total, logits)[0].count_nonzero() == 0
-
-
-def test_half_precision_logits_are_widened_before_the_softmax():
-    logits, labels = scene(2, dtype=torch.bfloat16)
-    wide = cross_entropy(logits.float(), labels)
-    assert torch.equal(cross_entropy(logits, labels), wide)
+    return logits, labels.masked_fill(ignored, IGNORE_INDEX)
 
 
 def test_millions_of_pixels_are_summed_without_float32_rounding():
@@ -190,182 +145,16 @@ def test_the_objective_has_the_gradient_of_the_weighted_sum_of_both_heads():
     assert mine.grad[:, 0].tolist() == [1 / 4, 0.5 / 2]
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-def test_a_batch_of_ignored_pixels_alone_has_a_loss_of_zero_and_no_gradient(kind):
-    logits, labels = scene(2)
-    logits.requires_grad_()
-    loss = seg_loss(kind=kind)
-    sums = loss(SegLogits(logits), torch.full_like(labels, IGNORE_INDEX))
-    assert loss.means(sums.detach())[0] == 0
-    (gradient,) = torch.autograd.grad(loss.objective(sums, sums.detach()), logits)
-    assert gradient.count_nonzero() == 0
-
-
 def test_the_config_knows_the_losses_that_there_are():
     assert get_args(LossConfig.model_fields["kind"].annotation) == tuple(LOSSES)
 
 
-def test_accumulated_passes_share_the_number_of_pixels_to_keep():
-    """Else four passes would keep four times as many easy pixels as the batch at once."""
+def test_microbatches_share_the_number_of_pixels_to_keep():
+    """Else four microbatches would keep four times as many easy pixels as the batch at once."""
     logits, labels = scene(3)
     config = LossConfig(kind="ohem", ohem_threshold=0.0, ohem_min_kept=41)
-    ((_, weight),) = SegLoss(config, CPU, passes=4)(SegLogits(logits), labels)
+    ((_, weight),) = SegLoss(config, CPU, microbatches=4)(SegLogits(logits), labels)
     assert weight == 11
-
-
-def reference_dice(logits, labels):
-    """1 - 2 sum(p g) / (sum(p^2) + sum(g^2)), class by class over the valid pixels."""
-    valid = labels != IGNORE_INDEX
-    p = logits.softmax(1).movedim(1, -1)[valid]  # (pixels, K)
-    g = F.one_hot(labels[valid], K).to(p.dtype)
-    losses = [
-        1 - 2 * (p[:, k] * g[:, k]).sum() / (p[:, k].square().sum() + g[:, k].square().sum())
-        for k in range(K)
-        if g[:, k].any()
-    ]
-    return sum(losses) / len(losses)
-
-
-def dice_of(logits, labels):
-    """The whole training loss of one rank, differentiable."""
-    loss = seg_loss(kind="dice")
-    return loss.objective(sums := loss(SegLogits(logits), labels), sums.detach())
-
-
-def test_dice_of_two_pixels_is_that_computed_by_hand():
-    """Probabilities 3/4, 1/4 and 1/2, 1/2; labels 0 and 1; a third pixel is ignored."""
-    logits = torch.tensor([[3.0, 1], [1, 1], [9, 1]]).double().log().T.reshape(1, 2, 1, 3)
-    labels = torch.tensor([[[0, 1, IGNORE_INDEX]]])
-    first = 2 * (3 / 4) / (9 / 16 + 1 / 4 + 1)
-    second = 2 * (1 / 2) / (1 / 16 + 1 / 4 + 1)
-    wanted = 1 - (first + second) / 2
-    assert dice_of(logits, labels).item() == pytest.approx(wanted, rel=1e-14)
-
-
-def test_dice_is_zero_for_a_perfect_prediction_and_leaves_absent_classes_out():
-    labels = scene(2)[1].clamp(max=K - 2)  # also where it is ignored; class K - 1 is absent
-    logits = 1e3 * F.one_hot(labels, K).movedim(-1, 1).double()
-    assert dice_of(logits, labels).item() == pytest.approx(0, abs=1e-14)
-
-
-def test_dice_and_its_gradient_are_those_of_the_formula():
-    logits, labels = scene(3)
-    labels[labels == 2] = 1  # one class is absent
-    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    found, wanted = dice_of(ours, labels), reference_dice(theirs, labels)
-    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
-    gradients = (torch.autograd.grad(y, x)[0] for y, x in ((found, ours), (wanted, theirs)))
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-17)
-
-
-def test_dice_has_the_gradient_of_finite_differences():
-    logits, labels = scene(1)
-    logits, labels = logits[..., :2, :3].contiguous(), labels[:, :2, :3]
-    loss = LOSSES["dice"](LossOptions(LossConfig(kind="dice")))
-    logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: loss.value(loss.sums(x, labels)), logits)
-
-
-def test_dice_refuses_class_weights():
-    with pytest.raises(ValueError, match="class_weights: has no effect with kind dice"):
-        LossConfig(kind="dice", class_weights=(1.0, 2.0))
-
-
-def dice_of_rank(splits):
-    """The losses of both heads over all ranks, and this rank's gradient."""
-    logits, labels = (part.split(splits)[dist.rank()] for part in uneven_scene())
-    logits = logits.clone().requires_grad_()
-    loss = seg_loss(kind="dice")
-    sums = loss(SegLogits(logits, 2 * logits), labels)
-    totals = StepSync(lambda: False).reduce(sums)
-    (gradient,) = torch.autograd.grad(loss.objective(sums, totals), logits)
-    return loss.means(totals), gradient
-
-
-@pytest.mark.parametrize("splits", [(5, 1), (1, 4, 1)])
-def test_dice_over_ranks_is_that_of_the_joined_batch(run_ranks, splits):
-    """Unequal parts, one of them without a valid pixel, classes that only one rank sees."""
-    ranks = run_ranks(len(splits), dice_of_rank, splits)
-    logits, labels = uneven_scene()
-    logits.requires_grad_()
-    wanted = torch.stack([reference_dice(x, labels) for x in (logits, 2 * logits)])
-    (gradient,) = torch.autograd.grad(wanted[0] + 0.4 * wanted[1], logits)
-    for means, _ in ranks:
-        torch.testing.assert_close(means, wanted.detach(), rtol=1e-12, atol=0)
-    parts = torch.cat([part for _, part in ranks])
-    torch.testing.assert_close(parts, gradient, rtol=1e-12, atol=1e-15)
-
-
-def test_virtual_ranks_have_the_dice_of_the_whole_batch():
-    logits, labels = uneven_scene()
-
-    def work(part):
-        logit, label = part
-        logit = logit.clone().requires_grad_()
-        loss = seg_loss(kind="dice")
-        sums = loss(SegLogits(logit), label)
-        totals = StepSync(lambda: False).reduce(sums)
-        return loss.means(totals)[0], torch.autograd.grad(loss.objective(sums, totals), logit)[0]
-
-    parts = zip(logits.split([4, 2]), labels.split([4, 2]), strict=True)
-    results = VirtualRanks(2).run([partial(work, part) for part in parts])
-    logits.requires_grad_()
-    wanted = reference_dice(logits, labels)
-    (gradient,) = torch.autograd.grad(wanted, logits)
-    for mean, _ in results:
-        torch.testing.assert_close(mean, wanted.detach(), rtol=1e-12, atol=0)
-    found = torch.cat([part for _, part in results])
-    torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-15)
-
-
-CASES = {
-    "plain": (cross_entropy, {}),
-    "weighted": (cross_entropy, {"class_weights": CLASS_WEIGHTS}),
-    "mined": (ohem_cross_entropy, {"threshold": 0.3, "min_kept": 40}),
-    "mined by number": (ohem_cross_entropy, {"threshold": 0.0, "min_kept": 31}),
-    "too few to mine": (ohem_cross_entropy, {"threshold": 0.1, "min_kept": 5000}),
-    "mined and weighted": (
-        ohem_cross_entropy,
-        {"threshold": 0.2, "min_kept": 25, "class_weights": CLASS_WEIGHTS},
-    ),
-}
-
-
-def uneven_scene():
-    """Six images: the last is ignored throughout, and many pixels are equally hard."""
-    logits, labels = scene(6, seed=3)
-    labels[5] = IGNORE_INDEX
-    logits[1:4, :, 1:3] = 0.5
-    return logits, labels
-
-
-def losses_of_rank(splits):
-    """Global mean and this rank's gradient of every case."""
-    rank = dist.rank()
-    logits, labels = (part.split(splits)[rank] for part in uneven_scene())
-    results = {}
-    for name, (loss, options) in CASES.items():
-        own = logits.clone().requires_grad_()
-        total, weight = loss(own, labels, **options)
-        mean = total / dist.all_reduce_sum(weight.detach().clone())
-        (gradient,) = torch.autograd.grad(mean, own)
-        results[name] = dist.all_reduce_sum(mean.detach()), gradient
-    return results
-
-
-@pytest.mark.fault(74)
-@pytest.mark.parametrize("splits", [(5, 1), (1, 4, 1)])
-def test_ranks_together_have_the_loss_and_gradient_of_the_joined_batch(run_ranks, splits):
-    """Unequal parts, one of them without a valid pixel; mining picks the same pixels."""
-    ranks = run_ranks(len(splits), losses_of_rank, splits)
-    logits, labels = uneven_scene()
-    for name, (loss, options) in CASES.items():
-        mean, gradient = mean_and_gradient(loss, logits, labels, **options)
-        parts = torch.cat([result[name][1] for result in ranks])
-        torch.testing.assert_close(parts, gradient, rtol=1e-12, atol=1e-18, msg=name)
-        assert torch.equal(parts == 0, gradient == 0), name
-        for result in ranks:
-            torch.testing.assert_close(result[name][0], mean, rtol=1e-13, atol=0, msg=name)
 
 
 def enlarged_scene(dtype, split=0):

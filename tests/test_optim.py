@@ -1,5 +1,4 @@
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -7,7 +6,6 @@ from fake_device import NoWaits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from segtrain.checkpoint import restore
 from segtrain.checkpoint.restore import restore_optimizer
 from segtrain.config import TrainConfig
 from segtrain.training.optim import (
@@ -255,12 +253,12 @@ def test_a_checkpoint_of_a_cpu_goes_on_with_fused_kernels_and_back(monkeypatch):
     fused.step()
     monkeypatch.undo()
     plain = build_optimizer(TinyModel(), TrainConfig(optimizer="adamw"))
-    restore_optimizer(plain, fused.state_dict(), Path("a.pt"))
+    restore_optimizer(plain, fused.state_dict())
     assert plain.param_groups[0]["fused"] is None
     saved = plain.state_dict()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
         on_device = build_optimizer(TinyModel(), TrainConfig(optimizer="adamw"))
-        on_device.load_state_dict(restore._with_own_kernels(saved, on_device))
+        restore_optimizer(on_device, saved)
     # The kernel reads the counters on the device.
     assert {state["step"].device.type for state in on_device.state.values()} == {"cuda"}
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from segtrain.distributed import collectives as dist
 from segtrain.norm import SyncBatchNorm, SyncBatchNorm2d, sync, tracked_together
-from segtrain.training import passes
+from segtrain.training import microbatches
 from segtrain.training.step_sync import StepSync
 from segtrain.types import DropoutMasks
 
@@ -107,13 +107,13 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
         waiting.append(sync._waiting)
         return torch.zeros(2)
 
-    monkeypatch.setattr(passes, "_forward_backward", forward_backward)
-    monkeypatch.setattr(passes, "_loss_weights", lambda *_: [0.5, 0.5])
+    monkeypatch.setattr(microbatches, "_forward_backward", forward_backward)
+    monkeypatch.setattr(microbatches, "_loss_weights", lambda *_: [0.5, 0.5])
     sums = SimpleNamespace(collected=lambda last: nullcontext())
     state = SimpleNamespace(shares=None, gradients=sums, model=nn.Identity(), wrapped=None)
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-    part = passes.RankBatch(images, images[:, 0], DropoutMasks())
-    passes.run_passes(state, [part, part], config(), StepSync(lambda: False))
+    part = microbatches.LocalMicrobatch(images, images[:, 0], DropoutMasks())
+    microbatches.accumulate_gradients(state, [part, part], config(), StepSync(lambda: False))
     assert waiting == [[], []]
     assert waiting[0] is not waiting[1]
 

@@ -29,7 +29,7 @@ from segtrain.norm import make_norm
 from segtrain.training import engine
 from segtrain.training.engine import train_steps
 from segtrain.training.exact_sum import ExactGradientSum
-from segtrain.training.sam import climbed
+from segtrain.training.sam import sam_perturbed
 from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch, SegLogits
@@ -208,7 +208,7 @@ def test_the_weights_come_back_bit_for_bit_also_after_an_error():
     aside = before[0] + torch.tensor([6.0, 0.0, 8.0])
 
     def fail():
-        with climbed(weights, 10.0):
+        with sam_perturbed(weights, 10.0):
             torch.testing.assert_close(weights[0].detach(), aside)
             assert weights[0].grad is None
             raise ZeroDivisionError
@@ -222,7 +222,7 @@ def test_the_weights_come_back_bit_for_bit_also_after_an_error():
 def test_without_a_direction_nothing_climbs(value):
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.tensor([1.0, value, 0.0]) * (value != 0)
-    with climbed([weight], 0.5):
+    with sam_perturbed([weight], 0.5):
         assert torch.equal(weight.detach(), torch.ones(3))
 
 
@@ -231,7 +231,7 @@ def test_a_gradient_of_any_scale_climbs_as_far():
     for scale in (1e-18, 1.0, 2.0**16):
         weight = nn.Parameter(torch.zeros(2))
         weight.grad = torch.tensor([0.0, -scale])
-        with climbed([weight], 0.5):
+        with sam_perturbed([weight], 0.5):
             torch.testing.assert_close(weight.detach(), torch.tensor([0.0, -0.5]))
 
 
@@ -357,11 +357,11 @@ def test_held_weights_do_not_climb(monkeypatch):
 
     @contextmanager
     def watched(*args):
-        with climbed(*args):
+        with sam_perturbed(*args):
             seen.append(model.backbone.weight.detach().clone())
             yield
 
-    monkeypatch.setattr(engine.sam, "climbed", watched)
+    monkeypatch.setattr(engine, "sam_perturbed", watched)
     before = model.backbone.weight.detach().clone()
     list(run(settings, state))
     (uphill,) = seen

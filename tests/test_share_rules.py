@@ -1,13 +1,18 @@
-"""What breaks equal bits without a word is refused: shared generators, buffers of every share."""
+"""What breaks equal bits without a word is refused, and other arithmetic is seen."""
+
+import re
+import threading
 
 import pytest
 import torch
 from torch import nn
 
+from segtrain.config import TrainConfig
 from segtrain.errors import ConfigError
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d
-from segtrain.training.share_rules import refuse_layers, watch
+from segtrain.training.share_rules import fingerprint, refuse_layers, watch
 
+CPU = torch.device("cpu")
 IMAGES = torch.randn(2, 3, 4, 4)
 
 
@@ -49,3 +54,37 @@ def test_a_step_without_side_effects_passes():
     with watch(model):
         model(IMAGES).sum().backward()
     assert model[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "float64"])
+def test_the_digits_of_a_machine_are_the_same_each_time_and_in_any_thread(precision):
+    config, found = TrainConfig(precision=precision), []
+
+    def work():
+        torch.set_num_threads(1)
+        found.append(fingerprint(CPU, config))
+
+    state = torch.get_rng_state()
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    work()
+    assert len(found) == 5
+    assert len(set(found)) == 1
+    assert re.fullmatch("[0-9a-f]{16}", found[0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_they_are_others_for_another_precision_or_a_kernel_that_rounds_otherwise(monkeypatch):
+    precisions = ("float32", "bfloat16", "float16", "float64")
+    digits = [fingerprint(CPU, TrainConfig(precision=name)) for name in precisions]
+    assert len(set(digits)) == 4
+    conv2d = torch.nn.functional.conv2d
+
+    def other_kernel(x, weight, *args, **kwargs):
+        return torch.nextafter(conv2d(x, weight, *args, **kwargs), torch.zeros(()))
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", other_kernel)
+    assert fingerprint(CPU, TrainConfig()) != digits[0]

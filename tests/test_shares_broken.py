@@ -229,9 +229,9 @@ def cut():
 
 def infinite_share():
     """No sabotage: in the first step, the gradient of the first share is infinite."""
-    from segtrain.training import passes
+    from segtrain.training import microbatches
 
-    whole = passes._forward_backward
+    whole = microbatches._forward_backward
 
     def forward_backward(state, module, part, weight, *, step_sync):
         first = dist.rank() == 0 and virtual_ranks.slot() == 0
@@ -239,7 +239,7 @@ def infinite_share():
             weight = weight * torch.inf
         return whole(state, module, part, weight, step_sync=step_sync)
 
-    passes._forward_backward = forward_backward
+    microbatches._forward_backward = forward_backward
 
 
 def overflow():

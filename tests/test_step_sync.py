@@ -48,8 +48,8 @@ def test_settle_raises_at_once_and_only_once():
     step_sync = watch()
     do_step(step_sync, 7, float("nan"))
     with pytest.raises(NonFiniteError, match="step 7"):
-        step_sync.settle()
-    step_sync.settle()
+        step_sync.check_finite()
+    step_sync.check_finite()
 
 
 def test_a_bad_auxiliary_loss_counts_too():
@@ -57,7 +57,7 @@ def test_a_bad_auxiliary_loss_counts_too():
     step_sync.reduce(sums(1.0, 4, aux=(float("nan"), 4)))
     step_sync.record(1, FINE, ["a"])
     with pytest.raises(NonFiniteError, match="the loss is not finite"):
-        step_sync.settle()
+        step_sync.check_finite()
 
 
 def test_one_bad_pass_of_several_is_enough():
@@ -66,14 +66,14 @@ def test_one_bad_pass_of_several_is_enough():
         step_sync.reduce(sums(total, 4))
     step_sync.record(3, FINE, ["a", "b", "c"])
     with pytest.raises(NonFiniteError, match="step 3: the loss"):
-        step_sync.settle()
+        step_sync.check_finite()
 
 
 def test_a_bad_gradient_under_a_finite_loss_is_an_error():
     step_sync = watch()
     do_step(step_sync, 2, grad_norm=torch.tensor(float("nan")))
     with pytest.raises(NonFiniteError, match="step 2: the gradient is not finite"):
-        step_sync.settle()
+        step_sync.check_finite()
 
 
 @pytest.mark.fault(78)
@@ -85,14 +85,14 @@ def test_float16_may_overflow_now_and_then_but_not_without_end():
     for step in range(100, 100 + MAX_OVERFLOWS + 1):
         do_step(step_sync, step, grad_norm=OVERFLOW)
     with pytest.raises(NonFiniteError, match=f"step {100 + MAX_OVERFLOWS}: .*overflows float16"):
-        step_sync.settle()
+        step_sync.check_finite()
 
 
 def test_a_bad_loss_is_an_error_in_float16_too():
     step_sync = watch(overflow_allowed=True)
     do_step(step_sync, 1, float("nan"), OVERFLOW)
     with pytest.raises(NonFiniteError, match="the loss"):
-        step_sync.settle()
+        step_sync.check_finite()
 
 
 def test_a_stop_request_is_seen_one_step_late_or_when_settled():
@@ -107,7 +107,7 @@ def test_a_stop_request_is_seen_one_step_late_or_when_settled():
 
     settled = StepSync(lambda: True)
     do_step(settled, 1)
-    settled.settle()
+    settled.check_finite()
     assert settled.stopped
 
 
@@ -226,4 +226,4 @@ def test_the_timeout_is_that_of_training(monkeypatch):
     step_sync = StepSync(lambda: False, timeout_s=0.05)
     step_sync._pending = (1, readback(lambda: False), ["a"])
     with pytest.raises(LostRanksError):
-        step_sync.settle()
+        step_sync.check_finite()

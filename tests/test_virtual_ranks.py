@@ -16,7 +16,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.training import passes
+from segtrain.training import microbatches
 from segtrain.training.state import make_state
 
 
@@ -258,26 +258,28 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     for parameter in model.parameters():  # gradients exist before, as the parameters do
         parameter.grad = torch.zeros_like(parameter)
     images = torch.randn(batch_size, 3, size, size).to(dtype_of(config.train))
-    share = passes.RankBatch(images, torch.zeros(batch_size, size, size).long(), DropoutMasks())
+    share = microbatches.LocalMicrobatch(
+        images, torch.zeros(batch_size, size, size).long(), DropoutMasks()
+    )
     mode = LiveBytes([*model.parameters(), *(p.grad for p in model.parameters())])
 
     def in_this_thread(*args, **kwargs):
         with mode:
             return plain(*args, **kwargs)
 
-    plain = passes._forward_backward
-    original = passes.saved_on_host
-    passes._forward_backward = in_this_thread
-    passes.saved_on_host = partial(saved_on_host, copies=ClonesAsHost(mode.forget))
+    plain = microbatches._forward_backward
+    original = microbatches.saved_on_host
+    microbatches._forward_backward = in_this_thread
+    microbatches.saved_on_host = partial(saved_on_host, copies=ClonesAsHost(mode.forget))
     try:
-        step = partial(passes._forward_backward, state, state.wrapped, share)
+        step = partial(microbatches._forward_backward, state, state.wrapped, share)
         if virtual > 1:
             step = partial(
-                passes._in_threads, state, share.split([batch_size // virtual] * virtual)
+                microbatches._in_threads, state, share.split([batch_size // virtual] * virtual)
             )
         step(1.0, step_sync=StepSync(lambda: False))
     finally:
-        passes._forward_backward, passes.saved_on_host = plain, original
+        microbatches._forward_backward, microbatches.saved_on_host = plain, original
     return mode.peak, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 

@@ -3,20 +3,18 @@
 So a checkpoint from a stranger cannot run code.
 """
 
-import math
 import os
 import pickle
-import re
 import shutil
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
+from typing_extensions import TypedDict
 
 from segtrain import __version__, files
 from segtrain.config import Config
@@ -25,32 +23,42 @@ from segtrain.data.read.fingerprint import DataFingerprint, fingerprint_from_jso
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import manifest, torch_file
 from segtrain.files.manifest import Entry, HashingFile
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, first_of, printable
 
 FORMAT_VERSION = 1
 
 LAST, BEST = "last.pt", "best.pt"
 
 
+class BestScore(TypedDict):
+    """The best evaluation of a run."""
+
+    step: int
+    mean_iou: float
+
+
 class Checkpoint(NamedTuple):
     """The contents of a checkpoint; the names of the fields are part of the file format."""
 
-    step: int  # optimizer steps done
+    step: Annotated[int, Field(ge=0, le=2**53)]  # optimizer steps done
     config: str  # the Config as JSON
     classes: str  # the ClassFile as JSON
     model: dict[str, Any]
     average: dict[str, Any] | None  # the averaged weights, if the run keeps them
     optimizer: dict[str, Any] | None  # it and `scaler` are None if the file is for inference only
     scaler: dict[str, Any] | None
-    best: dict[str, Any] | None  # "step" (int) and "mean_iou" (float) of the best evaluation
-    evaluated: int = 0  # the step of the newest evaluation; 0: none
+    best: BestScore | None
+    evaluated: Annotated[int, Field(ge=0)] = 0  # the step of the newest evaluation; 0: none
     # Older versions did not write these.
     data: str | None = None  # the DataFingerprint as JSON
-    shares: dict[str, Any] | None = None  # what train.shares needs, see `training_state`
-    start: dict[str, Any] | None = None  # the starting weights that updates need, see there
+    shares: dict[str, Any] | None = None  # see `restore.shares_fields`
+    start: dict[str, Any] | None = None  # see `restore.initial_weights_fields`
     # "hours" (float) of training so far, and "evaluations" (int) since the best one.
     ending: dict[str, Any] | None = None
     centroids: str | None = None  # `Centroids.sha256` with data.class_uniform
+
+
+_CHECKPOINT = TypeAdapter(Checkpoint, config=ConfigDict(strict=True))
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
@@ -128,7 +136,7 @@ def load(path: Path, *, verified: bool = False) -> Checkpoint:
     except _ForeignError as error:
         problem = str(error)
     others = sorted(other.name for other in path.parent.glob("*.pt") if other.name != path.name)
-    beside = f"; beside it there is {', '.join(others[:5])}" if others else ""
+    beside = f"; beside it there is {first_of(others, 5)}" if others else ""
     raise CheckpointError(f"{path}: {problem}{beside}")
 
 
@@ -163,29 +171,17 @@ def _load_exported(path: Path) -> Checkpoint:
             "its metadata are not those of segtrain export; for the weights of another program "
             "use segtrain convert"
         )
+    # Half precision is for other programs; here kernels are float32.
     kernels = {key: w.float() if w.dtype == torch.float16 else w for key, w in weights.items()}
     fields = dict.fromkeys(("average", "optimizer", "scaler", "best"))
-    step = int(about["step"]) if re.fullmatch("[0-9]{1,16}", about["step"]) else -1  # refused below
-    content = {"format": FORMAT_VERSION, "step": step, "evaluated": 0, "model": kernels, **fields}
+    step = about["step"]  # `_parse` refuses text
+    fields["step"] = int(step) if step.isdecimal() and len(step) < 17 else step
+    content = {"format": FORMAT_VERSION, "model": kernels, **fields}
     return _parse(content | {key: about[key] for key in ("config", "classes")})
 
 
 class _ForeignError(Exception):
     """The content is not that of a checkpoint; says why."""
-
-
-_MAX_STEP = 2**53  # above it, readers of JSON numbers lose digits
-_STATE = (dict, OrderedDict)
-_OPTIONAL = (*_STATE, type(None))
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("step", "evaluated"), (int,)),
-    **dict.fromkeys(("config", "classes"), (str,)),
-    **dict.fromkeys(("data", "centroids"), (str, type(None))),
-    "model": _STATE,
-    **dict.fromkeys(
-        ("average", "optimizer", "scaler", "best", "shares", "start", "ending"), _OPTIONAL
-    ),
-}
 
 
 def _parse(content: Any) -> Checkpoint:
@@ -198,23 +194,12 @@ def _parse(content: Any) -> Checkpoint:
             f"{printable(content.get('segtrain'), MAX_NAME)}; "
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
-    content = dict.fromkeys(("data", "shares", "start", "ending", "centroids")) | content
-    missing = [field for field in Checkpoint._fields if field not in content]
-    if missing:
-        raise _ForeignError(f"incomplete: {', '.join(missing)} missing")
-    for field, types in _TYPES.items():
-        if type(content[field]) not in types:
-            raise _ForeignError(f"damaged: {field} is a {type(content[field]).__name__}")
-    checkpoint = Checkpoint(**{field: content[field] for field in Checkpoint._fields})
-    best = {"step": 0, "mean_iou": 0.0} if checkpoint.best is None else checkpoint.best
-    if [type(best.get(key)) for key in ("step", "mean_iou")] != [int, float]:
-        raise _ForeignError("damaged: best has no step and mean_iou")
-    # NaN is the mIoU of a split where every pixel is ignored.
-    score_fits = 0 <= best["mean_iou"] <= 1 or math.isnan(best["mean_iou"])
-    done = sorted((best["step"], checkpoint.evaluated))
-    if not (done[0] >= 0 and done[1] <= checkpoint.step <= _MAX_STEP and score_fits):
-        raise _ForeignError("damaged: step, evaluated or best has an impossible value")
-    return checkpoint
+    try:
+        return _CHECKPOINT.validate_python(
+            {key: content[key] for key in Checkpoint._fields if key in content}
+        )
+    except ValidationError as error:
+        raise _ForeignError(f"damaged: {_first_problem(error)}") from None
 
 
 _CLASS_FILE = TypeAdapter(ClassFile)
@@ -242,10 +227,13 @@ def parse_experiment(checkpoint: Checkpoint, path: Path) -> tuple[Config, ClassF
     except ConfigError as error:
         raise CheckpointError(f"{path}: its classes contradict themselves: {error}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        problem = printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", 2 * MAX_NAME)
         what = "its config does not fit this version of segtrain"
-        raise CheckpointError(f"{path}: {what}: {problem}") from None
+        raise CheckpointError(f"{path}: {what}: {_first_problem(error)}") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", 2 * MAX_NAME)
 
 
 def parse_data(checkpoint: Checkpoint, path: Path) -> DataFingerprint | None:

@@ -78,14 +78,10 @@ class CheckpointManager:
 
         CheckpointError if the manifest is damaged, ExecutionError if the disk fails.
         """
-        try:
-            with suppress(FileNotFoundError):  # there is no directory yet
-                for path in list(self.directory.iterdir()):
-                    if _TEMPORARY.fullmatch(path.name):
-                        path.unlink(missing_ok=True)
-        except OSError as error:
-            where = error.filename or self.directory
-            raise ExecutionError(f"{where}: cannot be cleaned up: {error.strerror}") from None
+        with files.os_errors_as(ExecutionError, what="cannot be cleaned up"):
+            for path in list(self.directory.glob(".*.tmp")):
+                if _TEMPORARY.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
         self._manifest = manifest.read_raw(self.directory)
         for name, entries in manifest.read_entries(self.directory).items():
             path = self.directory / name
@@ -125,11 +121,9 @@ class CheckpointManager:
 
     def check_space(self, checkpoint: Checkpoint) -> None:
         """Raises ExecutionError if the disk has no room for two checkpoints of this size."""
-        try:
+        with files.os_errors_as(ExecutionError, self.directory, "cannot be used"):
             self.directory.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.directory).free / 1e6
-        except OSError as error:
-            raise ExecutionError(f"{self.directory}: cannot be used: {error.strerror}") from None
         needed = 2 * num_bytes(checkpoint) / 1e6
         if free < needed:
             what = f"two checkpoints take {needed:.1f} MB and the disk has {free:.1f} MB left"
@@ -263,9 +257,7 @@ def restore_config(directory: Path) -> list[str]:
     checkpoint = load(path)
     config, classes = parse_experiment(checkpoint, path)
     check_sizes(checkpoint, config, classes, path)
-    try:
+    with files.os_errors_as(ExecutionError, lost, "cannot be written"):
         run_directory.write_config(directory, config)
-    except OSError as error:
-        raise ExecutionError(f"{lost}: cannot be written: {error.strerror}") from error
     what = f"restored from {path.name}, step {checkpoint.step}"
     return [f"warning: {lost} was missing or empty: {what}"]

@@ -1,8 +1,8 @@
 """Restoring weights, optimizer and loss scale, checked before training goes on."""
 
-import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from segtrain.data.read.classes import ClassFile
 from segtrain.errors import CheckpointError
 from segtrain.files.torch_file import is_plain
 from segtrain.run.directory import config_differences
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.training.exact_sum import ExactGradientSum
 from segtrain.training.state import TrainState
 
@@ -56,10 +56,9 @@ def check_fit(
 
 def check_plain(weights: dict[str, Any], path: Path) -> None:
     """Raises CheckpointError if a state dict holds anything but plain tensors."""
-    odd = [key for key, value in weights.items() if type(key) is not str or not is_plain(value)]
+    odd = [printable(key, MAX_NAME) for key, value in weights.items() if not is_plain(value)]
     if odd:
-        names = ", ".join(printable(key, MAX_NAME) for key in odd[:_MAX_LISTED])
-        raise CheckpointError(f"{path}: damaged: no weights under {names}")
+        raise CheckpointError(f"{path}: damaged: no weights under {first_of(odd, _MAX_LISTED)}")
 
 
 def _value_problem(key: str, value: Tensor, dtype: torch.dtype) -> str:
@@ -76,14 +75,18 @@ def _value_problem(key: str, value: Tensor, dtype: torch.dtype) -> str:
 
 
 def _refuse(problems: dict[str, str], what: str, path: Path) -> None:
-    lines = [f"\n  {printable(key, MAX_NAME)}: {problems[key]}" for key in sorted(problems)]
-    more = f"\n  and {len(lines) - _MAX_LISTED} more" if len(lines) > _MAX_LISTED else ""
+    lines = [f"{printable(key, MAX_NAME)}: {problems[key]}" for key in sorted(problems)]
+    if len(lines) > _MAX_LISTED:
+        lines[_MAX_LISTED:] = [f"and {len(lines) - _MAX_LISTED} more"]
     if lines:
-        raise CheckpointError(f"{path}: {what}{''.join(lines[:_MAX_LISTED])}{more}")
+        raise CheckpointError("\n  ".join([f"{path}: {what}", *lines]))
 
 
 def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
-    """Sets `state` to what it was when `checkpoint` was saved; called on every rank."""
+    """Sets `state` to what it was when `checkpoint` was saved; called on every rank.
+
+    CheckpointError if it does not hold what this state needs, or is damaged.
+    """
     if checkpoint.optimizer is None or checkpoint.scaler is None:
         raise CheckpointError(f"{path}: holds no training state; go on with {LAST}")
     load_weights(state.model, checkpoint.model, path)
@@ -91,15 +94,38 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
         if checkpoint.average is None:
             raise CheckpointError(f"{path}: holds no average of the weights (train.ema_decay)")
         load_weights(state.average.model, checkpoint.average, path)
-    restore_optimizer(state.optimizer, checkpoint.optimizer, path)
-    restore_start(state, checkpoint.start, path)
+    with _damage_refused("the optimizer's state is damaged, or belongs to another model", path):
+        restore_optimizer(state.optimizer, checkpoint.optimizer)
+    with _damage_refused("the weights at the start of the run cannot be read", path):
+        restore_initial_weights(state, checkpoint.start)
     # The run may not have used float16 before; a new scaler finds its scale within some steps.
     if state.scaler.is_enabled() and checkpoint.scaler:
-        restore_scaler(state.scaler, checkpoint.scaler, path)
+        with _damage_refused("the loss scale cannot be read", path):
+            state.scaler.load_state_dict(checkpoint.scaler)
     # The run may not have had shares before; the first step finds its exponents.
     if isinstance(state.gradients, ExactGradientSum) and checkpoint.shares:
-        restore_exponents(state.gradients, checkpoint.shares, path)
+        with _damage_refused("the exponents of gradients cannot be read", path):
+            restore_exponents(state.gradients, checkpoint.shares)
     state.step = checkpoint.step
+
+
+@contextmanager
+def _damage_refused(what: str, path: Path) -> Iterator[None]:
+    """Raises CheckpointError for anything that goes wrong with what a file holds.
+
+    A damaged dict has anything where a dict, a list, a number or a tensor is expected.
+    """
+    try:
+        yield
+    except _UnfitError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        problem = printable(str(error) or type(error).__name__, 2 * MAX_NAME)
+        raise CheckpointError(f"{path}: {what}: {problem}") from error
+
+
+class _UnfitError(Exception):
+    """The checkpoint is whole, but not one that this config can go on from; says why."""
 
 
 def check_changes(
@@ -130,7 +156,7 @@ def check_changes(
         )
 
 
-def start_fields(state: TrainState) -> dict[str, Any] | None:
+def initial_weights_fields(state: TrainState) -> dict[str, Any] | None:
     """What a checkpoint keeps of the weights that training started from; None if it needs nothing.
 
     loaded: the names of the weights that came from a file; None: all.
@@ -138,209 +164,120 @@ def start_fields(state: TrainState) -> dict[str, Any] | None:
     held: bool masks of the weights that keep their value, by name.
     hold: what of the config decided the masks.
     """
-    start = state.start
-    if not start.is_needed:
+    initial = state.initial_weights
+    if not initial.is_needed:
         return None
-    loaded = None if start.loaded is None else sorted(start.loaded)
-    fields = {"weights": dict(start.weights), "held": dict(start.held)}
-    return {"loaded": loaded, "hold": start.hold, **fields}
+    return {
+        "loaded": None if initial.loaded is None else sorted(initial.loaded),
+        "hold": initial.hold,
+        "weights": dict(initial.weights),
+        "held": dict(initial.held),
+    }
 
 
-def loaded_names(checkpoint: Checkpoint, path: Path) -> list[str] | None:
-    """The names of the weights that the run loaded at its start; None: all, or not told.
-
-    CheckpointError if they are damaged.
-    """
-    names = (checkpoint.start or {}).get("loaded")
-    if names is None or (type(names) is list and all(type(name) is str for name in names)):
-        return names
-    raise CheckpointError(f"{path}: damaged: the names of loaded weights cannot be read")
+def loaded_names(checkpoint: Checkpoint) -> list[str] | None:
+    """The names of the weights that the run loaded at its start; None: all, or not told."""
+    return (checkpoint.start or {}).get("loaded")
 
 
-def restore_start(state: TrainState, saved: dict[str, Any] | None, path: Path) -> None:
-    """Sets the weights that training started from; CheckpointError if other ones are needed."""
-    start = state.start
-    if not start.is_needed:
+def restore_initial_weights(state: TrainState, saved: dict[str, Any] | None) -> None:
+    """Sets the weights that training started from."""
+    initial = state.initial_weights
+    if not initial.is_needed:
         return
     if saved is None:
-        raise CheckpointError(
-            f"{path}: does not hold the weights that the run started from, which new_weight_decay, "
+        raise _UnfitError(
+            "does not hold the weights that the run started from, which new_weight_decay, "
             "decay_toward, hold_zeros and hold_mask need: these cannot begin in the middle of a "
             "run; start a new one with train.init_from"
         )
-    weights, held = saved.get("weights"), saved.get("held")
     parameters = dict(state.model.named_parameters())
-    damaged = f"{path}: damaged: the weights at the start of the run cannot be read"
-    for tensors, is_mask in ((weights, False), (held, True)):
-        if not isinstance(tensors, dict):
-            raise CheckpointError(damaged)
-        for name, value in tensors.items():
-            fits = name in parameters and is_plain(value) and (value.dtype == torch.bool) is is_mask
-            if not fits or value.shape != parameters[name].shape:
-                raise CheckpointError(damaged)
-            # In the precision of this run, which may be another one.
-            if not torch.isfinite(value.to(parameters[name].dtype)).all():
-                raise CheckpointError(damaged)
-    if start.has_held and saved.get("hold") == start.hold and not held:
-        raise CheckpointError(damaged)
-    missing = [name for name in start.weights if name not in weights]
-    if missing or saved.get("hold") != start.hold:
+    for kind in ("weights", "held"):
+        for name, value in saved[kind].items():
+            fits = is_plain(value) and value.shape == parameters[name].shape
+            if not fits or (kind == "held") != (value.dtype == torch.bool):
+                raise ValueError(f"{name} does not fit")
+    missing = [name for name in initial.weights if name not in saved["weights"]]
+    if missing or saved["hold"] != initial.hold:
         what = f"does not hold where {missing[0]} started" if missing else "holds other weights"
         keys = "decay_toward" if missing else "hold_zeros and hold_mask"
-        raise CheckpointError(
-            f"{path}: {what}: {keys} cannot change in the middle of a run; start a new one with "
+        raise _UnfitError(
+            f"{what}: {keys} cannot change in the middle of a run; start a new one with "
             "train.init_from"
         )
-    for name, value in start.weights.items():
-        value.copy_(weights[name])
-    if start.has_held:
-        start.held = {name: held[name].to(parameters[name].device) for name in held}
-        start.hold_from_now(state.model)
+    for name, value in initial.weights.items():
+        value.copy_(saved["weights"][name])
+    if initial.has_held:
+        initial.held = {n: mask.to(parameters[n].device) for n, mask in saved["held"].items()}
+        initial.hold_from_now(state.model)
 
 
 def shares_fields(state: TrainState) -> dict[str, Any] | None:
     """What a checkpoint keeps for train.shares; None without it.
 
     exponents: of the fixed-point gradients of the next step, by parameter.
-    arithmetic: `arithmetic.fingerprint` of rank 0.
+    arithmetic: `share_rules.fingerprint` of rank 0.
     """
     if not isinstance(state.gradients, ExactGradientSum):
         return None
     return {"exponents": state.gradients.exponents, "arithmetic": state.arithmetic}
 
 
-def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any], path: Path) -> None:
-    """Sets the exponents of the next step; CheckpointError if they are damaged."""
-    exponents = saved.get("exponents")
-    names = gradients.exponents.keys()
-    if not isinstance(exponents, dict):
-        raise CheckpointError(f"{path}: damaged: it has no exponents of gradients")
-    if exponents.keys() != names:
-        raise CheckpointError(
-            f"{path}: it has gradients of other weights: with train.shares, train.layers cannot "
+def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any]) -> None:
+    """Sets the exponents of the next step."""
+    if saved["exponents"].keys() != gradients.exponents.keys():
+        raise _UnfitError(
+            "it has gradients of other weights: with train.shares, train.layers cannot "
             "freeze others in the middle of a run; start a new one with train.init_from"
         )
-    if any(type(value) is not int or abs(value) > 128 for value in exponents.values()):
-        raise CheckpointError(f"{path}: damaged: a gradient has an impossible exponent")
-    gradients.exponents = exponents
+    gradients.exponents = saved["exponents"]
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], path: Path) -> None:
-    """Loads the state of each weight; learning rates and other settings stay as configured.
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Loads the state of each weight by its name; settings stay as configured.
 
-    Weights go by their names; older checkpoints have none, and their order counts. CheckpointError
-    if it is of another optimizer or other weights, or its numbers are damaged.
-    """
-    # load_state_dict would bring back the settings of the old config.
-    settings = [dict(group) for group in optimizer.param_groups]
-    try:
-        velocities = _velocity_rates(saved)
-        optimizer.load_state_dict(_with_own_kernels(_in_order(saved, optimizer), optimizer))
-        problem = _problem(optimizer)
-    # A damaged dict has anything where torch expects a dict, a list or a tensor.
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        problem = str(error) or type(error).__name__
-    if problem:
-        what = "the optimizer's state is damaged, or belongs to another model"
-        raise CheckpointError(f"{path}: {what}: {problem}")
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
-        if "velocity_lr" in own:
-            rates = {velocities.get(name) for name in own["param_names"]}
-            if len(rates) > 1:
-                raise CheckpointError(
-                    f"{path}: weights of different learning rates are in one group now: with "
-                    "train.momentum_correction false, rules for layers cannot change in the middle "
-                    "of a run"
-                )
-            group["velocity_lr"] = rates.pop()
-
-
-def _velocity_rates(saved: dict[str, Any]) -> dict[str, float | None]:
-    """The learning rates of the newest step, which a velocity remembers, by weight."""
-    rates = {}
-    for group in saved["param_groups"]:
-        rate = group.get("velocity_lr")
-        if rate is not None and not (type(rate) is float and 0 <= rate < math.inf):
-            raise ValueError("a group has an impossible velocity_lr")
-        rates |= dict.fromkeys(group.get("param_names", ()), rate)
-    return rates
-
-
-def _in_order(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`saved` with its weights in the groups and the order of `optimizer`, if it has their names.
-
-    torch goes by the order alone: with other groups it would give a weight the momentum of another.
+    torch goes by the order of weights alone: with other groups it would give a weight the momentum
+    of another. Checkpoints before 2026-11-22 have no names; there the order counts.
     """
     groups = optimizer.state_dict()["param_groups"]
     own = [name for group in groups for name in group["param_names"]]
-    if any("param_names" not in group for group in saved["param_groups"]):
-        return saved
-    names = [name for group in saved["param_groups"] for name in group["param_names"]]
-    if names == own and len(groups) == len(saved["param_groups"]):
-        return saved
-    ids = [number for group in saved["param_groups"] for number in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    names = [n for group in saved["param_groups"] for n in group.get("param_names", ())] or own
     states = {
-        name: saved["state"][i] for name, i in zip(names, ids, strict=True) if i in saved["state"]
+        name: saved["state"][number]
+        for name, number in zip(names, numbers, strict=True)
+        if number in saved["state"]
     }
-    numbers = [number for group in groups for number in group["params"]]
-    state = {i: states[name] for name, i in zip(own, numbers, strict=True) if name in states}
-    return {"state": state, "param_groups": groups}
-
-
-def _with_own_kernels(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`saved` with the kernels of `optimizer`, which are others on another device.
-
-    By them torch decides where the step counters go: for fused kernels, to the device.
-    """
-    fused = optimizer.param_groups[0]["fused"]
-    groups = [{**group, "fused": fused} for group in saved["param_groups"]]
-    return {**saved, "param_groups": groups}
-
-
-# Each value is above the first and below the second number: the scale is a float32, counters int32.
-_SCALER_RANGES = {
-    "scale": (0, 2.0**128),
-    "growth_factor": (1, 2.0**128),
-    "backoff_factor": (0, 1),
-    "growth_interval": (0, 2**31),
-    "_growth_tracker": (-1, 2**31),
-}
-
-
-def restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any], path: Path) -> None:
-    """Loads the loss scale and its counters; CheckpointError if they are out of range."""
-    types = {key: type(value) for key, value in scaler.state_dict().items()}
-    if {key: type(value) for key, value in saved.items()} != types:
-        raise CheckpointError(f"{path}: the state of the loss scale is damaged")
-    for key, (low, high) in _SCALER_RANGES.items():
-        # NaN fails every comparison.
-        if not low < saved[key] < high:
-            raise CheckpointError(f"{path}: damaged: the loss scale has an impossible {key}")
-    scaler.load_state_dict(saved)
-
-
-def _problem(optimizer: torch.optim.Optimizer) -> str:
-    """Why the next step would fail or go wrong; empty if it would not."""
+    state = {i: states[name] for i, name in enumerate(own) if name in states}
+    _restore_velocity_rates(groups, saved)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
     sgd = isinstance(optimizer, torch.optim.SGD)
-    names = {"momentum_buffer"} if sgd else {"step", "exp_avg", "exp_avg_sq"}
-    seen: dict[int, Tensor] = {}
+    expected = {"momentum_buffer"} if sgd else {"step", "exp_avg", "exp_avg_sq"}
     for parameter, values in optimizer.state.items():
-        if values.keys() not in (names, set()):
-            return f"has {printable(list(values), MAX_NAME)}, not {sorted(names)}"
+        if values.keys() != expected:
+            raise ValueError(f"it has {list(values)}, not {sorted(expected)}")
         for name, value in values.items():
-            if sgd and value is None:
-                continue
             shape = () if name == "step" else parameter.shape
-            what = f"{name} for weights of shape {tuple(parameter.shape)}"
-            if not (is_plain(value) and value.shape == shape):
-                return f"{what} does not fit"
-            # Steps write in place: an update of one tensor would change the other.
-            storage = value.untyped_storage().data_ptr()
-            if value.numel() and seen.setdefault(storage, value) is not value:
-                return f"{what} shares its memory with another one"
-            if not torch.isfinite(value).all():
-                return f"{what} holds NaN or infinite values"
-            if name in ("step", "exp_avg_sq") and (value < 0).any():
-                return f"{what} holds values below 0"
-    return ""
+            is_unset = sgd and value is None
+            if not (is_unset or (is_plain(value) and value.shape == shape)):
+                of = tuple(parameter.shape)
+                raise ValueError(f"{name} for weights of shape {of} does not fit")
+
+
+def _restore_velocity_rates(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
+    """Gives `groups` the learning rates that their velocities remember, from the newest step."""
+    rates = {
+        name: group.get("velocity_lr")
+        for group in saved["param_groups"]
+        for name in group.get("param_names", ())
+    }
+    for group in groups:
+        if "velocity_lr" in group:
+            found = {rates.get(name) for name in group["param_names"]}
+            if len(found) > 1:
+                raise _UnfitError(
+                    "weights of different learning rates are in one group now: with "
+                    "train.momentum_correction false, rules for layers cannot change in the middle "
+                    "of a run"
+                )
+            group["velocity_lr"] = found.pop()

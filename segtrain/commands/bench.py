@@ -38,7 +38,6 @@ from segtrain.training.measure import (
     peak_bytes,
     synchronize,
     training_flops,
-    watched,
 )
 from segtrain.training.step_sync import StepSync
 
@@ -234,7 +233,7 @@ def _measure(
     step_s, data_s = _take(steps, num_steps, device)
     # 2. Its parts: on a device, the clock waits for it at every border.
     clock = PartClock(device)
-    with watched(clock), clock.of_collectives():
+    with clock.running():
         parted_s, waited_s = _take(steps, num_steps, device)
     parts = {name: clock.seconds[name] / num_steps for name in PARTS}
     parts = {"data": waited_s, **parts}

@@ -18,8 +18,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain import files
+from segtrain.checkpoint.dataset_guard import eval_differences
 from segtrain.checkpoint.loading import load_with_data
-from segtrain.checkpoint.same_data import eval_differences
 from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
 from segtrain.config.experiment import changed_normalization

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import kept_checkpoints
-from segtrain.checkpoint.same_data import Resumed, RunData
 from segtrain.commands.train.evaluate import take_precise_statistics
 from segtrain.commands.train.setup import (
     DATA_PATIENCE_S,
@@ -173,7 +173,7 @@ class Replay(TrainContext):
     directory: Path  # of the run
     plan: Plan
     receipts: dict[int, Receipt]  # of the run, on rank 0
-    data: RunData | None  # None if no checkpoint says what the data were
+    data: DatasetGuard | None  # None if no checkpoint says what the data were
     evaluated: bool  # whether the state is one after the evaluation of its step
 
 
@@ -250,10 +250,10 @@ def _set_up(
     data = None
     if known is not None:
         notes += _changed_config(known, config)
-        data = RunData((train_set, eval_set), config.data.root, known, accept_changes=True)
+        data = DatasetGuard((train_set, eval_set), config.data.root, known, accept_changes=True)
         stack.callback(data.close)
         data.start(DATA_PATIENCE_S)
-        notes += data.take_news()
+        notes += data.pop_log_lines()
     class_uniform, others = class_uniform_sampling(
         config, train_set, run, known, device, keep=False, accept_changes=True
     )
@@ -339,7 +339,7 @@ def _replay(this: Replay) -> None:
             _compare(this, meter)
             bar.update()
             liveness.beat("training", state.step)
-        this.step_sync.settle()
+        this.step_sync.check_finite()
     if state.step == config.train.steps and dist.is_main():
         _say(*weights_lines(state))
     replayed = range(plan.start_step + 1, plan.last + 1)
@@ -429,8 +429,8 @@ def _end_if(this: Replay, differ: Callable[[], list[str]]) -> None:
     if not lines:
         return
     if this.data is not None:
-        this.data.settle(lambda seconds: seconds > DATA_PATIENCE_S)
-        lines += this.data.take_news()
+        this.data.wait_for_hashes(lambda seconds: seconds > DATA_PATIENCE_S)
+        lines += this.data.pop_log_lines()
     raise CheckpointError("\n  ".join([f"{this.directory}: {lines[0]}", *lines[1:]]))
 
 

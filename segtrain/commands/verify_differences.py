@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.checkpoint.format import Checkpoint
-from segtrain.checkpoint.restore import start_fields
+from segtrain.checkpoint.restore import initial_weights_fields
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, unpack
 from segtrain.text import MAX_NAME, printable
 from segtrain.training.receipts import hash_tensor, weights_fields
@@ -64,7 +64,7 @@ def checkpoint_differences(checkpoint: Checkpoint, state: TrainState) -> list[st
         parts.append(("optimizer", saved, optimizer))
         exponents = (checkpoint.shares or {}).get("exponents")
         parts.append(("exponents", exponents or {}, state.gradients.exponents))
-        parts.append(("start", _start(checkpoint.start), _start(start_fields(state))))
+        parts.append(("start", _start(checkpoint.start), _start(initial_weights_fields(state))))
         parts.append(("loss scale", checkpoint.scaler or {}, state.scaler.state_dict()))
     lines = []
     for what, before, now in parts:

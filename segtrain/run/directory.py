@@ -149,7 +149,7 @@ CHECKPOINTS = "checkpoints"
 CENTROIDS = "centroids.json"
 
 # A resumed run may change these: the model at the end stays the same, but for rounding in a
-# compiled step. Data and class file may move, because `same_data` compares their contents.
+# compiled step. Data and class file may move, because `dataset_guard` compares their contents.
 _HARMLESS = (
     *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
     # Where a run ends does not change the steps before.

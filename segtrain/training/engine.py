@@ -13,10 +13,10 @@ from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.liveness import HostWatch
 from segtrain.norm import untracked
-from segtrain.training import sam
 from segtrain.training.measure import UPDATE, span
+from segtrain.training.microbatches import LocalMicrobatch, accumulate_gradients, local_microbatches
 from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
-from segtrain.training.passes import RankBatch, rank_batches, run_passes
+from segtrain.training.sam import sam_is_due, sam_perturbed
 from segtrain.training.share_rules import watch
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -54,12 +54,12 @@ def train_steps(
     Ends early, after the same step on all ranks, if `step_sync` was asked to stop or end.
 
     Args:
-        batches: this rank's Batch of every pass of every step, in order.
-        indices: of each pass, the positions in the whole batch that this rank trains on.
+        batches: this rank's Batch of every microbatch of every step, in order.
+        indices: of each microbatch, the positions in the whole batch that this rank trains on.
 
     Raises:
         NonFiniteError: the loss or the gradient of the step before was not finite.
-        ValueError: the batches are not those of `augment.mixup_alpha`; see `rank_batches`.
+        ValueError: the batches are not those of `augment.mixup_alpha`; see `local_microbatches`.
     """
     train = config.train
     batches = iter(batches)
@@ -72,17 +72,17 @@ def train_steps(
             watched = stack.enter_context(HostWatch(train.timeout_s, dist.last_exchange)).step
         while state.step < train.steps and not (step_sync.stopped or step_sync.ended):
             began = time.perf_counter()
-            passes = list(islice(batches, train.accumulate_steps))
+            microbatches = list(islice(batches, train.accumulate_steps))
             data_s = time.perf_counter() - began
             # Compiling, in the first step, may take longer than any exchange.
             with nullcontext() if is_first and train.compile else watched():
-                parts = rank_batches(state, passes, indices, config, device)
-                losses, digest = _gradient(state, parts, config, step_sync, is_first=is_first)
+                local = local_microbatches(state, microbatches, indices, config, device)
+                losses, digest = _gradient(state, local, config, step_sync, is_first=is_first)
                 lr = learning_rate(train, state.step)
                 set_momentum(state.optimizer, momentum(train, state.step))
                 with span(UPDATE):
                     grad_norm = _update(state, lr, train.clip_grad_norm)
-                names = [name for batch in passes for name in batch.names]
+                names = [name for batch in microbatches for name in batch.names]
                 step_sync.record(state.step, grad_norm, names)
             is_first = False
             yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s, digest)
@@ -90,7 +90,7 @@ def train_steps(
 
 def _gradient(
     state: TrainState,
-    parts: list[RankBatch],
+    microbatches: list[LocalMicrobatch],
     config: Config,
     step_sync: StepSync,
     *,
@@ -101,17 +101,17 @@ def _gradient(
     is_first: the first step of this process.
     """
     with watch(state.model) if is_first and state.shares is not None else nullcontext():
-        losses = run_passes(state, parts, config, step_sync)
+        losses = accumulate_gradients(state, microbatches, config, step_sync)
     while not state.gradients.finish():
         with untracked():
-            losses = run_passes(state, parts, config, step_sync)
+            losses = accumulate_gradients(state, microbatches, config, step_sync)
 
-    if sam.is_due(config.train, state.step):
-        state.start.hold_gradients()  # what is held does not climb either
-        with sam.climbed(state.model.parameters(), config.train.sam_rho):
-            run_passes(state, parts, config, step_sync)
+    if sam_is_due(config.train, state.step):
+        state.initial_weights.hold_gradients()  # held weights are not perturbed either
+        with sam_perturbed(state.model.parameters(), config.train.sam_rho):
+            accumulate_gradients(state, microbatches, config, step_sync)
             while not state.gradients.finish():
-                run_passes(state, parts, config, step_sync)
+                accumulate_gradients(state, microbatches, config, step_sync)
     return losses, state.gradients.digest()
 
 
@@ -119,7 +119,7 @@ def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tenso
     """Moves the weights by the gradients, which it frees; returns the gradients' norm ()."""
     set_learning_rate(state.optimizer, lr)
     state.scaler.unscale_(state.optimizer)
-    state.start.hold_gradients()
+    state.initial_weights.hold_gradients()
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if clip_grad_norm is not None:

@@ -18,7 +18,7 @@ either. The exponents are part of a checkpoint.
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -27,12 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.distributed import collectives as dist
-from segtrain.training.gradients import (
-    Bucket,
-    compare_ranks,
-    compare_steps,
-    make_buckets,
-)
+from segtrain.training.gradients import BucketSender, compare_ranks, compare_steps, make_buckets
 
 # All shares together stay below 2**62: a largest value is known as a power of two only.
 _SUM_BITS = 62
@@ -47,14 +42,14 @@ _CHUNK = 1 << 16
 
 
 class ExactGradientSum:
-    """Sums the gradients of a model over all passes and shares of a step.
+    """Sums the gradients of a model over all microbatches and shares of a step.
 
     Args:
         model: its parameters are on one device and the same on all ranks. They get the sums.
         replicas: of the model, from `replica`, one for each share of this rank.
         shares: how many each rank has, in the order of ranks.
-        passes: backward passes of each share in a step.
-        num_threads: for the work after the last pass, which is exact with any number of threads.
+        microbatches: backward passes of each share in a step.
+        num_threads: for the work after the last microbatch; any number gives the same bits.
     """
 
     def __init__(
@@ -63,7 +58,7 @@ class ExactGradientSum:
         replicas: Sequence[nn.Module],
         *,
         shares: Sequence[int],
-        passes: int,
+        microbatches: int,
         num_threads: int = 1,
     ) -> None:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -71,7 +66,7 @@ class ExactGradientSum:
         self._replicas = [[p for p in r.parameters() if p.requires_grad] for r in replicas]
         self._locks = [threading.Lock() for _ in parameters]
         # The most bits of one share's values, and those of the largest one in the next step.
-        self._most_bits = _SUM_BITS - (sum(shares) * passes - 1).bit_length()
+        self._most_bits = _SUM_BITS - (sum(shares) * microbatches - 1).bit_length()
         self._target_bits = self._most_bits - _ROOM_BITS
         self._num_threads = num_threads
         self._used: set[str] | None = None  # names of the parameters that get a gradient
@@ -122,12 +117,12 @@ class ExactGradientSum:
 
     @contextmanager
     def collected(self, *, last: bool) -> Iterator[None]:
-        """Takes the gradients of a pass, of all shares of this rank; `grad` stays None.
+        """Takes the gradients of a microbatch, of all shares of this rank; `grad` stays None.
 
-        last: the last pass of the step: what is complete is sent to the other ranks at once. Then
+        last: the last one of the step: what is complete is sent to the other ranks at once. Then
             `finish` follows (collective).
         """
-        self._sender = _Sender(self._buckets, self._arrivals() if last else None)
+        self._sender = BucketSender(self._buckets, self._arrivals() if last else None)
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, i, set()))
             for parameters in self._replicas
@@ -144,7 +139,7 @@ class ExactGradientSum:
                 hook.remove()
 
     def _arrivals(self) -> list[int] | None:
-        """How many gradients each bucket gets in a pass; None: not known before the first step."""
+        """How many gradients each bucket gets in a microbatch; None: not known yet."""
         if self._used is None:
             return None
         counts = [0] * len(self._buckets)
@@ -155,8 +150,8 @@ class ExactGradientSum:
     def _take(self, index: int, taken: set[int], parameter: nn.Parameter) -> None:
         if taken:
             raise RuntimeError(
-                f"rank {dist.rank()}: {self._names[index]} got a second gradient in a pass: a "
-                "bucket may have been sent without it; run one backward pass"
+                f"rank {dist.rank()}: {self._names[index]} got a second gradient in a "
+                "microbatch: a bucket may have been sent without it; run one backward pass"
             )
         taken.add(index)
         grad, parameter.grad = parameter.grad, None
@@ -183,7 +178,7 @@ class ExactGradientSum:
             compare_ranks(found)
             self._used = found
         if found != self._used:
-            self._largest.fill_(torch.inf)  # the other ranks may not notice
+            self._largest.fill_(torch.inf)  # only this rank sees it; NaN stops all ranks
         self._sender.finish()
         # NaN compares as not smaller.
         largest = torch.where(self._largest < _INFINITE, self._largest, torch.inf)
@@ -224,39 +219,6 @@ def replica(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     return copy.deepcopy(module, memo)
-
-
-class _Sender:
-    """Sums buckets over the ranks, in the same order on all of them, each when it is complete.
-
-    arrivals: how many gradients complete each bucket; None: all are sent at the end.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], arrivals: list[int] | None) -> None:
-        self._flat = [bucket.flat for bucket in buckets] if dist.world_size() > 1 else []
-        self._missing = arrivals
-        self._waits: list[Callable[[], object]] = []
-        self._lock = threading.Lock()  # shares arrive in threads of their own
-
-    def arrived(self, bucket: int) -> None:
-        """Counts a gradient."""
-        if self._missing is None:
-            return
-        with self._lock:
-            self._missing[bucket] -= 1
-            # The last bucket is for `finish`, which knows whether all is well.
-            while len(self._waits) < len(self._flat) - 1 and not self._missing[len(self._waits)]:
-                self._send()
-
-    def _send(self) -> None:
-        self._waits.append(dist.start_sum(self._flat[len(self._waits)]))
-
-    def finish(self) -> None:
-        """Sends what is left and waits for all sums."""
-        while len(self._waits) < len(self._flat):
-            self._send()
-        for wait in self._waits:
-            wait()
 
 
 def _add_fixed_point(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> Tensor:

@@ -5,6 +5,7 @@ added, and so the last bits. DistributedDataParallel rearranges its buckets afte
 every process, so a resumed run gets other bits.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -47,7 +48,7 @@ class GradientSum:
         self._used: set[str] | None = None  # names of the parameters that get a gradient
 
     def collected(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around a pass; after the last one of a step, gradients are the sums over all ranks."""
+        """Around a microbatch; after the last one, gradients are the sums over all ranks."""
         return self.summed(overlap=self._overlap) if last else nullcontext()
 
     def finish(self) -> bool:
@@ -73,10 +74,15 @@ class GradientSum:
         if not self._buckets:
             yield
             return
-        sender = _Sender(self._buckets)
-        hooks = []
-        if overlap and self._used is not None:
-            hooks = sender.follow([self._parameters[name] for name in self._used])
+        # In the first step it is not known which parameters get a gradient.
+        used = {self._parameters[name] for name in self._used or () if overlap}
+        followed = [[p for p in bucket.parameters if p in used] for bucket in self._buckets]
+        sender = BucketSender(self._buckets, [*map(len, followed)] if used else None, Bucket.fill)
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(_arrived, sender, i, set()))
+            for i, parameters in enumerate(followed)
+            for parameter in parameters
+        ]
         try:
             yield
             self._finish(sender)
@@ -88,14 +94,24 @@ class GradientSum:
             for hook in hooks:
                 hook.remove()
 
-    def _finish(self, sender: "_Sender") -> None:
+    def _finish(self, sender: "BucketSender") -> None:
         found = {name for name, p in self._parameters.items() if p.grad is not None}
         if self._used is None:
             compare_ranks(found)
             self._used = found
-        # The other ranks may not notice: with NaN they cannot save a wrong step either.
+        # Only this rank sees the mismatch; NaN in the last bucket stops all ranks.
         sender.finish(spoil=found != self._used)
         compare_steps(found, self._used)
+
+
+def _arrived(sender: "BucketSender", bucket: int, taken: set[int], _: nn.Parameter) -> None:
+    if taken:
+        raise RuntimeError(
+            f"rank {dist.rank()}: a parameter got a second gradient while the gradients are "
+            "summed: run one backward pass, or pass overlap=False"
+        )
+    taken.add(bucket)
+    sender.arrived(bucket)
 
 
 class Bucket:
@@ -129,43 +145,39 @@ class Bucket:
             torch._foreach_copy_(*zip(*moves, strict=True))
 
 
-class _Sender:
-    """One round of sums: every bucket once, in the same order on all ranks.
+class BucketSender:
+    """Sums buckets over the ranks, in the same order on all of them, each when it is complete.
 
-    Autograd calls hooks on one thread for each device, so there is no lock. On CUDA the sums come
-    after the stream of that thread, which computed the gradients.
+    On CUDA the sums come after the stream of the thread that computed the gradients.
+
+    arrivals: how many gradients complete each bucket; None: all are sent at the end.
+    prepare: is called with a bucket before it is sent.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._buckets = buckets
-        self._missing: list[set[nn.Parameter]] = []
-        self._waits: list[Callable[[], None]] = []  # one for every bucket that was sent
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        arrivals: list[int] | None,
+        prepare: Callable[[Bucket], None] = lambda bucket: None,
+    ) -> None:
+        self._buckets = buckets if dist.world_size() > 1 else []
+        self._missing, self._prepare = arrivals, prepare
+        self._waits: list[Callable[[], object]] = []  # one for every bucket that was sent
+        self._lock = threading.Lock()  # shares arrive in threads of their own
 
-    def follow(self, parameters: Iterable[nn.Parameter]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Sends every bucket but the last as soon as it has the gradients of `parameters`."""
-        wanted = set(parameters)
-        self._missing = [wanted.intersection(bucket.parameters) for bucket in self._buckets]
-        return [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, missing))
-            for bucket, missing in zip(self._buckets, self._missing, strict=True)
-            for parameter in bucket.parameters
-            if parameter in wanted
-        ]
-
-    def _arrived(self, missing: set[nn.Parameter], parameter: nn.Parameter) -> None:
-        if parameter not in missing:
-            raise RuntimeError(
-                f"rank {dist.rank()}: a parameter got a second gradient while the gradients are "
-                "summed: run one backward pass, or pass overlap=False"
-            )
-        missing.remove(parameter)
-        # The last bucket is for `finish`, which knows whether all is well.
-        while len(self._waits) < len(self._buckets) - 1 and not self._missing[len(self._waits)]:
-            self._send()
+    def arrived(self, bucket: int) -> None:
+        """Counts a gradient."""
+        if self._missing is None:
+            return
+        with self._lock:
+            self._missing[bucket] -= 1
+            # The last bucket is for `finish`, which knows whether all is well.
+            while len(self._waits) < len(self._buckets) - 1 and not self._missing[len(self._waits)]:
+                self._send()
 
     def _send(self, *, spoil: bool = False) -> None:
         bucket = self._buckets[len(self._waits)]
-        bucket.fill()
+        self._prepare(bucket)
         if spoil:
             bucket.flat.fill_(torch.nan)
         self._waits.append(dist.start_sum(bucket.flat))
@@ -173,9 +185,8 @@ class _Sender:
     @torch.no_grad()
     def finish(self, *, spoil: bool = False) -> None:
         """Sends what is left and waits for all sums; `spoil` makes the last ones NaN everywhere."""
-        while len(self._waits) < len(self._buckets):
-            last = len(self._waits) == len(self._buckets) - 1
-            self._send(spoil=spoil and last)
+        while left := len(self._buckets) - len(self._waits):
+            self._send(spoil=spoil and left == 1)
         for wait in self._waits:
             wait()
 

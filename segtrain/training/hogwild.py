@@ -118,17 +118,17 @@ def config_of_process(config: Config, processes: int) -> Config:
     return config.model_copy(update={"train": train.model_copy(update=lr)})
 
 
-# Steps by which a process may be ahead of the slowest. Each has its share of the images, so whoever
-# runs farther ahead only waits at the next meeting, where a stop would have to wait with it.
+# Steps by which a process may be ahead of the slowest. Each has its part of the images, so a faster
+# process gains nothing and delays a stop.
 _MAX_LEAD = 4
 _SLEEP_S = 1e-3
 
 
-class Meeting:
+class HogwildBarrier:
     """Brings the processes to the same step, where a run evaluates, saves or stops (collective).
 
-    A process that is asked for it tells the others through shared memory. All then go on to the
-    step of the one that is farthest.
+    A process that is asked to tells the others through shared memory. All then go on to the step of
+    the one that is farthest.
 
     step: updates done so far. timeout_s: how long to wait for a slower process.
     step_sync: of this process alone; gets what all agree on.
@@ -148,11 +148,11 @@ class Meeting:
         self._step_sync = step_sync
         self._requests = stop_requested, save_requested, end_requested
         self._timeout_s = timeout_s
-        # Of all processes: whether one asked for a meeting, and the updates that each has done.
+        # Of all processes: whether one asked to meet, and the updates that each has done.
         self._asked, self._steps = shared_copies(
             [torch.zeros(1, dtype=torch.int64), torch.full((dist.world_size(),), step)]
         )
-        self._wishes = [False] * 3  # to stop, save and end
+        self._wanted = [False] * 3  # to stop, save, end
         self._next: int | None = None  # the step after which all meet, once it is agreed
 
     def steps(self, steps: Iterator[StepResult]) -> Iterator[StepResult]:
@@ -174,7 +174,7 @@ class Meeting:
         began = time.monotonic()
         while self._steps[dist.rank()] - self._steps.min() >= _MAX_LEAD:
             if self._asked.item():
-                return  # that process waits at a meeting, which is after the next step
+                return  # that process waits at the barrier, after the next step
             if time.monotonic() - began > self._timeout_s:
                 raise LostRanksError(
                     f"rank {dist.rank()}: waited {self._timeout_s:.0f} s for rank "
@@ -190,24 +190,24 @@ class Meeting:
         Raises:
             NonFiniteError: a loss or gradient of this process was not finite.
         """
-        requests = zip(self._requests, self._wishes, strict=True)
-        self._wishes = [requested() or wish for requested, wish in requests]
-        if any(self._wishes):
+        requests = zip(self._requests, self._wanted, strict=True)
+        self._wanted = [requested() or before for requested, before in requests]
+        if any(self._wanted):
             self._asked.fill_(1)
         is_here = step == self._next if self._next is not None else due or self._asked.item()
         if not is_here:
             return False
         with dist.alone():
-            self._step_sync.settle()
+            self._step_sync.check_finite()
         while True:
-            steps, *wishes = zip(*dist.all_gather_object([step, *self._wishes]), strict=True)
+            steps, *wanted = zip(*dist.all_gather_object([step, *self._wanted]), strict=True)
             self._next = max(steps)
             if step < self._next:
                 return False
             if min(steps) == step:
                 break  # nobody is on the way any more
-        self._next, self._wishes = None, [False] * 3
+        self._next, self._wanted = None, [False] * 3
         if dist.is_main():
-            self._asked.zero_()  # who has another wish meanwhile says so again after its next step
-        self._step_sync.ask(*map(any, wishes))
+            self._asked.zero_()  # a later request is repeated after the next step
+        self._step_sync.ask(*map(any, wanted))
         return True

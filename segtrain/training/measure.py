@@ -1,7 +1,4 @@
-"""What a step costs: named spans, a clock for its parts, operations, memory and device time.
-
-They name regions in torch's profiler. `watched` sends them to a listener, such as a clock.
-"""
+"""What a step costs: named spans, a clock for its parts, operations, memory and device time."""
 
 import re
 import resource
@@ -10,10 +7,9 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,53 +23,24 @@ from segtrain.models.precision import autocast_dtype, dtype_of
 from segtrain.norm import make_norm
 from segtrain.types import DropoutMasks
 
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-
-
-class Listener(Protocol):
-    """What is told where parts begin and end."""
-
-    def enter(self, name: str) -> None:
-        """A part begins."""
-
-    def leave(self, name: str) -> None:
-        """It ends, also by an exception."""
-
-
-_listener: Listener | None = None
-
-
-@contextmanager
-def span(name: str) -> Iterator[None]:
-    """Around a part of a step; costs a few microseconds where nobody listens."""
-    listener = _listener
-    with record_function(name):
-        if listener is not None:
-            listener.enter(name)
-        try:
-            yield
-        finally:
-            if listener is not None:
-                listener.leave(name)
-
-
-@contextmanager
-def watched(listener: Listener) -> Iterator[None]:
-    """Inside, `listener` is told of every part, in whichever thread it runs."""
-    global _listener
-    _listener = listener
-    try:
-        yield
-    finally:
-        _listener = None
-
-
-COMMUNICATION = "communication"
+FORWARD, BACKWARD, UPDATE, COMMUNICATION = "forward", "backward", "update", "communication"
 # Where several run at the same time, the time is the first one's.
 PARTS = (COMMUNICATION, BACKWARD, FORWARD, UPDATE)
 
 # The functions of `collectives` through which everything is sent.
 _SENDERS = ("_sum_processes", "_gather_processes")
+
+_PEAK_SECONDS = 1.0
+
+_running_clock: "PartClock | None" = None
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Around a part of a step, for torch's profiler and `PartClock`; costs a few microseconds."""
+    clock = _running_clock
+    with record_function(name), nullcontext() if clock is None else clock.part(name):
+        yield
 
 
 class PartClock:
@@ -90,13 +57,33 @@ class PartClock:
         self._running: Counter[str] = Counter()
         self._since = time.perf_counter()
 
-    def enter(self, name: str) -> None:
-        """A part begins."""
-        self._turn(name, +1)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the spans of all threads are clocked, and what is sent between ranks."""
+        global _running_clock
+        timed = self.part(COMMUNICATION)  # as a decorator
+        senders = {name: getattr(dist, name) for name in _SENDERS}
+        start_sum = dist.start_sum
+        for name, function in senders.items():
+            setattr(dist, name, timed(function))
+        dist.start_sum = lambda tensor: timed(timed(start_sum)(tensor))
+        _running_clock = self
+        try:
+            yield
+        finally:
+            _running_clock = None
+            for name, function in senders.items():
+                setattr(dist, name, function)
+            dist.start_sum = start_sum
 
-    def leave(self, name: str) -> None:
-        """It ends."""
-        self._turn(name, -1)
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Inside, the time of this thread belongs to the part."""
+        self._turn(name, +1)
+        try:
+            yield
+        finally:
+            self._turn(name, -1)
 
     def _turn(self, name: str, change: int) -> None:
         synchronize(self._device)
@@ -108,44 +95,11 @@ class PartClock:
             self._running[name] += change
             self._since = now
 
-    @contextmanager
-    def of_collectives(self) -> Iterator[None]:
-        """Inside, what is sent between ranks counts as communication."""
-        senders = {name: getattr(dist, name) for name in _SENDERS}
-        start_sum = dist.start_sum
-
-        def timed_start(tensor: torch.Tensor) -> Callable[[], object]:
-            return self._timed(self._timed(start_sum)(tensor))
-
-        for name, function in senders.items():
-            setattr(dist, name, self._timed(function))
-        dist.start_sum = timed_start
-        try:
-            yield
-        finally:
-            for name, function in senders.items():
-                setattr(dist, name, function)
-            dist.start_sum = start_sum
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.enter(COMMUNICATION)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.leave(COMMUNICATION)
-
-        return timed
-
 
 def synchronize(device: torch.device) -> None:
     """Waits until `device` has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-_PEAK_SECONDS = 1.0
 
 
 def training_flops(config: Config, num_classes: int) -> float:

@@ -41,8 +41,8 @@ class StepMeter:
 
     def update_earlier(self, loss: float, aux_loss: float, grad_norm: float) -> None:
         """Takes in the numbers of a step before an interruption, for the next means."""
-        numbers = [loss, aux_loss, grad_norm]
-        self._earlier.append(torch.tensor(numbers, dtype=torch.float64, device=self._device))
+        numbers = torch.tensor([loss, aux_loss, grad_norm], dtype=torch.float64)
+        self._earlier.append(numbers.to(self._device))
 
     def skip(self, seconds: float) -> None:
         """Leaves out time that was spent on something else than training."""
@@ -57,8 +57,7 @@ class StepMeter:
         results, self._results = self._results, []
         if not results:
             raise ValueError("no step to read")
-        numbers = [torch.stack([r.loss, r.aux_loss, r.grad_norm.double()]) for r in results]
-        numbers, self._earlier = [*self._earlier, *numbers], []
+        numbers, self._earlier = [*self._earlier, *map(_numbers, results)], []
         means = sum(numbers) / len(numbers)
         dist.wait_for_device(self._device)
         loss, aux_loss, grad_norm = means.tolist()
@@ -78,6 +77,11 @@ class StepMeter:
         if aux_loss != aux_loss:  # no auxiliary head
             del values["train/aux_loss"]
         return values
+
+
+def _numbers(result: StepResult) -> Tensor:
+    """(loss, aux_loss, grad_norm), (3,) float64."""
+    return torch.stack([result.loss, result.aux_loss, result.grad_norm.double()])
 
 
 # An odd number spreads every bit of a factor into the upper bits of the product: 2**64 / golden
@@ -115,7 +119,7 @@ class ReceiptMeter:
         weights, self._weights = self._weights, {}
         if not results:
             return []
-        numbers = [torch.stack([r.loss, r.aux_loss, r.grad_norm.double()]) for r in results]
+        numbers = list(map(_numbers, results))
         digests = torch.stack([r.gradients for r in results]).cpu().numpy()
         rows = zip(results, torch.stack(numbers).tolist(), digests, strict=True)
         return [
@@ -140,10 +144,12 @@ def weights_fields(state: TrainState) -> tuple[str, str | None]:
 
 def weights_lines(state: TrainState) -> list[str]:
     """Lines for the log with one hash of the model and one of its average, if there is one."""
-    lines = [f"weights    sha256 {_whole(state.model.state_dict())}"]
+    models = {"weights": state.model}
     if state.average is not None:
-        lines.append(f"average    sha256 {_whole(state.average.model.state_dict())}")
-    return lines
+        models["average"] = state.average.model
+    # Of the hashes of all tensors, in the order of the state dict.
+    hashes = {name: b"".join(_hashes(model.state_dict())) for name, model in models.items()}
+    return [f"{name}    sha256 {hashlib.sha256(h).hexdigest()}" for name, h in hashes.items()]
 
 
 def hash_tensor(name: str, tensor: Tensor) -> bytes:
@@ -157,11 +163,6 @@ def hash_tensor(name: str, tensor: Tensor) -> bytes:
 def _packed(weights: Mapping[str, Tensor]) -> str:
     first = b"".join(digest[: WEIGHT.itemsize] for digest in _hashes(weights))
     return pack(np.frombuffer(first, WEIGHT))
-
-
-def _whole(weights: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of the hashes of all tensors, in the order of the state dict."""
-    return hashlib.sha256(b"".join(_hashes(weights))).hexdigest()
 
 
 def _hashes(weights: Mapping[str, Tensor]) -> list[bytes]:

@@ -5,9 +5,9 @@ A step with SAM computes two gradients of the same batch, with the same augmenta
     g = gradient at w
     update of the optimizer at w, by the gradient at  w + rho * g / ||g||
 
-g is the gradient of the whole batch, over all ranks, passes and shares, and ||g|| the norm over all
-parameters. So the number of ranks does not show. Other trainers climb by the gradient of each
-device's own images (m-sharpness, section 4.1), which is another method for another number of
+g is the gradient of the whole batch, over all ranks, microbatches and shares, and ||g|| the norm
+over all parameters. So the number of ranks does not show. Other trainers perturb by the gradient of
+each device's own images (m-sharpness, section 4.1), which is another method for another number of
 devices: their rho need not be the best one here.
 
 What belongs to w alone: the loss that is logged and the running statistics of batch norm. What
@@ -28,7 +28,7 @@ from segtrain.norm import untracked
 from segtrain.training.share_rules import refuse_torchs_layers
 
 
-def is_due(train: TrainConfig, step: int) -> bool:
+def sam_is_due(train: TrainConfig, step: int) -> bool:
     """Whether update `step`, 0 .. steps - 1, takes a second gradient: the last of `sam_every`.
 
     As composer's SAM(interval=...) of MosaicML does.
@@ -37,32 +37,32 @@ def is_due(train: TrainConfig, step: int) -> bool:
 
 
 @contextmanager
-def climbed(parameters: Iterable[nn.Parameter], rho: float) -> Iterator[None]:
+def sam_perturbed(parameters: Iterable[nn.Parameter], rho: float) -> Iterator[None]:
     """Inside, the parameters are at w + rho * g / ||g||; afterwards at w again, bit for bit.
 
     g are the gradients, in any scale; they are freed. Where g is 0 or not finite, the parameters
     stay at w: then the second gradient is not finite either, and the step is treated as any other
     step of which that is so. Inside, running statistics stay as they are.
     """
-    climbing = [p for p in parameters if p.grad is not None]
-    before = [p.detach().clone() for p in climbing]
+    moved = [p for p in parameters if p.grad is not None]
+    before = [p.detach().clone() for p in moved]
     try:
-        _climb(climbing, rho)
+        _perturb(moved, rho)
         with untracked():
             yield
     finally:
         with torch.no_grad():
-            for parameter, value in zip(climbing, before, strict=True):
+            for parameter, value in zip(moved, before, strict=True):
                 parameter.copy_(value)
 
 
 @torch.no_grad()
-def _climb(parameters: list[nn.Parameter], rho: float) -> None:
+def _perturb(parameters: list[nn.Parameter], rho: float) -> None:
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
     # Decided on the device: the host does not wait.
-    upward = norm.isfinite() & (norm > 0)
+    is_usable = norm.isfinite() & (norm > 0)
     for parameter in parameters:
-        parameter.add_(torch.where(upward, parameter.grad * (rho / norm), 0.0))
+        parameter.add_(torch.where(is_usable, parameter.grad * (rho / norm), 0.0))
         parameter.grad = None
 
 

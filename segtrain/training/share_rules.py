@@ -1,18 +1,25 @@
-"""What a model must not do where train.shares is set: have a result that depends on when it runs.
+"""What train.shares asks of a model and of the machines.
 
 Shares are computed by several threads, in an order that differs from rank to rank and from run to
-run. Random numbers from a generator that they have in common, or a buffer that each of them
-changes, would give other bits without a word.
+run. Shared generators of random numbers, or buffers that each share changes, would silently change
+the result. So would another processor, device or library, whose kernels add up in another order:
+`fingerprint` shows it before the first step.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from segtrain.config import TrainConfig
 from segtrain.errors import ConfigError
+from segtrain.models.precision import autocast, autocast_dtype, dtype_of
+from segtrain.models.pspnet import adaptive_avg_pools
+from segtrain.models.resizing import resize
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm
 
 
@@ -76,3 +83,50 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
         if not isinstance(layer, SyncBatchNorm)
         for name, buffer in layer.named_buffers(recurse=False)
     }
+
+
+_KERNEL_SHAPES = (
+    (32, 16, 3, 3),  # a convolution, dilated
+    (32, 1, 3, 3),  # by channel
+    (64, 32, 1, 1),
+    (9, 64, 1, 1),  # the classifier
+)
+
+
+def fingerprint(device: torch.device, train: TrainConfig) -> str:
+    """16 hexadecimal digits of a small forward and backward pass in the precision of `train`.
+
+    Equal digits do not prove that all bits of a training are equal; different ones prove that they
+    are not. Call it with one thread.
+    """
+    generator, dtype = torch.Generator().manual_seed(0), dtype_of(train)
+
+    def random(*shape: int) -> Tensor:
+        values = torch.randn(*shape, generator=generator).to(device, dtype)
+        layout = torch.channels_last if train.channels_last else torch.contiguous_format
+        return values.to(memory_format=layout).requires_grad_() if values.dim() == 4 else values
+
+    images, kernels = random(2, 16, 29, 37), [random(*shape) for shape in _KERNEL_SHAPES]
+    labels = torch.randint(9, (2, 58, 74), generator=generator).to(device)
+    with autocast(autocast_dtype(train), device):
+        x = F.conv2d(images, kernels[0], padding=2, dilation=2)
+        x = F.conv2d(F.relu(_normalized(x)), kernels[1], padding=1, groups=32)
+        x = F.conv2d(F.relu(_normalized(x)), kernels[2])
+        x = x + resize(_pooled(x), x.shape[2:], align_corners=False)
+        logits = F.conv2d(F.relu(_normalized(x)), kernels[3])
+    logits = resize(logits.to(dtype), labels.shape[1:], align_corners=False)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    gradients = torch.autograd.grad(losses.sum(dtype=torch.float64), [images, *kernels])
+    digest = hashlib.sha256()
+    for values in (logits.detach(), losses.detach(), *gradients):
+        digest.update(values.contiguous().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _pooled(x: Tensor) -> Tensor:
+    # torch's own operator has no deterministic backward pass on CUDA.
+    return F.adaptive_avg_pool2d(x, 3) if x.is_cpu else adaptive_avg_pools(x, (3,))[0]
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, training=True)

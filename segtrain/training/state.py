@@ -15,18 +15,17 @@ from segtrain.models.blocks import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import make_groups
 from segtrain.training import sam
-from segtrain.training.arithmetic import fingerprint
 from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim import (
-    Start,
+    InitialWeights,
     WeightAverage,
     build_optimizer,
     freeze_layers,
-    make_start,
+    make_initial_weights,
 )
-from segtrain.training.share_rules import refuse_layers
+from segtrain.training.share_rules import fingerprint, refuse_layers
 from segtrain.types import DropoutMasks
 
 
@@ -69,7 +68,7 @@ def wrap(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
     module = ModelWithLoss(model, criterion, train)
     if not train.compile:
         return module
-    # Only the passes of a step differ in size, and a graph with open sizes is slower.
+    # Only the microbatches of a step differ in size, and a graph with open sizes is slower.
     return torch.compile(module, fullgraph=True, dynamic=False)
 
 
@@ -85,12 +84,13 @@ def share_weights(model: nn.Module) -> None:
     layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in state.items()]
     first, *others = dist.all_gather_object(layout)
     for rank, other in enumerate(others, start=1):
-        for expected, found in zip_longest(first, other, fillvalue="nothing"):
-            if found != expected:
-                raise ConfigError(
-                    f"the ranks have different models: {expected} on rank 0, {found} on rank "
-                    f"{rank}; start all ranks with the same config and version of segtrain"
-                )
+        pairs = zip_longest(first, other, fillvalue="nothing")
+        expected, found = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        if found != expected:
+            raise ConfigError(
+                f"the ranks have different models: {expected} on rank 0, {found} on rank {rank}; "
+                "start all ranks with the same config and version of segtrain"
+            )
     dist.broadcast_from_rank0(state.values())
 
 
@@ -104,13 +104,13 @@ class TrainState:
     criterion: SegLoss
     wrapped: nn.Module  # both as one module, compiled if the config says so
     shares: Shares | None  # train.shares
-    arithmetic: str | None  # `arithmetic.fingerprint` of this rank, with shares
+    arithmetic: str | None  # `share_rules.fingerprint` of this rank, with shares
     replicas: list[nn.Module]  # of `wrapped`, one for each share of this rank
     gradients: GradientSum | ExactGradientSum
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     average: WeightAverage | None
-    start: Start  # what updates need of the weights that training started from
+    initial_weights: InitialWeights  # what updates need of the weights that training started from
     step: int = 0  # updates done
 
     @property
@@ -145,12 +145,13 @@ def make_state(
         model.to(memory_format=layout)
     share_weights(model)
     make_groups(model)
-    start = make_start(model, train, loaded, resumed=resumed)
+    initial_weights = make_initial_weights(model, train, loaded, resumed=resumed)
     if train.sam_rho is not None:
         sam.refuse_layers(model)
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
-    sizes = {"passes": train.accumulate_steps, "batch_size": train.batch_size}
-    criterion = SegLoss(config.loss, device, **sizes)
+    criterion = SegLoss(
+        config.loss, device, microbatches=train.accumulate_steps, batch_size=train.batch_size
+    )
     wrapped = wrap(model, criterion, train)
     # Virtual ranks have a backward pass each, so their gradients wait for the end.
     summed = [] if train.parallel == "hogwild" else model.named_parameters()
@@ -165,7 +166,7 @@ def make_state(
             model,
             replicas,
             shares=shares.counts,
-            passes=train.accumulate_steps,
+            microbatches=train.accumulate_steps,
             num_threads=shares.at_once,
         )
     scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "float16")
@@ -180,8 +181,8 @@ def make_state(
         arithmetic=digits,
         replicas=replicas,
         gradients=gradients,
-        optimizer=build_optimizer(model, train, start=start, loaded=loaded),
+        optimizer=build_optimizer(model, train, start=initial_weights, loaded=loaded),
         scaler=scaler,
         average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
-        start=start,
+        initial_weights=initial_weights,
     )

@@ -2,7 +2,7 @@
 
 Everything rides in one small all-reduce between forward and backward. The flags are read one step
 later, when they have long arrived, so that the host never waits for the device. Before anything
-leaves the process (a checkpoint, an evaluation), `settle` reads the newest flags.
+leaves the process (a checkpoint, an evaluation), `check_finite` reads the newest flags.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class StepSync:
         self._overflows = 0
         self._timeout_s = timeout_s
         # (5,) each: ranks with a bad loss, whether this is one, requests to stop, save and end.
-        self._pass_flags: list[Tensor] = []
+        self._microbatch_flags: list[Tensor] = []
         # Step, flags on their way to the host, and the names of the images on this rank.
         self._pending: tuple[int, _Readback, list[str]] | None = None
 
@@ -59,7 +59,7 @@ class StepSync:
         # The layout of the vector: sums of the loss, ranks with a bad one, requests.
         total = dist.all_reduce_sum(torch.cat([local, bad_here, requests]))
         sums_of_all, bad_ranks, requests_of_all = total.split([len(local), 1, len(requests)])
-        self._pass_flags.append(torch.cat([bad_ranks, bad_here, requests_of_all]))
+        self._microbatch_flags.append(torch.cat([bad_ranks, bad_here, requests_of_all]))
         return sums_of_all.view(sums.shape)
 
     def record(self, step: int, grad_norm: Tensor, names: list[str]) -> None:
@@ -72,13 +72,13 @@ class StepSync:
             LostRanksError: the device does not get on with the step before: it waits for a rank.
         """
         bad_gradient = (~grad_norm.isfinite()).double()
-        flags = torch.cat([torch.stack(self._pass_flags).sum(0), bad_gradient.view(1)])
-        self._pass_flags.clear()
+        flags = torch.cat([torch.stack(self._microbatch_flags).sum(0), bad_gradient.view(1)])
+        self._microbatch_flags.clear()
         before, self._pending = self._pending, (step, _Readback(flags), names)
         if before is not None:
             self._act(*before)
 
-    def settle(self) -> None:
+    def check_finite(self) -> None:
         """Acts on the newest flags too: afterwards the weights are known to be good (collective).
 
         Raises:

@@ -1,7 +1,7 @@
 """Checkpoints of a run. Nothing is saved before the weights and the data are known to be good."""
 
 from segtrain.checkpoint.format import Checkpoint, experiment_fields
-from segtrain.checkpoint.restore import shares_fields, start_fields
+from segtrain.checkpoint.restore import initial_weights_fields, shares_fields
 from segtrain.commands.train.setup import DATA_PATIENCE_S, TrainRun
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
@@ -37,20 +37,20 @@ def settle(run: TrainRun) -> None:
 
     Raises:
         NonFiniteError: a loss or gradient is not finite.
-        ConfigError, DataError: as `RunData.settle`.
+        ConfigError, DataError: as `DatasetGuard.wait_for_hashes`.
     """
     flush_receipts(run)
-    run.step_sync.settle()
+    run.step_sync.check_finite()
 
     def stopping(seconds: float) -> bool:
         asked = run.step_sync.stopped or run.signal_flags.stop_requested()
         return asked and seconds > STOP_PATIENCE_S
 
-    if not run.data.settle(lambda seconds: seconds > DATA_PATIENCE_S):
+    if not run.data.wait_for_hashes(lambda seconds: seconds > DATA_PATIENCE_S):
         run.log.lines(["the labels are still being hashed; training goes on when that is done"])
-        if not run.data.settle(stopping):
+        if not run.data.wait_for_hashes(stopping):
             run.log.lines(["warning: stopped before all labels were hashed; they may have changed"])
-    run.log.lines(run.data.take_news())
+    run.log.lines(run.data.pop_log_lines())
 
 
 def checkpoint_of(run: TrainRun) -> Checkpoint:
@@ -67,7 +67,7 @@ def checkpoint_of(run: TrainRun) -> Checkpoint:
         evaluated=run.evaluated,
         data=run.data.fingerprint(),
         shares=shares_fields(state),
-        start=start_fields(state),
+        start=initial_weights_fields(state),
         ending=run.stop_criteria.fields(),
         centroids=run.class_uniform and run.class_uniform.centroids.sha256(),
     )

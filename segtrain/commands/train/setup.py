@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from segtrain import seed
+from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.manager import CheckpointManager, restore_config
 from segtrain.checkpoint.restore import check_changes, loaded_names, restore
-from segtrain.checkpoint.same_data import Resumed, RunData
 from segtrain.commands.train.preflight import (
     check_experiment,
     class_uniform_lines,
@@ -43,7 +43,7 @@ from segtrain.run.console import say
 from segtrain.run.directory import Claim
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
-from segtrain.training.hogwild import Meeting, share_model
+from segtrain.training.hogwild import HogwildBarrier, share_model
 from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
 from segtrain.training.receipts import ReceiptMeter
 from segtrain.training.state import TrainState, make_state
@@ -157,7 +157,7 @@ def build_state(
     # A checkpoint brings all weights; fetching others first would only cost time.
     if resumed is not None:
         check_changes(model, *resumed, config, classes)
-        loaded = loaded_names(*resumed)
+        loaded = loaded_names(resumed.checkpoint)
     else:
         lines, loaded = _load_initial(model, config, classes.names)
         notes += lines
@@ -182,7 +182,7 @@ def _layer_lines(state: TrainState) -> list[str]:
     frozen = [p.numel() for p in parameters if not p.requires_grad]
     if frozen:
         lines.append(f"frozen     {sum(frozen)} weights in {len(frozen)} tensors (train.layers)")
-    masks = list(state.start.held.values())
+    masks = list(state.initial_weights.held.values())
     if masks:
         held = sum(int(mask.sum()) for mask in masks)
         lines.append(f"held       {held} weights in {len(masks)} tensors keep their value")
@@ -313,7 +313,7 @@ class TrainRun(TrainContext):
     directory: Path
     last_step: int  # of this process: train.steps, or the step of --until
     eval_set: SegDataset
-    data: RunData
+    data: DatasetGuard
     devices: list[str]  # of every rank, by name
     checkpoints: CheckpointManager
     log: RunLog
@@ -324,7 +324,7 @@ class TrainRun(TrainContext):
     changes: list[str]  # of config and centroids since the checkpoint, which were accepted
     mean_iou: float = nan  # of the newest evaluation in this process
     receipts: ReceiptMeter | None = None  # on rank 0 with train.shares
-    meeting: Meeting | None = None  # with train.parallel hogwild
+    meeting: HogwildBarrier | None = None  # with train.parallel hogwild
 
 
 def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
@@ -368,13 +368,13 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         before, _ = parse_experiment(*resumed)
         notes += learning_rate_lines(before.train, config.train, state.step)
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
-    data = RunData(
+    data = DatasetGuard(
         (train_set, eval_set), config.data.root, resumed, accept_changes=request.accept_changes
     )
     stack.callback(data.close)
     if evaluated < config.train.steps:
         data.start(DATA_PATIENCE_S)
-    notes += data.take_news()
+    notes += data.pop_log_lines()
     # 6. Where each class is to be found, if samples are drawn by class.
     class_uniform, others = class_uniform_sampling(
         config,
@@ -437,9 +437,9 @@ def _keeping_together(
     config: Config,
     state: TrainState,
     signal_flags: SignalFlags,
-    data: RunData,
+    data: DatasetGuard,
     stop_criteria: StopCriteria,
-) -> tuple[StepSync, Meeting | None]:
+) -> tuple[StepSync, HogwildBarrier | None]:
     """What lets all ranks stop, save and end after the same step (collective)."""
     requests = {
         "stop_requested": signal_flags.stop_requested,
@@ -453,7 +453,7 @@ def _keeping_together(
         limits = {"overflow_allowed": overflow_allowed, "timeout_s": timeout_s}
         return StepSync(**requests, **limits), None
     step_sync = StepSync(lambda: False)
-    return step_sync, Meeting(step_sync, step=state.step, timeout_s=timeout_s, **requests)
+    return step_sync, HogwildBarrier(step_sync, step=state.step, timeout_s=timeout_s, **requests)
 
 
 def _has_weights_digest(config: Config, step: int) -> bool:

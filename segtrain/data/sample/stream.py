@@ -14,8 +14,8 @@ and read by the worker that makes the sample. It is augmented with random number
 neither depends on which rank or worker has which sample, and nothing about the first image changes.
 
 MixUp (arXiv:1710.09412) blends two finished crops; the loss is blended likewise, in
-`segtrain.training.passes`. Class mix (ClassMix, arXiv:2007.07936) pastes half of the classes of the
-partner's crop, after the geometry and before the colours change, as its authors do.
+`segtrain.training.microbatches`. Class mix (ClassMix, arXiv:2007.07936) pastes half of the classes
+of the partner's crop, after the geometry and before the colours change, as its authors do.
 
 It is one permutation of the data set after another. Step s takes the samples [s B, (s + 1) B),
 across the ends of epochs. Which images a sample shows and how they are augmented depend only on

@@ -14,7 +14,7 @@ class LossOptions(NamedTuple):
 
     config: LossConfig | LossTerm
     class_weights: Tensor | None = None  # those of `config`, (K,) on the device of the logits
-    passes: int = 1  # the parts that a batch is cut into (train.accumulate_steps)
+    microbatches: int = 1  # the parts that a batch is cut into (train.accumulate_steps)
     batch_size: int | None = None  # images a step, over all ranks; None: equally many on all ranks
 
 
@@ -27,7 +27,7 @@ class Loss(Protocol):
         logits: (N, K, H, W); labels: (N, H, W) int64, 0 .. K-1 or IGNORE_INDEX.
         """
 
-    def value(self, totals: Tensor) -> Tensor:
+    def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The loss (), of the sums of all ranks; 0 if all pixels are ignored."""
 
     def shape(self, num_classes: int) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class PixelMean:
         """(2,): the weighted losses and the weights."""
         return self._weighted(self.pixel_losses(logits, labels), labels)
 
-    def value(self, totals: Tensor) -> Tensor:
+    def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The mean."""
         total, weight = totals
         return total / torch.where(weight == 0, 1.0, weight)

@@ -1,4 +1,4 @@
-"""Cross entropy, also against smoothed labels."""
+"""Cross entropy, also against smoothed labels, and the focal loss."""
 
 import torch
 import torch.nn.functional as F
@@ -43,3 +43,19 @@ class CrossEntropy(PixelMean):
         weights = pixel_weights(labels, class_weights)
         sums = [part.sum(dtype=torch.float64) for part in (losses, weights)]
         return torch.stack(sums)
+
+
+class Focal(CrossEntropy):
+    """(1 - p) ** gamma * -log(p), for the probability p of the true class (arXiv:1708.02002).
+
+    gamma: `focal_gamma`; 0 is cross entropy. The alpha of the paper is `class_weights`. As in cross
+    entropy, the sum is divided by the weights of the valid pixels, not by their factors.
+    """
+
+    def pixel_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The focal loss of every pixel, 0 where it is ignored."""
+        losses = super().pixel_losses(logits, labels)
+        # For gamma < 1 the derivative at p = 1 is infinite, and infinity times 0 is not a number.
+        wrong = -torch.expm1(-losses)  # 1 - p without cancellation
+        wrong = wrong.clamp(min=torch.finfo(losses.dtype).tiny)
+        return wrong**self.options.config.focal_gamma * losses

@@ -33,7 +33,7 @@ class Dice:
         parts = (probabilities * truth, predicted * valid, truth)
         return torch.stack([part.sum((0, 2, 3), dtype=torch.float64) for part in parts])
 
-    def value(self, totals: Tensor) -> Tensor:
+    def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The mean of 1 - D_k over the classes that labels show."""
         overlap, predicted, labelled = totals  # (K,) each
         present = labelled > 0

@@ -37,7 +37,7 @@ class LovaszImages:
         losses = by_class.sum(1) / present.sum(1).clamp(min=1)
         return torch.stack([losses.sum(), valid.any(2).sum(dtype=torch.float64)])
 
-    def value(self, totals: Tensor) -> Tensor:
+    def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The mean over the images."""
         total, images = totals
         return total / images.clamp(min=1)
@@ -48,15 +48,16 @@ class LovaszImages:
 
 
 class LovaszBatch:
-    """The loss over all pixels of a pass, of all ranks.
+    """The loss over all pixels of a microbatch, of all ranks.
 
-    Every rank sorts the errors of all ranks, class by class. In a pass of P pixels and K classes it
-    receives 4 P K bytes for each head (0.6 GB for 16 crops of 713x713 and 19 classes) and sorts P
-    numbers K times. With train.shares or train.virtual_ranks, each of these does so again.
+    Every rank sorts the errors of all ranks, class by class. In a microbatch of P pixels and K
+    classes it receives 4 P K bytes for each head (0.6 GB for 16 crops of 713x713 and 19 classes)
+    and sorts P numbers K times. With train.shares or train.virtual_ranks, each of these does
+    so again.
     """
 
     def __init__(self, options: LossOptions) -> None:
-        self._batch_size, self._passes = options.batch_size, options.passes
+        self._batch_size, self._microbatches = options.batch_size, options.microbatches
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(2, K): the part of this rank's pixels in the loss of each class, and its pixels."""
@@ -70,7 +71,7 @@ class LovaszBatch:
         parts = [part.sum((0, 2), dtype=torch.float64) for part in (growths * errors, truth)]
         return torch.stack(parts)
 
-    def value(self, totals: Tensor) -> Tensor:
+    def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The mean over the classes that labels show."""
         losses, pixels = totals  # (K,) each
         return losses.sum() / (pixels > 0).sum().clamp(min=1)
@@ -95,13 +96,13 @@ class LovaszBatch:
         return growths.view(shape)[dist.group_rank()][: len(errors)]
 
     def _most_images(self, here: int) -> int:
-        """The largest number of images of a rank in any pass: all ranks must send equally much."""
+        """The largest number of images of a rank in a microbatch: all must send equally much."""
         if self._batch_size is None:
             return here
-        parts = self._passes * dist.group_size()
+        parts = self._microbatches * dist.group_size()
         most = -(-self._batch_size // parts)
         if here > most:
-            raise ValueError(f"{here} images on a rank, and {most} is an even part of a pass")
+            raise ValueError(f"{here} images on a rank, and {most} is an even part of a microbatch")
         return most
 
 

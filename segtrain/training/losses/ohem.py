@@ -36,7 +36,7 @@ class OHEM(CrossEntropy):
             hardness = losses.masked_fill(labels == IGNORE_INDEX, -math.inf)
             threshold = config.ohem_threshold
             if config.ohem_fraction is None:
-                min_kept = math.ceil(config.ohem_min_kept / self.options.passes)
+                min_kept = math.ceil(config.ohem_min_kept / self.options.microbatches)
                 limit = _kth_largest_of_all_ranks(hardness.flatten(), min_kept)
             else:
                 limit = _limit_of_fraction(hardness.flatten(), config.ohem_fraction)

@@ -10,9 +10,8 @@ from torch import Tensor
 from segtrain.config import LossConfig
 from segtrain.training.losses.base import Loss, LossOptions, pixel_weights
 from segtrain.training.losses.boundary import BoundaryRelaxation
-from segtrain.training.losses.cross_entropy import CrossEntropy
+from segtrain.training.losses.cross_entropy import CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
-from segtrain.training.losses.focal import Focal
 from segtrain.training.losses.lovasz import lovasz
 from segtrain.training.losses.ohem import OHEM
 from segtrain.types import SegLogits
@@ -46,13 +45,13 @@ class WeightedSum:
             rows.append(F.pad(flat, (0, -len(flat) % num_classes)))
         return torch.cat(rows).view(-1, num_classes)
 
-    def value(self, totals: Tensor) -> Tensor:
+    def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The weighted sum of the values."""
         num_classes = totals.shape[1]
         shapes = [loss.shape(num_classes) for loss in self._losses]
         rows = totals.split([-(-math.prod(shape) // num_classes) for shape in shapes])
         values = [
-            weight * loss.value(part.flatten()[: math.prod(shape)].view(shape))
+            weight * loss.loss_from_sums(part.flatten()[: math.prod(shape)].view(shape))
             for loss, weight, part, shape in zip(
                 self._losses, self._weights, rows, shapes, strict=True
             )
@@ -63,7 +62,7 @@ class WeightedSum:
 class SegLoss:
     """The training loss of a config: the same loss for the head and the auxiliary head.
 
-    passes, batch_size: train.accumulate_steps and train.batch_size.
+    microbatches, batch_size: train.accumulate_steps and train.batch_size.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class SegLoss:
         config: LossConfig,
         device: torch.device,
         *,
-        passes: int = 1,
+        microbatches: int = 1,
         batch_size: int | None = None,
     ) -> None:
         self.aux_weight = config.aux_weight
@@ -79,8 +78,8 @@ class SegLoss:
         for term in config.terms:
             weights = term.class_weights
             weights = None if weights is None else torch.tensor(weights, device=device)
-            losses.append(LOSSES[term.kind](LossOptions(term, weights, passes, batch_size)))
-            if self._class_weights is None:  # `Config` sees to it that passes have no others
+            losses.append(LOSSES[term.kind](LossOptions(term, weights, microbatches, batch_size)))
+            if self._class_weights is None:  # `Config` sees to it that microbatches have no others
                 self._class_weights = weights
         self._loss = losses[0]
         if len(losses) > 1 or config.weight != 1:
@@ -96,7 +95,7 @@ class SegLoss:
 
     def means(self, totals: Tensor) -> Tensor:
         """(2,) float64: the loss of the head and of the auxiliary head, NaN without one."""
-        means = torch.stack([self._loss.value(total) for total in totals])
+        means = torch.stack([self._loss.loss_from_sums(total) for total in totals])
         return F.pad(means, (0, 2 - len(means)), value=torch.nan)
 
     def objective(self, sums: Tensor, totals: Tensor) -> Tensor:
@@ -108,7 +107,7 @@ class SegLoss:
         for weight, local, total in zip((1.0, self.aux_weight), sums, totals, strict=False):
             # The value is that of the total; the gradient goes to this rank's sums.
             part = weight * local
-            parts.append(self._loss.value(total + (part - part.detach())))
+            parts.append(self._loss.loss_from_sums(total + (part - part.detach())))
         return torch.stack(parts).sum()
 
     def label_weight(self, labels: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ optimizer.py makes the optimizer, start.py keeps what an update needs of the wei
 started from, average.py averages weights.
 """
 
-from segtrain.training.optim.initial_weights import Start, make_start
+from segtrain.training.optim.initial_weights import InitialWeights, make_initial_weights
 from segtrain.training.optim.layers import freeze_layers, parameter_groups
 from segtrain.training.optim.optimizer import (
     WeightAverage,
@@ -16,13 +16,13 @@ from segtrain.training.optim.optimizer import (
 from segtrain.training.optim.schedule import base_lr, learning_rate, momentum, one_cycle, poly
 
 __all__ = [
-    "Start",
+    "InitialWeights",
     "WeightAverage",
     "base_lr",
     "build_optimizer",
     "freeze_layers",
     "learning_rate",
-    "make_start",
+    "make_initial_weights",
     "momentum",
     "one_cycle",
     "parameter_groups",

@@ -20,7 +20,7 @@ from segtrain.training.optim.layers import close_names, matches, parameter_group
 
 
 @dataclass
-class Start:
+class InitialWeights:
     """Tensors are on the device of the model, by the names of its parameters.
 
     loaded: the names of the weights that came from a file; None: all.
@@ -74,9 +74,9 @@ class Start:
             torch.where(mask, value, parameter, out=parameter)
 
 
-def make_start(
+def make_initial_weights(
     model: nn.Module, train: TrainConfig, loaded: Collection[str] | None, *, resumed: bool = False
-) -> Start:
+) -> InitialWeights:
     """What `train` needs of the weights that `model` has now (collective).
 
     The ranks must have equal weights already.
@@ -98,7 +98,7 @@ def make_start(
     toward = any(x.decay_toward == "start" for x in (train, *train.layers))
     needs_loaded = toward or train.new_weight_decay is not None
     names = None if loaded is None else frozenset(loaded)
-    start = Start(names, weights, {}, hold, needs_loaded)
+    start = InitialWeights(names, weights, {}, hold, needs_loaded)
     if train.new_weight_decay is not None and names is not None and names >= parameters.keys():
         raise ConfigError(
             "train.new_weight_decay: has no effect: no weight starts from random numbers; remove it"
@@ -137,8 +137,15 @@ def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
     where = f"train.hold_mask: {printable(str(path), 200)}"
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def check() -> list[str]:
-        masks = _load(path, where)
+    masks: dict[str, Tensor] = {}
+
+    def read() -> list[str]:
+        if not path.is_file():
+            raise ConfigError(f"{where}: no such file, or not a regular one")
+        try:
+            masks.update(safetensors.torch.load_file(path))
+        except (safetensors.SafetensorError, OSError, KeyError) as error:
+            raise ConfigError(f"{where}: cannot be read as safetensors: {error}") from None
         for name, mask in masks.items():
             wanted = trainable.get(name)
             if wanted is None:
@@ -155,21 +162,10 @@ def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
             raise ConfigError(f"{where}: holds nothing: all values are false")
         return sorted(masks)
 
-    names = dist.run_on_rank0(check)
-    if dist.is_main():
-        loaded = _load(path, where)
-        bits = [loaded[name].to(torch.uint8) for name in names]
-    else:
-        bits = [torch.empty(trainable[name].shape, dtype=torch.uint8) for name in names]
-    bits = [b.to(trainable[name].device) for b, name in zip(bits, names, strict=True)]
+    names = dist.run_on_rank0(read)
+    bits = [
+        masks.get(name, torch.empty(trainable[name].shape)).to(trainable[name].device, torch.uint8)
+        for name in names
+    ]
     dist.broadcast_from_rank0(bits)
     return {name: mask.bool() for name, mask in zip(names, bits, strict=True)}
-
-
-def _load(path: Path, where: str) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise ConfigError(f"{where}: no such file, or not a regular one")
-    try:
-        return safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, OSError, KeyError) as error:
-        raise ConfigError(f"{where}: cannot be read as safetensors: {error}") from None

@@ -1,9 +1,9 @@
 """What each weight is subject to: learning rate, decay, or nothing at all (frozen)."""
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.config import LayerRule, TrainConfig
 from segtrain.errors import ConfigError
 from segtrain.norm import freeze_statistics
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, first_of, printable
 
 _SHOWN = 5
 
@@ -37,49 +37,49 @@ def parameter_groups(
 
     loaded: the names of the weights that come from a file; None: all. The others are new layers.
     """
-    groups: dict[Settings, list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[Settings, dict] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_old = loaded is None or name in loaded
-            settings = _settings(name, parameter, train, is_old)
-            groups.setdefault(settings, []).append((name, parameter))
-    result = []
-    for settings, named in groups.items():
+        if not parameter.requires_grad:
+            continue
+        settings = _settings(name, parameter, train, is_old=loaded is None or name in loaded)
         by_torch = not (settings.toward_start or train.decoupled_decay)
-        result.append(
+        group = groups.setdefault(
+            settings,
             {
-                "params": [parameter for _, parameter in named],
-                "param_names": [name for name, _ in named],
+                "params": [],
+                "param_names": [],
                 "lr_mult": settings.lr_mult,
                 "weight_decay": settings.decay if by_torch else 0.0,
                 "pull": 0.0 if by_torch else settings.decay,
                 "toward_start": settings.toward_start,
-            }
+            },
         )
-    return result
+        group["params"].append(parameter)
+        group["param_names"].append(name)
+    return list(groups.values())
 
 
-def _settings(name: str, parameter: nn.Parameter, train: TrainConfig, is_old: bool) -> Settings:
+def _settings(name: str, parameter: nn.Parameter, train: TrainConfig, *, is_old: bool) -> Settings:
     in_backbone = name.startswith("backbone.")
-    lr_mult = 1.0 if in_backbone else train.head_lr_mult
-    decay = train.weight_decay
-    if not is_old and train.new_weight_decay is not None:
-        decay = train.new_weight_decay
-    toward = train.decay_toward if is_old else "zero"
-    # Of two rules that set the same, the later one counts.
-    for rule in train.layers:
-        if matches(rule, name):
-            lr_mult = lr_mult if rule.lr_mult is None else rule.lr_mult
-            decay = decay if rule.weight_decay is None else rule.weight_decay
-            toward = toward if rule.decay_toward is None else rule.decay_toward
-            if rule.decay_toward == "start" and not is_old:
-                raise ConfigError(
-                    f"train.layers: decay_toward start: {name} starts from random numbers; "
-                    "leave it out of names"
-                )
+    lr_mult = _of_rules("lr_mult", name, train, 1.0 if in_backbone else train.head_lr_mult)
+    is_newly_decayed = not is_old and train.new_weight_decay is not None
+    decay = train.new_weight_decay if is_newly_decayed else train.weight_decay
+    decay = _of_rules("weight_decay", name, train, decay)
+    toward = _of_rules("decay_toward", name, train, train.decay_toward if is_old else "zero")
+    if toward == "start" and not is_old:
+        raise ConfigError(
+            f"train.layers: decay_toward start: {name} starts from random numbers; "
+            "leave it out of names"
+        )
     undecayed = _norm_or_bias(name, parameter) and not train.decay_norm_and_bias
     decay = 0.0 if undecayed else decay
     return Settings(in_backbone, undecayed, lr_mult, decay, toward == "start" and decay > 0)
+
+
+def _of_rules(key: str, name: str, train: TrainConfig, default: Any) -> Any:
+    """What the rules set for `name`; of two that set the same, the later one counts."""
+    found = [getattr(rule, key) for rule in train.layers if matches(rule, name)]
+    return next((value for value in reversed(found) if value is not None), default)
 
 
 def _norm_or_bias(name: str, parameter: nn.Parameter) -> bool:
@@ -138,12 +138,12 @@ def freeze_layers(
         ConfigError: a pattern fits nothing, a frozen weight is random, or all weights are frozen.
     """
     check_layers(model, train)
-    frozen = set(_frozen_names(model, train))
+    names = [name for name, _ in model.named_parameters()]
+    frozen = {name for name in names if _of_rules("freeze", name, train, False)}
     random = sorted(frozen.difference(loaded)) if loaded is not None else []
     if random:
-        more = f" and {len(random) - _SHOWN} more" if len(random) > _SHOWN else ""
         raise ConfigError(
-            f"train.layers: freeze: {', '.join(random[:_SHOWN])}{more}: would stay at random "
+            f"train.layers: freeze: {first_of(random, _SHOWN)}: would stay at random "
             "numbers, because neither model.pretrained nor train.init_from holds them"
         )
     for name, parameter in model.named_parameters():
@@ -155,10 +155,3 @@ def freeze_layers(
         own = list(layer.parameters(recurse=False))
         if isinstance(layer, _BatchNorm) and own and not any(p.requires_grad for p in own):
             model.set_submodule(path, freeze_statistics(layer))
-
-
-def _frozen_names(model: nn.Module, train: TrainConfig) -> Iterator[str]:
-    for name, _ in model.named_parameters():
-        rules = [rule for rule in train.layers if rule.freeze is not None and matches(rule, name)]
-        if rules and rules[-1].freeze:
-            yield name

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.config import TrainConfig
-from segtrain.training.optim.initial_weights import Start
+from segtrain.training.optim.initial_weights import InitialWeights
 from segtrain.training.optim.layers import parameter_groups
 from segtrain.training.optim.schedule import base_lr
 
@@ -50,7 +50,7 @@ def build_optimizer(
     model: nn.Module,
     train: TrainConfig,
     *,
-    start: Start | None = None,
+    start: InitialWeights | None = None,
     loaded: Collection[str] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of the config; `set_learning_rate` gives it a rate before every step.

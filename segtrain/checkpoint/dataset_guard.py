@@ -6,7 +6,7 @@ beside the work, so that large data sets do not delay it.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ class Resumed(NamedTuple):
     path: Path
 
 
-class RunData:
+class DatasetGuard:
     """Compares the data of a run, below `root`, with what its checkpoint says about them.
 
     Making this object is collective. It has threads, so call `close` at the end. `resumed` is None
@@ -67,9 +67,9 @@ class RunData:
         self._path = None if resumed is None else resumed.path
         self._splits = _agreed_fingerprint(sets, root).splits
         self._hashing: LabelHashing | None = None  # on rank 0
-        self._result: list[str] | UserError | None = None
-        self._settled = False
-        self._news: list[str] = []
+        self._label_changes: list[str] | None = None  # on rank 0, once they are known
+        self._compared = False
+        self._log_lines: list[str] = []
         if resumed is not None:
             self._compare_files(resumed, root)
 
@@ -79,18 +79,22 @@ class RunData:
             self._hashing.close()
 
     def start(self, patience_s: float) -> None:
-        """Starts to hash the labels; tries to `settle` if they can be compared (collective)."""
+        """Starts to hash the labels; waits `patience_s` if they can be compared (collective)."""
         if dist.is_main():
             sizes = [split.pairs_per_hash for split in self._splits]
             self._hashing = LabelHashing(list(zip(self._sets, sizes, strict=True)))
         if self._knows_labels:
-            self.settle(lambda seconds: seconds > patience_s)
+            self.wait_for_hashes(lambda seconds: seconds > patience_s)
 
     def has_failed(self) -> bool:
-        """Whether `settle` is going to raise, as far as this rank knows; only rank 0 ever does."""
-        return isinstance(self._poll(0), UserError)
+        """Whether `wait_for_hashes` is going to raise; only rank 0 knows."""
+        try:
+            self._poll(0)
+        except UserError:
+            return True
+        return False
 
-    def settle(self, give_up: Callable[[float], bool]) -> bool:
+    def wait_for_hashes(self, give_up: Callable[[float], bool]) -> bool:
         """Whether the labels have been compared; waits for their hashes (collective).
 
         give_up: whether to stop waiting after so many seconds; asked on rank 0 every second.
@@ -102,23 +106,20 @@ class RunData:
         start = time.monotonic()
 
         def poll() -> tuple[list[str] | None, bool]:
-            result = self._poll(_POLL_S)
-            if isinstance(result, UserError):
-                raise result
-            return result, give_up(time.monotonic() - start)
+            return self._poll(_POLL_S), give_up(time.monotonic() - start)
 
         gives_up = False
-        while not (self._settled or gives_up):
+        while not (self._compared or gives_up):
             changes, gives_up = dist.run_on_rank0(poll)
             if changes is not None:
-                self._news += [f"changed    {change}" for change in changes]
-                self._settled = True
-        return self._settled
+                self._log_lines += [f"changed    {change}" for change in changes]
+                self._compared = True
+        return self._compared
 
-    def take_news(self) -> list[str]:
+    def pop_log_lines(self) -> list[str]:
         """New lines for the log."""
-        news, self._news = self._news, []
-        return news
+        lines, self._log_lines = self._log_lines, []
+        return lines
 
     def fingerprint(self) -> str:
         """What a checkpoint must say about the data, on rank 0.
@@ -145,30 +146,27 @@ class RunData:
             return self._accepted(changes), harmless
 
         changes, harmless = dist.run_on_rank0(compare)
-        self._news += [f"warning: {x} (changes pictures and written label maps)" for x in harmless]
-        self._news += [f"changed    {change}" for change in changes]
+        self._log_lines += [
+            f"warning: {x} (changes pictures and written label maps)" for x in harmless
+        ]
+        self._log_lines += [f"changed    {change}" for change in changes]
         if before is not None and not changes:
             self._splits = before.splits
         if before is None or not (changes or self._knows_labels):
             what = "which data it was trained on" if before is None else "what all labels held"
             what += ": changes since then are not noticed"
-            self._news.append(f"warning: {resumed.path} does not say {what}")
+            self._log_lines.append(f"warning: {resumed.path} does not say {what}")
 
-    def _poll(self, timeout_s: float) -> list[str] | UserError | None:
-        """The result of comparing the labels; None if it is not known within `timeout_s`."""
-        if self._result is None and self._hashing is not None:
-            try:
-                labels = self._hashing.result(timeout_s)
-                self._result = None if labels is None else self._compare_labels(labels)
-            except UserError as error:
-                self._result = error
-        return self._result
-
-    def _compare_labels(self, labels: Sequence[tuple[str, ...]]) -> list[str]:
-        splits = list(zip(self._splits, labels, self._sets, strict=True))
-        changes = self._accepted([label_difference(*split) for split in splits])
-        self._splits = tuple(replace(split, labels=new) for split, new, _ in splits)
-        return changes
+    def _poll(self, timeout_s: float) -> list[str] | None:
+        """The changes of labels; None if they are not known within `timeout_s`."""
+        if self._label_changes is None and self._hashing is not None:
+            labels = self._hashing.result(timeout_s)
+            if labels is not None:
+                splits = list(zip(self._splits, labels, self._sets, strict=True))
+                changes = self._accepted([label_difference(*split) for split in splits])
+                self._splits = tuple(replace(split, labels=new) for split, new, _ in splits)
+                self._label_changes = changes
+        return self._label_changes
 
     def _accepted(self, changes: list[str]) -> list[str]:
         """Those of `changes` that are not empty; ConfigError if they are not accepted."""

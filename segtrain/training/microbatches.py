@@ -1,7 +1,7 @@
 """The gradient of a step: forward and backward passes over the images of all ranks.
 
-A step has `train.accumulate_steps` passes. A rank computes its part of a pass at once, or cuts it
-again: into shares, or for virtual ranks.
+A step has `train.accumulate_steps` microbatches. A rank computes its part of a microbatch at once,
+or cuts it again: into shares, or for virtual ranks.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch, DropoutMasks
 
 
-class RankBatch(NamedTuple):
-    """This rank's part of one pass."""
+class LocalMicrobatch(NamedTuple):
+    """This rank's part of one microbatch."""
 
     images: Tensor  # (n, 3, H, W) uint8
     labels: Tensor  # (n, H, W) uint8
@@ -39,49 +39,49 @@ class RankBatch(NamedTuple):
         """The labels, and those of the images mixed in."""
         return [self.labels] if self.partner_labels is None else [self.labels, self.partner_labels]
 
-    def split(self, sizes: Sequence[int]) -> list["RankBatch"]:
+    def split(self, sizes: Sequence[int]) -> list["LocalMicrobatch"]:
         """The images in contiguous parts of these sizes."""
 
-        def cut(images: range) -> RankBatch:
+        def cut(images: range) -> LocalMicrobatch:
             part = slice(images.start, images.stop)
             masks = (None if mask is None else mask[part] for mask in self.dropout)
             labels, *partners = (labels[part] for labels in self.label_sets)
-            return RankBatch(self.images[part], labels, DropoutMasks(*masks), *partners)
+            return LocalMicrobatch(self.images[part], labels, DropoutMasks(*masks), *partners)
 
         ends = list(accumulate(sizes))
         return [cut(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def rank_batches(
+def local_microbatches(
     state: TrainState,
-    passes: Sequence[Batch],
+    batches: Sequence[Batch],
     indices: Sequence[Sequence[int]],
     config: Config,
     device: torch.device,
-) -> list[RankBatch]:
-    """The passes of a step on `device`, with their dropout masks.
+) -> list[LocalMicrobatch]:
+    """This rank's parts of a step's microbatches on `device`, with their dropout masks.
 
-    indices: of each pass, the positions in the whole batch that this rank trains on.
+    indices: of each microbatch, the positions in the whole batch that this rank trains on.
 
     Raises:
-        ValueError: the passes have partner labels and `augment.mixup_alpha` is null, or they have
+        ValueError: the batches have partner labels and `augment.mixup_alpha` is null, or they have
             none in a step in which it mixes.
     """
-    mixes = _mixes(state, passes, config)
+    mixes = _mixes(state, batches, config)
     parts = []
-    for batch, positions in zip(passes, indices, strict=True):
+    for batch, positions in zip(batches, indices, strict=True):
         images, labels = (t.to(device, non_blocking=True) for t in batch[:2])
         partners = batch.partner_labels.to(device, non_blocking=True) if mixes else None
         masks = _dropout_masks(state, config, positions, device)
-        parts.append(RankBatch(images, labels, masks, partners))
+        parts.append(LocalMicrobatch(images, labels, masks, partners))
     return parts
 
 
-def _mixes(state: TrainState, passes: Sequence[Batch], config: Config) -> bool:
-    """Whether this step has the loss of MixUp, which the passes must be made for."""
+def _mixes(state: TrainState, batches: Sequence[Batch], config: Config) -> bool:
+    """Whether this step has the loss of MixUp, which the batches must be made for."""
     alpha = config.augment.mixup_alpha
     mixes = alpha is not None and seed.mixup_weight(config.seed, state.step, alpha) > 0
-    for batch in passes:
+    for batch in batches:
         if alpha is None and batch.partner_labels is not None:
             problem = "a batch has partner_labels, and augment.mixup_alpha is null"
         elif mixes and batch.partner_labels is None:
@@ -93,8 +93,8 @@ def _mixes(state: TrainState, passes: Sequence[Batch], config: Config) -> bool:
     return mixes
 
 
-def run_passes(
-    state: TrainState, parts: list[RankBatch], config: Config, step_sync: StepSync
+def accumulate_gradients(
+    state: TrainState, parts: list[LocalMicrobatch], config: Config, step_sync: StepSync
 ) -> Tensor:
     """Adds up the gradient of a step; returns the mean losses (2,) of all ranks (collective)."""
     cut = [_sizes(state, config, i, len(part.images)) for i, part in enumerate(parts)]
@@ -120,16 +120,16 @@ def run_passes(
 def _forward_backward(
     state: TrainState,
     module: nn.Module,
-    part: RankBatch,
+    part: LocalMicrobatch,
     weight: Tensor | float,
     *,
     step_sync: StepSync,
 ) -> Tensor:
-    """Adds the gradient of a part of a pass; returns the mean losses (2,) of the whole pass.
+    """Adds the gradient of a part of a microbatch; returns the mean losses (2,) of all parts.
 
     module: `state.wrapped` or a replica.
-    weight: that of the pass, from `_loss_weights`. With MixUp there is one for each set of labels,
-        and so are mean losses, (2, 2).
+    weight: that of the microbatch, from `_loss_weights`. With MixUp there is one for each set of
+        labels, and so are mean losses, (2, 2).
     """
     criterion = state.criterion
     with span(FORWARD):
@@ -151,12 +151,12 @@ def _forward_backward(
 
 
 def _in_threads(
-    state: TrainState, parts: list[RankBatch], weight: Tensor | float, *, step_sync: StepSync
+    state: TrainState, parts: list[LocalMicrobatch], weight: Tensor | float, *, step_sync: StepSync
 ) -> Tensor:
     """As `_forward_backward`, for parts that are computed apart: shares, or virtual ranks."""
     device = parts[0].images.device
 
-    def work(module: nn.Module, part: RankBatch) -> Tensor:
+    def work(module: nn.Module, part: LocalMicrobatch) -> Tensor:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread begins with device 0
         # Virtual ranks save memory: what their backward passes need waits on the host.
@@ -175,7 +175,7 @@ def _in_threads(
 
 
 def _sizes(state: TrainState, config: Config, index: int, num_images: int) -> list[int]:
-    """The sizes of the parts in which this rank computes its `num_images` of a pass."""
+    """The sizes of the parts in which this rank computes its `num_images` of a microbatch."""
     train = config.train
     if state.shares is not None:
         whole = partition(train.batch_size, train.accumulate_steps, index)
@@ -185,35 +185,34 @@ def _sizes(state: TrainState, config: Config, index: int, num_images: int) -> li
 
 
 def _loss_weights(
-    state: TrainState, parts: list[RankBatch], cut: list[list[int]], config: Config
+    state: TrainState, parts: list[LocalMicrobatch], cut: list[list[int]], config: Config
 ) -> list[Tensor | float]:
-    """What the mean losses of each pass count in the loss of the step (collective).
+    """What the mean losses of each microbatch count in the loss of the step (collective).
 
     With MixUp (2,) float64: that of the labels and that of the partners' labels. The loss of a step
     is (1 - m) loss(labels) + m loss(partners' labels), as in the paper (arXiv:1710.09412) and in
-    MosaicML's composer, and each of both weighs the passes by its own valid pixels.
+    MosaicML's composer, and each of both weighs the microbatches by its own valid pixels.
 
-    cut: for each pass, the sizes of the parts that are computed apart.
+    cut: for each microbatch, the sizes of the parts that are computed apart.
     """
     if parts[0].partner_labels is None:
-        return _pass_weights(state, [part.labels for part in parts], cut)
+        return _microbatch_weights(state, [part.labels for part in parts], cut)
     mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
     sets = zip(*(part.label_sets for part in parts), strict=True)
     whole = parts[0].images.new_ones((), dtype=torch.float64)
     own, partners = (
-        [factor * whole * weight for weight in _pass_weights(state, labels, cut)]
+        [factor * whole * weight for weight in _microbatch_weights(state, labels, cut)]
         for factor, labels in zip((1 - mixed, mixed), sets, strict=True)
     )
     return [torch.stack(pair) for pair in zip(own, partners, strict=True)]
 
 
-def _pass_weights(
+def _microbatch_weights(
     state: TrainState, labels: Sequence[Tensor], cut: list[list[int]]
 ) -> list[Tensor | float]:
-    """The fraction of the step's valid pixels, over all ranks, that lies in each pass.
+    """The fraction of the step's valid pixels, over all ranks, that lies in each microbatch.
 
-    labels: of this rank, in each pass.
-    cut: for each pass, the sizes of the parts that are computed apart.
+    labels: of this rank, in each microbatch; cut: as in `_loss_weights`.
     """
     if len(labels) == 1:
         return [1.0]
@@ -222,8 +221,8 @@ def _pass_weights(
         weights = [weight(one.long()) for one in labels]
         weights = dist.all_reduce_sum(torch.stack(weights))
     else:
-        passes = [one.split(sizes) for one, sizes in zip(labels, cut, strict=True)]
-        shares = zip(*passes, strict=True)  # the labels of each in all passes
+        parts = [one.split(sizes) for one, sizes in zip(labels, cut, strict=True)]
+        shares = zip(*parts, strict=True)  # the labels of each in all microbatches
         weights = [torch.stack([weight(label.long()) for label in share]) for share in shares]
         weights = state.shares.sum(torch.stack(weights))
     whole = weights.sum()
