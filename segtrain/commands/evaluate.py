@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain import files
 from segtrain.checkpoint.loading import load_with_data
@@ -34,7 +32,6 @@ from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
-from segtrain.evaluation.calibration import take_statistics
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.report import InstanceCounts, Report, make_report
@@ -70,7 +67,6 @@ def run_eval(args: argparse.Namespace) -> int:
     _check_classes(loaded.classes, dataset.classes)
     dataset.classes = ignoring_as(loaded.classes, dataset.classes)
     check_windows(config, num_classes, device, dist.local_world_size())
-    source = _statistics_source(loaded.model, dataset, config)
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
     compare = _no_differences if args.no_labels else eval_differences
@@ -94,9 +90,6 @@ def run_eval(args: argparse.Namespace) -> int:
         settings = InferenceSettings.from_config(config)
         model = prepare(loaded.model, config, device)
         num_threads = max(1, num_loader_workers(config.data))
-        statistics = None
-        if source is not None:
-            statistics = _take_statistics(model, source, settings, config, num_threads)
         matrix = evaluate_dataset(
             model,
             dataset,
@@ -122,7 +115,7 @@ def run_eval(args: argparse.Namespace) -> int:
             }
             names, layout = loaded.classes.names, config.data.layout
             report = make_report(matrix, names, dataset.classes, instances, layout=layout)
-            scores = _scores(matrix, report, about, settings, config) | {"statistics": statistics}
+            scores = _scores(matrix, report, about, settings, config)
             if not args.no_labels:
                 _say([*report.lines(), *why_not])
             _say(_how_scored(scores, settings))
@@ -184,48 +177,6 @@ def _warn(lines: Iterable[str]) -> None:
         print(f"segtrain: {printable(line)}", file=sys.stderr)
 
 
-def _statistics_source(
-    model: torch.nn.Module, dataset: SegDataset, config: Config
-) -> SegDataset | None:
-    """The images to take batch norm statistics from; None: those of the training stay."""
-    if config.eval.statistics == "trained":
-        return None
-    if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
-        raise ConfigError(
-            f"eval.statistics: {config.eval.statistics} has no effect: the model has no batch "
-            f"norm (norm.kind {config.norm.kind}); remove it"
-        )
-    if config.eval.statistics == "train_split":
-        # The checkpoint may name any file: no message shows its lines.
-        hidden = {"data.classes", "data.eval_split"}
-        dataset = open_dataset(config.data, config.data.train_split, hidden=hidden)
-    if len(dataset) < 2:
-        raise ConfigError(
-            f"eval.statistics: split {dataset.split} has one image, and statistics need two"
-        )
-    return dataset
-
-
-def _take_statistics(
-    model: torch.nn.Module,
-    source: SegDataset,
-    settings: InferenceSettings,
-    config: Config,
-    num_threads: int,
-) -> dict[str, Any]:
-    """Takes them, and returns what --json says about them (collective)."""
-    prior = config.eval.statistics_prior
-    num_images = take_statistics(
-        model,
-        source,
-        settings,
-        num_images=config.eval.statistics_images,
-        prior=prior,
-        num_threads=num_threads,
-    )
-    return {"split": source.split, "num_images": num_images, "prior": prior}
-
-
 def _instances(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | None, list[str]]:
     """What counts instances; None if it cannot, and then a line that says why.
 
@@ -258,17 +209,10 @@ def _say(lines: Iterable[str]) -> None:
 
 def _how_scored(scores: dict[str, Any], settings: InferenceSettings) -> list[str]:
     """Lines about what was scored, and how."""
-    lines = [
+    return [
         "{checkpoint}, step {step}, {num_images} images of split {split}".format(**scores),
         f"{settings.describe()}; trained with {scores['norm']}",
     ]
-    if scores["statistics"] is not None:
-        words = (
-            "with batch norm statistics of {num_images} images of split {split}, without their "
-            "labels; those of the training count like {prior}"
-        )
-        lines.append(words.format(**scores["statistics"]))
-    return lines
 
 
 def _scores(

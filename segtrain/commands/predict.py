@@ -191,11 +191,7 @@ def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
 
 
 def _config(trained: Config, args: argparse.Namespace) -> Config:
-    foreign = [
-        text
-        for text in map(str.strip, args.set)
-        if not text.startswith(_SETTABLE) or text.startswith("eval.statistics")
-    ]
+    foreign = [text for text in map(str.strip, args.set) if not text.startswith(_SETTABLE)]
     if foreign:
         raise ConfigError(
             "\n".join(

@@ -19,9 +19,6 @@ Tile = tuple[slice, Tensor]
 Place = tuple[slice, slice]
 """The rows and columns of a window."""
 
-# Windows of an image from which `spread_windows` takes statistics.
-_SPREAD = 4
-
 
 def window_starts(length: int, window: int, overlap: float) -> list[int]:
     """The first pixel of each window along an axis of `length` pixels.
@@ -131,16 +128,6 @@ def slide(
             for tile in view.add(place, window):
                 yield view, tile
         on_windows(len(batch))
-
-
-def spread_windows(view: Tensor, settings: InferenceSettings) -> Tensor:
-    """At most four windows, spread over `view`, (1, 3, H, W), as (n, 3, h, w)."""
-    padded, _, _ = _pad(view, settings.crop_size)
-    places = _places(padded, settings)
-    num = min(_SPREAD, len(places))
-    step = (len(places) - 1) / max(1, num - 1)
-    chosen = [places[round(i * step)] for i in range(num)]
-    return torch.cat([padded[:, :, rows, columns] for rows, columns in chosen])
 
 
 def _places(view: Tensor, settings: InferenceSettings) -> list[Place]:
