@@ -40,7 +40,7 @@ from segtrain.models.memory import check_windows
 from segtrain.models.precision import float32_products, for_evaluation
 from segtrain.norm import describe_norm
 from segtrain.run.log import say
-from segtrain.run.pictures import panel, spread, write_indexed_png, write_png
+from segtrain.run.pictures import panel, raw_ids, spread, write_indexed_png, write_png
 from segtrain.text import printable
 
 # Everything else was decided when the model was trained.
@@ -287,16 +287,15 @@ def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Wri
     anywhere below the folder. That of `voc` expects indices into VOC's palette.
     """
     ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
-    ids = dataset.classes.write_ids
-    raw_ids = np.array(ids, dtype=np.uint8 if max(ids) < 256 else np.uint16)
+    ids = raw_ids(dataset.classes)
 
     write_ids: Callable[[Path, np.ndarray], None] = write_png
-    if layout == "voc" and raw_ids.dtype == np.uint8:
+    if layout == "voc" and ids.dtype == np.uint8:
         write_ids = partial(write_indexed_png, palette=default_palette(256))
 
     def write(prediction: Prediction) -> None:
         name = dataset.name(prediction.index) + ending
-        write_ids(folder / name, raw_ids[prediction.pred])
+        write_ids(folder / name, ids[prediction.pred])
 
     return write
 
