@@ -40,7 +40,7 @@ from segtrain.distributed.signals import SignalFlags
 from segtrain.errors import CheckpointError
 from segtrain.models.precision import for_evaluation, precision_warnings
 from segtrain.run import directory as run_directory
-from segtrain.run.directory import Claim
+from segtrain.run.directory import RunLock
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.training.hogwild import Meeting, share_model
@@ -95,12 +95,10 @@ def set_up(order: Order, stack: ExitStack) -> Run:
     make_repeatable(config, device)
 
     # 1. The run directory belongs to this run alone.
-    claim = Claim(directory)
-    notes, changes = dist.run_on_rank0(lambda: _take_directory(order, claim, stack))
+    notes, changes = dist.run_on_rank0(lambda: _take_directory(order, stack))
     checkpoints = CheckpointManager(
         directory / run_directory.CHECKPOINTS,
         keep_limit=config.checkpoint.keep_limit,
-        before_write=claim.renew,
     )
     # 2. The checkpoint to go on from, if there is one.
     resumed = _find_checkpoint(checkpoints, order, notes)
@@ -208,9 +206,9 @@ def _has_weights_digest(config: Config, step: int) -> bool:
     return step % config.log.weights_digest_every_steps == 0 or step == config.train.steps
 
 
-def _take_directory(order: Order, claim: Claim, stack: ExitStack) -> tuple[list[str], list[str]]:
+def _take_directory(order: Order, stack: ExitStack) -> tuple[list[str], list[str]]:
     """Locks the directory on rank 0; returns notes, and what differs from the run's own config."""
-    stack.enter_context(claim)
+    stack.enter_context(RunLock(order.directory))
     restored = restore_config(order.directory) if order.resume else []
     changes = run_directory.check_directory(
         order.directory, order.config, resume=order.resume, accept_changes=order.accept_changes
