@@ -246,4 +246,5 @@ def test_findings_that_could_not_be_kept_are_refused_before_the_check(
     monkeypatch.setattr(check, lambda *_, **__: pytest.fail("too late"))
     file = write_config(tmp_path / "c.yaml", small(tmp_path))
     assert segtrain(["data", "check", str(file), "--json", str(tmp_path / place)]) == 2
-    assert re.search(rf"--json .*/{place}: is a {place}", capsys.readouterr().err)
+    said = rf"--json .*/{place}: cannot be written: is a {place}"
+    assert re.search(said, capsys.readouterr().err)

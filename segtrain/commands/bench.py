@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from segtrain.commands.data_set import output_errors
 from segtrain.commands.train import batches
 from segtrain.commands.train.batches import MEASURED_STEPS
 from segtrain.commands.train.stages import (
@@ -29,7 +28,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import keep_freed_memory
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, ConfigError
-from segtrain.files import check_utf8, reserve_output, write_output
+from segtrain.files import check_utf8, os_errors_as, reserve_output, write_output
 from segtrain.models.precision import float32_products
 from segtrain.text import printable_lines, say
 from segtrain.training.engine import StepResult, train_steps
@@ -166,7 +165,7 @@ def run_bench(args: argparse.Namespace) -> int:
     with group, float32_products(config.train), ExitStack() as stack:
         for option, file in (("--json", args.json), ("--profile", args.profile)):
             if file is not None and dist.is_main():
-                with output_errors(file, option):
+                with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
                     stack.enter_context(reserve_output(file))
         if args.profile is not None:
             check_utf8(args.profile)
@@ -176,7 +175,7 @@ def run_bench(args: argparse.Namespace) -> int:
         if dist.is_main():
             print("\n".join(printable_lines("\n".join(lines_of(report)))))
             if args.json is not None:
-                with output_errors(args.json):
+                with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
                     fields = report._asdict() | {"limit": limit_of(report)}
                     write_output(args.json, json.dumps(fields, indent=2) + "\n")
     return EXIT_OK

@@ -2,8 +2,8 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from segtrain.data.read.find import first_lines
 from segtrain.data.read.protect import check_pack_directory
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.files import reserve_output, write_output
+from segtrain.files import os_errors_as, reserve_output, write_output
 from segtrain.run.console import say
 from segtrain.run.directory import RunLock
 from segtrain.text import counted, printable, printable_lines
@@ -33,7 +33,7 @@ def check(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set)
     with ExitStack() as stack:
         if args.json is not None:
-            with output_errors(args.json):
+            with _json_errors(args):
                 stack.enter_context(reserve_output(args.json))
         result = check_data(config, jobs=args.jobs)
         placed = (with_places(issue.text, args.config, args.set) for issue in result.issues)
@@ -43,18 +43,13 @@ def check(args: argparse.Namespace) -> int:
         text = as_text(result)
         print("\n".join(printable_lines(text, len(text) + 1)))
         if args.json is not None:
-            with output_errors(args.json):
+            with _json_errors(args):
                 write_output(args.json, as_json(result) + "\n")
     return EXIT_OK if result.ok else EXIT_DATA
 
 
-@contextmanager
-def output_errors(path: Path, option: str = "--json") -> Iterator[None]:
-    """Says of an OSError inside that the file of `option` cannot be written, as a ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {(error.strerror or '').lower()}") from error
+def _json_errors(args: argparse.Namespace) -> AbstractContextManager[None]:
+    return os_errors_as(ConfigError, f"--json {args.json}", "cannot be written")
 
 
 def pack(args: argparse.Namespace) -> int:
@@ -148,12 +143,12 @@ def stats(args: argparse.Namespace) -> int:
     data = load_config(args.config, args.set).data
     with ExitStack() as stack:
         if args.json is not None:
-            with output_errors(args.json):
+            with _json_errors(args):
                 stack.enter_context(reserve_output(args.json))
         stats = measure(data, args.split or data.train_split, beta=args.beta, jobs=args.jobs)
         text = stats_as_text(stats)
         print("\n".join(printable_lines(text, len(text) + 1)))
         if args.json is not None:
-            with output_errors(args.json):
+            with _json_errors(args):
                 write_output(args.json, stats_as_json(stats) + "\n")
     return EXIT_OK

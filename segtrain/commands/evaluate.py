@@ -18,7 +18,6 @@ import numpy as np
 from segtrain import files
 from segtrain.checkpoint.loading import load_with_data
 from segtrain.checkpoint.same_data import eval_differences
-from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
 from segtrain.config.experiment import changed_normalization
 from segtrain.data import open_dataset
@@ -35,9 +34,16 @@ from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, Ex
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.report import InstanceCounts, Report, make_report
+from segtrain.files import os_errors_as
 from segtrain.metrics import ConfusionMatrix
 from segtrain.models.memory import check_windows
-from segtrain.models.precision import float32_products, for_evaluation
+from segtrain.models.precision import (
+    check_eval_precision,
+    eval_precision_warnings,
+    float32_products,
+    for_evaluation,
+    to_eval_precision,
+)
 from segtrain.norm import describe_norm
 from segtrain.run.log import say
 from segtrain.run.pictures import panel, raw_ids, spread, write_indexed_png, write_png
@@ -73,7 +79,10 @@ def run_eval(args: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         if args.json:
-            reserve_json(Path(args.json), stack)
+            # Refused now, rather than after the evaluation.
+            _make_folder("--json", Path(args.json).parent)
+            with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
+                stack.enter_context(files.reserve_output(Path(args.json)))
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         stack.enter_context(float32_products(for_evaluation(config)))
         _check_same_step(args.checkpoint, loaded.step)
@@ -81,14 +90,14 @@ def run_eval(args: argparse.Namespace) -> int:
         # 3. What differs from the training.
         if dist.is_main():
             _warn(changed_normalization(loaded.config, config))
-            _warn(f"warning: {line}" for line in precision_lines(config, device))
+            _warn(f"warning: {line}" for line in eval_precision_warnings(config, device))
             differences = stack.enter_context(closing(compare(loaded, known, config.data, dataset)))
             _warn(next(differences, []))
             _warn(f"warning: {line}" for line in faint_lines(dataset))
 
         # 4. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
-        model = prepare(loaded.model, config, device)
+        model = to_eval_precision(loaded.model, config, device)
         num_threads = max(1, num_loader_workers(config.data))
         matrix = evaluate_dataset(
             model,
@@ -121,7 +130,9 @@ def run_eval(args: argparse.Namespace) -> int:
             _say(_how_scored(scores, settings))
             _warn(next(differences, []))
             if args.json:
-                write_json(Path(args.json), scores)
+                text = json.dumps(scores, indent=2, allow_nan=False) + "\n"
+                with os_errors_as(ExecutionError, args.json, "the scores cannot be written"):
+                    files.write_output(Path(args.json), text)
     return EXIT_OK
 
 
@@ -142,7 +153,7 @@ def _config(trained: Config, args: argparse.Namespace) -> Config:
     if foreign:
         what = "the checkpoint decides this; eval takes data.*, eval.* and train.precision"
         raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
-    check_precision(args.set, config)
+    check_eval_precision(args.set, config)
     return config
 
 
@@ -254,28 +265,9 @@ def picture_writers(
     return writers
 
 
-def reserve_json(path: Path, stack: ExitStack) -> None:
-    """Refuses, before the evaluation, a place for --json that could not be written after it."""
-    _make_folder("--json", path.parent)
-    try:
-        stack.enter_context(files.reserve_output(path))
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from None
-
-
-def write_json(path: Path, scores: dict[str, Any]) -> None:
-    """Writes the scores for --json."""
-    try:
-        files.write_output(path, json.dumps(scores, indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise ExecutionError(f"{path}: cannot write the scores: {error.strerror}") from error
-
-
 def _make_folder(option: str, folder: Path) -> None:
-    try:
+    with os_errors_as(ConfigError, f"{option} {folder}", "cannot make this folder"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{option} {folder}: cannot make this folder: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{option} {folder}: this folder cannot be written")
 

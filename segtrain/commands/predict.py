@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
-from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
 from segtrain.data.check.dark_images import Brightness, brightness, lost_bits, whole_split_problem
 from segtrain.data.read.classes import ClassFile
@@ -40,7 +39,13 @@ from segtrain.evaluation.settings import (
 )
 from segtrain.evaluation.windows import num_windows
 from segtrain.models.memory import check_windows, is_out_of_memory
-from segtrain.models.precision import float32_products, for_evaluation
+from segtrain.models.precision import (
+    check_eval_precision,
+    eval_precision_warnings,
+    float32_products,
+    for_evaluation,
+    to_eval_precision,
+)
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.text import counted, printable
@@ -106,11 +111,11 @@ def main(args: argparse.Namespace) -> int:
     config = _config(loaded.config, args)
     check_pictures("--output", output, pictures.file_names(names), config.data)
     check_windows(config, loaded.classes.num_classes, device)
-    model = prepare(loaded.model, config, device)
+    model = to_eval_precision(loaded.model, config, device)
     mode_is_given = any(text.partition("=")[0].strip() == "eval.mode" for text in args.set)
     settings = SettingsBySize.from_config(config, mode_is_given=mode_is_given)
     print(f"step {loaded.step}; {settings.describe()}; {device}")
-    for line in precision_lines(config, device):
+    for line in eval_precision_warnings(config, device):
         print(f"warning: {line}")
     for line in skipped_files(args.inputs, output):
         print(line)
@@ -201,7 +206,7 @@ def _config(trained: Config, args: argparse.Namespace) -> Config:
             )
         )
     config = override_config(trained, args.set, source=str(args.source))
-    check_precision(args.set, config)
+    check_eval_precision(args.set, config)
     return config
 
 
