@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from segtrain.checkpoint.loading import load_model
 from segtrain.config import Config, override_config
 from segtrain.data.check.dark_images import Brightness, brightness, lost_bits, whole_split_problem
 from segtrain.data.read.classes import ClassFile
-from segtrain.data.read.concurrent import one_late, prefetch
+from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.find import first_lines
 from segtrain.data.read.photos import Source, find_images, read_photo, skipped_files
 from segtrain.data.read.protect import check_pictures
@@ -157,15 +157,10 @@ def predict_images(
             else:
                 yield Photo(i, source, pixels, settings.of(pixels.shape[:2]))
 
-    def predicted() -> Iterator[tuple[list[Photo], list[LabelMap], Any]]:
-        for group in groups_of(photos(), limits.num_images):
-            found = _predict(model, group, transfer, limits)
-            yield group, [LabelMap(*map(transfer.to_host, one)) for one in found], transfer.mark()
-
     def finished() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """The predictions that are there, while the device works on the next group."""
-        for group, found, mark in one_late(predicted()) if transfer.is_cuda else predicted():
-            transfer.wait(mark)
+        groups = groups_of(photos(), limits.num_images)
+        predicted = ((group, _predict(model, group, transfer, limits)) for group in groups)
+        for group, found in transfer.late_to_host(predicted):
             for photo, (label, is_finite) in zip(group, found, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(is_finite=bool(is_finite.numpy()))
                 yield photo.source.name, photo.pixels.numpy(), label.numpy()

@@ -50,18 +50,23 @@ class WindowedView:
     """One view of an image, and the mean probabilities of its windows as far as they are known.
 
     view: (1, 3, H, W), normalized. It is padded if it is smaller than a window.
-    index: of the image, for the caller.
+    index: of the image, for the caller. size: (height, width). places: of its windows, from the
+        top down.
     """
 
     def __init__(self, view: Tensor, settings: InferenceSettings, *, index: int = 0) -> None:
         self.index = index
-        self._size: Size = view.shape[-2:]
+        self.size: Size = tuple(view.shape[-2:])
         self._crop_h, crop_w = settings.crop_size
         self._padded, self._top, self._left = _pad(view, settings.crop_size)
         height, width = self._padded.shape[-2:]
-        self.places = _places(self._padded, settings)
         tops = window_starts(height, self._crop_h, settings.overlap)
         lefts = window_starts(width, crop_w, settings.overlap)
+        self.places = [
+            (slice(top, top + self._crop_h), slice(left, left + crop_w))
+            for top in tops
+            for left in lefts
+        ]
         device = view.device
         self._over_rows = _times_covered(height, tops, self._crop_h, device).view(1, -1, 1)
         self._over_columns = _times_covered(width, lefts, crop_w, device).view(1, 1, -1)
@@ -98,10 +103,10 @@ class WindowedView:
         """The mean of rows that are complete, without those of the padding."""
         rows = slice(self._start, self._start + sums.shape[1])
         mean = (sums / self._over_rows[:, rows].to(sums)).div_(self._over_columns.to(sums))
-        first, end = max(rows.start, self._top), min(rows.stop, self._top + self._size[0])
+        first, end = max(rows.start, self._top), min(rows.stop, self._top + self.size[0])
         if first < end:
             inside = slice(first - rows.start, end - rows.start)
-            columns = slice(self._left, self._left + self._size[1])
+            columns = slice(self._left, self._left + self.size[1])
             yield slice(first - self._top, end - self._top), mean[:, inside, columns]
 
 
@@ -128,14 +133,6 @@ def slide(
             for tile in view.add(place, window):
                 yield view, tile
         on_windows(len(batch))
-
-
-def _places(view: Tensor, settings: InferenceSettings) -> list[Place]:
-    """Every window, from the top down."""
-    (height, width), (crop_h, crop_w) = view.shape[-2:], settings.crop_size
-    tops = window_starts(height, crop_h, settings.overlap)
-    lefts = window_starts(width, crop_w, settings.overlap)
-    return [(slice(t, t + crop_h), slice(x, x + crop_w)) for t in tops for x in lefts]
 
 
 def _probabilities(logits: Logits, windows: Tensor, *, flip: bool) -> Tensor:
