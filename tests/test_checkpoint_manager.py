@@ -15,7 +15,7 @@ from segtrain.checkpoint.format import load, save, write_temporary
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
-from segtrain.run.directory import Claim
+from segtrain.run.directory import RunLock
 
 
 def store_in(directory):
@@ -224,10 +224,10 @@ def test_killed_at_any_moment_of_saving_a_checkpoint_can_be_loaded(tmp_path, for
 
 def test_a_lock_is_not_inherited(tmp_path):
     """A child process that outlives its run must not keep the directory locked."""
-    with Claim(tmp_path / "run"):
+    with RunLock(tmp_path / "run"):
         child = subprocess.Popen(["sleep", "60"], close_fds=False)
     try:
-        with Claim(tmp_path / "run"):
+        with RunLock(tmp_path / "run"):
             assert not (tmp_path / "run" / "checkpoints").exists()
     finally:
         child.kill()
@@ -235,7 +235,7 @@ def test_a_lock_is_not_inherited(tmp_path):
 
 
 def hold(directory, pipe):
-    with Claim(directory):
+    with RunLock(directory):
         pipe.send("held")
         time.sleep(60)
 
@@ -250,13 +250,13 @@ def test_a_run_in_use_is_refused_and_the_lock_of_a_dead_run_is_taken_over(tmp_pa
     assert mine.recv() == "held"
     with (
         pytest.raises(ConfigError, match=rf"run: in use by process {process.pid} on .*--output"),
-        Claim(tmp_path / "run"),
+        RunLock(tmp_path / "run"),
     ):
         pytest.fail("two runs in one directory")
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert (tmp_path / "run" / ".lock").exists()
-    with Claim(tmp_path / "run"), (tmp_path / "run" / ".lock").open() as again:
+    with RunLock(tmp_path / "run"), (tmp_path / "run" / ".lock").open() as again:
         assert str(os.getpid()) in again.read()
         with pytest.raises(BlockingIOError):
             fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -166,7 +166,7 @@ def test_a_mistake_names_line_key_expectation_and_repair(text, message):
         ("norm: {kind: group_norm}", "did you mean group?"),
         ("augment: {crop: [3, 5]}", "unknown key; did you mean 'crop_size'?"),
         ("eval: {steps: 5}", "unknown key; did you mean 'every_steps'?"),
-        ("eval: {new_eval_key: 5}", "batch_size, statistics, statistics_images, statistics_prior"),
+        ("eval: {new_eval_key: 5}", "crop_size, overlap, scales, flip, precision, batch_size"),
         ("train: {loss: {kind: ohem}}", "unknown key; did you mean loss?"),
     ],
 )

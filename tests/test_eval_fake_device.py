@@ -146,9 +146,9 @@ def test_predictions_for_callbacks_come_without_a_wait_while_the_next_are_comput
 @pytest.mark.parametrize("mode", ["whole", "slide"])
 def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch, mode):
     written = []
-    monkeypatch.setattr(predict.prediction_files, "write_legend", lambda *_: None)
+    monkeypatch.setattr(predict.pictures, "write_legend", lambda *_: None)
     monkeypatch.setattr(
-        predict.prediction_files, "write_prediction", lambda _, name, *__: written.append(name)
+        predict.pictures, "write_prediction", lambda _, name, *__: written.append(name)
     )
     monkeypatch.setattr(
         predict, "read_photo", lambda path: (np.zeros((*SIZES[int(path.name)], 3), np.uint8), 8, 1)

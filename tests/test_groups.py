@@ -102,7 +102,6 @@ def test_with_a_bound_device_a_group_that_not_all_have_made_is_an_error(nccl_lik
 
 
 def test_a_group_of_one_rank_needs_no_group(nccl_like):
-    """As calibration has it, on NCCL too."""
     assert dist.group_size(dist.group_of((0,))) == 1
     assert dist.all_reduce_sum(torch.ones(2), dist.group_of((0,))).tolist() == [1, 1]
     assert nccl_like == []

@@ -36,7 +36,7 @@ from segtrain.data.sample.loader import train_loader
 from segtrain.data.sample.stream import ClassUniform, Mixing, TrainStream
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import ConfigError, DataError
-from segtrain.run.directory import Claim
+from segtrain.run.directory import RunLock
 
 CPU = torch.device("cpu")
 SIZES = {"a": (5, 8), "b c": (1, 1), "d/ä": (9, 4), "e": (7, 6), "f": (3, 11)}
@@ -628,7 +628,7 @@ def test_a_pack_is_not_made_twice(root, tmp_path, monkeypatch, capsys):
 
 
 def test_two_do_not_pack_into_one_folder(root, tmp_path, capsys):
-    with Claim(tmp_path / "p"):
+    with RunLock(tmp_path / "p"):
         assert pack(root, tmp_path / "p") == 2
     assert "in use by process" in capsys.readouterr().err
 

@@ -196,7 +196,7 @@ def test_an_exchange_that_was_cut_short_anywhere_is_completed_by_another(tmp_pat
         return shutil.copytree(template, tmp_path / name)
 
     # The lock of a process that dies goes with it.
-    monkeypatch.setattr(exchange, "Claim", nullcontext)
+    monkeypatch.setattr(exchange, "RunLock", nullcontext)
     template = run_with(tmp_path / "template", 1, 2, keep=(1, 2))
     winner = run_with(tmp_path / "winner", 5, 6, 7, keep=(3,))
     whole = prepare("whole")

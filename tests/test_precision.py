@@ -6,13 +6,18 @@ import pytest
 import torch
 from experiments import small, train, write_config
 
-from segtrain.commands.prepare import check_precision, precision_lines
 from segtrain.commands.train import evaluate
 from segtrain.commands.train import loop as run_module
 from segtrain.config import Config, TrainConfig, load_config
 from segtrain.errors import ConfigError
 from segtrain.evaluation.settings import InferenceSettings
-from segtrain.models.precision import float32_products, for_evaluation, precision_warnings
+from segtrain.models.precision import (
+    check_eval_precision,
+    eval_precision_warnings,
+    float32_products,
+    for_evaluation,
+    precision_warnings,
+)
 
 
 def flags():
@@ -91,15 +96,15 @@ def test_half_precision_of_weights_in_float64_is_refused():
 
 def test_a_precision_that_another_takes_the_place_of_is_refused():
     with pytest.raises(ConfigError, match=r"train\.precision=float32: no effect with eval\.prec"):
-        check_precision(["train.precision=float32"], config(evaluated="bfloat16"))
-    check_precision(["train.precision=bfloat16"], config(trained="bfloat16"))
-    check_precision(["eval.precision=bfloat16"], config(evaluated="bfloat16"))
+        check_eval_precision(["train.precision=float32"], config(evaluated="bfloat16"))
+    check_eval_precision(["train.precision=bfloat16"], config(trained="bfloat16"))
+    check_eval_precision(["eval.precision=bfloat16"], config(evaluated="bfloat16"))
 
 
 def test_an_evaluation_in_tf32_on_a_device_without_it_is_a_warning():
-    (line,) = precision_lines(config(evaluated="tf32"), torch.device("cpu"))
+    (line,) = eval_precision_warnings(config(evaluated="tf32"), torch.device("cpu"))
     assert line.startswith("eval.precision: tf32 has no effect")
-    assert precision_lines(config(evaluated="bfloat16"), torch.device("cpu")) == []
+    assert eval_precision_warnings(config(evaluated="bfloat16"), torch.device("cpu")) == []
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "tf32", None])

@@ -81,7 +81,6 @@ NOT_RUN = {
     "segtrain train my.yaml --nproc 4": "four processes; test_launch.py starts two",
     "segtrain train runs/my --nproc 4 --resume": "four processes; test_resume.py resumes on three",
     "segtrain eval RUN --save-predictions DIR": "test_evaluate.py compares these files",
-    "segtrain eval RUN --set eval.statistics=split": "test_calibration.py evaluates so",
     "segtrain eval RUN --split test --no-labels --save-predictions DIR": (
         "test_evaluate.py predicts a split without labels"
     ),

@@ -11,7 +11,7 @@ from experiments import experiment, write_config
 from segtrain.config import load_config
 from segtrain.errors import ConfigError
 from segtrain.run import directory as run_directory
-from segtrain.run.directory import LOCK, Claim
+from segtrain.run.directory import LOCK, RunLock
 from segtrain.run.environment import git_revision
 
 
@@ -67,7 +67,7 @@ def test_a_live_run_is_not_replaced(config, tmp_path, monkeypatch):
     """Without locks, the lock file of a killed run counts as that of a live run."""
     run = tmp_path / "run"
     run_directory.write_description(run, config, ["cpu"])
-    with Claim(run):
+    with RunLock(run):
         assert run_directory.check_directory(run, config, resume=False) == []  # its own
         monkeypatch.setattr(os, "getpid", lambda: 1)
         with pytest.raises(ConfigError, match=r"run: in use by process \d+ on .*; wait for it to"):
@@ -176,12 +176,16 @@ def test_a_config_flattens_to_options_by_their_whole_names(config):
     assert flat["seed"] == 0
 
 
+def fill(disk):
+    with (disk / "other").open("wb", buffering=0) as other, suppress(OSError):
+        while other.write(bytes(4096)):
+            pass
+
+
 def test_a_full_disk_leaves_nothing_behind_and_asks_for_room(config, small_disk):
     run_directory.write_description(small_disk, config, ["cpu"])
     before = (small_disk / run_directory.CONFIG).read_bytes()
-    with (small_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
-        while other.write(bytes(4096)):
-            pass
+    fill(small_disk)
     with pytest.raises(ConfigError, match=r"No space left on device.*; choose another"):
         run_directory.write_description(small_disk, changed(config, "train", lr=0.5), ["cpu"])
     assert (small_disk / run_directory.CONFIG).read_bytes() == before
@@ -265,3 +269,27 @@ def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
     revision = git_revision()
     assert not ran.exists()
     assert len(revision) == 12
+
+
+def test_a_folder_that_the_user_made_stays(tmp_path):
+    with RunLock(tmp_path):
+        pass
+    assert tmp_path.is_dir()
+    with RunLock(tmp_path / "made"):
+        assert (tmp_path / "made").is_dir()
+    assert not (tmp_path / "made").exists()
+
+
+def test_on_a_full_disk_the_lock_works(small_disk):
+    fill(small_disk)
+    in_use = pytest.raises(ConfigError, match="in use by another run")
+    with RunLock(small_disk), in_use, RunLock(small_disk):
+        pytest.fail("two runs in one directory")
+    assert [path.name for path in small_disk.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("make", [os.mkdir, lambda path: os.symlink("nowhere", path)])
+def test_no_lock_is_taken_on_a_folder_or_a_link(tmp_path, make):
+    make(tmp_path / LOCK)
+    with pytest.raises(ConfigError, match=r"cannot write the run directory: .*\(\.lock\)"):
+        RunLock(tmp_path).__enter__()

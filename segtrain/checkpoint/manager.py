@@ -7,7 +7,6 @@ the manifest; no other file is ever counted, removed or overwritten.
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,16 +38,12 @@ class CheckpointManager:
     """Writes last.pt, previous.pt, best.pt and some step_N.pt, and finds the newest good one.
 
     Only one process writes; it calls `clean_up` first. `keep_limit` step_N.pt are kept.
-    `before_write` is called before each write; it raises if this process must not write.
     """
 
-    def __init__(
-        self, directory: Path, *, keep_limit: int, before_write: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, directory: Path, *, keep_limit: int) -> None:
         self.directory = directory
         self.last = directory / LAST
         self.keep_limit = keep_limit
-        self._before_write = before_write
         self._entries: dict[str, Entry] = {}  # what each file should be
         self._verified: dict[str, tuple[int, ...]] = {}  # the `_stat` of files that match
         self._manifest: bytes | None = None  # as this process last saw or wrote it
@@ -158,7 +153,6 @@ class CheckpointManager:
 
     def _check_sole_writer(self) -> None:
         """Refuses to write after another run has written into the directory."""
-        self._before_write()
         now = manifest.read_raw(self.directory)
         if now is not None and now != self._manifest:
             what = "another run has written checkpoints; this run stops before it replaces them"

@@ -47,7 +47,7 @@ exit codes: 0 done, 1 internal error, 2 command line or config, 3 data, 4 checkp
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: that of the process) and returns the exit code."""
-    exit_code.prepare()
+    exit_code.repair_stdio()
     # Read when torch is loaded. Threads of OpenMP that spin while they wait take the cores from
     # other programs: a step of two threads beside a busy machine took ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -21,7 +21,7 @@ from segtrain.distributed.machine import process_pool
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.files import os_errors_as, reserve_output, write_output
 from segtrain.run.console import say
-from segtrain.run.directory import Claim
+from segtrain.run.directory import RunLock
 from segtrain.text import counted, printable, printable_lines
 
 R = TypeVar("R", CheckResult, SplitStats)
@@ -81,7 +81,7 @@ def pack(args: argparse.Namespace) -> int:
     data = load_config(args.config, args.set).data.model_copy(update={"pack": None})
     directory = Path(os.path.expanduser(args.output))
     check_pack_directory(directory, data)
-    with Claim(directory, what="pack"):
+    with RunLock(directory, what="pack"):
         splits = dict.fromkeys((data.train_split, data.eval_split))
         datasets = [open_dataset(data, split) for split in splits]
         warnings = {dataset.split: check_split(dataset) for dataset in datasets}

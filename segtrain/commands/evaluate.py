@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain import files
 from segtrain.checkpoint.dataset_guard import eval_differences
 from segtrain.checkpoint.loading import load_with_data
-from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
 from segtrain.config.experiment import changed_normalization
 from segtrain.data import open_dataset
@@ -34,16 +31,22 @@ from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
-from segtrain.evaluation.calibration import take_statistics
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.report import InstanceCounts, Report, make_report
+from segtrain.files import os_errors_as
 from segtrain.metrics import ConfusionMatrix
 from segtrain.models.memory import check_windows
-from segtrain.models.precision import float32_products, for_evaluation
+from segtrain.models.precision import (
+    check_eval_precision,
+    eval_precision_warnings,
+    float32_products,
+    for_evaluation,
+    to_eval_precision,
+)
 from segtrain.norm import describe_norm
 from segtrain.run.log import say
-from segtrain.run.pictures import panel, spread, write_indexed_png, write_png
+from segtrain.run.pictures import panel, raw_ids, spread, write_indexed_png, write_png
 from segtrain.text import printable
 
 # Everything else was decided when the model was trained.
@@ -70,14 +73,16 @@ def run_eval(args: argparse.Namespace) -> int:
     _check_classes(loaded.classes, dataset.classes)
     dataset.classes = ignoring_as(loaded.classes, dataset.classes)
     check_windows(config, num_classes, device, dist.local_world_size())
-    source = _statistics_source(loaded.model, dataset, config)
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
     compare = _no_differences if args.no_labels else eval_differences
 
     with ExitStack() as stack:
         if args.json:
-            reserve_json(Path(args.json), stack)
+            # Refused now, rather than after the evaluation.
+            _make_folder("--json", Path(args.json).parent)
+            with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
+                stack.enter_context(files.reserve_output(Path(args.json)))
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         stack.enter_context(float32_products(for_evaluation(config)))
         _check_same_step(args.checkpoint, loaded.step)
@@ -85,18 +90,15 @@ def run_eval(args: argparse.Namespace) -> int:
         # 3. What differs from the training.
         if dist.is_main():
             _warn(changed_normalization(loaded.config, config))
-            _warn(f"warning: {line}" for line in precision_lines(config, device))
+            _warn(f"warning: {line}" for line in eval_precision_warnings(config, device))
             differences = stack.enter_context(closing(compare(loaded, known, config.data, dataset)))
             _warn(next(differences, []))
             _warn(f"warning: {line}" for line in dark_warnings(dataset))
 
         # 4. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
-        model = prepare(loaded.model, config, device)
+        model = to_eval_precision(loaded.model, config, device)
         num_threads = max(1, num_loader_workers(config.data))
-        statistics = None
-        if source is not None:
-            statistics = _take_statistics(model, source, settings, config, num_threads)
         matrix = evaluate_dataset(
             model,
             dataset,
@@ -122,13 +124,15 @@ def run_eval(args: argparse.Namespace) -> int:
             }
             names, layout = loaded.classes.names, config.data.layout
             report = make_report(matrix, names, dataset.classes, instances, layout=layout)
-            scores = _scores(matrix, report, about, settings, config) | {"statistics": statistics}
+            scores = _scores(matrix, report, about, settings, config)
             if not args.no_labels:
                 _say([*report.lines(), *why_not])
             _say(_how_scored(scores, settings))
             _warn(next(differences, []))
             if args.json:
-                write_json(Path(args.json), scores)
+                text = json.dumps(scores, indent=2, allow_nan=False) + "\n"
+                with os_errors_as(ExecutionError, args.json, "the scores cannot be written"):
+                    files.write_output(Path(args.json), text)
     return EXIT_OK
 
 
@@ -149,7 +153,7 @@ def _config(trained: Config, args: argparse.Namespace) -> Config:
     if foreign:
         what = "the checkpoint decides this; eval takes data.*, eval.* and train.precision"
         raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
-    check_precision(args.set, config)
+    check_eval_precision(args.set, config)
     return config
 
 
@@ -184,48 +188,6 @@ def _warn(lines: Iterable[str]) -> None:
         print(f"segtrain: {printable(line)}", file=sys.stderr)
 
 
-def _statistics_source(
-    model: torch.nn.Module, dataset: SegDataset, config: Config
-) -> SegDataset | None:
-    """The images to take batch norm statistics from; None: those of the training stay."""
-    if config.eval.statistics == "trained":
-        return None
-    if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
-        raise ConfigError(
-            f"eval.statistics: {config.eval.statistics} has no effect: the model has no batch "
-            f"norm (norm.kind {config.norm.kind}); remove it"
-        )
-    if config.eval.statistics == "train_split":
-        # The checkpoint may name any file: no message shows its lines.
-        hidden = {"data.classes", "data.eval_split"}
-        dataset = open_dataset(config.data, config.data.train_split, hidden=hidden)
-    if len(dataset) < 2:
-        raise ConfigError(
-            f"eval.statistics: split {dataset.split} has one image, and statistics need two"
-        )
-    return dataset
-
-
-def _take_statistics(
-    model: torch.nn.Module,
-    source: SegDataset,
-    settings: InferenceSettings,
-    config: Config,
-    num_threads: int,
-) -> dict[str, Any]:
-    """Takes them, and returns what --json says about them (collective)."""
-    prior = config.eval.statistics_prior
-    num_images = take_statistics(
-        model,
-        source,
-        settings,
-        num_images=config.eval.statistics_images,
-        prior=prior,
-        num_threads=num_threads,
-    )
-    return {"split": source.split, "num_images": num_images, "prior": prior}
-
-
 def _instances(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | None, list[str]]:
     """What counts instances; None if it cannot, and then a line that says why.
 
@@ -258,17 +220,10 @@ def _say(lines: Iterable[str]) -> None:
 
 def _how_scored(scores: dict[str, Any], settings: InferenceSettings) -> list[str]:
     """Lines about what was scored, and how."""
-    lines = [
+    return [
         "{checkpoint}, step {step}, {num_images} images of split {split}".format(**scores),
         f"{settings.describe()}; trained with {scores['norm']}",
     ]
-    if scores["statistics"] is not None:
-        words = (
-            "with batch norm statistics of {num_images} images of split {split}, without their "
-            "labels; those of the training count like {prior}"
-        )
-        lines.append(words.format(**scores["statistics"]))
-    return lines
 
 
 def _scores(
@@ -310,28 +265,9 @@ def picture_writers(
     return writers
 
 
-def reserve_json(path: Path, stack: ExitStack) -> None:
-    """Refuses, before the evaluation, a place for --json that could not be written after it."""
-    _make_folder("--json", path.parent)
-    try:
-        stack.enter_context(files.reserve_output(path))
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from None
-
-
-def write_json(path: Path, scores: dict[str, Any]) -> None:
-    """Writes the scores for --json."""
-    try:
-        files.write_output(path, json.dumps(scores, indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise ExecutionError(f"{path}: cannot write the scores: {error.strerror}") from error
-
-
 def _make_folder(option: str, folder: Path) -> None:
-    try:
+    with os_errors_as(ConfigError, f"{option} {folder}", "cannot make this folder"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{option} {folder}: cannot make this folder: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{option} {folder}: this folder cannot be written")
 
@@ -343,16 +279,15 @@ def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Wri
     anywhere below the folder. That of `voc` expects indices into VOC's palette.
     """
     ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
-    ids = dataset.classes.write_ids
-    raw_ids = np.array(ids, dtype=np.uint8 if max(ids) < 256 else np.uint16)
+    ids = raw_ids(dataset.classes)
 
     write_ids: Callable[[Path, np.ndarray], None] = write_png
-    if layout == "voc" and raw_ids.dtype == np.uint8:
+    if layout == "voc" and ids.dtype == np.uint8:
         write_ids = partial(write_indexed_png, palette=default_palette(256))
 
     def write(prediction: Prediction) -> None:
         name = dataset.name(prediction.index) + ending
-        write_ids(folder / name, raw_ids[prediction.pred])
+        write_ids(folder / name, ids[prediction.pred])
 
     return write
 

@@ -24,7 +24,7 @@ from segtrain.errors import (
 from segtrain.text import MAX_NAME, printable, say
 
 
-def prepare() -> None:
+def repair_stdio() -> None:
     """Makes the standard streams safe to use; for the start of the process.
 
     A stream that is closed, as by `>&-`, becomes /dev/null. Otherwise the next file to be opened,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
-from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
 from segtrain.data.check.dark_images import Brightness, brightness, lost_bits, whole_split_problem
 from segtrain.data.read.classes import ClassFile
-from segtrain.data.read.concurrent import one_late, prefetch
+from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.find import first_lines
 from segtrain.data.read.photos import Source, find_images, read_photo, skipped_files
 from segtrain.data.read.protect import check_pictures
@@ -40,7 +39,13 @@ from segtrain.evaluation.settings import (
 )
 from segtrain.evaluation.windows import num_windows
 from segtrain.models.memory import check_windows, is_out_of_memory
-from segtrain.models.precision import float32_products, for_evaluation
+from segtrain.models.precision import (
+    check_eval_precision,
+    eval_precision_warnings,
+    float32_products,
+    for_evaluation,
+    to_eval_precision,
+)
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.text import counted, printable
@@ -106,11 +111,11 @@ def main(args: argparse.Namespace) -> int:
     config = _config(loaded.config, args)
     check_pictures("--output", output, pictures.file_names(names), config.data)
     check_windows(config, loaded.classes.num_classes, device)
-    model = prepare(loaded.model, config, device)
+    model = to_eval_precision(loaded.model, config, device)
     mode_is_given = any(text.partition("=")[0].strip() == "eval.mode" for text in args.set)
     settings = SettingsBySize.from_config(config, mode_is_given=mode_is_given)
     print(f"step {loaded.step}; {settings.describe()}; {device}")
-    for line in precision_lines(config, device):
+    for line in eval_precision_warnings(config, device):
         print(f"warning: {line}")
     for line in skipped_files(args.inputs, output):
         print(line)
@@ -152,15 +157,10 @@ def predict_images(
             else:
                 yield Photo(i, source, pixels, settings.of(pixels.shape[:2]))
 
-    def predicted() -> Iterator[tuple[list[Photo], list[LabelMap], Any]]:
-        for group in groups_of(photos(), limits.num_images):
-            found = _predict(model, group, transfer, limits)
-            yield group, [LabelMap(*map(transfer.to_host, one)) for one in found], transfer.mark()
-
     def finished() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """The predictions that are there, while the device works on the next group."""
-        for group, found, mark in one_late(predicted()) if transfer.is_cuda else predicted():
-            transfer.wait(mark)
+        groups = groups_of(photos(), limits.num_images)
+        predicted = ((group, _predict(model, group, transfer, limits)) for group in groups)
+        for group, found in transfer.late_to_host(predicted):
             for photo, (label, is_finite) in zip(group, found, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(is_finite=bool(is_finite.numpy()))
                 yield photo.source.name, photo.pixels.numpy(), label.numpy()
@@ -191,11 +191,7 @@ def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
 
 
 def _config(trained: Config, args: argparse.Namespace) -> Config:
-    foreign = [
-        text
-        for text in map(str.strip, args.set)
-        if not text.startswith(_SETTABLE) or text.startswith("eval.statistics")
-    ]
+    foreign = [text for text in map(str.strip, args.set) if not text.startswith(_SETTABLE)]
     if foreign:
         raise ConfigError(
             "\n".join(
@@ -205,7 +201,7 @@ def _config(trained: Config, args: argparse.Namespace) -> Config:
             )
         )
     config = override_config(trained, args.set, source=str(args.source))
-    check_precision(args.set, config)
+    check_eval_precision(args.set, config)
     return config
 
 

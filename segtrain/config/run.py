@@ -1,13 +1,10 @@
 """Options of what a run does beside training: evaluate, log, save."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from segtrain.config.section import (
     FractionBelow1,
-    NonNegative,
     Positive,
     Scale,
     Section,
@@ -39,23 +36,6 @@ class EvalConfig(Section):
         "images of equal size, or sliding windows, that go through the network together; null: "
         "up to 8, in a quarter of the GPU's memory; on a CPU 1 image, up to 4 windows",
     )
-    statistics: Literal["trained", "split", "train_split"] = option(
-        "trained",
-        "segtrain eval: the batch norm statistics of the training, or taken anew from images of "
-        "the evaluated split, or of the training split; labels are not used",
-    )
-    statistics_images: Annotated[int, Field(ge=2, lt=2**63)] = option(
-        64, "take them from so many images, spread over the split"
-    )
-    statistics_prior: NonNegative = option(
-        0, "mix them with those of the training, which count like so many images"
-    )
-
-    def _mistakes(self) -> Iterator[str]:
-        anew = self.statistics != "trained"
-        yield from self._no_effect(
-            ("statistics_images statistics_prior", anew, "statistics trained"),
-        )
 
 
 class LogConfig(Section):

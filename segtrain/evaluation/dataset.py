@@ -5,9 +5,9 @@ these images, in parallel to the computation. Predictions come back late, once t
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from segtrain.evaluation.settings import BatchLimits, InferenceSettings, batch_l
 from segtrain.metrics import ConfusionMatrix
 from segtrain.run.console import ProgressBar, say
 from segtrain.text import counted
+
+T = TypeVar("T")
 
 
 class Transfer:
@@ -47,25 +49,32 @@ class Transfer:
         moved.record_stream(computing)
         return moved
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy on the host; read it after `wait` for a mark that was set later."""
+    def late_to_host(
+        self, predicted: Iterable[tuple[T, Sequence[LabelMap]]]
+    ) -> Iterator[tuple[T, list[LabelMap]]]:
+        """`predicted` with its label maps on the host, each while the device works on the next.
+
+        Handlers of signals run while the host waits.
+        """
         if not self.is_cuda:
-            return tensor
+            yield from predicted
+            return
+        for item, maps, copied in one_late(map(self._ask_for_copy, predicted)):
+            wait_for_event(copied, math.inf)  # no other rank takes part in this work
+            yield item, maps
+
+    def _ask_for_copy(
+        self, predicted: tuple[T, Sequence[LabelMap]]
+    ) -> tuple[T, list[LabelMap], "torch.cuda.Event"]:
+        item, maps = predicted
+        copies = [LabelMap(*map(self._copy, found)) for found in maps]
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(self.device))
+        return item, copies, copied
+
+    def _copy(self, tensor: Tensor) -> Tensor:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
-
-    def mark(self) -> "torch.cuda.Event | None":
-        """A place in the device's work so far; None on a CPU."""
-        if not self.is_cuda:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def wait(self, mark: "torch.cuda.Event | None") -> None:
-        """Returns when the device has come to `mark`; handlers of signals run meanwhile."""
-        if mark is not None:
-            wait_for_event(mark, math.inf)  # no other rank takes part in this work
 
 
 Sample = tuple[np.ndarray, np.ndarray]
@@ -165,8 +174,8 @@ def evaluate_dataset(
             predicted = images.predicted_in_threads(groups, at_once)
         else:
             predicted = images.predicted(groups, num_threads)
-        counted = images.counted(stack.enter_context(closing(predicted)))
-        finished = stack.enter_context(closing(images.finished(counted)))
+        finished = images.finished(stack.enter_context(closing(predicted)))
+        stack.enter_context(closing(finished))
         done = stack.enter_context(closing(prefetch(call, finished, 1))) if callbacks else finished
         for _ in done:
             bar.update()
@@ -178,15 +187,15 @@ def evaluate_dataset(
     return images.matrix
 
 
-class _Group(NamedTuple):
-    """Images that went through the model together.
+class _Decoded(NamedTuple):
+    """An image (H, W, 3) and its label (h, w) on the host."""
 
-    samples: image (H, W, 3) and label (h, w) of each, on the host. maps: what is predicted.
-    """
+    index: int
+    image: Tensor
+    label: Tensor
 
-    indices: range
-    samples: list[tuple[Tensor, Tensor]]
-    maps: list[LabelMap]
+
+_Predicted = tuple[list[_Decoded], list[LabelMap]]
 
 
 class _Images:
@@ -208,58 +217,45 @@ class _Images:
         self.matrix = ConfusionMatrix(num_classes, device)
         self.num_infinite = torch.zeros((), dtype=torch.int64, device=device)
 
-    def predicted(self, groups: Sequence[range], num_threads: int) -> Iterator[_Group]:
+    def predicted(self, groups: Sequence[range], num_threads: int) -> Iterator[_Predicted]:
         """Decodes in threads and predicts in this one; on CUDA it only asks for the work."""
         indices = [i for group in groups for i in group]
         with closing(prefetch(self._decode, indices, num_threads)) as decoded:
             for group in groups:
-                samples = [next(decoded) for _ in group]
-                yield _Group(group, samples, self._predict(samples))
+                yield self._predict([next(decoded) for _ in group])
 
-    def predicted_in_threads(self, groups: Sequence[range], at_once: int) -> Iterator[_Group]:
+    def predicted_in_threads(self, groups: Sequence[range], at_once: int) -> Iterator[_Predicted]:
         """Decodes and predicts in threads, with one thread of torch each."""
 
-        def predict_alone(group: range) -> _Group:
+        def predict_alone(group: range) -> _Predicted:
             torch.set_num_threads(1)  # a new thread would begin with as many as there are cores
-            samples = [self._decode(i) for i in group]
-            return _Group(group, samples, self._predict(samples))
+            return self._predict([self._decode(i) for i in group])
 
         return prefetch(predict_alone, groups, at_once)
 
-    def counted(self, predicted: Iterator[_Group]) -> Iterator[tuple[_Group, Any]]:
-        """Counts the pixels; yields the group with predictions on the way to the host, and a mark.
+    def finished(self, predicted: Iterator[_Predicted]) -> Iterator[Prediction]:
+        """Counts the pixels; yields the predictions once they are on the host."""
+        for group, maps in self._transfer.late_to_host(map(self._count, predicted)):
+            for one, found in zip(group, maps, strict=True):
+                pixels = (x.numpy() for x in (one.image, one.label, found.label))
+                yield Prediction(one.index, *pixels)
 
-        The predictions are there once the device has come to the mark.
-        """
-        for group in predicted:
-            maps = []
-            for (_, label), found in zip(group.samples, group.maps, strict=True):
-                self.matrix.update(found.label, self._transfer.to_device(label))
-                self.num_infinite += ~found.is_finite
-                maps.append(found._replace(label=self._transfer.to_host(found.label)))
-            yield group._replace(maps=maps), self._transfer.mark()
-
-    def finished(self, counted: Iterator[tuple[_Group, Any]]) -> Iterator[Prediction]:
-        """The predictions that are there, while the device works on the next group."""
-        for group, mark in one_late(counted) if self._transfer.is_cuda else counted:
-            self._transfer.wait(mark)
-            for index, sample, found in zip(*group, strict=True):
-                yield Prediction(index, *(x.numpy() for x in (*sample, found.label)))
-
-    def _decode(self, index: int) -> tuple[Tensor, Tensor]:
+    def _decode(self, index: int) -> _Decoded:
         image, label = self._dataset[index]
-        return tuple(self._transfer.pinned(torch.from_numpy(x)) for x in (image, label))
+        pinned = (self._transfer.pinned(torch.from_numpy(x)) for x in (image, label))
+        return _Decoded(index, *pinned)
 
     def _leave_if_asked(self, _: int = 0) -> None:
         if self._stop():
             raise StoppedError
 
-    def _predict(self, samples: Sequence[tuple[Tensor, Tensor]]) -> list[LabelMap]:
+    def _predict(self, group: list[_Decoded]) -> _Predicted:
         self._leave_if_asked()
-        moved = [self._transfer.to_device(image) for image, _ in samples]
-        images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
-        sizes = [tuple(label.shape) for _, label in samples]
-        return predict_labels(
+        images = [
+            self._transfer.to_device(one.image).permute(2, 0, 1).unsqueeze(0) for one in group
+        ]
+        sizes = [tuple(one.label.shape) for one in group]
+        maps = predict_labels(
             self._model,
             images,
             self._settings,
@@ -267,6 +263,13 @@ class _Images:
             self.limits,
             on_windows=self._leave_if_asked,
         )
+        return group, maps
+
+    def _count(self, predicted: _Predicted) -> _Predicted:
+        for one, found in zip(*predicted, strict=True):
+            self.matrix.update(found.label, self._transfer.to_device(one.label))
+            self.num_infinite += ~found.is_finite
+        return predicted
 
 
 def _warn_of_infinite(of_this_rank: Tensor, settings: InferenceSettings) -> None:

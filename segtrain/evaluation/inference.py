@@ -22,9 +22,8 @@ image by image in the same order, so a batch changes a result only if the networ
 Nothing here waits for the device.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, Size, view_sizes
-from segtrain.evaluation.windows import Logits, Tile, WindowedView, resized_tiles, slide
+from segtrain.evaluation.windows import Tile, WindowedView, resized_tiles, slide
 from segtrain.models.blocks import normalize
 from segtrain.models.precision import autocast
 
@@ -46,17 +45,6 @@ class LabelMap(NamedTuple):
 
     label: Tensor
     is_finite: Tensor
-
-
-class _Scores(NamedTuple):
-    """Some rows of the scores of an image at its out_size; its tiles come from the top down.
-
-    index: of the image in its group. are_logits: or else probabilities.
-    """
-
-    index: int
-    tile: Tile
-    are_logits: bool
 
 
 def _ignore(count: int) -> None:
@@ -88,7 +76,7 @@ def predict_labels(
     """
     rows: list[list[Tensor]] = [[] for _ in images]
     finite: list[list[Tensor]] = [[] for _ in images]
-    for index, (_, tile), _ in _score_tiles(model, images, settings, out_sizes, limits, on_windows):
+    for index, (_, tile) in _score_tiles(model, images, settings, out_sizes, limits, on_windows):
         highest = tile.max(0)
         rows[index].append(highest.indices.to(torch.uint8))
         finite[index].append(highest.values.isfinite().all())
@@ -115,9 +103,10 @@ def predict_probabilities(
     Arguments as in `predict_label`, which is the argmax of this.
     """
     limits = BatchLimits(1, settings.batch_size or 1)
-    scores = _score_tiles(model, [image], settings, [out_size], limits, _ignore)
-    probs = [tile.softmax(0) if are_logits else tile for _, (_, tile), are_logits in scores]
-    return torch.cat(probs, 1).unsqueeze(0)
+    found = _score_tiles(model, [image], settings, [out_size], limits, _ignore)
+    scores = torch.cat([tile for _, (_, tile) in found], 1).unsqueeze(0)
+    gives_logits = settings.mode == "whole" and settings.num_views == 1
+    return scores.softmax(1) if gives_logits else scores
 
 
 def _score_tiles(
@@ -127,129 +116,116 @@ def _score_tiles(
     out_sizes: Sequence[Size],
     limits: BatchLimits,
     on_windows: Callable[[int], object],
-) -> Iterator[_Scores]:
-    """The scores of all images; those of one image are not between those of another."""
+) -> Iterator[tuple[int, Tile]]:
+    """The scores of all images at their out_size: the index of the image, and some of its rows.
+
+    Those of one image are not between those of another, and come from the top down. Logits of a
+    single whole view, probabilities otherwise.
+    """
     for image in images:
         if image.ndim != 4 or image.shape[:2] != (1, 3):
             raise ValueError(f"image: expected (1, 3, H, W), got {tuple(image.shape)}")
-    logits = partial(_logits, model, settings)
-    view_of = partial(normalized_view, model, settings=settings)
-    if settings.mode == "slide":
-        yield from _slide(logits, view_of, images, settings, out_sizes, limits, on_windows)
-        return
-    for size in dict.fromkeys(image.shape[-2:] for image in images):
-        equal = [i for i, image in enumerate(images) if image.shape[-2:] == size]
-        most = min(limits.of(view) for view in view_sizes(size, settings))
-        for start in range(0, len(equal), most):
-            chosen = equal[start : start + most]
-            batch = torch.cat([images[i] for i in chosen])
-            sizes = [out_sizes[i] for i in chosen]
-            for scores in _whole(logits, partial(view_of, batch), size, settings, sizes):
-                yield scores._replace(index=chosen[scores.index])
+    means = [_ViewMean(out_size, settings) for out_size in out_sizes]
+    if settings.mode == "whole":
+        return _whole(model, images, settings, means, limits)
+    return _slide(model, images, settings, means, limits, on_windows)
 
 
 def _whole(
-    logits: Logits,
-    view_of: Callable[[Size], Tensor],
-    size: Size,
+    model: nn.Module,
+    images: Sequence[Tensor],
     settings: InferenceSettings,
-    out_sizes: Sequence[Size],
-) -> Iterator[_Scores]:
-    """The scores of images of one size, whose views go through the network together."""
-    maps = _whole_maps(logits, map(view_of, view_sizes(size, settings)), flip=settings.flip)
-    if settings.num_views == 1:
-        for i, one in enumerate(next(maps)):
-            for tile in _resized(one, out_sizes[i], settings):
-                yield _Scores(i, tile, are_logits=True)
-        return
-    means = [_Mean(out_size, settings) for out_size in out_sizes]
-    for scores in maps:
-        for mean, one in zip(means, scores, strict=True):
-            mean.add(one, are_logits=True)
-        del scores, one  # before the next view is computed
-    for i, mean in enumerate(means):
-        for tile in mean.tiles():
-            yield _Scores(i, tile, are_logits=False)
+    means: Sequence["_ViewMean"],
+    limits: BatchLimits,
+) -> Iterator[tuple[int, Tile]]:
+    for size in dict.fromkeys(image.shape[-2:] for image in images):
+        sizes = view_sizes(size, settings)
+        equal = [i for i, image in enumerate(images) if image.shape[-2:] == size]
+        most = min(map(limits.of, sizes))
+        for start in range(0, len(equal), most):
+            chosen = equal[start : start + most]
+            batch = torch.cat([images[i] for i in chosen])
+            for scores in _whole_views(model, batch, settings, sizes):
+                for i, one in zip(chosen, scores, strict=True):
+                    for tile in means[i].add(one):
+                        yield i, tile
+                del scores, one  # before the next view is computed
+
+
+def _whole_views(
+    model: nn.Module, images: Tensor, settings: InferenceSettings, sizes: Sequence[Size]
+) -> Iterator[Tensor]:
+    """The logits (N, K, height, width) of each view, and of its mirror image mirrored back."""
+    for size in sizes:
+        view = _normalized_view(model, images, size, settings)
+        yield _logits(model, settings, view)
+        if settings.flip:
+            yield _logits(model, settings, view.flip(-1)).flip(-1)
 
 
 def _slide(
-    logits: Logits,
-    view_of: Callable[[Tensor, Size], Tensor],
+    model: nn.Module,
     images: Sequence[Tensor],
     settings: InferenceSettings,
-    out_sizes: Sequence[Size],
+    means: Sequence["_ViewMean"],
     limits: BatchLimits,
     on_windows: Callable[[int], object],
-) -> Iterator[_Scores]:
-    """The scores of images of any sizes, whose windows go through the network together."""
+) -> Iterator[tuple[int, Tile]]:
     views = (
-        WindowedView(view_of(image, size), settings, index=i)
+        WindowedView(_normalized_view(model, image, size, settings), settings, index=i)
         for i, image in enumerate(images)
         for size in view_sizes(image.shape[-2:], settings)
     )
-    found = slide(
-        logits,
-        views,
-        limits.of(settings.crop_size),
-        flip=settings.flip,
-        on_windows=on_windows,
-    )
-    for i, parts in groupby(found, key=lambda part: part[0].index):
-        sizes = view_sizes(images[i].shape[-2:], settings)
-        tiles_of_views = (
-            (tile for _, tile in tiles) for _, tiles in groupby(parts, key=lambda part: part[0])
-        )
-        for tile in _slide_tiles(tiles_of_views, sizes, settings, out_sizes[i]):
-            yield _Scores(i, tile, are_logits=False)
+    most, logits = limits.of(settings.crop_size), partial(_logits, model, settings)
+    for view, rows in slide(logits, views, most, flip=settings.flip, on_windows=on_windows):
+        for tile in means[view.index].add_rows(rows, view.size):
+            yield view.index, tile
 
 
-def _slide_tiles(
-    tiles_of_views: Iterator[Iterator[Tile]],
-    sizes: Sequence[Size],
-    settings: InferenceSettings,
-    out_size: Size,
-) -> Iterator[Tile]:
-    """The mean over the views of one image, of which `sizes` are the sizes."""
-    if list(sizes) == [out_size]:
-        yield from next(tiles_of_views)
-        return
-    maps = (_joined(tiles, size) for tiles, size in zip(tiles_of_views, sizes, strict=True))
-    if settings.num_views == 1:
-        yield from _resized(next(maps), out_size, settings)
-        return
-    mean = _Mean(out_size, settings)
-    for scores in maps:
-        mean.add(scores, are_logits=False)
-        del scores
-    yield from mean.tiles()
+class _ViewMean:
+    """The mean of the views of an image at `out_size`, given as soon as it is known.
 
-
-class _Mean:
-    """The mean probabilities of several views of an image, at `out_size`."""
+    The views come one after another. A single view gives its scores themselves.
+    """
 
     def __init__(self, out_size: Size, settings: InferenceSettings) -> None:
         self._out_size, self._settings = out_size, settings
-        self._total: Tensor | None = None
+        self._view: Tensor | None = None  # the rows so far
+        self._total: Tensor | None = None  # probabilities, summed over views
+        self._num_added = 0
 
-    def add(self, scores: Tensor, *, are_logits: bool) -> None:
+    def add(self, scores: Tensor) -> Iterator[Tile]:
         """Adds the scores of a view, (K, height, width) at its own size."""
+        if self._settings.num_views == 1:
+            yield from self._resized(scores)
+            return
         if self._total is None:
             self._total = scores.new_zeros((scores.shape[0], *self._out_size))
-        for rows, tile in _resized(scores, self._out_size, self._settings):
-            self._total[:, rows] += tile.softmax(0) if are_logits else tile
+        for rows, tile in self._resized(scores):
+            self._total[:, rows] += tile.softmax(0) if self._settings.mode == "whole" else tile
+        self._num_added += 1
+        if self._num_added == self._settings.num_views:
+            total, self._total = self._total, None
+            yield from self._resized(total.div_(self._settings.num_views))
 
-    def tiles(self) -> Iterator[Tile]:
-        """The mean; call it once."""
-        assert self._total is not None, "there is at least one view"
-        mean = self._total.div_(self._settings.num_views)
-        return _resized(mean, self._out_size, self._settings)
+    def add_rows(self, tile: Tile, size: Size) -> Iterator[Tile]:
+        """Adds the next rows of a view of `size`."""
+        if self._settings.num_views == 1 and size == self._out_size:
+            yield tile
+            return
+        rows, scores = tile
+        if self._view is None:
+            self._view = scores.new_empty((scores.shape[0], *size))
+        self._view[:, rows] = scores
+        if rows.stop == size[0]:
+            view, self._view = self._view, None
+            yield from self.add(view)
+
+    def _resized(self, scores: Tensor) -> Iterator[Tile]:
+        return resized_tiles(scores, self._out_size, align_corners=self._settings.align_corners)
 
 
-def _resized(scores: Tensor, out_size: Size, settings: InferenceSettings) -> Iterator[Tile]:
-    return resized_tiles(scores, out_size, align_corners=settings.align_corners)
-
-
-def normalized_view(
+def _normalized_view(
     model: nn.Module, images: Tensor, size: Size, settings: InferenceSettings
 ) -> Tensor:
     """The normalized images at `size`, (N, 3, height, width), in the dtype of the model."""
@@ -259,25 +235,6 @@ def normalized_view(
     if size == images.shape[-2:]:
         return view
     return functional.interpolate(view, size=size, mode="bilinear", align_corners=False)
-
-
-def _whole_maps(logits: Logits, views: Iterator[Tensor], *, flip: bool) -> Iterator[Tensor]:
-    """The logits (N, K, height, width) of each view, and of its mirror image mirrored back."""
-    for view in views:
-        yield logits(view)
-        if flip:
-            yield logits(view.flip(-1)).flip(-1)
-
-
-def _joined(tiles: Iterable[Tile], size: Size) -> Tensor:
-    """One map (K, height, width) of all tiles."""
-    joined = None
-    for rows, tile in tiles:
-        if joined is None:
-            joined = tile.new_empty((tile.shape[0], *size))
-        joined[:, rows] = tile
-    assert joined is not None, "there is at least one tile"
-    return joined
 
 
 def _logits(model: nn.Module, settings: InferenceSettings, images: Tensor) -> Tensor:

@@ -19,9 +19,6 @@ Tile = tuple[slice, Tensor]
 Place = tuple[slice, slice]
 """The rows and columns of a window."""
 
-# Windows of an image from which `spread_windows` takes statistics.
-_SPREAD = 4
-
 
 def window_starts(length: int, window: int, overlap: float) -> list[int]:
     """The first pixel of each window along an axis of `length` pixels.
@@ -53,18 +50,23 @@ class WindowedView:
     """One view of an image, and the mean probabilities of its windows as far as they are known.
 
     view: (1, 3, H, W), normalized. It is padded if it is smaller than a window.
-    index: of the image, for the caller.
+    index: of the image, for the caller. size: (height, width). places: of its windows, from the
+        top down.
     """
 
     def __init__(self, view: Tensor, settings: InferenceSettings, *, index: int = 0) -> None:
         self.index = index
-        self._size: Size = view.shape[-2:]
+        self.size: Size = tuple(view.shape[-2:])
         self._crop_h, crop_w = settings.crop_size
         self._padded, self._top, self._left = _pad(view, settings.crop_size)
         height, width = self._padded.shape[-2:]
-        self.places = _places(self._padded, settings)
         tops = window_starts(height, self._crop_h, settings.overlap)
         lefts = window_starts(width, crop_w, settings.overlap)
+        self.places = [
+            (slice(top, top + self._crop_h), slice(left, left + crop_w))
+            for top in tops
+            for left in lefts
+        ]
         device = view.device
         self._over_rows = _times_covered(height, tops, self._crop_h, device).view(1, -1, 1)
         self._over_columns = _times_covered(width, lefts, crop_w, device).view(1, 1, -1)
@@ -101,10 +103,10 @@ class WindowedView:
         """The mean of rows that are complete, without those of the padding."""
         rows = slice(self._start, self._start + sums.shape[1])
         mean = (sums / self._over_rows[:, rows].to(sums)).div_(self._over_columns.to(sums))
-        first, end = max(rows.start, self._top), min(rows.stop, self._top + self._size[0])
+        first, end = max(rows.start, self._top), min(rows.stop, self._top + self.size[0])
         if first < end:
             inside = slice(first - rows.start, end - rows.start)
-            columns = slice(self._left, self._left + self._size[1])
+            columns = slice(self._left, self._left + self.size[1])
             yield slice(first - self._top, end - self._top), mean[:, inside, columns]
 
 
@@ -131,24 +133,6 @@ def slide(
             for tile in view.add(place, window):
                 yield view, tile
         on_windows(len(batch))
-
-
-def spread_windows(view: Tensor, settings: InferenceSettings) -> Tensor:
-    """At most four windows, spread over `view`, (1, 3, H, W), as (n, 3, h, w)."""
-    padded, _, _ = _pad(view, settings.crop_size)
-    places = _places(padded, settings)
-    num = min(_SPREAD, len(places))
-    step = (len(places) - 1) / max(1, num - 1)
-    chosen = [places[round(i * step)] for i in range(num)]
-    return torch.cat([padded[:, :, rows, columns] for rows, columns in chosen])
-
-
-def _places(view: Tensor, settings: InferenceSettings) -> list[Place]:
-    """Every window, from the top down."""
-    (height, width), (crop_h, crop_w) = view.shape[-2:], settings.crop_size
-    tops = window_starts(height, crop_h, settings.overlap)
-    lefts = window_starts(width, crop_w, settings.overlap)
-    return [(slice(t, t + crop_h), slice(x, x + crop_w)) for t in tops for x in lefts]
 
 
 def _probabilities(logits: Logits, windows: Tensor, *, flip: bool) -> Tensor:

@@ -1,11 +1,13 @@
 """`train.precision`, `eval.precision`: the type of weights, and mixed precision by autocast."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import nn
 
 from segtrain.config import Config, TrainConfig
+from segtrain.errors import ConfigError
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,6 +67,34 @@ def precision_warnings(
         f"{key}: tf32 has no effect on this device, which computes in float32; it takes "
         "a CUDA device of compute capability 8.0 or more"
     ]
+
+
+def check_eval_precision(overrides: Sequence[str], config: Config) -> None:
+    """Refuses a train.precision of the command line that eval.precision takes the place of.
+
+    overrides: `section.key=value`, which `config` has already taken in.
+    """
+    given = [text for text in overrides if text.partition("=")[0].strip() == "train.precision"]
+    if given and config.eval.precision is not None:
+        raise ConfigError(
+            f"--set {given[-1].strip()}: no effect with eval.precision {config.eval.precision}; "
+            "set eval.precision instead, or to null"
+        )
+
+
+def eval_precision_warnings(config: Config, device: torch.device) -> list[str]:
+    """As `precision_warnings`, for evaluations."""
+    key = "train.precision" if config.eval.precision is None else "eval.precision"
+    return precision_warnings(for_evaluation(config), device, key=key)
+
+
+def to_eval_precision(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """`model`, in the precision and memory format of its evaluation; changed in place."""
+    if for_evaluation(config).precision == "float64":
+        model.double()
+    if config.train.channels_last and device.type == "cuda":
+        model.to(memory_format=torch.channels_last)
+    return model
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -5,7 +5,6 @@ import fcntl
 import os
 import shlex
 import socket
-import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +13,7 @@ from segtrain import files
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.config.loading import yaml_value
 from segtrain.data.read.protect import check_run_directory
-from segtrain.errors import ConfigError, ExecutionError
+from segtrain.errors import ConfigError
 from segtrain.files.manifest import MANIFEST
 from segtrain.run.environment import ENVIRONMENT, environment_json
 from segtrain.text import MAX_NAME, printable
@@ -23,7 +22,7 @@ LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system has no locks
 
 
-class Claim:
+class RunLock:
     """A context in which no other run can use `directory`, which is made if need be.
 
     what: the directory holds, for messages.
@@ -33,8 +32,6 @@ class Claim:
     def __init__(self, directory: Path, *, what: str = "run directory") -> None:
         self._directory, self._what = directory, what
         self._path = directory / LOCK
-        self._handle: int | None = None
-        self._made = False
 
     def __enter__(self) -> Self:
         """Locks the directory; ConfigError if another run uses it or it cannot be written."""
@@ -43,91 +40,73 @@ class Claim:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._handle = _locked(self._path)
-        except _HeldError as error:
+        except BlockingIOError:
+            use = f"in use by {_holder(self._path)}"
             repair = "wait for it to end, or choose another directory by --output"
-            raise ConfigError(f"{self._directory}: in use by {error}; {repair}") from None
+            raise ConfigError(f"{self._directory}: {use}; {repair}") from None
         except OSError as error:
             raise ConfigError(cannot_write(self._directory, error, self._what)) from None
         return self
 
     def __exit__(self, *_: object) -> None:
-        # If the directory was deleted meanwhile, the lock file there may be another run's.
-        with suppress(OSError):
-            if files.is_same_file(self._handle, self._path):
-                self._path.unlink()
+        with suppress(OSError):  # the directory was deleted meanwhile, or is not empty
+            self._path.unlink()
+            if self._made:
+                self._directory.rmdir()
         os.close(self._handle)
-        self._handle = None
-        if self._made:
-            with suppress(OSError):
-                self._directory.rmdir()  # if it is empty
-
-    def renew(self) -> None:
-        """Locks again if the lock file was deleted; called before each write.
-
-        ExecutionError if another run has locked the directory, or the file cannot be made again.
-        """
-        if self._handle is None or files.is_same_file(self._handle, self._path):
-            return
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            handle = _locked(self._path)
-        except (_HeldError, OSError) as error:
-            reason = f"in use by {error}" if isinstance(error, _HeldError) else error.strerror
-            raise ExecutionError(
-                f"{self._path}: deleted during this run, and cannot be locked again: {reason}; "
-                "this run stops before it writes into files of another one"
-            ) from None
-        os.close(self._handle)
-        self._handle = handle
-
-
-def use_by_others(directory: Path) -> str | None:
-    """Which other process uses `directory`, and what to do; None if there is none."""
-    holder = ""
-    try:
-        with files.open_regular(directory / LOCK, "r", errors="replace") as file:
-            holder = printable(file.read(200).strip())
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return None
-    except BlockingIOError:
-        remedy = "wait for it to end"
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            return None
-        # Without locks, nothing tells whether the process has ended.
-        remedy = f"if it has ended, delete {directory / LOCK}"
-    return None if holder == _this_process() else f"in use by {holder or 'another run'}; {remedy}"
-
-
-class _HeldError(Exception):
-    """Another process holds the lock; says which."""
 
 
 def _locked(path: Path) -> int:
-    """A handle of the lock file at `path`, which this process has locked."""
-    # A link would put the lock elsewhere, and opening a pipe would block.
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with ExitStack() as stack:
-        handle = os.open(path, flags, 0o644)
-        stack.callback(os.close, handle)
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "not a plain file", str(path))
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = printable(os.read(handle, 200).decode(errors="replace").strip())
-            raise _HeldError(holder or "another run") from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-        # Between open and lock, another run may have removed the file.
+    """A handle of the lock file at `path`; BlockingIOError if another process has locked it."""
+    # A link would put the lock elsewhere.
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    with ExitStack() as on_error:
+        on_error.callback(os.close, handle)
+        _lock(handle, fcntl.LOCK_EX)
+        # Between open and lock, another run may have ended and removed the file.
         if files.is_same_file(handle, path):
             os.truncate(handle, 0)
             with suppress(OSError):  # a full disk; the name is only for people
                 os.write(handle, f"{_this_process()}\n".encode())
-            stack.pop_all()
+            on_error.pop_all()
             return handle
     return _locked(path)
+
+
+def _lock(handle: int, kind: int) -> bool:
+    """Locks an open file without waiting; False where the file system has no locks."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def use_by_others(directory: Path) -> str | None:
+    """Which other process uses `directory`, and what to do; None if there is none."""
+    path = directory / LOCK
+    try:
+        with files.open_regular(path) as file:
+            if _lock(file.fileno(), fcntl.LOCK_SH):
+                return None
+        # Without locks, nothing tells whether the process has ended.
+        remedy = f"if it has ended, delete {path}"
+    except BlockingIOError:
+        remedy = "wait for it to end"
+    except OSError:
+        return None
+    holder = _holder(path)
+    return None if holder == _this_process() else f"in use by {holder}; {remedy}"
+
+
+def _holder(path: Path) -> str:
+    """What the process that holds the lock wrote into the file."""
+    with suppress(OSError):
+        if text := files.read_bytes(path)[:200].decode(errors="replace").strip():
+            return printable(text)
+    return "another run"
 
 
 def _this_process() -> str:
@@ -306,7 +285,5 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_blank(config: Path) -> bool:
-    try:
+    with files.os_errors_as(ConfigError, config):
         return not files.read_bytes(config).strip(b"\0 \t\r\n")
-    except OSError as error:
-        raise ConfigError(f"{config}: cannot be read: {error.strerror}") from None

@@ -1,7 +1,7 @@
 """Labels and predictions as pictures for people: TensorBoard, `segtrain eval` and `predict`.
 
 OpenCV 5 has Latin, Greek, Cyrillic, Chinese, Japanese and Korean letters; for older versions there
-is Pillow's font, which has ASCII. A missing letter is never drawn as `?`: names would look alike.
+is Pillow's font, which has ASCII. Names in other letters get the number of their class.
 
 Every picture is an (H, W, 3) uint8 RGB array. Labels are (H, W) uint8 train ids or IGNORE_INDEX.
 """
@@ -9,9 +9,7 @@ Every picture is an (H, W, 3) uint8 RGB array. Labels are (H, W) uint8 train ids
 import io
 import math
 import os
-import unicodedata
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import cv2
@@ -20,14 +18,12 @@ from PIL import Image, ImageDraw, ImageFont
 
 from segtrain.data.read.classes import ClassFile
 from segtrain.errors import ConfigError, ExecutionError
-from segtrain.files import NotRegularError, check_replaceable, write_atomic
-from segtrain.text import MAX_NAME, printable
+from segtrain.files import NotRegularError, check_replaceable, os_errors_as, write_atomic
+from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.types import IGNORE_INDEX, Batch
 
 # A little above regular (400), whose lines are thin at these sizes.
 _WEIGHT = 500
-# A noncharacter: every font draws its sign for a missing letter.
-_NO_LETTER = "\uffff"
 
 
 def text_mask(text: str, size_px: int) -> np.ndarray:
@@ -49,45 +45,14 @@ def text_mask(text: str, size_px: int) -> np.ndarray:
 
 
 def class_labels(names: Sequence[str]) -> list[str]:
-    """A label for each class: its name, or `numbered_labels` if the font cannot tell them apart."""
-    drawn = [_drawable(printable(name, MAX_NAME)) for name in names]
-    return drawn if all(drawn) and len(set(drawn)) == len(drawn) else numbered_labels(names)
+    """A label for each class: its name, or `numbered_labels` where the font may lack a letter."""
+    shown = [printable(name, MAX_NAME) for name in names]
+    return shown if all(map(str.isascii, shown)) else numbered_labels(names)
 
 
 def numbered_labels(names: Sequence[str]) -> list[str]:
-    """A label for each class: its position in the class file, from 0, and what can be drawn."""
-    drawn = [_drawable(printable(name, MAX_NAME)) for name in names]
-    return [f"{i} {text or '...'}" for i, text in enumerate(drawn)]
-
-
-def title_text(text: str) -> str:
-    r"""`text` with letters that the font lacks as their number, such as `\u0939`."""
-    text = printable(text, 2 * MAX_NAME)
-    return _drawable(text) or "".join(
-        c if _has_letter(c) else c.encode("unicode_escape").decode()
-        for c in unicodedata.normalize("NFC", text)
-    )
-
-
-def _drawable(text: str) -> str | None:
-    """`text` in letters of the font, without accents if necessary; None if there are none."""
-    composed = unicodedata.normalize("NFC", text)
-    decomposed = unicodedata.normalize("NFKD", text)
-    plain = "".join(c for c in decomposed if not unicodedata.combining(c))
-    return next((form for form in (composed, plain) if all(map(_has_letter, form))), None)
-
-
-@lru_cache(maxsize=4096)
-def _has_letter(letter: str) -> bool:
-    # The fonts do not draw from right to left, and a separate accent beside its letter.
-    right_to_left = unicodedata.bidirectional(letter) in ("R", "AL")
-    is_accent = unicodedata.category(letter).startswith("M")
-    if right_to_left or is_accent or not letter.isprintable():
-        return False
-    if letter.isascii():
-        return True
-    drawn = text_mask(letter, 16)
-    return bool(drawn.any()) and not np.array_equal(drawn, text_mask(_NO_LETTER, 16))
+    """A label for each class: its position in the class file, from 0, and its name."""
+    return [f"{i} {printable(name, MAX_NAME)}" for i, name in enumerate(names)]
 
 
 Rgb = tuple[int, int, int]
@@ -182,7 +147,7 @@ def panel(
     }
     gap = np.full((height, _GAP_PX, 3), WHITE, dtype=np.uint8)
     row = np.hstack([x for part in parts.values() for x in (part, gap)][:-1])
-    headers = [_header([title_text(title)], row.shape[1], step_px=0)] if title else []
+    headers = [_header([printable(title, 2 * MAX_NAME)], row.shape[1], step_px=0)] if title else []
     headers.append(_header(list(parts), row.shape[1], step_px=width + _GAP_PX))
     keys = [
         legend(names, palette, row.shape[1]),
@@ -254,15 +219,6 @@ def write_png(path: Path, picture: np.ndarray) -> None:
     _write(path, to_png(picture))
 
 
-def to_png(picture: np.ndarray) -> bytes:
-    """The file of a picture, or of a label of one channel (uint8 or uint16)."""
-    if picture.ndim == 3:
-        picture = cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)
-    ok, data = cv2.imencode(".png", picture)
-    assert ok, "PNG holds any 8 or 16 bit picture"
-    return data.tobytes()
-
-
 def write_indexed_png(path: Path, indices: np.ndarray, palette: Sequence[Rgb]) -> None:
     """As `write_png`: a PNG of `indices` (H, W) uint8 into `palette`, its colours from index 0."""
     picture = Image.fromarray(indices)
@@ -272,13 +228,20 @@ def write_indexed_png(path: Path, indices: np.ndarray, palette: Sequence[Rgb]) -
     _write(path, data.getvalue())
 
 
+def to_png(picture: np.ndarray) -> bytes:
+    """The file of a picture, or of a label of one channel (uint8 or uint16)."""
+    if picture.ndim == 3:
+        picture = cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)
+    ok, data = cv2.imencode(".png", picture)
+    assert ok, "PNG holds any 8 or 16 bit picture"
+    return data.tobytes()
+
+
 def _write(path: Path, data: bytes) -> None:
-    try:
+    with os_errors_as(ExecutionError, path, "cannot write the picture"):
         path.parent.mkdir(parents=True, exist_ok=True)
         check_replaceable(path)
         write_atomic(path, data, durable=False)
-    except OSError as error:
-        raise ExecutionError(f"{path}: cannot write the picture: {error.strerror}") from error
 
 
 def _header(texts: Sequence[str], width: int, step_px: int) -> np.ndarray:
@@ -335,12 +298,17 @@ def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None
             raise ConfigError(f"--output {printable(path)}: {error.strerror}") from None
         except OSError:
             continue  # the folder cannot be read; writing will say so
-    there = [name for name in names if os.path.lexists(output / LABELS / f"{name}.png")]
+    labels = (output / LABELS / f"{name}.png" for name in names)
+    there = [path for path in labels if os.path.lexists(path)]
     if there and not overwrite:
-        first = printable(output / LABELS / f"{there[0]}.png")
         repair = "choose another directory or pass --overwrite"
-        more = f", and {len(there) - 1} more" if there[1:] else ""
-        raise ConfigError(f"--output {first}: exists already{more}; {repair}")
+        raise ConfigError(f"--output {first_of(there, 1)}: exists already; {repair}")
+
+
+def raw_ids(classes: ClassFile) -> np.ndarray:
+    """The id to write for each train id, (K,) uint8; uint16 if an id exceeds 255."""
+    # A class file allows no ids above 16 bits.
+    return np.array(classes.write_ids, np.min_scalar_type(max(classes.write_ids)))
 
 
 def write_legend(output: Path, classes: ClassFile) -> None:
@@ -355,9 +323,7 @@ def write_prediction(
 
     Label maps hold the raw ids of the class file: grey, with 16 bits if an id exceeds 255.
     """
-    ids = np.array(classes.write_ids)
-    ids = ids.astype(np.uint8 if ids.max() <= 255 else np.uint16)  # a class file allows no more
     colors = colorize(pred, classes.palette)
     blended = overlay(image, pred, classes.palette)
-    for kind, picture in zip(KINDS, (ids[pred], colors, blended), strict=True):
+    for kind, picture in zip(KINDS, (raw_ids(classes)[pred], colors, blended), strict=True):
         write_png(output / kind / f"{name}.png", picture)

@@ -41,7 +41,7 @@ from segtrain.errors import (
 )
 from segtrain.files import check_utf8
 from segtrain.run import directory as run_directory
-from segtrain.run.directory import LOCK, Claim, config_differences, has_saved
+from segtrain.run.directory import LOCK, RunLock, config_differences, has_saved
 from segtrain.text import say
 
 EXPERIMENT, TABLE, PICTURE = "experiment.yaml", "population.csv", "population.png"
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     refuse_ranks(os.environ)
     directory, history = resumed(args) if args.resume else new(args)
     show_warnings(history.config)
-    with Claim(directory):
+    with RunLock(directory):
         rules.write(directory, history)
         _write(directory / EXPERIMENT, config_to_yaml(history.config))
         code = _Population(directory, history, args.nproc, args.device).train()

@@ -22,7 +22,7 @@ from segtrain.errors import EXIT_OK, EXIT_SYSTEM, CheckpointError, ExecutionErro
 from segtrain.files import manifest
 from segtrain.files.manifest import Entry
 from segtrain.run import directory as run_directory
-from segtrain.run.directory import Claim
+from segtrain.run.directory import RunLock
 from segtrain.text import printable
 
 # `python -m segtrain`, which also stops in good order when this process is killed.
@@ -141,7 +141,7 @@ def take_over(loser: Path, winner: Path, config: Config, *, step: int) -> None:
     source, target = (run / run_directory.CHECKPOINTS for run in (winner, loser))
     with ExitStack() as stack:
         for run in (loser, winner):
-            stack.enter_context(Claim(run))
+            stack.enter_context(RunLock(run))
         known = manifest.read_entries(source)
         if step not in [entry.step for entry in known.get(LAST, ())]:
             raise CheckpointError(f"{source / LAST}: expected the checkpoint of step {step}")

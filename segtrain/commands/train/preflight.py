@@ -59,12 +59,6 @@ def check_experiment(
                 f"{key}.class_weights: {len(weights)} numbers for the {num_classes} classes of "
                 f"{config.data.classes}"
             )
-    if config.eval.statistics != "trained":
-        findings.append(
-            f"eval.statistics: {config.eval.statistics} would change the model in training; set "
-            f"it for an evaluation: segtrain eval RUN --set eval.statistics="
-            f"{config.eval.statistics}"
-        )
     if config.train.compile:
         findings += _compile_findings(device)
     if findings:

@@ -40,7 +40,7 @@ from segtrain.models.pretrained import load_backbone
 from segtrain.norm import make_norm
 from segtrain.run import directory as run_directory
 from segtrain.run.console import say
-from segtrain.run.directory import Claim
+from segtrain.run.directory import RunLock
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.training.hogwild import HogwildBarrier, share_model
@@ -336,12 +336,10 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     make_repeatable(config, device)
 
     # 1. The run directory belongs to this run alone.
-    claim = Claim(directory)
-    notes, changes = dist.run_on_rank0(lambda: _take_directory(request, claim, stack))
+    notes, changes = dist.run_on_rank0(lambda: _take_directory(request, stack))
     checkpoints = CheckpointManager(
         directory / run_directory.CHECKPOINTS,
         keep_limit=config.checkpoint.keep_limit,
-        before_write=claim.renew,
     )
     # 2. The checkpoint to go on from, if there is one.
     resumed = _find_checkpoint(checkpoints, request, notes)
@@ -460,11 +458,9 @@ def _has_weights_digest(config: Config, step: int) -> bool:
     return step % config.log.weights_digest_every_steps == 0 or step == config.train.steps
 
 
-def _take_directory(
-    request: TrainRequest, claim: Claim, stack: ExitStack
-) -> tuple[list[str], list[str]]:
+def _take_directory(request: TrainRequest, stack: ExitStack) -> tuple[list[str], list[str]]:
     """Locks the directory on rank 0; returns notes, and what differs from the run's own config."""
-    stack.enter_context(claim)
+    stack.enter_context(RunLock(request.directory))
     restored = restore_config(request.directory) if request.resume else []
     changes = run_directory.check_directory(
         request.directory,
