@@ -188,6 +188,6 @@ def shown(run: Run) -> Iterator[Batch]:
     for i, batch in enumerate(batches):
         if i == 0:
             # A wrong label file or augmentation is seen here within a minute.
-            picture = training_picture(batch, run.train_set.classes, run.config.log.num_images)
+            picture = training_picture(batch, run.train_set.classes)
             run.log.picture(run.state.step, "train/batch", picture)
         yield batch

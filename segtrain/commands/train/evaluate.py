@@ -30,7 +30,7 @@ from segtrain.models.precision import (
 )
 from segtrain.norm.precise import precise_statistics_of_parts
 from segtrain.run.console import score_text
-from segtrain.run.pictures import confusion_picture, panel, spread, to_png
+from segtrain.run.pictures import NUM_IMAGES, confusion_picture, panel, spread, to_png
 from segtrain.training.step_sync import LateVote
 
 
@@ -113,7 +113,7 @@ def _show(run: Run, pictures: dict[int, str]) -> None:
 
 def _keep(run: Run, prediction: Prediction, pictures: dict[int, str]) -> None:
     """Draws image, label and prediction if it is one to show; as text, which ranks can exchange."""
-    if prediction.index not in spread(len(run.eval_set), run.config.log.num_images):
+    if prediction.index not in spread(len(run.eval_set), NUM_IMAGES):
         return
     index, *pixels = prediction
     names, palette = run.eval_set.classes.names, run.eval_set.classes.palette

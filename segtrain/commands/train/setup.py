@@ -50,6 +50,8 @@ from segtrain.training.step_sync import StepSync
 
 # How long a resumed run waits for the hashes of the labels before its first step.
 DATA_PATIENCE_S = 5.0
+# A receipt has hashes of all weights this often, where a checkpoint is kept, and at the end.
+_DIGEST_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,8 @@ def _keeping_together(
 
 
 def _has_weights_digest(config: Config, step: int) -> bool:
-    return step % config.log.weights_digest_every_steps == 0 or step == config.train.steps
+    every = (_DIGEST_STEPS, config.checkpoint.keep_every_steps or _DIGEST_STEPS, config.train.steps)
+    return any(step % steps == 0 for steps in every)
 
 
 def _take_directory(order: Order, claim: Claim, stack: ExitStack) -> tuple[list[str], list[str]]:

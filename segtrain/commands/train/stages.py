@@ -25,7 +25,7 @@ from segtrain.config import Config, TrainConfig
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import ClassFile, ignoring_as
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.sample.centroids import Centroids, measure_centroids
+from segtrain.data.sample.centroids import TILE_PX, Centroids, measure_centroids
 from segtrain.data.sample.stream import ClassUniform, Mixing, TrainStream
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
@@ -36,7 +36,7 @@ from segtrain.norm import make_norm
 from segtrain.run import directory as run_directory
 from segtrain.run.console import say
 from segtrain.text import printable
-from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
+from segtrain.training.optim import learning_rate, set_learning_rate
 from segtrain.training.receipts import ReceiptMeter
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step_sync import StepSync
@@ -121,7 +121,6 @@ def build_state(
         last_update = min(state.step, config.train.steps) - 1
         if last_update >= 0:
             set_learning_rate(state.optimizer, learning_rate(config.train, last_update))
-            set_momentum(state.optimizer, momentum(config.train, last_update))
     notes += _layer_lines(state)
     return state
 
@@ -246,9 +245,7 @@ def class_uniform_sampling(
     if dist.is_main():
         say(f"looking for the classes in {len(train_set)} labels (data.class_uniform)")
     path = directory / run_directory.CENTROIDS
-    centroids = measure_centroids(
-        train_set, data.class_uniform_tile_px, path, device=device, keep=keep
-    )
+    centroids = measure_centroids(train_set, TILE_PX, path, device=device, keep=keep)
     return ClassUniform(centroids, fraction=data.class_uniform, steps=data.class_uniform_steps)
 
 
@@ -284,10 +281,9 @@ def centroid_changes(
     what = "the centroids of the classes (data.class_uniform) are not those of the checkpoint"
     if not accept_changes:
         raise ConfigError(
-            f"{resumed.path}: {what}: a label, the class file or data.class_uniform_tile_px has "
-            "changed, or another version of segtrain measures them otherwise; give the run what it "
-            "was started with, start a new run by --output, or, if the change is meant, add "
-            "--accept-changes"
+            f"{resumed.path}: {what}: a label or the class file has changed, or another version of "
+            "segtrain measures them otherwise; give the run what it was started with, start a new "
+            "run by --output, or, if the change is meant, add --accept-changes"
         )
     return [f"changed    {what}"]
 
