@@ -220,7 +220,7 @@ def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
 @pytest.mark.fault(80)
 def test_all_mistakes_are_listed_in_the_order_of_the_file():
     text = "train:\n  steps: 1.5\n  lr: 012\n  lr: 1\nnorm: {kind: syn}\nmodel:\n  x: 1\neval:\n"
-    lines = refusal(text, "foo", "log.num_images=0", "train.x.y=1", "seed=no")
+    lines = refusal(text, "foo", "log.every_steps=0", "train.x.y=1", "seed=no")
     assert [line.split(": ")[0] for line in lines] == [
         "f.yaml:3",
         "f.yaml:4",
@@ -228,7 +228,7 @@ def test_all_mistakes_are_listed_in_the_order_of_the_file():
         "f.yaml:6",
         "f.yaml:8",
         "f.yaml:9",
-        "--set log.num_images",
+        "--set log.every_steps",
         "--set train.x.y",
         "--set seed",
         "--set foo",
@@ -338,12 +338,8 @@ def test_a_config_cannot_be_changed():
         ("train.optimizer=adamw train.momentum=0.8", "train.momentum", "optimizer adamw"),
         ("train.optimizer=adamw train.nesterov=true", "train.nesterov", "optimizer adamw"),
         ("train.betas=[0.5,0.5]", "train.betas", "optimizer sgd"),
-        ("train.warmup_start=0.2", "train.warmup_start", "warmup_steps 0"),
-        (
-            "train.poly_power=0 train.min_lr=1e-3",
-            "train.min_lr",
-            "poly_power 0, a constant learning rate",
-        ),
+        ("train.warmup_start=0.2", "train.warmup_start", "warmup_steps 0 and"),
+        ("train.poly_power=0 train.min_lr=1e-3", "train.min_lr", "poly_power 0"),
         (
             "train.weight_decay=0 train.decay_norm_and_bias=false",
             "train.decay_norm_and_bias",
@@ -359,18 +355,18 @@ def test_a_config_cannot_be_changed():
             "augment.color_prob=1 augment.brightness=0 augment.contrast=0 augment.saturation=0 "
             "augment.hue=0",
             "augment.color_prob",
-            "brightness, contrast, saturation and hue 0",
+            "brightness 0 and contrast 0 and saturation 0 and hue 0",
         ),
         ("checkpoint.keep_limit=2", "checkpoint.keep_limit", "keep_every_steps null"),
         ("data.layout=voc data.images_dir=a", "data.images_dir", "layout voc"),
         ("data.layout=voc data.labels_dir=a", "data.labels_dir", "layout voc"),
         ("data.num_workers=0 data.prefetch=2", "data.prefetch", "num_workers 0"),
-        ("log.weights_digest_every_steps=7", "log.weights_digest_every_steps", "train.shares null"),
+        ("data.class_uniform_steps=7", "data.class_uniform_steps", "class_uniform 0"),
     ],
 )
 def test_an_option_without_effect_is_refused(options, key, reason):
     (line,) = refusal("", *options.split())
-    assert line.startswith(f"--set {key}: has no effect with {reason}; remove it, or set it to its")
+    assert line.startswith(f"--set {key}: has no effect with {reason}")
 
 
 @pytest.mark.parametrize(

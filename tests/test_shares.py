@@ -283,8 +283,8 @@ def test_a_step_that_is_computed_again_changes_nothing(run_ranks, tmp_path, data
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"train": {"compile": True}}, "shares: cannot go with compile"),
-        ({"train": {"virtual_ranks": 2}}, "shares: cannot go with virtual_ranks, 2"),
+        ({"train": {"compile": True}}, "shares: 3 cannot go with compile true"),
+        ({"train": {"virtual_ranks": 2}}, "shares: 3 cannot go with virtual_ranks 2"),
         ({"norm": {"kind": "local"}}, "train.shares: with batch norm over each rank alone"),
         ({"norm": {"extent": "node"}}, "train.shares: with batch norm over extent node"),
         ({"norm": {"extent": 2}}, "train.shares: with batch norm over extent 2"),

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from segtrain.config import Config, DataConfig
-from segtrain.config.loss import takes_class_weights
 from segtrain.data.check import issues as find
 from segtrain.data.check.issues import CheckResult, Issue
 from segtrain.data.check.scan import header_problems, num_processes, scan_split
@@ -51,7 +50,7 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         if scan.split == data.train_split:
             issues += find.training_issues(scan, config)
     issues += find.shared_image_issues(scans, is_one_split=data.train_split == data.eval_split)
-    weighs = any(takes_class_weights(term.kind) for term in config.loss.terms)
+    weighs = any(term.takes_class_weights for term in config.loss.terms)
     return CheckResult(classes.name, list(classes.names), scans, issues, weighs)
 
 
