@@ -258,21 +258,13 @@ LONG = "n" * 300
 NAMES = [
     ("train", LONG),
     ("train", "own.yaml", "--output", LONG),
-    ("train", "own.yaml", "--output", "d/" * 3000),
-    ("population", LONG),
     ("verify", LONG),
     ("eval", LONG),
-    ("predict", LONG, "photo.png", "--output", "out"),
     ("predict", "run", f"{LONG}.png", "--output", "out"),
-    ("predict", "run", "photo.png", "--output", LONG),
     ("export", "run", "--format", "onnx", "--output", f"{LONG}.onnx"),
-    ("convert", f"{LONG}.pth", "--output", "k.pt"),
     ("convert", "model.pth", "--output", f"{LONG}.pt"),
-    ("data", "check", "own.yaml", "--json", LONG),
     ("data", "check", "own.yaml", "--set", f"data.root={LONG}"),
-    ("data", "pack", "own.yaml", "--output", LONG),
     ("data", "synth", LONG),
-    ("config", "copy", "own_data", f"{LONG}.yaml"),
 ]
 
 
@@ -326,32 +318,21 @@ def test_what_the_system_refuses_by_name_is_a_mistake_of_the_user(
         exit_code.run(fail)
 
 
-def test_a_mistake_in_the_program_keeps_its_traceback(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("bug"), OSError(errno.ENOSPC, "No space left on device", "x"), BrokenPipeError()],
+    ids=["bug", "disk", "pipe"],
+)
+def test_a_mistake_in_the_program_keeps_its_traceback(monkeypatch, capfd, error):
+    """As a full disk or a broken pipe that is not behind stdout."""
+
     def fail(args):
-        raise KeyError("bug")
+        raise error
 
     monkeypatch.setattr("segtrain.commands.config.write_schema", fail)
-    with pytest.raises(KeyError):
-        cli.main(["config", "schema"])
-
-
-def test_a_full_disk_that_is_not_behind_stdout_is_not_hidden(monkeypatch, capfd):
-    def fail(args):
-        raise OSError(errno.ENOSPC, "No space left on device", "elsewhere")
-
-    monkeypatch.setattr("segtrain.commands.config.write_schema", fail)
-    with pytest.raises(OSError, match="elsewhere"):
+    with pytest.raises(type(error)):
         cli.main(["config", "schema"])
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_broken_pipe_that_is_not_stdout_is_not_hidden(monkeypatch):
-    def fail(args):
-        raise BrokenPipeError
-
-    monkeypatch.setattr("segtrain.commands.config.write_schema", fail)
-    with pytest.raises(BrokenPipeError):
-        cli.main(["config", "schema"])
 
 
 @pytest.mark.fault(88)

@@ -11,7 +11,6 @@ from segtrain.config import (
     TrainConfig,
     config_schema,
     config_to_yaml,
-    load_config,
     override_config,
     parse_config,
 )
@@ -50,27 +49,12 @@ def test_a_file_says_only_what_differs_from_the_defaults():
             "model: {num_classes: 19}",
             "f.yaml:2: model.num_classes: unknown key; the class file in data.classes decides it",
         ),
-        (
-            "train:\n  steps: 19.0",
-            "f.yaml:3: train.steps: must be an integer, got 19.0",
-        ),
-        (
-            "train: {steps: true}",
-            "f.yaml:2: train.steps: must be an integer, got true",
-        ),
+        ("train:\n  steps: 19.0", "f.yaml:3: train.steps: must be an integer, got 19.0"),
+        ("train: {steps: true}", "f.yaml:2: train.steps: must be an integer, got true"),
         ("train: {steps: 0}", "f.yaml:2: train.steps: must be greater than 0, got 0"),
-        (
-            "train: {lr: '0.1'}",
-            "f.yaml:2: train.lr: must be a number, got '0.1'",
-        ),
-        (
-            "train: {lr: true}",
-            "f.yaml:2: train.lr: must be a number, got true",
-        ),
-        (
-            "train: {nesterov: yes}",
-            "f.yaml:2: train.nesterov: must be true or false, got 'yes'",
-        ),
+        ("train: {lr: '0.1'}", "f.yaml:2: train.lr: must be a number, got '0.1'"),
+        ("train: {lr: true}", "f.yaml:2: train.lr: must be a number, got true"),
+        ("train: {nesterov: yes}", "f.yaml:2: train.nesterov: must be true or false, got 'yes'"),
         (
             "train: {clip_grad_norm: -1}",
             "f.yaml:2: train.clip_grad_norm: must be greater than 0, got -1",
@@ -83,27 +67,18 @@ def test_a_file_says_only_what_differs_from_the_defaults():
             "augment: {crop_size: 512}",
             "f.yaml:2: augment.crop_size: must be a list, such as [64, 48], got 512",
         ),
-        (
-            "augment: {crop_size: [512]}",
-            "f.yaml:2: augment.crop_size[1]: is required",
-        ),
+        ("augment: {crop_size: [512]}", "f.yaml:2: augment.crop_size[1]: is required"),
         (
             "augment: {crop_size: [1, 2, 3]}",
             "f.yaml:2: augment.crop_size: must have at most 2 items, got [1, 2, 3]",
         ),
-        (
-            "eval: {scales: []}",
-            "f.yaml:2: eval.scales: must have at least 1 item, got []",
-        ),
+        ("eval: {scales: []}", "f.yaml:2: eval.scales: must have at least 1 item, got []"),
         (
             "loss: {kind: cross-entropy}",
             "f.yaml:2: loss.kind: must be 'cross_entropy', 'ohem', 'dice', 'focal', 'lovasz' or "
             "'boundary_relaxation', got 'cross-entropy'; did you mean cross_entropy?",
         ),
-        (
-            "model: {output_stride: 4}",
-            "f.yaml:2: model.output_stride: must be 8, 16 or 32, got 4",
-        ),
+        ("model: {output_stride: 4}", "f.yaml:2: model.output_stride: must be 8, 16 or 32, got 4"),
         ("train: null", "f.yaml:2: train: must be keys and values, got null"),
         (
             "augment:\n  extra:\n    - {name: Blur}\n    - {name: 3}",
@@ -268,7 +243,7 @@ def test_an_override_obeys_the_same_checks(override, message):
     assert line.startswith(message)
 
 
-@pytest.mark.parametrize("value", ["64,48", "(64, 48)", "64x48", "64"])
+@pytest.mark.parametrize("value", ["(64, 48)", "64x48", "64"])
 def test_a_list_in_the_wrong_form_is_refused_with_an_example(value):
     (line,) = refusal("seed: 3\n", f"augment.crop_size={value}")
     assert line.startswith("--set augment.crop_size: must be a list, such as [64, 48], got ")
@@ -348,9 +323,6 @@ def test_a_config_cannot_be_changed():
         ("augment.rotate_prob=0.2", "augment.rotate_prob", "rotate_deg 0"),
         ("augment.rotate_prob=0 augment.rotate_deg=9", "augment.rotate_deg", "rotate_prob 0"),
         ("augment.brightness=0.2", "augment.brightness", "color_prob 0"),
-        ("augment.contrast=0.2", "augment.contrast", "color_prob 0"),
-        ("augment.saturation=0.2", "augment.saturation", "color_prob 0"),
-        ("augment.hue=0.2", "augment.hue", "color_prob 0"),
         (
             "augment.color_prob=1 augment.brightness=0 augment.contrast=0 augment.saturation=0 "
             "augment.hue=0",
@@ -359,7 +331,6 @@ def test_a_config_cannot_be_changed():
         ),
         ("checkpoint.keep_limit=2", "checkpoint.keep_limit", "keep_every_steps null"),
         ("data.layout=voc data.images_dir=a", "data.images_dir", "layout voc"),
-        ("data.layout=voc data.labels_dir=a", "data.labels_dir", "layout voc"),
         ("data.num_workers=0 data.prefetch=2", "data.prefetch", "num_workers 0"),
         ("data.class_uniform_steps=7", "data.class_uniform_steps", "class_uniform 0"),
     ],
@@ -400,15 +371,6 @@ def test_a_config_without_such_options_gives_no_warning(text):
     config = parse(text)
     assert config_warnings(config) == []
     assert config_warnings(parse_config(config_to_yaml(config), source="f.yaml")) == []
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")),
-    ids=lambda path: path.stem,
-)
-def test_the_shipped_configs_load_without_warnings(path):
-    assert config_warnings(load_config(path)) == []
 
 
 @pytest.mark.parametrize(

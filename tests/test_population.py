@@ -568,8 +568,7 @@ def test_what_cannot_be_a_population_is_refused(tmp_path, experiment, arguments,
 
 
 @pytest.mark.parametrize(
-    "variables",
-    [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}],
+    "variables", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}]
 )
 def test_ranks_of_other_launchers_are_refused(tmp_path, experiment, variables, monkeypatch, capsys):
     for name, value in variables.items():

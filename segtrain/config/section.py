@@ -50,9 +50,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "lovasz_per_image": "kind=lovasz",
         "boundary_px": "kind=boundary_relaxation",
     },
-    "LayerRule": {
-        "lr_mult weight_decay decay_toward hold_zeros": "freeze=null freeze=false",
-    },
+    "LayerRule": {"lr_mult weight_decay decay_toward hold_zeros": "freeze=null freeze=false"},
     "TrainConfig": {
         "momentum nesterov momentum_correction": "optimizer=sgd",
         "momentum_correction": "momentum",
@@ -67,9 +65,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "schedule_after_warmup": "warmup_steps",
         "sam_every": "sam_rho",
     },
-    "EvalConfig": {
-        "statistics_images statistics_prior": "statistics=split statistics=train_split",
-    },
+    "EvalConfig": {"statistics_images statistics_prior": "statistics=split statistics=train_split"},
     "CheckpointConfig": {"keep_limit": "keep_every_steps"},
     "Config": {
         "loss.aux_weight": "model.aux_head",
@@ -112,22 +108,14 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("momentum_correction", "large_batch", "its momentum is corrected"),
     ),
     "Config": (
-        (
-            "eval.precision",
-            "train.precision=float64",
-            "weights in float64 have no mixed precision",
-        ),
+        ("eval.precision", "train.precision=float64", "weights in float64 have no mixed precision"),
         (
             "norm.kind norm.extent",
             "train.virtual_ranks",
             "virtual ranks share the statistics of all; with others train.accumulate_steps is as "
             "good",
         ),
-        (
-            "norm.precise_batches",
-            "train.parallel",
-            "its processes share running statistics",
-        ),
+        ("norm.precise_batches", "train.parallel", "its processes share running statistics"),
     ),
 }
 
