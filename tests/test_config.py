@@ -98,8 +98,8 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ),
         (
             "train:\n  batch_size: 4\n  accumulate_steps: 3",
-            "f.yaml:3: train.batch_size: a pass of one image has one value a channel after global "
-            "pooling, and batch norm needs two; use at least 2 images a pass "
+            "f.yaml:3: train.batch_size: a microbatch of one image has one value a channel after "
+            "global pooling, and batch norm needs two; use at least 2 images a microbatch "
             "(batch_size / accumulate_steps)",
         ),
         (

@@ -32,7 +32,7 @@ class BaseLoss(Section):
     kind: LossKind = option(
         "cross_entropy",
         "ohem: cross entropy over the hardest pixels only; dice: soft Dice (V-Net), "
-        "mean over the classes that the labels of a pass show; focal: cross entropy times "
+        "mean over the classes that the labels of a microbatch show; focal: cross entropy times "
         "(1 - p) ** focal_gamma; lovasz: Lovasz-Softmax, a surrogate of the IoU; "
         "boundary_relaxation: along boundaries any of the classes nearby is right",
     )
@@ -66,9 +66,9 @@ class BaseLoss(Section):
     )
     lovasz_per_image: bool = option(
         True,
-        "lovasz: the mean of the losses of the images (of passes: by their pixels); false: over "
-        "the pixels of all ranks, which are all sent to every rank and sorted there, class by "
-        "class",
+        "lovasz: the mean of the losses of the images (of microbatches: by their pixels); false: "
+        "over the pixels of all ranks, which are all sent to every rank and sorted there, class "
+        "by class",
     )
     boundary_px: Annotated[int, Field(gt=0, le=100)] = option(
         1, "boundary_relaxation: how far away other classes are right too"
@@ -181,8 +181,8 @@ class Config(Section):
         yield from self._start_mistakes()
         if norm.is_batch_norm and train.batch_size // train.accumulate_steps == 1:
             yield (
-                "train.batch_size: a pass of one image has one value a channel after global "
-                "pooling, and batch norm needs two; use at least 2 images a pass "
+                "train.batch_size: a microbatch of one image has one value a channel after global "
+                "pooling, and batch norm needs two; use at least 2 images a microbatch "
                 "(batch_size / accumulate_steps)"
             )
         if norm.is_batch_norm and (norm.kind, norm.extent) != ("sync", "world"):
@@ -206,8 +206,8 @@ class Config(Section):
         weights = {term.class_weights for term in self.loss.terms if term.takes_class_weights}
         if train.accumulate_steps > 1 and len(weights) > 1:
             yield (
-                "loss.also: with train.accumulate_steps passes are weighed by class weights, and "
-                "those of the terms differ; give all terms the same class_weights, or use "
+                "loss.also: with train.accumulate_steps microbatches are weighed by class weights, "
+                "and those of the terms differ; give all terms the same class_weights, or use "
                 "train.virtual_ranks instead"
             )
         if (steps := self.data.class_uniform_steps) is not None and steps >= train.steps:

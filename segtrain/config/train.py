@@ -87,8 +87,8 @@ class TrainConfig(Section):
     batch_size: Positive = option(16, "images a step, over all ranks")
     accumulate_steps: Positive = option(
         1,
-        "split each batch into this many passes; batch statistics are then those of "
-        "one pass, so the result differs from a whole batch; virtual_ranks is exact",
+        "split each batch into this many microbatches; batch statistics are then those of one "
+        "microbatch, so the result differs from a whole batch; virtual_ranks is exact",
     )
     virtual_ranks: Positive = option(
         1,
@@ -98,9 +98,8 @@ class TrainConfig(Section):
     )
     shares: Positive | None = option(
         None,
-        "cut each pass into this many parts, computed apart and added up in an order of their own, "
-        "so that weights are equal bit for bit on any number of ranks up to this one; null: equal "
-        "to rounding only",
+        "cut each microbatch into this many parts, computed apart and summed in a fixed order: "
+        "equal bits on any number of ranks up to this one; null: equal to rounding only",
     )
     parallel: Literal["sync", "hogwild"] = option(
         "sync",
@@ -238,7 +237,7 @@ class TrainConfig(Section):
             )
         if self.shares is not None and images < self.shares:
             yield (
-                f"shares: {self.shares} shares of a pass of {images} images "
+                f"shares: {self.shares} shares of a microbatch of {images} images "
                 "(batch_size / accumulate_steps) would leave some empty; use fewer shares or a "
                 "larger batch"
             )
