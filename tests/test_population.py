@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -440,34 +441,59 @@ def test_a_diverged_member_counts_as_the_worst_and_goes_on(tmp_path, experiment,
     assert exchanges_of(directory)[2] == [(0, 1)]
 
 
-def test_members_train_at_the_same_time_with_the_same_exchanges(
-    tmp_path, experiment, monkeypatch, capsys
-):
+def test_members_train_at_the_same_time_with_the_same_exchanges(tmp_path, experiment, monkeypatch):
     """Each waits for all others, and the last one comes to its end first."""
-    calls, train, order = [], stand_in([]), {}
-    barrier = threading.Barrier(4)
+    train, everybody = stand_in([]), threading.Barrier(4)
 
     def wait(arguments, show):
-        name, until = Path(arguments[3]).name, arguments[5]
-        calls.append(name)
-        barrier.wait(10)
-        turns = order.setdefault(until, [threading.Event() for _ in range(5)])
-        turns[4].set()
-        turns[int(name[-1]) + 1].wait(10)
-        code = train(arguments, show)
-        turns[int(name[-1])].set()
-        return code
+        everybody.wait(10)
+        time.sleep(0.05 * (3 - int(arguments[3][-1])))
+        return train(arguments, show)
 
-    four = ["--members", "4"]
-    programs(monkeypatch, train)
-    assert run(experiment, tmp_path / "alone", *four) == 0
-    programs(monkeypatch, wait)
-    assert run(experiment, tmp_path / "together", *four, "--at-once", "4") == 0
+    for name, function, at_once in (("alone", train, "1"), ("together", wait, "4")):
+        programs(monkeypatch, function)
+        arguments = ("--members", "4", "--at-once", at_once)
+        assert run(experiment, tmp_path / name, *arguments) == 0
     assert rows_of(tmp_path / "together") == rows_of(tmp_path / "alone")
     assert exchanges_of(tmp_path / "together") == exchanges_of(tmp_path / "alone")
-    said = [line for line in capsys.readouterr().err.splitlines() if "mIoU" in line]
-    assert len(said) == 16
-    assert sorted(calls) == sorted(f"member_{i}" for i in range(4) for _ in range(2))
+
+
+def test_no_member_begins_after_another_failed_and_those_beside_it_count(
+    tmp_path, experiment, monkeypatch, capsys
+):
+    calls, directory = [], tmp_path / "run"
+    train, both = stand_in(calls), threading.Barrier(2)
+
+    def fail(arguments, show):
+        both.wait(10)
+        if arguments[3].endswith("member_0"):
+            return 3
+        time.sleep(0.1)
+        return train(arguments, show)
+
+    programs(monkeypatch, fail)
+    arguments = ("--members", "4", "--at-once", "2")
+    assert run(experiment, directory, *arguments) == 3
+    assert [row[:2] for row in rows_of(directory)] == [(2, 1)]
+    assert capsys.readouterr().err.count("ended with exit code") == 1
+    programs(monkeypatch, train)
+    assert run(experiment, directory, *arguments, "--resume") == 0
+    assert calls.count(("member_1", 2, False)) == 1
+
+
+def test_a_line_that_a_killed_process_left_half_written_does_not_count(tmp_path):
+    found = population([[0.1, 0.4]])
+    history.write(tmp_path, found)
+    path = tmp_path / "population.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 20, "mem')
+    again = history.read(tmp_path)
+    assert again.rounds == found.rounds
+    history.write(tmp_path, again)
+    assert path.read_bytes() == whole
+    path.write_bytes(whole + b'{"step": 17, "exchange": []}\n')
+    with pytest.raises(CheckpointError, match=r"jsonl:5: damaged: a round or member that"):
+        history.read(tmp_path)
 
 
 @pytest.mark.parametrize(
