@@ -114,8 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         if group not in parents:
             of_group = parents[""].add_parser(group, help=GROUPS[group])
             parents[group] = of_group.add_subparsers(**listed)
-        texts = {"description": command.description, "epilog": command.epilog}
-        _add_arguments(parents[group].add_parser(name, help=command.help, **texts), command)
+        _add_arguments(parents[group].add_parser(name, **command.texts), command)
     return parser
 
 

@@ -13,32 +13,22 @@ class Argument(NamedTuple):
     group: str = ""  # the title above it in the help
 
 
-class Command(NamedTuple):
+class Command:
     """`name` may be of two words, such as "data check"; `function` is "module:name" of segtrain."""
 
-    name: str
-    function: str
-    help: str
-    arguments: tuple[Argument, ...]
-    description: str | None
-    epilog: str | None
+    def __init__(
+        self, name: str, function: str, help: str, *arguments: Argument, **texts: str
+    ) -> None:
+        self.name, self.function, self.arguments = name, function, arguments
+        self.texts = {"help": help} | texts  # and description, epilog
 
 
 GROUPS = {"data": "make, check or pack data sets", "config": "list, copy or show configs"}
 
 
-def _command(
-    name: str,
-    function: str,
-    help: str,
-    *arguments: Argument,
-    description: str | None = None,
-    epilog: str | None = None,
-) -> Command:
-    return Command(name, function, help, arguments, description, epilog)
-
-
-def _argument(name: str, help: str, metavar: Any = None, type: Any = None, **options: Any):
+def _argument(
+    name: str, help: str, metavar: Any = None, type: Any = None, **options: Any
+) -> Argument:
     options |= {key: value for key, value in (("metavar", metavar), ("type", type)) if value}
     return Argument(name, {"help": help, **options})
 
@@ -143,7 +133,7 @@ def _of_machines(name: str, help: str, *rest: Any, **options: Any) -> Argument:
 
 
 COMMANDS = (
-    _command(
+    Command(
         "train",
         "commands.train.start:main",
         "train a model from a config",
@@ -190,7 +180,7 @@ COMMANDS = (
         "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
         "  torchrun --nproc-per-node 4 -m segtrain train CONFIG",
     ),
-    _command(
+    Command(
         "population",
         "commands.population.command:main",
         "search options with runs that learn from each other",
@@ -241,7 +231,7 @@ COMMANDS = (
         "  segtrain population own.yaml --perturb train.lr --perturb model.dropout --nproc 2\n"
         "  segtrain population runs/own_population --resume",
     ),
-    _command(
+    Command(
         "bench",
         "commands.launch:bench",
         "where the time of a training step goes",
@@ -264,7 +254,7 @@ COMMANDS = (
         "  segtrain bench own.yaml --nproc 2\n"
         "  segtrain bench own.yaml --set train.precision=bfloat16 --profile trace.json.gz",
     ),
-    _command(
+    Command(
         "eval",
         "commands.launch:evaluate",
         "score a model on a split",
@@ -285,7 +275,7 @@ COMMANDS = (
         "  segtrain eval runs/own/checkpoints/last.pt --split val --save-predictions out\n"
         "  segtrain eval runs/own --split test --no-labels --save-predictions out",
     ),
-    _command(
+    Command(
         "verify",
         "commands.launch:verify",
         "compute steps of a run again and compare every bit",
@@ -310,7 +300,7 @@ COMMANDS = (
         "  segtrain verify runs/own --steps 1: --nproc 4\n"
         "  segtrain verify runs/own --steps 900:1000 --set data.root=/elsewhere/data",
     ),
-    _command(
+    Command(
         "predict",
         "commands.predict:main",
         "segment images",
@@ -323,7 +313,7 @@ COMMANDS = (
         description="Segment images of any size: writes label maps, colour maps and overlays.",
         epilog="example:\n  segtrain predict runs/own photos/ extra.jpg --output predictions",
     ),
-    _command(
+    Command(
         "export",
         "commands.export:main",
         "write a model for other programs",
@@ -355,7 +345,7 @@ COMMANDS = (
         epilog="example:\n  segtrain export runs/own --format onnx --output own.onnx "
         "--normalize --argmax",
     ),
-    _command(
+    Command(
         "convert",
         "commands.convert:main",
         "make a checkpoint of another program one of segtrain",
@@ -391,7 +381,7 @@ COMMANDS = (
         "  segtrain convert theirs.pth --classes own.yaml --class-order theirs.yaml "
         "--output own.pt",
     ),
-    _command(
+    Command(
         "data synth",
         "synthetic:main",
         "draw a synthetic data set",
@@ -404,7 +394,7 @@ COMMANDS = (
         description="Draw synthetic street scenes in the layout of Cityscapes.",
         epilog="example:\n  segtrain data synth data/street --num-train 200 --num-val 40",
     ),
-    _command(
+    Command(
         "data check",
         "commands.data:check",
         "check every image and label of a config",
@@ -416,7 +406,7 @@ COMMANDS = (
         "files, sizes that differ, label values outside the class file; and class frequencies.",
         epilog="example:\n  segtrain data check own.yaml",
     ),
-    _command(
+    Command(
         "data pack",
         "commands.data:pack",
         "decode a data set once, so that training reads crops from raw rows",
@@ -430,7 +420,7 @@ COMMANDS = (
         epilog="examples:\n  segtrain data pack own.yaml --output packs/own\n"
         "  segtrain train own.yaml --set data.pack=packs/own",
     ),
-    _command(
+    Command(
         "data stats",
         "commands.data:stats",
         "count the classes of a split, and print class weights for the loss",
@@ -451,10 +441,10 @@ COMMANDS = (
         epilog="examples:\n  segtrain data stats own.yaml\n"
         "  segtrain data stats own.yaml --split val --json stats.json",
     ),
-    _command(
+    Command(
         "config list", "commands.config:print_names", "list the configs that come with segtrain"
     ),
-    _command(
+    Command(
         "config copy",
         "commands.config:copy",
         "copy a config that comes with segtrain",
@@ -463,7 +453,7 @@ COMMANDS = (
         description="Copy the config NAME to FILE, and say which lines to change.",
         epilog="example:\n  segtrain config copy own_data my.yaml",
     ),
-    _command(
+    Command(
         "config show",
         "commands.config:print_config",
         "check a config and print it with all defaults",
@@ -472,7 +462,7 @@ COMMANDS = (
         epilog="examples:\n  segtrain config show own.yaml --set train.lr=0.02\n"
         "  segtrain config show camvid_small",
     ),
-    _command(
+    Command(
         "config schema",
         "commands.config:write_schema",
         "print the JSON Schema of configs, for editors",
@@ -481,7 +471,7 @@ COMMANDS = (
         "with '# yaml-language-server: $schema=schema.json' after\n"
         "  segtrain config schema --output schema.json",
     ),
-    _command(
+    Command(
         "doctor",
         "commands.doctor:main",
         "look at this machine and installation",

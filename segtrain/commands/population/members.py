@@ -182,7 +182,7 @@ def take_over(loser: Path, winner: Path, config: Config, *, step: int) -> None:
         known = manifest.read_entries(source)
         if step not in [entry.step for entry in known.get(LAST, ())]:
             raise CheckpointError(f"{source / LAST}: expected the checkpoint of step {step}")
-        with files.os_errors_as(ExecutionError, what=f"cannot take over from {winner.name}"):
+        with files.os_errors_as(ExecutionError, loser, f"cannot take over from {winner.name}"):
             target.mkdir(exist_ok=True)
             # Before the manifest is replaced, which says which files are the run's own.
             for name in manifest.read_entries(target).keys() - known.keys():
