@@ -1,4 +1,5 @@
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 from segtrain import __version__
 from segtrain.config import (
     Config,
+    LayerRule,
     TrainConfig,
     config_schema,
     config_to_yaml,
@@ -16,6 +18,7 @@ from segtrain.config import (
 )
 from segtrain.config.experiment import config_warnings, wrong_units
 from segtrain.config.loading import with_places
+from segtrain.config.section import CONFLICTS, NEEDS, Section
 from segtrain.errors import ConfigError
 
 DATA = "data: {layout: folders, root: /d, classes: voc}\n"
@@ -338,6 +341,19 @@ def test_a_config_cannot_be_changed():
 def test_an_option_without_effect_is_refused(options, key, reason):
     (line,) = refusal("", *options.split())
     assert line.startswith(f"--set {key}: has no effect with {reason}")
+
+
+def test_the_tables_of_rules_name_options_that_exist():
+    options = {"data": {"layout": "folders", "root": "x", "classes": "x"}}
+    config = Config.model_validate(options)
+    sections = [config, *(value for _, value in config if isinstance(value, Section))]
+    sections.append(LayerRule(names=("a",), freeze=True))
+    found = {each.__name__: section for section in sections for each in type(section).__mro__}
+    rules = [(name, f"{keys} {needed}") for name in NEEDS for keys, needed in NEEDS[name].items()]
+    rules += [(name, f"{keys} {other}") for name in CONFLICTS for keys, other, _ in CONFLICTS[name]]
+    for name, words in rules:
+        for key in words.split():
+            attrgetter(key.partition("=")[0])(found[name])
 
 
 @pytest.mark.parametrize(
