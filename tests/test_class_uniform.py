@@ -277,12 +277,6 @@ def test_labels_without_any_class_are_refused(own_data, tmp_path):
         table(own_data, tmp_path / "c.json")
 
 
-@pytest.mark.parametrize("key", ["class_uniform_tile_px", "class_uniform_steps"])
-def test_options_of_class_uniform_are_refused_without_it(key):
-    with pytest.raises(ValueError, match=f"{key}: has no effect with class_uniform 0"):
-        DataConfig(layout="folders", root="x", classes="y", **{key: 7})
-
-
 @pytest.mark.parametrize("steps", [20, 21])
 def test_class_uniform_steps_that_end_after_the_last_step_are_refused(steps):
     def experiment(steps):
@@ -300,7 +294,7 @@ def options(root):
     (root / "classes.yaml").write_text(
         "classes: [ground, plant, water, sand, snow]\nignore_ids: [255]\n"
     )
-    uniform = {"class_uniform": 0.5, "class_uniform_tile_px": 32, "class_uniform_steps": 3}
+    uniform = {"class_uniform": 0.5, "class_uniform_steps": 3}
     values = small(root, data=uniform, train={"steps": 4, "shares": 2, "batch_size": 4})
     values["augment"] |= {"mixup_alpha": 1.0, "class_mix_prob": 0.5}
     return values

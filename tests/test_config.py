@@ -1,4 +1,5 @@
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -8,15 +9,16 @@ from pydantic import ValidationError
 from segtrain import __version__
 from segtrain.config import (
     Config,
+    LayerRule,
     TrainConfig,
     config_schema,
     config_to_yaml,
-    load_config,
     override_config,
     parse_config,
 )
 from segtrain.config.experiment import config_warnings, wrong_units
 from segtrain.config.loading import with_places
+from segtrain.config.section import CONFLICTS, NEEDS, Section
 from segtrain.errors import ConfigError
 
 DATA = "data: {layout: folders, root: /d, classes: voc}\n"
@@ -50,27 +52,12 @@ def test_a_file_says_only_what_differs_from_the_defaults():
             "model: {num_classes: 19}",
             "f.yaml:2: model.num_classes: unknown key; the class file in data.classes decides it",
         ),
-        (
-            "train:\n  steps: 19.0",
-            "f.yaml:3: train.steps: must be an integer, got 19.0",
-        ),
-        (
-            "train: {steps: true}",
-            "f.yaml:2: train.steps: must be an integer, got true",
-        ),
+        ("train:\n  steps: 19.0", "f.yaml:3: train.steps: must be an integer, got 19.0"),
+        ("train: {steps: true}", "f.yaml:2: train.steps: must be an integer, got true"),
         ("train: {steps: 0}", "f.yaml:2: train.steps: must be greater than 0, got 0"),
-        (
-            "train: {lr: '0.1'}",
-            "f.yaml:2: train.lr: must be a number, got '0.1'",
-        ),
-        (
-            "train: {lr: true}",
-            "f.yaml:2: train.lr: must be a number, got true",
-        ),
-        (
-            "train: {nesterov: yes}",
-            "f.yaml:2: train.nesterov: must be true or false, got 'yes'",
-        ),
+        ("train: {lr: '0.1'}", "f.yaml:2: train.lr: must be a number, got '0.1'"),
+        ("train: {lr: true}", "f.yaml:2: train.lr: must be a number, got true"),
+        ("train: {nesterov: yes}", "f.yaml:2: train.nesterov: must be true or false, got 'yes'"),
         (
             "train: {clip_grad_norm: -1}",
             "f.yaml:2: train.clip_grad_norm: must be greater than 0, got -1",
@@ -83,27 +70,18 @@ def test_a_file_says_only_what_differs_from_the_defaults():
             "augment: {crop_size: 512}",
             "f.yaml:2: augment.crop_size: must be a list, such as [64, 48], got 512",
         ),
-        (
-            "augment: {crop_size: [512]}",
-            "f.yaml:2: augment.crop_size[1]: is required",
-        ),
+        ("augment: {crop_size: [512]}", "f.yaml:2: augment.crop_size[1]: is required"),
         (
             "augment: {crop_size: [1, 2, 3]}",
             "f.yaml:2: augment.crop_size: must have at most 2 items, got [1, 2, 3]",
         ),
-        (
-            "eval: {scales: []}",
-            "f.yaml:2: eval.scales: must have at least 1 item, got []",
-        ),
+        ("eval: {scales: []}", "f.yaml:2: eval.scales: must have at least 1 item, got []"),
         (
             "loss: {kind: cross-entropy}",
             "f.yaml:2: loss.kind: must be 'cross_entropy', 'ohem', 'dice', 'focal', 'lovasz' or "
             "'boundary_relaxation', got 'cross-entropy'; did you mean cross_entropy?",
         ),
-        (
-            "model: {output_stride: 4}",
-            "f.yaml:2: model.output_stride: must be 8, 16 or 32, got 4",
-        ),
+        ("model: {output_stride: 4}", "f.yaml:2: model.output_stride: must be 8, 16 or 32, got 4"),
         ("train: null", "f.yaml:2: train: must be keys and values, got null"),
         (
             "augment:\n  extra:\n    - {name: Blur}\n    - {name: 3}",
@@ -123,8 +101,8 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ),
         (
             "train:\n  batch_size: 4\n  accumulate_steps: 3",
-            "f.yaml:3: train.batch_size: a pass of one image has one value a channel after global "
-            "pooling, and batch norm needs two; use at least 2 images a pass "
+            "f.yaml:3: train.batch_size: a microbatch of one image has one value a channel after "
+            "global pooling, and batch norm needs two; use at least 2 images a microbatch "
             "(batch_size / accumulate_steps)",
         ),
         (
@@ -225,7 +203,7 @@ def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
 @pytest.mark.fault(80)
 def test_all_mistakes_are_listed_in_the_order_of_the_file():
     text = "train:\n  steps: 1.5\n  lr: 012\n  lr: 1\nnorm: {kind: syn}\nmodel:\n  x: 1\neval:\n"
-    lines = refusal(text, "foo", "log.num_images=0", "train.x.y=1", "seed=no")
+    lines = refusal(text, "foo", "log.every_steps=0", "train.x.y=1", "seed=no")
     assert [line.split(": ")[0] for line in lines] == [
         "f.yaml:3",
         "f.yaml:4",
@@ -233,7 +211,7 @@ def test_all_mistakes_are_listed_in_the_order_of_the_file():
         "f.yaml:6",
         "f.yaml:8",
         "f.yaml:9",
-        "--set log.num_images",
+        "--set log.every_steps",
         "--set train.x.y",
         "--set seed",
         "--set foo",
@@ -273,7 +251,7 @@ def test_an_override_obeys_the_same_checks(override, message):
     assert line.startswith(message)
 
 
-@pytest.mark.parametrize("value", ["64,48", "(64, 48)", "64x48", "64"])
+@pytest.mark.parametrize("value", ["(64, 48)", "64x48", "64"])
 def test_a_list_in_the_wrong_form_is_refused_with_an_example(value):
     (line,) = refusal("seed: 3\n", f"augment.crop_size={value}")
     assert line.startswith("--set augment.crop_size: must be a list, such as [64, 48], got ")
@@ -343,12 +321,8 @@ def test_a_config_cannot_be_changed():
         ("train.optimizer=adamw train.momentum=0.8", "train.momentum", "optimizer adamw"),
         ("train.optimizer=adamw train.nesterov=true", "train.nesterov", "optimizer adamw"),
         ("train.betas=[0.5,0.5]", "train.betas", "optimizer sgd"),
-        ("train.warmup_start=0.2", "train.warmup_start", "warmup_steps 0"),
-        (
-            "train.poly_power=0 train.min_lr=1e-3",
-            "train.min_lr",
-            "poly_power 0, a constant learning rate",
-        ),
+        ("train.warmup_start=0.2", "train.warmup_start", "warmup_steps 0 and"),
+        ("train.poly_power=0 train.min_lr=1e-3", "train.min_lr", "poly_power 0"),
         (
             "train.weight_decay=0 train.decay_norm_and_bias=false",
             "train.decay_norm_and_bias",
@@ -357,25 +331,34 @@ def test_a_config_cannot_be_changed():
         ("augment.rotate_prob=0.2", "augment.rotate_prob", "rotate_deg 0"),
         ("augment.rotate_prob=0 augment.rotate_deg=9", "augment.rotate_deg", "rotate_prob 0"),
         ("augment.brightness=0.2", "augment.brightness", "color_prob 0"),
-        ("augment.contrast=0.2", "augment.contrast", "color_prob 0"),
-        ("augment.saturation=0.2", "augment.saturation", "color_prob 0"),
-        ("augment.hue=0.2", "augment.hue", "color_prob 0"),
         (
             "augment.color_prob=1 augment.brightness=0 augment.contrast=0 augment.saturation=0 "
             "augment.hue=0",
             "augment.color_prob",
-            "brightness, contrast, saturation and hue 0",
+            "brightness 0 and contrast 0 and saturation 0 and hue 0",
         ),
         ("checkpoint.keep_limit=2", "checkpoint.keep_limit", "keep_every_steps null"),
         ("data.layout=voc data.images_dir=a", "data.images_dir", "layout voc"),
-        ("data.layout=voc data.labels_dir=a", "data.labels_dir", "layout voc"),
         ("data.num_workers=0 data.prefetch=2", "data.prefetch", "num_workers 0"),
-        ("log.weights_digest_every_steps=7", "log.weights_digest_every_steps", "train.shares null"),
+        ("data.class_uniform_steps=7", "data.class_uniform_steps", "class_uniform 0"),
     ],
 )
 def test_an_option_without_effect_is_refused(options, key, reason):
     (line,) = refusal("", *options.split())
-    assert line.startswith(f"--set {key}: has no effect with {reason}; remove it, or set it to its")
+    assert line.startswith(f"--set {key}: has no effect with {reason}")
+
+
+def test_the_tables_of_rules_name_options_that_exist():
+    options = {"data": {"layout": "folders", "root": "x", "classes": "x"}}
+    config = Config.model_validate(options)
+    sections = [config, *(value for _, value in config if isinstance(value, Section))]
+    sections.append(LayerRule(names=("a",), freeze=True))
+    found = {each.__name__: section for section in sections for each in type(section).__mro__}
+    rules = [(name, f"{keys} {needed}") for name in NEEDS for keys, needed in NEEDS[name].items()]
+    rules += [(name, f"{keys} {other}") for name in CONFLICTS for keys, other, _ in CONFLICTS[name]]
+    for name, words in rules:
+        for key in words.split():
+            attrgetter(key.partition("=")[0])(found[name])
 
 
 @pytest.mark.parametrize(
@@ -409,15 +392,6 @@ def test_a_config_without_such_options_gives_no_warning(text):
     config = parse(text)
     assert config_warnings(config) == []
     assert config_warnings(parse_config(config_to_yaml(config), source="f.yaml")) == []
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")),
-    ids=lambda path: path.stem,
-)
-def test_the_shipped_configs_load_without_warnings(path):
-    assert config_warnings(load_config(path)) == []
 
 
 @pytest.mark.parametrize(

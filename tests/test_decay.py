@@ -13,7 +13,6 @@ from segtrain.training.optim import (
     make_initial_weights,
     parameter_groups,
     set_learning_rate,
-    set_momentum,
 )
 
 STEPS = 5
@@ -212,15 +211,6 @@ def test_the_two_forms_are_equal_under_a_constant_rate():
     on, _ = trained(options(momentum_correction=True, poly_power=0.0))
     off, _ = trained(options(momentum_correction=False, poly_power=0.0))
     assert all(torch.equal(on[name], off[name]) for name in on)
-
-
-@pytest.mark.parametrize(("optimizer", "key"), [("sgd", "momentum"), ("adamw", "betas")])
-def test_momentum_is_set_in_every_group(optimizer, key):
-    train = options(optimizer=optimizer, head_lr_mult=2.0)
-    found = build_optimizer(TinyModel(), train)
-    set_momentum(found, 0.5)
-    wanted = 0.5 if key == "momentum" else (0.5, 0.999)
-    assert [group[key] for group in found.param_groups] == [wanted, wanted]
 
 
 @pytest.mark.parametrize("form", ["decoupled", "held", "velocity"])

@@ -67,7 +67,7 @@ def test_adamw_accumulation_mixing_and_another_model_do_not_see_the_ranks(
 ):
     options = experiment(
         data,
-        data={"class_uniform": 0.4, "class_uniform_tile_px": 32},
+        data={"class_uniform": 0.4},
         augment={"crop_size": [33, 41], "mixup_alpha": 3.0, "class_mix_prob": 0.5},
         train={
             "steps": 4,

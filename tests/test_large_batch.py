@@ -104,13 +104,13 @@ def test_large_batch_leaves_loaded_weights_alone():
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ("optimizer: adamw", "train.large_batch: its rules are for SGD"),
+        ("optimizer: adamw", "train.optimizer: adamw cannot go with large_batch"),
         ("lr: 0.1", "train.lr_batch_size: large_batch scales lr with the batch"),
         ("lr_batch_size: null", "train.lr_batch_size: large_batch scales lr"),
         ("warmup_steps: 0", "train.warmup_steps: 0 contradicts large_batch"),
-        ("decay_norm_and_bias: true", "train.decay_norm_and_bias: true contradicts large_batch"),
-        ("momentum_correction: false", "train.momentum_correction: false contradicts"),
-        ("schedule: one_cycle", "train.schedule: one_cycle has a rise of its own"),
+        ("decay_norm_and_bias: true", "train.decay_norm_and_bias: true cannot go with large_batch"),
+        ("momentum_correction: false", "train.momentum_correction: false cannot go with"),
+        ("schedule: one_cycle", "train.schedule: one_cycle cannot go with large_batch"),
     ],
 )
 def test_what_contradicts_large_batch_is_refused(train, message):

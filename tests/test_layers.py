@@ -272,7 +272,10 @@ DATA = "data: {layout: folders, root: x, classes: y}\n"
     [
         ("layers: [{names: [head]}]", "nothing is said about these weights; set one of freeze"),
         ("layers: [{names: [], freeze: true}]", "train.layers[0].names"),
-        ("layers: [{names: [a], freeze: true, lr_mult: 2.0}]", "lr_mult: has no effect on frozen"),
+        (
+            "layers: [{names: [a], freeze: true, lr_mult: 2.0}]",
+            "lr_mult: has no effect with freeze",
+        ),
         (
             "layers: [{names: [a], freeze: true}]",
             "name some in model.pretrained",

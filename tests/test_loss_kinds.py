@@ -422,7 +422,7 @@ REFUSED = [
     ({"kind": "dice", "class_weights": (1.0,)}, "class_weights: has no effect with kind dice"),
     (
         {"kind": "ohem", "ohem_fraction": 0.2, "ohem_threshold": 0.5},
-        "ohem_threshold: has no effect with ohem_fraction",
+        "ohem_threshold: has no effect with ohem_fraction 0",
     ),
     ({"also": ({"kind": "dice", "ohem_min_kept": 5},)}, "ohem_min_kept: has no effect with kind"),
     ({"also": ({"weight": 5.0},)}, "kind"),

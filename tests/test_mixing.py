@@ -221,7 +221,7 @@ def test_without_weight_a_step_has_no_partners(everything):
 def test_the_picture_of_a_batch_shows_both_labels(everything):
     plain, mixed = batches(everything(mixing=Mixing()))[0], batches(everything())[0]
     classes = everything().dataset.classes
-    heights = [len(training_picture(batch, classes, 3)) for batch in (plain, mixed)]
+    heights = [len(training_picture(batch, classes)) for batch in (plain, mixed)]
     assert heights[1] - heights[0] == 25
 
 

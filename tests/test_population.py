@@ -1,19 +1,19 @@
 """`segtrain population`: who takes over from whom, interruptions, and what is refused."""
 
-import csv
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from experiments import assert_same_state, last, losses, small, write_config
-from PIL import Image
 
 from segtrain import cli
 from segtrain.checkpoint.format import Checkpoint
@@ -21,7 +21,7 @@ from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.commands.population import command, history
 from segtrain.commands.population import members as exchange
 from segtrain.commands.population import members as member
-from segtrain.commands.population.history import History, Round, Row, Takeover
+from segtrain.commands.population.history import Exchange, History, Row, Start
 from segtrain.commands.population.members import take_over
 from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError, ExecutionError
@@ -41,24 +41,22 @@ def config(**train):
 
 def population(scores, *, alone=False, **train):
     """A population at the end of its first rounds, whose members have these scores there."""
+    options = config(**{"steps": 10 * len(scores) + 10} | train)
     found = History(
-        members=len(scores[0]),
-        every=10,
-        perturb=[LR, DECAY],
-        alone=alone,
-        config=config(**train),
+        Start(members=len(scores[0]), every=10, perturb=[LR, DECAY], alone=alone, config=options)
     )
     for number, values in enumerate(scores):
-        found.rounds.append(Round(step=10 * (number + 1)))
-        for i, value in enumerate(values):
-            row = Row(options=found.options_of(i), mean_iou=value)
-            found.rounds[-1].rows.append(row)
-        found.rounds[-1].exchange = history.decide(found, number)
+        step = 10 * (number + 1)
+        for i, value in reversed([*enumerate(values)]):  # the last member comes first
+            options = found.options_of(i, number)
+            found.add(Row(step=step, member=i, options=options, mean_iou=value))
+        found.add(Exchange(step=step, exchange=history.decide(found, number)))
     return found
 
 
 def takeovers(found):
-    return [(one.member, one.source) for one in found.rounds[-1].exchange]
+    last = [past for past in found.rounds if past.rows][-1]
+    return [(one.member, one.source) for one in last.exchange]
 
 
 @pytest.mark.parametrize(
@@ -92,23 +90,24 @@ def test_of_eight_members_two_take_over_from_one_of_the_best_two():
 
 def test_options_are_those_of_the_source_times_a_factor():
     found = population([[0.1, 0.4, 0.2, 0.3], [0.1, 0.4, 0.2, 0.3]])
-    assert found.rounds[0].rows[0].options == {LR: 0.01, DECAY: 1e-4}  # the file's
-    for row in found.rounds[0].rows[1:]:
+    first = found.rounds[0].rows
+    assert first[0].options == {LR: 0.01, DECAY: 1e-4}  # the file's
+    for row in (first[1], first[2], first[3]):
         assert row.options[LR] in (0.008, 0.012)
         assert row.options[DECAY] in (8e-5, 1.2e-4)
     winner, new = found.rounds[0].rows[1].options, found.rounds[1].rows[0].options
     assert {round(new[key] / winner[key], 6) for key in (LR, DECAY)} <= {0.8, 1.2}
     assert found.rounds[1].rows[1].options == winner
     again = population([[0.1, 0.4, 0.2, 0.3], [0.1, 0.4, 0.2, 0.3]])
-    assert again == found
+    assert again.rounds == found.rounds
 
 
 def test_every_round_and_member_draws_anew():
     found = population([[0.4, 0.1]] * 12)
-    drawn = {past.exchange[0].options[LR] for past in found.rounds}
+    drawn = {past.exchange[0].options[LR] for past in found.rounds[:12]}
     assert drawn == {0.008, 0.012}
     many = population([[0.1] * 12])
-    assert {row.options[LR] for row in many.rounds[0].rows[1:]} == {0.008, 0.012}
+    assert {many.rounds[0].rows[i].options[LR] for i in range(1, 12)} == {0.008, 0.012}
 
 
 def test_an_option_stays_where_the_config_refuses_the_product():
@@ -121,19 +120,17 @@ def test_an_option_stays_where_the_config_refuses_the_product():
 
 def test_a_member_that_diverged_alone_is_not_trained_again():
     found = population([[0.1, None], [0.2, None]])
-    found.rounds.append(Round(step=30))
-    assert not found.has_diverged(1)  # it took over
+    assert not found.has_diverged(1, 2)  # it took over
     for past in found.rounds:
         past.exchange = []
-    assert found.has_diverged(1)
-    assert not found.has_diverged(0)
+    assert [found.has_diverged(i, 2) for i in range(2)] == [False, True]
 
 
 def test_the_best_is_that_of_the_weights_and_goes_with_them():
     found = population([[0.5, 0.1], [0.3, 0.4]])
     assert takeovers(found) == [(0, 1)]
     assert found.best() == (0, 0.5, 10)  # best.pt of member 0 went to member 1 after step 10 ...
-    found.rounds[-1].exchange = []
+    found.rounds[1].exchange = []
     assert found.best()[1:] == (0.5, 10)  # ... which keeps it
 
 
@@ -289,10 +286,17 @@ def members(monkeypatch, run_ranks):
                 return run_ranks(1, train_member, arguments, 5)[0]
         return run_ranks(1, train_member, arguments)[0]
 
-    monkeypatch.setattr(command, "run_segtrain", run_segtrain)
+    programs(monkeypatch, run_segtrain)
     # After two steps, both may predict one class everywhere.
     monkeypatch.setattr(command, "score", score_with_bonus)
     return stop
+
+
+def programs(monkeypatch, run_segtrain):
+    """Has this function run the commands of a population, which has the arguments and `show`."""
+    monkeypatch.setattr(
+        member.Programs, "run", lambda self, arguments, show, gpus: run_segtrain(arguments, show)
+    )
 
 
 def score_with_bonus(run, step):
@@ -312,7 +316,22 @@ def run(experiment, directory, *arguments):
 
 
 def recorded(directory):
-    return json.loads((directory / "population.json").read_text())
+    return [json.loads(line) for line in (directory / "population.jsonl").read_text().splitlines()]
+
+
+def rows_of(directory):
+    """(step, member, mIoU, options) of each member and round, in order."""
+    rows = [line for line in recorded(directory) if "mean_iou" in line]
+    return sorted((row["step"], row["member"], row["mean_iou"], row["options"]) for row in rows)
+
+
+def exchanges_of(directory):
+    """{step: (member, source) of each takeover}."""
+    return {
+        line["step"]: [(one["member"], one["source"]) for one in line["exchange"]]
+        for line in recorded(directory)
+        if "exchange" in line
+    }
 
 
 def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
@@ -323,15 +342,8 @@ def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
     longer = ["--set", "train.steps=8", "--every", "4"]
     assert run(experiment, alone, *longer) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0].split() == [
-        "round",
-        "step",
-        "member",
-        "mIoU",
-        LR,
-        DECAY,
-        "takes_from",
-    ]
+    titles = ["round", "step", "member", "mIoU", LR, DECAY, "takes_from"]
+    assert out.splitlines()[0].split() == titles
     assert f"segtrain eval {alone}/member_" in out
 
     def kill(*_, **__):
@@ -339,26 +351,22 @@ def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
 
     monkeypatch.setattr(command, "take_over", kill)
     assert run(experiment, killed, *longer) == 130
-    decided = recorded(killed)["rounds"][0]
-    assert (len(decided["exchange"]), decided["applied"]) == (1, False)
+    assert exchanges_of(killed) == {}
     monkeypatch.setattr(command, "take_over", exchange.take_over)
     members.append(1)
     assert run(experiment, killed, *longer, "--resume") == 143
-    assert recorded(killed)["rounds"][0]["applied"]
+    assert list(exchanges_of(killed)) == [4]
     assert 4 < last(killed / "member_0").step < 8
     members.clear()
     assert cli.main(["population", str(killed), "--resume", "--device", "cpu"]) == 0
 
     assert recorded(killed) == recorded(alone)
-    assert (killed / "population.csv").read_bytes() == (alone / "population.csv").read_bytes()
-    assert (killed / "population.png").read_bytes() == (alone / "population.png").read_bytes()
     for name in ("member_0", "member_1"):
         assert_same_state(last(killed / name), last(alone / name))
         assert losses(killed / name) == losses(alone / name)
         assert len(losses(alone / name)) == 8
     check_history(alone, every=4, bonus=BONUS)
-    (decision,) = recorded(alone)["rounds"][0]["exchange"]
-    assert (decision["member"], decision["source"]) == (0, 1)
+    assert exchanges_of(alone) == {4: [(0, 1)], 8: []}
     # Its weights are the other's, with other data and another rate since.
     assert losses(alone / "member_0")[:4] != losses(alone / "member_1")[:4]
     assert "changed    all weights: those of member_1 at step 4" in log_of(alone / "member_0")
@@ -369,21 +377,17 @@ def log_of(run):
 
 
 def check_history(directory, every=2, bonus=0.0):
-    """The table says what the runs did."""
-    rows = list(csv.DictReader((directory / "population.csv").read_text().splitlines()))
-    assert [(row["round"], row["step"], row["member"]) for row in rows] == [
-        (str(number), str(every * number), str(i)) for number in (1, 2) for i in (0, 1)
-    ]
-    for row in rows:
-        run = directory / f"member_{row['member']}"
-        value = losses(run, "eval/mIoU")[int(row["round"]) - 1]
-        assert row["mIoU"] == f"{value + (bonus if row['member'] == '1' else 0):.4f}"
-        if row["round"] == "2":
+    """The history says what the runs did."""
+    rows = rows_of(directory)
+    assert [row[:2] for row in rows] == [(every * number, i) for number in (1, 2) for i in (0, 1)]
+    for step, i, mean_iou, options in rows:
+        run = directory / f"member_{i}"
+        value = losses(run, "eval/mIoU")[step // every - 1]
+        assert mean_iou == value + (bonus if i == 1 else 0)
+        if step == 2 * every:
             used = load_config(run / "config.yaml")
-            assert used.seed == int(row["member"])
-            assert (used.train.lr, used.train.weight_decay) == (float(row[LR]), float(row[DECAY]))
-    with Image.open(directory / "population.png") as image:
-        assert image.size == (960, 480)
+            assert used.seed == i
+            assert {LR: used.train.lr, DECAY: used.train.weight_decay} == options
 
 
 def stand_in(calls, diverging=()):
@@ -411,19 +415,13 @@ def stand_in(calls, diverging=()):
 
 def test_members_left_alone_exchange_nothing(tmp_path, experiment, monkeypatch, capsys):
     calls, directory = [], tmp_path / "alone"
-    diverging = [("member_0", 2)]
-    monkeypatch.setattr(command, "run_segtrain", stand_in(calls, diverging))
+    programs(monkeypatch, stand_in(calls, [("member_0", 2)]))
     assert run(experiment, directory, "--alone") == 0
     assert calls == [("member_0", 2, False), ("member_1", 2, False), ("member_1", 4, True)]
-    rounds = recorded(directory)["rounds"]
-    assert [past["exchange"] for past in rounds] == [[], []]
-    assert [row["options"] for row in rounds[0]["rows"]] == [
-        row["options"] for row in rounds[1]["rows"]
-    ]
-    assert [[row["mean_iou"] for row in past["rows"]] for past in rounds] == [
-        [None, 9 / 64],
-        [None, 17 / 64],
-    ]
+    assert exchanges_of(directory) == {2: [], 4: []}
+    rows = rows_of(directory)
+    assert [row[2] for row in rows] == [None, 9 / 64, None, 17 / 64]
+    assert [row[3] for row in rows[:2]] == [row[3] for row in rows[2:]]
     assert "best: member_1, mIoU 0.2656 at step 4" in capsys.readouterr().out
     assert run(experiment, directory, "--resume") == 2
     assert "--alone: true there, false now" in capsys.readouterr().err
@@ -431,7 +429,7 @@ def test_members_left_alone_exchange_nothing(tmp_path, experiment, monkeypatch, 
 
 def test_a_diverged_member_counts_as_the_worst_and_goes_on(tmp_path, experiment, monkeypatch):
     calls, directory = [], tmp_path / "run"
-    monkeypatch.setattr(command, "run_segtrain", stand_in(calls, [("member_0", 2)]))
+    programs(monkeypatch, stand_in(calls, [("member_0", 2)]))
     assert run(experiment, directory) == 0
     assert calls == [
         ("member_0", 2, False),
@@ -439,20 +437,93 @@ def test_a_diverged_member_counts_as_the_worst_and_goes_on(tmp_path, experiment,
         ("member_0", 4, True),  # with the weights of the other
         ("member_1", 4, True),
     ]
-    first = recorded(directory)["rounds"][0]
-    assert first["rows"][0]["mean_iou"] is None
-    assert [(one["member"], one["source"]) for one in first["exchange"]] == [(0, 1)]
+    assert rows_of(directory)[0][2] is None
+    assert exchanges_of(directory)[2] == [(0, 1)]
+
+
+def test_members_train_at_the_same_time_with_the_same_exchanges(tmp_path, experiment, monkeypatch):
+    """Each waits for all others, and the last one comes to its end first."""
+    train, everybody = stand_in([]), threading.Barrier(4)
+
+    def wait(arguments, show):
+        everybody.wait(10)
+        time.sleep(0.05 * (3 - int(arguments[3][-1])))
+        return train(arguments, show)
+
+    for name, function, at_once in (("alone", train, "1"), ("together", wait, "4")):
+        programs(monkeypatch, function)
+        arguments = ("--members", "4", "--at-once", at_once)
+        assert run(experiment, tmp_path / name, *arguments) == 0
+    assert rows_of(tmp_path / "together") == rows_of(tmp_path / "alone")
+    assert exchanges_of(tmp_path / "together") == exchanges_of(tmp_path / "alone")
+
+
+def test_no_member_begins_after_another_failed_and_those_beside_it_count(
+    tmp_path, experiment, monkeypatch, capsys
+):
+    calls, directory = [], tmp_path / "run"
+    train, both = stand_in(calls), threading.Barrier(2)
+
+    def fail(arguments, show):
+        both.wait(10)
+        if arguments[3].endswith("member_0"):
+            return 3
+        time.sleep(0.1)
+        return train(arguments, show)
+
+    programs(monkeypatch, fail)
+    arguments = ("--members", "4", "--at-once", "2")
+    assert run(experiment, directory, *arguments) == 3
+    assert [row[:2] for row in rows_of(directory)] == [(2, 1)]
+    assert capsys.readouterr().err.count("ended with exit code") == 1
+    programs(monkeypatch, train)
+    assert run(experiment, directory, *arguments, "--resume") == 0
+    assert calls.count(("member_1", 2, False)) == 1
+
+
+def test_a_line_that_a_killed_process_left_half_written_does_not_count(tmp_path):
+    found = population([[0.1, 0.4]])
+    history.write(tmp_path, found)
+    path = tmp_path / "population.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 20, "mem')
+    again = history.read(tmp_path)
+    assert again.rounds == found.rounds
+    history.write(tmp_path, again)
+    assert path.read_bytes() == whole
+    path.write_bytes(whole + b'{"step": 17, "exchange": []}\n')
+    with pytest.raises(CheckpointError, match=r"jsonl:5: damaged: a round or member that"):
+        history.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "at_once", "wanted"),
+    [
+        ("", 0, 2, [None, None]),
+        ("", 4, 1, [None]),
+        ("", 4, 2, ["0,2", "1,3"]),
+        ("5,7", 2, 2, ["5", "7"]),
+        ("", 1, 3, ["0", "0", "0"]),
+    ],
+)
+def test_members_share_the_gpus(monkeypatch, visible, count, at_once, wanted):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if not visible:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(member.torch.cuda, "device_count", lambda: count)
+    assert member.gpus_of_slots(at_once, "auto") == wanted
+    assert member.gpus_of_slots(at_once, "cpu") == [None] * at_once
 
 
 def test_a_member_that_fails_ends_the_population_with_its_code(
     tmp_path, experiment, monkeypatch, capsys
 ):
-    monkeypatch.setattr(command, "run_segtrain", lambda *_: 3)
+    programs(monkeypatch, lambda *_: 3)
     assert run(experiment, tmp_path / "run") == 3
     assert "member_0: ended with exit code 3 before step 2; to go on: segtrain population" in (
         capsys.readouterr().err
     )
-    assert recorded(tmp_path / "run")["rounds"] == []
+    assert len(recorded(tmp_path / "run")) == 1
 
 
 @pytest.mark.parametrize(
@@ -480,11 +551,11 @@ def test_a_member_whose_checkpoints_were_removed_is_not_trained_anew(
             else train(arguments, show)
         )
 
-    monkeypatch.setattr(command, "run_segtrain", stop)
+    programs(monkeypatch, stop)
     assert run(experiment, directory, *rounds) == 143
     path = directory / removed
     path.unlink() if path.is_file() else shutil.rmtree(path)
-    monkeypatch.setattr(command, "run_segtrain", train)
+    programs(monkeypatch, train)
     calls.clear()
     capsys.readouterr()
     assert run(experiment, directory, *rounds, "--resume") == (4 if said else 0)
@@ -523,8 +594,7 @@ def test_what_cannot_be_a_population_is_refused(tmp_path, experiment, arguments,
 
 
 @pytest.mark.parametrize(
-    "variables",
-    [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}],
+    "variables", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}]
 )
 def test_ranks_of_other_launchers_are_refused(tmp_path, experiment, variables, monkeypatch, capsys):
     for name, value in variables.items():
@@ -536,7 +606,7 @@ def test_ranks_of_other_launchers_are_refused(tmp_path, experiment, variables, m
 def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monkeypatch, capsys):
     calls, directory = [], tmp_path / "run"
     train = stand_in(calls)
-    monkeypatch.setattr(command, "run_segtrain", lambda *a: 143 if calls else train(*a))
+    programs(monkeypatch, lambda *a: 143 if calls else train(*a))
     assert run(experiment, directory) == 143
     for arguments, said in (
         ([], "holds a population already; go on with it by --resume"),
@@ -551,10 +621,10 @@ def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monke
     # Where the data lie is no matter, and is taken from the new command line.
     assert run(experiment, directory, "--resume", "--set", "log.every_steps=2") == 143
     assert load_config(directory / "experiment.yaml").log.every_steps == 2
-    (directory / "population.json").write_text('{"members": "x"}')
+    (directory / "population.jsonl").write_text('{"members": "x"}\n')
     capsys.readouterr()
     assert run(experiment, directory, "--resume") == 4
-    assert "population.json: damaged: members: " in capsys.readouterr().err
+    assert "population.jsonl:1: damaged: members: " in capsys.readouterr().err
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").touch()
@@ -564,15 +634,15 @@ def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monke
 
 def test_a_population_that_has_saved_nothing_starts_anew(tmp_path, experiment, monkeypatch, capsys):
     """As a run does: with or without resume, and with other options."""
-    monkeypatch.setattr(command, "run_segtrain", lambda *_: 3)
+    programs(monkeypatch, lambda *_: 3)
     directory, said = tmp_path / "run", "nothing to resume; a new population starts"
     assert run(experiment, directory, "--resume") == 3
     assert f"{directory}: {said}" in capsys.readouterr().err
     assert run(experiment, directory, "--set", "train.lr=0.1") == 3
-    assert recorded(directory)["config"]["train"]["lr"] == 0.1
+    assert recorded(directory)[0]["config"]["train"]["lr"] == 0.1
     assert said not in capsys.readouterr().err
     assert run(experiment, directory, "--resume", "--members", "3") == 3
-    assert recorded(directory)["members"] == 3
+    assert recorded(directory)[0]["members"] == 3
     assert cli.main(["population", str(tmp_path / "mistyped"), "--resume"]) == 2
 
 
@@ -597,7 +667,8 @@ def test_a_stop_signal_reaches_the_member_and_is_waited_for(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    assert member.run_segtrain([], show) == 143
+    with member.Programs() as programs:
+        assert programs.run([], show) == 143
     assert signal.getsignal(signal.SIGTERM) == before
     assert shown == ["warning: ready"]
 
@@ -605,7 +676,8 @@ def test_a_stop_signal_reaches_the_member_and_is_waited_for(monkeypatch):
 def test_the_last_words_of_a_member_that_fails_are_shown(monkeypatch):
     monkeypatch.setattr(member, "PROGRAM", "print('config'); raise SystemExit('no such folder')")
     shown = []
-    assert member.run_segtrain([], shown.append) == 1
+    with member.Programs() as programs:
+        assert programs.run([], shown.append) == 1
     assert sorted(shown) == ["config", "no such folder"]
 
 
@@ -617,18 +689,3 @@ def test_the_command_as_processes(tmp_path, experiment):
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     check_history(directory)
-
-
-def test_the_picture_shows_a_takeover_as_a_new_line():
-    from segtrain.commands.population.picture import COLORS, draw, jumps_of, lines_of
-
-    found = population([[0.1, 0.4], [0.3, 0.5], [0.6, None]])
-    assert lines_of(found, 0) == [[(10, 0.4), (20, 0.3)], [(20, 0.5), (30, 0.6)]]
-    assert jumps_of(found, 0) == [(10, 0.1, 0.4), (20, 0.3, 0.5)]
-    assert lines_of(found, 1) == [[(10, 0.4), (20, 0.5)]]
-    assert jumps_of(found, 1) == [(30, None, 0.6)]
-    picture = draw(found)
-    assert picture.shape == (480, 960, 3)
-    for color in COLORS[:2]:
-        assert (np.abs(picture - np.array(color)).max(axis=2) < 40).sum() > 100
-    assert Takeover.model_validate(found.rounds[0].exchange[0].model_dump()).source == 1

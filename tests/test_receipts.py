@@ -19,7 +19,8 @@ STEPS = 4
 OPTIONS = {
     "train": {"steps": STEPS, "shares": 3, "batch_size": 5},
     # A log line comes at the end only: what is there before was written before a checkpoint.
-    "log": {"every_steps": 9, "weights_digest_every_steps": 2},
+    "log": {"every_steps": 9},
+    "checkpoint": {"keep_every_steps": 2},
 }
 RECEIPT = Receipt(1, "00", "0x1p-1", None, "0x1p+1", "AAA=")
 

@@ -1,4 +1,4 @@
-"""Learning rate and momentum at every step, against torch and formulas of other programs."""
+"""The learning rate at every step, against torch and formulas of other programs."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from segtrain.config import TrainConfig
-from segtrain.training.optim import learning_rate, momentum
+from segtrain.training.optim import learning_rate
 
 STEPS = 40
 
@@ -17,21 +17,20 @@ def rates(train):
 
 
 def theirs(make, lr=0.3, steps=STEPS, **options):
-    """The rates that a scheduler of torch gives to SGD, and its momenta."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
+    """The rates that a scheduler of torch gives to SGD."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = make(optimizer, **options)
-    found, momenta = [], []
+    found = []
     for _ in range(steps):
         found.append(optimizer.param_groups[0]["lr"])
-        momenta.append(optimizer.param_groups[0]["momentum"])
         optimizer.step()
         scheduler.step()
-    return found, momenta
+    return found
 
 
 def test_cosine_is_torchs():
     train = TrainConfig(schedule="cosine", steps=STEPS, lr=0.3, min_lr=0.02)
-    wanted, _ = theirs(lr_scheduler.CosineAnnealingLR, T_max=STEPS, eta_min=0.02)
+    wanted = theirs(lr_scheduler.CosineAnnealingLR, T_max=STEPS, eta_min=0.02)
     assert rates(train) == pytest.approx(wanted, rel=1e-9)
     assert rates(train)[STEPS // 2] == pytest.approx((0.3 + 0.02) / 2)
 
@@ -40,54 +39,29 @@ def test_steps_are_torchs():
     train = TrainConfig(
         schedule="step", steps=STEPS, lr=0.3, milestones=(7, 30), milestone_factor=0.2
     )
-    wanted, _ = theirs(lr_scheduler.MultiStepLR, milestones=[7, 30], gamma=0.2)
+    wanted = theirs(lr_scheduler.MultiStepLR, milestones=[7, 30], gamma=0.2)
     assert rates(train) == pytest.approx(wanted, rel=1e-12)
     assert len(set(rates(train))) == 3
 
 
 @pytest.mark.parametrize("rise", [0.3, 0.25, 0.05])
 @pytest.mark.parametrize("steps", [STEPS, 37])
-def test_one_cycle_is_torchs_with_its_momentum(rise, steps):
+def test_one_cycle_is_torchs(rise, steps):
     train = TrainConfig(
         schedule="one_cycle",
         steps=steps,
         lr=0.3,
         cycle_rise=rise,
-        cycle_start_div=10.0,
-        cycle_end_div=100.0,
-        cycle_momentum=(0.8, 0.95),
     )
-    wanted, momenta = theirs(
+    wanted = theirs(
         lr_scheduler.OneCycleLR,
         steps=steps,
         max_lr=0.3,
         total_steps=steps,
         pct_start=rise,
-        div_factor=10.0,
-        final_div_factor=100.0,
-        base_momentum=0.8,
-        max_momentum=0.95,
-    )
-    assert rates(train) == pytest.approx(wanted, rel=1e-9)
-    assert rates(train)[-1] == pytest.approx(0.3 / 10 / 100)
-    mine = [momentum(train, step) for step in range(steps)]
-    assert mine == pytest.approx(momenta, rel=1e-9)
-
-
-def test_the_defaults_of_one_cycle_are_torchs():
-    train = TrainConfig(schedule="one_cycle", steps=STEPS, lr=0.3)
-    wanted, _ = theirs(
-        lr_scheduler.OneCycleLR,
-        max_lr=0.3,
-        total_steps=STEPS,
         cycle_momentum=False,
     )
     assert rates(train) == pytest.approx(wanted, rel=1e-9)
-
-
-def test_momentum_is_constant_without_a_cycle():
-    assert momentum(TrainConfig(momentum=0.7), 3) == 0.7
-    assert momentum(TrainConfig(optimizer="adamw", betas=(0.8, 0.99)), 3) == 0.8
 
 
 @pytest.mark.parametrize("schedule", ["poly", "cosine"])
@@ -111,7 +85,7 @@ def test_a_schedule_after_warmup_is_torchs_sequence(schedule):
         first = lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=8)
         return lr_scheduler.SequentialLR(optimizer, [first, after], milestones=[8])
 
-    wanted, _ = theirs(sequence)
+    wanted = theirs(sequence)
     assert rates(train) == pytest.approx(wanted, rel=1e-9)
 
 
@@ -150,7 +124,6 @@ def refused(**train):
         ({"schedule": "one_cycle", "warmup_steps": 3}, "warmup_steps: has no effect with schedule"),
         ({"schedule": "one_cycle", "min_lr": 1e-3}, "min_lr: has no effect"),
         ({"schedule": "one_cycle", "steps": 3}, "cycle_rise: 0.3 of 3 steps is not more than one"),
-        ({"schedule": "one_cycle", "cycle_momentum": (0.9, 0.8)}, "is larger than 0.8"),
         ({"cycle_rise": 0.2}, "cycle_rise: has no effect with schedule poly"),
         ({"schedule_after_warmup": True}, "schedule_after_warmup: has no effect with warmup_steps"),
     ],

@@ -283,15 +283,15 @@ def test_a_step_that_is_computed_again_changes_nothing(run_ranks, tmp_path, data
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"train": {"compile": True}}, "shares: cannot go with compile"),
-        ({"train": {"virtual_ranks": 2}}, "shares: cannot go with virtual_ranks, 2"),
+        ({"train": {"compile": True}}, "shares: 3 cannot go with compile true"),
+        ({"train": {"virtual_ranks": 2}}, "shares: 3 cannot go with virtual_ranks 2"),
         ({"norm": {"kind": "local"}}, "train.shares: with batch norm over each rank alone"),
         ({"norm": {"extent": "node"}}, "train.shares: with batch norm over extent node"),
         ({"norm": {"extent": 2}}, "train.shares: with batch norm over extent 2"),
-        ({"train": {"shares": 6}}, "shares: 6 shares of a pass of 5 images"),
+        ({"train": {"shares": 6}}, "shares: 6 shares of a microbatch of 5 images"),
         (
             {"train": {"batch_size": 11, "accumulate_steps": 3, "shares": 4}},
-            "shares: 4 shares of a pass of 3 images",
+            "shares: 4 shares of a microbatch of 3 images",
         ),
         ({"train": {"shares": 0}}, "train.shares"),
     ],

@@ -13,7 +13,7 @@ from segtrain.commands.train.setup import _load_initial
 from segtrain.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
 from segtrain.data.read.classes import load_class_file
 from segtrain.models import build_backbone, build_model
-from segtrain.training.optim import learning_rate, momentum
+from segtrain.training.optim import learning_rate
 
 FROZEN = "backbone.features.0"
 # The last steps of a one-cycle are small: what a resumed run forgets must show before.
@@ -27,7 +27,6 @@ EVERYTHING = {
         "lr": 0.05,
         "schedule": "one_cycle",
         "cycle_rise": 0.8,
-        "cycle_momentum": [0.8, 0.95],
         "momentum_correction": False,
         "decay_toward": "start",
         "weight_decay": 0.05,
@@ -40,7 +39,6 @@ EVERYTHING = {
         ],
     },
     "norm": {"precise_batches": 1},
-    "log": {"weights_digest_every_steps": 1},
 }
 
 
@@ -88,13 +86,12 @@ def test_frozen_and_held_weights_keep_the_values_of_the_file(alone, pruned):
     assert sum(mask.sum().item() for mask in found.start["held"].values()) > 1000
 
 
-def test_the_step_sets_rate_and_momentum_and_leaves_held_weights_out(alone):
+def test_the_step_sets_the_rate_and_leaves_held_weights_out(alone):
     train = load_config(alone[0]).train
     found = last(alone[1])
     groups = found.optimizer["param_groups"]
     names = [name for group in groups for name in group["param_names"]]
     for group in groups:
-        assert group["momentum"] == momentum(train, 3) != train.momentum
         assert group["lr"] == learning_rate(train, 3) * group["lr_mult"] == group["velocity_lr"]
     assert {group["lr_mult"] for group in groups} == {1.0, 0.5}
     for name, mask in found.start["held"].items():

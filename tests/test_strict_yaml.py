@@ -164,11 +164,9 @@ def test_a_missing_file_and_a_directory_are_named(tmp_path):
         "a: " + "[" * 90_000,
         "a: " + "{a: " * 20_000,
         "- " * 40_000,
-        "a: [" + "1," * 45_000 + "]",
-        "\n".join(f"k{i}: 1" for i in range(10_001)),
         "a: &a [x]\n" + "".join(f"b{i}: [*a, *a]\n" for i in range(9)),
     ],
-    ids=["lists", "mappings", "dashes", "wide", "keys", "aliases"],
+    ids=["lists", "mappings", "dashes", "aliases"],
 )
 def test_bombs_are_refused_quickly(text):
     start = time.process_time()

@@ -1,4 +1,4 @@
-"""The `segtrain` command: its arguments, and the function that runs each command.
+"""The `segtrain` command: the parser of its table of commands, and the function that runs one.
 
 Help and refused configs take a fraction of a second: the module of a command, which may import
 torch, is imported when the command runs.
@@ -10,23 +10,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
+from typing import NoReturn
 
 from segtrain import __version__
-from segtrain.cli.arguments import (
-    add_bench,
-    add_config,
-    add_convert,
-    add_data,
-    add_eval,
-    add_export,
-    add_population,
-    add_predict,
-    add_train,
-    add_verify,
-)
-from segtrain.cli.common import Parser, add_command, group
+from segtrain.cli.table import COMMANDS, GROUPS, Command
 from segtrain.commands import exit_code
 from segtrain.errors import ConfigError, UserError
+from segtrain.text import printable
 
 _DESCRIPTION = """\
 Semantic segmentation training whose result does not depend on the number of devices.
@@ -59,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     """Runs the command; an error about an option says where it is written."""
+    module, name = args.function.split(":")
     try:
-        return args.command(args)
+        return getattr(import_module(f"segtrain.{module}"), name)(args)
     except UserError as error:
         named = (getattr(args, key, None) for key in ("config", "checkpoint", "source", "run"))
         if source := next(filter(None, named), None):
@@ -73,26 +65,63 @@ def _run(args: argparse.Namespace) -> int:
         raise
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that keeps the line breaks of its texts and takes no abbreviated options."""
+
+    _words: Sequence[str] = ()
+
+    def __init__(self, **kwargs) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**kwargs, allow_abbrev=False)
+
+    def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:
+        """As argparse's, but an unknown option is refused with an example of what to write."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            from segtrain.commands.hints import instead_of
+
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown, args)}")
+        nodes, rank = getattr(found, "nnodes", 1), getattr(found, "node_rank", None)
+        if nodes > 1 and found.rdzv_endpoint is None:
+            self.error("--nnodes: several machines need --rdzv-endpoint HOST:PORT")
+        if rank is not None and rank >= nodes:
+            self.error(f"--node-rank: expected less than --nnodes, {nodes}")
+        return found
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's; the words are kept for `error`."""
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2; the message may quote what was typed or pasted."""
+        from segtrain.commands.hints import after_error
+
+        hint = after_error(message, [*self.prog.split()[1:], *self._words])
+        super().error(printable(message + hint))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="segtrain", description=_DESCRIPTION, epilog=_EPILOG)
+    """The parser of the whole table."""
+    parser = _Parser(prog="segtrain", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"segtrain {__version__}")
-    commands = group(parser)
-    add_train(commands)
-    add_population(commands)
-    add_bench(commands)
-    add_eval(commands)
-    add_verify(commands)
-    add_predict(commands)
-    add_export(commands)
-    add_convert(commands)
-    add_data(commands)
-    add_config(commands)
-    add_command(
-        commands,
-        "doctor",
-        "commands.doctor:main",
-        help="look at this machine and installation",
-        description="Print versions, devices and memory, and what is wrong with them. Exit code 2 "
-        "if nothing can be trained, else 0.",
-    )
+    listed = {"title": "commands", "metavar": "COMMAND", "required": True}
+    parents = {"": parser.add_subparsers(**listed)}
+    for command in COMMANDS:
+        group, _, name = command.name.rpartition(" ")
+        if group not in parents:
+            of_group = parents[""].add_parser(group, help=GROUPS[group])
+            parents[group] = of_group.add_subparsers(**listed)
+        _add_arguments(parents[group].add_parser(name, **command.texts), command)
     return parser
+
+
+def _add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
+    groups = {"": parser}
+    for argument in command.arguments:
+        if argument.group not in groups:
+            groups[argument.group] = parser.add_argument_group(argument.group)
+        groups[argument.group].add_argument(argument.name, **argument.options)
+    parser.set_defaults(function=command.function)

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from segtrain.config import Config
 from segtrain.config.experiment import SECTIONS
@@ -11,73 +11,46 @@ from segtrain.config.messages import FOREIGN_KEYS, nearest
 
 # If several sections have an option of the same name, the first of these is meant.
 _SECTIONS = ("train", "data", "augment", "model", "loss", "eval", "norm", "log", "checkpoint")
-# Commands of other tools.
-_COMMANDS = {
-    **dict.fromkeys(("fit", "tune", "finetune"), "train"),
-    **dict.fromkeys(("pbt", "search", "sweep"), "population"),
-    **dict.fromkeys(("val", "valid", "validate", "test", "evaluate", "score"), "eval"),
-    **dict.fromkeys(("detect", "infer", "inference", "segment", "pred"), "predict"),
-    **dict.fromkeys(("datacheck", "check", "data-check", "check-data"), "data check"),
-    **dict.fromkeys(("list", "configs", "models"), "config list"),
-    **dict.fromkeys(("init", "new", "copy"), "config copy"),
-    **dict.fromkeys(("deploy",), "export"),
-    **dict.fromkeys(("info", "env", "checks"), "doctor"),
-}
-
 # The options that --set of each command may change, by the beginning of their names.
 _ON_CONFIGS = ("train", "population", "data check", "config show")
 _SETTABLE = dict.fromkeys(_ON_CONFIGS, ("",)) | {"eval": ("eval.", "data."), "predict": ("eval.",)}
 
-_OUTPUT = ("o", "out", "out_dir", "outdir", "output_dir", "save_dir", "work_dir", "project")
-_WEIGHTS = ("weights", "checkpoint", "ckpt", "model", "model_path", "resume_from")
-_SIDE = ("imgsz", "img_size", "image_size", "img")
-_NO_OPTION = "is written without an option: segtrain {command} {value}"
-# Options of other tools; the commands of segtrain that get the hint; the hint; and an example of
-# {value}, for an option without one.
-_OPTIONS = (
-    (("config", "cfg", "config_file"), _ON_CONFIGS, f"the config {_NO_OPTION}", "my.yaml"),
-    (
-        ("data",),
-        _ON_CONFIGS,
-        "the config tells of the data, and is written without an option: segtrain {command} "
-        "my.yaml; --set data.root=FOLDER names another folder",
-        "",
-    ),
-    (_OUTPUT, ("train", "population", "predict"), "write --output {value}", "DIR"),
-    (_OUTPUT, ("export",), "write --output {value}", "FILE"),
-    (_OUTPUT, ("eval",), "write --save-predictions {value}, or --json FILE for the scores", "DIR"),
-    (_WEIGHTS, ("eval", "predict", "export"), f"the run or checkpoint {_NO_OPTION}", "runs/own"),
-    (_WEIGHTS[:3], ("train",), "to start from a model, write --set train.init_from={value}", "RUN"),
-    (
-        ("source", "input", "images"),
-        ("predict",),
-        "images are written without an option: segtrain predict runs/own photos/",
-        "",
-    ),
-    (_SIDE, _ON_CONFIGS, "write --set 'augment.crop_size=[{value}, {value}]'", "512"),
-    (_SIDE, ("export",), "write --size {value} {value}", "512"),
-)
+# Commands and options of other tools.
+_COMMANDS = {
+    "train": "fit tune finetune",
+    "population": "pbt search sweep",
+    "eval": "val valid validate test evaluate score",
+    "predict": "detect infer inference segment pred",
+    "data check": "datacheck check data-check check-data",
+    "config list": "list configs models",
+    "config copy": "init new copy",
+    "export": "deploy",
+    "doctor": "info env checks",
+}
+_OPTIONS = {
+    "the config is written without an option: segtrain train my.yaml": "config cfg config-file",
+    "the config tells of the data; --set data.root=FOLDER names another folder": "data",
+    "write --output": "o out out-dir outdir output-dir save-dir work-dir project",
+    "a run or checkpoint is written without an option; to train from one, write --set "
+    "train.init_from=RUN": "weights checkpoint ckpt model model-path resume-from",
+    "images are written without an option: segtrain predict runs/own photos/": "source input",
+    "write --set 'augment.crop_size=[512, 512]'": "imgsz img-size image-size img",
+}
+# What argparse says begins so, and what is meant.
+_ERRORS = {
+    "argument --size:": "write height and width, such as --size 512 512",
+    "argument --device: invalid": "to choose a GPU, write CUDA_VISIBLE_DEVICES=0 segtrain ...",
+}
 
 
 def after_error(message: str, argv: Sequence[str]) -> str:
     """The end of argparse's message about the command line `argv`, from "; " on, or ""."""
     if choice := re.search(r"argument COMMAND: invalid choice: '([^']*)'", message):
-        known = _COMMANDS.get(choice[1].lower())
-        if known == "data check" and argv[:1] == ["data"]:
-            return ""
-        return f"; write segtrain {known}" if known else ""
-    if message.startswith("argument --size:"):
-        return "; write height and width, such as --size 512 512"
-    if message.startswith("argument --device: invalid choice"):
-        number = re.search(r"choice: '(?:cuda:|gpu:?)?([0-9]+(?:,[0-9]+)*)'", message)
-        if number is None:
-            return ""
-        visible = f"CUDA_VISIBLE_DEVICES={number[1]}"
-        return f"; to choose a GPU, write {visible} segtrain ... --device cuda"
+        known = next((name for name, words in _COMMANDS.items() if choice[1] in words.split()), "")
+        return f"; write segtrain {known}" if known and argv[:1] != ["data"] else ""
     if message.startswith("the following arguments are required"):
-        options = (word.partition("=") for word in argv[1:])
-        return _first(_of_other_tools(name, value, argv) for name, _, value in options)
-    return ""
+        return _of_other_tools(argv)
+    return next((f"; {hint}" for begin, hint in _ERRORS.items() if message.startswith(begin)), "")
 
 
 def instead_of(unknown: Sequence[str], argv: Sequence[str]) -> str:
@@ -89,33 +62,24 @@ def instead_of(unknown: Sequence[str], argv: Sequence[str]) -> str:
     Returns:
         an example for the first of them that is similar to an option; "" if none is.
     """
-    found = _candidates(unknown, argv)
-    if hint := _first(_of_other_tools(name, value, argv) for name, value in found):
+    if hint := _of_other_tools(unknown):
         return hint
-    settable = _SETTABLE.get(_command(argv), ())
-    if not settable:
-        return ""
-    hint = _first(_setting(name, value) for name, value in found)
+    command = " ".join(argv[:2] if argv[:1] in (["data"], ["config"]) else argv[:1])
+    settable = _SETTABLE.get(command, ())
+    hints = (_setting(name, value) for name, value in _candidates(unknown, argv) if settable)
+    hint = next(filter(None, hints), "")
     key = re.search(r"--set '?(\S+?)=", hint)
     return hint if key is None or key[1].startswith(settable) else ""
 
 
-def _first(hints: Iterator[str]) -> str:
-    return next(filter(None, hints), "")
-
-
-def _command(argv: Sequence[str]) -> str:
-    return " ".join(argv[:2] if argv[:1] in (["data"], ["config"]) else argv[:1])
-
-
-def _of_other_tools(word: str, value: str, argv: Sequence[str]) -> str:
-    name, command = word.lstrip("-").replace("-", "_"), _command(argv)
-    for names, commands, hint, example in _OPTIONS:
-        if word.startswith("-") and name in names and command in commands:
-            is_usable = value and (names is not _SIDE or re.fullmatch(r"[0-9]{1,6}", value))
-            shown = shlex.quote(value) if is_usable else example
-            return "; " + hint.format(command=command, value=shown)
-    return ""
+def _of_other_tools(words: Sequence[str]) -> str:
+    names = [
+        word.lstrip("-").partition("=")[0].replace("_", "-")
+        for word in words
+        if word.startswith("-")
+    ]
+    found = (hint for hint, known in _OPTIONS.items() if set(names) & set(known.split()))
+    return next((f"; {hint}" for hint in found), "")
 
 
 def _candidates(unknown: Sequence[str], argv: Sequence[str]) -> list[tuple[str, str]]:
@@ -135,8 +99,9 @@ def _candidates(unknown: Sequence[str], argv: Sequence[str]) -> list[tuple[str, 
 def _setting(word: str, value: str) -> str:
     """The --set that may be meant by `word`: a key, its last part, or something similar."""
     name = word.lstrip("-").rstrip(":").replace("-", "_")
+    all_keys = [f"{name}.{key}" for name in _SECTIONS for key in SECTIONS[name].model_fields]
     # Of keys with the same last part the first counts.
-    keys = {key.rpartition(".")[2]: key for key in reversed(_keys())}
+    keys = {key.rpartition(".")[2]: key for key in reversed([*all_keys, "seed"])}
     key = name if name in keys.values() else keys.get(name)
     if key is None and (word.startswith("-") or name in FOREIGN_KEYS):
         near = name if name in FOREIGN_KEYS else nearest(name, [*keys, *FOREIGN_KEYS])
@@ -146,19 +111,11 @@ def _setting(word: str, value: str) -> str:
         if key is None:
             example = ", such as --set train.steps=10000" if "train.steps" in text else ""
             return f"; {text}{example}" if text else ""
-    if key is None:
-        return ""
-    return f"; write --set {shlex.quote(f'{key}={value or _usual(key)}')}"
-
-
-def _keys() -> list[str]:
-    return [f"{name}.{key}" for name in _SECTIONS for key in SECTIONS[name].model_fields] + ["seed"]
+    return f"; write --set {shlex.quote(f'{key}={value or _usual(key)}')}" if key else ""
 
 
 def _usual(key: str) -> str:
     """A value for an example: the default, but what a switch would switch on."""
-    if key == "train.precision":  # who looks for it wants mixed precision
-        return "bfloat16"
     settings = Config
     for part in key.split("."):
         field = settings.model_fields[part]

@@ -1,16 +1,22 @@
 """The experiment file: its options, how it is loaded, and what is said about mistakes in it."""
 
 from segtrain.config.data import AugmentConfig, DataConfig, ExtraTransform
-from segtrain.config.experiment import Config, config_schema
+from segtrain.config.experiment import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    LogConfig,
+    LossConfig,
+    LossTerm,
+    config_schema,
+)
 from segtrain.config.loading import (
     config_to_yaml,
     load_config,
     override_config,
     parse_config,
 )
-from segtrain.config.loss import LossConfig, LossTerm
 from segtrain.config.model import ModelConfig, NormConfig
-from segtrain.config.run import CheckpointConfig, EvalConfig, LogConfig
 from segtrain.config.train import LayerRule, TrainConfig
 
 __all__ = [

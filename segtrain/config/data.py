@@ -72,21 +72,12 @@ class DataConfig(Section):
         "fraction of the samples of an epoch that show a class drawn uniformly, in a crop around "
         "one of its centroids; NVIDIA's semantic-segmentation uses 0.5",
     )
-    class_uniform_tile_px: Positive = option(
-        1024, "class_uniform: side of the tiles of a label in which each class has a centroid"
-    )
     class_uniform_steps: Positive | None = option(
         None, "class_uniform: only in the first so many steps; null: in all"
     )
 
     def _mistakes(self) -> Iterator[str]:
-        uniform = "class_uniform_tile_px class_uniform_steps"
-        folders = self.layout == "folders"
-        yield from self._no_effect(
-            (uniform, self.class_uniform > 0, "class_uniform 0"),
-            ("images_dir labels_dir", folders, f"layout {self.layout}"),
-            ("prefetch", self.num_workers != 0, "num_workers 0"),
-        )
+        yield from self._no_effect(("prefetch", self.num_workers != 0, "num_workers 0"))
 
 
 class ExtraTransform(Section):
@@ -141,10 +132,3 @@ class AugmentConfig(Section):
         low, high = self.scale_range
         if low > high:
             yield f"scale_range: the first number, {low}, is larger than {high}"
-        amounts = self.brightness, self.contrast, self.saturation, self.hue
-        yield from self._no_effect(
-            ("rotate_prob", self.rotate_deg > 0, "rotate_deg 0"),
-            ("rotate_deg", self.rotate_prob > 0, "rotate_prob 0"),
-            ("brightness contrast saturation hue", self.color_prob > 0, "color_prob 0"),
-            ("color_prob", any(amounts), "brightness, contrast, saturation and hue 0"),
-        )

@@ -1,16 +1,151 @@
-"""All sections together, an experiment; and options that probably do not do what is meant."""
+"""Sections of loss, evaluation, log and checkpoints; all sections together, an experiment; and
+options that probably do not do what is meant.
+"""
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from segtrain.config.data import AugmentConfig, DataConfig
-from segtrain.config.loss import LossConfig, takes_class_weights
 from segtrain.config.model import ModelConfig, NormConfig
-from segtrain.config.run import CheckpointConfig, EvalConfig, LogConfig
-from segtrain.config.section import Section, option
+from segtrain.config.section import (
+    Fraction,
+    FractionBelow1,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Scale,
+    Section,
+    Size,
+    option,
+)
 from segtrain.config.train import TrainConfig
+
+LossKind = Literal["cross_entropy", "ohem", "dice", "focal", "lovasz", "boundary_relaxation"]
+
+
+class BaseLoss(Section):
+    """What one loss is: loss itself, or a term of loss.also."""
+
+    kind: LossKind = option(
+        "cross_entropy",
+        "ohem: cross entropy over the hardest pixels only; dice: soft Dice (V-Net), "
+        "mean over the classes that the labels of a microbatch show; focal: cross entropy times "
+        "(1 - p) ** focal_gamma; lovasz: Lovasz-Softmax, a surrogate of the IoU; "
+        "boundary_relaxation: along boundaries any of the classes nearby is right",
+    )
+    weight: PositiveFloat = option(1.0, "factor of this loss in the sum with those of loss.also")
+    class_weights: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None = option(
+        None,
+        "one weight a class, in the order of the class file; null: all 1; "
+        "'segtrain data stats' prints some",
+    )
+    label_smoothing: FractionBelow1 = option(
+        0.0, "cross_entropy: this part of each label is spread over all classes, as in torch"
+    )
+    focal_gamma: NonNegativeFloat = option(
+        2.0, "focal: the larger, the less pixels count that are right already; 0: cross entropy"
+    )
+    ohem_threshold: Fraction = option(
+        0.7, "keep pixels whose probability of the true class is below this"
+    )
+    ohem_min_kept: Positive = option(
+        100_000,
+        "keep at least this many of the hardest pixels, counted over all ranks; mmsegmentation "
+        "counts for each image",
+    )
+    ohem_fraction: Annotated[float, Field(gt=0, le=1)] | None = option(
+        None,
+        "ohem: keep this part of the valid pixels, the hardest of all ranks, whatever their "
+        "probability; detectron2's DeepLab uses 0.2; null: ohem_threshold and ohem_min_kept decide",
+    )
+    dice_squared: bool = option(
+        True, "dice: squared probabilities, as V-Net; false: as MONAI and MosaicML's Composer"
+    )
+    lovasz_per_image: bool = option(
+        True,
+        "lovasz: the mean of the losses of the images (of microbatches: by their pixels); false: "
+        "over the pixels of all ranks, which are all sent to every rank and sorted there, class "
+        "by class",
+    )
+    boundary_px: Annotated[int, Field(gt=0, le=100)] = option(
+        1, "boundary_relaxation: how far away other classes are right too"
+    )
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.class_weights is not None and not any(self.class_weights):
+            yield "class_weights: all weights are 0"
+
+    @property
+    def takes_class_weights(self) -> bool:
+        """Whether this kind of loss uses its class_weights."""
+        return self.kind not in ("dice", "lovasz")
+
+
+class LossTerm(BaseLoss):
+    """A further loss that is added to the first."""
+
+    kind: LossKind = option(
+        ..., "the loss to add, as loss.kind; the other keys too are those of the loss section"
+    )
+
+
+class LossConfig(BaseLoss):
+    """What is minimized, over the valid pixels of all ranks together."""
+
+    also: tuple[LossTerm, ...] = option(
+        (),
+        "further losses to add, each with options of its own, class_weights too: "
+        "[{kind: dice, weight: 3.0}]; both heads have the sum",
+    )
+    aux_weight: NonNegativeFloat = option(0.4, "weight of the auxiliary head's loss")
+
+    @property
+    def terms(self) -> tuple["LossConfig | LossTerm", ...]:
+        """This loss and those of `also`."""
+        return (self, *self.also)
+
+
+class EvalConfig(Section):
+    """How an image is turned into a prediction, and when training does it."""
+
+    every_steps: Positive | None = option(4000, "evaluate this often; null: at the end only")
+    mode: Literal["whole", "slide"] = option(
+        "whole", "the image at once, or windows of crop_size whose results are averaged"
+    )
+    crop_size: Size | None = option(
+        None, "sliding window, also of predict on large images; null: the training crop"
+    )
+    overlap: FractionBelow1 = option(1 / 3, "share of a window that its neighbour repeats")
+    scales: tuple[Scale, ...] = option((1.0,), "image scales to average", min_length=1)
+    flip: bool = option(False, "average with the mirrored image")
+    precision: Literal["float32", "tf32", "bfloat16", "float16"] | None = option(
+        None,
+        "of the evaluation, as train.precision; null: that of the training; half precision is "
+        "faster on a GPU, and scores change a little",
+    )
+    batch_size: Positive | None = option(
+        None,
+        "images of equal size, or sliding windows, that go through the network together; null: "
+        "up to 8, in a quarter of the GPU's memory; on a CPU 1 image, up to 4 windows",
+    )
+
+
+class LogConfig(Section):
+    """What is written while training."""
+
+    every_steps: Positive = option(20, "scalars this often")
+
+
+class CheckpointConfig(Section):
+    """When the training state is saved. last.pt and best.pt are always kept."""
+
+    every_steps: Positive = option(1000, "write last.pt this often")
+    keep_every_steps: Positive | None = option(
+        None, "also keep a checkpoint of its own this often; null: none"
+    )
+    keep_limit: Positive = option(5, "how many of those to keep")
 
 
 class Config(Section):
@@ -30,117 +165,80 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     def _mistakes(self) -> Iterator[str]:
-        norm, train, model = self.norm, self.train, self.model
-        loaded = "train.init_from, whose weights replace it"
-        yield from self._no_effect(
-            ("loss.aux_weight", model.aux_head, "model.aux_head false"),
-            ("log.weights_digest_every_steps", train.shares is not None, "train.shares null"),
-            ("model.recompute_norm", norm.is_batch_norm, f"norm.kind {norm.kind}"),
-            ("model.zero_init_residual", train.init_from is None, loaded),
-            ("train.patience", self.eval.every_steps is not None, "eval.every_steps null"),
-        )
+        train, norm = self.train, self.norm
         yield from self._start_mistakes()
-        if self.eval.precision is not None and train.precision == "float64":
-            yield (
-                f"eval.precision: {self.eval.precision} cannot go with train.precision float64: "
-                "weights in float64 have no mixed precision; remove one of them"
-            )
         if norm.is_batch_norm and train.batch_size // train.accumulate_steps == 1:
             yield (
-                "train.batch_size: a pass of one image has one value a channel after global "
-                "pooling, and batch norm needs two; use at least 2 images a pass "
+                "train.batch_size: a microbatch of one image has one value a channel after global "
+                "pooling, and batch norm needs two; use at least 2 images a microbatch "
                 "(batch_size / accumulate_steps)"
             )
-        if train.virtual_ranks > 1 and (norm.kind, norm.extent) != ("sync", "world"):
-            yield (
-                "train.virtual_ranks: need norm.kind sync over the world; with other statistics "
-                "train.accumulate_steps is as good"
-            )
-        if train.shares is not None and norm.is_batch_norm:
+        if norm.is_batch_norm and (norm.kind, norm.extent) != ("sync", "world"):
             extent = "each rank alone" if norm.kind == "local" else f"extent {norm.extent}"
-            if (norm.kind, norm.extent) != ("sync", "world"):
+            if train.shares is not None:
                 yield (
-                    f"train.shares: with batch norm over {extent} the result depends on the "
-                    "number of ranks; use norm.kind sync over the world, or set train.shares to "
-                    "null"
+                    f"train.shares: with batch norm over {extent} the result depends on the number "
+                    "of ranks; use norm.kind sync over the world, or set train.shares to null"
                 )
-        if train.parallel == "hogwild":
-            if norm.is_batch_norm and (norm.kind, norm.extent) != ("sync", "world"):
+            if train.parallel == "hogwild":
                 yield (
                     "norm: with train.parallel hogwild every process has statistics of its own, "
                     "whatever the extent; remove norm.kind and norm.extent"
                 )
-            for term in self.loss.terms:
-                if term.kind == "ohem" or (term.kind == "lovasz" and not term.lovasz_per_image):
-                    yield (
-                        f"loss: {term.kind} is about the pixels of the whole batch, which no "
-                        "process has with train.parallel hogwild; choose another loss"
-                    )
-            if norm.precise_batches is not None:
+        for term in self.loss.terms if train.parallel == "hogwild" else ():
+            if term.kind == "ohem" or (term.kind == "lovasz" and not term.lovasz_per_image):
                 yield (
-                    "norm.precise_batches: cannot go with train.parallel hogwild, whose processes "
-                    "share running statistics; set it to null"
+                    f"loss: {term.kind} is about the pixels of the whole batch, which no process "
+                    "has with train.parallel hogwild; choose another loss"
                 )
-        weights = {t.class_weights for t in self.loss.terms if takes_class_weights(t.kind)}
+        weights = {term.class_weights for term in self.loss.terms if term.takes_class_weights}
         if train.accumulate_steps > 1 and len(weights) > 1:
             yield (
-                "loss.also: with train.accumulate_steps passes are weighed by class weights, and "
-                "those of the terms differ; give all terms the same class_weights, or use "
+                "loss.also: with train.accumulate_steps microbatches are weighed by class weights, "
+                "and those of the terms differ; give all terms the same class_weights, or use "
                 "train.virtual_ranks instead"
             )
-        uniform_steps = self.data.class_uniform_steps
-        if uniform_steps is not None and uniform_steps >= train.steps:
+        if (steps := self.data.class_uniform_steps) is not None and steps >= train.steps:
             yield (
-                f"data.class_uniform_steps: {uniform_steps} must be smaller than train.steps, "
+                f"data.class_uniform_steps: {steps} must be smaller than train.steps, "
                 f"{train.steps}; for data.class_uniform in all steps set it to null"
             )
-        yield from self._patience_mistakes()
-        if (
-            train.shares is not None
-            and train.max_hours is not None
-            and norm.precise_batches is not None
-        ):
+        evaluations = (train.steps - 1) // (self.eval.every_steps or train.steps)
+        if self.eval.every_steps is not None and evaluations <= (train.patience or 0) > 0:
+            yield (
+                f"train.patience: {train.patience} has no effect: there are {evaluations} "
+                "evaluations before the last, of which the first is always the best so far; use a "
+                "smaller train.patience or eval.every_steps"
+            )
+        if None not in (train.shares, train.max_hours, norm.precise_batches):
             yield (
                 "train.max_hours: cannot go with train.shares and norm.precise_batches: the "
                 "evaluation at its end changes running statistics, so a run that goes on would "
                 "not have the bits of one that never ended; set norm.precise_batches to null"
             )
-        if norm.kind == "frozen" and train.init_from is None:
-            yield (
-                "norm.kind: frozen statistics come with the weights that training starts from; "
-                "name a run or checkpoint in train.init_from"
-            )
 
     def _start_mistakes(self) -> Iterator[str]:
         """Options that are about the weights that training starts from."""
         model, train = self.model, self.train
+        if train.init_from is None and self.norm.kind == "frozen":
+            yield (
+                "norm.kind: frozen statistics come with the weights that training starts from; "
+                "name a run or checkpoint in train.init_from"
+            )
         if model.pretrained is not None or train.init_from is not None:
             return
         resnet = model.backbone.startswith("resnet")
         if train.large_batch and resnet and not model.zero_init_residual:
             yield "model.zero_init_residual: false contradicts train.large_batch; remove one"
-        rules = train.layers
         needs = {
-            "decay_toward": any(x.decay_toward == "start" for x in (train, *rules)),
+            "decay_toward": any(x.decay_toward == "start" for x in (train, *train.layers)),
             "new_weight_decay": train.new_weight_decay is not None,
-            "layers": any(rule.freeze or rule.hold_zeros for rule in rules),
+            "layers": any(rule.freeze or rule.hold_zeros for rule in train.layers),
         }
-        for key, needed in needs.items():
-            if needed:
-                yield (
-                    f"train.{key}: is about weights that are loaded, and all start from random "
-                    "numbers here; name some in model.pretrained or train.init_from"
-                )
-
-    def _patience_mistakes(self) -> Iterator[str]:
-        patience, every_steps = self.train.patience, self.eval.every_steps
-        if patience is None or every_steps is None:
-            return
-        if (before_last := (self.train.steps - 1) // every_steps) <= patience:
+        for key in (key for key, needed in needs.items() if needed):
             yield (
-                f"train.patience: {patience} has no effect: there are {before_last} evaluations "
-                "before the last, of which the first is always the best so far; use a smaller "
-                "train.patience or eval.every_steps"
+                f"train.{key}: is about weights that are loaded, and all start from random "
+                "numbers here; name some in model.pretrained or train.init_from"
             )
 
 

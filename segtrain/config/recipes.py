@@ -9,6 +9,7 @@ from typing import NamedTuple
 from segtrain.config.messages import did_you_mean
 from segtrain.config.strict_yaml import read_text
 from segtrain.errors import ConfigError
+from segtrain.files import os_errors_as
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # In a wheel the configs are inside the package, in a checkout beside it. Only the first folder that
@@ -83,14 +84,11 @@ def copy(name: str, target: Path) -> list[str]:
     if target.suffix not in _SUFFIXES:
         raise ConfigError(f"{target}: expected a name that ends in .yaml")
     text = read_text(shipped[name])
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{target}: exists already; choose another name") from None
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{target}: cannot be written: {reason}") from None
+    if os.path.lexists(target):
+        raise ConfigError(f"{target}: exists already; choose another name")
+    writing = os_errors_as(ConfigError, target, "cannot be written")
+    with writing, target.open("x", encoding="utf-8") as file:
+        file.write(text)
     written = shlex.quote(str(target))
     return [
         f"wrote {target}; lines to change next:",

@@ -1,4 +1,8 @@
-"""What every section of an experiment is made of: types of numbers, and the checks."""
+"""What every section of an experiment is made of: types of numbers, and the rules between options.
+
+Two tables hold the rules, by the class of the section: NEEDS and CONFLICTS. What numbers must obey
+beside others, such as warmup_steps < steps, is checked by the section's own `_mistakes`.
+"""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -6,7 +10,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from segtrain.config.messages import show
+from segtrain.config.messages import MAX_SHOWN, show
+from segtrain.text import printable
 
 # torch counts in 64 bits.
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
@@ -22,6 +27,98 @@ Size = tuple[Pixels, Pixels]
 Positives = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
+# Options that have an effect only with another one: the one has this value, or any but null, 0 and
+# false. Where several are named, one of them is enough.
+NEEDS: dict[str, dict[str, str]] = {
+    "DataConfig": {
+        "class_uniform_steps": "class_uniform",
+        "images_dir labels_dir": "layout=folders",
+    },
+    "AugmentConfig": {
+        "rotate_prob": "rotate_deg",
+        "rotate_deg": "rotate_prob",
+        "brightness contrast saturation hue": "color_prob",
+        "color_prob": "brightness contrast saturation hue",
+    },
+    "BaseLoss": {
+        "class_weights": "kind=cross_entropy kind=ohem kind=focal kind=boundary_relaxation",
+        "label_smoothing": "kind=cross_entropy",
+        "focal_gamma": "kind=focal",
+        "ohem_fraction ohem_threshold ohem_min_kept": "kind=ohem",
+        "ohem_threshold ohem_min_kept": "ohem_fraction=null",
+        "dice_squared": "kind=dice",
+        "lovasz_per_image": "kind=lovasz",
+        "boundary_px": "kind=boundary_relaxation",
+    },
+    "LayerRule": {"lr_mult weight_decay decay_toward hold_zeros": "freeze=null freeze=false"},
+    "TrainConfig": {
+        "momentum nesterov momentum_correction": "optimizer=sgd",
+        "momentum_correction": "momentum",
+        "betas": "optimizer=adamw",
+        "poly_power": "schedule=poly",
+        "min_lr schedule_after_warmup": "schedule=poly schedule=cosine",
+        "min_lr": "poly_power",
+        "milestones milestone_factor": "schedule=step",
+        "cycle_rise": "schedule=one_cycle",
+        "warmup_steps": "schedule=poly schedule=cosine schedule=step",
+        "warmup_start": "warmup_steps large_batch",
+        "schedule_after_warmup": "warmup_steps",
+        "sam_every": "sam_rho",
+    },
+    "CheckpointConfig": {"keep_limit": "keep_every_steps"},
+    "Config": {
+        "loss.aux_weight": "model.aux_head",
+        "model.recompute_norm": "norm.kind=sync norm.kind=local",
+        "model.zero_init_residual": "train.init_from=null",
+        "train.patience": "eval.every_steps",
+    },
+}
+
+# Options that cannot go together: keys, the option beside them, and why. `key=value`: this value
+# cannot; a key alone: any value but its default.
+CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "TrainConfig": (
+        (
+            "compile",
+            "virtual_ranks",
+            "they wait for each other inside the model, and a compiled graph cannot",
+        ),
+        (
+            "shares",
+            "virtual_ranks",
+            "both cut the batch, and virtual ranks would cut it differently on another number of "
+            "ranks",
+        ),
+        (
+            "shares",
+            "compile",
+            "shares wait for each other inside the model, and a compiled graph cannot; what is "
+            "compiled may also add up in another order",
+        ),
+        (
+            "shares virtual_ranks accumulate_steps compile deterministic ema_decay sam_rho "
+            "decoupled_decay precision=float16",
+            "parallel",
+            "its processes do not wait for each other",
+        ),
+        ("optimizer", "large_batch", "its rules are for SGD"),
+        ("schedule=one_cycle", "large_batch", "both have a rise of their own"),
+        ("decay_norm_and_bias=true", "large_batch", "it spares them the decay"),
+        ("momentum_correction", "large_batch", "its momentum is corrected"),
+    ),
+    "Config": (
+        ("eval.precision", "train.precision=float64", "weights in float64 have no mixed precision"),
+        (
+            "norm.kind norm.extent",
+            "train.virtual_ranks",
+            "virtual ranks share the statistics of all; with others train.accumulate_steps is as "
+            "good",
+        ),
+        ("norm.precise_batches", "train.parallel", "its processes share running statistics"),
+    ),
+}
+
+
 class Section(BaseModel):
     """Unknown keys, wrong types, infinities and later changes are all refused."""
 
@@ -29,7 +126,14 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if mistakes := list(self._mistakes()):
+        names = [each.__name__ for each in type(self).__mro__]
+        mistakes = list(self._mistakes())
+        for name in names:
+            for keys, needed in NEEDS.get(name, {}).items():
+                mistakes += self._no_effect((keys, *self._has_one(needed)))
+            for keys, beside, why in CONFLICTS.get(name, ()):
+                mistakes += self._conflicts(keys, beside, why)
+        if mistakes:
             raise ValueError("\n".join(mistakes))
         return self
 
@@ -44,14 +148,50 @@ class Section(BaseModel):
         """
         for keys, effective, reason in rules:
             for key in "" if effective else keys.split():
-                *parts, name = key.split(".")
-                section = reduce(getattr, parts, self)
-                default = type(section).model_fields[name].default
-                if getattr(section, name) != default:
+                value, default = self._look_up(key)
+                if value != default:
                     repair = f"remove it, or set it to its default, {show(default)}"
                     yield f"{key}: has no effect with {reason}; {repair}"
+
+    def _has_one(self, needed: str) -> tuple[bool, str]:
+        """Whether one of the options has what it needs; and all of them with their values."""
+        found, shown = False, {}
+        for one in needed.split():
+            key, _, wanted = one.partition("=")
+            value, _ = self._look_up(key)
+            shown[key] = f"{key} {_plain(value)}"
+            found = found or (_plain(value) == wanted if wanted else bool(value))
+        return found, " and ".join(shown.values())
+
+    def _conflicts(self, keys: str, beside: str, why: str) -> Iterator[str]:
+        if not self._is_chosen(beside):
+            return
+        other = beside.partition("=")[0]
+        for key in filter(self._is_chosen, keys.split()):
+            key, _, _ = key.partition("=")
+            value, against = (_plain(self._look_up(one)[0]) for one in (key, other))
+            yield f"{key}: {value} cannot go with {other} {against}: {why}; remove one of them"
+
+    def _is_chosen(self, text: str) -> bool:
+        """Whether the option has the value of `key=value`, or, for a key alone, no default."""
+        key, _, wanted = text.partition("=")
+        value, default = self._look_up(key)
+        return _plain(value) == wanted if wanted else value != default
+
+    def _look_up(self, key: str) -> tuple[Any, Any]:
+        """The value and the default of the option `key`, or `section.key`."""
+        *parts, name = key.split(".")
+        section = reduce(getattr, parts, self)
+        return getattr(section, name), type(section).model_fields[name].default
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
     """An option of a section; `...` as default: it is required."""
     return Field(default, description=description, **limits)
+
+
+def _plain(value: Any) -> str:
+    """`value` in a message, without quotes and digits that say nothing."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return printable(value, MAX_SHOWN) if isinstance(value, str) else show(value)

@@ -4,7 +4,7 @@ PyYAML follows YAML 1.1: `1e-3` is text, `010` is 8, `12:30` is 750, `yes` is tr
 repeated key the last wins silently. Here `null` and `~` are nothing, `true` and `false` the only
 booleans, `12`, `0.5`, `1e-3`, `.5` and `2.` numbers, and other values text. Spellings that YAML
 readers disagree about, anchors, aliases, merge keys, tags, repeated keys, empty values, several
-documents and absurd sizes are refused.
+documents and files beyond any settings are refused.
 """
 
 import re
@@ -19,9 +19,8 @@ from segtrain.errors import ConfigError
 from segtrain.files import open_regular
 from segtrain.text import printable
 
-# Far above any experiment or class file (ADE20K's has 6 kB and 600 values), and read in a second.
+# Far above any experiment or class file (ADE20K's has 6 kB), and read in two seconds.
 MAX_BYTES = 100_000
-_MAX_NODES = 10_000
 _MAX_DEPTH = 20
 _MAX_DIGITS = 40
 # Halves of UTF-16 pairs. A quoted text can spell them ("\ud83d"), but no UTF-8 file can hold them.
@@ -161,7 +160,6 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (the name is PyYAML's)
     depth = 0
-    num_nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -170,9 +168,6 @@ class _Loader(yaml.SafeLoader):
         if (tag := getattr(event, "tag", None)) is not None:
             tag = printable(tag.replace("tag:yaml.org,2002:", "!!"), 40)
             self._refuse(event, f"tags such as {tag} are not allowed; put text in quotes")
-        self.num_nodes += 1
-        if self.num_nodes > _MAX_NODES:
-            self._refuse(event, f"more than {_MAX_NODES} values; this is no file of settings")
         if self.depth == _MAX_DEPTH:
             self._refuse(event, f"nested deeper than {_MAX_DEPTH} levels")
         self.depth += 1

@@ -43,15 +43,9 @@ class LayerRule(Section):
     )
 
     def _mistakes(self) -> Iterator[str]:
-        settings = [key for key in type(self).model_fields if key != "names"]
-        chosen = [key for key in settings if getattr(self, key) is not None]
-        chosen = [key for key in chosen if key != "hold_zeros" or self.hold_zeros]
-        if not chosen:
-            yield f"names: nothing is said about these weights; set one of {', '.join(settings)}"
-        if self.freeze:
-            for key in chosen:
-                if key != "freeze":
-                    yield f"{key}: has no effect on frozen weights; remove it"
+        if self.model_dump(exclude_defaults=True).keys() == {"names"}:
+            settings = ", ".join(key for key in type(self).model_fields if key != "names")
+            yield f"names: nothing is said about these weights; set one of {settings}"
 
 
 # PSPNet's learning rate of 0.01, the default, is meant for 16 images (arXiv:1612.01105, section 5).
@@ -93,8 +87,8 @@ class TrainConfig(Section):
     batch_size: Positive = option(16, "images a step, over all ranks")
     accumulate_steps: Positive = option(
         1,
-        "split each batch into this many passes; batch statistics are then those of "
-        "one pass, so the result differs from a whole batch; virtual_ranks is exact",
+        "split each batch into this many microbatches; batch statistics are then those of one "
+        "microbatch, so the result differs from a whole batch; virtual_ranks is exact",
     )
     virtual_ranks: Positive = option(
         1,
@@ -104,9 +98,8 @@ class TrainConfig(Section):
     )
     shares: Positive | None = option(
         None,
-        "cut each pass into this many parts, computed apart and added up in an order of their own, "
-        "so that weights are equal bit for bit on any number of ranks up to this one; null: equal "
-        "to rounding only",
+        "cut each microbatch into this many parts, computed apart and summed in a fixed order: "
+        "equal bits on any number of ranks up to this one; null: equal to rounding only",
     )
     parallel: Literal["sync", "hogwild"] = option(
         "sync",
@@ -180,17 +173,6 @@ class TrainConfig(Section):
     cycle_rise: Annotated[float, Field(gt=0, lt=1)] = option(
         0.3, "one_cycle: share of the steps in which the rate rises (torch: pct_start)"
     )
-    cycle_start_div: PositiveFloat = option(
-        25.0, "one_cycle: begin with lr divided by this (torch: div_factor)"
-    )
-    cycle_end_div: PositiveFloat = option(
-        1e4, "one_cycle: end with the first rate divided by this (torch: final_div_factor)"
-    )
-    cycle_momentum: tuple[FractionBelow1, FractionBelow1] | None = option(
-        None,
-        "one_cycle: momentum (AdamW: first beta) at the highest rate and at both ends, such as "
-        "[0.85, 0.95]; null: constant",
-    )
     warmup_steps: NonNegative = option(0, "steps of linear warmup")
     warmup_start: Fraction = option(0.1, "share of the learning rate at the first step")
     schedule_after_warmup: bool = option(
@@ -240,136 +222,42 @@ class TrainConfig(Section):
     )
 
     def _mistakes(self) -> Iterator[str]:
-        yield from self._update_mistakes()
-        if self.large_batch:
-            yield from self._large_batch_mistakes()
-        batch, passes = self.batch_size, self.accumulate_steps
-        if self.shares is not None:
-            yield from self._share_mistakes(self.shares)
-        if self.parallel == "hogwild":
-            yield from self._hogwild_mistakes()
-        if self.warmup_steps >= self.steps:
-            yield f"warmup_steps: {self.warmup_steps} must be smaller than steps, {self.steps}"
-        yield from self._no_effect(("sam_every", self.sam_rho is not None, "sam_rho null"))
-        if self.sam_rho is not None and self.sam_every > self.steps:
-            yield f"sam_every: {self.sam_every} must not be larger than steps, {self.steps}"
-        if passes > batch:
-            yield f"accumulate_steps: {passes} must not be larger than batch_size, {batch}"
+        steps, batch, images = self.steps, self.batch_size, self.batch_size // self.accumulate_steps
+        rates = (self.weight_decay, self.new_weight_decay, *(r.weight_decay for r in self.layers))
+        keys = "decoupled_decay decay_norm_and_bias decay_toward"
+        yield from self._no_effect((keys, any(rates) or self.large_batch, "weight_decay 0"))
+        if self.warmup_steps >= steps:
+            yield f"warmup_steps: {self.warmup_steps} must be smaller than steps, {steps}"
+        if self.sam_rho is not None and self.sam_every > steps:
+            yield f"sam_every: {self.sam_every} must not be larger than steps, {steps}"
+        if images == 0:
+            yield (
+                f"accumulate_steps: {self.accumulate_steps} must not be larger than batch_size, "
+                f"{batch}"
+            )
+        if self.shares is not None and images < self.shares:
+            yield (
+                f"shares: {self.shares} shares of a microbatch of {images} images "
+                "(batch_size / accumulate_steps) would leave some empty; use fewer shares or a "
+                "larger batch"
+            )
         scaled = self.lr if self.lr_batch_size is None else self.lr * batch / self.lr_batch_size
         if self.min_lr > scaled:
             words = "" if scaled == self.lr else " as scaled to batch_size"
             yield f"min_lr: {self.min_lr} must not be larger than lr{words}, {scaled:g}"
         if self.nesterov and self.momentum == 0:
             yield "nesterov: needs a momentum above 0"
-        if self.compile and self.virtual_ranks > 1:
-            yield (
-                f"compile: cannot go with virtual_ranks, {self.virtual_ranks}: they wait for each "
-                "other inside the model, and a compiled graph cannot; set virtual_ranks to 1 or "
-                "compile to false"
-            )
-
-    def _update_mistakes(self) -> Iterator[str]:
-        sgd, optimizer = self.optimizer == "sgd", f"optimizer {self.optimizer}"
-        schedule = f"schedule {self.schedule}"
-        smooth, cycle = self.schedule in ("poly", "cosine"), self.schedule == "one_cycle"
-        decays = self._decays or self.large_batch
-        cycle_keys = "cycle_rise cycle_start_div cycle_end_div cycle_momentum"
-        yield from self._no_effect(
-            ("poly_power", self.schedule == "poly", schedule),
-            ("min_lr schedule_after_warmup", smooth, schedule),
-            ("milestones milestone_factor", self.schedule == "step", schedule),
-            (cycle_keys, cycle, schedule),
-            ("warmup_steps", not cycle, f"{schedule}, which has a rise of its own"),
-            ("momentum nesterov", sgd, optimizer),
-            ("momentum", self.cycle_momentum is None, "cycle_momentum"),
-            ("betas", not sgd, optimizer),
-            ("momentum_correction", sgd and self.momentum > 0, f"{optimizer} or momentum 0"),
-            ("min_lr", self.poly_power > 0, "poly_power 0, a constant learning rate"),
-            ("schedule_after_warmup", self.warmup_steps > 0, "warmup_steps 0"),
-            ("warmup_start", self.warmup_steps > 0 or self.large_batch, "warmup_steps 0"),
-            ("decoupled_decay decay_norm_and_bias decay_toward", decays, "weight_decay 0"),
-        )
         marks = self.milestones
         if self.schedule == "step" and marks is None:
             yield "milestones: schedule step needs them, such as [60000, 75000]"
-        if marks is not None and (list(marks) != sorted(set(marks)) or marks[-1] >= self.steps):
-            yield (
-                f"milestones: {list(marks)} must rise and end before the last step, {self.steps}"
-            )
-        if cycle and self.cycle_rise * self.steps <= 1:
-            yield f"cycle_rise: {self.cycle_rise} of {self.steps} steps is not more than one step"
-        if self.cycle_momentum is not None:
-            low, high = self.cycle_momentum
-            if low > high:
-                yield f"cycle_momentum: the first number, {low}, is larger than {high}"
-            if sgd and self.nesterov and low == 0:
-                yield "cycle_momentum: nesterov needs momentum above 0"
-            if sgd and self.momentum == 0:
-                yield "cycle_momentum: needs a momentum above 0"
-
-    @property
-    def _decays(self) -> bool:
-        rates = [self.weight_decay, self.new_weight_decay, *(r.weight_decay for r in self.layers)]
-        return any(rates)
-
-    def _large_batch_mistakes(self) -> Iterator[str]:
-        """What contradicts the rules of arXiv:1706.02677."""
-        if self.optimizer != "sgd":
-            yield f"large_batch: its rules are for SGD, not for optimizer {self.optimizer}"
-        if self.lr_batch_size is None:
+        if marks is not None and (list(marks) != sorted(set(marks)) or marks[-1] >= steps):
+            yield f"milestones: {list(marks)} must rise and end before the last step, {steps}"
+        if self.schedule == "one_cycle" and self.cycle_rise * steps <= 1:
+            yield f"cycle_rise: {self.cycle_rise} of {steps} steps is not more than one step"
+        if self.large_batch and self.lr_batch_size is None:
             yield (
                 "lr_batch_size: large_batch scales lr with the batch; say which batch size your "
                 "lr is meant for"
             )
-        if self.schedule == "one_cycle":
-            yield "schedule: one_cycle has a rise of its own, and large_batch warms up; choose one"
-        elif self.warmup_steps == 0:
+        if self.large_batch and self.warmup_steps == 0 and self.schedule != "one_cycle":
             yield "warmup_steps: 0 contradicts large_batch, which warms up; remove one of them"
-        if self.decay_norm_and_bias:
-            yield (
-                "decay_norm_and_bias: true contradicts large_batch, which spares them the decay; "
-                "remove one of them"
-            )
-        if not self.momentum_correction:
-            yield "momentum_correction: false contradicts large_batch; remove one of them"
-
-    def _hogwild_mistakes(self) -> Iterator[str]:
-        """What needs other processes in a step, or weights that stand still meanwhile."""
-        refused = {
-            "shares": self.shares is not None,
-            "virtual_ranks": self.virtual_ranks > 1,
-            "accumulate_steps": self.accumulate_steps > 1,
-            "compile": self.compile,
-            "deterministic": self.deterministic,
-            "ema_decay": self.ema_decay is not None,
-            "sam_rho": self.sam_rho is not None,
-            "decoupled_decay": self.decoupled_decay,
-            "precision": self.precision == "float16",
-        }
-        for key, found in refused.items():
-            if found:
-                yield (
-                    f"{key}: cannot go with train.parallel hogwild, whose processes do not wait "
-                    f"for each other; remove it, or set train.parallel to sync"
-                )
-
-    def _share_mistakes(self, shares: int) -> Iterator[str]:
-        smallest_pass = self.batch_size // self.accumulate_steps
-        if smallest_pass < shares:
-            yield (
-                f"shares: {shares} shares of a pass of {smallest_pass} images "
-                "(batch_size / accumulate_steps) would leave some empty; use fewer shares or a "
-                "larger batch"
-            )
-        if self.virtual_ranks > 1:
-            yield (
-                f"shares: cannot go with virtual_ranks, {self.virtual_ranks}: both cut the batch, "
-                "and virtual ranks would cut it differently on another number of ranks; set "
-                "virtual_ranks to 1 or shares to null"
-            )
-        if self.compile:
-            yield (
-                "shares: cannot go with compile: shares wait for each other inside the model, and "
-                "a compiled graph cannot; what is compiled may also add up in another order; set "
-                "compile to false or shares to null"
-            )

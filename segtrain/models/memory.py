@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from segtrain.config import Config, LossConfig
-from segtrain.config.loss import LossTerm
+from segtrain.config import Config, LossConfig, LossTerm
 from segtrain.errors import ConfigError
 
 # Bytes a pixel: the image as stored and normalized, in float32; a label as stored and in int64.

@@ -22,6 +22,8 @@ from segtrain.files import NotRegularError, check_replaceable, os_errors_as, wri
 from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.types import IGNORE_INDEX, Batch
 
+# Images that TensorBoard shows at the start of training and at an evaluation.
+NUM_IMAGES = 4
 # A little above regular (400), whose lines are thin at these sizes.
 _WEIGHT = 500
 
@@ -161,11 +163,11 @@ def spread(total: int, num: int) -> set[int]:
     return set(np.linspace(0, total - 1, num).round().astype(int).tolist())
 
 
-def training_picture(batch: Batch, classes: ClassFile, num_images: int) -> np.ndarray:
+def training_picture(batch: Batch, classes: ClassFile) -> np.ndarray:
     """The first crops of a batch above their labels, with the legend; with MixUp both labels."""
     columns = []
     sets = [batch.labels] if batch.partner_labels is None else [batch.labels, batch.partner_labels]
-    for i, image in enumerate(batch.images[:num_images]):
+    for i, image in enumerate(batch.images[:NUM_IMAGES]):
         pixels = image.permute(1, 2, 0).numpy()
         labels = (overlay(pixels, one[i].numpy(), classes.palette, alpha=0.6) for one in sets)
         columns.append(np.pad(np.vstack([pixels, *labels]), ((0, 4), (0, 4), (0, 0))))

@@ -15,7 +15,7 @@ from segtrain.distributed.liveness import HostWatch
 from segtrain.norm import untracked
 from segtrain.training.measure import UPDATE, span
 from segtrain.training.microbatches import LocalMicrobatch, accumulate_gradients, local_microbatches
-from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
+from segtrain.training.optim import learning_rate, set_learning_rate
 from segtrain.training.sam import sam_is_due, sam_perturbed
 from segtrain.training.share_rules import watch
 from segtrain.training.state import TrainState
@@ -79,7 +79,6 @@ def train_steps(
                 local = local_microbatches(state, microbatches, indices, config, device)
                 losses, digest = _gradient(state, local, config, step_sync, is_first=is_first)
                 lr = learning_rate(train, state.step)
-                set_momentum(state.optimizer, momentum(train, state.step))
                 with span(UPDATE):
                     grad_norm = _update(state, lr, train.clip_grad_norm)
                 names = [name for batch in microbatches for name in batch.names]

@@ -1,31 +1,38 @@
 """`segtrain population`: trains the members round by round, and exchanges between the rounds."""
 
 import argparse
-import csv
-import io
 import os
+import queue
 import shlex
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from segtrain import files
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.commands.config import load_named, show_warnings
-from segtrain.commands.population import history as rules
+from segtrain.commands.population import history as record
 from segtrain.commands.population.history import (
     FACTORS,
     FILE,
+    Event,
+    Exchange,
     History,
-    Round,
     Row,
+    Start,
     option_value,
     read,
     times,
     with_options,
 )
-from segtrain.commands.population.members import run_segtrain, score, take_over, train_arguments
-from segtrain.commands.population.picture import write_picture
+from segtrain.commands.population.members import (
+    Programs,
+    gpus_of_slots,
+    score,
+    take_over,
+    train_arguments,
+)
 from segtrain.config import Config, config_to_yaml, override_config
 from segtrain.config.experiment import SECTIONS, config_warnings, wrong_units
 from segtrain.config.messages import did_you_mean
@@ -34,6 +41,7 @@ from segtrain.distributed import slurm
 from segtrain.errors import (
     EXIT_NON_FINITE,
     EXIT_OK,
+    EXIT_SYSTEM,
     CheckpointError,
     ConfigError,
     ExecutionError,
@@ -44,7 +52,7 @@ from segtrain.run import directory as run_directory
 from segtrain.run.directory import LOCK, RunLock, config_differences, has_saved
 from segtrain.text import say
 
-EXPERIMENT, TABLE, PICTURE = "experiment.yaml", "population.csv", "population.png"
+EXPERIMENT = "experiment.yaml"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,54 +61,120 @@ def main(args: argparse.Namespace) -> int:
     directory, history = resumed(args) if args.resume else new(args)
     show_warnings(history.config)
     with RunLock(directory):
-        rules.write(directory, history)
-        _write(directory / EXPERIMENT, config_to_yaml(history.config))
-        code = _Population(directory, history, args.nproc, args.device).train()
+        record.write(directory, history)
+        with files.os_errors_as(ExecutionError, directory / EXPERIMENT, "cannot be written"):
+            files.write_atomic(directory / EXPERIMENT, config_to_yaml(history.config))
+        with Programs() as programs:
+            code = _Population(directory, history, programs, args).train()
     if code == EXIT_OK:
-        _tell(directory, history)
+        for line in record.table(history):
+            print(line)
+        member, value, step = history.best()
+        run = directory / f"member_{member}"
+        print(f"best: {run.name}, mIoU {value:.4f} at step {step}")
+        print(f"all scores of it: segtrain eval {shlex.quote(str(run))}")
+        print(f"history {directory / FILE}")
     return code
 
 
 class _Population:
     """The members in `directory`; `history` is written whenever it changes."""
 
-    def __init__(self, directory: Path, history: History, nproc: str, device: str) -> None:
-        self._directory, self._history = directory, history
-        self._machine = ["--nproc", str(nproc), "--device", device]
+    def __init__(
+        self, directory: Path, history: History, programs: Programs, args: argparse.Namespace
+    ) -> None:
+        self._directory, self._history, self._programs = directory, history, programs
+        self._machine = ["--nproc", str(args.nproc), "--device", args.device]
+        self._slots: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        for gpus in gpus_of_slots(min(args.at_once, history.members), args.device):
+            self._slots.put(gpus)
+        self._code = EXIT_OK
         self._warned = {f"warning: {line}" for line in config_warnings(history.config)}
 
     def train(self) -> int:
         """Trains to the end; returns the exit code of the first member that could not."""
         history = self._history
-        for number, step in enumerate(history.ends):
-            if number == len(history.rounds):
-                history.rounds.append(Round(step=step))
-            this = history.rounds[number]
-            if number:
-                for member in range(len(this.rows), history.members):
-                    self._check_checkpoints(member)
-            while len(this.rows) < history.members:
-                if code := self._train_member(len(this.rows), this):
-                    return code
-            if all(row.mean_iou is None for row in this.rows):
-                what = f"no member has a score at step {step}; use a smaller train.lr"
+        for number, this in enumerate(history.rounds):
+            if self._train_round(number):
+                return self._code
+            if all(row.mean_iou is None for row in this.rows.values()):
+                what = f"no member has a score at step {this.step}; use a smaller train.lr"
                 raise NonFiniteError(f"{self._directory}: {what}")
             if this.exchange is None:
-                last = history.alone or step == history.config.train.steps
-                this.exchange = [] if last else rules.decide(history, number)
-                self._save()
-            if not this.applied:
-                self._exchange(this)
-                this.applied = True
-                self._save()
+                last = history.start.alone or this is history.rounds[-1]
+                takeovers = [] if last else record.decide(history, number)
+                for one in takeovers:
+                    config = member_config(history.config, one.member, one.options)
+                    loser, winner = self._run(one.member), self._run(one.source)
+                    take_over(loser, winner, config, step=this.step)
+                    say(f"step {this.step}  {loser.name} takes over from {winner.name}")
+                self._add(Exchange(step=this.step, exchange=takeovers))
         return EXIT_OK
+
+    def _train_round(self, number: int) -> int:
+        """Trains the members that are not at the end of the round; the exit code of a failure.
+
+        Those that train beside a member that fails come to their ends; no further one begins.
+        """
+        history, this = self._history, self._history.rounds[number]
+        members = [member for member in range(history.members) if member not in this.rows]
+        going_on = [member for member in members if not history.has_diverged(member, number)]
+        for member in going_on if number else ():
+            self._check_checkpoints(member)
+        for member in set(members) - set(going_on):
+            self._record(this.step, member, number, EXIT_NON_FINITE)
+        with ThreadPoolExecutor(self._slots.qsize()) as pool:
+            futures = {pool.submit(self._train, member, number): member for member in going_on}
+            try:
+                for future in as_completed(futures):
+                    if (code := future.result()) is not None:
+                        self._record(this.step, futures[future], number, code)
+            except BaseException:
+                self._code = EXIT_SYSTEM  # no further one begins
+                raise
+        return self._code
+
+    def _train(self, member: int, number: int) -> int | None:
+        """Trains a member to the end of the round; returns the exit code, None if it did not begin.
+
+        Runs in a thread of its own.
+        """
+        if self._code:
+            return None
+        history, run = self._history, self._run(member)
+        arguments = train_arguments(
+            self._directory / EXPERIMENT,
+            run,
+            history.rounds[number].step,
+            history.options_of(member, number),
+            history.config.seed + member,
+        )
+        gpus = self._slots.get()
+        code = self._programs.run([*arguments, *self._machine], self._show(run.name), gpus)
+        self._slots.put(gpus)
+        if code not in (EXIT_OK, EXIT_NON_FINITE):
+            self._code = code
+        return code
+
+    def _record(self, step: int, member: int, number: int, code: int) -> None:
+        """Adds the result of a member to the history, and says it."""
+        run, options = self._run(member), self._history.options_of(member, number)
+        if code not in (EXIT_OK, EXIT_NON_FINITE):
+            say(
+                f"{run}: ended with exit code {code} before step {step}; to go on: "
+                f"segtrain population {shlex.quote(str(self._directory))} --resume"
+            )
+            return
+        value = score(run, step) if code == EXIT_OK else None
+        self._add(Row(step=step, member=member, mean_iou=value, options=options))
+        words = "has diverged" if value is None else f"mIoU {value:.4f}"
+        values = "  ".join(f"{key} {option:g}" for key, option in options.items())
+        say(f"step {step}  {run.name}  {words}  {values}")
 
     def _check_checkpoints(self, member: int) -> None:
         """Refuses a member that would be trained anew, or from weights before its last takeover."""
-        history, run = self._history, self._run(member)
-        if history.has_diverged(member):
-            return
-        folder = run / run_directory.CHECKPOINTS
+        history = self._history
+        folder = self._run(member) / run_directory.CHECKPOINTS
         path, _ = CheckpointManager(folder, keep_limit=1).newest()
         found = 0 if path is None else load(path).step
         exchanges = [(past.step, one) for past in history.rounds for one in past.exchange or ()]
@@ -112,41 +186,11 @@ class _Population:
                 "by --output"
             )
 
-    def _train_member(self, member: int, this: Round) -> int:
-        """Trains a member to the end of the round; an exit code if it could not."""
-        history, run = self._history, self._run(member)
-        options, value = history.options_of(member), None
-        if not history.has_diverged(member):
-            seed = history.config.seed + member
-            arguments = train_arguments(self._directory / EXPERIMENT, run, this.step, options, seed)
-            code = run_segtrain([*arguments, *self._machine], self._show(run.name))
-            if code not in (EXIT_OK, EXIT_NON_FINITE):
-                say(
-                    f"{run}: ended with exit code {code} before step {this.step}; to go on: "
-                    f"segtrain population {shlex.quote(str(self._directory))} --resume"
-                )
-                return code
-            value = score(run, this.step) if code == EXIT_OK else None
-        this.rows.append(Row(options=options, mean_iou=value))
-        self._save()
-        words = "has diverged" if value is None else f"mIoU {value:.4f}"
-        values = "  ".join(f"{key} {option:g}" for key, option in options.items())
-        say(f"step {this.step}  {run.name}  {words}  {values}")
-        return EXIT_OK
-
-    def _exchange(self, this: Round) -> None:
-        for takeover in this.exchange or ():
-            config = member_config(self._history.config, takeover.member, takeover.options)
-            loser, winner = self._run(takeover.member), self._run(takeover.source)
-            take_over(loser, winner, config, step=this.step)
-            say(f"step {this.step}  {loser.name} takes over from {winner.name}")
-
     def _run(self, member: int) -> Path:
         return self._directory / f"member_{member}"
 
-    def _save(self) -> None:
-        rules.write(self._directory, self._history)
-        _write(self._directory / TABLE, _csv(*rules.table(self._history)))
+    def _add(self, event: Event) -> None:
+        record.append(self._directory, self._history, event)
 
     def _show(self, name: str) -> Callable[[str], None]:
         def show(line: str) -> None:
@@ -160,34 +204,9 @@ class _Population:
         return show
 
 
-def member_config(config: Config, member: int, options: rules.Options) -> Config:
+def member_config(config: Config, member: int, options: record.Options) -> Config:
     """The experiment of a member: a seed of its own, and `options`."""
-    return rules.with_options(config, {"seed": config.seed + member} | options)
-
-
-def _tell(directory: Path, history: History) -> None:
-    """Prints the table, and writes the picture."""
-    for line in rules.aligned(*rules.table(history)):
-        print(line)
-    write_picture(directory / PICTURE, history)
-    member, value, step = history.best()
-    run = directory / f"member_{member}"
-    print(f"best: {run.name}, mIoU {value:.4f} at step {step}")
-    print(f"all scores of it: segtrain eval {shlex.quote(str(run))}")
-    print(f"table {directory / TABLE}, picture {directory / PICTURE}")
-
-
-def _csv(titles: list[str], cells: list[list[str]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([titles, *cells])
-    return text.getvalue()
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        files.write_atomic(path, text)
-    except OSError as error:
-        raise ExecutionError(f"{path}: cannot be written: {error.strerror}") from None
+    return with_options(config, {"seed": config.seed + member} | options)
 
 
 MEMBERS, PERTURB = 4, ("train.lr", "train.weight_decay")
@@ -206,34 +225,30 @@ def refuse_ranks(environ: Mapping[str, str]) -> None:
         )
 
 
-def new(args: argparse.Namespace) -> tuple[Path, History]:
+def new(args: argparse.Namespace, config: Config | None = None) -> tuple[Path, History]:
     """The directory and the beginning of a new population; ConfigError if it cannot be."""
     if (Path(args.config) / FILE).exists():
         again = f"segtrain population {shlex.quote(args.config)} --resume"
         raise ConfigError(f"{args.config}: holds a population; to go on with it: {again}")
-    return _new(args, load_named(args))
-
-
-def _new(args: argparse.Namespace, config: Config) -> tuple[Path, History]:
-    directory = _directory(args)
+    config, directory = config or load_named(args), _directory(args)
     if wrong := wrong_units(config):
         raise ConfigError("\n".join(wrong))
     every = args.every or config.eval.every_steps
     _check_train(config)
     if every is None:
         raise ConfigError("--every: is needed where eval.every_steps is null")
-    history = History(
+    start = Start(
         members=args.members or MEMBERS,
         every=every,
         perturb=args.perturb or list(PERTURB),
         alone=args.alone,
         config=_with_cadences(config, every),
     )
-    _check(history)
+    _check(start)
     check_utf8(directory)
     check_run_directory(directory, config.data)
     _check_empty(directory)
-    return directory, history
+    return directory, History(start)
 
 
 def resumed(args: argparse.Namespace) -> tuple[Path, History]:
@@ -243,7 +258,7 @@ def resumed(args: argparse.Namespace) -> tuple[Path, History]:
     only options that change no weights, such as data.root, may differ.
 
     Raises:
-        CheckpointError: population.json is damaged.
+        CheckpointError: population.jsonl is damaged.
         ConfigError: the arguments are others.
     """
     is_directory = (Path(args.config) / FILE).exists()
@@ -256,18 +271,16 @@ def resumed(args: argparse.Namespace) -> tuple[Path, History]:
         directory = _directory(args)
         if not _has_saved(directory):
             say(f"{directory}: nothing to resume; a new population starts")
-            return _new(args, config)
+            return new(args, config)
         history = read(directory)
-    config = _with_cadences(config, history.every)
-    given = {"--members": args.members, "--every": args.every, "--perturb": args.perturb}
-    found = {"--members": history.members, "--every": history.every, "--perturb": history.perturb}
+    start, config = history.start, _with_cadences(config, history.start.every)
     differences = [
-        f"{name}: {found[name]} there, {value} now"
-        for name, value in given.items()
-        if value not in (None, [], found[name])
+        f"--{name}: {getattr(start, name)} there, {value} now"
+        for name in ("members", "every", "perturb")
+        if (value := getattr(args, name)) not in (None, [], getattr(start, name))
     ]
-    if args.alone != history.alone and (args.alone or not is_directory):
-        differences.append(f"--alone: {history.alone} there, {args.alone} now".lower())
+    if args.alone != start.alone and (args.alone or not is_directory):
+        differences.append(f"--alone: {start.alone} there, {args.alone} now".lower())
     differences += config_differences(history.config, config)
     if differences:
         listed = "\n  ".join(differences)
@@ -289,7 +302,7 @@ def _has_saved(directory: Path) -> bool:
     if not (directory / FILE).exists():
         return False
     history = read(directory)
-    rows = [row for past in history.rounds for row in past.rows]
+    rows = [row for past in history.rounds for row in past.rows.values()]
     members = [directory / f"member_{member}" for member in range(history.members)]
     return any(row.mean_iou is not None for row in rows) or any(map(has_saved, members))
 
@@ -301,17 +314,17 @@ def _with_cadences(config: Config, every: int) -> Config:
     return override_config(config, overrides, source="the population")
 
 
-def _check(history: History) -> None:
+def _check(start: Start) -> None:
     """Refuses what cannot be a population."""
-    config, every = history.config, history.every
-    if history.members < 2:
-        raise ConfigError(f"--members: expected at least 2, got {history.members}")
+    config, every = start.config, start.every
+    if start.members < 2:
+        raise ConfigError(f"--members: expected at least 2, got {start.members}")
     if every >= config.train.steps:
         steps = config.train.steps
         raise ConfigError(f"--every: {every} must be smaller than train.steps, {steps}")
-    for key in history.perturb:
+    for key in start.perturb:
         _check_option(config, key)
-    if len(set(history.perturb)) < len(history.perturb):
+    if len(set(start.perturb)) < len(start.perturb):
         raise ConfigError("--perturb: names an option twice")
 
 

@@ -1,16 +1,17 @@
-"""What a population has done and decided: population.json, and the rules of the exchange.
+"""What a population has done and decided: population.jsonl, and the rules of the exchange.
 
 Population based training, arXiv:1711.09846. The choices of its section 4.1 are here: exploit by
 truncation selection, with quarters instead of fifths; explore by a factor of 0.8 or 1.2.
 """
 
 import math
-from collections.abc import Sequence
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from segtrain import files
 from segtrain.config import Config, override_config
@@ -18,7 +19,7 @@ from segtrain.config.loading import yaml_value
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.seed import population_rng
 
-FILE = "population.json"
+FILE = "population.jsonl"
 FACTORS = (0.8, 1.2)
 
 _MAX_BYTES = 64 << 20
@@ -27,18 +28,31 @@ Options = dict[str, float]
 """The values of the options that are searched, by their full names."""
 
 
-class _Entry(BaseModel):
+class _Line(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Row(_Entry):
+class Start(_Line):
+    """The first line: what the population was started with."""
+
+    format: Literal[2] = 2
+    members: int
+    every: int
+    perturb: list[str]
+    alone: bool
+    config: Config
+
+
+class Row(_Line):
     """A member at the end of a round; without a score it has diverged."""
 
-    options: Options  # with which it trained in this round
+    step: int
+    member: int
     mean_iou: float | None
+    options: Options  # with which it trained in this round
 
 
-class Takeover(_Entry):
+class Takeover(_Line):
     """`member` goes on with the weights of `source`, and with these options."""
 
     member: int
@@ -46,52 +60,60 @@ class Takeover(_Entry):
     options: Options
 
 
-class Round(_Entry):
-    """The training of all members to `step`, and the exchange that follows it.
-
-    A row is added when a member has come to the step. `exchange` is written before any of it is
-    done, and `applied` when all of it is: so an interruption anywhere changes no decision.
-    """
+class Exchange(_Line):
+    """Written when all of it is done; if it was interrupted, the same is decided and done again."""
 
     step: int
-    rows: list[Row] = []
+    exchange: list[Takeover]
+
+
+Event = Row | Exchange
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+@dataclass
+class Round:
+    """The training of all members to `step`, and the exchange that follows it."""
+
+    step: int
+    rows: dict[int, Row] = field(default_factory=dict)  # by member, as they come
     exchange: list[Takeover] | None = None
-    applied: bool = False
 
 
-class History(_Entry):
-    """What a population was started with, and its rounds so far."""
+class History:
+    """What a population was started with, and its rounds: every one, also those to come."""
 
-    format: Literal[1] = 1
-    members: int
-    every: int
-    perturb: list[str]
-    alone: bool
-    config: Config
-    rounds: list[Round] = []
+    def __init__(self, start: Start) -> None:
+        self.start, self.config, self.members = start, start.config, start.members
+        steps = start.config.train.steps
+        self.rounds = [Round(step) for step in (*range(start.every, steps, start.every), steps)]
 
-    @property
-    def ends(self) -> list[int]:
-        """The last step of each round."""
-        steps = self.config.train.steps
-        return [*range(self.every, steps, self.every), steps]
+    def add(self, event: Event) -> None:
+        """Takes a line; LookupError if it is of no round or no member."""
+        this = next((past for past in self.rounds if past.step == event.step), None)
+        if this is None or (isinstance(event, Row) and not 0 <= event.member < self.members):
+            raise LookupError(f"no such round or member: {event}")
+        if isinstance(event, Row):
+            this.rows[event.member] = event
+        else:
+            this.exchange = event.exchange
 
-    def options_of(self, member: int) -> Options:
-        """The options with which `member` trains in the newest round."""
-        for past in reversed(self.rounds[:-1]):
+    def options_of(self, member: int, number: int) -> Options:
+        """The options with which `member` trains in round `number`, counted from 0."""
+        for past in reversed(self.rounds[:number]):
             for takeover in past.exchange or ():
                 if takeover.member == member:
                     return takeover.options
-        options = {key: option_value(self.config, key) for key in self.perturb}
+        options = {key: option_value(self.config, key) for key in self.start.perturb}
         if member == 0:
             return options
         return perturbed(self.config, options, population_rng(self.config.seed, 0, member))
 
-    def has_diverged(self, member: int) -> bool:
-        """Whether `member` has nothing to go on from: it diverged and took nothing over."""
-        if len(self.rounds) < 2:
+    def has_diverged(self, member: int, number: int) -> bool:
+        """Whether `member` has nothing to go on from in round `number`: it took nothing over."""
+        if number == 0:
             return False
-        before = self.rounds[-2]
+        before = self.rounds[number - 1]
         took_over = any(takeover.member == member for takeover in before.exchange or ())
         return before.rows[member].mean_iou is None and not took_over
 
@@ -99,7 +121,7 @@ class History(_Entry):
         """The member whose best.pt has the highest score, that score, and its step."""
         kept: list[tuple[float, int]] = [(-math.inf, 0)] * self.members
         for past in self.rounds:
-            for member, row in enumerate(past.rows):
+            for member, row in past.rows.items():
                 if row.mean_iou is not None and row.mean_iou > kept[member][0]:
                     kept[member] = (row.mean_iou, past.step)
             before = list(kept)
@@ -143,11 +165,13 @@ def decide(history: History, number: int) -> list[Takeover]:
     """Who takes over from whom after round `number`, counted from 0.
 
     Each of the worst quarter, at least one member, and each that has diverged takes over from a
-    random one of the best quarter, if that is better. Ties go to the earlier member.
+    random one of the best quarter, if that is better. Ties go to the earlier member. The order in
+    which the members came to their ends does not matter.
     """
     rows, quarter = history.rounds[number].rows, max(1, history.members // 4)
-    scores = [-math.inf if row.mean_iou is None else row.mean_iou for row in rows]
-    ranking = sorted(range(len(rows)), key=lambda i: scores[i], reverse=True)
+    values = (rows[i].mean_iou for i in range(history.members))
+    scores = [-math.inf if value is None else value for value in values]
+    ranking = sorted(range(history.members), key=lambda i: scores[i], reverse=True)
     best = [i for i in ranking[:quarter] if scores[i] > -math.inf]
     worst = {*ranking[-quarter:], *(i for i in ranking if scores[i] == -math.inf)}
     takeovers = []
@@ -160,43 +184,63 @@ def decide(history: History, number: int) -> list[Takeover]:
     return takeovers
 
 
-def table(history: History) -> tuple[list[str], list[list[str]]]:
-    """Titles, and a row of cells for each member and round."""
-    titles = ["round", "step", "member", "mIoU", *history.perturb, "takes_from"]
-    cells = []
+def table(history: History) -> list[str]:
+    """A line of titles, and one for each member and round, for a terminal."""
+    lines = [["round", "step", "member", "mIoU", *history.start.perturb, "takes_from"]]
     for number, past in enumerate(history.rounds, start=1):
         sources = {takeover.member: takeover.source for takeover in past.exchange or ()}
-        for member, row in enumerate(past.rows):
+        for member, row in sorted(past.rows.items()):
             score = "" if row.mean_iou is None else f"{row.mean_iou:.4f}"
-            options = [f"{row.options[key]:g}" for key in history.perturb]
+            options = [f"{row.options[key]:g}" for key in history.start.perturb]
             source = str(sources.get(member, ""))
-            cells.append([str(number), str(past.step), str(member), score, *options, source])
-    return titles, cells
+            lines.append([str(number), str(past.step), str(member), score, *options, source])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    ]
 
 
-def aligned(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table for a terminal."""
-    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
-    lines = (zip(row, widths, strict=True) for row in (titles, *cells))
-    return ["  ".join(f"{cell:>{width}}" for cell, width in line) for line in lines]
+def append(directory: Path, history: History, event: Event) -> None:
+    """Adds a line to `history` and to population.jsonl; ExecutionError if it cannot."""
+    history.add(event)
+    path = directory / FILE
+    writing = files.os_errors_as(ExecutionError, path, "cannot be written")
+    with writing, files.open_regular(path, "a", encoding="utf-8") as file:
+        file.write(event.model_dump_json() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write(directory: Path, history: History) -> None:
-    """Writes population.json; ExecutionError if it cannot."""
-    try:
-        files.write_atomic(directory / FILE, history.model_dump_json(indent=1) + "\n")
-    except OSError as error:
-        raise ExecutionError(f"{directory / FILE}: cannot be written: {error.strerror}") from None
+    """Writes population.jsonl anew, without a line that a killed process left half written."""
+    lines: list[_Line] = [history.start.model_copy(update={"config": history.config})]
+    for past in history.rounds:
+        lines += past.rows.values()
+        if past.exchange is not None:
+            lines.append(Exchange(step=past.step, exchange=past.exchange))
+    text = "".join(line.model_dump_json() + "\n" for line in lines)
+    with files.os_errors_as(ExecutionError, directory / FILE, "cannot be written"):
+        files.write_atomic(directory / FILE, text)
 
 
 def read(directory: Path) -> History:
     """The population in `directory`; CheckpointError if its file cannot be read or is damaged."""
     path = directory / FILE
-    try:
-        return History.model_validate_json(files.read_bytes(path, _MAX_BYTES))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path}: damaged: {where}: {first['msg']}") from None
+    with files.os_errors_as(CheckpointError, path):
+        whole, _, _ = files.read_bytes(path, _MAX_BYTES).rpartition(b"\n")
+    history = None
+    for number, line in enumerate(whole.split(b"\n"), start=1):
+        try:
+            if history is None:
+                history = History(Start.model_validate_json(line))
+            else:
+                history.add(_EVENT.validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise CheckpointError(f"{path}:{number}: damaged: {where}: {first['msg']}") from None
+        except LookupError:
+            what = "damaged: a round or member that the population does not have"
+            raise CheckpointError(f"{path}:{number}: {what}") from None
+    return history

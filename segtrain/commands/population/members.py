@@ -6,11 +6,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
+from typing import Self
+
+import torch
 
 from segtrain import files
 from segtrain.checkpoint.format import LAST
@@ -48,50 +52,71 @@ def train_arguments(
     return [*words, "--resume"] if run_directory.is_run(run) else words
 
 
-def run_segtrain(arguments: Sequence[str], show: Callable[[str], None]) -> int:
-    """Runs `segtrain ARGUMENTS` and returns its exit code; `show` gets lines for the terminal.
+class Programs:
+    """Runs `segtrain` commands, several at once if threads ask for it.
 
-    Stop signals are passed on: the run saves and ends. It also does if this process is killed.
+    In its context stop signals are passed on to all of them: the runs save and end. They also do if
+    this process is killed.
     """
-    process: subprocess.Popen | None = None
-    received: list[int] = []
 
-    def pass_on(number: int, _: object) -> None:
-        received.append(number)
-        if process is not None:
-            process.send_signal(number)
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._running: set[subprocess.Popen] = set()
+        self._lock = threading.Lock()
 
-    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
-    for number, handler in before.items():
-        # nohup has SIGHUP ignored, so that the command outlives its terminal.
-        if number != signal.SIGHUP or handler != signal.SIG_IGN:
-            signal.signal(number, pass_on)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, *safe_path(), "-c", PROGRAM, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            # Ctrl-C reaches the run once, through this process: twice would end it unsaved.
-            start_new_session=True,
-        )
-        if received:
-            process.send_signal(received[-1])
+    def __enter__(self) -> Self:
+        self._before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+        for number, handler in self._before.items():
+            # nohup has SIGHUP ignored, so that the command outlives its terminal.
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, _: object) -> None:
+        with self._lock:
+            self.received.append(number)
+            for process in self._running:
+                process.send_signal(number)
+
+    def run(
+        self, arguments: Sequence[str], show: Callable[[str], None], gpus: str | None = None
+    ) -> int:
+        """Runs `segtrain ARGUMENTS` and returns its exit code; `show` gets lines for the terminal.
+
+        Not for the main thread: a signal that arrives while it starts a program would wait forever.
+        gpus: for CUDA_VISIBLE_DEVICES; None: as it is.
+        """
+        with self._lock:
+            if self.received:
+                return exit_code(self.received[-1])
+            process = subprocess.Popen(
+                [sys.executable, *safe_path(), "-c", PROGRAM, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
+                # Ctrl-C reaches the run once, through this process: twice would end it unsaved.
+                start_new_session=True,
+            )
+            self._running.add(process)
         tail = _follow(process, show)
         code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    # A signal may come before the run can handle it, or when it has come to its step.
-    if received and code <= EXIT_OK:
-        return exit_code(received[-1])
-    code = EXIT_SYSTEM if code < 0 else code
-    if code and not received:
-        for line in tail:
-            show(line)
-    return code
+        with self._lock:
+            self._running.remove(process)
+        # A signal may come before the run can handle it, or when it has come to its step.
+        if self.received and code <= EXIT_OK:
+            return exit_code(self.received[-1])
+        code = EXIT_SYSTEM if code < 0 else code
+        if code and not self.received:
+            for line in tail:
+                show(line)
+        return code
 
 
 def _follow(process: subprocess.Popen, show: Callable[[str], None]) -> deque[str]:
@@ -105,6 +130,18 @@ def _follow(process: subprocess.Popen, show: Callable[[str], None]) -> deque[str
             else:
                 tail.append(line)
     return tail
+
+
+def gpus_of_slots(at_once: int, device: str) -> list[str | None]:
+    """The GPUs, for CUDA_VISIBLE_DEVICES, of each of so many members that train at once.
+
+    Each gets its part of the GPUs, or shares one with others; None: whatever there is.
+    """
+    if at_once == 1 or device == "cpu" or not (count := torch.cuda.device_count()):
+        return [None] * at_once
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",")[:count] if visible else [str(i) for i in range(count)]
+    return [",".join(names[i::at_once]) or names[i % count] for i in range(at_once)]
 
 
 def score(run: Path, step: int) -> float | None:
@@ -145,7 +182,7 @@ def take_over(loser: Path, winner: Path, config: Config, *, step: int) -> None:
         known = manifest.read_entries(source)
         if step not in [entry.step for entry in known.get(LAST, ())]:
             raise CheckpointError(f"{source / LAST}: expected the checkpoint of step {step}")
-        try:
+        with files.os_errors_as(ExecutionError, loser, f"cannot take over from {winner.name}"):
             target.mkdir(exist_ok=True)
             # Before the manifest is replaced, which says which files are the run's own.
             for name in manifest.read_entries(target).keys() - known.keys():
@@ -158,10 +195,6 @@ def take_over(loser: Path, winner: Path, config: Config, *, step: int) -> None:
             manifest.write(target, copied)
             run_directory.write_config(loser, config)
             _log(loser, f"changed    all weights: those of {winner.name} at step {step}")
-        except OSError as error:
-            where = error.filename2 or error.filename or loser
-            what = f"cannot take over from {winner.name}: {error.strerror}"
-            raise ExecutionError(f"{where}: {what}") from None
 
 
 def _copy(source: Path, target: Path, entries: list[Entry]) -> Entry:

@@ -29,7 +29,7 @@ from segtrain.models.precision import (
 )
 from segtrain.norm import precise_statistics
 from segtrain.run.console import score_text
-from segtrain.run.pictures import confusion_picture, panel, spread, to_png
+from segtrain.run.pictures import NUM_IMAGES, confusion_picture, panel, spread, to_png
 from segtrain.training.step_sync import LateVote
 
 
@@ -112,7 +112,7 @@ def _show(run: TrainRun, pictures: dict[int, str]) -> None:
 
 def _keep(run: TrainRun, prediction: Prediction, pictures: dict[int, str]) -> None:
     """Draws image, label and prediction if it is one to show; as text, which ranks can exchange."""
-    if prediction.index not in spread(len(run.eval_set), run.config.log.num_images):
+    if prediction.index not in spread(len(run.eval_set), NUM_IMAGES):
         return
     index, *pixels = prediction
     names, palette = run.eval_set.classes.names, run.eval_set.classes.palette

@@ -27,7 +27,7 @@ from segtrain.commands.train.preflight import (
 from segtrain.config import Config, config_to_yaml
 from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.sample.centroids import measure_centroids
+from segtrain.data.sample.centroids import TILE_PX, measure_centroids
 from segtrain.data.sample.loader import first_workers, indices_of_rank, train_loader
 from segtrain.data.sample.stream import ClassUniform, Mixing, TrainStream
 from segtrain.data.sample.transforms import TrainTransform
@@ -44,7 +44,7 @@ from segtrain.run.directory import RunLock
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.training.hogwild import HogwildBarrier, share_model
-from segtrain.training.optim import learning_rate, momentum, set_learning_rate, set_momentum
+from segtrain.training.optim import learning_rate, set_learning_rate
 from segtrain.training.receipts import ReceiptMeter
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step_sync import StepSync
@@ -53,6 +53,8 @@ from segtrain.types import Batch
 
 # How long a resumed run waits for the hashes of the labels before its first step.
 DATA_PATIENCE_S = 5.0
+# A receipt has hashes of all weights this often, where a checkpoint is kept, and at the end.
+_DIGEST_STEPS = 100
 # With these cuBLAS computes the same bits in every run.
 _WORKSPACES = (":4096:8", ":16:8")
 
@@ -170,7 +172,6 @@ def build_state(
         last_update = min(state.step, config.train.steps) - 1
         if last_update >= 0:
             set_learning_rate(state.optimizer, learning_rate(config.train, last_update))
-            set_momentum(state.optimizer, momentum(config.train, last_update))
     notes += _layer_lines(state)
     return state
 
@@ -274,7 +275,7 @@ def class_uniform_sampling(
     before = None if resumed is None else resumed.checkpoint.centroids
     centroids = measure_centroids(
         train_set,
-        data.class_uniform_tile_px,
+        TILE_PX,
         directory / run_directory.CENTROIDS,
         device=device,
         keep=lambda found: keep and (resumed is None or found.sha256() == before),
@@ -285,10 +286,9 @@ def class_uniform_sampling(
     what = "the centroids of the classes (data.class_uniform) are not those of the checkpoint"
     if not accept_changes:
         raise ConfigError(
-            f"{resumed.path}: {what}: a label, the class file or data.class_uniform_tile_px has "
-            "changed, or another version of segtrain measures them otherwise; give the run what it "
-            "was started with, start a new run by --output, or, if the change is meant, add "
-            "--accept-changes"
+            f"{resumed.path}: {what}: a label or the class file has changed, or another version of "
+            "segtrain measures them otherwise; give the run what it was started with, start a new "
+            "run by --output, or, if the change is meant, add --accept-changes"
         )
     return sampling, [f"changed    {what}"]
 
@@ -455,7 +455,8 @@ def _keeping_together(
 
 
 def _has_weights_digest(config: Config, step: int) -> bool:
-    return step % config.log.weights_digest_every_steps == 0 or step == config.train.steps
+    every = (_DIGEST_STEPS, config.checkpoint.keep_every_steps or _DIGEST_STEPS, config.train.steps)
+    return any(step % steps == 0 for steps in every)
 
 
 def _take_directory(request: TrainRequest, stack: ExitStack) -> tuple[list[str], list[str]]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from segtrain.config import Config, DataConfig
-from segtrain.config.loss import takes_class_weights
 from segtrain.data.check.dark_images import whole_split_problem
 from segtrain.data.check.findings import (
     ONE_SPLIT,
@@ -158,7 +157,7 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         if scan.split == data.train_split:
             findings += training_findings(scan, config)
     findings += shared_image_findings(scans, is_one_split=data.train_split == data.eval_split)
-    weighs = any(takes_class_weights(term.kind) for term in config.loss.terms)
+    weighs = any(term.takes_class_weights for term in config.loss.terms)
     return CheckResult(classes.name, classes.names, scans, findings, weighs)
 
 

@@ -30,6 +30,8 @@ from segtrain.types import IGNORE_INDEX
 
 # A part of the key of the file: another way to measure needs another number.
 _METHOD = 1
+# The side of a tile: NVIDIA's default, as its recipes for Cityscapes have it.
+TILE_PX = 1024
 # Ranks meet at least this often, so that none waits for rank 0 longer than train.timeout_s.
 _POLL_S = 1.0
 

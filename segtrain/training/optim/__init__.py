@@ -11,9 +11,8 @@ from segtrain.training.optim.optimizer import (
     WeightAverage,
     build_optimizer,
     set_learning_rate,
-    set_momentum,
 )
-from segtrain.training.optim.schedule import base_lr, learning_rate, momentum, one_cycle, poly
+from segtrain.training.optim.schedule import base_lr, learning_rate, one_cycle, poly
 
 __all__ = [
     "InitialWeights",
@@ -23,10 +22,8 @@ __all__ = [
     "freeze_layers",
     "learning_rate",
     "make_initial_weights",
-    "momentum",
     "one_cycle",
     "parameter_groups",
     "poly",
     "set_learning_rate",
-    "set_momentum",
 ]

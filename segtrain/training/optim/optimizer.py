@@ -110,15 +110,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_mult"]
 
 
-def set_momentum(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Sets SGD's momentum, or AdamW's first beta."""
-    for group in optimizer.param_groups:
-        if "betas" in group:
-            group["betas"] = (value, group["betas"][1])
-        else:
-            group["momentum"] = value
-
-
 @torch.no_grad()
 def _pull(
     train: TrainConfig,

@@ -1,9 +1,13 @@
-"""Learning rate and momentum of each step: pure functions of the config and the step."""
+"""The learning rate of each step: pure functions of the config and the step."""
 
 import math
 from bisect import bisect_right
 
 from segtrain.config import TrainConfig
+
+# One cycle begins with the rate divided by the first, and ends with that divided by the second:
+# div_factor and final_div_factor of torch's OneCycleLR.
+_CYCLE_START_DIV, _CYCLE_END_DIV = 25.0, 1e4
 
 
 def poly(step: int, total: int, power: float = 0.9) -> float:
@@ -69,8 +73,8 @@ def _scheduled(train: TrainConfig, step: int) -> float:
     """The learning rate without warmup."""
     lr = base_lr(train)
     if train.schedule == "one_cycle":
-        start = lr / train.cycle_start_div
-        end = start / train.cycle_end_div
+        start = lr / _CYCLE_START_DIV
+        end = start / _CYCLE_END_DIV
         return one_cycle(step, train.steps, rise=train.cycle_rise, start=start, peak=lr, end=end)
     if train.schedule == "step":
         return lr * train.milestone_factor ** bisect_right(train.milestones or (), step)
@@ -80,14 +84,3 @@ def _scheduled(train: TrainConfig, step: int) -> float:
         poly(done, total, train.poly_power) if train.schedule == "poly" else cosine(done, total)
     )
     return train.min_lr + (lr - train.min_lr) * fraction
-
-
-def momentum(train: TrainConfig, step: int) -> float:
-    """SGD's momentum, or AdamW's first beta, in update `step`.
-
-    With train.cycle_momentum it falls while the one-cycle rate rises, and the other way round.
-    """
-    if train.cycle_momentum is None:
-        return train.momentum if train.optimizer == "sgd" else train.betas[0]
-    low, high = train.cycle_momentum
-    return one_cycle(step, train.steps, rise=train.cycle_rise, start=high, peak=low, end=high)

@@ -1,0 +1,481 @@
+"""The command line as a table: every command, its function, its texts and its arguments."""
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Argument(NamedTuple):
+    """An option or operand, with what argparse's `add_argument` takes."""
+
+    name: str
+    options: dict[str, Any]
+    group: str = ""  # the title above it in the help
+
+
+class Command:
+    """`name` may be of two words, such as "data check"; `function` is "module:name" of segtrain."""
+
+    def __init__(
+        self, name: str, function: str, help: str, *arguments: Argument, **texts: str
+    ) -> None:
+        self.name, self.function, self.arguments = name, function, arguments
+        self.texts = {"help": help} | texts  # and description, epilog
+
+
+GROUPS = {"data": "make, check or pack data sets", "config": "list, copy or show configs"}
+
+
+def _argument(
+    name: str, help: str, metavar: Any = None, type: Any = None, **options: Any
+) -> Argument:
+    options |= {key: value for key, value in (("metavar", metavar), ("type", type)) if value}
+    return Argument(name, {"help": help, **options})
+
+
+def _switch(name: str, help: str) -> Argument:
+    return Argument(name, {"help": help, "action": "store_true"})
+
+
+def _settings(
+    examples: str = "train.lr=1e-3, augment.crop_size='[512, 1024]', model.pretrained=null",
+) -> Argument:
+    """--set; `examples`: options that the command uses."""
+    text = "change one option, checked like the file; may be repeated, the last one counts"
+    return _argument(
+        "--set", f"{text} ({examples})", "SECTION.KEY=VALUE", action="append", default=[]
+    )
+
+
+def _size(default: list[int] | None, help: str) -> Argument:
+    return _argument("--size", help, ("H", "W"), positive, nargs=2, default=default)
+
+
+def _integer(text: str, *, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got '{text}'")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    return _integer(text, least=1)
+
+
+def non_negative(text: str) -> int:
+    """An integer of at least 0."""
+    return _integer(text, least=0)
+
+
+def fraction_below_1(text: str) -> float:
+    """A number of at least 0 and below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0 and below 1: '{text}'")
+    return value
+
+
+def steps(text: str) -> tuple[int | None, int | None]:
+    """First and last step of `A:B`, each None where it is left out; `A` is one step."""
+    first, colon, last = text.partition(":")
+    if not colon:
+        last = first  # one step
+    steps = tuple(positive(number) if number else None for number in (first, last))
+    if None not in steps and steps[0] > steps[1]:
+        raise argparse.ArgumentTypeError(f"expected A up to B, got '{text}'")
+    return steps
+
+
+def processes(text: str) -> int | str:
+    """An integer of at least 1, or auto."""
+    return text if text == "auto" else positive(text)
+
+
+def endpoint(text: str) -> str:
+    """HOST:PORT, checked."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, got '{text}'")
+    return text
+
+
+_CONFIG_HELP = "experiment file (YAML), or a name from 'segtrain config list'"
+_CONFIG = _argument("config", _CONFIG_HELP, "CONFIG")
+_SOURCE_HELP = (
+    "run directory (its best checkpoint), checkpoint, exported .safetensors file, or the name of a "
+    "config that comes with weights"
+)
+_SOURCE = _argument("source", _SOURCE_HELP, "RUN|CHECKPOINT")
+_NPROC = _argument(
+    "--nproc",
+    "processes on this machine (default: auto, one for each GPU, or one)",
+    "N|auto",
+    processes,
+    default="auto",
+)
+_DEVICE = _argument(
+    "--device",
+    "auto: CUDA if there is any (default)",
+    choices=("auto", "cpu", "cuda"),
+    default="auto",
+)
+_JOBS = _argument("--jobs", "processes (default: one for each core)", "J", positive)
+_DATA_SETTINGS = _settings("data.root=/elsewhere/data, data.eval_split=test")
+_OVERWRITE = _switch("--overwrite", "replace a file that is already there")
+
+
+def _of_machines(name: str, help: str, *rest: Any, **options: Any) -> Argument:
+    title = "several machines (the same command on each)"
+    return _argument(name, help, *rest, **options)._replace(group=title)
+
+
+COMMANDS = (
+    Command(
+        "train",
+        "commands.train.start:main",
+        "train a model from a config",
+        _argument("config", f"{_CONFIG_HELP}; with --resume also the run's directory", "CONFIG"),
+        _settings(),
+        _NPROC,
+        _DEVICE,
+        _argument("--output", "run directory (default: runs/<name of CONFIG>)", "DIR", Path),
+        _switch(
+            "--resume",
+            "go on at the last checkpoint, on any number of ranks; start the run if there is none",
+        ),
+        _argument(
+            "--until",
+            "save after this step and stop; the learning rate is that of train.steps",
+            "STEP",
+            positive,
+        ),
+        _switch(
+            "--accept-changes", "with --resume: go on although config or data have changed since"
+        ),
+        _switch(
+            "--requeue",
+            "in a SLURM job: at SIGUSR1 save, requeue the job and stop (without: save and go on)",
+        ),
+        _of_machines("--nnodes", "machines", "N", positive, default=1),
+        _of_machines(
+            "--node-rank", "number of this machine; 0 serves the meeting point", "R", non_negative
+        ),
+        _of_machines("--rdzv-endpoint", "meeting point on machine 0", "HOST:PORT", endpoint),
+        _of_machines("--rdzv-id", "name of the job, where several meet at the same point", "ID"),
+        _of_machines(
+            "--max-restarts",
+            "start all ranks again this often after one failed (default: 0)",
+            "N",
+            non_negative,
+            default=0,
+        ),
+        description="Train the experiment in CONFIG; evaluate and save checkpoints on the way.",
+        epilog="examples:\n"
+        "  segtrain train own.yaml --nproc 4 --set train.lr=0.02\n"
+        "  segtrain train own.yaml --resume                        or: train runs/own --resume\n"
+        "  segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
+        "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
+        "  torchrun --nproc-per-node 4 -m segtrain train CONFIG",
+    ),
+    Command(
+        "population",
+        "commands.population.command:main",
+        "search options with runs that learn from each other",
+        _argument(
+            "config", f"{_CONFIG_HELP}; with --resume also the population's directory", "CONFIG"
+        ),
+        _argument("--members", "runs (default: 4)", "N", positive),
+        _argument(
+            "--every",
+            "steps of a round (default: eval.every_steps); members are evaluated and saved then",
+            "N",
+            positive,
+        ),
+        _argument(
+            "--perturb",
+            "an option to search, a number with a fraction; may be repeated (default: train.lr "
+            "and train.weight_decay)",
+            "SECTION.KEY",
+            action="append",
+            default=[],
+        ),
+        _argument(
+            "--at-once",
+            "members that train at the same time, each with its part of the GPUs (default: 1)",
+            "N",
+            positive,
+            default=1,
+        ),
+        _switch("--alone", "no exchange: the same members, for comparison"),
+        _settings(),
+        _NPROC,
+        _DEVICE,
+        _argument(
+            "--output",
+            "directory (default: runs/<name of CONFIG>_population, or _alone)",
+            "DIR",
+            Path,
+        ),
+        _switch("--resume", "go on with the arguments of its start; start it if there is none"),
+        description="Train several members of CONFIG with other seeds and options, a round at a\n"
+        "time. After each round the worst quarter takes over weights and options of the best,\n"
+        "and changes the options by a factor of 0.8 or 1.2 (population based training,\n"
+        "arXiv:1711.09846). Member 0 starts with the options of CONFIG.",
+        epilog="Each member is a run in DIR/member_0 and so on; DIR/population.jsonl tells\n"
+        "the history.\n\n"
+        "examples:\n"
+        "  segtrain population own.yaml --members 4 --every 2000\n"
+        "  segtrain population own.yaml --perturb train.lr --perturb model.dropout --nproc 2\n"
+        "  segtrain population runs/own_population --resume",
+    ),
+    Command(
+        "bench",
+        "commands.launch:bench",
+        "where the time of a training step goes",
+        _CONFIG,
+        _settings(),
+        _NPROC,
+        _DEVICE,
+        _argument("--steps", "steps to measure (default: 20)", "N", positive, default=20),
+        _argument("--json", "write the figures to this file", "FILE", Path),
+        _argument(
+            "--profile",
+            "write a trace of three steps, for https://ui.perfetto.dev; .json or .json.gz",
+            "FILE",
+            Path,
+        ),
+        description="Train some steps of CONFIG, with its data and loader, and print the time of "
+        "their parts,\noperations a second beside what this device reaches, memory, and what "
+        "limits the speed.\nNothing is kept.",
+        epilog="examples:\n"
+        "  segtrain bench own.yaml --nproc 2\n"
+        "  segtrain bench own.yaml --set train.precision=bfloat16 --profile trace.json.gz",
+    ),
+    Command(
+        "eval",
+        "commands.launch:evaluate",
+        "score a model on a split",
+        _argument("checkpoint", _SOURCE_HELP, "RUN|CHECKPOINT"),
+        _argument("--split", "split (default: data.eval_split)", "S"),
+        _settings("eval.flip=true, eval.scales='[0.75, 1]', data.root=/elsewhere/data"),
+        _NPROC,
+        _DEVICE,
+        _argument("--save-predictions", "write label maps with raw ids", "DIR", Path),
+        _switch("--no-labels", "the split has no labels: predict for a test server, score nothing"),
+        _argument("--json", "write all scores as JSON", "FILE", Path),
+        _argument("--overlays", "write pictures of image, label and prediction", "DIR", Path),
+        _argument("--num-overlays", "how many (default: 8)", "N", positive, default=8),
+        description="Score a trained model: IoU of every class, mIoU, mAcc, aAcc.",
+        epilog="examples:\n"
+        "  segtrain eval runs/own\n"
+        "  segtrain eval runs/own --set eval.scales='[0.75, 1, 1.25]' --set eval.flip=true\n"
+        "  segtrain eval runs/own/checkpoints/last.pt --split val --save-predictions out\n"
+        "  segtrain eval runs/own --split test --no-labels --save-predictions out",
+    ),
+    Command(
+        "verify",
+        "commands.launch:verify",
+        "compute steps of a run again and compare every bit",
+        _argument("run", "run directory", "RUN", Path),
+        _argument(
+            "--steps",
+            "first and last step, counted from 1, or one step (default: from the newest "
+            "checkpoint before B; to the last receipt)",
+            "A:B",
+            steps,
+            default=(None, None),
+        ),
+        _settings("data.root=/elsewhere/data, data.pack=null"),
+        _NPROC,
+        _DEVICE,
+        description="Compute steps of a run with train.shares again, on any number of ranks, and "
+        "compare\nsamples, losses, gradients and weights with its receipts and checkpoints. "
+        "Nothing is\nwritten into the run, which may still be training.",
+        epilog="The replay starts at the newest checkpoint before A, or at the beginning.\n\n"
+        "examples:\n"
+        "  segtrain verify runs/own                   from the newest checkpoint before the end\n"
+        "  segtrain verify runs/own --steps 1: --nproc 4\n"
+        "  segtrain verify runs/own --steps 900:1000 --set data.root=/elsewhere/data",
+    ),
+    Command(
+        "predict",
+        "commands.predict:main",
+        "segment images",
+        _SOURCE,
+        _argument("inputs", "image, or folder of images", "INPUT", Path, nargs="+"),
+        _argument("--output", "where to write the results", "DIR", Path, required=True),
+        _switch("--overwrite", "replace results that are already there"),
+        _settings("eval.mode=slide, eval.crop_size='[512, 1024]'"),
+        _DEVICE,
+        description="Segment images of any size: writes label maps, colour maps and overlays.",
+        epilog="example:\n  segtrain predict runs/own photos/ extra.jpg --output predictions",
+    ),
+    Command(
+        "export",
+        "commands.export:main",
+        "write a model for other programs",
+        _SOURCE,
+        _argument(
+            "--format",
+            "pt2: torch.export, for images of more than model.output_stride px a side; "
+            "safetensors: the weights, which eval, predict and train.init_from read too",
+            required=True,
+            choices=("onnx", "pt2", "torchscript", "safetensors"),
+        ),
+        _argument("--output", "file to write", "FILE", Path, required=True),
+        _OVERWRITE,
+        _argument(
+            "--normalize",
+            "the file takes RGB of 0..255, as bytes (default) or floats, and normalizes it itself",
+            nargs="?",
+            const="uint8",
+            choices=("uint8", "float32"),
+        ),
+        _switch("--argmax", "the file returns train ids instead of logits"),
+        _switch(
+            "--half",
+            "safetensors: kernels as float16, which halves the file and changes scores little",
+        ),
+        _size(None, "write a file for images of this height and width only (default: any size)"),
+        description="Write a trained model for other programs; the file is run and compared with "
+        "the model before it gets its name.",
+        epilog="example:\n  segtrain export runs/own --format onnx --output own.onnx "
+        "--normalize --argmax",
+    ),
+    Command(
+        "convert",
+        "commands.convert:main",
+        "make a checkpoint of another program one of segtrain",
+        _argument("file", "a .pth, .pt or .safetensors file", "FILE", Path),
+        _argument("--output", "checkpoint to write, a .pt", "FILE", Path, required=True),
+        _argument("--classes", "class file (default: the names in the file)", "NAME|FILE"),
+        _argument(
+            "--class-order",
+            "class file in the order of the file's channels, or 'stored': the names in the "
+            "file; channels move to the order of --classes, by name",
+            "NAME|FILE|stored",
+        ),
+        _argument("--entry", "which state dict to read, where the file holds several", "KEY"),
+        _argument(
+            "--ignore",
+            "leave out keys that begin so and are no part of the model; may be repeated",
+            "PREFIX",
+            action="append",
+            default=[],
+        ),
+        _OVERWRITE,
+        _settings("model.output_stride=16, data.root=/elsewhere/data"),
+        description="Read weights of torchvision (DeepLabV3), semseg (PSPNet), mmsegmentation,\n"
+        "segmentation_models.pytorch (both PSPNet, DeepLabV3, DeepLabV3+) or VainF (DeepLabV3,\n"
+        "DeepLabV3+), which are told apart by their keys, and write a checkpoint for eval,\n"
+        "predict, export and train.init_from. A key that finds no place is an error.",
+        epilog="What a file cannot say, such as model.output_stride, is assumed by the defaults of "
+        "its\nprogram and printed; --set changes it.\n\n"
+        "examples:\n"
+        "  segtrain convert deeplabv3_resnet50_coco.pth --classes voc --output v3.pt\n"
+        "  segtrain convert pspnet_r50.pth --classes cityscapes --output psp.pt "
+        "--set model.output_stride=16\n"
+        "  segtrain convert theirs.pth --classes own.yaml --class-order theirs.yaml "
+        "--output own.pt",
+    ),
+    Command(
+        "data synth",
+        "synthetic:main",
+        "draw a synthetic data set",
+        _argument("root", "directory to write to", "ROOT", Path),
+        _argument("--num-train", "default: 200", "N", positive, default=200),
+        _argument("--num-val", "default: 40", "N", positive, default=40),
+        _size([256, 512], "height and width in pixels (default: 256 512)"),
+        _argument("--seed", "default: 0", "S", non_negative, default=0),
+        _JOBS,
+        description="Draw synthetic street scenes in the layout of Cityscapes.",
+        epilog="example:\n  segtrain data synth data/street --num-train 200 --num-val 40",
+    ),
+    Command(
+        "data check",
+        "commands.data:check",
+        "check every image and label of a config",
+        _CONFIG,
+        _DATA_SETTINGS,
+        _JOBS,
+        _argument("--json", "write the report as JSON", "FILE", Path),
+        description="Read both splits completely and report all that is wrong: missing or damaged "
+        "files, sizes that differ, label values outside the class file; and class frequencies.",
+        epilog="example:\n  segtrain data check own.yaml",
+    ),
+    Command(
+        "data pack",
+        "commands.data:pack",
+        "decode a data set once, so that training reads crops from raw rows",
+        _CONFIG,
+        _argument("--output", "a new folder, such as packs/own", "DIR", Path, required=True),
+        _DATA_SETTINGS,
+        _JOBS,
+        description="Decode both splits of a config into a folder of safetensors shards, which "
+        "training,\nevaluation and check read by data.pack: DIR. A pixel takes 4 bytes. If it is "
+        "interrupted,\nthe same command begins again.",
+        epilog="examples:\n  segtrain data pack own.yaml --output packs/own\n"
+        "  segtrain train own.yaml --set data.pack=packs/own",
+    ),
+    Command(
+        "data stats",
+        "commands.data:stats",
+        "count the classes of a split, and print class weights for the loss",
+        _CONFIG,
+        _argument("--split", "split (default: data.train_split)", "S"),
+        _argument(
+            "--beta",
+            "of the effective number of pixels (default: 1 - 1 / pixels of a mean class)",
+            "B",
+            fraction_below_1,
+        ),
+        _DATA_SETTINGS,
+        _JOBS,
+        _argument("--json", "write all numbers as JSON", "FILE", Path),
+        description="Read a split once: pixels and images of each class, size, mean and standard "
+        "deviation\nof the images, and class weights by median frequency, inverse frequency, "
+        "effective\nnumber and ENet's rule, as lines to paste into a config.",
+        epilog="examples:\n  segtrain data stats own.yaml\n"
+        "  segtrain data stats own.yaml --split val --json stats.json",
+    ),
+    Command(
+        "config list", "commands.config:print_names", "list the configs that come with segtrain"
+    ),
+    Command(
+        "config copy",
+        "commands.config:copy",
+        "copy a config that comes with segtrain",
+        _argument("name", "a name from 'segtrain config list'", "NAME"),
+        _argument("file", "a new file, such as my.yaml", "FILE", Path),
+        description="Copy the config NAME to FILE, and say which lines to change.",
+        epilog="example:\n  segtrain config copy own_data my.yaml",
+    ),
+    Command(
+        "config show",
+        "commands.config:print_config",
+        "check a config and print it with all defaults",
+        _CONFIG,
+        _settings(),
+        epilog="examples:\n  segtrain config show own.yaml --set train.lr=0.02\n"
+        "  segtrain config show camvid_small",
+    ),
+    Command(
+        "config schema",
+        "commands.config:write_schema",
+        "print the JSON Schema of configs, for editors",
+        _argument("--output", "default: the terminal", "FILE", Path),
+        epilog="an editor with a YAML language server completes and checks a config that begins\n"
+        "with '# yaml-language-server: $schema=schema.json' after\n"
+        "  segtrain config schema --output schema.json",
+    ),
+    Command(
+        "doctor",
+        "commands.doctor:main",
+        "look at this machine and installation",
+        description="Print versions, devices and memory, and what is wrong with them. Exit code 2 "
+        "if nothing can be trained, else 0.",
+    ),
+)
