@@ -142,7 +142,7 @@ def ignoring_as(before: ClassFile, now: ClassFile) -> ClassFile:
 MAX_RAW_ID = 65535  # labels have at most 16 bits
 _MAX_CLASSES = 255  # train ids have 8 bits, and 255 is ignored
 _MAX_SHOWN = 10
-_PACKAGE = Path(__file__).resolve().parent.parent
+_PACKAGE = Path(__file__).resolve().parents[2]
 # The first is the place in a wheel, the second in a checkout.
 _DIRECTORIES = (_PACKAGE / "_data" / "classes", _PACKAGE.parent / "data" / "classes")
 _EXAMPLE = "classes: [background, crack]"
