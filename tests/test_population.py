@@ -685,7 +685,7 @@ def test_the_last_words_of_a_member_that_fails_are_shown(monkeypatch):
 def test_the_command_as_processes(tmp_path, experiment):
     directory = tmp_path / "run"
     words = [sys.executable, "-m", "segtrain", "population", experiment, "--output", directory]
-    words += ["--members", "2", "--every", "2", "--device", "cpu"]
+    words += ["--members", "2", "--every", "2", "--device", "cpu", "--at-once", "2"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     check_history(directory)
