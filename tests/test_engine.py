@@ -69,14 +69,16 @@ def batches(settings, rows, start):
 
 
 def run(settings, state, step_sync=None):
-    rows = indices_of_rank(N, settings.train.accumulate_steps, dist.rank(), dist.world_size())
+    train = settings.train
+    rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), dist.world_size(), train.shares)
+    sync = step_sync or StepSync(lambda: False, overflow_allowed=train.precision == "float16")
     return train_steps(
         state,
         batches(settings, rows, state.step),
         settings,
         device=CPU,
         indices=rows,
-        step_sync=step_sync or StepSync(lambda: False),
+        step_sync=sync,
     )
 
 

@@ -404,5 +404,5 @@ def test_a_second_gradient_in_a_pass_is_an_error():
             for _ in range(2):
                 copy.plain.square().sum().backward()
 
-    with pytest.raises(RuntimeError, match="plain got a second gradient in a pass"):
+    with pytest.raises(RuntimeError, match="plain got a second gradient in a microbatch"):
         twice()

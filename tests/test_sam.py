@@ -16,26 +16,21 @@ from experiments import (
     trained_bits,
     write_config,
 )
+from test_engine import CPU, K, N, run, whole_batch
 from torch import nn
 
 from segtrain import seed
 from segtrain.config import Config, DataConfig, LayerRule, ModelConfig, NormConfig, TrainConfig
-from segtrain.data.sample.loader import indices_of_rank
-from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import partition
 from segtrain.errors import ConfigError, NonFiniteError
 from segtrain.models import DropoutChannels
 from segtrain.norm import make_norm
 from segtrain.training import engine
-from segtrain.training.engine import train_steps
 from segtrain.training.exact_sum import ExactGradientSum
 from segtrain.training.sam import sam_perturbed
 from segtrain.training.state import make_state
-from segtrain.training.step_sync import StepSync
-from segtrain.types import IGNORE_INDEX, Batch, SegLogits
+from segtrain.types import IGNORE_INDEX, SegLogits
 
-CPU = torch.device("cpu")
-K, H, W, N = 3, 6, 9, 5
 CHANNELS, P = 4, 0.5
 
 
@@ -66,32 +61,8 @@ def config(*, norm=None, **train):
     )
 
 
-def whole_batch(step):
-    """Images of which the last are ignored more and more, so that every pass weighs differently."""
-    generator = torch.Generator().manual_seed(step)
-    images = torch.randint(256, (N, 3, H, W), generator=generator, dtype=torch.uint8)
-    labels = (images.sum(1) % K).to(torch.uint8)
-    for i in range(N):
-        labels[i, : i + 1] = IGNORE_INDEX
-    return images, labels
-
-
 def new_state(settings):
     return make_state(Small(make_norm(settings.norm)), settings, CPU)
-
-
-def run(settings, state, step_sync=None):
-    train = settings.train
-    rows = indices_of_rank(N, train.accumulate_steps, dist.rank(), dist.world_size(), train.shares)
-
-    def batches():
-        for step in range(state.step, train.steps):
-            images, labels = whole_batch(step)
-            for mine in map(list, rows):
-                yield Batch(images[mine], labels[mine], [f"{step}/{i}" for i in mine])
-
-    sync = step_sync or StepSync(lambda: False, overflow_allowed=train.precision == "float16")
-    return train_steps(state, batches(), settings, device=CPU, indices=rows, step_sync=sync)
 
 
 def trained(settings):
@@ -251,7 +222,7 @@ def trained_twice(settings):
 
 
 def test_gradients_that_are_computed_again_with_shares_change_nothing(run_ranks):
-    """Neither the weights nor the running statistics; also the second one at climbed weights."""
+    """Neither the weights nor the running statistics; also the second one at perturbed weights."""
     settings = config(shares=3)
     (wanted,), (found,) = run_ranks(1, trained, settings), run_ranks(1, trained_twice, settings)
     assert torch.equal(found[0], wanted[0])

@@ -13,6 +13,7 @@ from segtrain.training.engine import StepResult
 from segtrain.training.receipts import StepMeter
 from segtrain.training.step_sync import MAX_OVERFLOWS, StepSync
 
+NAN = float("nan")
 FINE, OVERFLOW = torch.tensor(1.0), torch.tensor(float("inf"))
 
 
@@ -44,36 +45,27 @@ def test_a_bad_loss_is_raised_one_step_late_with_the_step_it_happened_in(total):
     assert "good" not in str(error.value)
 
 
-def test_settle_raises_at_once_and_only_once():
-    step_sync = watch()
-    do_step(step_sync, 7, float("nan"))
-    with pytest.raises(NonFiniteError, match="step 7"):
-        step_sync.check_finite()
+@pytest.mark.parametrize(
+    ("microbatches", "grad_norm", "what"),
+    [
+        ([sums(NAN, 4)], FINE, "loss"),
+        ([sums(1.0, 4, aux=(NAN, 4))], FINE, "loss"),
+        ([sums(1.0, 4), sums(NAN, 4), sums(1.0, 4)], FINE, "loss"),
+        ([sums(1.0, 4)], torch.tensor(NAN), "gradient"),
+    ],
+)
+@pytest.mark.parametrize("overflow_allowed", [False, True])
+def test_what_is_not_finite_is_raised_at_once_and_only_once_when_asked_for(
+    microbatches, grad_norm, what, overflow_allowed
+):
+    step_sync = watch(overflow_allowed=overflow_allowed)
+    for one in microbatches:
+        step_sync.reduce(one)
+    step_sync.record(3, grad_norm, ["a"])
+    if what == "loss" or not overflow_allowed:
+        with pytest.raises(NonFiniteError, match=f"step 3: the {what} is not finite"):
+            step_sync.check_finite()
     step_sync.check_finite()
-
-
-def test_a_bad_auxiliary_loss_counts_too():
-    step_sync = watch()
-    step_sync.reduce(sums(1.0, 4, aux=(float("nan"), 4)))
-    step_sync.record(1, FINE, ["a"])
-    with pytest.raises(NonFiniteError, match="the loss is not finite"):
-        step_sync.check_finite()
-
-
-def test_one_bad_pass_of_several_is_enough():
-    step_sync = watch()
-    for total in (1.0, float("nan"), 1.0):
-        step_sync.reduce(sums(total, 4))
-    step_sync.record(3, FINE, ["a", "b", "c"])
-    with pytest.raises(NonFiniteError, match="step 3: the loss"):
-        step_sync.check_finite()
-
-
-def test_a_bad_gradient_under_a_finite_loss_is_an_error():
-    step_sync = watch()
-    do_step(step_sync, 2, grad_norm=torch.tensor(float("nan")))
-    with pytest.raises(NonFiniteError, match="step 2: the gradient is not finite"):
-        step_sync.check_finite()
 
 
 @pytest.mark.fault(78)
@@ -85,13 +77,6 @@ def test_float16_may_overflow_now_and_then_but_not_without_end():
     for step in range(100, 100 + MAX_OVERFLOWS + 1):
         do_step(step_sync, step, grad_norm=OVERFLOW)
     with pytest.raises(NonFiniteError, match=f"step {100 + MAX_OVERFLOWS}: .*overflows float16"):
-        step_sync.check_finite()
-
-
-def test_a_bad_loss_is_an_error_in_float16_too():
-    step_sync = watch(overflow_allowed=True)
-    do_step(step_sync, 1, float("nan"), OVERFLOW)
-    with pytest.raises(NonFiniteError, match="the loss"):
         step_sync.check_finite()
 
 

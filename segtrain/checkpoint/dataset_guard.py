@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from segtrain.checkpoint.format import Checkpoint, parse_data, parse_experiment
 from segtrain.checkpoint.loading import LoadedModel
@@ -192,18 +192,18 @@ def eval_differences(
     """
     before = trained.config.data
     changes, _ = class_differences(trained.classes, dataset.classes, dataset.label_format)
-    paths = (os.path.realpath(os.path.expanduser(x)) for x in (data.classes, before.classes))
-    lines = _eval_lines(changes, is_meant=len(set(paths)) > 1)
+    paths = {os.path.realpath(os.path.expanduser(x)) for x in (data.classes, before.classes)}
+    lines = _eval_lines(changes, is_meant=len(paths) > 1)
     splits = (None, None) if known is None else known.splits
     names = (before.train_split, before.eval_split)
     split = dict(zip(names, splits, strict=True)).get(dataset.split)
-    if split is None:
-        yield lines
-        return
     is_meant = any(getattr(data, key) != getattr(before, key) for key in _WHICH_DATA)
-    change = file_difference(split, hash_files(dataset, data.root), dataset, data.root)
-    if change or split.labels is None:
-        yield lines + _eval_lines([change], is_meant)
+    change = ""
+    if split is not None:
+        change = file_difference(split, hash_files(dataset, data.root), dataset, data.root)
+        lines += _eval_lines([change], is_meant)
+    if split is None or change or split.labels is None:
+        yield lines
         return
     with closing(LabelHashing([(dataset, split.pairs_per_hash)])) as hashing:
         yield lines
@@ -219,21 +219,22 @@ def _eval_lines(changes: list[str], is_meant: bool) -> list[str]:
 def _agreed_fingerprint(sets: tuple[SegDataset, SegDataset], root: str) -> DataFingerprint:
     """Names and sizes of the files, which must be equal on all machines (collective)."""
 
-    def look() -> list[str] | None:
+    def look() -> dict[str, Any] | None:
         if dist.local_rank() != 0:
             return None
         fingerprint = DataFingerprint(*(hash_files(dataset, root) for dataset in sets))
-        pixels = [dataset.content_hash() for dataset in sets]
-        return [repr(sets[0].classes), fingerprint_to_json(fingerprint), *pixels]
+        return {
+            "the class file": repr(sets[0].classes),
+            "names or sizes of the files": fingerprint_to_json(fingerprint),
+            "the pixels in data.pack": [dataset.content_hash() for dataset in sets],
+        }
 
     first, *others = dist.run_on_all_ranks(look)
     for rank, other in enumerate(others, start=1):
-        if other not in (None, first):
-            what = "the pixels in data.pack"
-            if other[:2] != first[:2]:
-                what = "the class file" if other[0] != first[0] else "names or sizes of the files"
+        differing = [what for what in first if other is not None and other[what] != first[what]]
+        if differing:
             raise DataError(
-                f"the machine of rank {rank} sees other data than that of rank 0: {what} differ; "
-                "give all machines the same data"
+                f"the machine of rank {rank} sees other data than that of rank 0: {differing[0]} "
+                "differ; give all machines the same data"
             )
-    return fingerprint_from_json(first[1])
+    return fingerprint_from_json(first["names or sizes of the files"])

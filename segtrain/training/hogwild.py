@@ -10,6 +10,8 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, frombuffer, nn
 from segtrain.config import Config
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ExecutionError, LostRanksError
+from segtrain.files import os_errors_as
 from segtrain.training.engine import StepResult
 from segtrain.training.step_sync import StepSync
 
@@ -60,38 +63,31 @@ def _shared_bytes(size: int) -> mmap.mmap:
     The file has no name, so whatever ends the ranks, nothing stays behind. Nor does it count among
     what a container may put into /dev/shm.
     """
-    made: list[int] = []
+    if dist.local_world_size() != dist.world_size():
+        raise ExecutionError("processes of several machines cannot share memory")
     mapped: list[mmap.mmap] = []
+    what = f"the processes cannot share {size / 1e6:.1f} MB of memory"
+    refused = partial(os_errors_as, ExecutionError, "train.parallel hogwild", what)
+    with ExitStack() as stack:
 
-    def make() -> str:
-        if dist.local_world_size() != dist.world_size():
-            raise ExecutionError("processes of several machines cannot share memory")
-        try:
-            made.append(os.memfd_create("segtrain", os.MFD_CLOEXEC))
-            # Reserves the memory now: later, a lack of it would end the process by SIGBUS.
-            os.posix_fallocate(made[0], 0, size)
-        except (OSError, AttributeError) as error:  # only Linux has memfd_create
-            raise _unshared(size, error) from error
-        return f"/proc/{os.getpid()}/fd/{made[0]}"
+        def make() -> str:
+            with refused():
+                if not hasattr(os, "memfd_create"):
+                    raise OSError("only Linux has memory without a name")
+                handle = os.memfd_create("segtrain", os.MFD_CLOEXEC)
+                stack.callback(os.close, handle)
+                # Reserves the memory now: later, a lack of it would end the process by SIGBUS.
+                os.posix_fallocate(handle, 0, size)
+            return f"/proc/{os.getpid()}/fd/{handle}"
 
-    def open_here() -> None:
-        try:
-            with open(path, "r+b") as file:
-                mapped.append(mmap.mmap(file.fileno(), size))
-        except OSError as error:
-            raise _unshared(size, error) from error
-
-    try:
         path = dist.run_on_rank0(make)
+
+        def open_here() -> None:
+            with refused(), open(path, "r+b") as file:
+                mapped.append(mmap.mmap(file.fileno(), size))
+
         dist.run_on_all_ranks(open_here)
-    finally:
-        for file in made:
-            os.close(file)
     return mapped[0]
-
-
-def _unshared(size: int, error: Exception) -> ExecutionError:
-    return ExecutionError(f"the processes cannot share {size / 1e6:.1f} MB of memory: {error}")
 
 
 def share_model(model: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """What moves the weights.
 
 schedule.py says how fast, layers.py what each weight is subject to (rate, decay, frozen or not),
-optimizer.py makes the optimizer, start.py keeps what an update needs of the weights that training
-started from, average.py averages weights.
+optimizer.py makes the optimizer and averages weights, initial_weights.py keeps what an update needs
+of the weights that training started from.
 """
 
 from segtrain.training.optim.initial_weights import InitialWeights, make_initial_weights
