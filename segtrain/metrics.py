@@ -40,10 +40,10 @@ class Scores:
 
     def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The scores for a JSON file; NaN becomes None, because JSON has no NaN."""
-        means = {name: _or_none(value) for name, value in self.means().items()}
+        means = {name: or_none(value) for name, value in self.means().items()}
         classes = []
         for name, *values in zip(names, self.iou, self.acc, self.class_frequency, strict=True):
-            iou, acc, share = map(_or_none, values)
+            iou, acc, share = map(or_none, values)
             classes.append({"name": name, "IoU": iou, "acc": acc, "share": share})
         return {**means, "num_pixels": self.num_pixels, "classes": classes}
 
@@ -230,5 +230,6 @@ def mean_of_present(values: Sequence[float]) -> float:
     return math.fsum(present) / len(present) if present else math.nan
 
 
-def _or_none(value: float) -> float | None:
+def or_none(value: float) -> float | None:
+    """`value` for JSON, which has no NaN."""
     return None if math.isnan(value) else value

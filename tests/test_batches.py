@@ -96,10 +96,7 @@ def test_a_batch_holds_no_more_pixels_than_the_limit():
     scaled = Recording()
     predict_labels(scaled, images(SIZES), settings(scales=(0.5, 2.0)), OUT_SIZES, limits)
     assert all(shape[0] == 1 for shape in scaled.shapes if shape[2:] == (42, 68))
-
-
-def test_an_image_above_the_limit_goes_alone():
-    assert BatchLimits(8, 8, 100).of((1000, 1000)) == 1
+    assert limits.of((1000, 1000)) == 1  # one always goes
 
 
 @pytest.mark.parametrize("mode", ["whole", "slide"])

@@ -164,7 +164,7 @@ def test_scores_that_are_not_finite_are_warned_of(capsys):
     assert "finite" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 9])
 def test_shares_of_the_ranks_add_up_to_the_whole(world_size, monkeypatch):
     whole = evaluate(RedImages(7))
     total, seen = ConfusionMatrix(CLASSES), []
@@ -175,12 +175,6 @@ def test_shares_of_the_ranks_add_up_to_the_whole(world_size, monkeypatch):
         total.counts += matrix.counts
     assert sorted(seen) == list(range(7))
     assert torch.equal(total.counts, whole.counts)
-
-
-def test_a_rank_without_images_counts_nothing(monkeypatch):
-    monkeypatch.setattr(dist, "world_size", lambda: 3)
-    monkeypatch.setattr(dist, "rank", lambda: 2)
-    assert evaluate(RedImages(2)).counts.sum() == 0
 
 
 def test_the_sum_over_ranks_is_taken_once(monkeypatch):

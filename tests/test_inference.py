@@ -77,18 +77,13 @@ def test_whole_image_is_softmax_of_the_resized_logits(local, out_size, align_cor
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
-def test_label_is_the_most_probable_class(local, way):
+def test_label_is_the_most_probable_class_and_probabilities_sum_to_one(local, way):
     for out_size in ((21, 34), (37, 50)):
         probs = predict_probabilities(local, image(), settings(**way), out_size)
+        close(probs.sum(1), torch.ones(1, *out_size, dtype=torch.float64))
         label = predict_label(local, image(), settings(**way), out_size)
         assert label.dtype == torch.uint8
         assert torch.equal(label, probs[0].argmax(0).to(torch.uint8))
-
-
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_probabilities_sum_to_one(local, way):
-    probs = predict_probabilities(local, image(), settings(**way), (30, 25))
-    close(probs.sum(1), torch.ones(1, 30, 25, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
@@ -182,12 +177,6 @@ def test_windows_are_counted_as_they_are_done(local, size, scales):
     assert max(counts) <= 3
 
 
-def test_windows_are_equal_and_come_in_small_batches(local):
-    predict_label(local, image(), settings(mode="slide", batch_size=3), (21, 34))
-    assert {tuple(x.shape[1:]) for x in local.inputs} == {(3, 8, 12)}
-    assert [len(x) for x in local.inputs] == [3, 3, 3, 3, 3, 1]
-
-
 def test_image_smaller_than_the_window_is_padded_with_the_mean_colour(local):
     predict_label(local, image(5, 7), settings(mode="slide"), (5, 7))
     (window,) = local.inputs
@@ -211,6 +200,7 @@ def test_windows_cover_every_pixel_and_end_at_the_border(overlap):
 
 
 def test_windows_stand_where_semseg_puts_them():
+    assert window_starts(5, 8, 0.5) == [0]
     assert window_starts(2048, 713, 1 / 3) == [0, 476, 952, 1335]
     assert window_starts(1024, 713, 1 / 3) == [0, 311]
 
@@ -221,15 +211,6 @@ def test_windows_stand_where_semseg_puts_them():
 def test_rounding_does_not_raise_the_stride(window, overlap, stride):
     """10 * (1 - 0.7) is a little more than 3."""
     assert window_starts(10 * window, window, overlap)[1] == stride
-
-
-def test_a_window_larger_than_the_image_stands_alone():
-    assert window_starts(5, 8, 0.5) == [0]
-
-
-def test_flip_changes_nothing_for_a_pixelwise_model(pixelwise):
-    plain = predict_probabilities(pixelwise, image(), settings(), (21, 34))
-    close(predict_probabilities(pixelwise, image(), settings(flip=True), (21, 34)), plain)
 
 
 def test_flip_makes_the_mirrored_image_give_the_mirrored_result(local):
@@ -253,13 +234,6 @@ def test_scales_are_averaged_with_equal_weight(local, mode, flip):
         local, image(), settings(mode=mode, flip=flip, scales=scales), (25, 40)
     )
     close(together, torch.stack(single).mean(0))
-
-
-def test_scale_of_one_colour_does_not_matter_to_a_pixelwise_model(pixelwise):
-    grey = torch.full((1, 3, 21, 34), 77, dtype=torch.uint8)
-    plain = predict_probabilities(pixelwise, grey, settings(), (21, 34))
-    many = predict_probabilities(pixelwise, grey, settings(scales=(0.5, 0.75, 2.0)), (21, 34))
-    close(many, plain)
 
 
 def test_views_are_resized_from_the_stored_image_once(local):

@@ -345,47 +345,27 @@ def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    ("settings", "trained", "window"),
+    ("size", "settings", "crops", "window"),
     [
-        ([], (64, 96), (1024, 1024)),
-        ([], (713, 1425), (1024, 1425)),
-        (["eval.mode=slide"], (640, 960), (640, 960)),
-        (["eval.crop_size=[800, 480]"], (64, 96), (800, 480)),
+        # A model trained on crops of 64 px took 6,510 windows for 12 megapixels.
+        ((1100, 1430), [], {"crop_size": (64, 96)}, (1024, 1024)),
+        ((1100, 1430), [], {"crop_size": (713, 1425)}, (1024, 1425)),
+        ((1100, 1430), ["eval.mode=slide"], {"crop_size": (640, 960)}, (640, 960)),
+        ((1100, 1430), ["eval.crop_size=[800, 480]"], {"crop_size": (64, 96)}, (800, 480)),
+        # A border of the mean colour would change what the network sees.
+        ((90, 1100), [], {"crop_size": (64, 96)}, (90, 1024)),
+        ((30, 40), [], {"eval_crop_size": (24, 16)}, (24, 16)),
+        # Small once it has the size of the training.
+        ((60, 80), ["data.short_side_px=6"], {}, (6, 8)),
     ],
 )
 def test_windows_of_large_images_are_large_unless_the_user_says_otherwise(
-    run, tmp_path, monkeypatch, capsys, settings, trained, window
+    run, tmp_path, monkeypatch, capsys, size, settings, crops, window
 ):
-    """A model trained on crops of 64 px took 6,510 windows for 12 megapixels."""
     monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 100)
-    model, path = Brightness(), save(tmp_path / "a.png", photo(1100, 1430))
-    assert run(path, model=model, set=settings, crop_size=trained) == 0
+    model, path = Brightness(), save(tmp_path / "a.png", photo(*size))
+    assert run(path, model=model, set=settings, **crops) == 0
     assert model.sizes == {window}
-    assert f"sliding window {window[0]}x{window[1]}, overlap" in capsys.readouterr().out
-
-
-def test_a_large_window_is_no_larger_than_a_narrow_image(run, tmp_path, monkeypatch):
-    """A border of the mean colour would change what the network sees."""
-    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 100)
-    model, path = Brightness(), save(tmp_path / "a.png", photo(90, 1100))
-    assert run(path, model=model, crop_size=(64, 96)) == 0
-    assert model.sizes == {(90, 1024)}
-
-
-def test_windows_that_the_run_was_evaluated_with_are_kept(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 100)
-    model, path = Brightness(), save(tmp_path / "a.png", photo(30, 40))
-    assert run(path, model=model, eval_crop_size=(24, 16)) == 0
-    assert model.sizes == {(24, 16)}
-
-
-def test_the_short_side_that_a_model_was_trained_with_decides_what_is_large(
-    run, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 30 * 40)
-    model = Brightness()
-    run(save(tmp_path / "a.png", photo(60, 80)), model=model, set=["data.short_side_px=30"])
-    assert model.sizes == {(30, 40)}
 
 
 def test_a_large_image_shows_life_without_a_terminal(run, tmp_path, monkeypatch, capsys):
@@ -449,45 +429,22 @@ def test_an_image_too_large_for_the_device_is_named_with_a_way_out(
         run(path, set=["eval.mode=slide"])
 
 
-def test_windows_that_no_memory_holds_are_refused(run, tmp_path):
-    path = save(tmp_path / "a.png", photo(8, 9))
-    with pytest.raises(
-        ConfigError, match=r"eval\.crop_size: sliding windows of 100000x100000 take"
-    ):
-        run(path, set=["eval.mode=slide", "eval.crop_size=[100000, 100000]"])
-
-
 def test_what_is_skipped_in_folders_is_counted_by_suffix(run, tmp_path, capsys):
     folder = tmp_path / "photos"
     save(folder / "a.png", photo(8, 9))
-    for name in ("b.JP2", "sub/c.jp2", "notes.txt", "LICENCE", ".DS_Store"):
+    assert run(folder) == 0
+    assert "\nskipped" not in capsys.readouterr().out
+    for name in ("b.JP2", "sub/c.jp2", "d.gif", "notes.txt", "LICENCE", ".DS_Store"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
-    assert run(folder) == 0
-    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("skipped")]
-    assert lines[0].startswith("skipped 2 images of formats that are not read: 2 .jp2; convert")
-    assert lines[1] == "skipped 2 files that are no images: 1 .txt, 1 without suffix"
-
-
-def test_images_of_formats_that_are_not_read_are_told_apart(run, tmp_path, capsys):
-    folder = tmp_path / "photos"
-    save(folder / "a.png", photo(8, 9))
-    for name in ("b.HEIC", "c.gif", "notes.txt"):
-        (folder / name).touch()
-    assert run(folder) == 0
+    assert run(folder, overwrite=True) == 0
     lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("skipped")]
     assert lines == [
-        "skipped 2 images of formats that are not read: 1 .gif, 1 .heic; convert to PNG or JPEG",
-        "skipped 1 file that is no image: 1 .txt",
+        "skipped 3 images of formats that are not read: 2 .jp2, 1 .gif; convert to PNG or JPEG",
+        "skipped 2 files that are no images: 1 .txt, 1 without suffix",
     ]
-    with pytest.raises(DataError, match=r"c\.gif: images of this format are not read; convert it"):
-        run(folder / "c.gif", overwrite=True)
-
-
-def test_nothing_is_said_where_nothing_was_skipped(run, tmp_path, capsys):
-    save(tmp_path / "photos" / "a.png", photo(8, 9))
-    assert run(tmp_path / "photos") == 0
-    assert "skipped" not in capsys.readouterr().out
+    with pytest.raises(DataError, match=r"d\.gif: images of this format are not read; convert it"):
+        run(folder / "d.gif", overwrite=True)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])

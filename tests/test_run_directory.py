@@ -25,13 +25,10 @@ def changed(config, section, **values):
     return config.model_copy(update={section: part})
 
 
-def test_a_new_directory_may_be_used(config, tmp_path):
-    run_directory.check_directory(tmp_path / "a" / "b", config, resume=False)
-
-
 def test_a_directory_without_a_run_may_be_used(config, tmp_path):
     (tmp_path / "notes.txt").touch()
-    run_directory.check_directory(tmp_path, config, resume=False)
+    for directory in (tmp_path, tmp_path / "a" / "b"):
+        run_directory.check_directory(directory, config, resume=False)
 
 
 @pytest.mark.fault(31)
@@ -167,13 +164,6 @@ def test_the_description_tells_config_versions_devices_and_command(config, tmp_p
     assert environment["libraries"]["torch"].startswith("2.")
     assert {"segtrain", "python", "platform", "git", "command"} <= environment.keys()
     assert sorted(path.name for path in tmp_path.glob("*.tmp")) == []
-
-
-def test_a_config_flattens_to_options_by_their_whole_names(config):
-    flat = run_directory.flat(config)
-    assert flat["train.lr"] == 0.02
-    assert flat["augment.crop_size"] == [41, 57]
-    assert flat["seed"] == 0
 
 
 def fill(disk):

@@ -78,26 +78,20 @@ class Report(NamedTuple):
 
 def lines_of(report: Report) -> Iterator[str]:
     """The report for people."""
+    device = f"{report.ranks} x {report.device}, {report.precision}"
     height, width = report.crop_size
-    yield (
-        f"device     {report.ranks} x {report.device}, {report.precision}, batch "
-        f"{report.batch_size} of {height}x{width}"
-    )
-    yield (
-        f"step       {_ms(report.step_s)}, {report.images_per_s:.1f} images/s, mean of "
-        f"{report.steps} steps"
-    )
+    yield f"device     {device}, batch {report.batch_size} of {height}x{width}"
+    rate = f"{report.images_per_s:.1f} images/s, mean of {report.steps} steps"
+    yield f"step       {_ms(report.step_s)}, {rate}"
     yield f"parts      of steps in which they were timed, {_ms(report.parted_step_s)} each"
     for name, seconds in report.parts_s.items():
         yield f"  {name:<15}{_ms(seconds):>9} {seconds / report.parted_step_s:>6.1%}"
-    yield (
-        f"sample     {_ms(report.sample_s)} in one process; {report.workers} loader workers a rank"
-    )
-    yield (
-        f"arithmetic {report.flops_of_image / 1e9:.1f} GFLOP an image, {report.flops / 1e12:.3f} "
-        f"TFLOP/s: {report.flops / report.peak_flops:.0%} of the {report.peak_flops / 1e12:.3f} "
-        "of large matrix products"
-    )
+    workers = f"{report.workers} loader workers a rank"
+    yield f"sample     {_ms(report.sample_s)} in one process; {workers}"
+    operations = f"{report.flops_of_image / 1e9:.1f} GFLOP an image, {report.flops / 1e12:.3f}"
+    peak = f"{report.peak_flops / 1e12:.3f} of large matrix products"
+    part = report.flops / report.peak_flops
+    yield f"arithmetic {operations} TFLOP/s: {part:.0%} of the {peak}"
     yield f"memory     {report.peak_bytes / 2**30:.2f} GiB at most in a process"
     if report.device_busy is not None:
         yield f"kernels    run {report.device_busy:.0%} of the time"
@@ -108,6 +102,8 @@ def limit_of(report: Report) -> str:
     """What to change first, in words."""
     data = report.data_s / report.step_s
     communication = report.parts_s["communication"] / report.parted_step_s
+    arithmetic = report.flops / report.peak_flops
+    busy = 1.0 if report.device_busy is None else report.device_busy
     if data > max(_MUCH_DATA, communication):
         return (
             f"the loader: {data:.0%} of the step is spent waiting for it; more data.num_workers, "
@@ -119,16 +115,15 @@ def limit_of(report: Report) -> str:
             f"communication: {communication:.0%} of the step where nothing overlaps; more images a "
             "rank, or a faster connection"
         )
-    arithmetic = report.flops / report.peak_flops
     if arithmetic > _MUCH_ARITHMETIC:
         return (
             f"arithmetic: {arithmetic:.0%} of what large matrix products reach; lower precision, "
             "a smaller model or crop, or more devices"
         )
-    if report.device_busy is not None and report.device_busy < _LITTLE_BUSY:
+    if busy < _LITTLE_BUSY:
         return (
-            f"the host: kernels run only {report.device_busy:.0%} of the time, the device waits "
-            "for the next; larger crops or batches, or train.compile"
+            f"the host: kernels run only {busy:.0%} of the time, the device waits for the next; "
+            "larger crops or batches, or train.compile"
         )
     return (
         f"memory traffic, small operations or other programs: arithmetic is at {arithmetic:.0%} of "

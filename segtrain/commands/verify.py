@@ -39,6 +39,7 @@ from segtrain.distributed import liveness
 from segtrain.distributed.machine import keep_freed_memory
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError
+from segtrain.files import os_errors_as
 from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, say
@@ -68,15 +69,8 @@ def read_run_receipts(run: Path, steps: int) -> dict[int, Receipt]:
         CheckpointError: one is of a step that the run does not have.
     """
     path = run / run_directory.RECEIPTS
-    try:
+    with os_errors_as(ConfigError, path, "no receipts, so nothing can be verified"):
         receipts = read_receipts(path)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: not there: the run was trained by an older version, or has not logged yet "
-            "(log.every_steps); nothing can be verified"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     if not receipts:
         what = "holds no whole receipt; the run writes them every log.every_steps"
         raise ConfigError(f"{path}: {what}")
@@ -138,13 +132,11 @@ def make_plan(
 def _start(kept: list[tuple[int, Path]], *, before: int) -> tuple[int, str | None]:
     """Step and name of the newest checkpoint before a step that holds training state."""
     # The sort is stable: step_N.pt comes first, which a run that still trains does not replace.
-    for step, path in sorted(kept, key=lambda pair: -pair[0]):
-        if step >= before:
-            continue
+    earlier = sorted((pair for pair in kept if pair[0] < before), key=lambda pair: -pair[0])
+    for _, path in earlier:
         checkpoint = _load(path)
-        if checkpoint is None or checkpoint.optimizer is None or checkpoint.step >= before:
-            continue
-        return checkpoint.step, path.name
+        if checkpoint and checkpoint.optimizer is not None and checkpoint.step < before:
+            return checkpoint.step, path.name
     return 0, None
 
 
@@ -249,7 +241,10 @@ def _set_up(
     notes += other_arithmetic(state, known and known.checkpoint)
     data = None
     if known is not None:
-        notes += _changed_config(known, config)
+        before, _ = parse_experiment(*known)
+        changes = run_directory.config_differences(before, config)
+        where = f"warning: the config has changed since {known.path.name}"
+        notes += [f"{where}: {line}" for line in changes]
         data = DatasetGuard((train_set, eval_set), config.data.root, known, accept_changes=True)
         stack.callback(data.close)
         data.start(DATA_PATIENCE_S)
@@ -292,14 +287,6 @@ def _load_alike(path: Path, step: int) -> Resumed:
             "again, or choose --steps that begin after a step_N.pt"
         )
     return Resumed(loaded[0], path)
-
-
-def _changed_config(known: Resumed, config: Config) -> list[str]:
-    before, _ = parse_experiment(*known)
-    return [
-        f"warning: the config has changed since {known.path.name}: {line}"
-        for line in run_directory.config_differences(before, config)
-    ]
 
 
 def _replay(this: Replay) -> None:
@@ -357,10 +344,12 @@ def _compare(this: Replay, meter: ReceiptMeter | None) -> None:
     names = [name for kept_step, name in plan.kept if kept_step == step]
     if names or step == plan.last or step % this.config.log.every_steps == 0:
         _end_if(this, lambda: _receipts_differ(this, meter))
-    if names:
-        _end_if(this, lambda: _checkpoints_differ(this, names))
-    if _follow_evaluation(this) and names:
-        _end_if(this, lambda: _checkpoints_differ(this, names))
+    # Statistics of an evaluation change the model: a checkpoint is from before or after it.
+    for _ in range(2):
+        if names:
+            _end_if(this, lambda: _checkpoints_differ(this, names))
+        if not _follow_evaluation(this):
+            return
 
 
 def _follow_evaluation(this: Replay) -> bool:
@@ -405,20 +394,15 @@ def _receipts_differ(this: Replay, meter: ReceiptMeter) -> list[str]:
 
 
 def _checkpoints_differ(this: Replay, names: Sequence[str]) -> list[str]:
-    step = this.state.step
+    step, takes_statistics = this.state.step, this.config.norm.precise_batches is not None
     for name in names:
-        path = this.directory / run_directory.CHECKPOINTS / name
-        if not path.exists():
-            continue  # a run that still trains removes old ones
-        checkpoint = load(path)
-        before_or_after = this.config.norm.precise_batches is None or (
-            (checkpoint.evaluated == step) == this.evaluated
-        )
-        # The run may have replaced the file since.
-        if checkpoint.step != step or not before_or_after:
+        # The run may have removed or replaced the file since.
+        checkpoint = _load(this.directory / run_directory.CHECKPOINTS / name)
+        if checkpoint is None or checkpoint.step != step:
             continue
-        lines = checkpoint_differences(checkpoint, this.state)
-        if lines:
+        if takes_statistics and (checkpoint.evaluated == step) != this.evaluated:
+            continue
+        if lines := checkpoint_differences(checkpoint, this.state):
             return [f"{name} differs from the weights of its step, {step}", *lines]
     return []
 

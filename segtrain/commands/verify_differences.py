@@ -1,10 +1,9 @@
 """How a replayed step differs from the receipt or the checkpoint of a run, in words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from segtrain.checkpoint.format import Checkpoint
 from segtrain.checkpoint.restore import initial_weights_fields
@@ -25,81 +24,83 @@ def receipt_differences(there: Receipt, here: Receipt, state: TrainState) -> lis
             lines.append(f"{field}: {_number(before)} there, {_number(now)} now")
     # What is nearest to the loss comes first in the backward pass.
     names = state.gradients.names[::-1]
-    before, now = (unpack(receipt.gradients, GRADIENT)[::-1] for receipt in (there, here))
-    lines += _tensors("gradients", before, now, names, "the nearest to the loss")
-    return lines + weights_differences(there, (here.weights, here.average), state)
-
-
-def weights_differences(
-    there: Receipt, here: tuple[str | None, str | None], state: TrainState
-) -> list[str]:
-    """Likewise for the fields `weights` and `average`, if the receipt has them."""
-    lines = []
-    names = list(state.model.state_dict())
-    if there.weights is None:
-        return lines
-    for field, before, now in zip(
-        ("weights", "average"), (there.weights, there.average), here, strict=True
-    ):
-        values = unpack(before, WEIGHT), unpack(now, WEIGHT)
-        lines += _tensors(field, *values, names, "the first")
-    return lines
+    gradients = [_named(names, unpack(r.gradients, GRADIENT)[::-1]) for r in (there, here)]
+    lines += _tensors("gradients", *gradients, which="the nearest to the loss")
+    return lines + _weights_differences(there, (here.weights, here.average), state)
 
 
 def start_differences(there: Receipt, state: TrainState) -> list[str]:
     """How the weights that a replay starts from differ from the receipt of their step."""
-    return weights_differences(there, weights_fields(state), state)
+    return _weights_differences(there, weights_fields(state), state)
+
+
+def _weights_differences(
+    there: Receipt, here: tuple[str | None, str | None], state: TrainState
+) -> list[str]:
+    """Likewise for the fields `weights` and `average`, if the receipt has them."""
+    if there.weights is None:
+        return []
+    lines, names = [], list(state.model.state_dict())
+    fields = ("weights", "average"), (there.weights, there.average), here
+    for field, *packed in zip(*fields, strict=True):
+        lines += _tensors(field, *(_named(names, unpack(text, WEIGHT)) for text in packed))
+    return lines
 
 
 def checkpoint_differences(checkpoint: Checkpoint, state: TrainState) -> list[str]:
     """A line for each part of a checkpoint that differs from `state` in any bit."""
     average = {} if state.average is None else state.average.model.state_dict()
-    optimizer = _moments(state.optimizer.state_dict(), state.model, state.optimizer)
-    parts = [
-        ("model", checkpoint.model, state.model.state_dict()),
-        ("average", checkpoint.average or {}, average),
-    ]
+    lines = _tensors("model", checkpoint.model, state.model.state_dict())
+    lines += _tensors("average", checkpoint.average or {}, average)
     if checkpoint.optimizer is not None:
-        saved = _moments(checkpoint.optimizer, state.model, state.optimizer)
-        parts.append(("optimizer", saved, optimizer))
-        exponents = (checkpoint.shares or {}).get("exponents")
-        parts.append(("exponents", exponents or {}, state.gradients.exponents))
-        parts.append(("start", _start(checkpoint.start), _start(initial_weights_fields(state))))
-        parts.append(("loss scale", checkpoint.scaler or {}, state.scaler.state_dict()))
-    lines = []
-    for what, before, now in parts:
-        names = list(dict.fromkeys([*now, *before]))
-        differing = [name for name in names if not _is_equal(before.get(name), now.get(name))]
-        lines += _line(what, differing, len(names), "the first")
+        saved = checkpoint.optimizer, state.optimizer.state_dict()
+        lines += _tensors("optimizer", *(_moments(one, state) for one in saved))
+        exponents = (checkpoint.shares or {}).get("exponents") or {}
+        lines += _tensors("exponents", exponents, state.gradients.exponents)
+        lines += _tensors("start", _start(checkpoint.start), _start(initial_weights_fields(state)))
+        lines += _tensors("loss scale", checkpoint.scaler or {}, state.scaler.state_dict())
     return lines
 
 
+def _moments(saved: dict[str, Any], state: TrainState) -> dict[str, Any]:
+    """What an optimizer's state dict holds for each weight, by name."""
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    order = [names[p] for group in state.optimizer.param_groups for p in group["params"]]
+    return _flat({order[number]: values for number, values in saved["state"].items()})
+
+
 def _start(fields: dict[str, Any] | None) -> dict[str, Any]:
-    """The tensors of the field `start`, by name."""
-    kinds = ("weights", "held")
-    found = {kind: fields.get(kind) for kind in kinds} if isinstance(fields, dict) else {}
+    return {} if fields is None else _flat({kind: fields[kind] for kind in ("weights", "held")})
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"b of a": value}` for each `tree[a][b]`."""
     return {
-        f"{kind} of {printable(name, MAX_NAME)}": value
-        for kind, tensors in found.items()
-        for name, value in (tensors.items() if isinstance(tensors, dict) else ())
+        f"{inner} of {outer}": value
+        for outer, values in tree.items()
+        for inner, value in values.items()
     }
 
 
-def _moments(
-    saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """What an optimizer's state dict holds for each weight, by name."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    found = {}
-    # That of a stranger may hold anything.
-    states = saved.get("state")
-    for number, values in states.items() if isinstance(states, dict) else ():
-        is_known = isinstance(number, int) and 0 <= number < len(order)
-        name = order[number] if is_known else printable(number, MAX_NAME)
-        for key, value in values.items() if isinstance(values, dict) else ():
-            found[f"{printable(key, MAX_NAME)} of {name}"] = value
-    return found
+def _named(names: Sequence[str], values: Sequence[int]) -> dict[str, int]:
+    """The values of a receipt by the name of their tensor."""
+    unknown = [f"tensor {i}" for i in range(len(names), len(values))]
+    return dict(zip([*names, *unknown], values, strict=False))
+
+
+def _tensors(
+    what: str, before: Mapping[str, Any], now: Mapping[str, Any], *, which: str = "the first"
+) -> list[str]:
+    """A line if the values of any names differ."""
+    names = list(dict.fromkeys([*now, *before]))
+    differing = [name for name in names if not _is_equal(before.get(name), now.get(name))]
+    if not differing:
+        return []
+    if len(differing) == len(names) > 1:
+        return [f"{what}: all {len(names)} tensors differ"]
+    verb = "differs" if len(differing) == 1 else "differ"
+    first = printable(differing[0], 2 * MAX_NAME)
+    return [f"{what}: {len(differing)} of {len(names)} tensors {verb}; {which} is {first}"]
 
 
 def _is_equal(before: object, now: object) -> bool:
@@ -109,30 +110,6 @@ def _is_equal(before: object, now: object) -> bool:
     return type(before) is type(now) and before == now
 
 
-def _tensors(
-    what: str, before: Sequence[int], now: Sequence[int], names: Sequence[str], which: str
-) -> list[str]:
-    if not len(before) == len(now) == len(names):
-        return [] if before == now else [f"{what}: {len(before)} tensors there, {len(now)} now"]
-    pairs = zip(names, before, now, strict=True)
-    return _line(what, [name for name, a, b in pairs if a != b], len(names), which)
-
-
-def _line(what: str, differing: Sequence[str], total: int, which: str) -> list[str]:
-    if not differing:
-        return []
-    if len(differing) == total > 1:
-        return [f"{what}: all {total} tensors differ"]
-    verb = "differs" if len(differing) == 1 else "differ"
-    first = printable(differing[0], 2 * MAX_NAME)
-    return [f"{what}: {len(differing)} of {total} tensors {verb}; {which} is {first}"]
-
-
 def _number(text: str | None) -> str:
     """A field of a receipt: what it says, and its bits."""
-    if text is None:
-        return "none"
-    try:
-        return f"{float.fromhex(text):.9g} ({printable(text, MAX_NAME)})"
-    except (ValueError, OverflowError):
-        return printable(text, MAX_NAME)
+    return "none" if text is None else f"{float.fromhex(text):.9g} ({text})"

@@ -29,7 +29,15 @@ from segtrain.data.read.decode import read_raw_label
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
 from segtrain.evaluation.dataset import Prediction
-from segtrain.metrics import ConfusionMatrix, Scores, mean_of_present, percent, ratio, score_table
+from segtrain.metrics import (
+    ConfusionMatrix,
+    Scores,
+    mean_of_present,
+    or_none,
+    percent,
+    ratio,
+    score_table,
+)
 from segtrain.text import MAX_NAME, printable
 from segtrain.types import IGNORE_INDEX
 
@@ -76,9 +84,8 @@ class InstanceCounts:
         if not any(c.instance_px for c in classes.classes):
             raise ValueError(f"class file {classes.name}: no class has an instance_px")
         self._classes, self._paths = classes, paths
-        self._category = np.array(
-            [_category_names(classes).index(c) for c in _category_of_each_class(classes)]
-        )
+        names = _category_names(classes)
+        self._category = np.array([names.index(c.category) for c in classes.classes])
         # (train id, pixels of the instance) -> number of such instances, and their pixels that are
         # predicted as the right class and as the right category.
         self.counts: dict[tuple[int, int], list[int]] = {}
@@ -173,9 +180,7 @@ def group_scores(
     if not names:
         return None
     counts = np.array(matrix.counts.tolist(), dtype=object)  # Python integers cannot overflow
-    groups = [
-        [i for i, c in enumerate(_category_of_each_class(classes)) if c == name] for name in names
-    ]
+    groups = [[i for i, c in enumerate(classes.classes) if c.category == name] for name in names]
     return GroupScores(
         categories=names,
         iiou=tuple(
@@ -207,10 +212,6 @@ def _iiou(
     false = int(counts[:, group].sum() - counts[np.ix_(group, group)].sum())
     whole = correct + false + wrong
     return correct / whole if whole else math.nan
-
-
-def _category_of_each_class(classes: ClassFile) -> list[str | None]:
-    return [c.category for c in classes.classes]
 
 
 def _category_names(classes: ClassFile) -> tuple[str, ...]:
@@ -247,15 +248,15 @@ class Report:
         """The scores for a JSON file; NaN becomes None, because JSON has no NaN."""
         found = self.scores.to_dict(self.names)
         if self.groups is not None:
-            found |= {name: _or_none(value) for name, value in self.groups.means.items()}
+            found |= {name: or_none(value) for name, value in self.groups.means.items()}
             for row, iiou in zip(found["classes"], self.groups.iiou, strict=True):
-                row["iIoU"] = _or_none(iiou)
+                row["iIoU"] = or_none(iiou)
             found["categories"] = [
-                {"name": name, "IoU": _or_none(iou), "iIoU": _or_none(iiou)}
+                {"name": name, "IoU": or_none(iou), "iIoU": or_none(iiou)}
                 for name, iou, iiou in _categories(self.groups)
             ]
         if self.benchmark:
-            found["benchmark"] = {name: _or_none(x) for name, x in self.benchmark.items()}
+            found["benchmark"] = {name: or_none(x) for name, x in self.benchmark.items()}
         return found
 
 
@@ -303,7 +304,3 @@ def _category_lines(groups: GroupScores, *, with_instances: bool) -> list[str]:
 
 def _categories(groups: GroupScores) -> list[tuple[str, float, float]]:
     return list(zip(groups.categories, groups.category_iou, groups.category_iiou, strict=True))
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -22,7 +22,8 @@ from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.export.formats import FORMATS, Run, quiet
 from segtrain.export.graph import Case, ExportModel
-from segtrain.files import temporary
+from segtrain.files import os_errors_as, temporary
+from segtrain.text import first_of
 
 # Largest difference allowed, as a share of the largest logit. Runtimes add in another order, which
 # made 2e-6 to 2e-5 with random weights (all architectures, onnxruntime); pooling windows of another
@@ -198,7 +199,7 @@ def check_weights(weights: dict[str, Tensor], metadata: dict[str, str], file: Pa
     written, read = ({k: _bits(t) for k, t in tensors.items()} for tensors in (weights, found))
     wrong = sorted(k for k in written.keys() | read.keys() if written.get(k) != read.get(k))
     if wrong or not same_metadata:
-        what = ", ".join(wrong[:10]) or "metadata"
+        what = first_of(wrong) or "metadata"
         raise ExecutionError(f"{file}: {len(wrong)} tensors differ from the model's: {what}")
 
 
@@ -256,10 +257,8 @@ def _metadata(loaded: LoadedModel) -> dict[str, str]:
 @contextmanager
 def _replaced(output: Path) -> Iterator[Path]:
     """A name beside `output` to write to; it becomes `output` when the block ends without error."""
-    try:
+    with os_errors_as(ExecutionError, output, "cannot be written"):
         output.parent.mkdir(parents=True, exist_ok=True)
         with temporary(output, suffix=output.suffix) as draft:
             yield draft
             draft.replace(output)
-    except OSError as error:
-        raise ExecutionError(f"{output}: cannot be written: {error.strerror or error}") from error
