@@ -301,8 +301,7 @@ def three_updates(name, losses_of, theirs, ours_path, plan):
         if not value.is_floating_point():
             continue
         wanted, before = (
-            plan.rotated(key, state_dict[plan.their_key(key)])
-            for state_dict in (expected, start)
+            plan.rotated(key, state_dict[plan.their_key(key)]) for state_dict in (expected, start)
         )
         moved = (wanted - before).abs().max()
         assert moved > 0, key
