@@ -260,3 +260,30 @@ def curve(directory: Path, tag: str) -> list[tuple[int, float]]:
     read = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     read.Reload()
     return [(event.step, event.value) for event in read.Scalars(tag)]
+
+
+def on_meta(build):
+    """What `build` makes, without memory."""
+    with torch.device("meta"):
+        return build()
+
+
+def lively(build, *, seed=1, dtype=torch.float32):
+    """What `build` makes, with weights and statistics that no two layers share, in eval mode.
+
+    Drawing them here spares the initialization of large models, most of the tests' time.
+    """
+    module = on_meta(build).to_empty(device="cpu").to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            layer.running_mean.uniform_(-0.2, 0.2, generator=generator)
+            layer.running_var.uniform_(0.5, 1.5, generator=generator)
+            layer.num_batches_tracked.fill_(3)
+            torch.nn.init.uniform_(layer.weight, 0.5, 1.5, generator=generator)
+            torch.nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
+        elif isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):
+            torch.nn.init.kaiming_uniform_(layer.weight, generator=generator)
+            if layer.bias is not None:
+                torch.nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
+    return module.eval()

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torchvision
+from experiments import lively, on_meta
 from torch import nn
 
 from segtrain.config import ModelConfig
@@ -15,35 +16,9 @@ def backbone_of(name, **options):
     return build_backbone(ModelConfig(backbone=name, **({"output_stride": 32} | options)))
 
 
-def lively(build, seed, *, dtype=torch.float32):
-    """What `build` makes, with weights and statistics that no two layers share, in eval mode.
-
-    Drawing them here spares the initialization of torchvision's models, most of the tests' time.
-    """
-    module = on_meta(build).to_empty(device="cpu").to(dtype)
-    generator = torch.Generator().manual_seed(seed)
-    for layer in module.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.running_mean.uniform_(-0.2, 0.2, generator=generator)
-            layer.running_var.uniform_(0.5, 1.5, generator=generator)
-            layer.num_batches_tracked.zero_()
-            nn.init.uniform_(layer.weight, 0.5, 1.5, generator=generator)
-            nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
-        elif isinstance(layer, (nn.Conv2d, nn.Linear)):
-            nn.init.kaiming_uniform_(layer.weight, generator=generator)
-            if layer.bias is not None:
-                nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
-    return module.eval()
-
-
 def images(height, width, *, batch=1, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, 3, height, width, generator=generator)
-
-
-def on_meta(build):
-    with torch.device("meta"):
-        return build()
 
 
 def resnet_features(reference, x):
@@ -191,17 +166,17 @@ def test_dilations_of_resnet50(options, layer3, layer4):
     assert dilations(backbone, "layer4") == layer4
 
 
-def test_dilations_of_resnet18_contract_only_the_kernel_that_used_to_stride():
-    contracted = on_meta(lambda: backbone_of("resnet18", output_stride=8))
-    alike = on_meta(lambda: backbone_of("resnet18", output_stride=8, variant="semseg"))
-    assert dilations(contracted, "layer3") == [1, 2, 2, 2]
-    assert dilations(contracted, "layer4") == [2, 4, 4, 4]
-    assert dilations(alike, "layer3") == [2, 2, 2, 2]
-
-
-def test_wrong_multi_grid_is_refused():
-    with pytest.raises(ValueError, match="expected 2 numbers"):
-        backbone_of("resnet18", multi_grid=(1, 2, 4))
+@pytest.mark.parametrize(
+    ("variant", "layer3", "layer4"),
+    [
+        ("paper", [1, 2, 2, 2], [2, 4, 4, 4]),  # only the kernel that used to stride contracts
+        ("semseg", [2, 2, 2, 2], [4, 4, 4, 4]),
+        ("mmseg", [1, 1, 2, 1], [2, 1, 4, 1]),
+    ],
+)
+def test_dilations_of_resnet18(variant, layer3, layer4):
+    backbone = on_meta(lambda: backbone_of("resnet18", output_stride=8, variant=variant))
+    assert [dilations(backbone, f"layer{i}") for i in (3, 4)] == [layer3, layer4]
 
 
 @pytest.mark.parametrize(
@@ -272,25 +247,3 @@ def test_residual_blocks_start_at_zero_as_torchvisions(name, stem):
     torch.manual_seed(0)
     other = build_backbone(config.model_copy(update={"zero_init_residual": False})).state_dict()
     assert {key for key in state if not torch.equal(state[key], other[key])} == wanted
-
-
-def test_torchvision_zeroes_the_same_norms():
-    from torchvision.models import resnet18
-
-    theirs = resnet18(zero_init_residual=True).state_dict()
-    mine = build_backbone(ModelConfig(backbone="resnet18", zero_init_residual=True)).state_dict()
-    zero = {key for key, value in theirs.items() if key.endswith("bn2.weight") and not value.any()}
-    assert zero == {k for k, v in mine.items() if k.endswith("weight") and not v.any()}
-    assert len(zero) == 8
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"backbone": "mobilenet_v2"}, "backbone mobilenet_v2"),
-        ({"pretrained": "DEFAULT"}, "pretrained, whose weights replace it"),
-    ],
-)
-def test_residuals_that_cannot_start_at_zero_are_refused(options, reason):
-    with pytest.raises(ValueError, match=f"zero_init_residual: has no effect with {reason}"):
-        ModelConfig(zero_init_residual=True, **options)

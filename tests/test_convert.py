@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from experiments import lively
 from safetensors.torch import save_file
 from torch import nn
 
@@ -44,26 +45,6 @@ def class_file(path, names=NAMES):
 @pytest.fixture
 def classes(tmp_path):
     return class_file(tmp_path / "own.yaml")
-
-
-def lively(build, *, seed=1):
-    """What `build` makes on meta, with weights and statistics that no two layers share."""
-    with torch.device("meta"):
-        module = build()
-    module = module.to_empty(device="cpu").eval()
-    generator = torch.Generator().manual_seed(seed)
-    for layer in module.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.running_mean.uniform_(-0.2, 0.2, generator=generator)
-            layer.running_var.uniform_(0.5, 1.5, generator=generator)
-            layer.num_batches_tracked.fill_(3)
-            nn.init.uniform_(layer.weight, 0.5, 1.5, generator=generator)
-            nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
-        elif isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_uniform_(layer.weight, generator=generator)
-            if layer.bias is not None:
-                nn.init.uniform_(layer.bias, generator=generator)
-    return module
 
 
 def converted(state, classes, *overrides, beside=None, ignored=()):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from experiments import on_meta
 from torch import nn
 
 from segtrain.config import ModelConfig
@@ -17,11 +18,6 @@ CHANNELS = FeatureChannels(low=4, aux=6, out=20)
 
 def config(arch="pspnet", backbone="resnet18", **options):
     return ModelConfig(arch=arch, backbone=backbone, head_channels=8, aux_channels=6, **options)
-
-
-def on_meta(build):
-    with torch.device("meta"):
-        return build()
 
 
 def head_of(kind, **options):
@@ -48,12 +44,6 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-def strided_dilations(backbone, layer):
-    """Of every 3x3 kernel of a stage: its dilation."""
-    stage = getattr(backbone, layer)
-    return [m.dilation[0] for m in stage.modules() if getattr(m, "kernel_size", 0) == (3, 3)]
-
-
 def test_averaging_shortcut_is_the_mean_of_two_by_two_pixels_and_a_convolution():
     """At an odd border it is the mean of the pixels that there are."""
     torch.manual_seed(0)
@@ -75,13 +65,6 @@ def test_weights_of_strided_shortcuts_are_refused_by_averaging_ones():
     pooled = on_meta(lambda: build_backbone(config(stem="32-32-64-avgpool")))
     assert "layer2.0.downsample.0.weight" in strided.state_dict()
     assert "layer2.0.downsample.0.weight" not in pooled.state_dict()
-
-
-def test_second_convolution_of_a_basic_block_may_stay_undilated():
-    both = on_meta(lambda: build_backbone(config()))
-    first = on_meta(lambda: build_backbone(config(variant="mmseg")))
-    assert strided_dilations(both, "layer4") == [2, 4, 4, 4]
-    assert strided_dilations(first, "layer4") == [2, 1, 4, 1]
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -184,6 +167,11 @@ def test_decoder_of_smp_equals_the_formula():
         ({"backbone": "mobilenet_v2", "num_stages": 3}, "num_stages: has no effect"),
         ({"num_stages": 3, "multi_grid": (1, 2)}, "multi_grid: has no effect"),
         ({"arch": "deeplabv3", "ppm_channels": 8}, "ppm_channels: has no effect"),
+        (
+            {"backbone": "mobilenet_v2", "zero_init_residual": True},
+            "zero_init_residual: has no eff",
+        ),
+        ({"pretrained": "DEFAULT", "zero_init_residual": True}, "with pretrained, whose weights"),
         # The feature maps would be larger, and the dilations of the head those of smaller ones.
         ({"num_stages": 2, "output_stride": 16}, "num_stages 2 ends at stride 8"),
     ],

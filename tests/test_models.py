@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from experiments import lively, on_meta
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -29,11 +30,6 @@ def small(arch="pspnet", backbone="mobilenet_v2", **options):
 def built(model, *, num_classes=5, seed=0, **options):
     torch.manual_seed(seed)
     return build_model(model, num_classes=num_classes, **options)
-
-
-def on_meta(build):
-    with torch.device("meta"):
-        return build()
 
 
 def normal(*shape, seed=1, dtype=torch.float32):
@@ -64,22 +60,9 @@ def torchvision_key(key):
 
 
 def test_deeplabv3_equals_torchvision():
-    reference = on_meta(
-        lambda: torchvision.models.segmentation.deeplabv3_resnet50(
-            weights=None, weights_backbone=None, num_classes=21, aux_loss=True
-        )
-    )
-    reference = reference.to_empty(device="cpu").double().eval()
-    generator = torch.Generator().manual_seed(1)
-    for layer in reference.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.reset_parameters()
-            layer.running_mean.uniform_(-0.2, 0.2, generator=generator)
-            layer.running_var.uniform_(0.5, 1.5, generator=generator)
-        elif isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_uniform_(layer.weight, generator=generator)
-            if layer.bias is not None:
-                nn.init.uniform_(layer.bias, generator=generator)
+    options = {"weights": None, "weights_backbone": None, "num_classes": 21, "aux_loss": True}
+    build = torchvision.models.segmentation.deeplabv3_resnet50
+    reference = lively(lambda: build(**options), dtype=torch.float64)
     config = ModelConfig(arch="deeplabv3", backbone="resnet50", output_stride=8)
     model = on_meta(lambda: build_model(config, num_classes=21))
     theirs = reference.state_dict()

@@ -24,7 +24,7 @@ from torch import nn
 
 from segtrain.checkpoint import load_model
 from segtrain.config import TrainConfig
-from segtrain.convert.converter import convert_file, detect, rotated
+from segtrain.convert.converter import convert_file, detect
 from segtrain.errors import CheckpointError
 from segtrain.training.engine import train_steps
 from segtrain.training.state import make_state
@@ -247,7 +247,7 @@ def test_gradients_in_training_equal_mmsegmentations(config, mmseg, tmp_path, cl
     assert len(got) == len(expected)
     shares = []
     for name, grad in got.items():
-        wanted = rotated(expected[plan.their_key(name)], plan.rotation(name))
+        wanted = plan.rotated(name, expected[plan.their_key(name)])
         shares.append(((grad - wanted).abs().max() / wanted.abs().max()).item())
     print(f"{'gradients ' + Path(config).stem:<72} {max(shares):.0e}")
     assert max(shares) < 1e-10
@@ -301,8 +301,7 @@ def three_updates(name, losses_of, theirs, ours_path, plan):
         if not value.is_floating_point():
             continue
         wanted, before = (
-            rotated(state_dict[plan.their_key(key)], plan.rotation(key))
-            for state_dict in (expected, start)
+            plan.rotated(key, state_dict[plan.their_key(key)]) for state_dict in (expected, start)
         )
         moved = (wanted - before).abs().max()
         assert moved > 0, key

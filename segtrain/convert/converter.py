@@ -202,7 +202,6 @@ def _given(overrides: Sequence[str]) -> set[str]:
 
 
 _COUNTER = "num_batches_tracked"
-_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -252,9 +251,8 @@ def translate(state: State, plan: Plan, wanted: State, outside: Sequence[str] = 
     left_out: dict[str, list[str]] = {}
     placeless = []
     for key in (*(key for key in state if key not in used), *outside):
-        whys = (why for start, why in plan.left_out.items() if key.startswith(start))
-        why = next(whys, None)
-        (placeless if why is None else left_out.setdefault(why, [])).append(key)
+        whys = [why for start, why in plan.left_out.items() if key.startswith(start)]
+        (left_out.setdefault(whys[0], []) if whys else placeless).append(key)
     _refuse(plan.source, missing, shapes, placeless)
     dtypes = {str(state[k].dtype).removeprefix("torch.") for k in used if k in state}
     own_dtypes = {str(t.dtype).removeprefix("torch.") for t in wanted.values()}
@@ -280,8 +278,8 @@ def check_numbers(weights: Mapping[str, Tensor], plan: Plan, prefix: str) -> Non
             problems.append(f"{where}: a variance below 0: {value.min().item():g}")
     if problems:
         raise CheckpointError(
-            "damaged: the weights hold numbers that no training leaves; use another checkpoint:"
-            + "".join(f"\n  {printable(line, 3 * MAX_NAME)}" for line in problems[:_SHOWN])
+            "damaged: the weights hold numbers that no training leaves; use another checkpoint:\n  "
+            + first_of(problems, separator="\n  ")
         )
 
 

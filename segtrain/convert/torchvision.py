@@ -17,11 +17,8 @@ KEYS = {
 }
 # models/segmentation/deeplabv3.py: both backbones have the rates of stride 8. The short side is
 # that of the transforms of its weights, as in its reference evaluation.
-_ASSUMED = {
-    "model.aspp_rates": (12, 24, 36),
-    "model.align_corners": False,
-    "data.short_side_px": 520,
-}
+_RESNET = {"model.output_stride": 8, "model.align_corners": False, "data.short_side_px": 520}
+_MOBILENET = {**_RESNET, "model.output_stride": 16, "model.aspp_rates": (12, 24, 36)}
 
 
 def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
@@ -39,7 +36,7 @@ def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
         size(state, "classifier.4.weight"),
         found,
         {**aspp(state, "classifier.0"), **KEYS},
-        assumed={"model.output_stride": 16 if mobilenet else 8, **_ASSUMED},
+        assumed=_MOBILENET if mobilenet else _RESNET,
         notes=(
             "torchvision's dropout is 0.5 after the ASPP; here it is model.dropout at the end",
             "torchvision's transforms antialias where they shrink an image to 520 px, and "

@@ -6,7 +6,7 @@ A backbone is a module that maps images (N, 3, H, W) to `Features` and has
     name, classifier_keys, stem_keys: what pretrained.py needs to fill it
 
 A head derives from `blocks.Head`. To add either: one file, one line in the table below, and the
-name in config/options/model.py. No model loads weights by itself.
+name in config/model.py. No model loads weights by itself.
 """
 
 from collections.abc import Callable
