@@ -18,7 +18,6 @@ from segtrain.distributed.liveness import (
     Heartbeat,
     HostWatch,
     beat,
-    ensure_folder,
     is_first_to_print,
     read_exit_statuses,
     read_heartbeats,
@@ -78,7 +77,6 @@ def test_a_folder_that_another_user_could_have_planted_is_left_alone(root, tmp_p
     assert write_everything()  # better printed twice than never
     assert list(root.iterdir()) == []
     assert read_everything(root) == ([], [])
-    assert not ensure_folder(root)
 
 
 @pytest.mark.parametrize("words", ["a b c d", "1 training x 2", "1 training 2", ""])
@@ -92,19 +90,6 @@ def test_records_that_make_no_sense_are_passed_over(root, words):
     beat("training", 7)
     assert [rank.step for rank in read_heartbeats(root)] == [7]
     assert isinstance(read_heartbeats(root)[0], Heartbeat)
-
-
-def test_a_folder_that_was_removed_is_made_again_by_the_launcher(root):
-    write_everything()
-    for path in [*root.glob("*/*"), *root.glob("*"), root]:
-        path.rmdir() if path.is_dir() else path.unlink()
-    assert read_everything(root) == ([], [])
-    write_everything()
-    assert not root.exists()
-    assert ensure_folder(root)
-    write_everything()
-    (status,), (rank,) = read_everything(root)
-    assert (status.code, rank.step) == (3, 7)
 
 
 def test_only_the_last_attempt_counts(root, monkeypatch):

@@ -51,7 +51,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` (N, C, H, W) normalized (collective over the group in training)."""
-        if not self.training or dist.world_size() == 1 or self._sharing_size() > 1:
+        if not self.training or dist.world_size() == 1 or len(self.sharing_ranks()) > 1:
             return super().forward(input)
         self._check_input_dim(input)
         dtype = torch.promote_types(input.dtype, torch.float32)
@@ -87,12 +87,6 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
             return dist.node_ranks()
         first = dist.rank() // self.extent * self.extent
         return tuple(range(first, min(first + self.extent, dist.world_size())))
-
-    def _sharing_size(self) -> int:
-        return len(self.sharing_ranks())
-
-    def _sharing_key(self) -> Any:
-        return type(self), self.extent
 
     def _contributions(self) -> Iterator[Tensor]:
         """For each batch, what this rank adds to the sum over all ranks, (2 C + 1,)."""
