@@ -1,5 +1,7 @@
 """The kinds of statistics that a config can ask for, alone and in training."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,11 @@ from torch import nn
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.loading import load_model
 from segtrain.config import NormConfig, load_config
+from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
+from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.norm import (
     FrozenBatchNorm2d,
     PartialBatchNorm2d,
@@ -118,7 +123,7 @@ def empty_groups(running, extent):
     """Rank 0 (with `extent` 2 also rank 1) never has an image; the others' have mean 5."""
     layer = PartialBatchNorm2d(3, extent=extent, running=running)
     generator = torch.Generator().manual_seed(dist.rank())
-    for _ in range(100):
+    for _ in range(60):
         images = 4 if dist.rank() >= extent else 0
         x = (5 + 2 * torch.randn(images, 3, 9, 9, generator=generator)).requires_grad_()
         layer(x).sum().backward()
@@ -195,8 +200,6 @@ def test_frozen_statistics_stay_and_are_used_in_training():
     ],
 )
 def test_the_config_chooses_the_layer_and_says_so(options, layer, words):
-    import re
-
     config = NormConfig(**options)
     made = make_norm(config)(48)
     assert type(made) is layer
@@ -228,10 +231,8 @@ def test_options_without_effect_are_refused(options, key):
     "norm",
     [
         {"kind": "local", "running": "rank0"},
-        {"kind": "local", "running": "pooled"},
         {"extent": 2, "running": "mean"},
         {"kind": "group", "num_groups": 4},
-        {"precise_batches": 2},
     ],
     ids=str,
 )
@@ -246,10 +247,6 @@ def test_every_kind_trains_and_is_evaluated_alike_on_all_ranks(run_ranks, tmp_pa
     (scored,) = losses(tmp_path / "run", "eval/mIoU")
     record = load(tmp_path / "run/checkpoints/last.pt")
     assert record.best["mean_iou"] == scored
-    from segtrain.data import open_dataset
-    from segtrain.evaluation.dataset import evaluate_dataset
-    from segtrain.evaluation.settings import InferenceSettings
-
     loaded = load_model(tmp_path / "run")
     matrix = evaluate_dataset(
         loaded.model,
