@@ -26,7 +26,7 @@ from segtrain.norm import (
     make_inference_norm,
     make_norm,
     normalize_together,
-    settle_statistics,
+    sync_running_stats,
 )
 
 C = 4
@@ -49,7 +49,7 @@ def two_steps(extent, running, momentum):
     for scale in (1.0, 2.0):
         y = layer(x * scale)
         y.pow(3).sum().backward()
-        settle_statistics(layer)
+        sync_running_stats(layer)
         outputs.append(y.detach())
     return outputs, x.grad, list(layer.buffers())
 
@@ -110,7 +110,7 @@ def coalesced():
     separate = [layers[0](x), layers[1](x + 1)]
     together = normalize_together([(x, layers[2]), (x + 1, layers[3])])
     close(together, separate, atol=0)
-    settle_statistics(nn.ModuleList(layers))
+    sync_running_stats(nn.ModuleList(layers))
     close(list(layers[2].buffers()), list(layers[0].buffers()), atol=0)
     return True
 
@@ -128,7 +128,7 @@ def empty_groups(running, extent):
         x = (5 + 2 * torch.randn(images, 3, 9, 9, generator=generator)).requires_grad_()
         layer(x).sum().backward()
         assert x.grad.shape == x.shape
-        settle_statistics(layer)
+        sync_running_stats(layer)
     assert layer.weight.grad.isfinite().all()
     return layer.running_mean, layer.running_var
 
@@ -154,7 +154,7 @@ def unsettled():
         said = None
     except RuntimeError as error:
         said = str(error)
-    settle_statistics(layer)
+    sync_running_stats(layer)
     return said, layer(torch.randn(2, 3, 4, 4)).shape
 
 
@@ -167,7 +167,7 @@ def test_statistics_that_were_not_settled_are_not_used(run_ranks):
 def test_one_process_is_plain_batch_norm():
     ours, theirs = PartialBatchNorm2d(C).double(), nn.BatchNorm2d(C).double()
     close(ours(X), theirs(X), atol=0)
-    settle_statistics(ours)
+    sync_running_stats(ours)
     close(dict(ours.named_buffers()), dict(theirs.named_buffers()), atol=0)
     back = convert(ours, to="local")
     assert type(back) is nn.BatchNorm2d

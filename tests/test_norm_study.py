@@ -29,7 +29,7 @@ from segtrain.config import load_config
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.partition import partition
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.norm import PartialBatchNorm2d, settle_statistics
+from segtrain.norm import PartialBatchNorm2d, sync_running_stats
 
 C = 4
 X = torch.randn(5, C, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -62,7 +62,7 @@ def two_steps(layer, x, settle):
 def on_a_rank(running, momentum):
     layer = weighted(PartialBatchNorm2d(C, running=running, momentum=momentum))
     rows = partition(len(X), dist.world_size(), dist.rank())
-    results = two_steps(layer, X[rows.start : rows.stop], settle_statistics)
+    results = two_steps(layer, X[rows.start : rows.stop], sync_running_stats)
     return *results, list(layer.buffers())
 
 

@@ -19,7 +19,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
     """Batch norm whose training statistics are those of a group of ranks.
 
     Each group normalizes by its own values, so the result depends on the number of ranks. The
-    running statistics are the same on all ranks: call `settle_statistics` after every backward
+    running statistics are the same on all ranks: call `sync_running_stats` after every backward
     pass, which merges the groups' batches into them. Evaluation before that is a RuntimeError.
 
     Args:
@@ -63,7 +63,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         biased = var * (max(count - 1, 0) / max(count, 1))
         # Not from a list, for whose copy the host would wait for the device.
         counted = torch.full((), count, dtype=torch.float64, device=mean.device)
-        # Also without values: when statistics are settled all ranks must have as many batches.
+        # Also without values: when statistics are merged all ranks must have as many batches.
         self._track(input, Moments(mean, biased, counted), None)
         return y
 
@@ -71,7 +71,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         if self._seen:
             raise RuntimeError(
                 f"{len(self._seen)} batches have not reached the running statistics: call "
-                "settle_statistics(model) on all ranks after every backward pass"
+                "sync_running_stats(model) on all ranks after every backward pass"
             )
         return super()._evaluate(input)
 
@@ -114,7 +114,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
 
 
 @torch.no_grad()
-def settle_statistics(module: nn.Module) -> None:
+def sync_running_stats(module: nn.Module) -> None:
     """Updates the running statistics of partial batch norms (collective).
 
     One all_reduce for all layers and all batches since the last call; none if there is no such
