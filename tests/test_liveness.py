@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from segtrain.distributed.liveness import (
     Heartbeat,
     HostWatch,
     beat,
+    ensure_folder,
     is_first_to_print,
     read_exit_statuses,
     read_heartbeats,
@@ -90,6 +92,17 @@ def test_records_that_make_no_sense_are_passed_over(root, words):
     beat("training", 7)
     assert [rank.step for rank in read_heartbeats(root)] == [7]
     assert isinstance(read_heartbeats(root)[0], Heartbeat)
+
+
+def test_a_folder_that_was_removed_is_made_again_by_the_launcher(root):
+    shutil.rmtree(root)
+    assert read_everything(root) == ([], [])
+    write_everything()
+    assert not root.exists()
+    ensure_folder(root)
+    write_everything()
+    (status,), (rank,) = read_everything(root)
+    assert (status.code, rank.step) == (3, 7)
 
 
 def test_only_the_last_attempt_counts(root, monkeypatch):
