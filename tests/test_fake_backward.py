@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
-from segtrain.norm import cuda_kernels, make_norm, settle_statistics
+from segtrain.norm import cuda_kernels, make_norm, sync_running_stats
 from segtrain.training.losses import SegLoss
 from segtrain.training.state import wrap
 from segtrain.training.step_sync import StepSync
@@ -45,7 +45,7 @@ def backward_pass(settings, watch):
     with watch:
         sums = module(images.contiguous(memory_format=torch.channels_last), labels, masks)
         totals = StepSync(lambda: False).reduce(sums)
-        settle_statistics(model)
+        sync_running_stats(model)
         objective = criterion.objective(sums, totals)
         watch.forget()
         objective.backward()

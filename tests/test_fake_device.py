@@ -10,7 +10,7 @@ from fake_device import RANKS, config, fake_batch, fake_model, fake_ranks
 
 from segtrain.distributed import collectives as dist
 from segtrain.models.precision import autocast_dtype, dtype_of
-from segtrain.norm import SyncBatchNorm, settle_statistics, tracked_together
+from segtrain.norm import SyncBatchNorm, sync_running_stats, tracked_together
 from segtrain.training.losses import SegLoss
 from segtrain.training.state import wrap
 from segtrain.training.step_sync import StepSync
@@ -64,7 +64,7 @@ def forward_pass(settings, watch, monkeypatch):
             sums = module(images, labels, masks)
             totals = step_sync.reduce(sums)
         step_sync.record(1, torch.ones((), device="cuda"), ["a"])
-        settle_statistics(model)
+        sync_running_stats(model)
         criterion.means(totals)
         objective = criterion.objective(sums, totals)
     return objective, model, types

@@ -56,7 +56,8 @@ def test_a_copy_to_the_host_is_counted_as_in_flight(fake, monkeypatch):
     counted = []
     stream = SimpleNamespace(wait_stream=lambda _: None)
     in_flight = SimpleNamespace(add=lambda event, size: counted.append(size))
-    monkeypatch.setitem(offload._streams, torch.device("cuda", 0), (stream, in_flight))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(offload, "InFlight", lambda: in_flight)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)

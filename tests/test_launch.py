@@ -55,33 +55,41 @@ def environ(monkeypatch):
     return os.environ
 
 
-def test_alone_nothing_is_adopted(environ):
-    assert not adopt_environment(environ)
+@pytest.mark.parametrize(
+    ("found", "is_rank"),
+    [
+        ({}, False),
+        (TORCHRUN, True),
+        # The batch script, and a shell from `srun --pty`.
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, False),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, False),
+    ],
+)
+def test_a_rank_is_told_by_its_environment(environ, found, is_rank):
+    environ.update(found)
+    assert adopt_environment(environ) == is_rank
 
 
-def test_a_rank_of_torchrun_is_adopted_as_it_is(environ):
-    environ.update(TORCHRUN)
-    assert adopt_environment(environ)
+def without(found, *names):
+    return {name: value for name, value in found.items() if name not in names}
 
 
 @pytest.mark.fault(17)
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-def test_half_an_environment_is_refused_with_what_is_missing(environ, missing):
-    environ.update({name: value for name, value in TORCHRUN.items() if name != missing})
-    with pytest.raises(ConfigError, match=rf"set but not {missing}: .*--nproc"):
-        adopt_environment(environ)
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("found", "said"),
     [
-        ("RANK", "2", "RANK: expected less than WORLD_SIZE=2, got 2"),
-        ("RANK", "-1", "RANK: expected a number, got '-1'"),
-        ("MASTER_PORT", "auto", "MASTER_PORT: expected a number, got 'auto'"),
+        *(
+            (without(TORCHRUN, name), rf"set but not {name}: .*--nproc")
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        ),
+        (TORCHRUN | {"RANK": "2"}, "RANK: expected less than WORLD_SIZE=2, got 2"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK: expected a number, got '-1'"),
+        (TORCHRUN | {"MASTER_PORT": "auto"}, "MASTER_PORT: expected a number, got 'auto'"),
+        (without(SRUN, "SLURM_LOCALID", "SLURM_JOB_ID"), "SLURM_JOB_ID, SLURM_LOCALID are missing"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused(environ, name, value, said):
-    environ.update(TORCHRUN | {name: value})
+def test_half_an_environment_is_refused(environ, found, said):
+    environ.update(found)
     with pytest.raises(ConfigError, match=said):
         adopt_environment(environ)
 
@@ -113,24 +121,6 @@ def test_the_ranks_of_this_machine_are_counted_from_srun_s_list(listed, node, ta
     environ = SRUN | {"MASTER_ADDR": "localhost", "SLURM_NODEID": node}
     environ["SLURM_STEP_TASKS_PER_NODE"] = listed
     assert slurm.variables(environ)["LOCAL_WORLD_SIZE"] == tasks
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"},  # the batch script
-        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},  # a shell from `srun --pty`
-    ],
-)
-def test_a_shell_inside_of_a_job_is_no_rank(environ, found):
-    environ.update(found)
-    assert not adopt_environment(environ)
-
-
-def test_missing_variables_of_srun_are_named(environ):
-    environ.update({k: v for k, v in SRUN.items() if k not in ("SLURM_LOCALID", "SLURM_JOB_ID")})
-    with pytest.raises(ConfigError, match="SLURM_JOB_ID, SLURM_LOCALID are missing"):
-        adopt_environment(environ)
 
 
 @pytest.mark.parametrize(("node", "serves"), [(0, {"is_host": "True"}), (1, {"is_host": "False"})])

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_standins import ranks_as_on_cuda
 from torch import Tensor, nn
 
 from segtrain.distributed import collectives as dist
@@ -23,6 +24,12 @@ from segtrain.norm import (
 from segtrain.norm.kernels import local_moments
 
 C = 5
+
+
+@pytest.fixture(params=["cpu", "cuda"], scope="session")
+def either_ranks(request, run_ranks):
+    """As `run_ranks`; and with the arithmetic of CUDA, whose kernels are replaced by formulas."""
+    return run_ranks if request.param == "cpu" else ranks_as_on_cuda(run_ranks)
 
 
 def tensors(shapes, dtype=torch.float64, mean=2.0, std=3.0, seed=0):
@@ -115,25 +122,24 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_any_split_equals_the_full_batch(run_ranks, split):
-    assert_equals_full_batch(run_ranks, tensors(SPLITS[split]))
-
-
-@pytest.mark.parametrize("split", ["uneven images", "uneven sizes", "one rank empty"])
-def test_channels_last_equals_the_full_batch_and_is_kept(run_ranks, split):
-    assert_equals_full_batch(run_ranks, tensors(SPLITS[split]), layout=[torch.channels_last])
-
-
-def test_channels_last_in_three_dimensions_equals_the_full_batch_and_is_kept(run_ranks):
-    parts = tensors([(2, C, 2, 3, 4), (1, C, 3, 5, 2)])
-    assert_equals_full_batch(run_ranks, parts, layout=[torch.channels_last_3d])
+def test_any_split_equals_the_full_batch(either_ranks, split):
+    assert_equals_full_batch(either_ranks, tensors(SPLITS[split]))
 
 
 @pytest.mark.parametrize(
-    "shapes", [[(4, C), (3, C)], [(2, C, 7), (1, C, 3)], [(2, C, 2, 3, 4), (1, C, 2, 3, 4)]]
+    ("shapes", "memory_format"),
+    [
+        (SPLITS["uneven images"], torch.channels_last),
+        (SPLITS["uneven sizes"], torch.channels_last),
+        (SPLITS["one rank empty"], torch.channels_last),
+        ([(2, C, 2, 3, 4), (1, C, 3, 5, 2)], torch.channels_last_3d),
+        ([(4, C), (3, C)], torch.preserve_format),
+        ([(2, C, 7), (1, C, 3)], torch.preserve_format),
+        ([(2, C, 2, 3, 4), (1, C, 2, 3, 4)], torch.preserve_format),
+    ],
 )
-def test_two_three_and_five_dimensions_equal_the_full_batch(run_ranks, shapes):
-    assert_equals_full_batch(run_ranks, tensors(shapes))
+def test_every_layout_equals_the_full_batch_and_is_kept(either_ranks, shapes, memory_format):
+    assert_equals_full_batch(either_ranks, tensors(shapes), layout=[memory_format])
 
 
 @pytest.mark.parametrize(
@@ -147,8 +153,8 @@ def test_two_three_and_five_dimensions_equal_the_full_batch(run_ranks, shapes):
         {"eps": 0.5},
     ],
 )
-def test_options_equal_the_full_batch(run_ranks, options):
-    assert_equals_full_batch(run_ranks, tensors(SPLITS["uneven images"]), **options)
+def test_options_equal_the_full_batch(either_ranks, options):
+    assert_equals_full_batch(either_ranks, tensors(SPLITS["uneven images"]), **options)
 
 
 NARROW = [(torch.float32, 1e-5), (torch.bfloat16, 0.15), (torch.float16, 0.02)]
@@ -156,8 +162,8 @@ NARROW = [(torch.float32, 1e-5), (torch.bfloat16, 0.15), (torch.float16, 0.02)]
 
 @pytest.mark.parametrize(("dtype", "atol"), NARROW)
 @pytest.mark.parametrize("split", ["uneven images", "one rank empty"])
-def test_narrow_types_are_near_the_full_batch_in_float64(run_ranks, split, dtype, atol):
-    assert_near_full_batch(run_ranks, tensors(SPLITS[split], dtype), atol)
+def test_narrow_types_are_near_the_full_batch_in_float64(either_ranks, split, dtype, atol):
+    assert_near_full_batch(either_ranks, tensors(SPLITS[split], dtype), atol)
 
 
 def assert_near_full_batch(run_ranks, parts, atol, layout=()):
@@ -230,8 +236,8 @@ def empty_step(dtype, device="cpu"):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_batch_empty_on_all_ranks_leaves_no_trace(run_ranks, dtype):
-    assert_no_trace(run_ranks(2, empty_step, dtype))
+def test_a_batch_empty_on_all_ranks_leaves_no_trace(either_ranks, dtype):
+    assert_no_trace(either_ranks(2, empty_step, dtype))
 
 
 def assert_no_trace(results):
@@ -249,8 +255,8 @@ def one_value_in_all(on_one_value, device="cpu"):
     return y.detach().cpu(), module.running_var.cpu(), module.bias.detach().cpu()
 
 
-def test_one_value_in_the_group_gives_the_bias_and_finite_buffers(run_ranks):
-    assert_the_bias(run_ranks(2, one_value_in_all, "normalize"))
+def test_one_value_in_the_group_gives_the_bias_and_finite_buffers(either_ranks):
+    assert_the_bias(either_ranks(2, one_value_in_all, "normalize"))
 
 
 def assert_the_bias(results):
@@ -278,8 +284,8 @@ def half_module(device="cpu"):
     ]
 
 
-def test_a_half_precision_module_counts_beyond_the_range_of_float16(run_ranks):
-    assert_normalized(run_ranks(2, half_module))
+def test_a_half_precision_module_counts_beyond_the_range_of_float16(either_ranks):
+    assert_normalized(either_ranks(2, half_module))
 
 
 def assert_normalized(results):
@@ -307,8 +313,8 @@ def sliced_input():
     return outcomes
 
 
-def test_slices_and_gradients_of_another_layout_give_the_same_numbers(run_ranks):
-    for sliced, dense in run_ranks(2, sliced_input):
+def test_slices_and_gradients_of_another_layout_give_the_same_numbers(either_ranks):
+    for sliced, dense in either_ranks(2, sliced_input):
         for got, wanted in zip(sliced, dense, strict=True):
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
@@ -429,19 +435,21 @@ def test_a_rank_whose_input_needs_no_gradient_takes_part_all_the_same(run_ranks)
     assert run_ranks(2, frozen_input) == [True, True]
 
 
-def sub_groups():
-    ranks = [0, 1] if dist.rank() < 2 else [2, 3]
-    module = SyncBatchNorm(C, process_group=ranks, momentum=1.0, dtype=torch.float64)
+def mean_of_a_group(group):
+    """Of this rank's group; "halves" are ranks 0 and 1, and the others."""
+    if group == "halves":
+        group = [0, 1] if dist.rank() < 2 else [2, 3]
+    module = SyncBatchNorm(C, process_group=group, momentum=1.0, dtype=torch.float64)
     module(tensors([(2, C, 3, 4)], seed=dist.rank())[0])
     return module.running_mean
 
 
-def test_groups_of_ranks_have_statistics_of_their_own(run_ranks):
-    means = run_ranks(4, sub_groups)
-    parts = [tensors([(2, C, 3, 4)], seed=rank)[0] for rank in range(4)]
-    for rank, mean in enumerate(means):
-        first = rank // 2 * 2
-        wanted = torch.cat(parts[first : first + 2]).mean(dim=(0, 2, 3))
+@pytest.mark.parametrize(("group", "ranks", "size"), [("halves", 4, 2), ("node", 2, 2)])
+def test_groups_of_ranks_have_statistics_of_their_own(run_ranks, group, ranks, size):
+    parts = [tensors([(2, C, 3, 4)], seed=rank)[0] for rank in range(ranks)]
+    for rank, mean in enumerate(run_ranks(ranks, mean_of_a_group, group)):
+        first = rank // size * size
+        wanted = torch.cat(parts[first : first + size]).mean(dim=(0, 2, 3))
         torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-13)
 
 
@@ -486,18 +494,6 @@ def test_state_goes_to_plain_batch_norm_and_back():
     for other in (plain, back):
         torch.testing.assert_close(other.eval()(x), ours.eval()(x), rtol=0, atol=0)
     assert back.num_batches_tracked == 1
-
-
-def node_group():
-    module = SyncBatchNorm(C, process_group="node", momentum=1.0, dtype=torch.float64)
-    module(tensors([(1, C, 3, 4)], seed=dist.rank())[0])
-    return module.running_mean
-
-
-def test_the_group_node_is_the_ranks_of_this_machine(run_ranks):
-    wanted = torch.cat([tensors([(1, C, 3, 4)], seed=rank)[0] for rank in range(2)])
-    mean = run_ranks(2, node_group)[0]
-    torch.testing.assert_close(mean, wanted.mean(dim=(0, 2, 3)), rtol=0, atol=1e-13)
 
 
 def test_one_process_is_plain_batch_norm():

@@ -1,30 +1,13 @@
 """The arithmetic of a layer on CUDA, on a CPU: torch's kernels are replaced by their formulas.
 
-The oracle is F.batch_norm in float64 on the whole batch in one process, as in test_norm.py.
+The tests of test_norm.py with `either_ranks` run by it too.
 """
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cuda_standins import as_on_cuda, calls, cuda_arithmetic, ranks_as_on_cuda
-from test_norm import (
-    NARROW,
-    SPLITS,
-    C,
-    assert_equals_full_batch,
-    assert_near_full_batch,
-    assert_no_trace,
-    assert_normalized,
-    assert_the_bias,
-    cumulative,
-    empty_step,
-    half_module,
-    layer,
-    one_value_in_all,
-    running_var,
-    sliced_input,
-    tensors,
-)
+from test_norm import C, layer, running_var, tensors
 from torch import nn
 
 from segtrain.distributed import collectives as dist
@@ -37,34 +20,6 @@ def cuda_ranks(run_ranks):
     return ranks_as_on_cuda(run_ranks)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_any_split_equals_the_full_batch(cuda_ranks, split):
-    assert_equals_full_batch(cuda_ranks, tensors(SPLITS[split]))
-
-
-@pytest.mark.parametrize("split", ["uneven sizes", "one rank empty"])
-def test_channels_last_equals_the_full_batch_and_is_kept(cuda_ranks, split):
-    assert_equals_full_batch(cuda_ranks, tensors(SPLITS[split]), layout=[torch.channels_last])
-
-
-@pytest.mark.parametrize("shapes", [[(4, C), (3, C)], [(2, C, 2, 3, 4), (1, C, 2, 3, 4)]])
-def test_two_and_five_dimensions_equal_the_full_batch(cuda_ranks, shapes):
-    assert_equals_full_batch(cuda_ranks, tensors(shapes))
-
-
-@pytest.mark.parametrize(
-    "options", [{"affine": False}, {"bias": False}, {"momentum": 1.0}, {"eps": 0.5}]
-)
-def test_options_equal_the_full_batch(cuda_ranks, options):
-    assert_equals_full_batch(cuda_ranks, tensors(SPLITS["uneven images"]), **options)
-
-
-@pytest.mark.parametrize(("dtype", "atol"), NARROW)
-@pytest.mark.parametrize("split", ["uneven images", "one rank empty"])
-def test_narrow_types_are_near_the_full_batch_in_float64(cuda_ranks, split, dtype, atol):
-    assert_near_full_batch(cuda_ranks, tensors(SPLITS[split], dtype), atol)
-
-
 @pytest.mark.parametrize("ratio", [1.0, 1e2, 1e4])
 def test_merging_ranks_costs_the_variance_little_far_from_zero(cuda_ranks, ratio):
     """The ranks' means are float32; sums of squares in it are wrong by 19 % at a ratio of 1000."""
@@ -72,29 +27,6 @@ def test_merging_ranks_costs_the_variance_little_far_from_zero(cuda_ranks, ratio
     got = cuda_ranks(2, running_var, parts)[0].double()
     wanted = torch.cat(parts).double().transpose(0, 1).reshape(C, -1).var(dim=1)
     torch.testing.assert_close(got, wanted, rtol=max(2e-6, 4e-9 * ratio), atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_batch_empty_on_all_ranks_leaves_no_trace(cuda_ranks, dtype):
-    assert_no_trace(cuda_ranks(2, empty_step, dtype))
-
-
-def test_one_value_in_the_group_gives_the_bias_and_finite_buffers(cuda_ranks):
-    assert_the_bias(cuda_ranks(2, one_value_in_all, "normalize"))
-
-
-def test_a_half_precision_module_counts_beyond_the_range_of_float16(cuda_ranks):
-    assert_normalized(cuda_ranks(2, half_module))
-
-
-def test_slices_and_gradients_of_another_layout_give_the_same_numbers(cuda_ranks):
-    for sliced, dense in cuda_ranks(2, sliced_input):
-        torch.testing.assert_close(sliced, dense, rtol=0, atol=1e-12)
-
-
-def test_momentum_none_is_the_average_over_batches(cuda_ranks, run_ranks):
-    wanted = run_ranks(2, cumulative)
-    torch.testing.assert_close(cuda_ranks(2, cumulative), wanted, rtol=0, atol=1e-12)
 
 
 def constant_far_away():

@@ -61,28 +61,12 @@ def state_of(function, rows=None, *args):
     return net.state_dict()
 
 
-def assert_equals_one_process(run_ranks, function, rows, sync_buffers, atol=1e-11):
-    results = run_ranks(2, state_of, function, rows, sync_buffers)
-    wanted = state_of(function)
-    for state in results:
-        torch.testing.assert_close(state, wanted, rtol=1e-11, atol=atol)
-    for name, value in results[0].items():
-        assert torch.equal(results[1][name], value), name
-
-
 def six_steps(net, model, mine):
     optimizer = sgd(net)
     for step in range(6):
         objective(model, mine(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("sync_buffers", [False, True])
-@pytest.mark.parametrize("rows", [HALVES, UNEVEN], ids=["3+3", "5+1"])
-def test_six_steps_equal_one_process(run_ranks, rows, sync_buffers):
-    """Parameters and statistics of the ranks have the same bits, whoever sends them or not."""
-    assert_equals_one_process(run_ranks, six_steps, rows, sync_buffers)
 
 
 def two_forwards(net, model, mine):
@@ -93,12 +77,8 @@ def two_forwards(net, model, mine):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("sync_buffers", [False, True])
-def test_two_forward_passes_before_one_backward_pass_equal_one_process(run_ranks, sync_buffers):
-    assert_equals_one_process(run_ranks, two_forwards, UNEVEN, sync_buffers)
-
-
 def accumulation(net, model, mine):
+    """Under no_sync, where the statistics are those of all ranks although the gradients stay."""
     optimizer = sgd(net)
     for step in range(3):
         with model.no_sync() if dist.is_distributed() else nullcontext():
@@ -108,10 +88,24 @@ def accumulation(net, model, mine):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("rows", [HALVES, UNEVEN], ids=["3+3", "5+1"])
-def test_gradients_accumulated_under_no_sync_equal_one_process(run_ranks, rows):
-    """The statistics are those of each pass over all ranks, also where the gradients stay."""
-    assert_equals_one_process(run_ranks, accumulation, rows, False)
+@pytest.mark.parametrize(
+    ("train", "rows", "sync_buffers"),
+    [
+        (six_steps, HALVES, False),
+        (six_steps, UNEVEN, True),
+        (two_forwards, UNEVEN, False),
+        (two_forwards, UNEVEN, True),
+        (accumulation, UNEVEN, False),
+    ],
+)
+def test_loops_of_other_people_equal_one_process(run_ranks, train, rows, sync_buffers):
+    """Parameters and statistics of the ranks have the same bits, whoever sends them or not."""
+    results = run_ranks(2, state_of, train, rows, sync_buffers)
+    wanted = state_of(train)
+    for state in results:
+        torch.testing.assert_close(state, wanted, rtol=1e-11, atol=1e-11)
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value), name
 
 
 def autocast_step(dtype):

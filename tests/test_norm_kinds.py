@@ -1,5 +1,7 @@
 """The kinds of statistics that a config can ask for, alone and in training."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,11 @@ from torch import nn
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.loading import load_model
 from segtrain.config import NormConfig, load_config
+from segtrain.data import open_dataset
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
+from segtrain.evaluation.dataset import evaluate_dataset
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.norm import (
     FrozenBatchNorm2d,
     PartialBatchNorm2d,
@@ -21,7 +26,7 @@ from segtrain.norm import (
     make_inference_norm,
     make_norm,
     normalize_together,
-    settle_statistics,
+    sync_running_stats,
 )
 
 C = 4
@@ -44,7 +49,7 @@ def two_steps(extent, running, momentum):
     for scale in (1.0, 2.0):
         y = layer(x * scale)
         y.pow(3).sum().backward()
-        settle_statistics(layer)
+        sync_running_stats(layer)
         outputs.append(y.detach())
     return outputs, x.grad, list(layer.buffers())
 
@@ -105,7 +110,7 @@ def coalesced():
     separate = [layers[0](x), layers[1](x + 1)]
     together = normalize_together([(x, layers[2]), (x + 1, layers[3])])
     close(together, separate, atol=0)
-    settle_statistics(nn.ModuleList(layers))
+    sync_running_stats(nn.ModuleList(layers))
     close(list(layers[2].buffers()), list(layers[0].buffers()), atol=0)
     return True
 
@@ -118,12 +123,12 @@ def empty_groups(running, extent):
     """Rank 0 (with `extent` 2 also rank 1) never has an image; the others' have mean 5."""
     layer = PartialBatchNorm2d(3, extent=extent, running=running)
     generator = torch.Generator().manual_seed(dist.rank())
-    for _ in range(100):
+    for _ in range(60):
         images = 4 if dist.rank() >= extent else 0
         x = (5 + 2 * torch.randn(images, 3, 9, 9, generator=generator)).requires_grad_()
         layer(x).sum().backward()
         assert x.grad.shape == x.shape
-        settle_statistics(layer)
+        sync_running_stats(layer)
     assert layer.weight.grad.isfinite().all()
     return layer.running_mean, layer.running_var
 
@@ -149,7 +154,7 @@ def unsettled():
         said = None
     except RuntimeError as error:
         said = str(error)
-    settle_statistics(layer)
+    sync_running_stats(layer)
     return said, layer(torch.randn(2, 3, 4, 4)).shape
 
 
@@ -162,7 +167,7 @@ def test_statistics_that_were_not_settled_are_not_used(run_ranks):
 def test_one_process_is_plain_batch_norm():
     ours, theirs = PartialBatchNorm2d(C).double(), nn.BatchNorm2d(C).double()
     close(ours(X), theirs(X), atol=0)
-    settle_statistics(ours)
+    sync_running_stats(ours)
     close(dict(ours.named_buffers()), dict(theirs.named_buffers()), atol=0)
     back = convert(ours, to="local")
     assert type(back) is nn.BatchNorm2d
@@ -195,8 +200,6 @@ def test_frozen_statistics_stay_and_are_used_in_training():
     ],
 )
 def test_the_config_chooses_the_layer_and_says_so(options, layer, words):
-    import re
-
     config = NormConfig(**options)
     made = make_norm(config)(48)
     assert type(made) is layer
@@ -228,10 +231,8 @@ def test_options_without_effect_are_refused(options, key):
     "norm",
     [
         {"kind": "local", "running": "rank0"},
-        {"kind": "local", "running": "pooled"},
         {"extent": 2, "running": "mean"},
         {"kind": "group", "num_groups": 4},
-        {"precise_batches": 2},
     ],
     ids=str,
 )
@@ -246,10 +247,6 @@ def test_every_kind_trains_and_is_evaluated_alike_on_all_ranks(run_ranks, tmp_pa
     (scored,) = losses(tmp_path / "run", "eval/mIoU")
     record = load(tmp_path / "run/checkpoints/last.pt")
     assert record.best["mean_iou"] == scored
-    from segtrain.data import open_dataset
-    from segtrain.evaluation.dataset import evaluate_dataset
-    from segtrain.evaluation.settings import InferenceSettings
-
     loaded = load_model(tmp_path / "run")
     matrix = evaluate_dataset(
         loaded.model,

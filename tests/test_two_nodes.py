@@ -181,17 +181,6 @@ def test_a_machine_that_dies_comes_back(run_ranks, machines, tmp_path, data):
 
 
 @pytest.mark.slow
-def test_a_short_cut_of_the_cable_goes_unnoticed(run_ranks, start, machines, tmp_path, data):
-    commands = [machines(0), machines(1)]
-    commands[0].wait_for_step(tmp_path / "two", 6)
-    start.cable("down")
-    time.sleep(2)
-    start.cable("up")
-    finished(commands)
-    assert_as_if_nothing_had_happened(run_ranks, tmp_path, data)
-
-
-@pytest.mark.slow
 def test_machines_that_were_cut_off_join_again(run_ranks, start, machines, tmp_path, data):
     """Longer than the timeout: both give up; started again, they go on."""
     commands = [machines(0), machines(1)]

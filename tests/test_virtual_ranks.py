@@ -209,34 +209,6 @@ def test_it_composes_with_everything_else(run_ranks, tmp_path, data):
             torch.testing.assert_close(other.average[key], value, rtol=1e-6, atol=1e-8)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(run_ranks, tmp_path, data):
-    sections = {"train": {"steps": 4, "batch_size": 4}}
-    _, whole = run(run_ranks, tmp_path, data, 1, 2, sections)
-    options = experiment(data, **sections)
-    options["train"]["virtual_ranks"] = 2
-    config = write_config(tmp_path / "c.yaml", options)
-    run_ranks(1, stop_after_two_steps, config, tmp_path / "cut")
-    run_ranks(1, train, config, tmp_path / "cut", resume=True)
-    resumed = load(tmp_path / "cut/checkpoints/last.pt")
-    assert resumed.step == 4
-    for key, value in whole.model.items():
-        assert torch.equal(resumed.model[key], value)
-
-
-def stop_after_two_steps(config, directory):
-    from segtrain.commands.train import loop as command
-
-    original = command._keep_cadences
-
-    def stop(this):
-        original(this)
-        if this.state.step == 1:
-            this.signal_flags.signal = 15  # read with the second step
-
-    command._keep_cadences = stop
-    return train(config, directory)
-
-
 def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", size=128):
     """The peak of live bytes beyond parameters and images, over forward and backward passes; and
     the gradients."""

@@ -44,19 +44,14 @@ def store_file() -> Path | None:
     return _attempt_folder() / "store" if has_launcher() and ONE_MACHINE in os.environ else None
 
 
-def ensure_folder(root: Path) -> bool:
-    """Creates the launcher's folder again if it was removed; whether it is this user's alone.
-
-    A cleaner of /tmp may remove it, and then another user can put one of the same name there.
-    """
+def ensure_folder(root: Path) -> None:
+    """Creates the launcher's folder again if a cleaner of /tmp has removed it."""
     with suppress(OSError):
         root.mkdir(mode=0o700, exist_ok=True)
-        _check_owner(root)
-        return True
-    return False
 
 
 def _check_owner(root: Path) -> None:
+    # Where a cleaner has removed the folder, another user can put one of the same name.
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise PermissionError(f"{root}: other users can write here")
@@ -201,8 +196,7 @@ class Watchdog(_Watch):
         self._timed_out_at: float | None = None
 
     def _look(self) -> None:
-        if not ensure_folder(self._folder):
-            return  # another user's: its content cannot be trusted
+        ensure_folder(self._folder)
         current = _last_attempt(self._folder)
         if current != self._attempt:
             self._attempt, self._timed_out_at, self.killed = current, None, []

@@ -1,5 +1,6 @@
 """Keeps what a forward pass saves for its backward pass in host memory instead of on the device."""
 
+import functools
 import threading
 import time
 from collections import deque
@@ -58,9 +59,7 @@ class CudaCopies:
     """Copies through pinned memory on a stream of its own, in parallel to the computation."""
 
     def __init__(self, device: torch.device) -> None:
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device), InFlight()
-        self._stream, self._in_flight = _streams[device]
+        self._stream, self._in_flight = torch.cuda.Stream(device), InFlight()
 
     def to_host(self, tensor: Tensor) -> OnHost:
         """A copy of `tensor` on the host."""
@@ -81,7 +80,7 @@ class CudaCopies:
         return on_host.host.to(on_host.device, non_blocking=True)
 
 
-_streams: dict[torch.device, tuple[torch.cuda.Stream, InFlight]] = {}
+_copies_of = functools.cache(CudaCopies)  # by device
 
 
 class _Offloader:
@@ -128,7 +127,7 @@ def saved_on_host(
     copies: replaces CudaCopies, so that a CPU can be tested as if it were a device.
     """
     if copies is None and device.type == "cuda":
-        copies = CudaCopies(device)
+        copies = _copies_of(device)
     if copies is None:
         yield
         return

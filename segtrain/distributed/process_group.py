@@ -87,10 +87,15 @@ def process_group(device: torch.device, *, timeout_s: float) -> Iterator[None]:
     is_cuda = device.type == "cuda"
     timeout = timedelta(seconds=timeout_s * (_NCCL_FACTOR if is_cuda else 1))
     dist.use_timeout(timeout, wait_s=timeout_s)
+    store: dict[str, Any] = {}  # none: a TCPStore at MASTER_ADDR
+    if (path := liveness.store_file()) is not None:
+        # A TCPStore would listen on every interface and let any client change its values.
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = {"store": torch_dist.FileStore(str(path), size), "rank": rank, "world_size": size}
     try:
         with _explained(in_set_up=True):
             torch_dist.init_process_group(
-                **_store_arguments(),
+                **store,
                 backend="nccl" if is_cuda else "gloo",
                 timeout=timeout,
                 # With the device, NCCL connects at once, not in the first collective.
@@ -178,16 +183,6 @@ def _choose_interface() -> None:
     if interface is not None:
         for library in libraries:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
-
-
-def _store_arguments() -> dict[str, Any]:
-    """For init_process_group; empty: a TCPStore at MASTER_ADDR."""
-    path = liveness.store_file()
-    if path is None:
-        return {}
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # A TCPStore would listen on every interface and let any client change its values.
-    return {"store": torch_dist.FileStore(str(path), size), "rank": rank, "world_size": size}
 
 
 def _open_shared_sum(timeout_s: float) -> SharedSum | None:

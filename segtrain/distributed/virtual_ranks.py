@@ -57,8 +57,9 @@ class VirtualRanks:
                 self._wait(slot)
                 results[slot] = functions[slot]()
                 self._done[slot] = True
-                if self._arrive():
-                    self._check_all_ended(slot)
+                if self._arrive() and not all(self._done):
+                    waiting = [i for i, done in enumerate(self._done) if not done]
+                    raise RuntimeError(f"virtual rank {slot} has ended, {waiting} wait for it")
             except BaseException as error:  # the first of all threads is raised below
                 self._fail(error)
 
@@ -112,11 +113,6 @@ class VirtualRanks:
         self._gates[slot].acquire()
         if self._error is not None:
             raise _OtherFailedError
-
-    def _check_all_ended(self, slot: int) -> None:
-        waiting = [i for i, done in enumerate(self._done) if not done]
-        if waiting:
-            raise RuntimeError(f"virtual rank {slot} has ended, {waiting} wait for it")
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from segtrain.norm.kinds import (
     make_inference_norm,
     make_norm,
 )
-from segtrain.norm.partial import PartialBatchNorm2d, settle_statistics
+from segtrain.norm.partial import PartialBatchNorm2d, sync_running_stats
 from segtrain.norm.precise import precise_statistics
 from segtrain.norm.sync import (
     SyncBatchNorm,
@@ -49,8 +49,8 @@ __all__ = [
     "norm_relu_conv",
     "normalize_together",
     "precise_statistics",
-    "settle_statistics",
     "sync_batch_norm",
+    "sync_running_stats",
     "tracked_together",
     "until_all_end",
     "untracked",

@@ -34,7 +34,7 @@ _WORDS = {
 
 
 def make_norm(config: NormConfig) -> NormFactory:
-    """The layers that `config` asks for; call `settle_statistics` after every backward pass."""
+    """The layers that `config` asks for; call `sync_running_stats` after every backward pass."""
     if config.kind == "group":
         return partial(_group_norm, config.num_groups, eps=config.eps)
     options = {"eps": config.eps, "momentum": config.momentum}

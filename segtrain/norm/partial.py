@@ -19,7 +19,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
     """Batch norm whose training statistics are those of a group of ranks.
 
     Each group normalizes by its own values, so the result depends on the number of ranks. The
-    running statistics are the same on all ranks: call `settle_statistics` after every backward
+    running statistics are the same on all ranks: call `sync_running_stats` after every backward
     pass, which merges the groups' batches into them. Evaluation before that is a RuntimeError.
 
     Args:
@@ -51,7 +51,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` (N, C, H, W) normalized (collective over the group in training)."""
-        if not self.training or dist.world_size() == 1 or self._sharing_size() > 1:
+        if not self.training or dist.world_size() == 1 or len(self.sharing_ranks()) > 1:
             return super().forward(input)
         self._check_input_dim(input)
         dtype = torch.promote_types(input.dtype, torch.float32)
@@ -63,7 +63,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         biased = var * (max(count - 1, 0) / max(count, 1))
         # Not from a list, for whose copy the host would wait for the device.
         counted = torch.full((), count, dtype=torch.float64, device=mean.device)
-        # Also without values: when statistics are settled all ranks must have as many batches.
+        # Also without values: when statistics are merged all ranks must have as many batches.
         self._track(input, Moments(mean, biased, counted), None)
         return y
 
@@ -71,7 +71,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         if self._seen:
             raise RuntimeError(
                 f"{len(self._seen)} batches have not reached the running statistics: call "
-                "settle_statistics(model) on all ranks after every backward pass"
+                "sync_running_stats(model) on all ranks after every backward pass"
             )
         return super()._evaluate(input)
 
@@ -87,12 +87,6 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
             return dist.node_ranks()
         first = dist.rank() // self.extent * self.extent
         return tuple(range(first, min(first + self.extent, dist.world_size())))
-
-    def _sharing_size(self) -> int:
-        return len(self.sharing_ranks())
-
-    def _sharing_key(self) -> Any:
-        return type(self), self.extent
 
     def _contributions(self) -> Iterator[Tensor]:
         """For each batch, what this rank adds to the sum over all ranks, (2 C + 1,)."""
@@ -120,7 +114,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
 
 
 @torch.no_grad()
-def settle_statistics(module: nn.Module) -> None:
+def sync_running_stats(module: nn.Module) -> None:
     """Updates the running statistics of partial batch norms (collective).
 
     One all_reduce for all layers and all batches since the last call; none if there is no such

@@ -147,13 +147,6 @@ class SyncBatchNorm(_BatchNorm):
         """Whether one function may compute this layer with others; hooks need a call of it."""
         return self.training and not _has_hooks(self)
 
-    def _sharing_size(self) -> int:
-        return dist.group_size(self._group())
-
-    def _sharing_key(self) -> Any:
-        """Layers with equal keys may share a collective."""
-        return self.process_group
-
     def sharing_ranks(self) -> tuple[int, ...] | None:
         """The ranks that share statistics with this one; None: all."""
         return dist.node_ranks() if self.process_group == "node" else self.process_group
@@ -171,12 +164,14 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
     """
     pairs = list(pairs)
     first = pairs[0][1]
-    if not all(_can_share(layer, first) for _, layer in pairs) or first._sharing_size() == 1:
+    if not all(_can_share(layer, first) for _, layer in pairs):
+        return [layer(x) for x, layer in pairs]
+    group = first._group()
+    if dist.group_size(group) == 1:
         return [layer(x) for x, layer in pairs]
     for x, layer in pairs:
         layer._check_input_dim(x)
     inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
-    group = first._group()
     outputs, moments = sync_batch_norms(inputs, group=group)
     for (x, layer), statistics in zip(pairs, moments, strict=True):
         layer._track(x, statistics, group)
@@ -213,9 +208,9 @@ def make_groups(module: nn.Module) -> None:
 
 
 def _can_share(layer: nn.Module, first: nn.Module) -> bool:
-    if not (isinstance(layer, SyncBatchNorm) and isinstance(first, SyncBatchNorm)):
+    if not isinstance(layer, SyncBatchNorm) or type(layer) is not type(first):
         return False
-    return layer.shares_calls() and layer._sharing_key() == first._sharing_key()
+    return layer.shares_calls() and layer.sharing_ranks() == first.sharing_ranks()
 
 
 class SyncBatchNorm1d(SyncBatchNorm):

@@ -19,7 +19,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.offload import saved_on_host
 from segtrain.distributed.partition import partition
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.norm import settle_statistics, tracked_together
+from segtrain.norm import sync_running_stats, tracked_together
 from segtrain.training.measure import BACKWARD, FORWARD, span
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
@@ -113,7 +113,7 @@ def accumulate_gradients(
             losses += means * weights[i]
         else:
             losses += (means * weights[i].unsqueeze(1)).sum(0)
-        settle_statistics(state.model)
+        sync_running_stats(state.model)
     return losses
 
 
