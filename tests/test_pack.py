@@ -635,7 +635,8 @@ def test_two_do_not_pack_into_one_folder(root, tmp_path, capsys):
 
 def test_a_pack_that_does_not_fit_is_refused_before_it_is_made(root, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "free_bytes", lambda _: 9000)
+        disk = shutil.disk_usage(tmp_path)._replace(free=9000)
+        patch.setattr(shutil, "disk_usage", lambda _: disk)
         assert pack(root, tmp_path / "p") == 6
     captured = capsys.readouterr()
     assert "pack of 5 of split train and 2 of split val: 0.0 MB in 1 shard; 0.0 MB" in captured.out
