@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import cv2
@@ -60,17 +59,32 @@ def save(root, split, name, size, mode="RGB", seed=0):
     Image.fromarray(label).save(root / f"labels/{split}/{name}.png", compress_level=0)
 
 
-@pytest.fixture
-def root(tmp_path):
-    """Images of all kinds and sizes."""
-    root = tmp_path / "data"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with images of all kinds and sizes, and their pack of several shards."""
+    folder = tmp_path_factory.mktemp("made")
+    root = folder / "data"
     modes = ("RGB", "L", "P", "16", "JPEG")
     for i, ((name, size), mode) in enumerate(zip(SIZES.items(), modes, strict=True)):
         save(root, "train", name, size, mode, i)
     save(root, "val", "v", (6, 5), "RGBA", 10)
     save(root, "val", "w", (4, 7), "RGB", 11)
     (root / "toy.yaml").write_text("classes: [sky, road, car]\n")
-    return root
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "SHARD_BYTES", 400)
+        assert pack(root, folder / "pack") == 0
+    return folder
+
+
+@pytest.fixture
+def root(made, tmp_path):
+    return shutil.copytree(made / "data", tmp_path / "data")
+
+
+@pytest.fixture
+def packed(made, root, tmp_path):
+    """The options of the packed data set."""
+    return data_of(root, pack=str(shutil.copytree(made / "pack", tmp_path / "pack")))
 
 
 def data_of(root, **options):
@@ -85,15 +99,6 @@ def pack(root, output, *settings, **options):
     config.write_text(yaml.safe_dump({"data": content}))
     sets = [word for setting in settings for word in ("--set", setting)]
     return segtrain(["data", "pack", str(config), "--output", str(output), *sets])
-
-
-@pytest.fixture
-def packed(root, tmp_path):
-    """The options of the packed data set; the pack has several shards."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "SHARD_BYTES", 400)
-        assert pack(root, tmp_path / "pack") == 0
-    return data_of(root, pack=str(tmp_path / "pack"))
 
 
 def shards(data):
@@ -541,39 +546,27 @@ def test_labels_that_hold_no_train_ids_are_refused_though_every_sum_fits(packed)
 # Making a pack.
 
 
-def interrupted_after(count, root, output, monkeypatch):
-    """`data pack` ends by Ctrl-C after `count` images."""
-    done = []
+def interrupted(root, output, monkeypatch, function="_fill_one", after=0):
+    """`data pack` ends by Ctrl-C when it has called `function` of its module so many times."""
+    calls, whole = [], getattr(writer, function)
 
-    def fill_one(*args, **kwargs):
-        if len(done) == count:
+    def stop(*args, **kwargs):
+        if len(calls) == after:
             raise KeyboardInterrupt
-        done.append(args)
+        calls.append(args)
         return whole(*args, **kwargs)
 
-    whole = writer._fill_one
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_fill_one", fill_one)
+        patch.setattr(writer, function, stop)
         assert pack(root, output) == 130
 
 
-def interrupted_before_the_manifest(root, output, monkeypatch):
-    def stop(_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "to_json", stop)
-        assert pack(root, output) == 130
-
-
-@pytest.mark.parametrize(
-    "interrupt", [partial(interrupted_after, 3), interrupted_before_the_manifest]
-)
+@pytest.mark.parametrize(("function", "after"), [("_fill_one", 3), ("to_json", 0)])
 def test_an_interrupted_pack_does_not_open_and_begins_again(
-    root, tmp_path, monkeypatch, capsys, interrupt
+    root, tmp_path, monkeypatch, capsys, function, after
 ):
     output = tmp_path / "p"
-    interrupt(root, output, monkeypatch)
+    interrupted(root, output, monkeypatch, function, after)
     data = data_of(root, pack=str(output))
     with pytest.raises(DataError, match="not finished; run segtrain data pack again"):
         open_dataset(data, "train")
@@ -646,7 +639,7 @@ def test_a_disk_that_becomes_full_is_told(root, tmp_path, monkeypatch, capsys):
 
 
 def test_space_is_reserved_before_it_is_filled(root, tmp_path, monkeypatch):
-    interrupted_after(0, root, tmp_path / "p", monkeypatch)
+    interrupted(root, tmp_path / "p", monkeypatch)
     (place,) = (tmp_path / "p").glob("*.safetensors")
     assert 512 * place.stat().st_blocks >= place.stat().st_size > 4096
 
