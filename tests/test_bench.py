@@ -271,9 +271,9 @@ def test_peak_memory_is_that_of_the_process_itself():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--json", "/none/x"), "--json /none/x: no such"),
-        (("--profile", "/none/x"), "--profile /none/x: no such"),
-        (("--profile", "/"), "--profile /: is a folder; name a file"),
+        (("--json", "/none/x"), "--json /none/x: cannot be written: no such"),
+        (("--profile", "/none/x"), "--profile /none/x: cannot be written: no such"),
+        (("--profile", "/"), "--profile /: cannot be written: is a folder; name a file"),
         (("--profile", "n" * 300), "name too long"),
         (("--profile", "q\udcff.json"), "q\\udcff.json: expected a name in UTF-8"),
     ],
