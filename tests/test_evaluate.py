@@ -499,4 +499,4 @@ def test_images_that_are_black_once_read_are_warned_about(
     command()
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "warning" in one]
     assert words in line
-    assert str(paths[-1]) in line
+    assert "; such as " in line

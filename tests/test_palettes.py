@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 from PIL import Image
-from test_data_check import config, finding, kinds, opened, rows, write_pair
+from test_data_check import assert_fine, checked, finding, kinds, quickly_checked, rows, write_pair
 
-from segtrain.data.check.checks import check_data, quick_check
 from segtrain.data.read.classes import default_palette, load_class_file
 from segtrain.errors import DataError
 
@@ -48,25 +47,25 @@ def quantize_labels(root):
 def test_quantized_labels_contradict_the_colours_of_the_class_file(root):
     (root / "toy.yaml").write_text(WITH_COLORS)
     quantize_labels(root)
-    result = check_data(config(root), jobs=1)
+    result = checked(root)
     assert not result.ok
     found = [one for one in result.findings if one.kind == "palette"]
     assert "set data.label_format: colors" in found[0].text
     with pytest.raises(DataError, match=r"palette contradicts class file toy.*label_format: colo"):
-        quick_check(*opened(root))
-    assert check_data(config(root, label_format="colors"), jobs=1).ok
+        quickly_checked(root)
+    assert checked(root, label_format="colors").ok
 
 
 def test_quantized_labels_contradict_each_other(root):
     quantize_labels(root)
-    assert ("train", "palettes") in kinds(check_data(config(root), jobs=1))
-    warnings = quick_check(*opened(root))
+    assert ("train", "palettes") in kinds(checked(root))
+    warnings = quickly_checked(root)
     assert any("the same colours at different indices" in line for line in warnings)
 
 
 def test_a_colour_that_moved_where_colours_are_missing_is_a_warning(root):
     write_labels(root, lambda i: [*COLORS[1:], (9, 9, 9)] if i == 1 else COLORS)
-    result = check_data(config(root), jobs=1)
+    result = checked(root)
     assert kinds(result, "warning") == {("train", "palettes")}
     assert "[128, 64, 128] is 1 in a and 0 in b" in finding(result, "palettes").text
 
@@ -75,7 +74,7 @@ def test_an_ignored_index_with_the_colour_of_a_class_is_refused(root):
     classes = WITH_COLORS.replace("142]}", "142], ids: [3]}") + "ignore_ids: [2]\n"
     (root / "toy.yaml").write_text(classes)
     write_labels(root, lambda i: COLORS)
-    result = check_data(config(root), jobs=1)
+    result = checked(root)
     assert "index 2 is ignored, but has the color [0, 0, 142] of 'car'" in result.findings[0].text
 
 
@@ -93,21 +92,18 @@ def test_palettes_that_say_nothing_else_pass(root, palette):
     if len(palette) < 256:
         (root / "toy.yaml").write_text(WITH_COLORS)
     write_labels(root, lambda i: palette)
-    assert check_data(config(root), jobs=1).findings == []
-    assert quick_check(*opened(root)) == []
+    assert_fine(root)
 
 
 def test_a_grey_ramp_passes_where_a_class_is_black(root):
     (root / "toy.yaml").write_text(WITH_COLORS.replace("128, 64, 128", "0, 0, 0"))
     write_labels(root, lambda i: [(j, j, j) for j in range(256)])
-    assert check_data(config(root), jobs=1).findings == []
-    assert quick_check(*opened(root)) == []
+    assert_fine(root)
 
 
 def test_palettes_that_differ_and_share_no_colour_elsewhere_pass(root):
     write_labels(root, lambda i: [(0, 0, 0), (10 * i, 1, 1), (3, 10 * i, 3)])
-    assert check_data(config(root), jobs=1).findings == []
-    assert quick_check(*opened(root)) == []
+    assert_fine(root)
 
 
 @pytest.mark.parametrize(("name", "first"), [("voc", 0), ("ade20k", 1)])
@@ -123,5 +119,5 @@ def test_the_palettes_of_known_data_sets_pass(root, name, first):
         label = Image.fromarray(values, mode="P")
         label.putpalette([value for color in default_palette(256) for value in color])
         label.save(path)
-    assert kinds(check_data(config(root), jobs=1)) == set()
-    assert quick_check(*opened(root)) == []
+    assert kinds(checked(root)) == set()
+    assert quickly_checked(root) == []

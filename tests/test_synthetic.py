@@ -57,9 +57,6 @@ def test_a_scene_is_a_function_of_its_key_alone():
     assert np.array_equal(first[0], again[0])
     assert np.array_equal(first[1], again[1])
     assert not np.array_equal(first[0], other[0])
-
-
-def test_image_and_label_have_the_size_asked_for():
     image, label = scene(0, (50, 70))
     assert (image.shape, image.dtype) == ((50, 70, 3), np.uint8)
     assert (label.shape, label.dtype) == ((50, 70), np.uint8)
@@ -67,16 +64,11 @@ def test_image_and_label_have_the_size_asked_for():
 
 def test_a_small_set_holds_every_class_of_the_demo_and_something_to_ignore(scenes):
     classes = load_class_file("cityscapes")
-    found = {classes.train_id_of[int(i)] for _, label in scenes for i in np.unique(label)}
-    assert {classes.names[t] for t in found - {255}} == JUDGED
-    assert 255 in found
-
-
-def test_no_class_is_a_trace(scenes):
-    classes = load_class_file("cityscapes")
     labels = np.stack([label for _, label in scenes])
-    shares = {i: float((labels == i).mean()) for i in np.unique(labels)}
-    assert min(shares[i] for i in shares if classes.train_id_of[i] != 255) > 0.01, shares
+    shares = {classes.train_id_of[int(i)]: float((labels == i).mean()) for i in np.unique(labels)}
+    assert shares.pop(255) > 0
+    assert {classes.names[t] for t in shares} == JUDGED
+    assert min(shares.values()) > 0.01, shares
 
 
 def test_people_and_vehicles_have_instances_of_their_class():
@@ -155,6 +147,7 @@ def test_files_have_the_names_and_places_of_cityscapes(written):
         for kind in ("labelIds", "instanceIds")
     }
     assert names == images | labels
+    assert len({files(written)[name] for name in images}) == 7  # train and val share no picture
 
 
 def test_files_hold_the_scene_in_rgb(written):
@@ -169,27 +162,21 @@ def test_files_hold_the_scene_in_rgb(written):
     assert np.array_equal(read_raw_label(instance_path), instances)
 
 
-def test_train_and_val_share_no_picture(written):
-    images = [data for name, data in files(written).items() if name.startswith("leftImg8bit/")]
-    assert len(set(images)) == 7
-
-
-def test_bytes_do_not_depend_on_the_number_of_processes(written, tmp_path):
-    write(tmp_path / "two", num_train=17, jobs=2)
-    write(tmp_path / "one", num_train=17, jobs=1)
-    assert files(tmp_path / "two") == files(tmp_path / "one")
-
-
-def test_a_scene_does_not_depend_on_how_many_others_are_drawn(written, tmp_path):
-    write(tmp_path / "more", num_train=8)
+def test_bytes_depend_neither_on_the_processes_nor_on_how_many_scenes_are_drawn(written, tmp_path):
+    write(tmp_path / "more", num_train=17, jobs=2)
     less, more = files(written), files(tmp_path / "more")
     assert all(more[name] == less[name] for name in less if name != "synthetic.json")
 
 
 def test_drawing_again_with_the_same_settings_changes_nothing(written):
-    before = {p: p.stat().st_mtime_ns for p in written.rglob("*") if p.is_file()}
+    def times():
+        return {p: p.stat().st_mtime_ns for p in written.rglob("*") if p.is_file()}
+
+    before = times()
     assert write(written) == 0
-    assert {p: p.stat().st_mtime_ns for p in written.rglob("*") if p.is_file()} == before
+    assert times() == before
+    record = json.loads((written / "synthetic.json").read_text())
+    assert (record["seed"], record["size"], record["num_train"]) == (3, [48, 96], 5)
 
 
 def test_an_interrupted_drawing_is_taken_up(tmp_path):
@@ -205,28 +192,19 @@ def test_other_settings_are_refused_and_both_are_named(written):
         write(written, seed=4)
 
 
-def test_a_folder_with_other_content_is_refused_and_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(DataError, match="expected an empty folder"):
-        write(tmp_path)
-    assert files(tmp_path) == {"notes.txt": b"mine"}
-
-
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(DataError, match="found other files"):
-        write(tmp_path / "file")
-
-
-def test_a_damaged_record_is_refused(tmp_path):
-    (tmp_path / "synthetic.json").write_text("[1,")
-    with pytest.raises(DataError, match="found other files"):
-        write(tmp_path)
-
-
-def test_settings_are_recorded(written):
-    record = json.loads((written / "synthetic.json").read_text())
-    assert (record["seed"], record["size"], record["num_train"]) == (3, [48, 96], 5)
+@pytest.mark.parametrize(
+    ("name", "content", "root", "said"),
+    [
+        ("notes.txt", "mine", "", "expected an empty folder"),
+        ("file", "mine", "file", "found other files"),
+        ("synthetic.json", "[1,", "", "found other files"),
+    ],
+)
+def test_other_content_is_refused_and_left_alone(tmp_path, name, content, root, said):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=said):
+        write(tmp_path / root)
+    assert files(tmp_path) == {name: content.encode()}
 
 
 def test_a_size_too_small_to_draw_on_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from segtrain.data import SegDataset, open_dataset
 from segtrain.data.check.checks import CheckResult, check_data, check_split
 from segtrain.data.check.stats import SplitStats, measure
 from segtrain.data.pack import writer
-from segtrain.data.pack.manifest import Pack, read_pack
+from segtrain.data.pack.manifest import MANIFEST, Pack, read_pack
 from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.protect import check_pack_directory
 from segtrain.distributed.machine import process_pool
@@ -88,7 +89,7 @@ def pack(args: argparse.Namespace) -> int:
         for line in dict.fromkeys(x for d in datasets for x in (*d.warnings, *warnings[d.split])):
             say(f"warning: {line}")
         planned = writer.plan_pack(data, datasets, warnings)
-        if writer.is_finished(directory):
+        if (directory / MANIFEST).exists():
             return _finished_before(directory, planned)
         if writer.remove_unfinished(directory):
             say("the pack that was interrupted here is made again from its beginning")
@@ -116,7 +117,7 @@ def _finished_before(directory: Path, planned: Pack) -> int:
 def _announce(directory: Path, pack: Pack, datasets: Sequence[SegDataset]) -> None:
     """Says how large the pack is; ExecutionError if it does not fit on the disk."""
     counts = " and ".join(f"{len(d)} of split {printable(d.split)}" for d in datasets)
-    needed, free = writer.num_bytes(pack), writer.free_bytes(directory)
+    needed, free = writer.num_bytes(pack), shutil.disk_usage(directory).free
     many = counted(len(pack.shards), "shard", "shards")
     say(f"pack of {counts}: {_size(needed)} in {many}; {_size(free)} are free")
     if needed > free:

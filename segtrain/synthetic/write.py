@@ -2,8 +2,8 @@
 
 import argparse
 import json
-from concurrent.futures import as_completed
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -59,17 +59,13 @@ def write_dataset(
     missing = [one for one in scenes if not all(path.is_file() for path in _paths(root, *one))]
     chunks = [missing[i : i + _CHUNK] for i in range(0, len(missing), _CHUNK)]
     processes = min(jobs or num_cores(), len(chunks))
+    draw = partial(_draw, root, size=size, seed=seed)
     with (
         tqdm(total=len(missing), desc="drawing", unit="image", disable=not missing) as bar,
         process_pool(processes) as pool,
     ):
-        if pool is None:
-            for chunk in chunks:
-                bar.update(_draw(root, chunk, size, seed))
-            return len(missing)
-        futures = [pool.submit(_draw, root, chunk, size, seed) for chunk in chunks]
-        for future in as_completed(futures):
-            bar.update(future.result())
+        for drawn in map(draw, chunks) if pool is None else pool.map(draw, chunks):
+            bar.update(drawn)
     return len(missing)
 
 

@@ -288,7 +288,7 @@ def _scan_images(dataset: SegDataset, scan: SplitScan, depths: Mapping[int, int]
 
 
 def _scan_labels(dataset: SegDataset, scan: SplitScan) -> None:
-    """Adds a few labels to `scan`, and more while their ids are suspicious.
+    """Adds a few labels to `scan`, and more while their ids are suspicious but not yet wrong.
 
     With a single class beside ignored pixels any model scores 100 %: there all labels are read.
     """
@@ -297,9 +297,11 @@ def _scan_labels(dataset: SegDataset, scan: SplitScan) -> None:
     few, more = _spread(indices, _SAMPLES), _spread(indices, _MORE_SAMPLES)
     last = len({*few, *more})
     for number, i in enumerate(dict.fromkeys([*few, *more, *indices])):
+        is_wrong = scan.unknown or scan.unreadable
         is_single = num_classes > 1 and np.count_nonzero(scan.pixels) < 2
         may_be_train_ids = can_tell and looks_like_train_ids(scan.values, dataset.classes)
-        if number >= len(few) and not is_single and (number >= last or not may_be_train_ids):
+        is_odd = is_single or (number < last and may_be_train_ids)
+        if number >= len(few) and (is_wrong or not is_odd):
             return
         scan.add(scan_label(dataset.pairs[i], dataset.classes, dataset.label_format))
 

@@ -64,9 +64,8 @@ def listing_findings(split: str, listing: Listing) -> Iterator[Finding]:
     if problems := listing.problems:
         text = f"files that are missing or named wrongly: {len(problems)}"
         yield Finding("error", split, "files", text, problems)
-    if clashes := listing.warnings:
-        text = counted(len(clashes), "name clashes", "names clash") + " on some file systems"
-        yield Finding("warning", split, "names", text, clashes)
+    words = "name clashes", "names clash", "on some file systems"
+    yield from _warning(split, "names", listing.warnings, *words)
     for note in listing.notes:
         yield Finding("warning", split, "labels", note)
     for kind, text_of, files in (
@@ -82,13 +81,10 @@ def split_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     yield from file_findings(scan)
     if scan.unknown:
         yield _unknown_values(scan, classes)
-    if names := scan.all_ignored:
-        text = counted(len(names), "label holds", "labels hold") + " nothing but ignored pixels"
-        yield Finding("warning", scan.split, "all ignored", text, names)
-    if names := scan.turned:
-        what = counted(len(names), "image carries", "images carry")
-        text = f"{what} an EXIF orientation, which is ignored"
-        yield Finding("warning", scan.split, "orientation", text, names)
+    words = "label holds", "labels hold", "nothing but ignored pixels"
+    yield from _warning(scan.split, "all ignored", scan.all_ignored, *words)
+    words = "image carries", "images carry", "an EXIF orientation, which is ignored"
+    yield from _warning(scan.split, "orientation", scan.turned, *words)
     yield from brightness_findings(scan)
     yield from _palette_findings(scan, classes)
     yield from _class_findings(scan, classes)
@@ -123,9 +119,9 @@ def brightness_findings(scan: SplitScan) -> Iterator[Finding]:
     if lost:
         text = f"{lost_bits(lost)}, if these are not just dark"
         yield Finding("warning", scan.split, "faint", text, [image.name for image in lost])
-    if flat := [image.name for image in images if image.flat]:
-        text = counted(len(flat), "image is", "images are") + " of a single colour"
-        yield Finding("warning", scan.split, "single colour", text, flat)
+    flat = [image.name for image in images if image.flat]
+    words = "image is", "images are", "of a single colour"
+    yield from _warning(scan.split, "single colour", flat, *words)
 
 
 def training_findings(scan: SplitScan, config: Config) -> Iterator[Finding]:
@@ -155,9 +151,9 @@ def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> 
         yield Finding("warning", "", "one split", ONE_SPLIT)
     for scan in scans:
         groups = [names for names in scan.digests.values() if names[1:]]
-        if copies := [first_of(names, separator=" = ") for names in groups]:
-            text = counted(len(copies), "image occurs", "images occur") + " more than once"
-            yield Finding("warning", scan.split, "copies", text, copies)
+        copies = [first_of(names, separator=" = ") for names in groups]
+        words = "image occurs", "images occur", "more than once"
+        yield from _warning(scan.split, "copies", copies, *words)
     if len(scans) == 2:
         first, second = (scan.digests for scan in scans)
         shared = [
@@ -165,10 +161,16 @@ def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> 
             for digest, names in first.items()
             if digest in second
         ]
-        if shared:
-            what = counted(len(shared), "image is", "images are")
-            text = f"{what} in both splits: the scores will be too good"
-            yield Finding("warning", "", "both splits", text, shared)
+        words = "image is", "images are", "in both splits: the scores will be too good"
+        yield from _warning("", "both splits", shared, *words)
+
+
+def _warning(
+    split: str, kind: str, places: Sequence[str], one: str, many: str, end: str
+) -> Iterator[Finding]:
+    """`2 names clash on some file systems`, if there are any."""
+    if places:
+        yield Finding("warning", split, kind, f"{counted(len(places), one, many)} {end}", places)
 
 
 def _unknown_values(scan: SplitScan, classes: ClassFile) -> Finding:

@@ -98,7 +98,14 @@ class SplitScan:
         self.unreadable[str(error).removeprefix(f"{place}: ")].append(place)
 
     def add_image(
-        self, name: str, image: np.ndarray, digest: bytes, *, depth: int, orientation: int
+        self,
+        name: str,
+        image: np.ndarray,
+        digest: bytes,
+        *,
+        depth: int,
+        orientation: int,
+        count_rgb: bool,
     ) -> None:
         """Adds an image (H, W, 3) uint8 whose file has this hash, depth and EXIF orientation."""
         self.digests[digest].append(name)
@@ -106,10 +113,8 @@ class SplitScan:
         self.brightness.append(brightness(image, depth, name))
         if orientation != 1:
             self.turned.append(name)
-
-    def add_rgb(self, image: np.ndarray) -> None:
-        """Counts the values of an image (H, W, 3) uint8."""
-        self.rgb += [np.bincount(image[..., c].ravel(), minlength=256) for c in range(3)]
+        if count_rgb:
+            self.rgb += [np.bincount(image[..., c].ravel(), minlength=256) for c in range(3)]
 
     def add_label(self, name: str, pixels: np.ndarray, num_pixels: int) -> None:
         """Adds a label of `num_pixels` with this many `pixels` (K,) of each class."""
@@ -164,10 +169,8 @@ def scan_image(pair: Pair, num_classes: int, *, count_rgb: bool = False) -> Spli
     except DataError as error:
         scan.add_unreadable(pair.image, error)
         return scan
-    depth, orientation = header.depth, header.orientation
-    scan.add_image(pair.name, image, digest, depth=depth, orientation=orientation)
-    if count_rgb:
-        scan.add_rgb(image)
+    facts = {"depth": header.depth, "orientation": header.orientation}
+    scan.add_image(pair.name, image, digest, **facts, count_rgb=count_rgb)
     return scan
 
 
@@ -254,10 +257,9 @@ def _scan_packed(
         scan.add_unreadable(shards.path(packed), error)
         return scan
     image, label = split_rows(shards.rows(packed))
-    digest, orientation = bytes.fromhex(packed.image.sha256), packed.orientation
-    scan.add_image(pair.name, image, digest, depth=packed.depth, orientation=orientation)
-    if count_rgb:
-        scan.add_rgb(image)
+    digest = bytes.fromhex(packed.image.sha256)
+    facts = {"depth": packed.depth, "orientation": packed.orientation}
+    scan.add_image(pair.name, image, digest, **facts, count_rgb=count_rgb)
     pixels = np.bincount(label.ravel(), minlength=256)[: classes.num_classes]
     scan.add_label(pair.name, pixels, label.size)
     return scan

@@ -173,19 +173,21 @@ def _check_source(
         if _has_images(data, split):
             raise DataError(f"{what}, which holds others; {_WAY_OUT}")
         return False, [f"{what}: changes since they were packed are not noticed"]
-    pairs = list(zip(sources, found, strict=True))
-    gone = [file for file, now in pairs if now is None]
-    changed = [file for file, now in pairs if now and now.st_size != file.num_bytes]
-    touched = [
-        file
-        for file, now in pairs
-        if now and now.st_size == file.num_bytes and now.st_mtime_ns != file.mtime_ns
-    ]
+    changed = "changed since it was packed"
+    problems, touched = [], []
+    for file, now in zip(sources, found, strict=True):
+        place = printable(root / file.name)
+        if now is None:
+            problems.append(f"{place}: gone since it was packed")
+        elif now.st_size != file.num_bytes:
+            problems.append(f"{place}: {changed}")
+        elif now.st_mtime_ns != file.mtime_ns:
+            touched.append((place, file))
     if len(touched) <= _MAX_HASHED:
-        changed += [file for file in touched if not has_content(root / file.name, file)]
+        problems += [
+            f"{p}: {changed}" for p, file in touched if not has_content(root / file.name, file)
+        ]
         touched = []
-    problems = [f"{printable(root / file.name)}: gone since it was packed" for file in gone]
-    problems += [f"{printable(root / file.name)}: changed since it was packed" for file in changed]
     if labelled and not problems:
         problems = _other_names(data, split, images, quoted=quoted)
     if problems:

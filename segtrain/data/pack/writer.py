@@ -8,7 +8,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -126,22 +125,29 @@ def _plan_of(pack: Pack) -> dict[str, Any]:
 def _unplaced(pairs: Sequence[Pair], root: str) -> tuple[PackedImage, ...]:
     """The images of a split, each at offset 0 of shard 0."""
 
+    def source(path: Path) -> SourceFile:
+        with files.os_errors_as(DataError, path):
+            found = os.stat(path)
+        return SourceFile(source_name(path, root), found.st_size, found.st_mtime_ns, _NO_HASH)
+
     def look(pair: Pair) -> PackedImage:
         header = read_header(pair.image)
-        sources = [_source(path, root) for path in (pair.image, pair.label)]
-        where = {"shard": 0, "offset": 0, "crc": 0}
+        height, width = header.size
         return PackedImage(
-            pair.name, *sources, *header.size, header.depth, header.orientation, **where
+            pair.name,
+            image=source(pair.image),
+            label=source(pair.label),
+            height=height,
+            width=width,
+            depth=header.depth,
+            orientation=header.orientation,
+            shard=0,
+            offset=0,
+            crc=0,
         )
 
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
         return tuple(pool.map(look, pairs))
-
-
-def _source(path: Path, root: str) -> SourceFile:
-    with files.os_errors_as(DataError, path):
-        found = os.stat(path)
-    return SourceFile(source_name(path, root), found.st_size, found.st_mtime_ns, _NO_HASH)
 
 
 def _placed(pack: Pack) -> Pack:
@@ -192,11 +198,6 @@ def _shard_header(numbered: Sequence[tuple[int, PackedImage]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def is_finished(directory: Path) -> bool:
-    """Whether `directory` holds a whole pack, of whatever data."""
-    return (directory / MANIFEST).exists()
-
-
 def remove_unfinished(directory: Path) -> bool:
     """Removes the shards of a run that was interrupted; returns whether there was one.
 
@@ -219,11 +220,6 @@ def num_bytes(pack: Pack) -> int:
     """The space that a pack takes on the disk."""
     records = _BYTES_PER_RECORD * sum(1 for _ in pack.images())
     return records + sum(shard.num_bytes for shard in pack.shards)
-
-
-def free_bytes(directory: Path) -> int:
-    """Space on the disk of `directory`, in bytes."""
-    return shutil.disk_usage(directory).free
 
 
 def lay_out(directory: Path, pack: Pack) -> None:
