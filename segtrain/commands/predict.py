@@ -23,7 +23,7 @@ from segtrain.commands.prepare import check_precision, precision_lines, prepare
 from segtrain.config import Config, override_config
 from segtrain.data.check.dark_images import Brightness, brightness, lost_bits, whole_split_problem
 from segtrain.data.read.classes import ClassFile
-from segtrain.data.read.concurrent import one_late, prefetch
+from segtrain.data.read.concurrent import delayed_by_one, prefetch
 from segtrain.data.read.find import first_lines
 from segtrain.data.read.photos import Source, find_images, read_photo, skipped_files
 from segtrain.data.read.protect import check_pictures
@@ -159,7 +159,7 @@ def predict_images(
 
     def finished() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """The predictions that are there, while the device works on the next group."""
-        for group, found, mark in one_late(predicted()) if transfer.is_cuda else predicted():
+        for group, found, mark in delayed_by_one(predicted()) if transfer.is_cuda else predicted():
             transfer.wait(mark)
             for photo, (label, is_finite) in zip(group, found, strict=True):
                 notes[photo.index] = notes[photo.index]._replace(is_finite=bool(is_finite.numpy()))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from segtrain.data.read.concurrent import one_late, prefetch
+from segtrain.data.read.concurrent import delayed_by_one, prefetch
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.collectives import wait_for_event
 from segtrain.evaluation.inference import LabelMap, predict_labels
@@ -241,7 +241,7 @@ class _Images:
 
     def finished(self, counted: Iterator[tuple[_Group, Any]]) -> Iterator[Prediction]:
         """The predictions that are there, while the device works on the next group."""
-        for group, mark in one_late(counted) if self._transfer.is_cuda else counted:
+        for group, mark in delayed_by_one(counted) if self._transfer.is_cuda else counted:
             self._transfer.wait(mark)
             for index, sample, found in zip(*group, strict=True):
                 yield Prediction(index, *(x.numpy() for x in (*sample, found.label)))
