@@ -9,7 +9,7 @@ import pytest
 
 from segtrain.config import AugmentConfig
 from segtrain.data.sample.geometry import Placement, Span, resample_image, resample_label
-from segtrain.data.sample.photometric import check_extra
+from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.transforms import TrainTransform, draw_placement
 from segtrain.errors import ConfigError
 from segtrain.types import IGNORE_INDEX
@@ -424,13 +424,13 @@ def test_each_extra_transform_tosses_its_own_coin():
 )
 def test_unusable_extra_transform_is_refused_with_the_reason(extra, message):
     with pytest.raises(ConfigError, match=message):
-        check_extra(augment(crop_size=(16, 20), extra=(extra,)))
+        extra_transforms(augment(crop_size=(16, 20), extra=(extra,)))
 
 
 def test_all_bad_extra_transforms_are_reported_at_once():
     bad = tuple({"name": f"Nothing{i}"} for i in range(12))
     with pytest.raises(ConfigError) as caught:
-        check_extra(augment(extra=bad))
+        extra_transforms(augment(extra=bad))
     lines = str(caught.value).splitlines()
     assert len(lines) == 12
     assert lines[11].startswith("augment.extra[11] (Nothing11)")
@@ -438,7 +438,7 @@ def test_all_bad_extra_transforms_are_reported_at_once():
 
 def test_usable_extra_transforms_pass_the_check_and_change_the_crop():
     extra = ({"name": "InvertImg", "args": {"p": 1.0}},)
-    check_extra(augment(extra=extra))
+    extra_transforms(augment(extra=extra))
     image, label = picture(12, 15)
     crop, crop_label = make(crop_size=(12, 15), extra=extra)(image, label, rng())
     np.testing.assert_array_equal(crop, 255 - image)
