@@ -121,9 +121,7 @@ def test_a_table_takes_little_more_than_its_paths(tmp_path):
     images = [f"images/{i:07}.jpg" for i in range(20_000)]
     labels = [f"labels/{i:07}.png" for i in range(20_000)]
     tracemalloc.start()
-    table = PairTable(tmp_path)
-    for start in range(0, 20_000, 1000):
-        table.extend(images[start : start + 1000], labels[start : start + 1000])
+    table = PairTable(tmp_path, images, labels)
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert taken / len(table) < 36 + 16 + 20

@@ -19,7 +19,7 @@ from segtrain.data.pack import writer
 from segtrain.data.pack.manifest import Pack, read_pack
 from segtrain.data.pack.writer import layout_hash, plan_pack
 from segtrain.data.read.find import first_lines
-from segtrain.data.read.protect import check_pack_directory
+from segtrain.data.read.protect import check_run_directory
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.files import reserve_output, write_output
@@ -67,7 +67,7 @@ def pack(args: argparse.Namespace) -> int:
     """
     data = load_config(args.config, args.set).data.model_copy(update={"pack": None})
     directory = Path(os.path.expanduser(args.output))
-    check_pack_directory(directory, data)
+    check_run_directory(directory, data, example="packs/my")
     with Claim(directory, what="pack"):
         splits = dict.fromkeys((data.train_split, data.eval_split))
         datasets = [open_dataset(data, split) for split in splits]

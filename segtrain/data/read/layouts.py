@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.config import DataConfig
-from segtrain.config.messages import did_you_mean
 from segtrain.data.read.find import (
     IMAGE_SUFFIXES,
     LABEL_SUFFIX,
@@ -160,10 +159,7 @@ def _without_excluded(listing: Listing, data: DataConfig) -> Listing:
     excluded = set(data.train_exclude)
     names = {pair.name for pair in listing.pairs}
     if unknown := sorted(excluded - names):
-        known = {name.rpartition("/")[2]: name for name in names}
-        hint = did_you_mean(unknown[0].rpartition("/")[2], known) or (
-            f"; names look like {printable(min(names))}" if names else ""
-        )
+        hint = f"; names look like {printable(min(names))}" if names else ""
         raise DataError(
             f"data.train_exclude: no image {printable(unknown[0])} in split "
             f"{data.train_split!r}{hint}"

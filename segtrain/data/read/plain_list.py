@@ -12,11 +12,10 @@ import os
 import re
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import add
 from pathlib import Path
 from typing import overload
-
-import numpy as np
 
 from segtrain.data.read.find import Pair
 
@@ -40,19 +39,14 @@ class PairTable(Sequence[Pair]):
     Each name is that of the image without its suffix.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, images: Sequence[str], labels: Sequence[str]) -> None:
+        """images, labels: paths relative to the root, normalized."""
         self._root = root
         self._text = bytearray()  # all paths, each image before its label
         self._ends = array("Q")  # of each path in it
-
-    def extend(self, images: Sequence[str], labels: Sequence[str]) -> None:
-        """Appends pairs of paths relative to the root, normalized."""
-        paths = [path for pair in zip(images, labels, strict=True) for path in pair]
-        text = "".join(paths)
-        encoded = paths if text.isascii() else [path.encode() for path in paths]
-        ends = np.cumsum(np.fromiter(map(len, encoded), np.uint64, len(paths)))
-        self._ends.frombytes((ends + np.uint64(len(self._text))).tobytes())
-        self._text += text.encode()
+        for path in chain.from_iterable(zip(images, labels, strict=True)):
+            self._text += path.encode()
+            self._ends.append(len(self._text))
 
     def __len__(self) -> int:
         return len(self._ends) // 2
@@ -70,9 +64,9 @@ class PairTable(Sequence[Pair]):
         image, label = self._path(2 * row), self._path(2 * row + 1)
         return Pair(self._root / image, self._root / label, image.rpartition(".")[0])
 
-    def _path(self, place: int) -> str:
-        start = self._ends[place - 1] if place else 0
-        return self._text[start : self._ends[place]].decode()
+    def _path(self, index: int) -> str:
+        start = self._ends[index - 1] if index else 0
+        return self._text[start : self._ends[index]].decode()
 
 
 def plain_pairs(path: Path, root: Path) -> PairTable | None:
@@ -91,30 +85,30 @@ def plain_pairs(path: Path, root: Path) -> PairTable | None:
 
 
 def _read(path: Path, root: Path) -> PairTable | None:
-    table, folders = PairTable(root), set()
-    # Hashes of 8 bytes stand for paths: a set of the paths would take ten times as much. Should two
-    # paths have one hash, a missing file is found when it is opened.
-    needed, names, used = [], [], []
+    images: list[str] = []
+    labels: list[str] = []
+    folders: set[str] = set()
     for text in _chunks(path):
         found = (_PLAIN_ASCII if text.isascii() else _PLAIN).findall(text)
         others = text.count("\n") + 1 - len(found)
         if others and others != len(_WITHOUT_PAIR.findall(text)):
             return None
-        if not found:
-            continue
-        image_folders, image_files, label_folders, label_files = zip(*found, strict=True)
-        images = list(map(add, image_folders, image_files))
-        labels = list(map(add, label_folders, label_files))
-        if not "".join(images + labels).isprintable():
-            return None
-        folders.update(image_folders, label_folders)
-        used.append(_hashes(labels))
-        needed += [_hashes(images), used[-1]]
-        names.append(_hashes([image.casefold().rpartition(".")[0] for image in images]))
-        table.extend(images, labels)
-    if not names or not all(_are_different(np.concatenate(one)) for one in (names, used)):
+        if found:
+            image_folders, image_files, label_folders, label_files = zip(*found, strict=True)
+            folders.update(image_folders, label_folders)
+            images += map(add, image_folders, image_files)
+            labels += map(add, label_folders, label_files)
+    names = {image.casefold().rpartition(".")[0] for image in images}
+    if not images or len(names) < len(images) or len(set(labels)) < len(labels):
         return None
-    return table if _contains(_existing(root, folders), needed) else None
+    existing = {path for folder in folders for path in _files_in(root, folder)}
+    is_plain = existing.issuperset(images) and existing.issuperset(labels)
+    return PairTable(root, images, labels) if is_plain else None
+
+
+def _files_in(root: Path, folder: str) -> Iterator[str]:
+    with os.scandir(root / folder) as entries:
+        yield from (folder + entry.name for entry in entries if entry.is_file())
 
 
 def _chunks(path: Path) -> Iterator[str]:
@@ -124,32 +118,3 @@ def _chunks(path: Path) -> Iterator[str]:
         file.seek(3 if start == b"\xef\xbb\xbf" else 0)
         while chunk := file.read(_CHUNK):
             yield (chunk + file.readline()).removesuffix(b"\n").decode()
-
-
-def _hashes(texts: Sequence[str]) -> np.ndarray:
-    return np.fromiter(map(hash, texts), np.int64, len(texts))
-
-
-def _are_different(hashes: np.ndarray) -> bool:
-    hashes.sort()
-    return bool((hashes[1:] != hashes[:-1]).all())
-
-
-def _contains(existing: np.ndarray, needed: Sequence[np.ndarray]) -> bool:
-    existing.sort()
-    for hashes in needed:
-        hashes.sort()  # in place: neighbours are found at neighbouring places
-        places = np.searchsorted(existing, hashes).clip(max=len(existing) - 1)
-        if not len(existing) or not (existing[places] == hashes).all():
-            return False
-    return True
-
-
-def _existing(root: Path, folders: set[str]) -> np.ndarray:
-    """Hashes of the files in `folders`."""
-    found = [np.empty(0, np.int64)]
-    for folder in folders:
-        with os.scandir(root / folder) as entries:
-            paths = [folder + e.name for e in entries if e.is_file()]
-        found.append(_hashes(paths))
-    return np.concatenate(found)

@@ -10,16 +10,10 @@ from segtrain.data.read.lists import list_file_rows
 from segtrain.errors import ConfigError, DataError
 
 
-def check_run_directory(directory: Path, data: DataConfig) -> None:
-    """Refuses a run in a folder that is searched for images or labels, to any depth."""
+def check_run_directory(directory: Path, data: DataConfig, *, example: str = "runs/my") -> None:
+    """Refuses a run, or a pack, in a folder that is searched for images or labels, to any depth."""
     splits = [data.train_split, data.eval_split]
-    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), "runs/my")
-
-
-def check_pack_directory(directory: Path, data: DataConfig) -> None:
-    """Refuses a pack in a folder that is searched for images or labels, to any depth."""
-    splits = [data.train_split, data.eval_split]
-    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), "packs/my")
+    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), example)
 
 
 def check_pictures(
