@@ -43,7 +43,7 @@ def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]
     """The folders that are searched to any depth and contain some of `targets`."""
     root = Path(os.path.expanduser(data.root))
     found = []
-    for split in (part for whole in splits for part in split_parts(root, data, whole)):
+    for split in (part for whole in splits for part in split_parts(data, whole)):
         for name in LAYOUTS[data.layout].folders(root, data, split):
             folder = root / name
             if _real(root).is_relative_to(_real(folder)):
