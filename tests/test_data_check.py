@@ -202,8 +202,7 @@ def test_one_more_class_than_the_class_file_names_gets_that_advice(root):
     write_pair(root, "train", "v", rows(0, 1, 2, 3), seed=9)
     text = finding(check_data(config(root), jobs=1), "values").text
     assert text.endswith(
-        "names 0..2: add the class to it, or, if those pixels are to be ignored, write "
-        "`ignore_ids: [255, 3]` there"
+        "give them a class there, or, if they are to be ignored, write `ignore_ids: [255, 3]` there"
     )
 
 
@@ -595,9 +594,9 @@ def test_images_of_formats_that_are_not_read_are_a_warning(root):
 
 
 def test_names_alone_are_refused_for_labels_in_colours(root):
-    with pytest.raises(ConfigError, match=r"toy\.yaml:1: .*sky, road, car; give each class"):
+    with pytest.raises(ConfigError, match=r"toy\.yaml: .*sky, road, car; give each class"):
         check_data(config(root, label_format="colors"), jobs=1)
-    with pytest.raises(ConfigError, match=r"toy\.yaml:1: .*sky, road, car; give each class"):
+    with pytest.raises(ConfigError, match=r"toy\.yaml: .*sky, road, car; give each class"):
         opened(root, label_format="colors")
 
 

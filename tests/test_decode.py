@@ -12,6 +12,7 @@ from PIL import Image
 
 from segtrain.data.read import decode
 from segtrain.data.read.classes import ClassFile, SegClass
+from segtrain.data.read.labels import read_label
 from segtrain.data.read.photos import read_photo
 from segtrain.errors import DataError
 
@@ -83,7 +84,7 @@ def test_grey_label_gives_the_stored_ids_at_every_depth(saved, depth):
 def test_train_ids_are_positions_whatever_the_ids_of_the_classes(saved):
     classes = class_file(7, 8, 0, ignore=(1, 255))
     path = saved(png(np.array([[0, 1, 2, 255]]), GREY, 8))
-    assert decode.read_label(path, classes, "train_ids").tolist() == [[0, 1, 2, 255]]
+    assert read_label(path, classes, "train_ids").tolist() == [[0, 1, 2, 255]]
     assert classes.write_ids == [7, 8, 0]
 
 
@@ -99,7 +100,7 @@ def test_palette_label_gives_indices_not_colors(saved, depth):
 @pytest.mark.parametrize("depth", [8, 16])
 def test_raw_ids_become_train_ids(saved, depth):
     path = saved(png(np.array([[7, 8, 4], [9, 7, 255]]), GREY, depth))
-    label = decode.read_label(path, class_file((8, 4), 7, ignore=(9, 255)))
+    label = read_label(path, class_file((8, 4), 7, ignore=(9, 255)))
     assert label.dtype == np.uint8
     assert label.tolist() == [[1, 0, 0], [255, 1, 255]]
 
@@ -107,7 +108,7 @@ def test_raw_ids_become_train_ids(saved, depth):
 @pytest.mark.fault(56)
 def test_sixteen_bit_ids_beyond_a_byte_are_mapped(saved):
     path = saved(png(np.array([[1000, 232], [0, 1000]]), GREY, 16))
-    label = decode.read_label(path, class_file(0, 1000, ignore=(232,)))
+    label = read_label(path, class_file(0, 1000, ignore=(232,)))
     assert label.tolist() == [[1, 255], [0, 1]]
 
 
@@ -116,7 +117,7 @@ def test_sixteen_bit_ids_beyond_a_byte_are_mapped(saved):
 def test_unknown_ids_are_named_with_their_pixels(saved, depth):
     path = saved(png(np.array([[0, 40, 40], [1, 77, 40]]), GREY, depth))
     with pytest.raises(DataError, match=r"x\.png: .* toy: 40 \(3 pixels\), 77 \(1 pixels\)"):
-        decode.read_label(path, class_file(0, 1, ignore=(255,)))
+        read_label(path, class_file(0, 1, ignore=(255,)))
 
 
 @pytest.mark.parametrize("num_classes", [253, 254, 255])
@@ -124,10 +125,10 @@ def test_unknown_ids_are_named_with_their_pixels(saved, depth):
 def test_an_unknown_id_is_noticed_even_if_the_classes_take_all_train_ids(saved, depth, num_classes):
     classes = class_file(*range(num_classes), ignore=())
     ids = np.array([[*range(num_classes)]])
-    read = decode.read_label(saved(png(ids, GREY, depth)), classes)
+    read = read_label(saved(png(ids, GREY, depth)), classes)
     np.testing.assert_array_equal(read, ids)
     with pytest.raises(DataError, match=r"outside class file toy: 255 \(1 pixels\)"):
-        decode.read_label(saved(png(np.append(ids, [[255]], axis=1), GREY, depth)), classes)
+        read_label(saved(png(np.append(ids, [[255]], axis=1), GREY, depth)), classes)
 
 
 @pytest.mark.fault(53, 54)
@@ -149,7 +150,7 @@ def test_an_unknown_id_is_noticed_even_if_the_classes_take_all_train_ids(saved, 
 def test_typical_mistakes_of_ids_are_recognized(saved, values, classes, hint):
     path = saved(png(np.array([list(values)]), GREY, 8))
     with pytest.raises(DataError, match=hint):
-        decode.read_label(path, classes)
+        read_label(path, classes)
 
 
 COLORS = class_file(0, 1, colors=[(1, 2, 3), (1, 2, 4)], ignore_color=(9, 9, 9))
@@ -198,14 +199,14 @@ def rgb(*colors):
 def test_labels_of_another_form_are_refused(saved, content, label_format, message):
     classes = TRAIN_IDS if label_format == "train_ids" else COLORS
     with pytest.raises(DataError, match=f"x.png: .*{re.escape(message)}"):
-        decode.read_label(saved(content), classes, label_format)
+        read_label(saved(content), classes, label_format)
 
 
 @pytest.mark.parametrize("color_type", [RGB, RGBA])
 def test_colors_are_matched_exactly(saved, color_type):
     rgb = np.array([[[1, 2, 4], [9, 9, 9], [1, 2, 3]], [[1, 2, 3], [1, 2, 3], [1, 2, 4]]])
     values = np.dstack([rgb, np.full((2, 3), 255)]) if color_type == RGBA else rgb
-    label = decode.read_label(saved(png(values, color_type, 8)), COLORS, "colors")
+    label = read_label(saved(png(values, color_type, 8)), COLORS, "colors")
     assert label.dtype == np.uint8
     assert label.tolist() == [[1, 255, 0], [0, 0, 1]]
 
@@ -213,7 +214,7 @@ def test_colors_are_matched_exactly(saved, color_type):
 def test_palette_label_can_be_read_by_its_colors(saved):
     plte = bytes([1, 2, 4, 9, 9, 9, 1, 2, 3])
     path = saved(png(np.array([[0, 1], [2, 0]]), PALETTE, 2, extra=[(b"PLTE", plte)]))
-    assert decode.read_label(path, COLORS, "colors").tolist() == [[1, 255], [0, 1]]
+    assert read_label(path, COLORS, "colors").tolist() == [[1, 255], [0, 1]]
 
 
 @pytest.mark.fault(61)

@@ -33,12 +33,11 @@ from segtrain.checkpoint.loading import load_initial
 from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.data.read import dataset as dataset_module
-from segtrain.data.read.classes import class_file_from_json, load_class_file
+from segtrain.data.read.classes import class_differences, class_file_from_json, load_class_file
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.find import Pair
 from segtrain.data.read.fingerprint import (
     LabelHashing,
-    class_differences,
     file_difference,
     fingerprint_from_json,
     fingerprint_to_json,

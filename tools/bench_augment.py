@@ -26,7 +26,8 @@ from segtrain.cli import main as segtrain_main
 from segtrain.config import AugmentConfig, Config, load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
-from segtrain.data.read.decode import read_image, read_label
+from segtrain.data.read.decode import read_image
+from segtrain.data.read.labels import read_label
 from segtrain.data.sample.geometry import Placement, resample_image, resample_label
 from segtrain.data.sample.stream import TrainStream
 from segtrain.data.sample.transforms import TrainTransform, draw_placement

@@ -20,7 +20,7 @@ import torch
 from segtrain.config import AugmentConfig, DataConfig
 from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.decode import read_label
+from segtrain.data.read.labels import read_label
 from segtrain.data.sample.centroids import label_centroids, measure_centroids
 from segtrain.data.sample.stream import NO_MIXING, ClassUniform, Mixing, TrainStream
 from segtrain.data.sample.transforms import TrainTransform

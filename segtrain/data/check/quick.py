@@ -25,10 +25,15 @@ from segtrain.data.read.decode import (
     label_mode_problem,
     read_bytes,
     read_header,
-    read_label,
     read_raw_label,
 )
-from segtrain.data.read.labels import count_ids, looks_like_train_ids, single_class, train_ids
+from segtrain.data.read.labels import (
+    count_ids,
+    looks_like_train_ids,
+    read_label,
+    single_class,
+    train_ids,
+)
 from segtrain.data.read.layouts import Pair, first_lines
 from segtrain.errors import DataError
 from segtrain.text import printable

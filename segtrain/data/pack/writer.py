@@ -44,8 +44,9 @@ from segtrain.data.pack.manifest import (
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import with_progress
 from segtrain.data.read.dataset import SegDataset, size_problem
-from segtrain.data.read.decode import decode_image, decode_label, read_bytes, read_header
+from segtrain.data.read.decode import decode_image, read_bytes, read_header
 from segtrain.data.read.find import Pair
+from segtrain.data.read.labels import decode_label
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable

@@ -18,7 +18,7 @@ by which instances are weighted.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -138,6 +138,38 @@ def ignoring_as(before: ClassFile, now: ClassFile) -> ClassFile:
     if now == before and before.ignores_color:
         return replace(now, ignores_color=True)
     return now
+
+
+def class_differences(
+    before: ClassFile, now: ClassFile, label_format: str
+) -> tuple[list[str], list[str]]:
+    """Differences between two class files: those that change the labels, and the others.
+
+    If labels are read by ids, colours only change pictures. If they are read by colours, ids only
+    change the label maps that segtrain writes. If they hold train ids, both are harmless.
+    """
+    if before.names != now.names:
+        pairs = zip((*before.names, "none"), (*now.names, "none"), strict=False)
+        i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        return [
+            f"class file: {before.num_classes} classes there, {now.num_classes} now; class {i} is "
+            f"{old} there, {new} now"
+        ], []
+    ids = {"ignore_ids": (before.ignore_ids, now.ignore_ids)}
+    colors = {"color of what is ignored": (before.ignore_color, now.ignore_color)}
+    for old, new in zip(before.classes, now.classes, strict=True):
+        ids[f"ids of {old.name}"] = old.ids, new.ids
+        colors[f"color of {old.name}"] = old.color, new.color
+        colors[f"more_colors of {old.name}"] = sorted(old.more_colors), sorted(new.more_colors)
+    id_lines = [_line(what, *pair) for what, pair in ids.items() if set(pair[0]) != set(pair[1])]
+    color_lines = [_line(what, *pair) for what, pair in colors.items() if pair[0] != pair[1]]
+    if label_format == "train_ids":
+        return [], id_lines + color_lines
+    return (color_lines, id_lines) if label_format == "colors" else (id_lines, color_lines)
+
+
+def _line(what: str, old: Sequence[object], new: Sequence[object]) -> str:
+    return f"class file: {what}: {list(old)} there, {list(new)} now"
 
 
 MAX_RAW_ID = 65535  # labels have at most 16 bits

@@ -18,7 +18,6 @@ from threading import Event
 
 from pydantic import ConfigDict, TypeAdapter
 
-from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.dataset import SegDataset
 from segtrain.text import printable
 
@@ -193,38 +192,6 @@ def label_difference(before: SplitFingerprint, labels: Sequence[str], dataset: S
     where = _files_of_block(paths, differing[0], before.pairs_per_hash)
     many = f"{len(differing)} " if before.pairs_per_hash == 1 else ""
     return f"split {dataset.split}: {many}labels hold something else; the first is {where}"
-
-
-def class_differences(
-    before: ClassFile, now: ClassFile, label_format: str
-) -> tuple[list[str], list[str]]:
-    """Differences between two class files: those that change the labels, and the others.
-
-    If labels are read by ids, colours only change pictures. If they are read by colours, ids only
-    change the label maps that segtrain writes. If they hold train ids, both are harmless.
-    """
-    if before.names != now.names:
-        pairs = zip((*before.names, "none"), (*now.names, "none"), strict=False)
-        i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-        return [
-            f"class file: {before.num_classes} classes there, {now.num_classes} now; class {i} is "
-            f"{old} there, {new} now"
-        ], []
-    ids = {"ignore_ids": (before.ignore_ids, now.ignore_ids)}
-    colors = {"color of what is ignored": (before.ignore_color, now.ignore_color)}
-    for old, new in zip(before.classes, now.classes, strict=True):
-        ids[f"ids of {old.name}"] = old.ids, new.ids
-        colors[f"color of {old.name}"] = old.color, new.color
-        colors[f"more_colors of {old.name}"] = sorted(old.more_colors), sorted(new.more_colors)
-    id_lines = [_line(what, *pair) for what, pair in ids.items() if set(pair[0]) != set(pair[1])]
-    color_lines = [_line(what, *pair) for what, pair in colors.items() if pair[0] != pair[1]]
-    if label_format == "train_ids":
-        return [], id_lines + color_lines
-    return (color_lines, id_lines) if label_format == "colors" else (id_lines, color_lines)
-
-
-def _line(what: str, old: Sequence[object], new: Sequence[object]) -> str:
-    return f"class file: {what}: {list(old)} there, {list(new)} now"
 
 
 def _differing(before: Sequence[str], now: Sequence[str]) -> list[int]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from segtrain.data.read.classes import ClassFile, Color
+from segtrain.data.read.classes import ClassFile, Color, read_by
+from segtrain.data.read.decode import decode_colors, decode_raw_label, read_bytes
 from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.types import IGNORE_INDEX
@@ -15,6 +16,28 @@ from segtrain.types import IGNORE_INDEX
 _MAX_SHOWN = 10
 # More colours than 8-bit labels have values.
 _MANY_COLORS = 256
+
+
+def read_label(path: str | Path, class_file: ClassFile, label_format: str = "ids") -> np.ndarray:
+    """The label, (H, W) uint8: train ids, and 255 for the pixels that the class file ignores.
+
+    label_format: "ids" (one channel of raw ids), "colors" (the exact colours of the classes) or
+        "train_ids" (one channel of positions in the class file, and 255).
+
+    Raises:
+        DataError: also for ids or colours that are not in the class file; it lists each with its
+            number of pixels.
+    """
+    return decode_label(read_bytes(path), path, class_file, label_format)
+
+
+def decode_label(
+    data: bytes, path: str | Path, class_file: ClassFile, label_format: str
+) -> np.ndarray:
+    """`read_label` of `data`."""
+    if label_format == "colors":
+        return colors_to_train_ids(decode_colors(data, path), path, class_file)
+    return ids_to_train_ids(decode_raw_label(data, path), path, read_by(class_file, label_format))
 
 
 def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
@@ -176,9 +199,9 @@ def _repair_for_ids(found: set[int], unknown: set[int], class_file: ClassFile) -
             f"to `ids: [{num_classes}]` there"
         )
     are_few = len(unknown) <= _MAX_SHOWN
-    ignored = "if they are to be ignored, write" if are_few else "add them to"
+    ignored = ", if they are to be ignored, write" if are_few else " add them to"
     listed = _ignoring(class_file, unknown if are_few else ())
-    return f"give them a class there, or {ignored} {listed} there"
+    return f"give them a class there, or{ignored} {listed} there"
 
 
 def _ignoring(class_file: ClassFile, ids: Iterable[int]) -> str:
