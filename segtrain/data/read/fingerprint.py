@@ -98,10 +98,8 @@ def hash_files(
 
     def names_and_sizes(index: int) -> bytes:
         files = zip(dataset.source_bytes(index), dataset.pairs[index][:2], strict=True)
-        parts = (
-            b"%d %s\0" % (size, os.fsencode(path).removeprefix(prefix)) for size, path in files
-        )
-        return b"".join(parts)
+        named = ((num_bytes, os.fsencode(path).removeprefix(prefix)) for num_bytes, path in files)
+        return b"".join(b"%d %s\0" % one for one in named)
 
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
         hash_block = partial(_hash_block, names_and_sizes)
