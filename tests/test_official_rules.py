@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from segtrain.data.read.classes import load_class_file
-from segtrain.data.read.decode import read_label
+from segtrain.data.read.labels import read_label
 from segtrain.evaluation.report import make_report
 from segtrain.metrics import ConfusionMatrix
 

@@ -34,6 +34,7 @@ from segtrain.data.sample.loader import train_loader
 from segtrain.data.sample.stream import ClassUniform, Mixing, TrainStream
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import ConfigError, DataError
+from segtrain.run.directory import RunLock
 
 CPU = torch.device("cpu")
 SIZES = {"a": (5, 8), "b c": (1, 1), "d/ä": (9, 4), "e": (7, 6), "f": (3, 11)}
@@ -601,7 +602,7 @@ def test_a_folder_with_something_else_is_refused(
 ):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "holiday.jpg").write_bytes(b"x")
-    with Claim(tmp_path / "used"):
+    with RunLock(tmp_path / "used"):
         assert pack(root, tmp_path / output, train_exclude=("a",)) == code
     assert said in capsys.readouterr().err
 

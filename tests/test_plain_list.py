@@ -7,15 +7,15 @@ import tracemalloc
 import pytest
 
 from segtrain.config import DataConfig
-from segtrain.data.read import plain_list
+from segtrain.data.read import layouts, lists
 from segtrain.data.read.layouts import scan_layout
-from segtrain.data.read.plain_list import PairTable, plain_pairs
+from segtrain.data.read.lists import PairTable, plain_pairs
 
 
 @pytest.fixture
 def listed(tmp_path, monkeypatch):
     """`listed(content)`: what the quick reader finds, and what the strict one does."""
-    monkeypatch.setattr(plain_list, "_MIN_BYTES", 0)
+    monkeypatch.setattr(lists, "_MIN_BYTES", 0)
     images = ("i/a.png", "i/b.jpg", "i/d-e/f.1.JPEG", "i/ä.png", "top.png")
     labels = ("l/a.png", "l/b.png", "l/d-e/f.1.png", "l/ä.png", "i/A.png", "i/a.jpg")
     for name in images + labels:
@@ -39,7 +39,7 @@ def listed(tmp_path, monkeypatch):
 def strictly(root, monkeypatch):
     data = DataConfig(layout="list", root=str(root), classes="voc", train_split="list.txt")
     with monkeypatch.context() as patch:
-        patch.setattr(plain_list, "plain_pairs", lambda *_: None)
+        patch.setattr(layouts, "plain_pairs", lambda *_: None)
         return scan_layout(data, "list.txt")
 
 
@@ -59,7 +59,7 @@ def strictly(root, monkeypatch):
 )
 @pytest.mark.parametrize("chunk", [1, 20, 1 << 20])
 def test_plain_lists_are_read_as_line_by_line(listed, content, chunk, monkeypatch):
-    monkeypatch.setattr(plain_list, "_CHUNK", chunk)
+    monkeypatch.setattr(lists, "_CHUNK", chunk)
     quick, strict = listed(content)
     assert not strict.problems
     assert not strict.warnings
@@ -121,9 +121,7 @@ def test_a_table_takes_little_more_than_its_paths(tmp_path):
     images = [f"images/{i:07}.jpg" for i in range(20_000)]
     labels = [f"labels/{i:07}.png" for i in range(20_000)]
     tracemalloc.start()
-    table = PairTable(tmp_path)
-    for start in range(0, 20_000, 1000):
-        table.extend(images[start : start + 1000], labels[start : start + 1000])
+    table = PairTable(tmp_path, images, labels)
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert taken / len(table) < 36 + 16 + 20

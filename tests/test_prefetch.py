@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from segtrain.data.read.concurrent import one_late, prefetch
+from segtrain.data.read.concurrent import delayed_by_one, prefetch
 
 
 def until(error_at):
@@ -42,12 +42,12 @@ def test_an_item_comes_when_the_next_is_made():
             made.append(i)
             yield i
 
-    assert [(item, len(made)) for item in one_late(items())] == [(0, 2), (1, 3), (2, 3)]
-    assert list(one_late([])) == []
+    assert [(item, len(made)) for item in delayed_by_one(items())] == [(0, 2), (1, 3), (2, 3)]
+    assert list(delayed_by_one([])) == []
 
 
 def test_the_last_item_before_an_error_comes_too():
     seen = []
     with pytest.raises(RuntimeError, match="no more"):
-        iter_into(seen, one_late(until(3)))
+        iter_into(seen, delayed_by_one(until(3)))
     assert seen == [0, 1, 2]

@@ -42,7 +42,7 @@ from segtrain.config import (
 )
 from segtrain.data.read import decode
 from segtrain.data.read.classes import ClassFile, load_class_file
-from segtrain.data.read.labels import colors_to_train_ids, ids_to_train_ids
+from segtrain.data.read.labels import colors_to_train_ids, ids_to_train_ids, read_label
 from segtrain.data.read.layouts import list_split
 from segtrain.files import manifest
 from segtrain.models.pretrained import load_backbone
@@ -140,7 +140,7 @@ def _label(path: Path) -> None:
     labels = []
     for label_format in ("ids", "colors"):
         try:
-            labels.append(decode.read_label(path, _CLASSES, label_format))
+            labels.append(read_label(path, _CLASSES, label_format))
         except decode.DataError:
             if label_format == "colors" and not labels:
                 raise

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from segtrain.checkpoint.format import Checkpoint, parse_data, parse_experiment
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.config import DataConfig
+from segtrain.data.read.classes import class_differences
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.fingerprint import (
     DataFingerprint,
     LabelHashing,
-    class_differences,
     file_difference,
     fingerprint_from_json,
     fingerprint_to_json,

@@ -17,7 +17,7 @@ from segtrain.data.check.stats import SplitStats, measure
 from segtrain.data.pack import writer
 from segtrain.data.pack.manifest import MANIFEST, Pack, read_pack
 from segtrain.data.read.concurrent import num_processes
-from segtrain.data.read.protect import check_pack_directory
+from segtrain.data.read.protect import check_run_directory
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.files import os_errors_as, reserve_output, write_output
@@ -81,7 +81,7 @@ def pack(args: argparse.Namespace) -> int:
     """
     data = load_config(args.config, args.set).data.model_copy(update={"pack": None})
     directory = Path(os.path.expanduser(args.output))
-    check_pack_directory(directory, data)
+    check_run_directory(directory, data, example="packs/my")
     with RunLock(directory, what="pack"):
         splits = dict.fromkeys((data.train_split, data.eval_split))
         datasets = [open_dataset(data, split) for split in splits]

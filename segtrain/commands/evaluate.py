@@ -22,9 +22,13 @@ from segtrain.config import Config, override_config
 from segtrain.config.experiment import changed_normalization
 from segtrain.data import open_dataset
 from segtrain.data.check.checks import dark_warnings
-from segtrain.data.read.classes import ClassFile, default_palette, ignoring_as
+from segtrain.data.read.classes import (
+    ClassFile,
+    class_differences,
+    default_palette,
+    ignoring_as,
+)
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.fingerprint import class_differences
 from segtrain.data.read.layouts import instance_files
 from segtrain.data.read.protect import check_pictures
 from segtrain.data.sample.loader import num_loader_workers

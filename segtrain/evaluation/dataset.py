@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from segtrain.data.read.concurrent import one_late, prefetch
+from segtrain.data.read.concurrent import delayed_by_one, prefetch
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.collectives import wait_for_event
 from segtrain.evaluation.inference import LabelMap, predict_labels
@@ -59,7 +59,7 @@ class Transfer:
         if not self.is_cuda:
             yield from predicted
             return
-        for item, maps, copied in one_late(map(self._ask_for_copy, predicted)):
+        for item, maps, copied in delayed_by_one(map(self._ask_for_copy, predicted)):
             wait_for_event(copied, math.inf)  # no other rank takes part in this work
             yield item, maps
 

@@ -18,7 +18,7 @@ from segtrain.data.sample.loader import (
     images_of_pass,
     indices_of_rank,
 )
-from segtrain.data.sample.photometric import check_extra
+from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import (
@@ -69,7 +69,7 @@ def check_experiment(
         if finding is not None:
             raise ConfigError(finding)
     # 3. Files and augmentations; rank 0 reads the files for all.
-    check_extra(config.augment)
+    extra_transforms(config.augment)
     return dist.run_on_rank0(lambda: quick_check(train_set, eval_set))
 
 

@@ -23,10 +23,14 @@ from segtrain.data.pack.manifest import (
 )
 from segtrain.data.pack.reader import PackedDataset, Shards
 from segtrain.data.pack.writer import OPTIONS, excluded_names, source_name
-from segtrain.data.read.classes import ClassFile, class_file_from_json, load_class_file
+from segtrain.data.read.classes import (
+    ClassFile,
+    class_differences,
+    class_file_from_json,
+    load_class_file,
+)
 from segtrain.data.read.dataset import SegDataset, UnlabelledDataset
 from segtrain.data.read.find import Pair, first_lines
-from segtrain.data.read.fingerprint import class_differences
 from segtrain.data.read.layouts import LAYOUTS, list_split, scan_layout
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import open_regular, os_errors_as

@@ -40,8 +40,9 @@ from segtrain.data.pack.reader import packed_rows
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.dataset import SegDataset, size_problem
-from segtrain.data.read.decode import decode_image, decode_label, read_bytes, read_header
+from segtrain.data.read.decode import decode_image, read_bytes, read_header
 from segtrain.data.read.find import Pair, first_lines
+from segtrain.data.read.labels import decode_label
 from segtrain.distributed.signals import die_with_parent
 from segtrain.errors import DataError, ExecutionError
 from segtrain.text import printable

@@ -1,6 +1,6 @@
 """The classes of a data set: their names, colours and raw ids, and what is ignored.
 
-classes:
+    classes:
       - {name: road, color: [128, 64, 128], ids: [7]}
       - {name: sidewalk, color: [244, 35, 232], ids: [8]}
     ignore_ids: [0, 1, 2, 3]
@@ -18,7 +18,7 @@ by which instances are weighted.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,10 +26,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from segtrain.config.messages import Mistake, did_you_mean, report, validate
+from segtrain.config.messages import KeyPath, Mistake, did_you_mean, report, validate
 from segtrain.config.strict_yaml import Document, read_text, scan_yaml
 from segtrain.errors import ConfigError
-from segtrain.text import MAX_NAME, name_problem, printable
+from segtrain.files import os_errors_as
+from segtrain.text import MAX_NAME, first_of, name_problem, printable
 from segtrain.types import IGNORE_INDEX
 
 Color = tuple[int, int, int]
@@ -139,9 +140,40 @@ def ignoring_as(before: ClassFile, now: ClassFile) -> ClassFile:
     return now
 
 
+def class_differences(
+    before: ClassFile, now: ClassFile, label_format: str
+) -> tuple[list[str], list[str]]:
+    """Differences between two class files: those that change the labels, and the others.
+
+    If labels are read by ids, colours only change pictures. If they are read by colours, ids only
+    change the label maps that segtrain writes. If they hold train ids, both are harmless.
+    """
+    if before.names != now.names:
+        pairs = zip((*before.names, "none"), (*now.names, "none"), strict=False)
+        i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        return [
+            f"class file: {before.num_classes} classes there, {now.num_classes} now; class {i} is "
+            f"{old} there, {new} now"
+        ], []
+    ids = {"ignore_ids": (before.ignore_ids, now.ignore_ids)}
+    colors = {"color of what is ignored": (before.ignore_color, now.ignore_color)}
+    for old, new in zip(before.classes, now.classes, strict=True):
+        ids[f"ids of {old.name}"] = old.ids, new.ids
+        colors[f"color of {old.name}"] = old.color, new.color
+        colors[f"more_colors of {old.name}"] = sorted(old.more_colors), sorted(new.more_colors)
+    id_lines = [_line(what, *pair) for what, pair in ids.items() if set(pair[0]) != set(pair[1])]
+    color_lines = [_line(what, *pair) for what, pair in colors.items() if pair[0] != pair[1]]
+    if label_format == "train_ids":
+        return [], id_lines + color_lines
+    return (color_lines, id_lines) if label_format == "colors" else (id_lines, color_lines)
+
+
+def _line(what: str, old: Sequence[object], new: Sequence[object]) -> str:
+    return f"class file: {what}: {list(old)} there, {list(new)} now"
+
+
 MAX_RAW_ID = 65535  # labels have at most 16 bits
 _MAX_CLASSES = 255  # train ids have 8 bits, and 255 is ignored
-_MAX_SHOWN = 10
 _PACKAGE = Path(__file__).resolve().parents[2]
 # The first is the place in a wheel, the second in a checkout.
 _DIRECTORIES = (_PACKAGE / "_data" / "classes", _PACKAGE.parent / "data" / "classes")
@@ -163,16 +195,12 @@ def load_class_file(
     Raises:
         ConfigError: no such file, or one line for every mistake in it.
     """
-    try:
+    # A name may be too long, or its folder without permission.
+    with os_errors_as(ConfigError, f"data.classes: {name_or_path}"):
         path = _find(name_or_path)
-    except OSError as error:  # a name that is too long, a folder without permission
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(
-            f"data.classes: {printable(name_or_path)}: cannot be read: {reason}"
-        ) from None
     text = read_text(path)
     try:
-        classes = _parse(text, path, needs_colors=label_format == "colors" and quoted)
+        classes = _parse(text, path)
     except ConfigError:
         if quoted:
             raise
@@ -181,9 +209,14 @@ def load_class_file(
             "the checkpoint names it, so its lines are not shown; --set data.classes=PATH shows "
             "them, or names another file"
         ) from None
-    # With `quoted`, `_parse` has raised this already, with the line.
-    if label_format == "colors" and (problem := _missing_colors(classes, quoted=False)):
-        raise ConfigError(f"data.classes: {printable(path)}: {problem}")
+    missing = set(range(classes.num_classes)) - classes.given_colors
+    if label_format == "colors" and missing:
+        names = first_of(classes.names[i] if quoted else f"number {i}" for i in sorted(missing))
+        raise ConfigError(
+            f"data.classes: {printable(path)}: data.label_format is colors, and {len(missing)} of "
+            f"{classes.num_classes} classes have no `color`: {names}; give each class its colour "
+            "in the labels, such as {name: crack, color: [255, 0, 0]}"
+        )
     return classes
 
 
@@ -254,64 +287,39 @@ class _ClassEntry(_Section):
 
 
 class _ClassFileEntry(_Section):
-    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1)]
+    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1, max_length=_MAX_CLASSES)]
     ignore_ids: tuple[_RawId, ...] | None = None
     ignore_color: tuple[_Byte, _Byte, _Byte] | None = None
 
 
 class _StoredClassFile(_ClassFileEntry):
     name: str
-    classes: Annotated[tuple[_ClassEntry, ...], Field(min_length=1, max_length=_MAX_CLASSES)]
 
 
-def _parse(text: str, path: Path, *, needs_colors: bool) -> ClassFile:
+def _parse(text: str, path: Path) -> ClassFile:
     document = scan_yaml(text, source=printable(path), example=_EXAMPLE)
-    _refuse_other_formats(document)
+    _refuse_other_forms(document)
     mistakes = list(document.mistakes)
     entry = validate(_ClassFileEntry, _with_names(document.data))
     if isinstance(entry, list):
         refused = {mistake.path for mistake in document.mistakes}
         mistakes += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
-    elif len(entry.classes) > _MAX_CLASSES:
-        many = f"{len(entry.classes)} classes; at most {_MAX_CLASSES} fit in a label"
-        mistakes.append(Mistake(("classes",), many))
     elif not mistakes:
         classes = _resolve(entry, path.stem)
         mistakes += _repeated(classes)
-        if needs_colors and (problem := _missing_colors(classes, quoted=True)):
-            first = min(set(range(classes.num_classes)) - classes.given_colors)
-            mistakes.append(Mistake(("classes", first), problem))
         if not mistakes:
             return classes
     raise ConfigError("\n".join(report(mistakes, document.places, source=document.source)))
 
 
-def _refuse_other_formats(document: Document) -> None:
-    """Refuses class lists as other tools write them, with the form that is expected here."""
-    classes = document.data.get("classes")
-    # In `{0: a, 1: b}` each key is refused, and the whole mapping is missing in the data.
-    has_bad_keys = any(
-        p.path == ("classes",) and p.message.startswith("a key must") for p in document.mistakes
-    )
-    key = "classes"
-    if ("names",) in document.lines and ("classes",) not in document.lines:
-        key = "names"
-        expected = f"the key 'classes' with a list in the order of the ids, such as '{_EXAMPLE}'"
-    elif has_bad_keys or isinstance(classes, dict):
-        expected = (
-            "a list, such as [background, crack], or a line '- {name: crack, ids: [1]}' for each "
-            "class"
+def _refuse_other_forms(document: Document) -> None:
+    """Refuses `names: [...]` and `classes: {0: a, 1: b}`, as other tools write them."""
+    given = [key for key in ("classes", "names") if (key,) in document.lines]
+    if given and not isinstance(document.data.get("classes"), list):
+        raise ConfigError(
+            f"{document.source}:{document.lines[given[0],]}: {given[0]}: expected the key "
+            f"'classes' with a list in the order of the ids, such as '{_EXAMPLE}'"
         )
-    elif isinstance(classes, list) and classes and {type(c) for c in classes} <= {int, float}:
-        names = ", ".join(f'"{name}"' for name in classes[:3])
-        expected = (
-            "names, got numbers; put names in quotes, such as "
-            f"[{names}{', ...' if len(classes) > 3 else ''}], or give each class a word: "
-            "[background, crack]"
-        )
-    else:
-        return
-    raise ConfigError(f"{document.source}:{document.lines[key,]}: {key}: expected {expected}")
 
 
 def _with_names(data: dict[str, Any]) -> dict[str, Any]:
@@ -357,35 +365,16 @@ def _resolve(entry: _ClassFileEntry, name: str) -> ClassFile:
 
 def _repeated(class_file: ClassFile) -> Iterator[Mistake]:
     """Names, ids and colours that are given twice, and categories that are incomplete."""
-    names: set[str] = set()
-    colors: dict[Color, str] = {}
-    ids: dict[int, str] = {}
-    for i, c in enumerate(class_file.classes):
-        if c.name in names:
-            yield Mistake(("classes", i, "name"), f"'{c.name}' is the name of two classes")
-        names.add(c.name)
-        if (other := colors.setdefault(c.color, c.name)) != c.name:
-            yield Mistake(("classes", i, "color"), f"{list(c.color)} is also {other}")
-        for color in c.more_colors:
-            if color in colors:
-                yield Mistake(
-                    ("classes", i, "more_colors"), f"{list(color)} is also {colors[color]}"
-                )
-            colors[color] = c.name
-        for raw in c.ids:
-            if raw in ids:
-                yield Mistake(("classes", i, "ids"), f"{raw} is also an id of {ids[raw]}")
-            ids[raw] = c.name
-    for i, raw in enumerate(class_file.ignore_ids):
-        if raw in ids:
-            yield Mistake(("ignore_ids",), f"{raw} is also an id of {ids[raw]}")
-        elif raw in class_file.ignore_ids[:i]:
-            yield Mistake(("ignore_ids",), f"{raw} is given twice")
+    owners: dict[tuple[str, object], str] = {}
+    for path, kind, value, owner in _given(class_file):
+        if (kind, value) in owners:
+            shown = list(value) if isinstance(value, tuple) else value
+            yield Mistake(path, f"{shown} is also {kind} of {owners[kind, value]}")
+        owners[kind, value] = owner
     without = [c.name for c in class_file.classes if c.category is None]
     if 0 < len(without) < class_file.num_classes:
-        shown = ", ".join(without[:_MAX_SHOWN])
-        what = f"a category is given for some classes, but not for {shown}; give all one, or none"
-        yield Mistake(("classes",), what)
+        what = f"a category is given for some classes, but not for {first_of(without)}"
+        yield Mistake(("classes",), f"{what}; give all one, or none")
     for i, c in enumerate(class_file.classes):
         if c.instance_px is not None and c.category is None:
             yield Mistake(("classes", i, "instance_px"), "needs a category for each class")
@@ -393,24 +382,19 @@ def _repeated(class_file: ClassFile) -> Iterator[Mistake]:
         if c.instance_px is not None and min(c.ids, default=2) < 2:
             what = "instances are 1000 times the id and a number, so the id must be 2 or larger"
             yield Mistake(("classes", i, "instance_px"), what)
-    color = class_file.ignore_color
-    if class_file.ignores_color and (other := colors.get(color)):
-        yield Mistake(("ignore_color",), f"{list(color)} is also {other}")
 
 
-def _missing_colors(class_file: ClassFile, *, quoted: bool) -> str:
-    """Which classes have no colour in the file, by name, or by number if not `quoted`."""
-    missing = [i for i in range(class_file.num_classes) if i not in class_file.given_colors]
-    if not missing:
-        return ""
-    names = [class_file.names[i] if quoted else str(i) for i in missing]
-    shown = ", ".join(names[:_MAX_SHOWN])
-    if len(names) > _MAX_SHOWN:
-        shown += f" and {len(names) - _MAX_SHOWN} more"
-    if not quoted:
-        shown = f"number {shown}, counted from 0"
-    return (
-        f"data.label_format is colors, and {len(missing)} of {class_file.num_classes} classes have "
-        f"no `color`: {shown}; give each class its colour in the labels, such as "
-        f"{{name: {names[0] if quoted else 'crack'}, color: [255, 0, 0]}}"
-    )
+def _given(class_file: ClassFile) -> Iterator[tuple[KeyPath, str, object, str]]:
+    """All that must be given once: its key, its kind in words, the value, and whose it is."""
+    for i, c in enumerate(class_file.classes):
+        key = ("classes", i)
+        yield (*key, "name"), "the name", c.name, f"class {i}"
+        yield (*key, "color"), "the color", c.color, c.name
+        for color in c.more_colors:
+            yield (*key, "more_colors"), "the color", color, c.name
+        for raw in c.ids:
+            yield (*key, "ids"), "an id", raw, c.name
+    for raw in class_file.ignore_ids:
+        yield ("ignore_ids",), "an id", raw, "what is ignored"
+    if class_file.ignores_color:
+        yield ("ignore_color",), "the color", class_file.ignore_color, "what is ignored"

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -39,15 +40,10 @@ def prefetch(function: Callable[[T], R], items: Iterable[T], num_threads: int) -
 
     def submit_next() -> None:
         try:
-            item = next(left)
-        except StopIteration:
-            return
+            waiting.extend(pool.submit(function, item) for item in islice(left, 1))
         except Exception as error:
-            failed: Future[R] = Future()
-            failed.set_exception(error)
-            waiting.append(failed)
-        else:
-            waiting.append(pool.submit(function, item))
+            waiting.append(Future())
+            waiting[-1].set_exception(error)
 
     try:
         for _ in range(num_threads + 1):
@@ -61,20 +57,16 @@ def prefetch(function: Callable[[T], R], items: Iterable[T], num_threads: int) -
         pool.shutdown(cancel_futures=True)
 
 
-def one_late(items: Iterable[T]) -> Iterator[T]:
+def delayed_by_one(items: Iterable[T]) -> Iterator[T]:
     """Yields each item once the next has been made; before an error, the item that was made."""
-    left = iter(items)
     held: list[T] = []
-    while True:
-        try:
-            held.append(next(left))
-        except StopIteration:
-            break
-        except Exception:
+    try:
+        for item in items:
             yield from held
-            raise
-        if len(held) > 1:
-            yield held.pop(0)
+            held = [item]
+    except Exception:
+        yield from held
+        raise
     yield from held
 
 

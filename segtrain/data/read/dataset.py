@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from segtrain.data.read.classes import ClassFile
-from segtrain.data.read.decode import decode_label, read_bytes, read_image, read_label
+from segtrain.data.read.decode import read_bytes, read_image
 from segtrain.data.read.find import Pair
+from segtrain.data.read.labels import decode_label, read_label
 from segtrain.errors import DataError
 from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX

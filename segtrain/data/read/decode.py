@@ -30,8 +30,6 @@ import cv2
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from segtrain.data.read.classes import ClassFile, Color, read_by
-from segtrain.data.read.labels import colors_to_train_ids, ids_to_train_ids
 from segtrain.errors import DataError
 from segtrain.files import open_regular
 from segtrain.text import printable
@@ -71,19 +69,6 @@ class Header(NamedTuple):
 def read_image(path: str | Path) -> np.ndarray:
     """The image, (H, W, 3) uint8 RGB."""
     return decode_image(read_bytes(path), path)
-
-
-def read_label(path: str | Path, class_file: ClassFile, label_format: str = "ids") -> np.ndarray:
-    """The label, (H, W) uint8: train ids, and 255 for the pixels that the class file ignores.
-
-    label_format: "ids" (one channel of raw ids), "colors" (the exact colours of the classes) or
-        "train_ids" (one channel of positions in the class file, and 255).
-
-    Raises:
-        DataError: also for ids or colours that are not in the class file; it lists each with its
-            number of pixels.
-    """
-    return decode_label(read_bytes(path), path, class_file, label_format)
 
 
 def read_raw_label(path: str | Path) -> np.ndarray:
@@ -137,15 +122,6 @@ def decode_image(data: bytes, path: str | Path, *, max_pixels: int = MAX_PIXELS)
     return image
 
 
-def decode_label(
-    data: bytes, path: str | Path, class_file: ClassFile, label_format: str
-) -> np.ndarray:
-    """`read_label` of `data`."""
-    if label_format == "colors":
-        return colors_to_train_ids(decode_colors(data, path), path, class_file)
-    return ids_to_train_ids(decode_raw_label(data, path), path, read_by(class_file, label_format))
-
-
 def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
     """`read_raw_label` of `data`."""
     with _opened_label(data, path) as (image, depth):
@@ -158,7 +134,7 @@ def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
     return raw.astype(np.uint8 if depth <= 8 else np.uint16, copy=False)
 
 
-def decode_palette(data: bytes, path: str | Path) -> list[Color]:
+def decode_palette(data: bytes, path: str | Path) -> list[tuple[int, int, int]]:
     """The colours of a label's indices, RGB 0..255; empty if the label has no palette."""
     with _opened_label(data, path) as (image, _):
         values = (image.getpalette() or []) if image.mode == "P" else []

@@ -8,18 +8,16 @@ was replaced by one with the same name and size goes unnoticed.
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
-from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.dataset import SegDataset
 from segtrain.text import printable
 
@@ -97,10 +95,27 @@ def hash_files(
         size *= 2
     # The join adds a slash at the end.
     prefix = os.fsencode(os.path.join(str(Path(os.path.expanduser(root))), ""))
-    hash_block = partial(_hash_block_files, prefix=prefix)
+
+    def names_and_sizes(index: int) -> bytes:
+        files = zip(dataset.source_bytes(index), dataset.pairs[index][:2], strict=True)
+        named = ((num_bytes, os.fsencode(path).removeprefix(prefix)) for num_bytes, path in files)
+        return b"".join(b"%d %s\0" % one for one in named)
+
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
-        files = tuple(pool.map(hash_block, _blocks(dataset, size)))
+        hash_block = partial(_hash_block, names_and_sizes)
+        files = tuple(pool.map(hash_block, _blocks(len(dataset), size)))
     return SplitFingerprint(len(dataset), size, files, None)
+
+
+def _blocks(length: int, size: int) -> list[range]:
+    return [range(length)[start : start + size] for start in range(0, length, size)]
+
+
+def _hash_block(content: Callable[[int], bytes], block: range) -> str:
+    digest = hashlib.sha256()
+    for index in block:
+        digest.update(content(index))
+    return digest.hexdigest()[:16]
 
 
 class LabelHashing:
@@ -112,9 +127,12 @@ class LabelHashing:
     def __init__(self, splits: Sequence[tuple[SegDataset, int]]) -> None:
         self._stopped = Event()
         self._pool = ThreadPoolExecutor(_LABEL_THREADS, thread_name_prefix="hash-labels")
-        submit = partial(self._pool.submit, _hash_block_labels, stopped=self._stopped)
         self._splits = [
-            [submit(block) for block in _blocks(dataset, size)] for dataset, size in splits
+            [
+                self._pool.submit(_hash_block, partial(self._digest, dataset), block)
+                for block in _blocks(len(dataset), size)
+            ]
+            for dataset, size in splits
         ]
 
     def result(self, timeout_s: float | None = None) -> list[tuple[str, ...]] | None:
@@ -135,36 +153,8 @@ class LabelHashing:
         self._stopped.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-
-class _Block(NamedTuple):
-    """Neighbours in a data set."""
-
-    dataset: SegDataset
-    indices: range
-
-
-def _blocks(dataset: SegDataset, size: int) -> list[_Block]:
-    whole = range(len(dataset))
-    return [_Block(dataset, whole[i : i + size]) for i in range(0, len(dataset), size)]
-
-
-def _hash_block_files(block: _Block, prefix: bytes) -> str:
-    digest = hashlib.sha256()
-    for index in block.indices:
-        pair = block.dataset.pairs[index]
-        sizes = block.dataset.source_bytes(index)
-        for path, num_bytes in zip((pair.image, pair.label), sizes, strict=True):
-            digest.update(b"%d %s\0" % (num_bytes, os.fsencode(path).removeprefix(prefix)))
-    return digest.hexdigest()[:16]
-
-
-def _hash_block_labels(block: _Block, stopped: Event) -> str:
-    digest = hashlib.sha256()
-    for index in block.indices:
-        if stopped.is_set():
-            break
-        digest.update(block.dataset.hashed_label(index).digest)
-    return digest.hexdigest()[:16]
+    def _digest(self, dataset: SegDataset, index: int) -> bytes:
+        return b"" if self._stopped.is_set() else dataset.hashed_label(index).digest
 
 
 def file_difference(
@@ -178,17 +168,13 @@ def file_difference(
         return ""
     if before.pairs_per_hash != now.pairs_per_hash:
         now = hash_files(dataset, root, pairs_per_hash=before.pairs_per_hash)
-    differing = _differing(before.files, now.files)
-    block = differing[0] if differing else 0
-    # One hash covers the images and the labels of a block. Both lists end together.
-    kinds = zip(*((pair.image, pair.label) for pair in dataset.pairs), strict=True)
-    places = [_place(paths, block, now.pairs_per_hash) for paths in kinds]
-    is_beyond = block * now.pairs_per_hash >= len(dataset.pairs)
-    place = places[0] if is_beyond else " or ".join(places)
+    block = next(iter(_differing(before.files, now.files)), 0)
     what = "names, sizes or order of the files differ"
     if before.num_pairs != now.num_pairs:
         what = f"{before.num_pairs} images there, {now.num_pairs} now"
-    return f"split {dataset.split}: {what}; the first difference is {place}"
+    images = [pair.image for pair in dataset.pairs]
+    where = _files_of_block(images, block, now.pairs_per_hash)
+    return f"split {dataset.split}: {what}; the first difference is {where}"
 
 
 def label_difference(before: SplitFingerprint, labels: Sequence[str], dataset: SegDataset) -> str:
@@ -200,44 +186,10 @@ def label_difference(before: SplitFingerprint, labels: Sequence[str], dataset: S
     differing = [] if before.labels is None else _differing(before.labels, labels)
     if not differing:
         return ""
-    place = _place([pair.label for pair in dataset.pairs], differing[0], before.pairs_per_hash)
+    paths = [pair.label for pair in dataset.pairs]
+    where = _files_of_block(paths, differing[0], before.pairs_per_hash)
     many = f"{len(differing)} " if before.pairs_per_hash == 1 else ""
-    return f"split {dataset.split}: {many}labels hold something else; the first is {place}"
-
-
-def class_differences(
-    before: ClassFile, now: ClassFile, label_format: str
-) -> tuple[list[str], list[str]]:
-    """Differences between two class files: those that change the labels, and the others.
-
-    If labels are read by ids, colours only change pictures. If they are read by colours, ids only
-    change the label maps that segtrain writes. If they hold train ids, both are harmless.
-    """
-    if before.names != now.names:
-        pairs = zip((*before.names, "none"), (*now.names, "none"), strict=False)
-        i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-        return [
-            f"class file: {before.num_classes} classes there, {now.num_classes} now; class {i} is "
-            f"{old} there, {new} now"
-        ], []
-    both = list(zip(before.classes, now.classes, strict=True))
-    ids = {f"ids of {old.name}": (old.ids, new.ids) for old, new in both}
-    ids["ignore_ids"] = (before.ignore_ids, now.ignore_ids)
-    colors = {f"color of {old.name}": (old.color, new.color) for old, new in both}
-    colors |= {
-        f"more_colors of {old.name}": (sorted(old.more_colors), sorted(new.more_colors))
-        for old, new in both
-    }
-    colors["color of what is ignored"] = (before.ignore_color, now.ignore_color)
-    id_lines = [_line(what, *pair) for what, pair in ids.items() if set(pair[0]) != set(pair[1])]
-    color_lines = [_line(what, *pair) for what, pair in colors.items() if pair[0] != pair[1]]
-    if label_format == "train_ids":
-        return [], id_lines + color_lines
-    return (color_lines, id_lines) if label_format == "colors" else (id_lines, color_lines)
-
-
-def _line(what: str, old: Sequence[object], new: Sequence[object]) -> str:
-    return f"class file: {what}: {list(old)} there, {list(new)} now"
+    return f"split {dataset.split}: {many}labels hold something else; the first is {where}"
 
 
 def _differing(before: Sequence[str], now: Sequence[str]) -> list[int]:
@@ -245,8 +197,7 @@ def _differing(before: Sequence[str], now: Sequence[str]) -> list[int]:
     return [i for i, (old, new) in enumerate(zip_longest(before, now)) if old != new]
 
 
-def _place(paths: Sequence[Path], block: int, pairs_per_hash: int) -> str:
-    """The file or files of a block."""
+def _files_of_block(paths: Sequence[Path], block: int, pairs_per_hash: int) -> str:
     files = paths[block * pairs_per_hash : (block + 1) * pairs_per_hash]
     if not files:
         return f"after {printable(paths[-1])}, which is the last one now"

@@ -7,14 +7,37 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from segtrain.data.read.classes import ClassFile, Color
+from segtrain.data.read.classes import ClassFile, Color, read_by
+from segtrain.data.read.decode import decode_colors, decode_raw_label, read_bytes
 from segtrain.errors import DataError
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.types import IGNORE_INDEX
 
 _MAX_SHOWN = 10
 # More colours than 8-bit labels have values.
 _MANY_COLORS = 256
+
+
+def read_label(path: str | Path, class_file: ClassFile, label_format: str = "ids") -> np.ndarray:
+    """The label, (H, W) uint8: train ids, and 255 for the pixels that the class file ignores.
+
+    label_format: "ids" (one channel of raw ids), "colors" (the exact colours of the classes) or
+        "train_ids" (one channel of positions in the class file, and 255).
+
+    Raises:
+        DataError: also for ids or colours that are not in the class file; it lists each with its
+            number of pixels.
+    """
+    return decode_label(read_bytes(path), path, class_file, label_format)
+
+
+def decode_label(
+    data: bytes, path: str | Path, class_file: ClassFile, label_format: str
+) -> np.ndarray:
+    """`read_label` of `data`."""
+    if label_format == "colors":
+        return colors_to_train_ids(decode_colors(data, path), path, class_file)
+    return ids_to_train_ids(decode_raw_label(data, path), path, read_by(class_file, label_format))
 
 
 def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
@@ -44,15 +67,13 @@ def count_ids(raw: np.ndarray) -> dict[int, int]:
 
 
 def unknown_ids(counts: dict[int, int], class_file: ClassFile) -> str:
-    """A message about the ids that the class file does not know, with a likely repair."""
+    """A message about the ids that the class file does not know, with a likely repair.
+
+    counts: pixels of each raw id in one label or in many.
+    """
     unknown = {i: n for i, n in sorted(counts.items()) if i not in class_file.train_id_of}
-    repair = repair_for_ids(counts, class_file)
-    if not repair:
-        ignored = f"if they are to be ignored, write {ignoring(class_file, unknown)} there"
-        if len(unknown) > _MAX_SHOWN:
-            ignored = f"add them to {ignoring(class_file, [])} there"
-        repair = f"; give them a class there, or {ignored}"
-    return f"label ids outside class file {class_file.name}: {_listed(unknown)}{repair}"
+    shown = f"label ids outside class file {class_file.name}: {_listed(unknown)}"
+    return f"{shown}; {_repair_for_ids(set(counts), set(unknown), class_file)}"
 
 
 def colors_to_train_ids(colors: np.ndarray, path: str | Path, class_file: ClassFile) -> np.ndarray:
@@ -101,8 +122,7 @@ def unknown_colors(counts: dict[Color, int], class_file: ClassFile) -> str:
 
 
 def _listed(counts: dict[int, int] | dict[str, int]) -> str:
-    shown = ", ".join(f"{value} ({n} pixels)" for value, n in list(counts.items())[:_MAX_SHOWN])
-    return shown + (f" and {len(counts) - _MAX_SHOWN} more" if len(counts) > _MAX_SHOWN else "")
+    return first_of((f"{value} ({n} pixels)" for value, n in counts.items()), _MAX_SHOWN)
 
 
 @lru_cache(maxsize=8)
@@ -144,51 +164,47 @@ def _pack(colors: np.ndarray) -> np.ndarray:
     return packed
 
 
-_CITYSCAPES_CLASSES, _CITYSCAPES_LAST_ID = 19, 33
+_CITYSCAPES_CLASSES, _LAST_CITYSCAPES_ID = 19, 33
 # More unknown ids than this come from a photograph or from resizing with interpolation.
 _MANY_VALUES = 64
 
 
-def repair_for_ids(counts: dict[int, int], class_file: ClassFile) -> str:
-    """The end of a message about unknown ids, from "; " on; empty if no usual mistake fits.
-
-    counts: pixels of each raw id in one label or in many.
-    """
-    found = set(counts)
-    unknown = found - set(class_file.train_id_of)
-    num_classes = class_file.num_classes
-    if found <= {0, 255} and 255 in unknown:
-        return "; this is a 0/255 mask: give the foreground class `ids: [255]` in the class file"
-    if unknown == {255} and looks_like_train_ids(counts, class_file):
-        return (
-            f"; these look like train ids (0..{num_classes - 1} and 255), but the class file wants "
-            "the raw ids: use the files with raw ids (Cityscapes: labelIds, not labelTrainIds)"
-        )
+def _repair_for_ids(found: set[int], unknown: set[int], class_file: ClassFile) -> str:
+    """What to do about the ids `unknown` among those that labels hold: the first that fits."""
+    num_classes, at_zero = class_file.num_classes, _counts_from_zero(class_file)
+    if 255 in unknown and found <= {0, 255}:
+        return "this is a 0/255 mask: give the foreground class `ids: [255]` in the class file"
     if unknown == {255}:
-        return f"; if 255 marks pixels to ignore, write {ignoring(class_file, [255])} there"
+        if looks_like_train_ids(found, class_file):
+            return (
+                f"these look like train ids (0..{num_classes - 1} and 255), but the class file "
+                "wants the raw ids: use the files with raw ids (Cityscapes: labelIds, not "
+                "labelTrainIds)"
+            )
+        return f"if 255 marks pixels to ignore, write {_ignoring(class_file, [255])} there"
     if len(unknown) > _MANY_VALUES:
-        return "; so many values come from a photograph, JPEG, or resizing with interpolation"
-    if not _counts_from_zero(class_file):
-        return ""
-    if num_classes == _CITYSCAPES_CLASSES and max(unknown - {255}) <= _CITYSCAPES_LAST_ID:
+        return "so many values come from a photograph, JPEG, or resizing with interpolation"
+    if (
+        at_zero
+        and num_classes == _CITYSCAPES_CLASSES
+        and max(unknown - {255}) <= _LAST_CITYSCAPES_ID
+    ):
         return (
-            "; these look like Cityscapes labelIds: set data.classes: cityscapes and "
+            "these look like Cityscapes labelIds: set data.classes: cityscapes and "
             "data.label_format: ids"
         )
-    if unknown - {255} == {num_classes}:
-        if 0 not in found:
-            return (
-                f"; the files seem to count from 1, the class file from 0: give the classes "
-                f"`ids: [1]` to `ids: [{num_classes}]` there"
-            )
+    if at_zero and unknown - {255} == {num_classes} and 0 not in found:
         return (
-            f"; the class file names 0..{num_classes - 1}: add the class to it, or, if those "
-            f"pixels are to be ignored, write {ignoring(class_file, unknown)} there"
+            "the files seem to count from 1, the class file from 0: give the classes `ids: [1]` "
+            f"to `ids: [{num_classes}]` there"
         )
-    return ""
+    are_few = len(unknown) <= _MAX_SHOWN
+    ignored = ", if they are to be ignored, write" if are_few else " add them to"
+    listed = _ignoring(class_file, unknown if are_few else ())
+    return f"give them a class there, or{ignored} {listed} there"
 
 
-def ignoring(class_file: ClassFile, ids: Iterable[int]) -> str:
+def _ignoring(class_file: ClassFile, ids: Iterable[int]) -> str:
     """The line for the class file that ignores `ids` and all that is ignored now.
 
     A list in the file replaces the default, [255], so the line must repeat it.
@@ -196,9 +212,9 @@ def ignoring(class_file: ClassFile, ids: Iterable[int]) -> str:
     return f"`ignore_ids: {[*class_file.ignore_ids, *sorted(ids)]}`"
 
 
-def looks_like_train_ids(counts: dict[int, int], class_file: ClassFile) -> bool:
+def looks_like_train_ids(found: Iterable[int], class_file: ClassFile) -> bool:
     """Whether all ids are 0..K-1 or 255, although the class file has other, larger ids."""
-    ids = {i for i in counts if i != 255}
+    ids = {i for i in found if i != 255}
     if not ids or _counts_from_zero(class_file):
         return False
     # A class with id 255 is the foreground of a 0/255 mask, not a raw id.

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segtrain.config import DataConfig
-from segtrain.config.messages import did_you_mean
 from segtrain.data.read.find import (
     IMAGE_SUFFIXES,
     LABEL_SUFFIX,
@@ -35,7 +34,12 @@ from segtrain.data.read.find import (
     split_folder,
     there_are,
 )
-from segtrain.data.read.lists import list_file_rows, list_file_words, path_problem
+from segtrain.data.read.lists import (
+    list_file_rows,
+    list_file_words,
+    path_problem,
+    plain_pairs,
+)
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
 from segtrain.text import first_of, printable
@@ -104,7 +108,7 @@ def scan_layout(data: DataConfig, split: str, *, labelled: bool = True) -> Listi
         raise DataError(f"data.layout {data.layout}: its splits name labels; use predict")
     with os_errors_as(DataError):
         root = data_root(data)
-        parts = split_parts(root, data, split)
+        parts = split_parts(data, split)
         listings = [layout.scan(root, data, part, labelled) for part in parts]
     listing = listings[0] if len(parts) == 1 else _join_listings(parts, listings)
     if not listing.pairs and not listing.problems:
@@ -112,18 +116,13 @@ def scan_layout(data: DataConfig, split: str, *, labelled: bool = True) -> Listi
     return _without_excluded(listing, data) if split == data.train_split else listing
 
 
-def split_parts(root: Path, data: DataConfig, split: str) -> list[str]:
-    """The splits that `split` joins: "a+b" is ["a", "b"], unless "a+b" itself exists.
+def split_parts(data: DataConfig, split: str) -> list[str]:
+    """The splits that `split` joins: "a+b" is ["a", "b"].
 
     Raises:
         DataError: a name is empty.
     """
-    layout = LAYOUTS[data.layout]
-    if layout.lists_labels or "+" not in split:
-        return [split]
-    folders = [root / name for name in ("", *layout.folders(root, data, split))]
-    names = (split, f"Segmentation/{split}.txt")  # VOC has files, not folders
-    if any((folder / name).exists() for folder in folders for name in names):
+    if LAYOUTS[data.layout].lists_labels or "+" not in split:
         return [split]
     parts = split.split("+")
     if not all(parts):
@@ -160,10 +159,7 @@ def _without_excluded(listing: Listing, data: DataConfig) -> Listing:
     excluded = set(data.train_exclude)
     names = {pair.name for pair in listing.pairs}
     if unknown := sorted(excluded - names):
-        known = {name.rpartition("/")[2]: name for name in names}
-        hint = did_you_mean(unknown[0].rpartition("/")[2], known) or (
-            f"; names look like {printable(min(names))}" if names else ""
-        )
+        hint = f"; names look like {printable(min(names))}" if names else ""
         raise DataError(
             f"data.train_exclude: no image {printable(unknown[0])} in split "
             f"{data.train_split!r}{hint}"
@@ -320,9 +316,6 @@ def _list(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
     if not path.is_file():
         texts = sorted(file.name for suffix in ("txt", "csv") for file in root.glob(f"*.{suffix}"))
         raise DataError(f"{printable(path)}: no such list file; {there_are('text files', texts)}")
-    # Here, since a wrong config is refused before NumPy is imported.
-    from segtrain.data.read.plain_list import plain_pairs
-
     if (plain := plain_pairs(path, root)) is not None:
         return Listing(plain, [])
     rows, problems = list_file_rows(path)

@@ -19,7 +19,7 @@ from segtrain.data.read.decode import (
 )
 from segtrain.data.read.find import IMAGE_SUFFIXES, OTHER_IMAGES, first_lines
 from segtrain.errors import DataError
-from segtrain.files import walk
+from segtrain.files import os_errors_as, walk
 from segtrain.text import counted, printable
 
 MORE_SUFFIXES = (".bmp", ".tif", ".tiff", ".webp")
@@ -124,15 +124,14 @@ def skipped_files(inputs: Sequence[str | Path], output: Path) -> list[str]:
                 counts.update(Path(name).suffix.lower() for name in files if name[0] != ".")
     images = Counter({end: n for end, n in counts.items() if end in _UNREAD})
     others = Counter({end: n for end, n in counts.items() if end not in (*_UNREAD, *SUFFIXES)})
-    lines = []
-    if images:
-        words = "image of a format that is not read", "images of formats that are not read"
-        what = counted(images.total(), *words)
-        lines.append(f"skipped {what}: {_by_suffix(images)}; convert to PNG or JPEG")
-    if others:
-        what = counted(others.total(), "file that is no image", "files that are no images")
-        lines.append(f"skipped {what}: {_by_suffix(others)}")
-    return lines
+    image_words = "image of a format that is not read", "images of formats that are not read"
+    other_words = "file that is no image", "files that are no images"
+    kinds = ((images, image_words, "; convert to PNG or JPEG"), (others, other_words, ""))
+    return [
+        f"skipped {counted(found.total(), *words)}: {_by_suffix(found)}{repair}"
+        for found, words, repair in kinds
+        if found
+    ]
 
 
 _UNREAD = tuple(suffix for suffix in OTHER_IMAGES if suffix not in SUFFIXES)
@@ -158,14 +157,11 @@ def _file_problem(path: Path) -> list[str]:
 
 
 def _images_below(folder: Path, output: Path) -> Iterator[Source]:
-    try:
+    with os_errors_as(DataError):
         for here, files in walk(folder, hidden=True):
             for path in (here / name for name in files):
                 if path.suffix.lower() in SUFFIXES and not _is_below(path, output):
                     yield Source(path, path.relative_to(folder).with_suffix("").as_posix())
-    except OSError as error:
-        where = printable(error.filename or folder)
-        raise DataError(f"{where}: cannot be read: {error.strerror}") from error
 
 
 def _is_below(path: Path, folder: Path) -> bool:

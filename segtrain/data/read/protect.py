@@ -10,16 +10,10 @@ from segtrain.data.read.lists import list_file_rows
 from segtrain.errors import ConfigError, DataError
 
 
-def check_run_directory(directory: Path, data: DataConfig) -> None:
-    """Refuses a run in a folder that is searched for images or labels, to any depth."""
+def check_run_directory(directory: Path, data: DataConfig, *, example: str = "runs/my") -> None:
+    """Refuses a run, or a pack, in a folder that is searched for images or labels, to any depth."""
     splits = [data.train_split, data.eval_split]
-    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), "runs/my")
-
-
-def check_pack_directory(directory: Path, data: DataConfig) -> None:
-    """Refuses a pack in a folder that is searched for images or labels, to any depth."""
-    splits = [data.train_split, data.eval_split]
-    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), "packs/my")
+    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), example)
 
 
 def check_pictures(
@@ -49,7 +43,7 @@ def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]
     """The folders that are searched to any depth and contain some of `targets`."""
     root = Path(os.path.expanduser(data.root))
     found = []
-    for split in (part for whole in splits for part in split_parts(root, data, whole)):
+    for split in (part for whole in splits for part in split_parts(data, whole)):
         for name in LAYOUTS[data.layout].folders(root, data, split):
             folder = root / name
             if _real(root).is_relative_to(_real(folder)):

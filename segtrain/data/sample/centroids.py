@@ -11,10 +11,11 @@ bytes, so that a label that has changed is measured again and never meets old nu
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import cv2
@@ -48,15 +49,12 @@ class Centroids:
 
     table: np.ndarray
 
-    def __post_init__(self) -> None:
-        classes, firsts = np.unique(self.table[:, 0], return_index=True)
-        parts = np.split(self.table[:, 1:], firsts[1:])
-        object.__setattr__(self, "_by_class", dict(zip(classes.tolist(), parts, strict=True)))
-
-    @property
+    @cached_property
     def by_class(self) -> dict[int, np.ndarray]:
         """(m, 3) int32 for each class that labels show: image, row, column."""
-        return self._by_class
+        classes, firsts = np.unique(self.table[:, 0], return_index=True)
+        parts = np.split(self.table[:, 1:], firsts[1:])
+        return dict(zip(classes.tolist(), parts, strict=True))
 
     def sha256(self) -> str:
         """The hash of the table; it does not depend on the machine."""
@@ -128,20 +126,27 @@ def measure_centroids(
     """
     key = _key(dataset, tile_px)
     known = _read(path, key) if dist.is_main() else {}
-    with closing(_Measuring(dataset, tile_px, known)) as work:
-        done = False
-        while not done:
-            done = dist.run_on_rank0(lambda: work.wait(_POLL_S))
-        table = np.empty((0, 4), np.int32)
+    pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="centroids")
+    labels: list[Future[tuple[str, list[int]]]] = []
+    if dist.is_main():
+        measure = partial(_measure, dataset, tile_px, known)
+        labels = [pool.submit(measure, index) for index in range(len(dataset))]
+    table = np.empty((0, 4), np.int32)
 
-        def take() -> int:
-            nonlocal table
-            labels, table = work.result()
-            if len(table) and labels.keys() != known.keys() and keep(Centroids(table)):
-                _write(path, key, labels)
-            return len(table)
+    def take() -> int:
+        nonlocal table
+        found = [label.result() for label in labels]
+        table = _table([numbers for _, numbers in found])
+        if len(table) and dict(found).keys() != known.keys() and keep(Centroids(table)):
+            _write(path, key, dict(found))
+        return len(table)
 
+    try:
+        while not dist.run_on_rank0(lambda: _are_done(labels)):
+            pass
         num_rows = dist.run_on_rank0(take)
+    finally:
+        pool.shutdown(cancel_futures=True)
     if num_rows == 0:
         raise DataError(f"split {dataset.split!r}: data.class_uniform: no label shows any class")
     everywhere = torch.zeros(num_rows, 4, dtype=torch.int32, device=device)
@@ -151,47 +156,29 @@ def measure_centroids(
     return Centroids(everywhere.cpu().numpy())
 
 
-class _Measuring:
-    """Reads the labels of `dataset` in threads, from the first `wait` on. Call `close` at the end.
+def _measure(
+    dataset: SegDataset, tile_px: int, known: Measured, index: int
+) -> tuple[str, list[int]]:
+    label = dataset.hashed_label(index)
+    digest = label.digest.hex()
+    return digest, known.get(digest) or label_centroids(label.read(), tile_px)
 
-    known: what an earlier run has measured.
-    """
 
-    def __init__(self, dataset: SegDataset, tile_px: int, known: Measured) -> None:
-        self._dataset, self._tile_px, self._known = dataset, tile_px, known
-        self._pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="centroids")
-        self._futures: list[Future[tuple[str, list[int]]]] = []
+def _are_done(labels: Sequence[Future]) -> bool:
+    """Whether all labels are measured, after at most _POLL_S; DataError: one cannot be read."""
+    done, left = wait(labels, _POLL_S, return_when=FIRST_EXCEPTION)
+    for label in done:
+        label.result()
+    return not left
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether all labels are measured; waits so long. DataError: one cannot be read."""
-        if not self._futures:
-            places = range(len(self._dataset.pairs))
-            self._futures = [self._pool.submit(self._measure, place) for place in places]
-        done, left = wait(self._futures, timeout_s, return_when=FIRST_EXCEPTION)
-        for future in done:
-            if error := future.exception():
-                raise error
-        return not left
 
-    def result(self) -> tuple[Measured, np.ndarray]:
-        """What was found in each label, and the table of `Centroids`."""
-        found = [future.result() for future in self._futures]
-        parts = [np.array(numbers, np.int32).reshape(-1, 3) for _, numbers in found]
-        images = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
-        rows = np.concatenate(parts)
-        table = np.column_stack([rows[:, 0], images, rows[:, 1:]])
-        return dict(found), table[np.argsort(table[:, 0], kind="stable")]
-
-    def close(self) -> None:
-        """Ends the threads after their present label."""
-        self._pool.shutdown(cancel_futures=True)
-
-    def _measure(self, place: int) -> tuple[str, list[int]]:
-        label = self._dataset.hashed_label(place)
-        digest = label.digest.hex()
-        if digest in self._known:
-            return digest, self._known[digest]
-        return digest, label_centroids(label.read(), self._tile_px)
+def _table(found: Sequence[list[int]]) -> np.ndarray:
+    """The table of `Centroids` from what `label_centroids` found in each label."""
+    parts = [np.array(numbers, np.int32).reshape(-1, 3) for numbers in found]
+    images = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
+    rows = np.concatenate(parts)
+    table = np.column_stack([rows[:, 0], images, rows[:, 1:]])
+    return table[np.argsort(table[:, 0], kind="stable")]
 
 
 def _key(dataset: SegDataset, tile_px: int) -> str:
@@ -202,23 +189,17 @@ def _key(dataset: SegDataset, tile_px: int) -> str:
 
 def _read(path: Path, key: str) -> Measured:
     """What the file holds for `key`; nothing if it is missing, damaged or for another key."""
-    try:
+    with suppress(OSError, ValueError, LookupError, TypeError):  # also JSON that is not ours
         found = files.parse_json(files.read_bytes(path))
-        labels = found["labels"]
-        if [found["key"], found["sha256"]] == [key, _hash_of(labels)]:
-            return labels
-    # The last two: other JSON than `_write` writes.
-    except (OSError, ValueError, LookupError, TypeError):
-        pass
+        if [found["key"], found["sha256"]] == [key, _hash_of(found["labels"])]:
+            return found["labels"]
     return {}
 
 
 def _write(path: Path, key: str, labels: Measured) -> None:
     content = {"key": key, "sha256": _hash_of(labels), "labels": labels}
-    try:
+    with files.os_errors_as(ExecutionError, path, "cannot be written"):
         files.write_atomic(path, json.dumps(content))
-    except OSError as error:
-        raise ExecutionError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _hash_of(labels: Measured) -> str:

@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
     @property
     def inside(self) -> slice:
-        """The place of the content in the crop."""
+        """Where the content lies in the crop."""
         return slice(self.pad, self.pad + self.content)
 
     @property
@@ -70,13 +70,13 @@ class Span(NamedTuple):
         """The same span elsewhere: uniform inside the image, or the whole image in the crop."""
         return self._moved_between(0, self.largest_start, rng)
 
-    def moved_to(self, place: float, rng: np.random.Generator) -> "Span":
-        """As `moved`, but only where the crop shows `place`, in source pixels from the edge.
+    def moved_to(self, point: float, rng: np.random.Generator) -> "Span":
+        """As `moved`, but only where the crop shows `point`, in source pixels from the edge.
 
-        Places in the last source pixel can lie behind the last crop: then that crop is taken.
+        A point in the last source pixel can lie behind the last crop: then that crop is taken.
         """
-        last = min(math.floor(place), self.largest_start)
-        first = math.floor(place - self.content * self.size / self.scaled) + 1
+        last = min(math.floor(point), self.largest_start)
+        first = math.floor(point - self.content * self.size / self.scaled) + 1
         return self._moved_between(max(0, min(first, last)), last, rng)
 
     def _moved_between(self, first: int, last: int, rng: np.random.Generator) -> "Span":

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from segtrain.config import Config, DataConfig
-from segtrain.data.sample.stream import Place, Sample, TrainStream
+from segtrain.data.sample.stream import Sample, SampleKey, TrainStream
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import free_shared_memory, keep_freed_memory, num_cores
 from segtrain.distributed.partition import partition, parts_of_rank
@@ -43,9 +43,11 @@ def indices_of_rank(
     return [whole[part[0].start : part[-1].stop] for whole, part in zip(wholes, parts, strict=True)]
 
 
-def default_workers(ranks_here: int) -> int:
-    """Loader processes per rank if the config sets none: this machine's cores, shared evenly."""
-    return min(8, num_cores() // ranks_here)
+def num_loader_workers(config: DataConfig) -> int:
+    """The loader processes of this rank; `auto` is not measured here, and counts as null."""
+    if config.num_workers is None or config.num_workers == "auto":
+        return min(8, num_cores() // dist.local_world_size())
+    return config.num_workers
 
 
 def most_workers(config: Config) -> int:
@@ -53,17 +55,9 @@ def most_workers(config: Config) -> int:
     ranks = dist.local_world_size()
     most = num_cores() // ranks
     free = free_shared_memory()
-    if free is not None:
-        # At least one, which is refused at the start if there is no space for it.
-        most = min(most, max(1, free // (ranks * bytes_in_flight(config, 1))))
-    return most
-
-
-def num_loader_workers(config: DataConfig) -> int:
-    """The loader processes of this rank; `auto` is not measured here, and counts as null."""
-    if config.num_workers is None or config.num_workers == "auto":
-        return default_workers(dist.local_world_size())
-    return config.num_workers
+    # At least one, which is refused at the start if there is no space for it.
+    fits = most if free is None else max(1, free // (ranks * bytes_in_flight(config, 1)))
+    return min(most, fits)
 
 
 def first_workers(config: Config) -> int:
@@ -110,7 +104,7 @@ def train_loader(
     """
     loader = DataLoader(
         _Clocked(stream),
-        batch_sampler=_places(indices, start_step, steps),
+        batch_sampler=_sample_keys(indices, start_step, steps),
         collate_fn=_collate,
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
@@ -158,7 +152,9 @@ def _worker_died(what: str) -> ExecutionError:
     )
 
 
-def _places(indices: Sequence[Sequence[int]], start: int, steps: int) -> Iterator[list[Place]]:
+def _sample_keys(
+    indices: Sequence[Sequence[int]], start: int, steps: int
+) -> Iterator[list[SampleKey]]:
     for step in range(start, steps):
         for positions in indices:
             yield [(step, position) for position in positions]
@@ -170,8 +166,8 @@ class _Clocked(Dataset):
     def __init__(self, stream: TrainStream) -> None:
         self._stream = stream
 
-    def __getitems__(self, places: Sequence[Place]) -> tuple[float, list[Sample] | UserError]:
-        return time.perf_counter(), self._stream.__getitems__(places)
+    def __getitems__(self, keys: Sequence[SampleKey]) -> tuple[float, list[Sample] | UserError]:
+        return time.perf_counter(), self._stream.__getitems__(keys)
 
 
 def _collate(clocked: tuple[float, list[Sample] | UserError]) -> Batch | UserError:

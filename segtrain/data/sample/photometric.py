@@ -108,7 +108,7 @@ class Photometric:
 
     def __init__(self, augment: AugmentConfig) -> None:
         self._augment = augment
-        self._extra = _extra_transforms(augment)
+        self._extra = extra_transforms(augment)
 
     @property
     def active(self) -> bool:
@@ -132,29 +132,18 @@ class Photometric:
         return image
 
 
-def check_extra(augment: AugmentConfig) -> None:
-    """Refuses extra transforms that would fail in training; each is tried on a noise image.
+def extra_transforms(augment: AugmentConfig) -> list[Any]:
+    """The transforms that `augment.extra` names, in order, each tried on a noise image.
 
     Raises:
         ConfigError: every problem, with the index in `augment.extra`.
     """
-    _extra_transforms(augment)
-
-
-def _import_albumentations() -> ModuleType:
-    """albumentations, imported only by experiments that use it: that takes seconds."""
-    # Without this the import asks PyPI for a newer version.
+    if not augment.extra:
+        return []
+    # Without this the import asks PyPI for a newer version. It takes seconds, so it is made here.
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     import albumentations
 
-    return albumentations
-
-
-def _extra_transforms(augment: AugmentConfig) -> list[Any]:
-    """The transforms that `augment.extra` names, made and tried, in order."""
-    if not augment.extra:
-        return []
-    albumentations = _import_albumentations()
     made, problems = [], []
     for i, extra in enumerate(augment.extra):
         try:

@@ -1,25 +1,16 @@
-"""The endless stream of training samples.
+"""The endless stream of training samples: one permutation of the data set after another.
 
-After NVIDIA's semantic-segmentation (datasets/uniform.py): a fraction of the samples of each epoch
-shows a class that is drawn uniformly, in a crop that contains one of its centroids. The other
-samples are those of the endless stream (`data.sample.stream`), unchanged: a class-uniform sample
-takes the place of one of them. So an epoch is still as many samples as there are images, and
-each image is shown at most once in it by the stream.
+Step s takes the samples [s B, (s + 1) B), across the ends of epochs. Which images a sample shows
+and how they are augmented depend only on (seed, step, position in the batch).
 
-Everything is a function of the seed and the place in the stream. Classes take turns, and each class
-goes through all its centroids, in a random order, before one is taken again.
+After NVIDIA's semantic-segmentation (datasets/uniform.py) a fraction of the samples of each epoch
+is class-uniform: a crop that contains a centroid of a class, which is drawn uniformly. Such a
+sample takes the place of one of the stream; the others are unchanged.
 
-The second image, the partner, is drawn by `draw_partner` from (seed, step, position in the batch)
-and read by the worker that makes the sample. It is augmented with random numbers of its own, so
-neither depends on which rank or worker has which sample, and nothing about the first image changes.
-
-MixUp (arXiv:1710.09412) blends two finished crops; the loss is blended likewise, in
+A partner is a second image, drawn and augmented with random numbers of its own. MixUp
+(arXiv:1710.09412) blends two finished crops; the loss is blended likewise, in
 `segtrain.training.microbatches`. Class mix (ClassMix, arXiv:2007.07936) pastes half of the classes
 of the partner's crop, after the geometry and before the colours change, as its authors do.
-
-It is one permutation of the data set after another. Step s takes the samples [s B, (s + 1) B),
-across the ends of epochs. Which images a sample shows and how they are augmented depend only on
-(seed, step, position in the batch).
 """
 
 from collections.abc import Sequence
@@ -68,9 +59,9 @@ class ClassUniform:
         """Whether `step`, counted from 0, has class-uniform samples."""
         return self.steps is None or step < self.steps
 
-    def pick_at(self, stream_seed: int, place: int, num_images: int) -> Pick | None:
-        """What is shown instead of the image at `place` of the stream; None: that image stays."""
-        epoch, index = divmod(place, num_images)
+    def pick_at(self, stream_seed: int, number: int, num_images: int) -> Pick | None:
+        """What sample `number` of the stream shows instead of its image; None: that image stays."""
+        epoch, index = divmod(number, num_images)
         before, after = (self._picks_before(e * num_images) for e in (epoch, epoch + 1))
         slot = int(_slots(stream_seed, epoch, num_images)[index])
         return self._pick(stream_seed, before + slot) if slot < after - before else None
@@ -81,10 +72,10 @@ class ClassUniform:
         rows = by_class[list(by_class)[rng.integers(len(by_class))]]
         return _pick_of(rows[rng.integers(len(rows))])
 
-    def _picks_before(self, place: int) -> int:
-        """How many of the first `place` samples, whole epochs, are class-uniform."""
+    def _picks_before(self, num_samples: int) -> int:
+        """How many of the first `num_samples`, whole epochs, are class-uniform."""
         # Exact: 0.3 means 3/10, and no rounding loses a sample after years of them.
-        return int(Fraction(str(self.fraction)) * place)
+        return int(Fraction(str(self.fraction)) * num_samples)
 
     def _pick(self, stream_seed: int, number: int) -> Pick:
         """Class-uniform sample `number` of the run, counted from 0 in the order of its slots."""
@@ -170,7 +161,7 @@ def paste_classes(crop: Crop, partner: Crop, rng: np.random.Generator) -> Crop:
 Sample = tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]
 """Image (3, H, W) uint8, label (H, W) uint8, name, and the label of the image mixed in by MixUp."""
 
-Place = tuple[int, int]
+SampleKey = tuple[int, int]
 """(step, position in the batch of that step)"""
 
 # Roles of partners in `seed.partner_rng`; never renumber.
@@ -182,9 +173,9 @@ def _order(stream_seed: int, epoch: int, num_images: int) -> list[int]:
     return seed.sample_order(stream_seed, epoch, num_images).tolist()
 
 
-def image_at(stream_seed: int, place: int, num_images: int) -> int:
-    """The index of the image at `place`, counted from 0, of the endless stream."""
-    epoch, index = divmod(place, num_images)
+def image_at(stream_seed: int, number: int, num_images: int) -> int:
+    """The index of the image that sample `number`, from 0, of the endless stream shows."""
+    epoch, index = divmod(number, num_images)
     return _order(stream_seed, epoch, num_images)[index]
 
 
@@ -217,16 +208,11 @@ class TrainStream(Dataset):
     mixing: Mixing = NO_MIXING
 
     def pick(self, step: int, position: int) -> Pick:
-        """What the sample at `position` of the batch of `step`, both counted from 0, shows.
-
-        Without partners.
-        """
-        place, num_images = step * self.batch_size + position, len(self.dataset.pairs)
-        if (uniform := self._class_uniform(step)) is not None:
-            pick = uniform.pick_at(self.stream_seed, place, num_images)
-            if pick is not None:
-                return pick
-        return Pick(image_at(self.stream_seed, place, num_images))
+        """What the sample at `position` of the batch of `step`, from 0, shows without partners."""
+        number, num_images = step * self.batch_size + position, len(self.dataset.pairs)
+        uniform = self._class_uniform(step)
+        pick = uniform and uniform.pick_at(self.stream_seed, number, num_images)
+        return pick or Pick(image_at(self.stream_seed, number, num_images))
 
     def mixup_weight(self, step: int) -> int:
         """The weight of MixUp's partners in `step`, 0 .. 128 of 256; 0: there are none."""
@@ -247,20 +233,20 @@ class TrainStream(Dataset):
         """The names of the samples in the whole batch of `step`, counted from 0, in its order."""
         return [self._name(self.sources(step, i)) for i in range(self.batch_size)]
 
-    def __getitem__(self, place: Place) -> Sample:
-        sources = self.sources(*place)
+    def __getitem__(self, key: SampleKey) -> Sample:
+        sources = self.sources(*key)
         (image, label), *partners = map(self._augmented, sources)
         partner_label = None
         for partner, partner_label in partners:
-            image = blend(image, partner, self.mixup_weight(place[0]))
+            image = blend(image, partner, self.mixup_weight(key[0]))
             partner_label = torch.from_numpy(partner_label)
         image = torch.from_numpy(image).permute(2, 0, 1)
         return image, torch.from_numpy(label), self._name(sources), partner_label
 
-    def __getitems__(self, places: Sequence[Place]) -> list[Sample] | UserError:
+    def __getitems__(self, keys: Sequence[SampleKey]) -> list[Sample] | UserError:
         """The samples of a batch (torch calls this method), or the error that prevents them."""
         try:
-            return [self[place] for place in places]
+            return [self[key] for key in keys]
         except UserError as error:
             # Returned, not raised: torch would put the worker's traceback into the message.
             return error

@@ -1,7 +1,7 @@
 """The augmentation of a training sample: draw everything, then make one crop.
 
-Scale, rotation, crop and flip are drawn first and done as one resampling (data/geometry.py); blur
-and colours change only the crop (data/photometric.py).
+Scale, rotation, crop and flip are drawn first and done as one resampling (`sample.geometry`); blur
+and colours change only the crop (`sample.photometric`).
 """
 
 from functools import partial
