@@ -18,7 +18,7 @@ from norm_simulation import (
 )
 
 from segtrain.distributed import collectives as dist
-from segtrain.norm import PartialBatchNorm2d, settle_statistics
+from segtrain.norm import PartialBatchNorm2d, sync_running_stats
 
 NUM_BATCHES = 4000
 
@@ -61,7 +61,7 @@ def tracked(values):
     for step in values[dist.rank()].unbind(1):
         for layer in layers.values():
             layer(step.view(1, 1, -1, 1))
-            settle_statistics(layer)
+            sync_running_stats(layer)
     return {kind: (one.running_mean.item(), one.running_var.item()) for kind, one in layers.items()}
 
 
