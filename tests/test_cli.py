@@ -11,7 +11,7 @@ import yaml
 from experiments import experiment, write_config, write_data
 
 from segtrain import cli
-from segtrain.commands import exit_code
+from segtrain.commands import exit_code, launch
 from segtrain.config import load_config
 from segtrain.errors import CheckpointError, DataError
 from segtrain.run.directory import write_description
@@ -36,10 +36,10 @@ def calls(monkeypatch):
         seen.append(args)
         return 7
 
-    launch = types.SimpleNamespace(train=record, evaluate=record)
+    monkeypatch.setattr(launch, "start_ranks", record)
+    monkeypatch.setattr(launch, "evaluate", record)
     module = types.SimpleNamespace(main=record, check=record)
     stand_ins = {
-        "segtrain.commands.launch": launch,
         "segtrain.commands.predict": module,
         "segtrain.commands.export": module,
         "segtrain.synthetic": module,
@@ -123,11 +123,11 @@ def test_a_schema_that_cannot_be_written_is_a_user_error(tmp_path, capsys):
     assert "no such file or directory" in capsys.readouterr().err
 
 
-def test_train_gets_the_arguments_and_the_checked_config(config, calls):
+def test_train_gets_its_arguments_and_its_ranks(config, calls):
     argv = ["train", str(config), "--set", "seed=3", "--nproc", "2", "--output", "r", "--resume"]
     assert cli.main(argv) == 7
-    ((args, loaded),) = calls
-    assert loaded.seed == 3
+    ((args, ranks),) = calls
+    assert (ranks, args.set) == (2, ["seed=3"])
     assert (args.nproc, args.nnodes, args.max_restarts, args.device) == (2, 1, 0, "auto")
     assert (str(args.output), args.resume, args.argv) == ("r", True, argv)
 

@@ -109,9 +109,9 @@ def by_clock(hours_a_step, function, *args):
 
     def train_by_clock(run):
         first = run.state.step
-        run.ending._clock = lambda: 3600.0 * hours_a_step * (run.state.step - first)
+        run.stop_criteria._clock = lambda: 3600.0 * hours_a_step * (run.state.step - first)
         if not dist.is_main():
-            run.ending._clock = count(step=3600 * 99).__next__
+            run.stop_criteria._clock = count(step=3600 * 99).__next__
         whole(run)
 
     loop.train = train_by_clock

@@ -8,15 +8,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
-from importlib import import_module
 from typing import NoReturn
 
 from segtrain import __version__
 from segtrain.cli.table import COMMANDS, GROUPS, Command
 from segtrain.commands import exit_code
-from segtrain.errors import ConfigError, UserError
 from segtrain.text import printable
 
 _DESCRIPTION = """\
@@ -45,24 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(argv)
     args.argv = argv  # the launcher starts the same command once more for each rank
-    return exit_code.run(partial(_run, args))
-
-
-def _run(args: argparse.Namespace) -> int:
-    """Runs the command; an error about an option says where it is written."""
-    module, name = args.function.split(":")
-    try:
-        return getattr(import_module(f"segtrain.{module}"), name)(args)
-    except UserError as error:
-        named = (getattr(args, key, None) for key in ("config", "checkpoint", "source", "run"))
-        if source := next(filter(None, named), None):
-            from segtrain.config import recipes
-            from segtrain.config.loading import with_places
-
-            with suppress(ConfigError):
-                source = recipes.find(str(source)).path
-            error.args = (with_places(str(error), str(source), getattr(args, "set", ())),)
-        raise
+    return exit_code.run(args.function, args)
 
 
 class _Parser(argparse.ArgumentParser):

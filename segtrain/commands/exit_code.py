@@ -1,12 +1,15 @@
 """Runs a command: its errors become messages and exit codes, whatever standard output is."""
 
+import argparse
 import errno
 import io
 import os
 import select
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
 
 from segtrain.distributed import liveness, signals
 from segtrain.distributed.liveness import has_launcher, is_first_to_print, write_exit_status
@@ -72,27 +75,59 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-Command = Callable[[], int]
-
 # With these errors a name is wrong: too long, in a folder of somebody else, not in UTF-8.
 _WRONG_NAMES = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EILSEQ)
 
 
-def run(command: Command) -> int:
-    """Runs `command` and returns the exit code; errors of segtrain itself keep their traceback."""
-    command = partial(_with_names_refused, command)
-    code = _run_as_rank(command) if has_launcher() else _run_alone(command)
-    liveness.deferred_abort(code)  # after an error all has been told by now
-    return code
+@dataclass
+class _Outcome:
+    """What a command came to: its exit code, which errors replace."""
+
+    code: int = EXIT_INTERNAL
 
 
-def _with_names_refused(command: Command) -> int:
-    """As `command`; a name that the system refuses, wherever it is met, is a mistake of the user.
+def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
+    """Runs `command` and returns the exit code; errors of segtrain itself keep their traceback.
+
+    command: called with `args`; as text "module:name" of segtrain, which is imported first.
+    """
+    outcome = _Outcome()
+    told = _told_by_a_rank if has_launcher() else _told
+    with told(outcome), _wrong_names_refused(), _told_where(*args):
+        if isinstance(command, str):
+            module, name = command.split(":")
+            command = getattr(import_module(f"segtrain.{module}"), name)
+        outcome.code = command(*args)
+        sys.stdout.flush()
+    liveness.deferred_abort(outcome.code)  # after an error all has been told by now
+    return outcome.code
+
+
+@contextmanager
+def _told_where(args: argparse.Namespace | None = None) -> Iterator[None]:
+    """Makes an error about an option say where it is written: file and line, or --set."""
+    try:
+        yield
+    except UserError as error:
+        named = (getattr(args, key, None) for key in ("config", "checkpoint", "source", "run"))
+        if source := next(filter(None, named), None):
+            from segtrain.config import recipes
+            from segtrain.config.loading import with_places
+
+            with suppress(ConfigError):
+                source = recipes.find(str(source)).path
+            error.args = (with_places(str(error), str(source), getattr(args, "set", ())),)
+        raise
+
+
+@contextmanager
+def _wrong_names_refused() -> Iterator[None]:
+    """A name that the system refuses, wherever it is met, is a mistake of the user.
 
     Even to ask whether a file exists raises OSError then.
     """
     try:
-        return command()
+        yield
     except OSError as error:
         if error.errno not in _WRONG_NAMES or error.filename is None:
             raise
@@ -103,22 +138,22 @@ def _with_names_refused(command: Command) -> int:
         raise ConfigError(f"{name}: {reason[:1].lower()}{reason[1:]}") from None
 
 
-def _run_alone(command: Command) -> int:
+@contextmanager
+def _told(outcome: _Outcome) -> Iterator[None]:
+    """Prints an error that is not of segtrain itself, and sets its exit code."""
     try:
-        code = command()
-        sys.stdout.flush()
-        return code
+        yield
     except UserError as error:
         say(str(error))
-        return error.exit_code
+        outcome.code = error.exit_code
     except KeyboardInterrupt:
         say("interrupted")
-        return EXIT_INTERRUPTED
+        outcome.code = EXIT_INTERRUPTED
     except BrokenPipeError:
         if not reader_has_left():
             raise
         # Not success: the output that is lost may have reported a failure.
-        return EXIT_PIPE
+        outcome.code = EXIT_PIPE
     except OSError as error:
         # Only errors without a file name can come from stdout.
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -126,21 +161,22 @@ def _run_alone(command: Command) -> int:
         if problem is None:
             raise
         say(f"standard output: {problem}")
-        return EXIT_SYSTEM
+        outcome.code = EXIT_SYSTEM
 
 
-def _run_as_rank(command: Command) -> int:
+@contextmanager
+def _told_by_a_rank(outcome: _Outcome) -> Iterator[None]:
     """The same in a rank of the launcher: what all ranks have to say is said once."""
     signals.follow_launcher()
-    code, consequence = EXIT_INTERNAL, False
+    consequence = False
     try:
-        code = command()
-        sys.stdout.flush()
+        yield
     except UserError as error:
-        code, consequence = error.exit_code, isinstance(error, LostRanksError)
+        outcome.code, consequence = error.exit_code, isinstance(error, LostRanksError)
         if not consequence and is_first_to_print(str(error)):
             say(str(error))
     finally:
-        write_exit_status(code, consequence=consequence)
+        write_exit_status(outcome.code, consequence=consequence)
     # A rank that stopped because it was asked to has not failed: torch elastic must not restart it.
-    return EXIT_OK if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) else code
+    if outcome.code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+        outcome.code = EXIT_OK
