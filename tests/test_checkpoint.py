@@ -24,7 +24,7 @@ from segtrain.checkpoint.restore import (
     restore_optimizer,
 )
 from segtrain.config import LayerRule, TrainConfig, load_config, override_config
-from segtrain.data.read.classes import SegClass, class_file_from_json, ignoring_as, load_class_file
+from segtrain.data.read.classes import SegClass, load_class_file
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
 from segtrain.norm import make_norm
@@ -332,21 +332,6 @@ def test_a_checkpoint_of_255_classes_is_loaded(small, tmp_path):
     loaded = load(tmp_path / "a.pt")
     assert len(loaded.classes) > 20_000
     assert parse_experiment(loaded, tmp_path / "a.pt")[1].num_classes == 255
-
-
-def test_only_an_old_run_ignores_the_default_color(small, tmp_path):
-    path = tmp_path / "own.yaml"
-    path.write_text("classes: [{name: a, color: [1, 2, 3]}, {name: b, color: [9, 8, 7]}]\n")
-    now = load_class_file(str(path))
-    written = experiment_fields(small[0], now)["classes"]
-    new = class_file_from_json(written)
-    # Earlier versions wrote the default colour out, and ignored it in labels.
-    old = class_file_from_json(json.dumps({**json.loads(written), "ignore_color": [0, 0, 0]}))
-    assert old == new == now
-    assert ignoring_as(old, now).ignores_color
-    assert not ignoring_as(new, now).ignores_color
-    path.write_text("classes: [{name: a, color: [1, 2, 3]}, {name: b, color: [9, 9, 9]}]\n")
-    assert not ignoring_as(old, load_class_file(str(path))).ignores_color
 
 
 def test_a_config_of_another_version_is_refused_by_name(small):

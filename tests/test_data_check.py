@@ -432,7 +432,7 @@ def test_a_colour_that_the_class_file_does_not_list_is_never_ignored_by_default(
 
 @pytest.mark.parametrize("function", [checked, opened])
 def test_names_alone_are_refused_for_labels_in_colours(root, function):
-    with pytest.raises(ConfigError, match=r"toy\.yaml:1: .*sky, road, car; give each class"):
+    with pytest.raises(ConfigError, match=r"toy\.yaml: .*sky, road, car; give each class"):
         function(root, label_format="colors")
 
 

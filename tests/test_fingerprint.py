@@ -333,12 +333,10 @@ def test_colors_exchanged_in_the_class_file_are_refused_where_labels_are_colors(
     (((kind, code, said),),) = run_ranks(1, refusals, [config], run)
     assert (kind, code) == ("ConfigError", 2)
     assert "color of ground: [10, 0, 0] there, [0, 20, 0] now" in said
-    # Runs of earlier versions ignored the default colour, black here, and go on to do so.
     class_file(colors, ignored="")
     (((kind, code, said),),) = run_ranks(1, refusals, [config], tmp_path / "new")
     assert (kind, code) == ("DataError", 3)
     assert "`ignore_color: [0, 0, 0]`" in said
-    assert run_ranks(1, train, config, run, True) == [0]
 
 
 def in_folder(folder, function, *args):
@@ -509,7 +507,7 @@ def test_a_damaged_fingerprint_is_a_damaged_checkpoint(run):
     path = run / "checkpoints" / "new.pt"
     content = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     torch.save(content | {"data": 3}, path)
-    with pytest.raises(CheckpointError, match="damaged: data is a int"):
+    with pytest.raises(CheckpointError, match="damaged: data: "):
         load(path)
     assert fingerprint_to_json(fingerprint_from_json(record.data)) == record.data
 

@@ -26,7 +26,6 @@ from segtrain.data.read.classes import (
     ClassFile,
     class_differences,
     default_palette,
-    ignoring_as,
 )
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.layouts import instance_files
@@ -75,7 +74,6 @@ def run_eval(args: argparse.Namespace) -> int:
     # 2. What cannot work is refused before it takes time.
     num_classes = loaded.classes.num_classes
     _check_classes(loaded.classes, dataset.classes)
-    dataset.classes = ignoring_as(loaded.classes, dataset.classes)
     check_windows(config, num_classes, device, dist.local_world_size())
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)

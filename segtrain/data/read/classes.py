@@ -130,16 +130,6 @@ def read_by(classes: ClassFile, label_format: str) -> ClassFile:
     return replace(classes, classes=by_position, ignore_ids=(IGNORE_INDEX,))
 
 
-def ignoring_as(before: ClassFile, now: ClassFile) -> ClassFile:
-    """`now`; labels may hold the default `ignore_color` if `before` is equal and allows it.
-
-    before: from a checkpoint. Earlier versions ignored the default colour in labels.
-    """
-    if now == before and before.ignores_color:
-        return replace(now, ignores_color=True)
-    return now
-
-
 def class_differences(
     before: ClassFile, now: ClassFile, label_format: str
 ) -> tuple[list[str], list[str]]:
