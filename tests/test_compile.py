@@ -309,7 +309,7 @@ def test_a_run_may_be_compiled_in_one_part_and_not_in_the_other(
 
 def test_virtual_ranks_are_refused(tmp_path):
     config = write_config(tmp_path / "c.yaml", experiment(tmp_path))
-    with pytest.raises(ConfigError, match=r"train\.compile: .*virtual_ranks, 2"):
+    with pytest.raises(ConfigError, match=r"train\.compile: .*virtual_ranks 2"):
         load_config(config, ["train.compile=true", "train.virtual_ranks=2"])
 
 
