@@ -29,15 +29,15 @@ RULES = {
     ),
     "no decay on norm and bias, 5.1": (
         "train.decay_norm_and_bias",
-        "test_optim test_norm_and_biases_can_be_spared_the_decay",
+        "test_decay test_norm_and_bias_are_spared_in_every_form_of_decay",
     ),
     "last gamma of a residual block starts at zero, 5.1": (
         "model.zero_init_residual",
-        "test_backbone test_torchvision_zeroes_the_same_norms",
+        "test_backbone test_residual_blocks_start_at_zero_as_torchvisions",
     ),
     "loss divided by the count of all ranks, 3": (
         None,
-        "test_losses test_ranks_together_have_the_loss_and_gradient_of_the_joined_batch",
+        "test_loss_kinds test_ranks_together_have_the_loss_of_the_whole_batch",
     ),
     "one shuffle for all ranks, 3": (
         None,

@@ -268,8 +268,8 @@ def threads():
 
 SABOTAGES = {
     "nothing": nothing,
-    "norm forward": partial(norm, "global_moments"),
-    "norm backward": partial(norm, "norm_gradients"),
+    "norm forward": partial(norm, "_global_moments"),
+    "norm backward": partial(norm, "_norm_gradients"),
     "loss": loss,
     "gradients": gradients,
     "exponents": exponents,

@@ -208,7 +208,7 @@ def _check_source(
 def _has_images(data: DataConfig, split: str) -> bool:
     """Whether data.root holds the split, of whatever images."""
     try:
-        labelled = LAYOUTS[data.layout].images is None
+        labelled = LAYOUTS[data.layout].lists_labels
         return bool(scan_layout(data, split, labelled=labelled).pairs)
     except DataError:
         return False
