@@ -47,7 +47,7 @@ def add(title):
 
 
 def config(**choices):
-    """A small experiment. `choices` are set as if options.py allowed the names already."""
+    """A small experiment. `choices` are set as if segtrain/config/ allowed the names already."""
     whole = Config(
         data=DataConfig(layout="folders", root="x", classes="x"),
         model=ModelConfig(backbone="resnet18", head_channels=8, aux_channels=8),

@@ -233,4 +233,6 @@ def test_a_schema_goes_to_a_plain_file(pipe, tmp_path, capsys, place):
     pipe("pipe")
     (tmp_path / "folder").mkdir()
     assert segtrain(["config", "schema", "--output", str(tmp_path / place)]) == 2
-    assert re.search(rf"--output .*/{place}: cannot be written: is a {place}", capsys.readouterr().err)
+    assert re.search(
+        rf"--output .*/{place}: cannot be written: is a {place}", capsys.readouterr().err
+    )

@@ -195,11 +195,17 @@ def _parse(content: Any) -> Checkpoint:
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
     try:
-        return _CHECKPOINT.validate_python(
+        checkpoint = _CHECKPOINT.validate_python(
             {key: content[key] for key in Checkpoint._fields if key in content}
         )
     except ValidationError as error:
         raise _ForeignError(f"damaged: {_first_problem(error)}") from None
+    best = checkpoint.best or {"step": 0, "mean_iou": 0.0}
+    # NaN is the mIoU of a split where every pixel is ignored.
+    is_score = 0 <= best["mean_iou"] <= 1 or best["mean_iou"] != best["mean_iou"]
+    if not (max(checkpoint.evaluated, best["step"]) <= checkpoint.step and is_score):
+        raise _ForeignError("damaged: evaluated or best does not fit the step")
+    return checkpoint
 
 
 _CLASS_FILE = TypeAdapter(ClassFile)

@@ -177,7 +177,10 @@ def initial_weights_fields(state: TrainState) -> dict[str, Any] | None:
 
 def loaded_names(checkpoint: Checkpoint) -> list[str] | None:
     """The names of the weights that the run loaded at its start; None: all, or not told."""
-    return (checkpoint.start or {}).get("loaded")
+    names = (checkpoint.start or {}).get("loaded")
+    if names is not None and not (isinstance(names, list) and all(type(n) is str for n in names)):
+        raise CheckpointError("damaged: the names of the weights that the run loaded")
+    return names
 
 
 def restore_initial_weights(state: TrainState, saved: dict[str, Any] | None) -> None:
@@ -208,6 +211,8 @@ def restore_initial_weights(state: TrainState, saved: dict[str, Any] | None) -> 
     for name, value in initial.weights.items():
         value.copy_(saved["weights"][name])
     if initial.has_held:
+        if not saved["held"]:
+            raise ValueError("no weight is held")
         initial.held = {n: mask.to(parameters[n].device) for n, mask in saved["held"].items()}
         initial.hold_from_now(state.model)
 
@@ -230,6 +235,8 @@ def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any]) -> Non
             "it has gradients of other weights: with train.shares, train.layers cannot "
             "freeze others in the middle of a run; start a new one with train.init_from"
         )
+    if any(type(exponent) is not int for exponent in saved["exponents"].values()):
+        raise ValueError("one is no whole number")
     gradients.exponents = saved["exponents"]
 
 
@@ -237,7 +244,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
     """Loads the state of each weight by its name; settings stay as configured.
 
     torch goes by the order of weights alone: with other groups it would give a weight the momentum
-    of another. Checkpoints before 2026-11-22 have no names; there the order counts.
+    of another. Where a file has no names, the order counts.
     """
     groups = optimizer.state_dict()["param_groups"]
     own = [name for group in groups for name in group["param_names"]]
@@ -259,7 +266,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
         for name, value in values.items():
             shape = () if name == "step" else parameter.shape
             is_unset = sgd and value is None
-            if not (is_unset or (is_plain(value) and value.shape == shape)):
+            fits = is_unset or (is_plain(value) and value.shape == shape)
+            # With one that is not, the next step would save weights that are not finite either.
+            if not fits or not (is_unset or value.isfinite().all()):
                 of = tuple(parameter.shape)
                 raise ValueError(f"{name} for weights of shape {of} does not fit")
 

@@ -69,7 +69,9 @@ def read_run_receipts(run: Path, steps: int) -> dict[int, Receipt]:
         CheckpointError: one is of a step that the run does not have.
     """
     path = run / run_directory.RECEIPTS
-    with os_errors_as(ConfigError, path, "no receipts, so nothing can be verified"):
+    with os_errors_as(
+        ConfigError, path, "no receipts yet (the run writes them every log.every_steps)"
+    ):
         receipts = read_receipts(path)
     if not receipts:
         what = "holds no whole receipt; the run writes them every log.every_steps"
@@ -238,7 +240,7 @@ def _set_up(
     train_set, eval_set = open_data(config, device, notes)
     state = build_state(config, device, start, train_set, notes)
     # 3. What differs from the run is told, not refused: perhaps it is what is looked for.
-    notes += other_arithmetic(state, known and known.checkpoint)
+    notes += other_arithmetic(state, known and known.checkpoint, "expect differences")
     data = None
     if known is not None:
         before, _ = parse_experiment(*known)
@@ -402,7 +404,11 @@ def _checkpoints_differ(this: Replay, names: Sequence[str]) -> list[str]:
             continue
         if takes_statistics and (checkpoint.evaluated == step) != this.evaluated:
             continue
-        if lines := checkpoint_differences(checkpoint, this.state):
+        try:
+            lines = checkpoint_differences(checkpoint, this.state)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            lines = [f"its state is none of this model: {error}"]
+        if lines:
             return [f"{name} differs from the weights of its step, {step}", *lines]
     return []
 

@@ -70,7 +70,10 @@ def _moments(saved: dict[str, Any], state: TrainState) -> dict[str, Any]:
 
 
 def _start(fields: dict[str, Any] | None) -> dict[str, Any]:
-    return {} if fields is None else _flat({kind: fields[kind] for kind in ("weights", "held")})
+    if fields is None:
+        return {}
+    kinds = ("weights", "held")
+    return {f"{kind} of {name}": value for kind in kinds for name, value in fields[kind].items()}
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:

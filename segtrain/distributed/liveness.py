@@ -79,7 +79,7 @@ def _write_record(suffix: str, *values: Any) -> None:
     with suppress(OSError):
         path = _attempt_folder() / f"{rank}{suffix}"
         # Not truncated first: the launcher reads at any time.
-        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         with open(file, "wb", buffering=0) as opened:
             opened.write(json.dumps([rank, *values]).encode().ljust(_MAX_BYTES))
 
@@ -196,8 +196,12 @@ class Watchdog(_Watch):
         self._timed_out_at: float | None = None
 
     def _look(self) -> None:
-        ensure_folder(self._folder)
-        current = _last_attempt(self._folder)
+        try:
+            ensure_folder(self._folder)
+            _check_owner(self._folder)
+            current = _last_attempt(self._folder)
+        except OSError:  # a cleaner of /tmp is at it, or the folder is another user's
+            return
         if current != self._attempt:
             self._attempt, self._timed_out_at, self.killed = current, None, []
         statuses = read_exit_statuses(self._folder)

@@ -50,9 +50,11 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # the directory was deleted meanwhile, or is not empty
-            self._path.unlink()
-            if self._made:
-                self._directory.rmdir()
+            # Another run may have begun in a directory of the same name.
+            if files.is_same_file(self._handle, self._path):
+                self._path.unlink()
+                if self._made:
+                    self._directory.rmdir()
         os.close(self._handle)
 
 

@@ -225,7 +225,9 @@ def _batch_words(config: Config, ranks: int) -> str:
     if train.virtual_ranks > 1:
         words += f", each rank's by {train.virtual_ranks} virtual ranks"
     if train.accumulate_steps > 1:
-        words += f" in {train.accumulate_steps} passes, batch statistics within a pass only"
+        words += (
+            f" in {train.accumulate_steps} microbatches, batch statistics within a microbatch only"
+        )
     return words
 
 

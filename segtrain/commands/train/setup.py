@@ -55,6 +55,7 @@ from segtrain.types import Batch
 DATA_PATIENCE_S = 5.0
 # A receipt has hashes of all weights this often, where a checkpoint is kept, and at the end.
 _DIGEST_STEPS = 100
+_OTHER_WEIGHTS = "the weights will not be bit for bit those of the run without the interruption"
 # With these cuBLAS computes the same bits in every run.
 _WORKSPACES = (":4096:8", ":16:8")
 
@@ -190,7 +191,7 @@ def _layer_lines(state: TrainState) -> list[str]:
     return lines
 
 
-def other_arithmetic(state: TrainState, saved: Checkpoint | None) -> list[str]:
+def other_arithmetic(state: TrainState, saved: Checkpoint | None, consequence: str) -> list[str]:
     """Warnings that bits may differ although train.shares is set (collective)."""
     digits = dist.all_gather_object(state.arithmetic)
     others = [rank for rank, other in enumerate(digits) if other != digits[0]]
@@ -202,9 +203,8 @@ def other_arithmetic(state: TrainState, saved: Checkpoint | None) -> list[str]:
         )
     if saved is not None and saved.shares and saved.shares.get("arithmetic") != digits[0]:
         warnings.append(
-            "warning: this machine computes other bits than the one that saved the checkpoint "
-            "(another processor, device or version): the weights will not be bit for bit those of "
-            "the run without the interruption"
+            "warning: this machine computes other bits than the one that trained (another "
+            f"processor, device or version): {consequence}"
         )
     return warnings
 
@@ -353,7 +353,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     #    random ones.
     state = build_state(config, device, resumed, train_set, notes)
     if state.shares is not None:
-        notes += other_arithmetic(state, resumed and resumed.checkpoint)
+        notes += other_arithmetic(state, resumed and resumed.checkpoint, _OTHER_WEIGHTS)
     if config.train.parallel == "hogwild":
         share_model(state.model)
         notes.append(hogwild_line(dist.world_size()))

@@ -165,9 +165,9 @@ def read_pack(directory: Path) -> Pack:
             missing or has another size.
     """
     path = directory / MANIFEST
-    if not path.exists():
-        raise DataError(_no_pack(directory))
     with os_errors_as(DataError, path):
+        if not path.exists():
+            raise DataError(_no_pack(directory))
         raw = files.read_bytes(path, _MAX_BYTES)
     pack = _parse(raw, path)
     for shard in pack.shards:

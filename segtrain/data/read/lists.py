@@ -98,7 +98,9 @@ def _read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
         except UnicodeDecodeError as error:
             problems.append(f"{printable(path)}:{number}: byte {error.start + 1} is not UTF-8")
             continue
-        if text and not text.startswith("#"):
+        if "\0" in text:  # no file system takes such a name
+            problems.append(f"{printable(path)}:{number}: holds a NUL byte")
+        elif text and not text.startswith("#"):
             lines.append((number, text))
     return lines, problems
 

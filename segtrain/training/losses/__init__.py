@@ -16,7 +16,7 @@ other shares only through `segtrain.distributed.collectives`, and must not depen
 OHEM takes the k-th largest of all losses, which is the same in any order.
 
 To add a loss: a class with these two methods, one line in LOSSES (total.py), and its name in
-`LossKind` (config/loss.py). To be one of several terms (`loss.also`) it also needs `shape`.
+`LossKind` (config/experiment.py). To be one of several terms (`loss.also`) it also needs `shape`.
 
 With train.accumulate_steps, the sums are those of one microbatch, like batch statistics. The step
 weighs the microbatches by their valid pixels (by their class weights, if there are any). That is
