@@ -309,7 +309,7 @@ def test_list_file_keeps_its_order(tmp_path):
         ("/etc/passwd l/b.png", "relative to data.root"),
         ("C:\\x.png l/b.png", "relative to data.root"),
         ("i/../../x.png l/b.png", r"'\.\.' is not allowed"),
-        ("i/b\x00.jpg l/b.png", "control characters"),
+        ("i/b\x00.jpg l/b.png", "NUL byte"),
         ("i/b\x07.jpg l/b.png", "control characters"),
         ("i/c.jpg l/b.png", "no such file"),
         ("i/b.tif l/b.png", "expected a file .jpeg .jpg .png"),
