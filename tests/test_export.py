@@ -24,7 +24,7 @@ from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.export import formats, write
 from segtrain.export import write as stored
-from segtrain.export.graph import Case, ExportModel
+from segtrain.export.formats import Case, ExportModel
 from segtrain.models import SegModel, build_model, pspnet
 from segtrain.models.blocks import ConvNormReLU, FeatureChannels, Features
 from segtrain.models.deeplab import DeepLabV3PlusHead

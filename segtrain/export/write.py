@@ -20,8 +20,7 @@ from segtrain.checkpoint.format import experiment_fields
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.evaluation.inference import InferenceSettings
-from segtrain.export.formats import FORMATS, Run, quiet
-from segtrain.export.graph import Case, ExportModel
+from segtrain.export.formats import FORMATS, Case, ExportModel, Run, quiet
 from segtrain.files import os_errors_as, temporary
 from segtrain.text import first_of
 

@@ -25,8 +25,7 @@ lovasz, which are no means over pixels, nor for ohem, which mines each microbatc
 """
 
 from segtrain.training.losses.base import Loss, LossOptions, PixelMean
-from segtrain.training.losses.boundary import BoundaryRelaxation
-from segtrain.training.losses.cross_entropy import CrossEntropy, Focal
+from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
 from segtrain.training.losses.lovasz import LovaszBatch, LovaszImages
 from segtrain.training.losses.ohem import OHEM

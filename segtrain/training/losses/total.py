@@ -9,8 +9,7 @@ from torch import Tensor
 
 from segtrain.config import LossConfig
 from segtrain.training.losses.base import Loss, LossOptions, pixel_weights
-from segtrain.training.losses.boundary import BoundaryRelaxation
-from segtrain.training.losses.cross_entropy import CrossEntropy, Focal
+from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
 from segtrain.training.losses.dice import Dice
 from segtrain.training.losses.lovasz import lovasz
 from segtrain.training.losses.ohem import OHEM
