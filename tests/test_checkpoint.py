@@ -418,10 +418,12 @@ def with_momenta(saved, make):
 def test_a_state_that_training_cannot_go_on_from_is_refused(small):
     config, _, saved = small
     expanded = with_momenta(saved, lambda old: torch.zeros(1).expand(old.shape))
+    not_finite = with_momenta(saved, lambda old: torch.full_like(old, torch.nan))
     shares = {"exponents": {"weight": 40}}
     for options, fields, said in (
         ([], {"average": None}, r"no average of the weights \(train\.ema_decay\)"),
         ([], {"optimizer": expanded}, "belongs to another model: momentum_buffer .* does not fit"),
+        ([], {"optimizer": not_finite}, "momentum_buffer is not finite"),
         ([], {"optimizer": {"state": 3}}, "the optimizer's state is damaged"),
         (["train.precision=float16"], {"scaler": {"scale": "x"}}, "loss scale cannot be read"),
         (["train.shares=2"], {"shares": shares}, "train.layers cannot freeze others"),

@@ -95,6 +95,7 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
             raise CheckpointError(f"{path}: holds no average of the weights (train.ema_decay)")
         load_weights(state.average.model, checkpoint.average, path)
     with _damage_refused("the optimizer's state is damaged, or belongs to another model", path):
+        _check_finite(checkpoint.optimizer)
         restore_optimizer(state.optimizer, checkpoint.optimizer)
     with _damage_refused("the weights at the start of the run cannot be read", path):
         restore_initial_weights(state, checkpoint.start)
@@ -240,6 +241,14 @@ def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any]) -> Non
     gradients.exponents = saved["exponents"]
 
 
+def _check_finite(saved: dict[str, Any]) -> None:
+    """Raises ValueError for a moment that is not: the next step would save such weights."""
+    for values in saved["state"].values():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and not value.isfinite().all():
+                raise ValueError(f"{name} is not finite")
+
+
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Loads the state of each weight by its name; settings stay as configured.
 
@@ -266,9 +275,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
         for name, value in values.items():
             shape = () if name == "step" else parameter.shape
             is_unset = sgd and value is None
-            fits = is_unset or (is_plain(value) and value.shape == shape)
-            # With one that is not, the next step would save weights that are not finite either.
-            if not fits or not (is_unset or value.isfinite().all()):
+            if not (is_unset or (is_plain(value) and value.shape == shape)):
                 of = tuple(parameter.shape)
                 raise ValueError(f"{name} for weights of shape {of} does not fit")
 
