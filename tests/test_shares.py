@@ -340,7 +340,7 @@ def trained_with_digits(digits, *args):
 def test_the_log_warns_of_ranks_and_checkpoints_with_other_arithmetic(run_ranks, tmp_path, data):
     sections = {"model": {"backbone": "mobilenet_v2"}, "train": {"shares": 3, "steps": 4}}
     config = write_config(tmp_path / "c.yaml", options(data, sections))
-    others, saved = "compute other bits than rank 0", "than the one that saved the checkpoint"
+    others, saved = "compute other bits than rank 0", "than the one that trained"
 
     def warnings(directory):
         lines = (directory / "train.log").read_text().splitlines()
