@@ -269,7 +269,7 @@ def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_
     refused = {
         (tmp_path / "nowhere",): (2, "no run to verify"),
         (plain,): (2, "start it with --set train.shares=N"),
-        (bare,): (2, f"{bare}/receipts.jsonl: no receipts, so nothing can be ver"),
+        (bare,): (2, f"{bare}/receipts.jsonl: no receipts yet (the run writes th"),
         (lost, "--steps", "1:"): (2, "has receipts of 3 steps, 1 to 4, but none of step 2"),
         (run, "--steps", "3:99999999999"): (2, "4 steps, 1 to 4, but none of step 5"),
         (run, "--steps", "7:"): (2, "but none of step 7"),
