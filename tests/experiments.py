@@ -60,7 +60,8 @@ def experiment(root: Path, **sections: dict[str, Any]) -> dict[str, Any]:
             "head_channels": 16,
             "aux_channels": 16,
         },
-        "train": {"steps": 20, "batch_size": 5, "lr": 0.02, "precision": "float64"},
+        "train": {"steps": 20, "batch_size": 5, "precision": "float64"},
+        "optim": {"lr": 0.02},
         "log": {"every_steps": 1},
         "eval": {"every_steps": None},
     }

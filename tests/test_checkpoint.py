@@ -225,7 +225,7 @@ def small(tmp_path_factory):
     """A config, its classes and a checkpoint of a training state that has moved."""
     root = tmp_path_factory.mktemp("small")
     write_data(root, num_images=1)
-    options = experiment(root, model={"backbone": "mobilenet_v2"}, train={"ema_decay": 0.9})
+    options = experiment(root, model={"backbone": "mobilenet_v2"}, optim={"ema_decay": 0.9})
     options["train"]["precision"] = "float32"
     config = load_config(write_config(root / "c.yaml", options))
     classes = load_class_file(config.data.classes)
@@ -272,22 +272,22 @@ def test_a_checkpoint_restores_the_whole_state(small, tmp_path):
 @pytest.mark.parametrize(
     ("other", "change", "said"),
     [
-        ("", "train.optimizer=adamw", ["train.optimizer: sgd there, adamw now"]),
-        ("no average", "train.ema_decay=0.8", ["train.ema_decay: null there, 0.8 now"]),
+        ("", "optim.kind=adamw", ["optim.kind: sgd there, adamw now"]),
+        ("no average", "optim.ema_decay=0.8", ["optim.ema_decay: null there, 0.8 now"]),
         ("", "norm.kind=group", ["norm.kind: sync there, group now"]),
         ("", "model.head_channels=8", ["model.head_channels: 16 there, 8 now"]),
         ("classes", "seed=0", ["data.classes: 4 classes there, 5 now"]),
         ("", "model.dropout=0.3", []),
         ("", "train.precision=float64", []),
-        ("", "train.sam_rho=0.1", []),
+        ("", "optim.sam_rho=0.1", []),
         ("", "train.shares=5", []),
-        ("", "train.ema_decay=null", []),
+        ("", "optim.ema_decay=null", []),
     ],
 )
 def test_changed_options_that_need_another_state_are_refused_by_name(small, other, change, said):
     config, classes, saved = small
     if other == "no average":
-        old = override_config(config, ["train.ema_decay=null"], source="c.yaml")
+        old = override_config(config, ["optim.ema_decay=null"], source="c.yaml")
         saved = saved._replace(average=None, **experiment_fields(old, classes))
     if other == "classes":
         classes = replace(classes, classes=(*classes.classes, SegClass("more", (9, 9, 9), (9,))))
@@ -426,7 +426,7 @@ def test_a_state_that_training_cannot_go_on_from_is_refused(small):
         ([], {"optimizer": not_finite}, "momentum_buffer is not finite"),
         ([], {"optimizer": {"state": 3}}, "the optimizer's state is damaged"),
         (["train.precision=float16"], {"scaler": {"scale": "x"}}, "loss scale cannot be read"),
-        (["train.shares=2"], {"shares": shares}, "train.layers cannot freeze others"),
+        (["train.shares=2"], {"shares": shares}, "optim.layers cannot freeze others"),
         (["train.shares=2"], {"shares": {"exponents": 3}}, "exponents of gradients cannot be"),
     ):
         state = new_state(override_config(config, options, source="c.yaml"))

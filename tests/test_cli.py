@@ -99,9 +99,9 @@ def test_a_wrong_config_is_refused_before_torch_is_imported(tmp_path, command):
 
 
 def test_config_show_prints_all_options_with_overrides(config, capsys):
-    assert cli.main(["config", "show", str(config), "--set", "train.lr=1e-3"]) == 0
+    assert cli.main(["config", "show", str(config), "--set", "optim.lr=1e-3"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    assert shown["train"]["lr"] == 0.001
+    assert shown["optim"]["lr"] == 0.001
     assert shown["eval"]["mode"] == "whole"
 
 
@@ -191,13 +191,13 @@ def test_a_wrong_command_line_exits_with_2(argv, capsys):
 @pytest.mark.parametrize(
     ("argv", "ending"),
     [
-        ("train c.yaml --lr 0.1", "arguments: --lr 0.1; write --set train.lr=0.1"),
-        ("train c.yaml --learning-rate=1e-3", "; write --set train.lr=1e-3"),
+        ("train c.yaml --lr 0.1", "arguments: --lr 0.1; write --set optim.lr=0.1"),
+        ("train c.yaml --learning-rate=1e-3", "; write --set optim.lr=1e-3"),
         ("train c.yaml --batch-size 4 --resume", "; write --set train.batch_size=4"),
         ("train c.yaml --batchsize 4", "; write --set train.batch_size=4"),
         ("train c.yaml --train.crop_size", "; write --set 'augment.crop_size=[512, 512]'"),
         ("train c.yaml --flip-prob --resume", "; write --set augment.flip_prob=0.5"),
-        ("train c.yaml --nesterov", "; write --set train.nesterov=true"),
+        ("train c.yaml --nesterov", "; write --set optim.nesterov=true"),
         ("train c.yaml --workers 2", "; write --set data.num_workers=2"),
         ("train c.yaml --gpus 2", "is an option of the command: --nproc"),
         (

@@ -205,7 +205,7 @@ VARIANTS = {
         "train": {"channels_last": False},
     },
     "group norm": {"norm": {"kind": "group"}},
-    "sharpness aware": {"train": {"sam_rho": 0.5, "sam_every": 2}},
+    "sharpness aware": {"optim": {"sam_rho": 0.5, "sam_every": 2}},
 }
 
 
@@ -284,7 +284,7 @@ def test_a_run_may_be_compiled_in_one_part_and_not_in_the_other(
     run_ranks, tmp_path, data, compiled_first
 ):
     """With an average of the weights and evaluations; no key shows what is around the model."""
-    sections = {"train": {"steps": 4, "ema_decay": 0.9}, "eval": {"every_steps": 3}}
+    sections = {"train": {"steps": 4}, "optim": {"ema_decay": 0.9}, "eval": {"every_steps": 3}}
     options = experiment(data, **sections)
     plain = write_config(tmp_path / "plain.yaml", options)
     options["train"]["compile"] = True

@@ -37,7 +37,7 @@ def refusal(text, *overrides, data=DATA):
 def test_a_file_says_only_what_differs_from_the_defaults():
     config = parse("train:\n  lr: 1e-3\n  optimizer: adamw\n  betas: [0, 0.5]\n")
     assert config.train == TrainConfig(lr=0.001, optimizer="adamw", betas=(0.0, 0.5))
-    assert isinstance(config.train.betas[0], float)
+    assert isinstance(config.optim.betas[0], float)
 
 
 @pytest.mark.fault(77, 79, 80)
@@ -45,8 +45,8 @@ def test_a_file_says_only_what_differs_from_the_defaults():
     ("text", "message"),
     [
         ("train:\n  lrr: 1", "f.yaml:3: train.lrr: unknown key; did you mean 'lr'?"),
-        ("model:\n  lr: 1", "f.yaml:3: model.lr: unknown key; did you mean train.lr?"),
-        ("lr: 1", "f.yaml:2: lr: unknown key; did you mean train.lr?"),
+        ("model:\n  lr: 1", "f.yaml:3: model.lr: unknown key; did you mean optim.lr?"),
+        ("lr: 1", "f.yaml:2: lr: unknown key; did you mean optim.lr?"),
         ("trian: {lr: 1}", "f.yaml:2: trian: unknown key; did you mean 'train'?"),
         (
             "model: {num_classes: 19}",
@@ -55,12 +55,12 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ("train:\n  steps: 19.0", "f.yaml:3: train.steps: must be an integer, got 19.0"),
         ("train: {steps: true}", "f.yaml:2: train.steps: must be an integer, got true"),
         ("train: {steps: 0}", "f.yaml:2: train.steps: must be greater than 0, got 0"),
-        ("train: {lr: '0.1'}", "f.yaml:2: train.lr: must be a number, got '0.1'"),
-        ("train: {lr: true}", "f.yaml:2: train.lr: must be a number, got true"),
-        ("train: {nesterov: yes}", "f.yaml:2: train.nesterov: must be true or false, got 'yes'"),
+        ("train: {lr: '0.1'}", "f.yaml:2: optim.lr: must be a number, got '0.1'"),
+        ("train: {lr: true}", "f.yaml:2: optim.lr: must be a number, got true"),
+        ("train: {nesterov: yes}", "f.yaml:2: optim.nesterov: must be true or false, got 'yes'"),
         (
             "train: {clip_grad_norm: -1}",
-            "f.yaml:2: train.clip_grad_norm: must be greater than 0, got -1",
+            "f.yaml:2: optim.clip_grad_norm: must be greater than 0, got -1",
         ),
         (
             "augment: {flip_prob: 1.5}",
@@ -93,7 +93,7 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ),
         (
             "train:\n  lr: 0.1\n  steps: 10\n  warmup_steps: 10",
-            "f.yaml:5: train.warmup_steps: 10 must be smaller than steps, 10",
+            "f.yaml:5: schedule.warmup_steps: 10 must be smaller than steps, 10",
         ),
         (
             "train:\n  accumulate_steps: 17",
@@ -107,7 +107,7 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ),
         (
             "train:\n  nesterov: true\n  momentum: 0",
-            "f.yaml:3: train.nesterov: needs a momentum above 0",
+            "f.yaml:3: optim.nesterov: needs a momentum above 0",
         ),
         (
             "model:\n  backbone: mobilenet_v2\n  stem: 64-64-128",
@@ -185,19 +185,19 @@ def test_an_option_that_a_later_check_refuses_has_its_place(
     placed = with_places("data.root: gone\n  data.classes: x\nlog: y", source, overrides)
     assert placed == f"{place}\n  data.classes: x\nlog: y"
     if source == "own.yaml":  # a default is written nowhere
-        assert with_places("train.lr: bad", source, ()) == "train.lr: bad"
+        assert with_places("optim.lr: bad", source, ()) == "optim.lr: bad"
 
 
 def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
     """min_lr is a default here; only lr is in the file."""
     text = "train:\n  momentum: 0.5\n  lr: 1e-9\n"
-    (line,) = refusal(text, "train.min_lr=0.1")
-    assert line == "--set train.min_lr: 0.1 must not be larger than lr, 1e-09"
+    (line,) = refusal(text, "schedule.min_lr=0.1")
+    assert line == "--set schedule.min_lr: 0.1 must not be larger than lr, 1e-09"
     scaled = "train: {lr: 0.01, lr_batch_size: 16, batch_size: 4, min_lr: 0.005}"
     assert "must not be larger than lr as scaled to batch_size, 0.0025" in refusal(scaled)[0]
     config = parse("train: {min_lr: 0.005}")
     with pytest.raises(ConfigError, match=r"^--set train\.lr: train\.min_lr: 0\.005 must not"):
-        override_config(config, ["train.lr=1e-3"], source="runs/x")
+        override_config(config, ["optim.lr=1e-3"], source="runs/x")
 
 
 @pytest.mark.fault(80)
@@ -234,14 +234,14 @@ def test_missing_keys_say_what_they_mean():
     ("override", "message"),
     [
         ("train.lrr=1", "--set train.lrr: unknown key; did you mean 'lr'?"),
-        ("train.lr", "--set train.lr: expected section.key=value, such as train.lr=0.01"),
-        ("train.lr 1", "--set train.lr 1: expected section.key=value, such as train.lr=0.01"),
-        ("=1", "--set =1: expected section.key=value, such as train.lr=0.01"),
-        ("train.lr=", "--set train.lr: has no value; write null for nothing, '' for no text"),
-        ("train.lr=x", "--set train.lr: must be a number, got 'x'"),
+        ("optim.lr", "--set optim.lr: expected section.key=value, such as optim.lr=0.01"),
+        ("optim.lr 1", "--set optim.lr 1: expected section.key=value, such as optim.lr=0.01"),
+        ("=1", "--set =1: expected section.key=value, such as optim.lr=0.01"),
+        ("optim.lr=", "--set optim.lr: has no value; write null for nothing, '' for no text"),
+        ("optim.lr=x", "--set optim.lr: must be a number, got 'x'"),
         ("train.steps=01", "--set train.steps: 01 is refused, YAML readers disagree"),
         ("train={lr: 1}", "--set train: is a section; set its keys one by one"),
-        ("train.lr.x=1", "--set train.lr.x: "),
+        ("optim.lr.x=1", "--set optim.lr.x: "),
         ("seed.x=1", "--set seed.x: "),
         ("x.y=1", "--set x.y: x: unknown key; expected one of seed, data, augment"),
     ],
@@ -258,8 +258,8 @@ def test_a_list_in_the_wrong_form_is_refused_with_an_example(value):
 
 
 def test_an_override_replaces_what_the_file_says_even_a_mistake():
-    config = parse("train:\n  lr: 012\n", "train.lr=1e-3", "augment.crop_size=[3, 5]", "train.lr=2")
-    assert config.train.lr == 2
+    config = parse("train:\n  lr: 012\n", "optim.lr=1e-3", "augment.crop_size=[3, 5]", "optim.lr=2")
+    assert config.optim.lr == 2
     assert config.augment.crop_size == (3, 5)
 
 
@@ -277,7 +277,7 @@ AWKWARD = (
     "data.images_dir=a b#c: d\\x'é\"",
     "model.pretrained='None'",
     "norm.eps=1e-12",
-    "train.clip_grad_norm=null",
+    "optim.clip_grad_norm=null",
     "model.multi_grid=[1, 2, 4]",
     "loss.class_weights=[1, 2, 3e-7]",
     "augment.extra=[{name: Blur, args: {blur_limit: [3, 7], y: {z: [1, [null, true]]}}}]",
@@ -309,7 +309,7 @@ def test_the_schema_describes_every_option():
 
 def test_a_config_cannot_be_changed():
     with pytest.raises(ValidationError):
-        parse("").train.lr = 1
+        parse("").optim.lr = 1
 
 
 @pytest.mark.parametrize(
@@ -318,14 +318,14 @@ def test_a_config_cannot_be_changed():
         ("loss.ohem_threshold=0.5", "loss.ohem_threshold", "kind cross_entropy"),
         ("loss.kind=dice loss.ohem_min_kept=9", "loss.ohem_min_kept", "kind dice"),
         ("model.aux_head=false loss.aux_weight=1", "loss.aux_weight", "model.aux_head false"),
-        ("train.optimizer=adamw train.momentum=0.8", "train.momentum", "optimizer adamw"),
-        ("train.optimizer=adamw train.nesterov=true", "train.nesterov", "optimizer adamw"),
-        ("train.betas=[0.5,0.5]", "train.betas", "optimizer sgd"),
-        ("train.warmup_start=0.2", "train.warmup_start", "warmup_steps 0 and"),
-        ("train.poly_power=0 train.min_lr=1e-3", "train.min_lr", "poly_power 0"),
+        ("optim.kind=adamw optim.momentum=0.8", "optim.momentum", "optimizer adamw"),
+        ("optim.kind=adamw optim.nesterov=true", "optim.nesterov", "optimizer adamw"),
+        ("optim.betas=[0.5,0.5]", "optim.betas", "optimizer sgd"),
+        ("schedule.warmup_start=0.2", "schedule.warmup_start", "warmup_steps 0 and"),
+        ("schedule.poly_power=0 schedule.min_lr=1e-3", "schedule.min_lr", "poly_power 0"),
         (
-            "train.weight_decay=0 train.decay_norm_and_bias=false",
-            "train.decay_norm_and_bias",
+            "optim.weight_decay=0 optim.decay_norm_and_bias=false",
+            "optim.decay_norm_and_bias",
             "weight_decay 0",
         ),
         ("augment.rotate_prob=0.2", "augment.rotate_prob", "rotate_deg 0"),

@@ -229,7 +229,7 @@ def test_steps_batches_crops_and_scales_are_those_of_the_source(name):
     config = load(name)
     assert (config.train.steps, config.train.batch_size, config.augment.crop_size) == SIZES[name]
     assert config.augment.scale_range == (0.5, 2.0)
-    assert config.train.momentum == 0.9
+    assert config.optim.momentum == 0.9
 
 
 @pytest.mark.parametrize("name", sorted(DILATIONS))
@@ -293,8 +293,8 @@ def test_the_recipes_of_mosaicml_are_theirs():
     for kind, steps in halves.items():
         config = load(f"ade20k_deeplabv3plus_r101_{kind}")
         train, loss = config.train, config.loss
-        assert train.decoupled_decay
-        assert train.ema_decay**steps == pytest.approx(0.5, rel=1e-3)
+        assert optim.decoupled_decay
+        assert optim.ema_decay**steps == pytest.approx(0.5, rel=1e-3)
         dice = loss.also[0]
         assert (loss.kind, loss.weight, dice.kind, dice.weight) == (
             *("cross_entropy", 0.375),
@@ -302,7 +302,7 @@ def test_the_recipes_of_mosaicml_are_theirs():
         )
         assert not dice.dice_squared
         sam = {"mild": (None, 1), "medium": (0.3, 2), "hot": (0.3, 1)}[kind]
-        assert (train.sam_rho, train.sam_every) == sam
+        assert (optim.sam_rho, optim.sam_every) == sam
         assert config.augment.mixup_alpha == {"mild": None, "medium": 0.2, "hot": 0.5}[kind]
 
 

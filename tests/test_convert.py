@@ -1043,7 +1043,7 @@ def test_what_is_assumed_can_be_set(smp_state, tmp_path, classes, capsys):
     [
         (("--output", "ours.pth"), 2, "checkpoints end in .pt"),
         (("--output", "theirs.pt"), 2, "is the file to convert"),
-        (("--output", "ours.pt", "--set", "train.lr=1"), 2, "is for training"),
+        (("--output", "ours.pt", "--set", "optim.lr=1"), 2, "is for training"),
         (("--output", "ours.pt", "--set", "data.classes=voc"), 2, "write --classes"),
         (("--output", "ours.pt", "--set", "model.stem=32-32-64"), 4, "missing: encoder.conv2"),
         (("--output", "ours.pt", "--entry", "ema"), 4, "no state dict there"),

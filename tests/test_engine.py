@@ -105,7 +105,7 @@ def plain_loop(settings):
     train, loss = settings.train, settings.loss
     model = TwoHeads().double()
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=1.0, momentum=train.momentum, weight_decay=train.weight_decay
+        model.parameters(), lr=1.0, momentum=optim.momentum, weight_decay=optim.weight_decay
     )
     mean = torch.tensor(settings.data.mean).double().view(3, 1, 1)
     std = torch.tensor(settings.data.std).double().view(3, 1, 1)
@@ -113,7 +113,7 @@ def plain_loop(settings):
     results = []
     for step in range(train.steps):
         images, labels = whole_batch(step)
-        lr = train.lr * (1 - step / train.steps) ** 0.9
+        lr = optim.lr * (1 - step / train.steps) ** 0.9
         optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad()
         out, aux = (
@@ -121,7 +121,7 @@ def plain_loop(settings):
             for logits in model((images.double() - mean) / std)
         )
         (out + loss.aux_weight * aux).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), train.clip_grad_norm or 1e9)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad_norm or 1e9)
         optimizer.step()
         results.append((step + 1, out.item(), aux.item(), norm.item(), lr))
     return results, model.state_dict()

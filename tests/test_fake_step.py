@@ -38,7 +38,7 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
         model=model,
         optimizer=build_optimizer(model, train),
         scaler=torch.amp.GradScaler("cuda", enabled=train.precision == "float16"),
-        average=average if train.ema_decay else None,
+        average=average if optim.ema_decay else None,
         initial_weights=SimpleNamespace(hold_gradients=lambda: None),
         step=0,
     )
@@ -46,9 +46,9 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
     for parameter in model.parameters():
         parameter.grad = torch.rand_like(parameter)
     with fake:
-        _update(state, 0.1, train.clip_grad_norm)
+        _update(state, 0.1, optim.clip_grad_norm)
     fused = [name for name in fake.seen if name.startswith("_fused_")]
-    assert fused == [f"_fused_{train.optimizer}_"]
+    assert fused == [f"_fused_{optim.kind}_"]
 
 
 def test_a_copy_to_the_host_is_counted_as_in_flight(fake, monkeypatch):

@@ -182,7 +182,7 @@ def test_a_config_that_loads_prints_and_loads_back_equal(root, split, mean, lr, 
     options = smallest()
     options["data"] |= {"root": root, "train_split": split, "mean": mean}
     options["augment"] = {"extra": ({"name": "A", "args": args},)}
-    options |= {"train": {"lr": lr, "nesterov": flag}, "eval": {"flip": flag, "every_steps": None}}
+    options |= {"optim": {"lr": lr, "nesterov": flag}, "eval": {"flip": flag, "every_steps": None}}
     config = Config.model_validate(options)
     assert parse(config_to_yaml(config), source="printed") == config
 

@@ -205,13 +205,13 @@ def test_a_loss_that_is_not_finite_ends_all(tmp_path, data):
     ("options", "said"),
     [
         ({"train": {"shares": 2}}, "shares: 2 cannot go with parallel hogwild"),
-        ({"train": {"ema_decay": 0.9}}, "ema_decay: .* cannot go"),
-        ({"train": {"sam_rho": 0.1}}, "sam_rho: .* cannot go"),
+        ({"optim": {"ema_decay": 0.9}}, "ema_decay: .* cannot go"),
+        ({"optim": {"sam_rho": 0.1}}, "sam_rho: .* cannot go"),
         ({"train": {"virtual_ranks": 2}}, "virtual_ranks: .* cannot go"),
         ({"train": {"accumulate_steps": 2}}, "accumulate_steps: .* cannot go"),
         ({"train": {"compile": True}}, "compile: .* cannot go"),
         ({"train": {"deterministic": True}}, "deterministic: .* cannot go"),
-        ({"train": {"decoupled_decay": True}}, "decoupled_decay: .* cannot go"),
+        ({"optim": {"decoupled_decay": True}}, "decoupled_decay: .* cannot go"),
         ({"train": {"precision": "float16"}}, "precision: .* cannot go"),
         ({"loss": {"kind": "ohem"}}, "loss: ohem is about the pixels of the whole batch"),
         ({"loss": {"kind": "lovasz", "lovasz_per_image": False}}, "loss: lovasz is about"),
@@ -246,7 +246,7 @@ def test_devices_are_refused(tmp_path, data):
 def test_processes_divide_the_learning_rate(tmp_path, data):
     settings = load_config(config(data, tmp_path, lr=0.02, min_lr=0.008))
     train = config_of_process(settings, 4).train
-    assert (train.lr, train.min_lr) == (0.005, 0.002)
+    assert (optim.lr, schedule.min_lr) == (0.005, 0.002)
 
 
 def resumed_slowly(config, directory):

@@ -23,7 +23,8 @@ def everything(data, precision, backbone="resnet18"):
             "ohem_min_kept": 4500,  # of 6765 pixels: more than any of 2 ranks has
             "class_weights": [1.0, 2.0, 0.5, 1.5],
         },
-        train={"steps": STEPS, "precision": precision, "clip_grad_norm": 1.0, "ema_decay": 0.9},
+        train={"steps": STEPS, "precision": precision},
+        optim={"clip_grad_norm": 1.0, "ema_decay": 0.9},
     )
 
 
@@ -69,15 +70,8 @@ def test_adamw_accumulation_mixing_and_another_model_do_not_see_the_ranks(
         data,
         data={"class_uniform": 0.4},
         augment={"crop_size": [33, 41], "mixup_alpha": 3.0, "class_mix_prob": 0.5},
-        train={
-            "steps": 4,
-            "optimizer": "adamw",
-            "lr": 1e-3,
-            "clip_grad_norm": 1.0,
-            "ema_decay": 0.9,
-            "accumulate_steps": 2,
-            "batch_size": 7,
-        },
+        train={"steps": 4, "accumulate_steps": 2, "batch_size": 7},
+        optim={"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 1.0, "ema_decay": 0.9},
         model={"arch": "deeplabv3plus", "backbone": "mobilenet_v2", "aux_head": False},
         loss={"kind": kind},
     )

@@ -1,6 +1,6 @@
 """The rules for large minibatches of arXiv:1706.02677, and the test of each.
 
-train.large_batch sets those that are options. The last three are always so: nothing sets them.
+optim.large_batch sets those that are options. The last three are always so: nothing sets them.
 """
 
 import re
@@ -16,19 +16,19 @@ from segtrain.training.optim import base_lr, learning_rate
 # Rule and section of the paper: the option, if it is one, and the file and name of its test.
 RULES = {
     "linear scaling of the rate, 2.1": (
-        "train.lr_batch_size",
+        "optim.lr_batch_size",
         "test_optim test_rate_scales_with_the_batch_only_if_asked",
     ),
     "gradual warmup, 2.2": (
-        "train.warmup_steps",
+        "schedule.warmup_steps",
         "test_large_batch test_warmup_begins_with_the_rate_of_the_small_batch",
     ),
     "momentum correction when the rate changes, 3": (
-        "train.momentum_correction",
+        "optim.momentum_correction",
         "test_decay test_momentum_has_the_correction_or_is_the_naive_form",
     ),
     "no decay on norm and bias, 5.1": (
-        "train.decay_norm_and_bias",
+        "optim.decay_norm_and_bias",
         "test_decay test_norm_and_bias_are_spared_in_every_form_of_decay",
     ),
     "last gamma of a residual block starts at zero, 5.1": (
@@ -71,7 +71,7 @@ def config(train, model="{}"):
 def test_warmup_begins_with_the_rate_of_the_small_batch():
     """arXiv:1706.02677, section 2.2: from eta to k eta in equal steps."""
     train = config("{large_batch: true, batch_size: 64, steps: 90, poly_power: 0.0}").train
-    assert (train.lr_batch_size, train.warmup_steps) == (16, 5)
+    assert (optim.lr_batch_size, schedule.warmup_steps) == (16, 5)
     found = [learning_rate(train, step) for step in range(7)]
     assert found == pytest.approx([0.01 + 0.03 * i / 5 for i in range(6)] + [0.04])
     assert base_lr(train) == pytest.approx(0.04)
@@ -80,9 +80,9 @@ def test_warmup_begins_with_the_rate_of_the_small_batch():
 def test_large_batch_sets_its_rules_where_the_file_says_nothing():
     found = config("{large_batch: true, batch_size: 64, steps: 900}")
     train = found.train
-    assert (train.lr_batch_size, train.warmup_steps, train.warmup_start) == (16, 50, 0.25)
-    assert not train.decay_norm_and_bias
-    assert train.momentum_correction
+    assert (optim.lr_batch_size, schedule.warmup_steps, schedule.warmup_start) == (16, 50, 0.25)
+    assert not optim.decay_norm_and_bias
+    assert optim.momentum_correction
     assert found.model.zero_init_residual
 
 
@@ -91,8 +91,8 @@ def test_large_batch_keeps_what_the_file_says():
         "{large_batch: true, lr: 0.1, lr_batch_size: 256, batch_size: 512, warmup_steps: 7}",
         "{backbone: mobilenet_v2}",
     )
-    assert (found.train.lr_batch_size, found.train.warmup_steps) == (256, 7)
-    assert found.train.warmup_start == 0.5
+    assert (found.optim.lr_batch_size, found.schedule.warmup_steps) == (256, 7)
+    assert found.schedule.warmup_start == 0.5
     assert not found.model.zero_init_residual  # there is no such option for MobileNets
 
 
@@ -104,13 +104,13 @@ def test_large_batch_leaves_loaded_weights_alone():
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ("optimizer: adamw", "train.optimizer: adamw cannot go with large_batch"),
-        ("lr: 0.1", "train.lr_batch_size: large_batch scales lr with the batch"),
-        ("lr_batch_size: null", "train.lr_batch_size: large_batch scales lr"),
-        ("warmup_steps: 0", "train.warmup_steps: 0 contradicts large_batch"),
-        ("decay_norm_and_bias: true", "train.decay_norm_and_bias: true cannot go with large_batch"),
-        ("momentum_correction: false", "train.momentum_correction: false cannot go with"),
-        ("schedule: one_cycle", "train.schedule: one_cycle cannot go with large_batch"),
+        ("optimizer: adamw", "optim.kind: adamw cannot go with large_batch"),
+        ("lr: 0.1", "optim.lr_batch_size: large_batch scales lr with the batch"),
+        ("lr_batch_size: null", "optim.lr_batch_size: large_batch scales lr"),
+        ("warmup_steps: 0", "schedule.warmup_steps: 0 contradicts large_batch"),
+        ("decay_norm_and_bias: true", "optim.decay_norm_and_bias: true cannot go with large_batch"),
+        ("momentum_correction: false", "optim.momentum_correction: false cannot go with"),
+        ("schedule: one_cycle", "schedule.kind: one_cycle cannot go with large_batch"),
     ],
 )
 def test_what_contradicts_large_batch_is_refused(train, message):
@@ -130,7 +130,9 @@ def test_the_printed_config_says_what_was_chosen_and_loads_back():
     for line in ("lr_batch_size: 16", "warmup_steps: 2222", "zero_init_residual: true"):
         assert f"  {line}\n" in text
     assert parse_config(text, source="d.yaml") == found
-    assert override_config(found, ["train.steps=90000"], source="d.yaml").train.warmup_steps == 2222
+    assert (
+        override_config(found, ["train.steps=90000"], source="d.yaml").schedule.warmup_steps == 2222
+    )
 
 
 def test_a_section_made_by_hand_must_name_the_rules():

@@ -256,7 +256,7 @@ DATA = "data: {layout: folders, root: x, classes: y}\n"
     ("train", "message"),
     [
         ("layers: [{names: [head]}]", "nothing is said about these weights; set one of freeze"),
-        ("layers: [{names: [], freeze: true}]", "train.layers[0].names"),
+        ("layers: [{names: [], freeze: true}]", "optim.layers[0].names"),
         (
             "layers: [{names: [a], freeze: true, lr_mult: 2.0}]",
             "lr_mult: has no effect with freeze",
@@ -265,8 +265,8 @@ DATA = "data: {layout: folders, root: x, classes: y}\n"
             "layers: [{names: [a], freeze: true}]",
             "name some in model.pretrained",
         ),
-        ("decay_toward: start", "train.decay_toward: is about weights that are loaded"),
-        ("new_weight_decay: 0.1", "train.new_weight_decay: is about weights that are loaded"),
+        ("decay_toward: start", "optim.decay_toward: is about weights that are loaded"),
+        ("new_weight_decay: 0.1", "optim.new_weight_decay: is about weights that are loaded"),
         ("layers: [{names: [a], lr_mutl: 2.0}]", "unknown key"),
     ],
 )
@@ -318,7 +318,7 @@ def plain_loop():
             away = p if name.endswith("bias") else p - start[name]
             loss = loss + (0.3 if name.endswith("bias") else 0.1) / 2 * away.square().sum()
         gradients = torch.autograd.grad(loss, list(trained.values()))
-        rate = RULES.train.lr * (1 + math.cos(math.pi * step / RULES.train.steps)) / 2
+        rate = RULES.optim.lr * (1 + math.cos(math.pi * step / RULES.train.steps)) / 2
         for (name, p), gradient in zip(trained.items(), gradients, strict=True):
             factor = 0.5 if name.endswith("bias") else 2.0 if name.startswith("head") else 1.0
             velocity[name] = 0.9 * velocity[name] + gradient

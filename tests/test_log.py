@@ -57,8 +57,8 @@ def test_tensorboard_reads_curves_pictures_config_and_hyperparameters_back(tmp_p
         run.text("config", "train:\n  lr: 0.1\n")
         run.picture(3, "eval/0", np.full((7, 5, 3), 200, dtype=np.uint8))
         run.scalars(3, {"eval/mIoU": 0.25})
-        options = {"train.lr": 0.1, "augment.crop_size": [3, 4], "model.pretrained": None}
-        run.hparams(options, {"mIoU": 0.25}, 3, first=["train.lr"])
+        options = {"optim.lr": 0.1, "augment.crop_size": [3, 4], "model.pretrained": None}
+        run.hparams(options, {"mIoU": 0.25}, 3, first=["optim.lr"])
     read = board(tmp_path)
     (picture,) = read.Images("eval/0")
     assert (picture.step, picture.height, picture.width) == (3, 7, 5)
@@ -68,7 +68,7 @@ def test_tensorboard_reads_curves_pictures_config_and_hyperparameters_back(tmp_p
     assert points(read, "eval/mIoU") == [(3, 0.25)]
     tags = read.summary_metadata
     assert "_hparams_/session_start_info" in tags
-    assert b"train.lr" in tags["_hparams_/session_start_info"].plugin_data.content
+    assert b"optim.lr" in tags["_hparams_/session_start_info"].plugin_data.content
 
 
 def test_any_ranks_show_the_same_pictures_of_the_whole_split(run_ranks, tmp_path):
@@ -106,7 +106,7 @@ def hparams_table(directory):
 
 def test_the_table_of_hyperparameters_begins_with_the_main_options(tmp_path):
     """TensorBoard sorts by name, takes the columns of one run, and first shows five."""
-    for name, changes in (("a", {}), ("b", {"train": {"ema_decay": 0.9}, "seed": 3})):
+    for name, changes in (("a", {}), ("b", {"optim": {"ema_decay": 0.9}, "seed": 3})):
         options = {"data": {"layout": "camvid", "root": "x", "classes": "camvid"}} | changes
         with RunLog(tmp_path / name, enabled=True) as run:
             all_options = flat(Config.model_validate(options))
@@ -118,7 +118,7 @@ def test_the_table_of_hyperparameters_begins_with_the_main_options(tmp_path):
         "model.backbone",
         "seed",
         "train.batch_size",
-        "train.lr",
+        "optim.lr",
         "train.steps",
     ]
     # The columns are those of one run: they must include what other runs changed.
@@ -127,7 +127,7 @@ def test_the_table_of_hyperparameters_begins_with_the_main_options(tmp_path):
     accumulator.Reload()
     content = accumulator.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     values = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert values["train.ema_decay"].number_value == 0.9
+    assert values["optim.ema_decay"].number_value == 0.9
     assert values["seed"].number_value == 3
 
 

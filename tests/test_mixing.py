@@ -276,7 +276,7 @@ def plain_losses_and_weights(made):
         images, labels = whole_batch(step)
         m = seed.mixup_weight(made.seed, step, 4.0) / 256
         assert m > 0
-        optimizer.param_groups[0]["lr"] = train.lr * (1 - step / train.steps) ** 0.9
+        optimizer.param_groups[0]["lr"] = optim.lr * (1 - step / train.steps) ** 0.9
         optimizer.zero_grad()
         both = model((images.double() - mean) / std)
         out, aux = (

@@ -279,12 +279,8 @@ def test_frozen_statistics_come_from_another_run(run_ranks, tmp_path, data):
     options = experiment(
         data,
         norm={"kind": "frozen"},
-        train={
-            "steps": 2,
-            "init_from": str(tmp_path / "first"),
-            "lr": 1e-4,
-            "precision": "float32",
-        },
+        train={"steps": 2, "init_from": str(tmp_path / "first"), "precision": "float32"},
+        optim={"lr": 1e-4},
     )
     second = write_config(tmp_path / "b.yaml", options)
     run_ranks(2, train, second, tmp_path / "second")

@@ -27,7 +27,7 @@ from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
 
-LR, DECAY = "train.lr", "train.weight_decay"
+LR, DECAY = "optim.lr", "optim.weight_decay"
 
 
 def config(**train):
@@ -113,7 +113,7 @@ def test_every_round_and_member_draws_anew():
 def test_an_option_stays_where_the_config_refuses_the_product():
     rngs = [np.random.default_rng(seed) for seed in range(20)]
     found = {
-        history.perturbed(config(), {"train.momentum": 0.9}, rng)["train.momentum"] for rng in rngs
+        history.perturbed(config(), {"optim.momentum": 0.9}, rng)["optim.momentum"] for rng in rngs
     }
     assert found == {0.9, 0.72}  # 1.08 is no momentum
 
@@ -387,7 +387,7 @@ def check_history(directory, every=2, bonus=0.0):
         if step == 2 * every:
             used = load_config(run / "config.yaml")
             assert used.seed == i
-            assert {LR: used.train.lr, DECAY: used.train.weight_decay} == options
+            assert {LR: used.optim.lr, DECAY: used.optim.weight_decay} == options
 
 
 def stand_in(calls, diverging=()):
@@ -576,15 +576,15 @@ def test_a_member_whose_checkpoints_were_removed_is_not_trained_anew(
             ["--set", "eval.every_steps=1", "--set", "train.patience=1"],
             "train.patience: a member that ends before the others",
         ),
-        (["--perturb", "train.lrr"], "--perturb train.lrr: no such option; did you mean train.lr?"),
+        (["--perturb", "train.lrr"], "--perturb train.lrr: no such option; did you mean optim.lr?"),
         (["--perturb", "train.steps"], "--perturb train.steps: is 4 here; expected a number with"),
-        (["--perturb", "train.sam_rho"], "--perturb train.sam_rho: is None here"),
-        (["--perturb", "train.min_lr"], "--perturb train.min_lr: is 0 here, and stays so"),
-        (["--perturb", "train.momentum"], "--perturb train.momentum: 0.9 times 1.2 is refused"),
+        (["--perturb", "optim.sam_rho"], "--perturb optim.sam_rho: is None here"),
+        (["--perturb", "schedule.min_lr"], "--perturb schedule.min_lr: is 0 here, and stays so"),
+        (["--perturb", "optim.momentum"], "--perturb optim.momentum: 0.9 times 1.2 is refused"),
         (["--perturb", "loss.ohem_threshold"], "loss.ohem_threshold: 0.7 times 0.8 is refused"),
-        (["--perturb", "train.milestone_factor"], "has no effect with schedule poly"),
+        (["--perturb", "schedule.milestone_factor"], "has no effect with schedule poly"),
         (["--perturb", "eval.overlap"], "does not change what a member learns"),
-        (["--perturb", "train.lr", "--perturb", "train.lr"], "--perturb: names an option twice"),
+        (["--perturb", "optim.lr", "--perturb", "optim.lr"], "--perturb: names an option twice"),
     ],
 )
 def test_what_cannot_be_a_population_is_refused(tmp_path, experiment, arguments, said, capsys):
@@ -613,7 +613,7 @@ def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monke
         (["--resume", "--members", "3"], "--members: 2 there, 3 now"),
         (["--resume", "--every", "3"], "--every: 2 there, 3 now"),
         (["--resume", "--perturb", LR], "--perturb: "),
-        (["--resume", "--set", "train.lr=1.0"], "train.lr: 0.02 there, 1.0 now"),
+        (["--resume", "--set", "optim.lr=1.0"], "optim.lr: 0.02 there, 1.0 now"),
     ):
         capsys.readouterr()
         assert run(experiment, directory, *arguments) == 2
@@ -638,8 +638,8 @@ def test_a_population_that_has_saved_nothing_starts_anew(tmp_path, experiment, m
     directory, said = tmp_path / "run", "nothing to resume; a new population starts"
     assert run(experiment, directory, "--resume") == 3
     assert f"{directory}: {said}" in capsys.readouterr().err
-    assert run(experiment, directory, "--set", "train.lr=0.1") == 3
-    assert recorded(directory)[0]["config"]["train"]["lr"] == 0.1
+    assert run(experiment, directory, "--set", "optim.lr=0.1") == 3
+    assert recorded(directory)[0]["config"]["optim"]["lr"] == 0.1
     assert said not in capsys.readouterr().err
     assert run(experiment, directory, "--resume", "--members", "3") == 3
     assert recorded(directory)[0]["members"] == 3

@@ -42,7 +42,7 @@ segtrain data stats my.yaml
 segtrain data pack my.yaml --output packs/my
 segtrain data check my.yaml --set data.pack=packs/my
 segtrain train my.yaml
-segtrain train my.yaml --set train.lr=0.02 --output runs/my_lr2
+segtrain train my.yaml --set optim.lr=0.02 --output runs/my_lr2
 segtrain train my.yaml --set data.pack=packs/my --output runs/my_pack
 segtrain train my.yaml --resume
 segtrain train runs/my --resume
@@ -105,7 +105,7 @@ SMALL = (
     "model.head_channels=16",
     "train.steps=2",
     "train.batch_size=2",
-    "train.warmup_steps=0",
+    "schedule.warmup_steps=0",
 )
 SECTIONS = {
     name: field.annotation.model_fields

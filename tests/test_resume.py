@@ -257,14 +257,14 @@ def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, d
     config = write_config(tmp_path / "c.yaml", small(data, train=new))
     ((kind, code, said),) = run_ranks(1, refusal, train, config, run, True)
     assert (kind, code) == ("ConfigError", 2)
-    assert "\n  train.lr: 0.02 there, 0.01 now\n  train.momentum: 0.9 there, 0.5 now\n" in said
+    assert "\n  optim.lr: 0.02 there, 0.01 now\n  optim.momentum: 0.9 there, 0.5 now\n" in said
     assert "\nif the changes are meant: add --accept-changes" in said
     assert run_ranks(1, train, config, run, True, accept_changes=True) == [0]
     (group, *_) = last(run).optimizer["param_groups"]
     assert group["momentum"] == 0.5
     assert group["lr"] < 0.01
     log = (run / "train.log").read_text()
-    assert "changed    train.momentum: 0.9 there, 0.5 now" in log
+    assert "changed    optim.momentum: 0.9 there, 0.5 now" in log
     # 0.02 (1 - 1/2)^0.9 and 0.01 (1 - 2/4)^0.9
     jump = "changed    learning rate: 0.0107 in step 2, the last one, 0.00536 in the next\n"
     assert log.count(jump) == 1
@@ -277,9 +277,7 @@ def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, d
     function = partial(train, accept_changes=True)
     ((kind, code, said),) = run_ranks(1, refusal, function, config, run, True)
     assert (kind, code) == ("CheckpointError", 4)
-    assert (
-        "last.pt: does not hold the state that these changes need\n  train.optimizer: sgd" in said
-    )
+    assert "last.pt: does not hold the state that these changes need\n  optim.kind: sgd" in said
 
 
 @pytest.mark.fault(46)
@@ -325,7 +323,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(run_ranks, tmp_pa
 
 def test_a_run_that_exploded_before_its_first_checkpoint_is_begun_anew(run_ranks, tmp_path, data):
     """By the same command with another learning rate; with resume, as where nothing was before."""
-    explosive = small(data, train={"steps": 4, "lr": 1e30})
+    explosive = small(data, train={"steps": 4}, optim={"lr": 1e30})
     config, run = write_config(tmp_path / "c.yaml", explosive), tmp_path / "run"
     ((kind, code, _),) = run_ranks(1, refusal, train, config, run)
     assert (kind, code) == ("NonFiniteError", 5)
@@ -528,10 +526,12 @@ def test_mistakes_at_a_resumption_are_refused_on_every_rank(run_ranks, tmp_path,
     assert (kind, code) == ("ConfigError", 2)
     assert "holds a run already" in said
 
-    other = write_config(tmp_path / "other.yaml", small(data, train={"steps": 2, "lr": 0.5}))
+    other = write_config(
+        tmp_path / "other.yaml", small(data, train={"steps": 2}, optim={"lr": 0.5})
+    )
     kind, code, said = refused(other)
     assert (kind, code) == ("ConfigError", 2)
-    assert "train.lr: 0.02 there, 0.5 now" in said
+    assert "optim.lr: 0.02 there, 0.5 now" in said
 
     classes = Path(data / "classes.yaml")
     before = classes.read_text()

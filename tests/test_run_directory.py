@@ -131,7 +131,7 @@ def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
     assert str(refusal.value).splitlines()[1:] == [
         "  augment.crop_size: [41, 57] there, [33, 65] now",
         '  model.pretrained: null there, "no: file" now',
-        "  train.lr: 0.02 there, 0.5 now",
+        "  optim.lr: 0.02 there, 0.5 now",
         "  train.steps: 20 there, 99 now",
         f"to go on as it was started: segtrain train {tmp_path} --resume",
         "if the changes are meant: add --accept-changes",

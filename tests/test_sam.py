@@ -77,13 +77,13 @@ def naive(settings):
     train = settings.train
     model = Small(nn.BatchNorm2d).double()
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=1.0, momentum=train.momentum, weight_decay=train.weight_decay
+        model.parameters(), lr=1.0, momentum=optim.momentum, weight_decay=optim.weight_decay
     )
     mean = torch.tensor(settings.data.mean).double().view(3, 1, 1)
     std = torch.tensor(settings.data.std).double().view(3, 1, 1)
     numbers = []
     for step in range(train.steps):
-        optimizer.param_groups[0]["lr"] = train.lr * (1 - step / train.steps) ** 0.9
+        optimizer.param_groups[0]["lr"] = optim.lr * (1 - step / train.steps) ** 0.9
         images, labels = whole_batch(step)
         mask = seed.dropout_mask(0, step, 0, batch_size=N, channels=CHANNELS, p=P).double()
         valid = (labels != IGNORE_INDEX).sum()
@@ -105,15 +105,15 @@ def naive(settings):
             return total
 
         loss = gradient()
-        if train.sam_rho is not None and step % train.sam_every == train.sam_every - 1:
+        if optim.sam_rho is not None and step % optim.sam_every == optim.sam_every - 1:
             before = copy.deepcopy(model.state_dict())
             norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
             with torch.no_grad():
                 for p in model.parameters():
-                    p += train.sam_rho * p.grad / norm
+                    p += optim.sam_rho * p.grad / norm
             gradient()
             model.load_state_dict(before)
-        limit = train.clip_grad_norm or 1e9
+        limit = optim.clip_grad_norm or 1e9
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit).item()
         optimizer.step()
         numbers.append([loss, norm])
@@ -263,7 +263,7 @@ def test_gradients_that_are_not_finite_end_a_float32_run_as_without_sam(numbers)
 def test_layers_that_compute_a_batch_only_once_are_refused():
     settings = config()
     for layer, what in ((nn.Dropout(), "draws other"), (nn.BatchNorm2d(3), "updates its running")):
-        with pytest.raises(ConfigError, match=f"train.sam_rho: 0, a .* {what}"):
+        with pytest.raises(ConfigError, match=f"optim.sam_rho: 0, a .* {what}"):
             make_state(nn.Sequential(layer), settings, CPU)
 
 

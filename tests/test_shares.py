@@ -57,21 +57,16 @@ CASES = {
             "ohem_min_kept": 6000,
             "class_weights": WEIGHTS,
         },
-        "train": {"batch_size": 7, "shares": 3, "clip_grad_norm": 1.0, "ema_decay": 0.9},
+        "train": {"batch_size": 7, "shares": 3},
+        "optim": {"clip_grad_norm": 1.0, "ema_decay": 0.9},
     },
     # Passes of 4 and 3 images, in which three shares are 2 + 1 + 1 and 1 + 1 + 1.
     "deeplabv3plus, adamw, bfloat16, mixup": {
         "model": {"arch": "deeplabv3plus", "backbone": "mobilenet_v3_large"},
         "augment": {"mixup_alpha": 4.0, "class_mix_prob": 0.5},
         "loss": {"kind": "cross_entropy", "class_weights": WEIGHTS},
-        "train": {
-            "batch_size": 7,
-            "accumulate_steps": 2,
-            "shares": 3,
-            "precision": "bfloat16",
-            "optimizer": "adamw",
-            "lr": 1e-3,
-        },
+        "train": {"batch_size": 7, "accumulate_steps": 2, "shares": 3, "precision": "bfloat16"},
+        "optim": {"kind": "adamw", "lr": 1e-3},
     },
     # All losses, so that all sums and sorts of theirs are in it.
     "pspnet, six losses": {
@@ -103,20 +98,14 @@ CASES = {
     "float64, precise statistics, NCHW": {
         "model": {"arch": "pspnet", "backbone": "mobilenet_v2"},
         "norm": {"precise_batches": 2},
-        "train": {
-            "batch_size": 5,
-            "shares": 4,
-            "precision": "float64",
-            "optimizer": "adamw",
-            "lr": 1e-3,
-            "channels_last": False,
-            "ema_decay": 0.5,
-        },
+        "train": {"batch_size": 5, "shares": 4, "precision": "float64", "channels_last": False},
+        "optim": {"kind": "adamw", "lr": 1e-3, "ema_decay": 0.5},
     },
     "group norm, float16": {
         "model": {"arch": "deeplabv3plus", "backbone": "mobilenet_v2"},
         "norm": {"kind": "group", "num_groups": 4},
-        "train": {"batch_size": 4, "shares": 4, "precision": "float16", "clip_grad_norm": 0.5},
+        "train": {"batch_size": 4, "shares": 4, "precision": "float16"},
+        "optim": {"clip_grad_norm": 0.5},
     },
     "frozen norm": {
         "model": {"arch": "pspnet", "backbone": "mobilenet_v2"},
@@ -186,10 +175,12 @@ def grid():
                     "accumulate_steps": passes,
                     "shares": 3 + turn % 2,
                     "precision": precision,
-                    "clip_grad_norm": 1.0 if turn % 2 else None,
-                    "ema_decay": 0.9 if turn % 3 else None,
                     "channels_last": turn % 4 != 2,
                     **adamw,
+                },
+                "optim": {
+                    "clip_grad_norm": 1.0 if turn % 2 else None,
+                    "ema_decay": 0.9 if turn % 3 else None,
                 },
             }
             yield pytest.param(sections, id=f"{precision}-{arch}")
@@ -212,7 +203,8 @@ def test_a_run_that_goes_on_on_other_numbers_of_ranks_ends_with_the_same_bits(
     sections = {
         "model": {"backbone": "mobilenet_v2"},
         "loss": {"kind": "ohem", "ohem_min_kept": 4000},
-        "train": {"steps": 7, "shares": 4, "ema_decay": 0.9, "clip_grad_norm": 1.0},
+        "train": {"steps": 7, "shares": 4},
+        "optim": {"ema_decay": 0.9, "clip_grad_norm": 1.0},
         "eval": {"every_steps": 3},
         "log": {"every_steps": 4},
     }
@@ -245,7 +237,8 @@ def test_shares_at_the_same_time_are_shares_one_after_another(
     sections = {
         "model": {"backbone": "mobilenet_v2"},
         "norm": {"precise_batches": 2},
-        "train": {"shares": 5, "precision": precision, "ema_decay": 0.9},
+        "train": {"shares": 5, "precision": precision},
+        "optim": {"ema_decay": 0.9},
     }
     config = write_config(tmp_path / "c.yaml", options(data, sections))
     one, at_once = (

@@ -66,7 +66,8 @@ SETTINGS = {
     # Batch norm would carry what is not finite from one share to all others.
     "overflow": {
         "norm": {"kind": "group", "num_groups": 4},
-        "train": {"precision": "float16", "steps": 2, "clip_grad_norm": 1.0},
+        "train": {"precision": "float16", "steps": 2},
+        "optim": {"clip_grad_norm": 1.0},
     },
 }
 

@@ -136,7 +136,7 @@ def test_ranks_end_when_their_launcher_is_killed_and_save_what_they_have(tmp_pat
 
 @pytest.mark.fault(76)
 def test_a_loss_that_is_not_finite_names_step_rank_and_images(run_ranks, tmp_path, data):
-    options = experiment(data, train={"steps": 9, "lr": 1e200}, eval={"every_steps": 1})
+    options = experiment(data, train={"steps": 9}, optim={"lr": 1e200}, eval={"every_steps": 1})
     options["model"] |= {"backbone": "mobilenet_v2"}
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
     first, second = run_ranks(2, refusal, train, config, run)

@@ -18,15 +18,10 @@ from segtrain.training.optim import learning_rate
 FROZEN = "backbone.features.0"
 # The last steps of a one-cycle are small: what a resumed run forgets must show before.
 EVERYTHING = {
-    "train": {
-        "steps": 4,
-        "batch_size": 6,
-        "shares": 3,
-        "accumulate_steps": 2,
+    "train": {"steps": 4, "batch_size": 6, "shares": 3, "accumulate_steps": 2},
+    "optim": {
         "clip_grad_norm": 1.0,
         "lr": 0.05,
-        "schedule": "one_cycle",
-        "cycle_rise": 0.8,
         "momentum_correction": False,
         "decay_toward": "start",
         "weight_decay": 0.05,
@@ -38,6 +33,7 @@ EVERYTHING = {
             {"names": ["backbone"], "hold_zeros": True},
         ],
     },
+    "schedule": {"kind": "one_cycle", "cycle_rise": 0.8},
     "norm": {"precise_batches": 1},
 }
 

@@ -76,7 +76,7 @@ def test_a_resumption_without_a_step_changes_nothing_but_the_log(run_ranks, tmp_
             file.write(json.dumps({"step": 9}) + "\n{cut")
     (run / "environment.json").write_text('{"segtrain": "0", "python": "0", "libraries": {}}')
     options = yaml.safe_load(config.read_text())
-    options["train"]["lr"] = 0.5
+    options["optim"]["lr"] = 0.5
     other = write_config(tmp_path / "other.yaml", options)
     before = files(run)
     if how == "fails":

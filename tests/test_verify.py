@@ -238,7 +238,8 @@ def test_precise_statistics_of_evaluations_are_followed(run_ranks, tmp_path, dat
     """They change the model after the receipt of their step, and the steps after it."""
     options = small(
         data,
-        train={"steps": STEPS, "shares": 2, "batch_size": 4, "ema_decay": None},
+        train={"steps": STEPS, "shares": 2, "batch_size": 4},
+        optim={"ema_decay": None},
         log={"every_steps": 3},
         eval={"every_steps": 2},
         norm={"precise_batches": 1},
@@ -273,7 +274,7 @@ def test_what_cannot_be_verified_is_refused_with_the_repair(run_ranks, run, tmp_
         (lost, "--steps", "1:"): (2, "has receipts of 3 steps, 1 to 4, but none of step 2"),
         (run, "--steps", "3:99999999999"): (2, "4 steps, 1 to 4, but none of step 5"),
         (run, "--steps", "7:"): (2, "but none of step 7"),
-        (run, "--set", "train.lr=1"): (2, "--set train.lr=1: the run decides this"),
+        (run, "--set", "optim.lr=1"): (2, "--set optim.lr=1: the run decides this"),
         (far,): (4, forged.format(far, 5)),
         (low,): (4, forged.format(low, 0)),
     }

@@ -188,15 +188,8 @@ def test_eight_shares_on_any_number_of_ranks_equal_the_whole_batch(
 def test_it_composes_with_everything_else(run_ranks, tmp_path, data):
     """Uneven shares, mining, class weights, clipping, average, passes, recomputation."""
     sections = {
-        "train": {
-            "steps": 4,
-            "batch_size": 11,
-            "accumulate_steps": 2,
-            "optimizer": "adamw",
-            "lr": 1e-3,
-            "clip_grad_norm": 0.5,
-            "ema_decay": 0.9,
-        },
+        "train": {"steps": 4, "batch_size": 11, "accumulate_steps": 2},
+        "optim": {"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 0.5, "ema_decay": 0.9},
         "loss": {"kind": "ohem", "ohem_min_kept": 3000, "class_weights": [1.0, 2.0, 0.5, 0.0]},
         "model": {"recompute_norm": True},
         "augment": {"crop_size": [33, 41]},

@@ -43,7 +43,7 @@ KINDS: dict[str, Sequence[str]] = {
     "bfloat16": ("train.precision=bfloat16",),
     "float16": ("train.precision=float16", "train.batch_size=16", "train.accumulate_steps=2"),
     "float64": ("train.precision=float64", "loss.kind=dice", "loss.ohem_min_kept=100000"),
-    "AdamW": ("train.optimizer=adamw", "train.lr=0.001"),
+    "AdamW": ("optim.kind=adamw", "optim.lr=0.001"),
     "DeepLabV3+": DEEPLAB,
 }
 RANKS = (1, 2, 3, 8)

@@ -22,8 +22,8 @@ SETTINGS = (
     "model.head_channels=32",
     "train.batch_size=5",
     # At 0.05 rounding grows tenfold a step, and the yardstick parts as far as the ranks do.
-    "train.lr=0.02",
-    "train.warmup_steps=0",
+    "optim.lr=0.02",
+    "schedule.warmup_steps=0",
     "log.every_steps=1",
     "eval.every_steps=null",
 )

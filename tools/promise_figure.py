@@ -114,9 +114,9 @@ def usual_losses(device: torch.device, config: Config) -> list[float]:
     model = build_model(config.model, num_classes=dataset.classes.num_classes)  # nn.BatchNorm2d
     model = DistributedDataParallel(model.to(device, dtype).train())
     optimizer = torch.optim.SGD(
-        model.parameters(), train.lr, momentum=train.momentum, weight_decay=train.weight_decay
+        model.parameters(), optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay
     )
-    schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, train.steps, train.poly_power)
+    schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, train.steps, schedule.poly_power)
     normalize = Normalize(config.data.mean, config.data.std).to(dtype)
     curve = []
     for images, labels in _batches(config, dist.rank(), dist.world_size()):

@@ -92,7 +92,7 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
     load_weights(state.model, checkpoint.model, path)
     if state.average is not None:
         if checkpoint.average is None:
-            raise CheckpointError(f"{path}: holds no average of the weights (train.ema_decay)")
+            raise CheckpointError(f"{path}: holds no average of the weights (optim.ema_decay)")
         load_weights(state.average.model, checkpoint.average, path)
     with _damage_refused("the optimizer's state is damaged, or belongs to another model", path):
         _check_finite(checkpoint.optimizer)
@@ -134,9 +134,9 @@ def check_changes(
 ) -> None:
     """CheckpointError if options or classes have changed so that the run needs another state."""
     before, known = parse_experiment(checkpoint, path)
-    guilty = ["train.optimizer:"]
+    guilty = ["optim.kind:"]
     if checkpoint.average is None:
-        guilty.append("train.ema_decay:")
+        guilty.append("optim.ema_decay:")
     try:
         check_fit(model, checkpoint.model, path)
     except CheckpointError:
@@ -233,7 +233,7 @@ def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any]) -> Non
     """Sets the exponents of the next step."""
     if saved["exponents"].keys() != gradients.exponents.keys():
         raise _UnfitError(
-            "it has gradients of other weights: with train.shares, train.layers cannot "
+            "it has gradients of other weights: with train.shares, optim.layers cannot "
             "freeze others in the middle of a run; start a new one with train.init_from"
         )
     if any(type(exponent) is not int for exponent in saved["exponents"].values()):
@@ -293,7 +293,7 @@ def _restore_velocity_rates(groups: list[dict[str, Any]], saved: dict[str, Any])
             if len(found) > 1:
                 raise _UnfitError(
                     "weights of different learning rates are in one group now: with "
-                    "train.momentum_correction false, rules for layers cannot change in the middle "
+                    "optim.momentum_correction false, rules for layers cannot change in the middle "
                     "of a run"
                 )
             group["velocity_lr"] = found.pop()

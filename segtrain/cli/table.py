@@ -38,7 +38,7 @@ def _switch(name: str, help: str) -> Argument:
 
 
 def _settings(
-    examples: str = "train.lr=1e-3, augment.crop_size='[512, 1024]', model.pretrained=null",
+    examples: str = "optim.lr=1e-3, augment.crop_size='[512, 1024]', model.pretrained=null",
 ) -> Argument:
     """--set; `examples`: options that the command uses."""
     text = "change one option, checked like the file; may be repeated, the last one counts"
@@ -174,7 +174,7 @@ COMMANDS = (
         ),
         description="Train the experiment in CONFIG; evaluate and save checkpoints on the way.",
         epilog="examples:\n"
-        "  segtrain train own.yaml --nproc 4 --set train.lr=0.02\n"
+        "  segtrain train own.yaml --nproc 4 --set optim.lr=0.02\n"
         "  segtrain train own.yaml --resume                        or: train runs/own --resume\n"
         "  segtrain train camvid_small --set data.root=CamVid      from 'segtrain config list'\n"
         "  segtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29400\n"
@@ -196,8 +196,8 @@ COMMANDS = (
         ),
         _argument(
             "--perturb",
-            "an option to search, a number with a fraction; may be repeated (default: train.lr "
-            "and train.weight_decay)",
+            "an option to search, a number with a fraction; may be repeated (default: optim.lr "
+            "and optim.weight_decay)",
             "SECTION.KEY",
             action="append",
             default=[],
@@ -228,7 +228,7 @@ COMMANDS = (
         "the history.\n\n"
         "examples:\n"
         "  segtrain population own.yaml --members 4 --every 2000\n"
-        "  segtrain population own.yaml --perturb train.lr --perturb model.dropout --nproc 2\n"
+        "  segtrain population own.yaml --perturb optim.lr --perturb model.dropout --nproc 2\n"
         "  segtrain population runs/own_population --resume",
     ),
     Command(
@@ -459,7 +459,7 @@ COMMANDS = (
         "check a config and print it with all defaults",
         _CONFIG,
         _settings(),
-        epilog="examples:\n  segtrain config show own.yaml --set train.lr=0.02\n"
+        epilog="examples:\n  segtrain config show own.yaml --set optim.lr=0.02\n"
         "  segtrain config show camvid_small",
     ),
     Command(

@@ -238,7 +238,7 @@ def _measure(
 
     ranks = dist.world_size()
     peak = matmul_peak(device, config.train)
-    sam = 1 / config.train.sam_every if config.train.sam_rho is not None else 0.0
+    sam = 1 / config.optim.sam_every if config.optim.sam_rho is not None else 0.0
     flops = training_flops(config, train_set.classes.num_classes) * (1 + sam)
     everywhere = dist.all_gather_object([step_s, data_s, parted_s, parts, peak, peak_bytes(device)])
     slowest = max(everywhere, key=lambda values: values[0])

@@ -17,7 +17,8 @@ from segtrain.config.loading import (
     parse_config,
 )
 from segtrain.config.model import ModelConfig, NormConfig
-from segtrain.config.train import LayerRule, TrainConfig
+from segtrain.config.optim import LayerRule, OptimConfig, ScheduleConfig
+from segtrain.config.train import TrainConfig
 
 __all__ = [
     "AugmentConfig",
@@ -32,6 +33,8 @@ __all__ = [
     "LossTerm",
     "ModelConfig",
     "NormConfig",
+    "OptimConfig",
+    "ScheduleConfig",
     "TrainConfig",
     "config_schema",
     "config_to_yaml",

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from segtrain.config.data import AugmentConfig, DataConfig
 from segtrain.config.model import ModelConfig, NormConfig
+from segtrain.config.optim import OptimConfig, ScheduleConfig
 from segtrain.config.section import (
     Fraction,
     FractionBelow1,
@@ -160,6 +161,8 @@ class Config(Section):
     norm: NormConfig = NormConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -167,6 +170,7 @@ class Config(Section):
     def _mistakes(self) -> Iterator[str]:
         train, norm = self.train, self.norm
         yield from self._start_mistakes()
+        yield from self._schedule_mistakes()
         if norm.is_batch_norm and train.batch_size // train.accumulate_steps == 1:
             yield (
                 "train.batch_size: a microbatch of one image has one value a channel after global "
@@ -217,9 +221,43 @@ class Config(Section):
                 "not have the bits of one that never ended; set norm.precise_batches to null"
             )
 
+    def _schedule_mistakes(self) -> Iterator[str]:
+        """Numbers of the schedule beside the steps and the learning rate."""
+        optim, schedule, steps = self.optim, self.schedule, self.train.steps
+        if schedule.warmup_steps >= steps:
+            yield (
+                f"schedule.warmup_steps: {schedule.warmup_steps} must be smaller than train.steps, "
+                f"{steps}"
+            )
+        if optim.sam_rho is not None and optim.sam_every > steps:
+            yield f"optim.sam_every: {optim.sam_every} must not be larger than train.steps, {steps}"
+        scale = 1.0 if optim.lr_batch_size is None else self.train.batch_size / optim.lr_batch_size
+        if schedule.min_lr > optim.lr * scale:
+            words = "" if optim.lr_batch_size is None else " as scaled to train.batch_size"
+            yield (
+                f"schedule.min_lr: {schedule.min_lr} must not be larger than optim.lr{words}, "
+                f"{optim.lr * scale:g}"
+            )
+        marks = schedule.milestones
+        if marks is not None and marks[-1] >= steps:
+            yield (
+                f"schedule.milestones: {list(marks)} must end before the last of train.steps, "
+                f"{steps}"
+            )
+        if schedule.kind == "one_cycle" and schedule.cycle_rise * steps <= 1:
+            yield (
+                f"schedule.cycle_rise: {schedule.cycle_rise} of {steps} steps is not more than one "
+                "step"
+            )
+        if optim.large_batch and schedule.warmup_steps == 0 and schedule.kind != "one_cycle":
+            yield (
+                "schedule.warmup_steps: 0 contradicts optim.large_batch, which warms up; remove "
+                "one of them"
+            )
+
     def _start_mistakes(self) -> Iterator[str]:
         """Options that are about the weights that training starts from."""
-        model, train = self.model, self.train
+        model, train, optim = self.model, self.train, self.optim
         if train.init_from is None and self.norm.kind == "frozen":
             yield (
                 "norm.kind: frozen statistics come with the weights that training starts from; "
@@ -228,16 +266,16 @@ class Config(Section):
         if model.pretrained is not None or train.init_from is not None:
             return
         resnet = model.backbone.startswith("resnet")
-        if train.large_batch and resnet and not model.zero_init_residual:
-            yield "model.zero_init_residual: false contradicts train.large_batch; remove one"
+        if optim.large_batch and resnet and not model.zero_init_residual:
+            yield "model.zero_init_residual: false contradicts optim.large_batch; remove one"
         needs = {
-            "decay_toward": any(x.decay_toward == "start" for x in (train, *train.layers)),
-            "new_weight_decay": train.new_weight_decay is not None,
-            "layers": any(rule.freeze or rule.hold_zeros for rule in train.layers),
+            "decay_toward": any(x.decay_toward == "start" for x in (optim, *optim.layers)),
+            "new_weight_decay": optim.new_weight_decay is not None,
+            "layers": any(rule.freeze or rule.hold_zeros for rule in optim.layers),
         }
         for key in (key for key, needed in needs.items() if needed):
             yield (
-                f"train.{key}: is about weights that are loaded, and all start from random "
+                f"optim.{key}: is about weights that are loaded, and all start from random "
                 "numbers here; name some in model.pretrained or train.init_from"
             )
 

@@ -10,8 +10,8 @@ import yaml
 from segtrain import __version__
 from segtrain.config.experiment import SECTIONS, Config
 from segtrain.config.messages import FOREIGN_KEYS, KeyPath, Place, dotted, report, validate
+from segtrain.config.optim import with_large_batch
 from segtrain.config.strict_yaml import Document, parse_value, plain_value, read_text, scan_yaml
-from segtrain.config.train import with_large_batch
 from segtrain.errors import ConfigError
 from segtrain.text import printable
 
@@ -116,7 +116,7 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
     key = key.strip()
     if not separator or not _KEY.match(key):
         shown = printable(text, 200)
-        raise ConfigError(f"--set {shown}: expected section.key=value, such as train.lr=0.01")
+        raise ConfigError(f"--set {shown}: expected section.key=value, such as optim.lr=0.01")
     return tuple(key.split(".")), parse_value(value, source=f"--set {key}")
 
 

@@ -14,7 +14,7 @@ _FOREIGN_KEYS = {
     "the class file in data.classes decides it": "num_classes class_names ignore_index",
     "the length is train.steps; an epoch is images / train.batch_size steps": "epochs num_epochs",
     "did you mean train.steps?": "max_iters iters",
-    "did you mean train.lr?": "learning_rate base_lr",
+    "did you mean optim.lr?": "learning_rate base_lr",
     "train.batch_size counts over all ranks": "batch_size_per_gpu samples_per_gpu",
     "did you mean data.num_workers?": "workers",
     "did you mean train.precision?": "amp fp16",
@@ -25,10 +25,10 @@ _FOREIGN_KEYS = {
     "the run directory is an option of the command: --output": "output_dir work_dir",
     "resuming is an option of the command: --resume": "resume",
     "did you mean model.backbone?": "layers encoder",
-    "did you mean train.min_lr?": "eta_min",
-    "did you mean train.cycle_rise?": "pct_start",
-    "did you mean train.milestones?": "lr_steps lr_step",
-    "did you mean train.layers?": "paramwise_cfg custom_keys frozen_stages",
+    "did you mean schedule.min_lr?": "eta_min",
+    "did you mean schedule.cycle_rise?": "pct_start",
+    "did you mean schedule.milestones?": "lr_steps lr_step",
+    "did you mean optim.layers?": "paramwise_cfg custom_keys frozen_stages",
     "model.variant decides it (segtrain/models/forms.py)": "model.contract_dilation "
     "model.basic_block_dilation model.multi_grid_values model.ppm_global_norm model.join_kernel "
     "model.classifier_kernel model.separable_norm model.decoder_convs model.aspp_conv "
@@ -95,7 +95,7 @@ def line_of(source: str, line: int) -> Place:
 def report(
     mistakes: Iterable[Mistake], places: Mapping[KeyPath, Place], *, source: str
 ) -> list[str]:
-    """One line for each mistake, such as `own.yaml:12: train.lr: ...`, in the order of the places.
+    """One line for each mistake, such as `own.yaml:12: optim.lr: ...`, in the order of the places.
 
     places: of every key that is written in the file `source` or in an option.
     """

@@ -51,19 +51,20 @@ NEEDS: dict[str, dict[str, str]] = {
         "boundary_px": "kind=boundary_relaxation",
     },
     "LayerRule": {"lr_mult weight_decay decay_toward hold_zeros": "freeze=null freeze=false"},
-    "TrainConfig": {
-        "momentum nesterov momentum_correction": "optimizer=sgd",
+    "OptimConfig": {
+        "momentum nesterov momentum_correction": "kind=sgd",
         "momentum_correction": "momentum",
-        "betas": "optimizer=adamw",
-        "poly_power": "schedule=poly",
-        "min_lr schedule_after_warmup": "schedule=poly schedule=cosine",
-        "min_lr": "poly_power",
-        "milestones milestone_factor": "schedule=step",
-        "cycle_rise": "schedule=one_cycle",
-        "warmup_steps": "schedule=poly schedule=cosine schedule=step",
-        "warmup_start": "warmup_steps large_batch",
-        "schedule_after_warmup": "warmup_steps",
+        "betas": "kind=adamw",
         "sam_every": "sam_rho",
+    },
+    "ScheduleConfig": {
+        "poly_power": "kind=poly",
+        "min_lr after_warmup": "kind=poly kind=cosine",
+        "min_lr": "poly_power",
+        "milestones milestone_factor": "kind=step",
+        "cycle_rise": "kind=one_cycle",
+        "warmup_steps": "kind=poly kind=cosine kind=step",
+        "after_warmup": "warmup_steps",
     },
     "CheckpointConfig": {"keep_limit": "keep_every_steps"},
     "Config": {
@@ -71,6 +72,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "model.recompute_norm": "norm.kind=sync norm.kind=local",
         "model.zero_init_residual": "train.init_from=null",
         "train.patience": "eval.every_steps",
+        "schedule.warmup_start": "schedule.warmup_steps optim.large_batch",
     },
 }
 
@@ -96,13 +98,13 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "compiled may also add up in another order",
         ),
         (
-            "shares virtual_ranks accumulate_steps compile deterministic ema_decay sam_rho "
-            "decoupled_decay precision=float16",
+            "shares virtual_ranks accumulate_steps compile deterministic precision=float16",
             "parallel",
             "its processes do not wait for each other",
         ),
-        ("optimizer", "large_batch", "its rules are for SGD"),
-        ("schedule=one_cycle", "large_batch", "both have a rise of their own"),
+    ),
+    "OptimConfig": (
+        ("kind", "large_batch", "its rules are for SGD"),
         ("decay_norm_and_bias=true", "large_batch", "it spares them the decay"),
         ("momentum_correction", "large_batch", "its momentum is corrected"),
     ),
@@ -115,6 +117,12 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "good",
         ),
         ("norm.precise_batches", "train.parallel", "its processes share running statistics"),
+        (
+            "optim.ema_decay optim.sam_rho optim.decoupled_decay",
+            "train.parallel",
+            "its processes do not wait for each other",
+        ),
+        ("schedule.kind=one_cycle", "optim.large_batch", "both have a rise of their own"),
     ),
 }
 

@@ -139,7 +139,7 @@ _HARMLESS = (
 )
 
 # The options by which people compare runs.
-_TRAIN_OPTIONS = ("train.batch_size", "train.lr", "train.steps")
+_TRAIN_OPTIONS = ("train.batch_size", "optim.lr", "train.steps")
 MAIN_OPTIONS = ("model.arch", "model.backbone", "seed", *_TRAIN_OPTIONS)
 
 
@@ -210,7 +210,7 @@ def has_lost_config(directory: Path) -> bool:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Every option by its full name, such as `train.lr`."""
+    """Every option by its full name, such as `optim.lr`."""
     return _flat(config.model_dump(mode="json"))
 
 

@@ -78,9 +78,9 @@ def train_steps(
             with nullcontext() if is_first and train.compile else watched():
                 local = local_microbatches(state, microbatches, indices, config, device)
                 losses, digest = _gradient(state, local, config, step_sync, is_first=is_first)
-                lr = learning_rate(train, state.step)
+                lr = learning_rate(config, state.step)
                 with span(UPDATE):
-                    grad_norm = _update(state, lr, train.clip_grad_norm)
+                    grad_norm = _update(state, lr, config.optim.clip_grad_norm)
                 names = [name for batch in microbatches for name in batch.names]
                 step_sync.record(state.step, grad_norm, names)
             is_first = False
@@ -105,9 +105,9 @@ def _gradient(
         with untracked():
             losses = accumulate_gradients(state, microbatches, config, step_sync)
 
-    if sam_is_due(config.train, state.step):
+    if sam_is_due(config.optim, state.step):
         state.initial_weights.hold_gradients()  # held weights are not perturbed either
-        with sam_perturbed(state.model.parameters(), config.train.sam_rho):
+        with sam_perturbed(state.model.parameters(), config.optim.sam_rho):
             accumulate_gradients(state, microbatches, config, step_sync)
             while not state.gradients.finish():
                 accumulate_gradients(state, microbatches, config, step_sync)

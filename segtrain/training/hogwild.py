@@ -109,9 +109,10 @@ def config_of_process(config: Config, processes: int) -> Config:
     Together they do `processes` times the updates, each with the mean gradient of so many times
     fewer images.
     """
-    train = config.train
-    lr = {"lr": train.lr / processes, "min_lr": train.min_lr / processes}
-    return config.model_copy(update={"train": train.model_copy(update=lr)})
+    optim = config.optim.model_copy(update={"lr": config.optim.lr / processes})
+    low = {"min_lr": config.schedule.min_lr / processes}
+    schedule = config.schedule.model_copy(update=low)
+    return config.model_copy(update={"optim": optim, "schedule": schedule})
 
 
 # Steps by which a process may be ahead of the slowest. Each has its part of the images, so a faster

@@ -23,17 +23,17 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from segtrain.config import TrainConfig
+from segtrain.config import OptimConfig
 from segtrain.norm import untracked
 from segtrain.training.share_rules import refuse_torchs_layers
 
 
-def sam_is_due(train: TrainConfig, step: int) -> bool:
+def sam_is_due(optim: OptimConfig, step: int) -> bool:
     """Whether update `step`, 0 .. steps - 1, takes a second gradient: the last of `sam_every`.
 
     As composer's SAM(interval=...) of MosaicML does.
     """
-    return train.sam_rho is not None and (step + 1) % train.sam_every == 0
+    return optim.sam_rho is not None and (step + 1) % optim.sam_every == 0
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def refuse_layers(model: nn.Module) -> None:
     """Raises ConfigError for torch's layers that would not compute the same batch twice."""
     refuse_torchs_layers(
         model,
-        "train.sam_rho",
+        "optim.sam_rho",
         dropout="draws other numbers for the second gradient",
         batch_norm="updates its running statistics for both gradients",
     )

@@ -133,10 +133,10 @@ def make_state(
     resumed: a checkpoint is going to be restored, with what depends on the weights at the start.
 
     Raises:
-        ConfigError: train.layers or train.hold_mask do not fit the model.
+        ConfigError: optim.layers or optim.hold_mask do not fit the model.
     """
-    train = config.train
-    freeze_layers(model, train, None if resumed else loaded)
+    train, optim = config.train, config.optim
+    freeze_layers(model, optim, None if resumed else loaded)
     # Also where channels_last is off: the loader's images have that layout, and convolutions would
     # follow it.
     layout = torch.channels_last if train.channels_last else torch.contiguous_format
@@ -145,8 +145,8 @@ def make_state(
         model.to(memory_format=layout)
     share_weights(model)
     make_groups(model)
-    initial_weights = make_initial_weights(model, train, loaded, resumed=resumed)
-    if train.sam_rho is not None:
+    initial_weights = make_initial_weights(model, optim, loaded, resumed=resumed)
+    if optim.sam_rho is not None:
         sam.refuse_layers(model)
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
     criterion = SegLoss(
@@ -181,8 +181,8 @@ def make_state(
         arithmetic=digits,
         replicas=replicas,
         gradients=gradients,
-        optimizer=build_optimizer(model, train, start=initial_weights, loaded=loaded),
+        optimizer=build_optimizer(model, config, start=initial_weights, loaded=loaded),
         scaler=scaler,
-        average=WeightAverage(model, train.ema_decay) if train.ema_decay else None,
+        average=WeightAverage(model, optim.ema_decay) if optim.ema_decay else None,
         initial_weights=initial_weights,
     )

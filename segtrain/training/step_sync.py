@@ -123,8 +123,8 @@ def _message(step: int, names: list[str], what: str) -> str:
         if images:
             lines.append(f"  rank {rank}: images {', '.join(images)}")
     lines.append(
-        "  no checkpoint was written since; a lower train.lr (or train.sam_rho), "
-        "train.warmup_steps or train.clip_grad_norm usually help, else look at these images with "
+        "  no checkpoint was written since; a lower optim.lr (or optim.sam_rho), "
+        "schedule.warmup_steps or optim.clip_grad_norm usually help, else look at these images by "
         "'segtrain data check'"
     )
     return "\n".join(lines)

@@ -98,7 +98,7 @@ class _Population:
             if self._train_round(number):
                 return self._code
             if all(row.mean_iou is None for row in this.rows.values()):
-                what = f"no member has a score at step {this.step}; use a smaller train.lr"
+                what = f"no member has a score at step {this.step}; use a smaller optim.lr"
                 raise NonFiniteError(f"{self._directory}: {what}")
             if this.exchange is None:
                 last = history.start.alone or this is history.rounds[-1]
@@ -209,7 +209,7 @@ def member_config(config: Config, member: int, options: record.Options) -> Confi
     return with_options(config, {"seed": config.seed + member} | options)
 
 
-MEMBERS, PERTURB = 4, ("train.lr", "train.weight_decay")
+MEMBERS, PERTURB = 4, ("optim.lr", "optim.weight_decay")
 
 # They decide how a run is watched and scored, not what it learns.
 _NO_SEARCH = ("data.mean", "data.std", "eval.", "log.", "checkpoint.")
@@ -353,7 +353,7 @@ def _check_option(config: Config, key: str) -> None:
         raise ConfigError(f"--perturb {key}: does not change what a member learns")
     value = option_value(config, key)
     if type(value) is not float:
-        what = f"is {value!r} here; expected a number with a fraction, such as train.lr"
+        what = f"is {value!r} here; expected a number with a fraction, such as optim.lr"
         raise ConfigError(f"--perturb {key}: {what}")
     if value == 0:
         raise ConfigError(f"--perturb {key}: is 0 here, and stays so times any factor")

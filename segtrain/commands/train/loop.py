@@ -110,13 +110,13 @@ def _completion(run: TrainRun) -> str:
 
 def _way_on(run: TrainRun) -> list[str]:
     """Lines for a run that ended before train.steps: its learning rate, and how it goes on."""
-    step, train = run.state.step, run.config.train
-    if step >= train.steps:
+    step, config = run.state.step, run.config
+    if step >= config.train.steps:
         return []
-    now, first = learning_rate(train, step), base_lr(train)
+    now, first = learning_rate(config, step), base_lr(config)
     return [
         f"the learning rate had come to {now:.2g} of {first:.2g}: its schedule ends at step "
-        f"{train.steps}",
+        f"{config.train.steps}",
         f"{_to_train_on(run)} --set {run.stop_criteria.key}=null",
         "or set a larger number instead of null",
     ]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from segtrain import __version__
-from segtrain.config import Config, TrainConfig
+from segtrain.config import Config
 from segtrain.data.check.checks import quick_check
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.dataset import SegDataset
@@ -162,12 +162,14 @@ def start_lines(
     ]
 
 
-def learning_rate_lines(before: TrainConfig, now: TrainConfig, step: int) -> list[str]:
+def learning_rate_lines(before: Config, now: Config, step: int) -> list[str]:
     """A line for the log if the learning rate after `step` does not follow the one before it.
 
     before: what these steps were trained with. Another train.steps moves the whole schedule.
     """
-    if not 0 < step < now.steps or learning_rate(before, step - 1) == learning_rate(now, step - 1):
+    if not 0 < step < now.train.steps or learning_rate(before, step - 1) == learning_rate(
+        now, step - 1
+    ):
         return []
     last, following = learning_rate(before, step - 1), learning_rate(now, step)
     return [
@@ -257,19 +259,20 @@ def _weights_words(config: Config, step: int) -> str:
 
 
 def _lr_words(config: Config) -> str:
-    train = config.train
-    lr = base_lr(train)
-    words = f"{learning_rate(train, 0):.3g}"
-    if train.warmup_steps:
-        words += f" -> {learning_rate(train, train.warmup_steps):.3g} at step {train.warmup_steps}"
-    if train.schedule == "one_cycle":
-        words += f" -> {lr:.3g} after {train.cycle_rise:.0%} of the steps"
-    words += f" -> {learning_rate(train, train.steps - 1):.3g} at the end, {train.schedule}"
-    words += f", {train.optimizer}"
-    if train.head_lr_mult != 1:
-        words += f", heads x {train.head_lr_mult:g}"
-    if train.sam_rho is not None:
-        words += f", SAM rho {train.sam_rho:g} every {train.sam_every} steps"
-    if train.lr_batch_size is not None:
-        words += f" ({train.lr:g} for {train.lr_batch_size} images, scaled to {lr:.3g})"
+    train, optim, schedule = config.train, config.optim, config.schedule
+    lr = base_lr(config)
+    words = f"{learning_rate(config, 0):.3g}"
+    if schedule.warmup_steps:
+        warm = learning_rate(config, schedule.warmup_steps)
+        words += f" -> {warm:.3g} at step {schedule.warmup_steps}"
+    if schedule.kind == "one_cycle":
+        words += f" -> {lr:.3g} after {schedule.cycle_rise:.0%} of the steps"
+    words += f" -> {learning_rate(config, train.steps - 1):.3g} at the end, {schedule.kind}"
+    words += f", {optim.kind}"
+    if optim.head_lr_mult != 1:
+        words += f", heads x {optim.head_lr_mult:g}"
+    if optim.sam_rho is not None:
+        words += f", SAM rho {optim.sam_rho:g} every {optim.sam_every} steps"
+    if optim.lr_batch_size is not None:
+        words += f" ({optim.lr:g} for {optim.lr_batch_size} images, scaled to {lr:.3g})"
     return words

@@ -172,7 +172,7 @@ def build_state(
         # Without another step, the next checkpoint would hold the rates of the config.
         last_update = min(state.step, config.train.steps) - 1
         if last_update >= 0:
-            set_learning_rate(state.optimizer, learning_rate(config.train, last_update))
+            set_learning_rate(state.optimizer, learning_rate(config, last_update))
     notes += _layer_lines(state)
     return state
 
@@ -183,7 +183,7 @@ def _layer_lines(state: TrainState) -> list[str]:
     parameters = list(state.model.parameters())
     frozen = [p.numel() for p in parameters if not p.requires_grad]
     if frozen:
-        lines.append(f"frozen     {sum(frozen)} weights in {len(frozen)} tensors (train.layers)")
+        lines.append(f"frozen     {sum(frozen)} weights in {len(frozen)} tensors (optim.layers)")
     masks = list(state.initial_weights.held.values())
     if masks:
         held = sum(int(mask.sum()) for mask in masks)
@@ -364,7 +364,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
             config.train, check_fields(resumed.checkpoint.ending, resumed.path)
         )
         before, _ = parse_experiment(*resumed)
-        notes += learning_rate_lines(before.train, config.train, state.step)
+        notes += learning_rate_lines(before, config, state.step)
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
     data = DatasetGuard(
         (train_set, eval_set), config.data.root, resumed, accept_changes=request.accept_changes

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from segtrain.config import TrainConfig
+from segtrain.config import OptimConfig
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.text import printable
@@ -75,9 +75,9 @@ class InitialWeights:
 
 
 def make_initial_weights(
-    model: nn.Module, train: TrainConfig, loaded: Collection[str] | None, *, resumed: bool = False
+    model: nn.Module, optim: OptimConfig, loaded: Collection[str] | None, *, resumed: bool = False
 ) -> InitialWeights:
-    """What `train` needs of the weights that `model` has now (collective).
+    """What `optim` needs of the weights that `model` has now (collective).
 
     The ranks must have equal weights already.
 
@@ -89,30 +89,30 @@ def make_initial_weights(
     parameters = dict(model.named_parameters())
     weights = {
         name: parameters[name].detach().clone()
-        for group in parameter_groups(model, train, loaded)
+        for group in parameter_groups(model, optim, loaded)
         if group["toward_start"]
         for name in group["param_names"]
     }
-    rules = [list(rule.names) for rule in train.layers if rule.hold_zeros]
-    hold = f"{rules} {train.hold_mask}" if rules or train.hold_mask else ""
-    toward = any(x.decay_toward == "start" for x in (train, *train.layers))
-    needs_loaded = toward or train.new_weight_decay is not None
+    rules = [list(rule.names) for rule in optim.layers if rule.hold_zeros]
+    hold = f"{rules} {optim.hold_mask}" if rules or optim.hold_mask else ""
+    toward = any(x.decay_toward == "start" for x in (optim, *optim.layers))
+    needs_loaded = toward or optim.new_weight_decay is not None
     names = None if loaded is None else frozenset(loaded)
     start = InitialWeights(names, weights, {}, hold, needs_loaded)
-    if train.new_weight_decay is not None and names is not None and names >= parameters.keys():
+    if optim.new_weight_decay is not None and names is not None and names >= parameters.keys():
         raise ConfigError(
-            "train.new_weight_decay: has no effect: no weight starts from random numbers; remove it"
+            "optim.new_weight_decay: has no effect: no weight starts from random numbers; remove it"
         )
     if hold and not resumed:
-        start.held = _masks(model, train)
+        start.held = _masks(model, optim)
         start.hold_from_now(model)
     return start
 
 
-def _masks(model: nn.Module, train: TrainConfig) -> dict[str, Tensor]:
+def _masks(model: nn.Module, optim: OptimConfig) -> dict[str, Tensor]:
     """Of each weight that is held somewhere, the mask; the same on all ranks (collective)."""
-    masks = {} if train.hold_mask is None else _read(Path(train.hold_mask), model)
-    for number, rule in enumerate(train.layers):
+    masks = {} if optim.hold_mask is None else _read(Path(optim.hold_mask), model)
+    for number, rule in enumerate(optim.layers):
         if not rule.hold_zeros:
             continue
         found = False
@@ -126,7 +126,7 @@ def _masks(model: nn.Module, train: TrainConfig) -> dict[str, Tensor]:
                 masks[name] = masks[name] | zeros if name in masks else zeros
         if not found:
             raise ConfigError(
-                f"train.layers[{number}].hold_zeros: no kernel under these names holds a 0 at the "
+                f"optim.layers[{number}].hold_zeros: no kernel under these names holds a 0 at the "
                 "start; name the pruned weights in model.pretrained or train.init_from"
             )
     return masks
@@ -134,7 +134,7 @@ def _masks(model: nn.Module, train: TrainConfig) -> dict[str, Tensor]:
 
 def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
     """The masks in a .safetensors file, those of rank 0 on all ranks (collective)."""
-    where = f"train.hold_mask: {printable(str(path), 200)}"
+    where = f"optim.hold_mask: {printable(str(path), 200)}"
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     masks: dict[str, Tensor] = {}

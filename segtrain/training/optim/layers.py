@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from segtrain.config import LayerRule, TrainConfig
+from segtrain.config import LayerRule, OptimConfig
 from segtrain.errors import ConfigError
 from segtrain.norm import freeze_statistics
 from segtrain.text import MAX_NAME, first_of, printable
@@ -27,7 +27,7 @@ class Settings(NamedTuple):
 
 
 def parameter_groups(
-    model: nn.Module, train: TrainConfig, loaded: Collection[str] | None = None
+    model: nn.Module, optim: OptimConfig, loaded: Collection[str] | None = None
 ) -> list[dict]:
     """The trainable parameters in groups of equal settings, each with `lr_mult`.
 
@@ -41,8 +41,8 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        settings = _settings(name, parameter, train, is_old=loaded is None or name in loaded)
-        by_torch = not (settings.toward_start or train.decoupled_decay)
+        settings = _settings(name, parameter, optim, is_old=loaded is None or name in loaded)
+        by_torch = not (settings.toward_start or optim.decoupled_decay)
         group = groups.setdefault(
             settings,
             {
@@ -59,26 +59,26 @@ def parameter_groups(
     return list(groups.values())
 
 
-def _settings(name: str, parameter: nn.Parameter, train: TrainConfig, *, is_old: bool) -> Settings:
+def _settings(name: str, parameter: nn.Parameter, optim: OptimConfig, *, is_old: bool) -> Settings:
     in_backbone = name.startswith("backbone.")
-    lr_mult = _of_rules("lr_mult", name, train, 1.0 if in_backbone else train.head_lr_mult)
-    is_newly_decayed = not is_old and train.new_weight_decay is not None
-    decay = train.new_weight_decay if is_newly_decayed else train.weight_decay
-    decay = _of_rules("weight_decay", name, train, decay)
-    toward = _of_rules("decay_toward", name, train, train.decay_toward if is_old else "zero")
+    lr_mult = _of_rules("lr_mult", name, optim, 1.0 if in_backbone else optim.head_lr_mult)
+    is_newly_decayed = not is_old and optim.new_weight_decay is not None
+    decay = optim.new_weight_decay if is_newly_decayed else optim.weight_decay
+    decay = _of_rules("weight_decay", name, optim, decay)
+    toward = _of_rules("decay_toward", name, optim, optim.decay_toward if is_old else "zero")
     if toward == "start" and not is_old:
         raise ConfigError(
-            f"train.layers: decay_toward start: {name} starts from random numbers; "
+            f"optim.layers: decay_toward start: {name} starts from random numbers; "
             "leave it out of names"
         )
-    undecayed = _norm_or_bias(name, parameter) and not train.decay_norm_and_bias
+    undecayed = _norm_or_bias(name, parameter) and not optim.decay_norm_and_bias
     decay = 0.0 if undecayed else decay
     return Settings(in_backbone, undecayed, lr_mult, decay, toward == "start" and decay > 0)
 
 
-def _of_rules(key: str, name: str, train: TrainConfig, default: Any) -> Any:
+def _of_rules(key: str, name: str, optim: OptimConfig, default: Any) -> Any:
     """What the rules set for `name`; of two that set the same, the later one counts."""
-    found = [getattr(rule, key) for rule in train.layers if matches(rule, name)]
+    found = [getattr(rule, key) for rule in optim.layers if matches(rule, name)]
     return next((value for value in reversed(found) if value is not None), default)
 
 
@@ -93,23 +93,23 @@ def matches(rule: LayerRule, name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def check_layers(model: nn.Module, train: TrainConfig) -> None:
-    """Raises ConfigError if train.layers has a pattern that fits no parameter, or no effect."""
+def check_layers(model: nn.Module, optim: OptimConfig) -> None:
+    """Raises ConfigError if optim.layers has a pattern that fits no parameter, or no effect."""
     parameters = dict(model.named_parameters())
     names = list(parameters)
-    for number, rule in enumerate(train.layers):
+    for number, rule in enumerate(optim.layers):
         for pattern in rule.names:
             one = rule.model_copy(update={"names": (pattern,)})
             if not any(matches(one, name) for name in names):
                 raise ConfigError(
-                    f"train.layers[{number}].names: {printable(pattern, MAX_NAME)} fits no weight "
+                    f"optim.layers[{number}].names: {printable(pattern, MAX_NAME)} fits no weight "
                     f"of the model{close_names(pattern, names)}"
                 )
         kernels = [n for n in names if matches(rule, n) and not _norm_or_bias(n, parameters[n])]
-        if rule.weight_decay and not (kernels or train.decay_norm_and_bias):
+        if rule.weight_decay and not (kernels or optim.decay_norm_and_bias):
             raise ConfigError(
-                f"train.layers[{number}].weight_decay: has no effect: its names fit norms and "
-                "biases alone, which train.decay_norm_and_bias false spares the decay"
+                f"optim.layers[{number}].weight_decay: has no effect: its names fit norms and "
+                "biases alone, which optim.decay_norm_and_bias false spares the decay"
             )
 
 
@@ -124,9 +124,9 @@ def close_names(wrong: str, names: Iterable[str]) -> str:
 
 
 def freeze_layers(
-    model: nn.Module, train: TrainConfig, loaded: Collection[str] | None = None
+    model: nn.Module, optim: OptimConfig, loaded: Collection[str] | None = None
 ) -> None:
-    """Stops the training of what train.layers freezes, in place.
+    """Stops the training of what optim.layers freezes, in place.
 
     A batch norm with weight and bias frozen is constant altogether: it normalizes by its running
     statistics, in training too, and they never change. Otherwise these would drift away from the
@@ -137,20 +137,20 @@ def freeze_layers(
     Raises:
         ConfigError: a pattern fits nothing, a frozen weight is random, or all weights are frozen.
     """
-    check_layers(model, train)
+    check_layers(model, optim)
     names = [name for name, _ in model.named_parameters()]
-    frozen = {name for name in names if _of_rules("freeze", name, train, False)}
+    frozen = {name for name in names if _of_rules("freeze", name, optim, False)}
     random = sorted(frozen.difference(loaded)) if loaded is not None else []
     if random:
         raise ConfigError(
-            f"train.layers: freeze: {first_of(random, _SHOWN)}: would stay at random "
+            f"optim.layers: freeze: {first_of(random, _SHOWN)}: would stay at random "
             "numbers, because neither model.pretrained nor train.init_from holds them"
         )
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
     if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("train.layers: freeze: all weights are frozen; nothing is left to train")
+        raise ConfigError("optim.layers: freeze: all weights are frozen; nothing is left to train")
     for path, layer in list(model.named_modules()):
         own = list(layer.parameters(recurse=False))
         if isinstance(layer, _BatchNorm) and own and not any(p.requires_grad for p in own):

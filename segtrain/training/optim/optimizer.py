@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segtrain.config import TrainConfig
+from segtrain.config import Config
 from segtrain.training.optim.initial_weights import InitialWeights
 from segtrain.training.optim.layers import parameter_groups
 from segtrain.training.optim.schedule import base_lr
@@ -48,31 +48,32 @@ class WeightAverage:
 
 def build_optimizer(
     model: nn.Module,
-    train: TrainConfig,
+    config: Config,
     *,
     start: InitialWeights | None = None,
     loaded: Collection[str] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of the config; `set_learning_rate` gives it a rate before every step.
 
-    start: what is held, and the weights that decay pulls toward with train.decay_toward.
+    start: what is held, and the weights that decay pulls toward with optim.decay_toward.
     loaded: as in `parameter_groups`.
     """
-    groups, lr = parameter_groups(model, train, loaded), base_lr(train)
-    fused = _may_be_fused(model, train, groups) or None  # None: as torch chooses
-    if train.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr, betas=train.betas, fused=fused)
+    optim, lr = config.optim, base_lr(config)
+    groups = parameter_groups(model, optim, loaded)
+    fused = _may_be_fused(model, config, groups) or None  # None: as torch chooses
+    if optim.kind == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr, betas=optim.betas, fused=fused)
     else:
-        options = {"momentum": train.momentum, "nesterov": train.nesterov, "fused": fused}
+        options = {"momentum": optim.momentum, "nesterov": optim.nesterov, "fused": fused}
         optimizer = torch.optim.SGD(groups, lr, **options)
         if fused:
             optimizer.register_step_pre_hook(_make_velocities)
     if start is None and any(group["toward_start"] for group in groups):
-        raise ValueError("train.decay_toward: without `start` there is nothing to decay toward")
+        raise ValueError("optim.decay_toward: without `start` there is nothing to decay toward")
     if any(group["pull"] for group in groups):
         points = {} if start is None else start.points(model)
-        optimizer.register_step_pre_hook(partial(_pull, train, points))
-    if not train.momentum_correction:
+        optimizer.register_step_pre_hook(partial(_pull, config, points))
+    if not optim.momentum_correction:
         for group in optimizer.param_groups:
             group["velocity_lr"] = None
         optimizer.register_step_pre_hook(_keep_velocity)
@@ -81,12 +82,12 @@ def build_optimizer(
     return optimizer
 
 
-def _may_be_fused(model: nn.Module, train: TrainConfig, groups: list[dict[str, Any]]) -> bool:
+def _may_be_fused(model: nn.Module, config: Config, groups: list[dict[str, Any]]) -> bool:
     """Whether one kernel may do the whole step; on CPUs other kernels stay, and their bits."""
     if next(model.parameters()).device.type != "cuda":
         return False
-    has_own = any(group["pull"] for group in groups) or not train.momentum_correction
-    return train.precision != "float16" or not has_own
+    has_own = any(group["pull"] for group in groups) or not config.optim.momentum_correction
+    return config.train.precision != "float16" or not has_own
 
 
 @torch.no_grad()
@@ -112,7 +113,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def _pull(
-    train: TrainConfig,
+    config: Config,
     points: dict[nn.Parameter, Tensor],
     optimizer: torch.optim.Optimizer,
     *_: Any,
@@ -121,23 +122,24 @@ def _pull(
 
         SGD:                    gradient += decay * (w - s)            L2, L2-SP (arXiv:1802.01483)
         AdamW:                  w -= decay * lr * (w - s)              arXiv:1711.05101
-        train.decoupled_decay:  w -= decay * lr / base_lr * (w - s)    arXiv:1711.05101, as composer
+        optim.decoupled_decay:  w -= decay * lr / base_lr * (w - s)    arXiv:1711.05101, as composer
 
     base_lr is the rate after warmup, so the last form follows the schedule and not the rate.
     """
+    optim = config.optim
     for group in optimizer.param_groups:
         rate = group["pull"]
         weights = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not rate or not weights:
             continue
         targets = [points[weight] for weight in weights] if group["toward_start"] else None
-        if train.optimizer == "sgd" and not train.decoupled_decay:
+        if optim.kind == "sgd" and not optim.decoupled_decay:
             away = weights if targets is None else torch._foreach_sub(weights, targets)
             torch._foreach_add_([weight.grad for weight in weights], away, alpha=rate)
             continue
         lr = group["lr"]
-        if train.decoupled_decay:
-            lr /= group["lr_mult"] * base_lr(train)
+        if optim.decoupled_decay:
+            lr /= group["lr_mult"] * base_lr(config)
         if targets is None:
             torch._foreach_mul_(weights, 1 - rate * lr)
         else:

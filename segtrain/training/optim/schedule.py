@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 
-from segtrain.config import TrainConfig
+from segtrain.config import Config
 
 # One cycle begins with the rate divided by the first, and ends with that divided by the second:
 # div_factor and final_div_factor of torch's OneCycleLR.
@@ -46,41 +46,42 @@ def one_cycle(
     return b + (a - b) / 2 * (1 + math.cos(math.pi * done))
 
 
-def base_lr(train: TrainConfig) -> float:
+def base_lr(config: Config) -> float:
     """The backbone's learning rate after warmup, scaled with the batch size if the config says so.
 
     Linear scaling as in arXiv:1706.02677, section 2.1.
     """
-    scale = 1.0 if train.lr_batch_size is None else train.batch_size / train.lr_batch_size
-    return train.lr * scale
+    train, optim = config.train, config.optim
+    scale = 1.0 if optim.lr_batch_size is None else train.batch_size / optim.lr_batch_size
+    return optim.lr * scale
 
 
-def learning_rate(train: TrainConfig, step: int) -> float:
+def learning_rate(config: Config, step: int) -> float:
     """The backbone's learning rate of update `step`, 0 .. steps - 1.
 
     Linear warmup from warmup_start times the rate (arXiv:1706.02677, section 2.2), multiplied with
     the schedule, which begins at the first step or after the warmup. min_lr is what poly and cosine
     end with.
     """
-    decayed = _scheduled(train, step)
-    if step >= train.warmup_steps:
+    decayed, schedule = _scheduled(config, step), config.schedule
+    if step >= schedule.warmup_steps:
         return decayed
-    done = step / train.warmup_steps
-    return decayed * (train.warmup_start + (1 - train.warmup_start) * done)
+    done = step / schedule.warmup_steps
+    return decayed * (schedule.warmup_start + (1 - schedule.warmup_start) * done)
 
 
-def _scheduled(train: TrainConfig, step: int) -> float:
+def _scheduled(config: Config, step: int) -> float:
     """The learning rate without warmup."""
-    lr = base_lr(train)
-    if train.schedule == "one_cycle":
+    lr, train, schedule = base_lr(config), config.train, config.schedule
+    if schedule.kind == "one_cycle":
         start = lr / _CYCLE_START_DIV
         end = start / _CYCLE_END_DIV
-        return one_cycle(step, train.steps, rise=train.cycle_rise, start=start, peak=lr, end=end)
-    if train.schedule == "step":
-        return lr * train.milestone_factor ** bisect_right(train.milestones or (), step)
-    begin = train.warmup_steps if train.schedule_after_warmup else 0
+        return one_cycle(step, train.steps, rise=schedule.cycle_rise, start=start, peak=lr, end=end)
+    if schedule.kind == "step":
+        return lr * schedule.milestone_factor ** bisect_right(schedule.milestones or (), step)
+    begin = schedule.warmup_steps if schedule.after_warmup else 0
     done, total = max(step - begin, 0), train.steps - begin
     fraction = (
-        poly(done, total, train.poly_power) if train.schedule == "poly" else cosine(done, total)
+        poly(done, total, schedule.poly_power) if schedule.kind == "poly" else cosine(done, total)
     )
-    return train.min_lr + (lr - train.min_lr) * fraction
+    return schedule.min_lr + (lr - schedule.min_lr) * fraction
