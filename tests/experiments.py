@@ -70,6 +70,35 @@ def experiment(root: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def sections(**options: Any) -> dict[str, dict[str, Any]]:
+    """Options of train, optim and schedule by their names alone, as the sections of a Config.
+
+    `optimizer` and `schedule` are the kinds.
+    """
+    from segtrain.config import OptimConfig, ScheduleConfig
+
+    found: dict[str, dict[str, Any]] = {"train": {}, "optim": {}, "schedule": {}}
+    kinds = {"optimizer": "optim", "schedule": "schedule"}
+    for name, value in options.items():
+        if name in kinds:
+            found[kinds[name]]["kind"] = value
+        elif name in OptimConfig.model_fields:
+            found["optim"][name] = value
+        elif name in ScheduleConfig.model_fields:
+            found["schedule"][name] = value
+        else:
+            found["train"][name] = value
+    return found
+
+
+def settings(**options: Any) -> Any:
+    """A Config with these `sections`."""
+    from segtrain.config import Config
+
+    data = {"layout": "folders", "root": "none", "classes": "none"}
+    return Config(data=data, **sections(**options))
+
+
 def write_config(path: Path, options: dict[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(options))
     return path

@@ -292,7 +292,7 @@ def test_the_recipes_of_mosaicml_are_theirs():
     halves = {"mild": 1000, "medium": 1000, "hot": 2000}
     for kind, steps in halves.items():
         config = load(f"ade20k_deeplabv3plus_r101_{kind}")
-        train, loss = config.train, config.loss
+        optim, loss = config.optim, config.loss
         assert optim.decoupled_decay
         assert optim.ema_decay**steps == pytest.approx(0.5, rel=1e-3)
         dice = loss.also[0]

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from experiments import settings
 from torch import nn
 
-from segtrain.config import LayerRule, ModelConfig, TrainConfig, parse_config
+from segtrain.config import LayerRule, ModelConfig, parse_config
 from segtrain.errors import ConfigError
 from segtrain.models import MODELS, build_model
 from segtrain.training.optim import (
@@ -37,7 +38,7 @@ def trained(train, loaded=OLD, steps=STEPS):
     """The weights after some steps with `train`, and those before."""
     model = TinyModel()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    start = make_initial_weights(model, train, loaded)
+    start = make_initial_weights(model, train.optim, loaded)
     optimizer = build_optimizer(model, train, start=start, loaded=loaded)
     for step in range(steps):
         for name, grad in gradients(model, step).items():
@@ -56,7 +57,7 @@ def assert_follows(train, formula, loaded=OLD):
 
 
 def options(**changes):
-    return TrainConfig(**{"steps": STEPS, "lr": 0.02, "weight_decay": 0.3} | changes)
+    return settings(**{"steps": STEPS, "lr": 0.02, "weight_decay": 0.3} | changes)
 
 
 @pytest.mark.parametrize("head_lr_mult", [1.0, 10.0])
@@ -132,7 +133,7 @@ def test_decoupled_decay_toward_the_start_stands_still_there():
     """Without a gradient the weight neither leaves its start nor fails to come back to it."""
     train = options(decoupled_decay=True, decay_toward="start", momentum=0.0, lr=1e-9)
     model = TinyModel()
-    start = make_initial_weights(model, train, None)
+    start = make_initial_weights(model, train.optim, None)
     optimizer = build_optimizer(model, train, start=start)
     weight = model.head.weight
     before = weight.detach().clone()
@@ -151,7 +152,7 @@ def test_without_norm_and_bias_only_kernels_of_convolutions_decay(arch, backbone
     with torch.device("meta"):
         model = build_model(ModelConfig(arch=arch, backbone=backbone), num_classes=3)
     kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv2d)}
-    groups = parameter_groups(model, TrainConfig(decay_norm_and_bias=False))
+    groups = parameter_groups(model, settings(decay_norm_and_bias=False).optim)
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
     assert decayed == kernels
 
@@ -159,7 +160,7 @@ def test_without_norm_and_bias_only_kernels_of_convolutions_decay(arch, backbone
 def test_norm_and_bias_are_spared_in_every_form_of_decay():
     train = options(decay_norm_and_bias=False, decay_toward="start", new_weight_decay=0.7)
     (kernels, spared) = (set(), set())
-    for group in parameter_groups(TinyModel(), train, OLD):
+    for group in parameter_groups(TinyModel(), train.optim, OLD):
         (kernels if group["weight_decay"] or group["pull"] else spared).update(group["param_names"])
     assert kernels == {"backbone.0.weight", "head.weight"}
     assert spared == {"backbone.0.bias", "backbone.1.weight", "backbone.1.bias", "head.bias"}
@@ -216,7 +217,7 @@ def test_a_step_that_float16_leaves_out_changes_nothing(form):
     model = TinyModel()
     with torch.no_grad():
         model.head.weight[0] = 0
-    start = make_initial_weights(model, train, None)
+    start = make_initial_weights(model, train.optim, None)
     optimizer = build_optimizer(model, train, start=start)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))
@@ -252,10 +253,10 @@ def test_a_form_without_effect_is_refused(train, message):
 def test_decay_that_lacks_its_weights_is_refused():
     toward = options(layers=(LayerRule(names=("head",), decay_toward="start"),))
     with pytest.raises(ConfigError, match=r"decay_toward start: head\.weight starts from random"):
-        make_initial_weights(TinyModel(), toward, OLD)
+        make_initial_weights(TinyModel(), toward.optim, OLD)
     names = [name for name, _ in TinyModel().named_parameters()]
     with pytest.raises(ConfigError, match="new_weight_decay: has no effect: no weight starts"):
-        make_initial_weights(TinyModel(), options(new_weight_decay=0.1), names)
+        make_initial_weights(TinyModel(), options(new_weight_decay=0.1).optim, names)
     with pytest.raises(ValueError, match="nothing to decay toward"):
         build_optimizer(TinyModel(), options(decay_toward="start"))
 

@@ -102,7 +102,7 @@ def trained(settings):
 
 def plain_loop(settings):
     """The same without any of segtrain's parts."""
-    train, loss = settings.train, settings.loss
+    train, optim, loss = settings.train, settings.optim, settings.loss
     model = TwoHeads().double()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=1.0, momentum=optim.momentum, weight_decay=optim.weight_decay

@@ -26,7 +26,8 @@ UPDATES = [
 
 @pytest.mark.parametrize("options", UPDATES, ids=lambda o: "-".join(map(str, o.values())))
 def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
-    train = config(train=options).train
+    whole = config(train=options)
+    train, optim = whole.train, whole.optim
     # Two, since a fake tensor cannot be copied with its module.
     model, averaged = (
         nn.Sequential(nn.Conv2d(3, 4, 3, device="cuda"), nn.BatchNorm2d(4, device="cuda"))
@@ -36,7 +37,7 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
     average.model = averaged.requires_grad_(False)
     state = SimpleNamespace(
         model=model,
-        optimizer=build_optimizer(model, train),
+        optimizer=build_optimizer(model, whole),
         scaler=torch.amp.GradScaler("cuda", enabled=train.precision == "float16"),
         average=average if optim.ema_decay else None,
         initial_weights=SimpleNamespace(hold_gradients=lambda: None),

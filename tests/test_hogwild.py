@@ -245,8 +245,8 @@ def test_devices_are_refused(tmp_path, data):
 
 def test_processes_divide_the_learning_rate(tmp_path, data):
     settings = load_config(config(data, tmp_path, lr=0.02, min_lr=0.008))
-    train = config_of_process(settings, 4).train
-    assert (optim.lr, schedule.min_lr) == (0.005, 0.002)
+    found = config_of_process(settings, 4)
+    assert (found.optim.lr, found.schedule.min_lr) == (0.005, 0.002)
 
 
 def resumed_slowly(config, directory):

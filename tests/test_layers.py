@@ -8,9 +8,10 @@ import safetensors.torch
 import test_engine
 import torch
 import torch.nn.functional as F
+from experiments import settings
 from torch import nn
 
-from segtrain.config import LayerRule, NormConfig, TrainConfig, parse_config
+from segtrain.config import LayerRule, NormConfig, parse_config
 from segtrain.errors import ConfigError
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d, precise_statistics
 from segtrain.training.optim import (
@@ -36,11 +37,11 @@ class TinyModel(nn.Module):
 
 
 def rules(*entries, **train):
-    return TrainConfig(layers=tuple(LayerRule(**entry) for entry in entries), **train)
+    return settings(layers=tuple(LayerRule(**entry) for entry in entries), **train)
 
 
 def found(model, train, key):
-    groups = parameter_groups(model, train)
+    groups = parameter_groups(model, train.optim)
     return {name: group[key] for group in groups for name in group["param_names"]}
 
 
@@ -78,22 +79,22 @@ def test_a_pattern_that_fits_nothing_is_refused_with_close_names(pattern, hint):
     with pytest.raises(
         ConfigError, match=r"train\.layers\[1\]\.names: .* fits no weight"
     ) as caught:
-        freeze_layers(TinyModel(), train)
+        freeze_layers(TinyModel(), train.optim)
     assert hint in str(caught.value)
 
 
 def test_a_decay_of_norms_that_are_spared_it_is_refused():
     rule = {"names": ("*.bias", "backbone.0.1"), "weight_decay": 0.1}
-    freeze_layers(TinyModel(), rules(rule))
+    freeze_layers(TinyModel(), rules(rule).optim)
     with pytest.raises(ConfigError, match=r"train\.layers\[0\]\.weight_decay: has no effect"):
-        freeze_layers(TinyModel(), rules(rule, decay_norm_and_bias=False))
+        freeze_layers(TinyModel(), rules(rule, decay_norm_and_bias=False).optim)
 
 
 def test_frozen_weights_and_the_statistics_of_their_norms_stay():
     """Also through training mode, momentum, decay, averaging and precise statistics."""
     train = rules({"names": ("backbone.0",), "freeze": True})
     model = TinyModel()
-    freeze_layers(model, train)
+    freeze_layers(model, train.optim)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert frozen == [name for name, _ in model.named_parameters() if name.startswith("backbone.0")]
     before = copy.deepcopy(model.state_dict())
@@ -118,14 +119,14 @@ def test_a_frozen_norm_normalizes_by_its_running_statistics_in_training():
         model.backbone[0][1].running_mean.normal_()
         model.backbone[0][1].running_var.uniform_(0.5, 2)
     wanted = copy.deepcopy(model.backbone[0]).eval()
-    freeze_layers(model, rules({"names": ("backbone.0",), "freeze": True}))
+    freeze_layers(model, rules({"names": ("backbone.0",), "freeze": True}).optim)
     x = torch.randn(2, 3, 9, 9)
     assert torch.equal(model.train().backbone[0](x), wanted(x))
 
 
 def test_a_norm_with_one_trained_weight_keeps_tracking():
     model = TinyModel()
-    freeze_layers(model, rules({"names": ("*.bias",), "freeze": True}))
+    freeze_layers(model, rules({"names": ("*.bias",), "freeze": True}).optim)
     assert type(model.backbone[0][1]) is SyncBatchNorm2d
 
 
@@ -134,7 +135,7 @@ def test_a_later_rule_thaws():
     train = rules(
         {"names": ("backbone",), "freeze": True}, {"names": ("*.1.*.bias",), "freeze": False}
     )
-    freeze_layers(model, train)
+    freeze_layers(model, train.optim)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"backbone.1.0.bias", "backbone.1.1.bias", "head.weight", "head.bias"}
 
@@ -152,8 +153,8 @@ def train_pruned(train, prune, steps=4):
     model = TinyModel()
     prune(model)
     before = copy.deepcopy(model)
-    freeze_layers(model, train)
-    start = make_initial_weights(model, train, None)
+    freeze_layers(model, train.optim)
+    start = make_initial_weights(model, train.optim, None)
     optimizer, average = build_optimizer(model, train, start=start), WeightAverage(model, 0.9)
     for step in range(steps):
         model(torch.randn(4, 3, 9, 9)).square().mean().backward()
@@ -193,7 +194,7 @@ def test_a_mask_holds_weights_at_their_value(options, tmp_path):
         "backbone.1.1.weight": torch.tensor([False, False, True]),
     }
     safetensors.torch.save_file(masks, tmp_path / "held.safetensors")
-    train = TrainConfig(hold_mask=str(tmp_path / "held.safetensors"), **options)
+    train = settings(hold_mask=str(tmp_path / "held.safetensors"), **options)
     model, before, average, _ = train_pruned(train, lambda _: None)
     for name, held in masks.items():
         for one in (model, average):
@@ -205,7 +206,7 @@ def test_held_weights_do_not_count_in_the_norm_of_the_gradient():
     model = TinyModel()
     with torch.no_grad():
         model.head.weight[0] = 0
-    start = make_initial_weights(model, rules({"names": ("head",), "hold_zeros": True}), None)
+    start = make_initial_weights(model, rules({"names": ("head",), "hold_zeros": True}).optim, None)
     model.head.weight.grad = torch.ones_like(model.head.weight)
     start.hold_gradients()
     assert model.head.weight.grad.tolist() == [[[[0.0]]] * 3, [[[1.0]]] * 3]
@@ -229,7 +230,7 @@ def test_a_mask_that_does_not_fit_is_refused(masks, message, tmp_path):
     elif masks is not None:
         path.write_bytes(masks)
     with pytest.raises(ConfigError) as caught:
-        make_initial_weights(TinyModel(), TrainConfig(hold_mask=str(path)), None)
+        make_initial_weights(TinyModel(), settings(hold_mask=str(path)).optim, None)
     assert message in str(caught.value)
 
 

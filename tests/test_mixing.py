@@ -267,7 +267,7 @@ def mean_loss(made, logits, labels):
 
 
 def plain_losses_and_weights(made):
-    train = made.train
+    train, optim = made.train, made.optim
     model = new_state(made).model
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=1e-4)
     mean, std = (torch.tensor(x).double().view(3, 1, 1) for x in (made.data.mean, made.data.std))

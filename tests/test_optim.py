@@ -2,12 +2,13 @@ import copy
 
 import pytest
 import torch
+from experiments import settings
 from fake_device import NoWaits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.checkpoint.restore import restore_optimizer
-from segtrain.config import LayerRule, TrainConfig
+from segtrain.config import LayerRule
 from segtrain.training.optim import (
     WeightAverage,
     base_lr,
@@ -47,20 +48,20 @@ def test_poly_refuses_steps_outside_the_schedule(step):
 
 
 def test_power_zero_is_a_constant_rate():
-    train = TrainConfig(steps=10, lr=0.3, poly_power=0.0)
+    train = settings(steps=10, lr=0.3, poly_power=0.0)
     assert {learning_rate(train, step) for step in range(10)} == {0.3}
 
 
 def test_warmup_rises_linearly_under_the_decay_and_meets_it():
-    train = TrainConfig(steps=10, lr=1.0, poly_power=1.0, warmup_steps=4, warmup_start=0.2)
+    train = settings(steps=10, lr=1.0, poly_power=1.0, warmup_steps=4, warmup_start=0.2)
     rates = [learning_rate(train, step) for step in range(6)]
     assert rates == pytest.approx([0.2, 0.9 * 0.4, 0.8 * 0.6, 0.7 * 0.8, 0.6, 0.5])
 
 
 def test_rate_scales_with_the_batch_only_if_asked():
-    assert base_lr(TrainConfig(lr=0.01, batch_size=24)) == 0.01
-    assert base_lr(TrainConfig(lr=0.01, batch_size=24, lr_batch_size=16)) == pytest.approx(0.015)
-    train = TrainConfig(lr=0.01, batch_size=24, lr_batch_size=16, steps=4, poly_power=1.0)
+    assert base_lr(settings(lr=0.01, batch_size=24)) == 0.01
+    assert base_lr(settings(lr=0.01, batch_size=24, lr_batch_size=16)) == pytest.approx(0.015)
+    train = settings(lr=0.01, batch_size=24, lr_batch_size=16, steps=4, poly_power=1.0)
     assert learning_rate(train, 2) == pytest.approx(0.0075)
 
 
@@ -79,7 +80,7 @@ def test_rate_scales_with_the_batch_only_if_asked():
 )
 def test_every_trainable_parameter_is_in_one_group(options):
     model = TinyModel()
-    groups = parameter_groups(model, TrainConfig(weight_decay=0.3, **options))
+    groups = parameter_groups(model, settings(weight_decay=0.3, **options).optim)
     grouped = [id(p) for group in groups for p in group["params"]]
     assert len(grouped) == len(set(grouped))
     assert set(grouped) == {id(p) for p in model.parameters() if p.requires_grad}
@@ -94,14 +95,14 @@ def group_of(groups, parameter):
 
 def test_only_the_backbone_keeps_the_plain_rate():
     model = TinyModel()
-    groups = parameter_groups(model, TrainConfig(head_lr_mult=10.0))
+    groups = parameter_groups(model, settings(head_lr_mult=10.0).optim)
     assert {group_of(groups, p)["lr_mult"] for p in model.backbone.parameters()} == {1.0}
     assert {group_of(groups, p)["lr_mult"] for p in model.head.parameters()} == {10.0}
     assert group_of(groups, model.head_twin.bias)["lr_mult"] == 10.0
 
 
 def test_set_learning_rate_respects_the_multiplier():
-    optimizer = build_optimizer(TinyModel(), TrainConfig(head_lr_mult=10.0))
+    optimizer = build_optimizer(TinyModel(), settings(head_lr_mult=10.0))
     set_learning_rate(optimizer, 0.02)
     assert {g["lr_mult"]: g["lr"] for g in optimizer.param_groups} == {1.0: 0.02, 10.0: 0.2}
 
@@ -141,7 +142,7 @@ def fused_on_cpu(monkeypatch, **options):
     """The optimizer that a CUDA device would have, with torch's fused kernels for CPUs."""
     monkeypatch.setattr(optimizer_module, "_may_be_fused", lambda *_: True)
     model = TinyModel()
-    return model, build_optimizer(model, TrainConfig(**options))
+    return model, build_optimizer(model, settings(**options))
 
 
 def gradients(model, value=None):
@@ -155,7 +156,7 @@ def gradients(model, value=None):
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_the_fused_optimizer_steps_as_the_other(monkeypatch, name):
     plain = TinyModel()
-    other = build_optimizer(plain, TrainConfig(optimizer=name))
+    other = build_optimizer(plain, settings(optimizer=name))
     model, optimizer = fused_on_cpu(monkeypatch, optimizer=name)
     for _ in range(3):
         for one, update in ((plain, other), (model, optimizer)):
@@ -197,9 +198,9 @@ def test_a_first_step_that_overflows_leaves_nothing_in_a_fused_optimizer(monkeyp
 )
 def test_on_cuda_the_kernels_are_fused_unless_hooks_could_not_be_left_out(options, fused):
     with FakeTensorMode(), torch.device("cuda"):
-        optimizer = build_optimizer(TinyModel(), TrainConfig(**options))
+        optimizer = build_optimizer(TinyModel(), settings(**options))
     assert bool(optimizer.param_groups[0]["fused"]) == fused
-    on_cpu = build_optimizer(TinyModel(), TrainConfig(**options))
+    on_cpu = build_optimizer(TinyModel(), settings(**options))
     assert on_cpu.param_groups[0]["fused"] is None
 
 
@@ -208,12 +209,12 @@ def test_a_checkpoint_of_a_cpu_goes_on_with_fused_kernels_and_back(monkeypatch):
     gradients(model)
     fused.step()
     monkeypatch.undo()
-    plain = build_optimizer(TinyModel(), TrainConfig(optimizer="adamw"))
+    plain = build_optimizer(TinyModel(), settings(optimizer="adamw"))
     restore_optimizer(plain, fused.state_dict())
     assert plain.param_groups[0]["fused"] is None
     saved = plain.state_dict()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
-        on_device = build_optimizer(TinyModel(), TrainConfig(optimizer="adamw"))
+        on_device = build_optimizer(TinyModel(), settings(optimizer="adamw"))
         restore_optimizer(on_device, saved)
     # The kernel reads the counters on the device.
     assert {state["step"].device.type for state in on_device.state.values()} == {"cuda"}

@@ -74,7 +74,7 @@ def trained(settings):
 
 def naive(settings):
     """The same without any of segtrain's parts but the dropout masks, which are given."""
-    train = settings.train
+    train, optim = settings.train, settings.optim
     model = Small(nn.BatchNorm2d).double()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=1.0, momentum=optim.momentum, weight_decay=optim.weight_decay

@@ -4,16 +4,16 @@ import math
 
 import pytest
 import torch
+from experiments import settings
 from torch.optim import lr_scheduler
 
-from segtrain.config import TrainConfig
 from segtrain.training.optim import learning_rate
 
 STEPS = 40
 
 
 def rates(train):
-    return [learning_rate(train, step) for step in range(train.steps)]
+    return [learning_rate(train, step) for step in range(train.train.steps)]
 
 
 def theirs(make, lr=0.3, steps=STEPS, **options):
@@ -29,16 +29,14 @@ def theirs(make, lr=0.3, steps=STEPS, **options):
 
 
 def test_cosine_is_torchs():
-    train = TrainConfig(schedule="cosine", steps=STEPS, lr=0.3, min_lr=0.02)
+    train = settings(schedule="cosine", steps=STEPS, lr=0.3, min_lr=0.02)
     wanted = theirs(lr_scheduler.CosineAnnealingLR, T_max=STEPS, eta_min=0.02)
     assert rates(train) == pytest.approx(wanted, rel=1e-9)
     assert rates(train)[STEPS // 2] == pytest.approx((0.3 + 0.02) / 2)
 
 
 def test_steps_are_torchs():
-    train = TrainConfig(
-        schedule="step", steps=STEPS, lr=0.3, milestones=(7, 30), milestone_factor=0.2
-    )
+    train = settings(schedule="step", steps=STEPS, lr=0.3, milestones=(7, 30), milestone_factor=0.2)
     wanted = theirs(lr_scheduler.MultiStepLR, milestones=[7, 30], gamma=0.2)
     assert rates(train) == pytest.approx(wanted, rel=1e-12)
     assert len(set(rates(train))) == 3
@@ -47,7 +45,7 @@ def test_steps_are_torchs():
 @pytest.mark.parametrize("rise", [0.3, 0.25, 0.05])
 @pytest.mark.parametrize("steps", [STEPS, 37])
 def test_one_cycle_is_torchs(rise, steps):
-    train = TrainConfig(
+    train = settings(
         schedule="one_cycle",
         steps=steps,
         lr=0.3,
@@ -66,7 +64,7 @@ def test_one_cycle_is_torchs(rise, steps):
 
 @pytest.mark.parametrize("schedule", ["poly", "cosine"])
 def test_a_schedule_after_warmup_is_torchs_sequence(schedule):
-    train = TrainConfig(
+    train = settings(
         schedule=schedule,
         steps=STEPS,
         lr=0.3,
@@ -92,7 +90,7 @@ def test_a_schedule_after_warmup_is_torchs_sequence(schedule):
 @pytest.mark.parametrize("step", [0, 500, 45_000, 89_999])
 def test_detectron2s_warmup_poly_is_the_default_schedule_with_warmup(step):
     """projects/DeepLab/deeplab/lr_scheduler.py, WarmupPolyLR with the numbers of its configs."""
-    train = TrainConfig(steps=90_000, lr=0.01, warmup_steps=1000, warmup_start=0.001)
+    train = settings(steps=90_000, lr=0.01, warmup_steps=1000, warmup_start=0.001)
     alpha = min(step / 1000, 1.0)
     factor = 0.001 * (1 - alpha) + alpha
     wanted = 0.01 * factor * math.pow(1.0 - step / 90_000, 0.9)
@@ -102,14 +100,14 @@ def test_detectron2s_warmup_poly_is_the_default_schedule_with_warmup(step):
 @pytest.mark.parametrize("step", [0, 40_000, 79_999])
 def test_mmsegmentations_poly_ends_with_its_eta_min(step):
     """configs/_base_/schedules/schedule_80k.py: PolyLR(eta_min=1e-4, power=0.9)."""
-    train = TrainConfig(steps=80_000, lr=0.01, min_lr=1e-4)
+    train = settings(steps=80_000, lr=0.01, min_lr=1e-4)
     wanted = (0.01 - 1e-4) * (1 - step / 80_000) ** 0.9 + 1e-4
     assert learning_rate(train, step) == pytest.approx(wanted, rel=1e-12)
 
 
 def refused(**train):
     with pytest.raises(ValueError, match=r".") as caught:
-        TrainConfig(**train)
+        settings(**train)
     return str(caught.value)
 
 
