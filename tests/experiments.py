@@ -92,11 +92,11 @@ def sections(**options: Any) -> dict[str, dict[str, Any]]:
 
 
 def settings(**options: Any) -> Any:
-    """A Config with these `sections`."""
+    """A Config with these `sections`, of a model that starts from weights."""
     from segtrain.config import Config
 
     data = {"layout": "folders", "root": "none", "classes": "none"}
-    return Config(data=data, **sections(**options))
+    return Config(data=data, model={"pretrained": "DEFAULT"}, **sections(**options))
 
 
 def write_config(path: Path, options: dict[str, Any]) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments import experiment, write_config, write_data
+from experiments import experiment, settings, write_config, write_data
 from torch import nn
 
 from segtrain.checkpoint.format import Checkpoint, experiment_fields, load, parse_experiment, save
@@ -23,7 +23,7 @@ from segtrain.checkpoint.restore import (
     restore,
     restore_optimizer,
 )
-from segtrain.config import LayerRule, TrainConfig, load_config, override_config
+from segtrain.config import LayerRule, load_config, override_config
 from segtrain.data.read.classes import SegClass, load_class_file
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
@@ -458,7 +458,7 @@ def test_a_config_of_a_larger_model_than_the_weights_is_refused_before_it_is_bui
 
 
 def optimizer_of(model, **train):
-    return build_optimizer(model, TrainConfig(**train))
+    return build_optimizer(model, settings(**train))
 
 
 def stepped(optimizer):

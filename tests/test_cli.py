@@ -88,12 +88,12 @@ def test_threads_that_wait_leave_the_cores_to_others_unless_the_user_decides(mon
 @pytest.mark.parametrize("command", [("train",), ("data", "check"), ("config", "show")])
 def test_a_wrong_config_is_refused_before_torch_is_imported(tmp_path, command):
     path = tmp_path / "own.yaml"
-    path.write_text(GOOD + "train:\n  lrr: 1\n  steps: x\n")
+    path.write_text(GOOD + "optim:\n  lrr: 1\ntrain:\n  steps: x\n")
     code, _, errors, heavy = run_watched(*command, str(path))
     assert code == 2
     assert errors.splitlines() == [
-        f"segtrain: {path}:3: train.lrr: unknown key; did you mean 'lr'?",
-        f"segtrain: {path}:4: train.steps: must be an integer, got 'x'",
+        f"segtrain: {path}:3: optim.lrr: unknown key; did you mean 'lr'?",
+        f"segtrain: {path}:5: train.steps: must be an integer, got 'x'",
     ]
     assert heavy == []
 

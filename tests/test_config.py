@@ -10,7 +10,7 @@ from segtrain import __version__
 from segtrain.config import (
     Config,
     LayerRule,
-    TrainConfig,
+    OptimConfig,
     config_schema,
     config_to_yaml,
     override_config,
@@ -35,8 +35,8 @@ def refusal(text, *overrides, data=DATA):
 
 
 def test_a_file_says_only_what_differs_from_the_defaults():
-    config = parse("train:\n  lr: 1e-3\n  optimizer: adamw\n  betas: [0, 0.5]\n")
-    assert config.train == TrainConfig(lr=0.001, optimizer="adamw", betas=(0.0, 0.5))
+    config = parse("optim:\n  lr: 1e-3\n  kind: adamw\n  betas: [0, 0.5]\n")
+    assert config.optim == OptimConfig(lr=0.001, kind="adamw", betas=(0.0, 0.5))
     assert isinstance(config.optim.betas[0], float)
 
 
@@ -44,7 +44,7 @@ def test_a_file_says_only_what_differs_from_the_defaults():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train:\n  lrr: 1", "f.yaml:3: train.lrr: unknown key; did you mean 'lr'?"),
+        ("optim:\n  lrr: 1", "f.yaml:3: optim.lrr: unknown key; did you mean 'lr'?"),
         ("model:\n  lr: 1", "f.yaml:3: model.lr: unknown key; did you mean optim.lr?"),
         ("lr: 1", "f.yaml:2: lr: unknown key; did you mean optim.lr?"),
         ("trian: {lr: 1}", "f.yaml:2: trian: unknown key; did you mean 'train'?"),
@@ -55,11 +55,11 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ("train:\n  steps: 19.0", "f.yaml:3: train.steps: must be an integer, got 19.0"),
         ("train: {steps: true}", "f.yaml:2: train.steps: must be an integer, got true"),
         ("train: {steps: 0}", "f.yaml:2: train.steps: must be greater than 0, got 0"),
-        ("train: {lr: '0.1'}", "f.yaml:2: optim.lr: must be a number, got '0.1'"),
-        ("train: {lr: true}", "f.yaml:2: optim.lr: must be a number, got true"),
-        ("train: {nesterov: yes}", "f.yaml:2: optim.nesterov: must be true or false, got 'yes'"),
+        ("optim: {lr: '0.1'}", "f.yaml:2: optim.lr: must be a number, got '0.1'"),
+        ("optim: {lr: true}", "f.yaml:2: optim.lr: must be a number, got true"),
+        ("optim: {nesterov: yes}", "f.yaml:2: optim.nesterov: must be true or false, got 'yes'"),
         (
-            "train: {clip_grad_norm: -1}",
+            "optim: {clip_grad_norm: -1}",
             "f.yaml:2: optim.clip_grad_norm: must be greater than 0, got -1",
         ),
         (
@@ -92,8 +92,8 @@ def test_a_file_says_only_what_differs_from_the_defaults():
             "f.yaml:3: augment.scale_range: the first number, 2.0, is larger than 0.5",
         ),
         (
-            "train:\n  lr: 0.1\n  steps: 10\n  warmup_steps: 10",
-            "f.yaml:5: schedule.warmup_steps: 10 must be smaller than steps, 10",
+            "train:\n  steps: 10\nschedule:\n  warmup_steps: 10",
+            "f.yaml:5: schedule.warmup_steps: 10 must be smaller than train.steps, 10",
         ),
         (
             "train:\n  accumulate_steps: 17",
@@ -106,7 +106,7 @@ def test_a_file_says_only_what_differs_from_the_defaults():
             "(batch_size / accumulate_steps)",
         ),
         (
-            "train:\n  nesterov: true\n  momentum: 0",
+            "optim:\n  nesterov: true\n  momentum: 0",
             "f.yaml:3: optim.nesterov: needs a momentum above 0",
         ),
         (
@@ -134,7 +134,7 @@ def test_a_mistake_names_line_key_expectation_and_repair(text, message):
     ("text", "ending"),
     [
         ("model: {arch: unet}", "'pspnet', 'deeplabv3' or 'deeplabv3plus', got 'unet'"),
-        ("train: {optimizer: lamb}", "must be 'sgd' or 'adamw', got 'lamb'"),
+        ("optim: {kind: lamb}", "must be 'sgd' or 'adamw', got 'lamb'"),
         ("train: {num_epochs: 3}", "an epoch is images / train.batch_size steps"),
         ("model: {arch: deeplab}", "did you mean deeplabv3?"),
         ("model: {arch: deeplabv3+}", "did you mean deeplabv3plus?"),
@@ -190,19 +190,20 @@ def test_an_option_that_a_later_check_refuses_has_its_place(
 
 def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
     """min_lr is a default here; only lr is in the file."""
-    text = "train:\n  momentum: 0.5\n  lr: 1e-9\n"
+    text = "optim:\n  momentum: 0.5\n  lr: 1e-9\n"
     (line,) = refusal(text, "schedule.min_lr=0.1")
-    assert line == "--set schedule.min_lr: 0.1 must not be larger than lr, 1e-09"
-    scaled = "train: {lr: 0.01, lr_batch_size: 16, batch_size: 4, min_lr: 0.005}"
-    assert "must not be larger than lr as scaled to batch_size, 0.0025" in refusal(scaled)[0]
-    config = parse("train: {min_lr: 0.005}")
-    with pytest.raises(ConfigError, match=r"^--set train\.lr: train\.min_lr: 0\.005 must not"):
+    assert line == "--set schedule.min_lr: 0.1 must not be larger than optim.lr, 1e-09"
+    scaled = "optim: {lr_batch_size: 16}\ntrain: {batch_size: 4}\nschedule: {min_lr: 0.005}"
+    (line,) = refusal(scaled)
+    assert line.endswith("must not be larger than optim.lr as scaled to train.batch_size, 0.0025")
+    config = parse("schedule: {min_lr: 0.005}")
+    with pytest.raises(ConfigError, match=r"^--set optim\.lr: schedule\.min_lr: 0\.005 must not"):
         override_config(config, ["optim.lr=1e-3"], source="runs/x")
 
 
 @pytest.mark.fault(80)
 def test_all_mistakes_are_listed_in_the_order_of_the_file():
-    text = "train:\n  steps: 1.5\n  lr: 012\n  lr: 1\nnorm: {kind: syn}\nmodel:\n  x: 1\neval:\n"
+    text = "optim:\n  betas: 1.5\n  lr: 012\n  lr: 1\nnorm: {kind: syn}\nmodel:\n  x: 1\neval:\n"
     lines = refusal(text, "foo", "log.every_steps=0", "train.x.y=1", "seed=no")
     assert [line.split(": ")[0] for line in lines] == [
         "f.yaml:3",
@@ -233,21 +234,21 @@ def test_missing_keys_say_what_they_mean():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.lrr=1", "--set train.lrr: unknown key; did you mean 'lr'?"),
+        ("optim.lrr=1", "--set optim.lrr: unknown key; did you mean 'lr'?"),
         ("optim.lr", "--set optim.lr: expected section.key=value, such as optim.lr=0.01"),
         ("optim.lr 1", "--set optim.lr 1: expected section.key=value, such as optim.lr=0.01"),
         ("=1", "--set =1: expected section.key=value, such as optim.lr=0.01"),
         ("optim.lr=", "--set optim.lr: has no value; write null for nothing, '' for no text"),
         ("optim.lr=x", "--set optim.lr: must be a number, got 'x'"),
         ("train.steps=01", "--set train.steps: 01 is refused, YAML readers disagree"),
-        ("train={lr: 1}", "--set train: is a section; set its keys one by one"),
+        ("optim={lr: 1}", "--set optim: is a section; set its keys one by one"),
         ("optim.lr.x=1", "--set optim.lr.x: "),
         ("seed.x=1", "--set seed.x: "),
         ("x.y=1", "--set x.y: x: unknown key; expected one of seed, data, augment"),
     ],
 )
 def test_an_override_obeys_the_same_checks(override, message):
-    (line,) = refusal("train: {lr: 0.1}\nseed: 3\n", override)
+    (line,) = refusal("optim: {lr: 0.1}\nseed: 3\n", override)
     assert line.startswith(message)
 
 
@@ -258,7 +259,7 @@ def test_a_list_in_the_wrong_form_is_refused_with_an_example(value):
 
 
 def test_an_override_replaces_what_the_file_says_even_a_mistake():
-    config = parse("train:\n  lr: 012\n", "optim.lr=1e-3", "augment.crop_size=[3, 5]", "optim.lr=2")
+    config = parse("optim:\n  lr: 012\n", "optim.lr=1e-3", "augment.crop_size=[3, 5]", "optim.lr=2")
     assert config.optim.lr == 2
     assert config.augment.crop_size == (3, 5)
 
@@ -318,10 +319,10 @@ def test_a_config_cannot_be_changed():
         ("loss.ohem_threshold=0.5", "loss.ohem_threshold", "kind cross_entropy"),
         ("loss.kind=dice loss.ohem_min_kept=9", "loss.ohem_min_kept", "kind dice"),
         ("model.aux_head=false loss.aux_weight=1", "loss.aux_weight", "model.aux_head false"),
-        ("optim.kind=adamw optim.momentum=0.8", "optim.momentum", "optimizer adamw"),
-        ("optim.kind=adamw optim.nesterov=true", "optim.nesterov", "optimizer adamw"),
-        ("optim.betas=[0.5,0.5]", "optim.betas", "optimizer sgd"),
-        ("schedule.warmup_start=0.2", "schedule.warmup_start", "warmup_steps 0 and"),
+        ("optim.kind=adamw optim.momentum=0.8", "optim.momentum", "kind adamw"),
+        ("optim.kind=adamw optim.nesterov=true", "optim.nesterov", "kind adamw"),
+        ("optim.betas=[0.5,0.5]", "optim.betas", "kind sgd"),
+        ("schedule.warmup_start=0.2", "schedule.warmup_start", "schedule.warmup_steps 0 and"),
         ("schedule.poly_power=0 schedule.min_lr=1e-3", "schedule.min_lr", "poly_power 0"),
         (
             "optim.weight_decay=0 optim.decay_norm_and_bias=false",

@@ -216,9 +216,9 @@ def header_of(path: Path) -> str:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_learning_rates_are_those_of_the_source(name):
-    train = load(name).train
-    last = train.steps - 1
-    found = [learning_rate(train, step) for step in (0, train.steps // 2, last)]
+    config = load(name)
+    steps = config.train.steps
+    found = [learning_rate(config, step) for step in (0, steps // 2, steps - 1)]
     assert found[:2] == pytest.approx(RATES[name][:2], rel=1e-3)
     # The last step is one before the end of the schedule.
     assert found[2] == pytest.approx(RATES[name][2], abs=2e-5)
@@ -254,7 +254,7 @@ def test_dilations_of_mobilenet_v2_are_mmsegmentations():
 def test_parameter_groups_are_those_of_the_source(name):
     config = load(name)
     model = built(config)
-    groups = parameter_groups(model, config.train, loaded_names(config, model))
+    groups = parameter_groups(model, config.optim, loaded_names(config, model))
     assert {(g["lr_mult"], g["weight_decay"] or g["pull"]) for g in groups} == GROUPS[name]
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
     for group in groups:
@@ -382,12 +382,13 @@ def filled(model: nn.Module) -> nn.Module:
 
 def test_the_semseg_recipe_has_semsegs_learning_rate_at_every_step():
     """tool/train.py sets the rate of the next step, by its number, after the optimizer's step."""
-    train = load("cityscapes_pspnet_r50_semseg").train
+    config = load("cityscapes_pspnet_r50_semseg")
+    steps = config.train.steps
     rate, rates = 0.01, []
-    for i in range(train.steps):
+    for i in range(steps):
         rates.append(rate)
-        rate = 0.01 * (1 - float(i + 1) / train.steps) ** 0.9
-    assert [learning_rate(train, step) for step in range(train.steps)] == pytest.approx(rates)
+        rate = 0.01 * (1 - float(i + 1) / steps) ** 0.9
+    assert [learning_rate(config, step) for step in range(steps)] == pytest.approx(rates)
     shown = [f"{rates[step]:.8f}" for step in (0, 12_400, 24_800)]
     assert shown == ["0.01000000", "0.00694253", "0.00372041"]
 

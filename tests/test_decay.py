@@ -268,7 +268,7 @@ def test_the_decay_of_pspnet_tf_can_be_written():
     text = """
 data: {layout: folders, root: x, classes: y}
 model: {backbone: resnet18, pretrained: DEFAULT}
-train:
+optim:
   weight_decay: 1.0e-4
   new_weight_decay: 1.0e-3
   decay_toward: start
@@ -282,7 +282,7 @@ train:
     loaded = [name for name, _ in model.named_parameters() if name.startswith("backbone.")]
     found = {
         name: (group["weight_decay"], group["pull"], group["toward_start"])
-        for group in parameter_groups(model, config.train, loaded)
+        for group in parameter_groups(model, config.optim, loaded)
         for name in group["param_names"]
     }
     for name, parameter in model.named_parameters():

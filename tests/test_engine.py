@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from experiments import sections
 from torch import nn
 
-from segtrain.config import Config, DataConfig, LossConfig, ModelConfig, TrainConfig
+from segtrain.config import Config, DataConfig, LossConfig, ModelConfig
 from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.errors import NonFiniteError
@@ -47,7 +48,7 @@ def config(*, loss=None, **train):
         data=DataConfig(layout="folders", root="nowhere", classes="nothing"),
         model=ModelConfig(dropout=0.0),
         loss=LossConfig(**(loss or {})),
-        train=TrainConfig(**options),
+        **sections(**options),
     )
 
 

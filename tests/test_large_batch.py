@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from experiments import sections
 
-from segtrain.config import TrainConfig, config_to_yaml, override_config, parse_config
+from segtrain.config import OptimConfig, config_to_yaml, override_config, parse_config
 from segtrain.config.experiment import Config
 from segtrain.errors import ConfigError
 from segtrain.training.optim import base_lr, learning_rate
@@ -65,13 +67,14 @@ DATA = "data: {layout: folders, root: x, classes: y}\n"
 
 
 def config(train, model="{}"):
-    return parse_config(f"{DATA}model: {model}\ntrain: {train}\n", source="c.yaml")
+    written = yaml.safe_dump(sections(**yaml.safe_load(train)))
+    return parse_config(f"{DATA}model: {model}\n{written}", source="c.yaml")
 
 
 def test_warmup_begins_with_the_rate_of_the_small_batch():
     """arXiv:1706.02677, section 2.2: from eta to k eta in equal steps."""
-    train = config("{large_batch: true, batch_size: 64, steps: 90, poly_power: 0.0}").train
-    assert (optim.lr_batch_size, schedule.warmup_steps) == (16, 5)
+    train = config("{large_batch: true, batch_size: 64, steps: 90, poly_power: 0.0}")
+    assert (train.optim.lr_batch_size, train.schedule.warmup_steps) == (16, 5)
     found = [learning_rate(train, step) for step in range(7)]
     assert found == pytest.approx([0.01 + 0.03 * i / 5 for i in range(6)] + [0.04])
     assert base_lr(train) == pytest.approx(0.04)
@@ -79,7 +82,7 @@ def test_warmup_begins_with_the_rate_of_the_small_batch():
 
 def test_large_batch_sets_its_rules_where_the_file_says_nothing():
     found = config("{large_batch: true, batch_size: 64, steps: 900}")
-    train = found.train
+    optim, schedule = found.optim, found.schedule
     assert (optim.lr_batch_size, schedule.warmup_steps, schedule.warmup_start) == (16, 50, 0.25)
     assert not optim.decay_norm_and_bias
     assert optim.momentum_correction
@@ -107,10 +110,10 @@ def test_large_batch_leaves_loaded_weights_alone():
         ("optimizer: adamw", "optim.kind: adamw cannot go with large_batch"),
         ("lr: 0.1", "optim.lr_batch_size: large_batch scales lr with the batch"),
         ("lr_batch_size: null", "optim.lr_batch_size: large_batch scales lr"),
-        ("warmup_steps: 0", "schedule.warmup_steps: 0 contradicts large_batch"),
+        ("warmup_steps: 0", "schedule.warmup_steps: 0 contradicts optim.large_batch"),
         ("decay_norm_and_bias: true", "optim.decay_norm_and_bias: true cannot go with large_batch"),
         ("momentum_correction: false", "optim.momentum_correction: false cannot go with"),
-        ("schedule: one_cycle", "schedule.kind: one_cycle cannot go with large_batch"),
+        ("schedule: one_cycle", "schedule.kind: one_cycle cannot go with optim.large_batch"),
     ],
 )
 def test_what_contradicts_large_batch_is_refused(train, message):
@@ -120,7 +123,7 @@ def test_what_contradicts_large_batch_is_refused(train, message):
 
 
 def test_a_residual_that_does_not_start_at_zero_contradicts_large_batch():
-    with pytest.raises(ConfigError, match=r"zero_init_residual: false contradicts train\.large_b"):
+    with pytest.raises(ConfigError, match=r"zero_init_residual: false contradicts optim\.large_b"):
         config("{large_batch: true}", "{zero_init_residual: false}")
 
 
@@ -130,12 +133,11 @@ def test_the_printed_config_says_what_was_chosen_and_loads_back():
     for line in ("lr_batch_size: 16", "warmup_steps: 2222", "zero_init_residual: true"):
         assert f"  {line}\n" in text
     assert parse_config(text, source="d.yaml") == found
-    assert (
-        override_config(found, ["train.steps=90000"], source="d.yaml").schedule.warmup_steps == 2222
-    )
+    longer = override_config(found, ["train.steps=90000"], source="d.yaml")
+    assert longer.schedule.warmup_steps == 2222
 
 
 def test_a_section_made_by_hand_must_name_the_rules():
-    """Only a file leaves options out: TrainConfig itself has a value for each."""
+    """Only a file leaves options out: OptimConfig itself has a value for each."""
     with pytest.raises(ValueError, match="lr_batch_size: large_batch scales lr"):
-        TrainConfig(large_batch=True)
+        OptimConfig(large_batch=True)

@@ -77,7 +77,7 @@ def test_a_rule_is_for_weights_and_for_modules_and_stars_fit_anything():
 def test_a_pattern_that_fits_nothing_is_refused_with_close_names(pattern, hint):
     train = rules({"names": ("head",), "lr_mult": 2.0}, {"names": (pattern,), "freeze": True})
     with pytest.raises(
-        ConfigError, match=r"train\.layers\[1\]\.names: .* fits no weight"
+        ConfigError, match=r"optim\.layers\[1\]\.names: .* fits no weight"
     ) as caught:
         freeze_layers(TinyModel(), train.optim)
     assert hint in str(caught.value)
@@ -86,7 +86,7 @@ def test_a_pattern_that_fits_nothing_is_refused_with_close_names(pattern, hint):
 def test_a_decay_of_norms_that_are_spared_it_is_refused():
     rule = {"names": ("*.bias", "backbone.0.1"), "weight_decay": 0.1}
     freeze_layers(TinyModel(), rules(rule).optim)
-    with pytest.raises(ConfigError, match=r"train\.layers\[0\]\.weight_decay: has no effect"):
+    with pytest.raises(ConfigError, match=r"optim\.layers\[0\]\.weight_decay: has no effect"):
         freeze_layers(TinyModel(), rules(rule, decay_norm_and_bias=False).optim)
 
 
@@ -247,7 +247,7 @@ LOADED = [name for name, _ in TinyModel().named_parameters() if name.startswith(
 )
 def test_a_rule_without_anything_to_act_on_is_refused(use, rule, message):
     with pytest.raises(ConfigError, match=message):
-        use(TinyModel(), rules(rule), LOADED if "random" in message else None)
+        use(TinyModel(), rules(rule).optim, LOADED if "random" in message else None)
 
 
 DATA = "data: {layout: folders, root: x, classes: y}\n"
@@ -273,16 +273,16 @@ DATA = "data: {layout: folders, root: x, classes: y}\n"
 )
 def test_a_rule_that_cannot_be_meant_is_refused(train, message):
     with pytest.raises(ConfigError) as caught:
-        parse_config(f"{DATA}train: {{{train}}}\n", source="c.yaml")
+        parse_config(f"{DATA}optim: {{{train}}}\n", source="c.yaml")
     assert message in str(caught.value)
-    assert str(caught.value).startswith("c.yaml:2: train.")
+    assert str(caught.value).startswith("c.yaml:2: optim.")
 
 
 def test_rules_are_printed_and_read_back():
     from segtrain.config import config_to_yaml
 
     text = "{layers: [{names: ['*.bn1', head], lr_mult: 2.0}, {names: [head], hold_zeros: true}]}"
-    whole = f"{DATA}model: {{pretrained: DEFAULT}}\ntrain: {text}\n"
+    whole = f"{DATA}model: {{pretrained: DEFAULT}}\noptim: {text}\n"
     config = parse_config(whole, source="c.yaml")
     assert parse_config(config_to_yaml(config), source="d.yaml") == config
     assert config.norm == NormConfig()

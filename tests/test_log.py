@@ -54,7 +54,7 @@ def test_values_go_to_one_line_of_json_and_one_point_of_a_curve_each(tmp_path):
 
 def test_tensorboard_reads_curves_pictures_config_and_hyperparameters_back(tmp_path):
     with RunLog(tmp_path, enabled=True) as run:
-        run.text("config", "train:\n  lr: 0.1\n")
+        run.text("config", "optim:\n  lr: 0.1\n")
         run.picture(3, "eval/0", np.full((7, 5, 3), 200, dtype=np.uint8))
         run.scalars(3, {"eval/mIoU": 0.25})
         options = {"optim.lr": 0.1, "augment.crop_size": [3, 4], "model.pretrained": None}
@@ -63,7 +63,7 @@ def test_tensorboard_reads_curves_pictures_config_and_hyperparameters_back(tmp_p
     (picture,) = read.Images("eval/0")
     assert (picture.step, picture.height, picture.width) == (3, 7, 5)
     (text,) = read.Tensors("config/text_summary")
-    assert b"    train:\n      lr: 0.1" in text.tensor_proto.string_val[0]
+    assert b"    optim:\n      lr: 0.1" in text.tensor_proto.string_val[0]
     assert points(read, "hparam/mIoU") == [(3, 0.25)]
     assert points(read, "eval/mIoU") == [(3, 0.25)]
     tags = read.summary_metadata

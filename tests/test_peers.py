@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from experiments import settings
 from torch import nn
 
 from segtrain.checkpoint import load_model
-from segtrain.config import TrainConfig
 from segtrain.convert.converter import convert_file, detect
 from segtrain.errors import CheckpointError
 from segtrain.training.engine import train_steps
@@ -276,10 +276,10 @@ def three_updates(name, losses_of, theirs, ours_path, plan):
         )
         for _ in range(3)
     ]
-    train = TrainConfig(
+    train = settings(
         steps=3, batch_size=2, lr=0.01, weight_decay=5e-4, poly_power=0.0, precision="float64"
     )
-    config = loaded.config.model_copy(update={"train": train})
+    config = train.model_copy(update={"model": loaded.config.model, "data": loaded.config.data})
     state = make_state(ours, config, torch.device("cpu"))
     sync = StepSync(lambda: False)
     steps = train_steps(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments import assert_same_state, last, losses, small, write_config
+from experiments import assert_same_state, last, losses, sections, small, write_config
 
 from segtrain import cli
 from segtrain.checkpoint.format import Checkpoint
@@ -34,7 +34,7 @@ def config(**train):
     return Config.model_validate(
         {
             "data": {"layout": "folders", "root": "x", "classes": "x"},
-            "train": {"steps": 40, "lr": 0.01, "weight_decay": 1e-4} | train,
+            **sections(**{"steps": 40, "lr": 0.01, "weight_decay": 1e-4} | train),
         }
     )
 

@@ -208,7 +208,7 @@ def test_an_empty_config_is_restored_only_from_a_checkpoint(config, tmp_path, co
 
 def test_a_damaged_config_is_refused_with_the_repair(config, tmp_path):
     checkpoint_in(tmp_path)
-    (tmp_path / run_directory.CONFIG).write_text("train: {lr: [}\n")
+    (tmp_path / run_directory.CONFIG).write_text("optim: {lr: [}\n")
     with pytest.raises(ConfigError, match=r"config\.yaml:1: (.|\n)*--resume restores it"):
         run_directory.check_directory(tmp_path, config, resume=True)
 

@@ -11,6 +11,7 @@ from experiments import (
     experiment,
     last,
     losses,
+    sections,
     stopped_after,
     train,
     trained_bits,
@@ -20,7 +21,7 @@ from test_engine import CPU, K, N, run, whole_batch
 from torch import nn
 
 from segtrain import seed
-from segtrain.config import Config, DataConfig, LayerRule, ModelConfig, NormConfig, TrainConfig
+from segtrain.config import Config, DataConfig, LayerRule, ModelConfig, NormConfig
 from segtrain.distributed.partition import partition
 from segtrain.errors import ConfigError, NonFiniteError
 from segtrain.models import DropoutChannels
@@ -57,7 +58,7 @@ def config(*, norm=None, **train):
         data=DataConfig(layout="folders", root="nowhere", classes="nothing"),
         model=ModelConfig(dropout=P, aux_head=False),
         norm=NormConfig(**(norm or {})),
-        train=TrainConfig(**options | train),
+        **sections(**options | train),
     )
 
 
@@ -271,7 +272,7 @@ def test_layers_that_compute_a_batch_only_once_are_refused():
     ("options", "said"),
     [
         ({"sam_rho": None, "sam_every": 2}, "sam_every: has no effect with sam_rho null"),
-        ({"sam_every": 5}, "sam_every: 5 must not be larger than steps, 4"),
+        ({"sam_every": 5}, "sam_every: 5 must not be larger than train.steps, 4"),
         ({"sam_rho": 0.0}, "greater than 0"),
     ],
 )
@@ -286,7 +287,9 @@ def whole_run(data, **options):
         data,
         augment={"crop_size": [25, 33]},
         model={"backbone": "mobilenet_v2", "head_channels": 8, "aux_channels": 8},
-        train={"steps": 2, "batch_size": 5, "precision": "float32", "sam_rho": 0.2} | options,
+        **sections(
+            **{"steps": 2, "batch_size": 5, "precision": "float32", "sam_rho": 0.2} | options
+        ),
     )
 
 
@@ -316,7 +319,7 @@ def test_held_weights_do_not_climb(monkeypatch):
     settings = config(steps=1)
     layers = (LayerRule(names=("backbone",), hold_zeros=True),)
     settings = settings.model_copy(
-        update={"train": settings.train.model_copy(update={"layers": layers})}
+        update={"optim": settings.optim.model_copy(update={"layers": layers})}
     )
     model = Small(make_norm(settings.norm))
     pruned = torch.zeros_like(model.backbone.weight, dtype=torch.bool)

@@ -70,7 +70,7 @@ def test_a_schedule_after_warmup_is_torchs_sequence(schedule):
         lr=0.3,
         warmup_steps=8,
         warmup_start=0.25,
-        schedule_after_warmup=True,
+        after_warmup=True,
     )
 
     def sequence(optimizer):
@@ -114,16 +114,16 @@ def refused(**train):
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ({"schedule": "step"}, "milestones: schedule step needs them"),
-        ({"milestones": (3,)}, "milestones: has no effect with schedule poly"),
+        ({"schedule": "step"}, "milestones: kind step needs them"),
+        ({"milestones": (3,)}, "milestones: has no effect with kind poly"),
         ({"schedule": "step", "milestones": (5, 5)}, "must rise"),
-        ({"schedule": "step", "milestones": (40_000,)}, "before the last step, 40000"),
-        ({"schedule": "cosine", "poly_power": 2.0}, "poly_power: has no effect with schedule"),
-        ({"schedule": "one_cycle", "warmup_steps": 3}, "warmup_steps: has no effect with schedule"),
+        ({"schedule": "step", "milestones": (40_000,)}, "before the last of train.steps, 40000"),
+        ({"schedule": "cosine", "poly_power": 2.0}, "poly_power: has no effect with kind"),
+        ({"schedule": "one_cycle", "warmup_steps": 3}, "warmup_steps: has no effect with kind"),
         ({"schedule": "one_cycle", "min_lr": 1e-3}, "min_lr: has no effect"),
         ({"schedule": "one_cycle", "steps": 3}, "cycle_rise: 0.3 of 3 steps is not more than one"),
-        ({"cycle_rise": 0.2}, "cycle_rise: has no effect with schedule poly"),
-        ({"schedule_after_warmup": True}, "schedule_after_warmup: has no effect with warmup_steps"),
+        ({"cycle_rise": 0.2}, "cycle_rise: has no effect with kind poly"),
+        ({"after_warmup": True}, "after_warmup: has no effect with warmup_steps"),
     ],
 )
 def test_a_schedule_that_cannot_be_meant_is_refused(train, message):

@@ -8,7 +8,7 @@ from torch import nn
 
 from segtrain import cli
 from segtrain.commands.train.setup import _other_normalization
-from segtrain.config import LayerRule, ModelConfig, TrainConfig, load_config, override_config
+from segtrain.config import LayerRule, ModelConfig, OptimConfig, load_config, override_config
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import build_backbone, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
@@ -234,7 +234,7 @@ def test_frozen_layers_keep_their_activation(name):
         before = backbone(x)
     model = nn.ModuleDict({"backbone": backbone, "head": nn.Conv2d(1, 1, 1)})
     rule = LayerRule(names=("backbone",), freeze=True)
-    freeze_layers(model, TrainConfig(layers=(rule,)), None)
+    freeze_layers(model, OptimConfig(layers=(rule,)), None)
     assert sum(isinstance(m, FrozenBatchNorm2d) for m in model.modules()) > 10
     with torch.no_grad():
         for features in (backbone(x), backbone.train()(x)):  # frozen in training too

@@ -33,7 +33,8 @@ augment: {{crop_size: [96, 128], scale_range: [0.5, 1.5], color_prob: 0.5, blur_
 model: {{arch: pspnet, backbone: resnet18}}
 loss: {{kind: ohem, ohem_min_kept: 20000}}
 norm: {{precise_batches: 2}}
-train: {{batch_size: 8, shares: 8, lr: 0.02, clip_grad_norm: 1.0, ema_decay: 0.99}}
+train: {{batch_size: 8, shares: 8}}
+optim: {{lr: 0.02, clip_grad_norm: 1.0, ema_decay: 0.99}}
 eval: {{every_steps: null}}
 log: {{every_steps: 1}}
 """

@@ -35,6 +35,7 @@ from segtrain.checkpoint.restore import restore
 from segtrain.config import (
     Config,
     DataConfig,
+    OptimConfig,
     TrainConfig,
     config_to_yaml,
     load_config,
@@ -203,7 +204,7 @@ def _checkpoint(path: Path) -> None:
 def _train_state(model: nn.Module) -> TrainState:
     data = DataConfig(layout="folders", root="none", classes="none")
     # With a loss scale.
-    config = Config(data=data, train=TrainConfig(precision="float16", lr=0.1))
+    config = Config(data=data, train=TrainConfig(precision="float16"), optim=OptimConfig(lr=0.1))
     return make_state(model, config, torch.device("cpu"))
 
 

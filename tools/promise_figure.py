@@ -51,7 +51,8 @@ model:
   head_channels: 32
   aux_head: false
   dropout: 0.0
-train: {{steps: {steps}, batch_size: 7, lr: 0.005, precision: float32, shares: {shares}}}
+train: {{steps: {steps}, batch_size: 7, precision: float32, shares: {shares}}}
+optim: {{lr: 0.005}}
 log: {{every_steps: 1}}
 eval: {{every_steps: null}}
 """
@@ -107,7 +108,7 @@ def segtrain_losses(run: Path, config: Path, ranks: int) -> list[float]:
 
 def usual_losses(device: torch.device, config: Config) -> list[float]:
     """The loss of every step of DistributedDataParallel with local batch norm and local means."""
-    train = config.train
+    optim = config.optim
     dtype = torch.float32
     seed_everything(config.seed)
     dataset = open_dataset(config.data, config.data.train_split)
@@ -116,7 +117,9 @@ def usual_losses(device: torch.device, config: Config) -> list[float]:
     optimizer = torch.optim.SGD(
         model.parameters(), optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay
     )
-    schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, train.steps, schedule.poly_power)
+    schedule = torch.optim.lr_scheduler.PolynomialLR(
+        optimizer, config.train.steps, config.schedule.poly_power
+    )
     normalize = Normalize(config.data.mean, config.data.std).to(dtype)
     curve = []
     for images, labels in _batches(config, dist.rank(), dist.world_size()):

@@ -24,9 +24,11 @@ _BLOCK = 16  # pixels of one label side by side
 def config_of(size: tuple[int, int], images: int, *, model: dict[str, Any], **train: Any) -> Config:
     """An experiment without data, of more steps than anyone takes; `images` of all ranks."""
     # A low rate, or random images may make the weights infinite.
-    options = {"steps": 10**6, "batch_size": images, "lr": 1e-3} | train
+    options = {"steps": 10**6, "batch_size": images} | train
     data = {"layout": "folders", "root": "unused", "classes": "unused"}
-    return Config(data=data, model=model, train=options, augment={"crop_size": size})
+    return Config(
+        data=data, model=model, train=options, optim={"lr": 1e-3}, augment={"crop_size": size}
+    )
 
 
 def random_batch(
