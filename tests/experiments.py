@@ -123,9 +123,10 @@ def losses(directory: Path, tag: str = "train/loss") -> list[float]:
 
 def small(root: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """Few weights; augmentation, dropout and an average of the weights."""
-    train = {"ema_decay": 0.9, "precision": "float32"} | sections.pop("train", {})
+    train = {"precision": "float32"} | sections.pop("train", {})
+    optim = {"ema_decay": 0.9} | sections.pop("optim", {})
     sizes = {"augment": {"crop_size": [33, 41]}, "model": {"backbone": "mobilenet_v2"}}
-    return experiment(root, train=train, **sizes, **sections)
+    return experiment(root, train=train, optim=optim, **sizes, **sections)
 
 
 def stopped_after(

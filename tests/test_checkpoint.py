@@ -337,7 +337,7 @@ def test_a_checkpoint_of_255_classes_is_loaded(small, tmp_path):
 def test_a_config_of_another_version_is_refused_by_name(small):
     _, _, saved = small
     foreign = saved._replace(config=saved.config.replace('"lr":', '"learning":'))
-    with pytest.raises(CheckpointError, match=r"does not fit this version .*: train\.learning"):
+    with pytest.raises(CheckpointError, match=r"does not fit this version .*: optim\.learning"):
         parse_experiment(foreign, Path("a.pt"))
 
 
@@ -421,7 +421,7 @@ def test_a_state_that_training_cannot_go_on_from_is_refused(small):
     not_finite = with_momenta(saved, lambda old: torch.full_like(old, torch.nan))
     shares = {"exponents": {"weight": 40}}
     for options, fields, said in (
-        ([], {"average": None}, r"no average of the weights \(train\.ema_decay\)"),
+        ([], {"average": None}, r"no average of the weights \(optim\.ema_decay\)"),
         ([], {"optimizer": expanded}, "belongs to another model: momentum_buffer .* does not fit"),
         ([], {"optimizer": not_finite}, "momentum_buffer is not finite"),
         ([], {"optimizer": {"state": 3}}, "the optimizer's state is damaged"),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from experiments import sections
 from fake_device import config
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ UPDATES = [
 
 @pytest.mark.parametrize("options", UPDATES, ids=lambda o: "-".join(map(str, o.values())))
 def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
-    whole = config(train=options)
+    whole = config(**sections(**options))
     train, optim = whole.train, whole.optim
     # Two, since a fake tensor cannot be copied with its module.
     model, averaged = (

@@ -116,9 +116,9 @@ def test_the_table_of_hyperparameters_begins_with_the_main_options(tmp_path):
     assert columns[:6] == [
         "model.arch",
         "model.backbone",
+        "optim.lr",
         "seed",
         "train.batch_size",
-        "optim.lr",
         "train.steps",
     ]
     # The columns are those of one run: they must include what other runs changed.

@@ -49,7 +49,7 @@ def test_a_run_that_has_saved_nothing_may_be_replaced_with_another_config(config
     run_directory.write_description(tmp_path, config, ["cpu"])
     (tmp_path / "checkpoints").mkdir()
     assert (
-        run_directory.check_directory(tmp_path, changed(config, "train", lr=1.0), resume=False)
+        run_directory.check_directory(tmp_path, changed(config, "optim", lr=1.0), resume=False)
         == []
     )
 
@@ -86,7 +86,7 @@ def test_what_has_saved_nothing_is_started_by_resume_too(config, tmp_path):
     """A job script has one line that starts or goes on; a repaired config is taken as well."""
     assert run_directory.check_directory(tmp_path / "nothing", config, resume=True) == []
     run_directory.write_description(tmp_path, config, ["cpu"])
-    other = changed(config, "train", lr=1.0)
+    other = changed(config, "optim", lr=1.0)
     assert run_directory.check_directory(tmp_path, other, resume=True) == []
 
 
@@ -124,7 +124,8 @@ def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
     run_directory.write_description(tmp_path, config, ["cpu"])
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/last.pt").touch()
-    other = changed(changed(config, "train", lr=0.5, steps=99), "augment", crop_size=(33, 65))
+    other = changed(changed(config, "train", steps=99), "augment", crop_size=(33, 65))
+    other = changed(other, "optim", lr=0.5)
     other = changed(other, "model", pretrained="no: file")
     with pytest.raises(ConfigError) as refusal:
         run_directory.check_directory(tmp_path, other, resume=True)
@@ -177,7 +178,7 @@ def test_a_full_disk_leaves_nothing_behind_and_asks_for_room(config, small_disk)
     before = (small_disk / run_directory.CONFIG).read_bytes()
     fill(small_disk)
     with pytest.raises(ConfigError, match=r"No space left on device.*; choose another"):
-        run_directory.write_description(small_disk, changed(config, "train", lr=0.5), ["cpu"])
+        run_directory.write_description(small_disk, changed(config, "optim", lr=0.5), ["cpu"])
     assert (small_disk / run_directory.CONFIG).read_bytes() == before
     names = sorted(path.name for path in small_disk.iterdir())
     assert names == ["config.yaml", "environment.json", "other"]

@@ -10,7 +10,10 @@ from segtrain.config.loading import yaml_value
 from segtrain.config.messages import FOREIGN_KEYS, nearest
 
 # If several sections have an option of the same name, the first of these is meant.
-_SECTIONS = ("train", "data", "augment", "model", "loss", "eval", "norm", "log", "checkpoint")
+_SECTIONS = (
+    *("train", "optim", "schedule", "data", "augment", "model"),
+    *("loss", "eval", "norm", "log", "checkpoint"),
+)
 # The options that --set of each command may change, by the beginning of their names.
 _ON_CONFIGS = ("train", "population", "data check", "config show")
 _SETTABLE = dict.fromkeys(_ON_CONFIGS, ("",)) | {"eval": ("eval.", "data."), "predict": ("eval.",)}
