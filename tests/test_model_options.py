@@ -171,7 +171,7 @@ def test_decoder_of_smp_equals_the_formula():
             {"backbone": "mobilenet_v2", "zero_init_residual": True},
             "zero_init_residual: has no eff",
         ),
-        ({"pretrained": "DEFAULT", "zero_init_residual": True}, "with pretrained, whose weights"),
+        ({"pretrained": "DEFAULT", "zero_init_residual": True}, "with pretrained DEFAULT"),
         # The feature maps would be larger, and the dilations of the head those of smaller ones.
         ({"num_stages": 2, "output_stride": 16}, "num_stages 2 ends at stride 8"),
     ],

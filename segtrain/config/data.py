@@ -77,7 +77,7 @@ class DataConfig(Section):
     )
 
     def _mistakes(self) -> Iterator[str]:
-        yield from self._no_effect(("prefetch", self.num_workers != 0, "num_workers 0"))
+        yield from self._no_effect("prefetch", self.num_workers != 0, "num_workers 0")
 
 
 class ExtraTransform(Section):

@@ -104,26 +104,16 @@ class ModelConfig(Section):
     dropout: FractionBelow1 = option(0.1, "channel dropout before each classifier")
 
     def _mistakes(self) -> Iterator[str]:
-        resnet, deeplab = self.backbone.startswith("resnet"), self.arch.startswith("deeplab")
-        backbone, arch = f"backbone {self.backbone}", f"arch {self.arch}"
-        reach = 2 ** (self.num_stages + 1) if resnet else 32
-        yield from self._no_effect(
-            ("stem num_stages multi_grid recompute_norm", resnet, backbone),
-            ("zero_init_residual", resnet, backbone),
-            ("zero_init_residual", self.pretrained is None, "pretrained, whose weights replace it"),
-            ("multi_grid", self.num_stages == 4, f"num_stages {self.num_stages}"),
-            ("ppm_bins ppm_channels", self.arch == "pspnet", arch),
-            ("aspp_rates separable", deeplab, arch),
-            ("low_level_channels", self.arch == "deeplabv3plus", arch),
-            ("aux_channels", self.aux_head, "aux_head false"),
-        )
-        if resnet and self.output_stride > reach:
+        if not self.backbone.startswith("resnet"):
+            return
+        reach = 2 ** (self.num_stages + 1)
+        if self.output_stride > reach:
             yield f"output_stride: num_stages {self.num_stages} ends at stride {reach}"
         blocks = 2 if self.backbone == "resnet18" else 3
-        if resnet and self.multi_grid is not None and len(self.multi_grid) != blocks:
+        if self.multi_grid is not None and len(self.multi_grid) != blocks:
             yield (
                 f"multi_grid: expected {blocks} numbers, one for each block of the last stage of "
-                f"{backbone}, got {list(self.multi_grid)}"
+                f"backbone {self.backbone}, got {list(self.multi_grid)}"
             )
 
 
@@ -159,14 +149,8 @@ class NormConfig(Section):
     eps: PositiveFloat = option(1e-5, "added to the variance")
 
     def _mistakes(self) -> Iterator[str]:
-        kind = f"kind {self.kind}"
         parted = self.kind == "local" or (self.kind == "sync" and self.extent != "world")
-        yield from self._no_effect(
-            ("extent", self.kind == "sync", kind),
-            ("running", parted, f"{kind} over {self.extent}"),
-            ("precise_batches momentum", self.is_batch_norm, kind),
-            ("num_groups", self.kind == "group", kind),
-        )
+        yield from self._no_effect("running", parted, f"kind {self.kind} over {self.extent}")
 
     @property
     def is_batch_norm(self) -> bool:

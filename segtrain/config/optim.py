@@ -117,7 +117,7 @@ class OptimConfig(Section):
     def _mistakes(self) -> Iterator[str]:
         rates = (self.weight_decay, self.new_weight_decay, *(r.weight_decay for r in self.layers))
         keys = "decoupled_decay decay_norm_and_bias decay_toward"
-        yield from self._no_effect((keys, any(rates) or self.large_batch, "weight_decay 0"))
+        yield from self._no_effect(keys, any(rates) or self.large_batch, "weight_decay 0")
         if self.nesterov and self.momentum == 0:
             yield "nesterov: needs a momentum above 0"
         if self.large_batch and self.lr_batch_size is None:

@@ -34,6 +34,21 @@ NEEDS: dict[str, dict[str, str]] = {
         "class_uniform_steps": "class_uniform",
         "images_dir labels_dir": "layout=folders",
     },
+    "ModelConfig": {
+        "stem num_stages multi_grid recompute_norm zero_init_residual": "backbone=resnet18 "
+        "backbone=resnet34 backbone=resnet50 backbone=resnet101",
+        "zero_init_residual": "pretrained=null",
+        "multi_grid": "num_stages=4",
+        "ppm_bins ppm_channels": "arch=pspnet",
+        "aspp_rates separable": "arch=deeplabv3 arch=deeplabv3plus",
+        "low_level_channels": "arch=deeplabv3plus",
+        "aux_channels": "aux_head",
+    },
+    "NormConfig": {
+        "extent": "kind=sync",
+        "precise_batches momentum": "kind=sync kind=local",
+        "num_groups": "kind=group",
+    },
     "AugmentConfig": {
         "rotate_prob": "rotate_deg",
         "rotate_deg": "rotate_prob",
@@ -138,7 +153,7 @@ class Section(BaseModel):
         mistakes = list(self._mistakes())
         for name in names:
             for keys, needed in NEEDS.get(name, {}).items():
-                mistakes += self._no_effect((keys, *self._has_one(needed)))
+                mistakes += self._no_effect(keys, *self._has_one(needed))
             for keys, beside, why in CONFLICTS.get(name, ()):
                 mistakes += self._conflicts(keys, beside, why)
         if mistakes:
@@ -149,17 +164,13 @@ class Section(BaseModel):
         """A line `key: message` for each option that does not fit the others."""
         yield from ()
 
-    def _no_effect(self, *rules: tuple[str, bool, str]) -> Iterator[str]:
-        """A mistake for each option that has no effect although it differs from its default.
-
-        rules: keys, separated by blanks; whether they have an effect; what takes it from them.
-        """
-        for keys, effective, reason in rules:
-            for key in "" if effective else keys.split():
-                value, default = self._look_up(key)
-                if value != default:
-                    repair = f"remove it, or set it to its default, {show(default)}"
-                    yield f"{key}: has no effect with {reason}; {repair}"
+    def _no_effect(self, keys: str, effective: bool, reason: str) -> Iterator[str]:
+        """A mistake for each of `keys` that differs from its default, unless it is `effective`."""
+        for key in "" if effective else keys.split():
+            value, default = self._look_up(key)
+            if value != default:
+                repair = f"remove it, or set it to its default, {show(default)}"
+                yield f"{key}: has no effect with {reason}; {repair}"
 
     def _has_one(self, needed: str) -> tuple[bool, str]:
         """Whether one of the options has what it needs; and all of them with their values."""
