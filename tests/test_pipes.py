@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +23,6 @@ from segtrain.files import (
     manifest,
     open_regular,
     read_bytes,
-    reserve_output,
-    write_output,
 )
 from segtrain.models import build_backbone
 from segtrain.models.pretrained import load_backbone
@@ -199,33 +195,6 @@ def test_a_picture_does_not_take_the_place_of_a_pipe(pipe):
     with pytest.raises(ExecutionError, match=r"0\.png: cannot write the picture: is a pipe; "):
         write_png(path, np.zeros((2, 3, 3), np.uint8))
     assert path.is_fifo()
-
-
-def test_a_pipe_that_nobody_reads_is_no_output(pipe, tmp_path):
-    for path in (pipe("x"), tmp_path / "link"):
-        with pytest.raises(OSError, match="is a pipe that nobody reads"):
-            write_output(path, "text")
-        with pytest.raises(OSError, match="is a pipe that nobody reads"), reserve_output(path):
-            pytest.fail("too late")
-        if path.name == "x":
-            (tmp_path / "link").symlink_to("x")
-
-
-def test_the_reader_of_a_pipe_is_kept_until_the_work_is_done(pipe, tmp_path):
-    path = pipe("x")
-    with (
-        (tmp_path / "read").open("wb") as read,
-        subprocess.Popen(["cat", path], stdout=read) as reader,
-    ):
-        while True:  # until it has opened the pipe
-            try:
-                with reserve_output(path):
-                    write_output(path, "x" * 200_000)
-                break
-            except OSError:
-                time.sleep(0.01)
-        assert reader.wait() == 0
-    assert (tmp_path / "read").read_bytes() == b"x" * 200_000
 
 
 @pytest.mark.parametrize("place", ["pipe", "folder"])

@@ -26,7 +26,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import keep_freed_memory
 from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, ConfigError
-from segtrain.files import check_utf8, os_errors_as, reserve_output, write_output
+from segtrain.files import check_output, check_utf8, os_errors_as, write_output
 from segtrain.models.precision import float32_products
 from segtrain.text import printable_lines, say
 from segtrain.training.engine import StepResult, train_steps
@@ -158,7 +158,7 @@ def run_bench(args: argparse.Namespace) -> int:
         for option, file in (("--json", args.json), ("--profile", args.profile)):
             if file is not None and dist.is_main():
                 with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
-                    stack.enter_context(reserve_output(file))
+                    check_output(file)
         if args.profile is not None:
             check_utf8(args.profile)
         make_repeatable(config, device)

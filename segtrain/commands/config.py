@@ -6,7 +6,7 @@ import json
 from segtrain.config import Config, config_schema, config_to_yaml, load_config, recipes
 from segtrain.config.experiment import config_warnings, wrong_units
 from segtrain.errors import EXIT_OK, ConfigError
-from segtrain.files import os_errors_as, reserve_output, write_output
+from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.text import say
 
 
@@ -56,7 +56,7 @@ def write_schema(args: argparse.Namespace) -> int:
     if args.output is None:
         print(text, end="")
         return EXIT_OK
-    writing = os_errors_as(ConfigError, f"--output {args.output}", "cannot be written")
-    with writing, reserve_output(args.output):
+    with os_errors_as(ConfigError, f"--output {args.output}", "cannot be written"):
+        check_output(args.output)
         write_output(args.output, text)
     return EXIT_OK

@@ -20,7 +20,7 @@ from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.protect import check_run_directory
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, ExecutionError
-from segtrain.files import os_errors_as, reserve_output, write_output
+from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.run.console import say
 from segtrain.run.directory import RunLock
 from segtrain.text import counted, printable, printable_lines
@@ -59,8 +59,8 @@ def _reported(work: Callable[[], R], path: Path | None) -> R:
     """
     errors = partial(os_errors_as, ConfigError, f"--json {path}", "cannot be written")
     if path is not None:
-        with errors(), reserve_output(path):
-            pass
+        with errors():
+            check_output(path)
     result = work()
     # First what can be read at once: the disk may be full.
     text = result.as_text()
