@@ -150,14 +150,6 @@ def test_files_that_are_no_checkpoint_are_refused_with_what_was_found(tmp_path, 
         load(tmp_path / "a.pt")
 
 
-def test_fields_that_older_versions_did_not_write_may_be_missing(tmp_path):
-    content = checkpoint_fields()
-    for field in ("data", "shares", "start", "ending", "centroids"):
-        del content[field]
-    torch.save(content, tmp_path / "old.pt")
-    assert load(tmp_path / "old.pt").shares is None
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -171,14 +163,12 @@ def test_what_is_no_file_of_torch_is_refused(tmp_path, name, said):
         load(tmp_path / name)
 
 
-def test_a_refusal_does_not_quote_torch_and_names_the_files_beside(tmp_path):
-    """torch recommends weights_only=False, which may run code."""
-    for name in ("best.pt", "last.pt"):
-        (tmp_path / name).write_bytes(bytes(range(256)) * 20)
+def test_a_refusal_does_not_quote_torch(tmp_path):
+    """It recommends weights_only=False, which may run code."""
+    (tmp_path / "a.pt").write_bytes(bytes(range(256)) * 20)
     with pytest.raises(CheckpointError) as caught:
-        load(tmp_path / "last.pt")
+        load(tmp_path / "a.pt")
     assert "weights_only" not in str(caught.value)
-    assert str(caught.value).endswith("; beside it there is best.pt")
 
 
 def test_the_best_checkpoint_holds_no_training_state(tmp_path):
@@ -312,7 +302,7 @@ def test_changed_options_that_need_another_state_are_refused_by_name(small, othe
 def test_a_loaded_model_is_the_average_in_evaluation_mode_with_plain_batch_norm(small, tmp_path):
     config, classes, saved = small
     save(tmp_path / "checkpoints" / "last.pt", saved)
-    model, loaded_config, loaded_classes, step = load_model(tmp_path)
+    model, loaded_config, loaded_classes, step, _ = load_model(tmp_path)
     assert (loaded_config, loaded_classes, step) == (config, classes, 1)
     assert not model.training
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
@@ -417,17 +407,16 @@ def with_momenta(saved, make):
 
 def test_a_state_that_training_cannot_go_on_from_is_refused(small):
     config, _, saved = small
-    expanded = with_momenta(saved, lambda old: torch.zeros(1).expand(old.shape))
-    not_finite = with_momenta(saved, lambda old: torch.full_like(old, torch.nan))
+    short = with_momenta(saved, lambda old: old.flatten()[:1])
+    damaged = "the state of training is damaged, or belongs to another model"
     shares = {"exponents": {"weight": 40}}
     for options, fields, said in (
         ([], {"average": None}, r"no average of the weights \(optim\.ema_decay\)"),
-        ([], {"optimizer": expanded}, "belongs to another model: momentum_buffer .* does not fit"),
-        ([], {"optimizer": not_finite}, "momentum_buffer is not finite"),
-        ([], {"optimizer": {"state": 3}}, "the optimizer's state is damaged"),
-        (["train.precision=float16"], {"scaler": {"scale": "x"}}, "loss scale cannot be read"),
+        ([], {"optimizer": short}, f"{damaged}: momentum_buffer for weights of shape"),
+        ([], {"optimizer": {"state": 3}}, damaged),
+        (["train.precision=float16"], {"scaler": {"scale": "x"}}, damaged),
         (["train.shares=2"], {"shares": shares}, "optim.layers cannot freeze others"),
-        (["train.shares=2"], {"shares": {"exponents": 3}}, "exponents of gradients cannot be"),
+        (["train.shares=2"], {"shares": {"exponents": 3}}, damaged),
     ):
         state = new_state(override_config(config, options, source="c.yaml"))
         with pytest.raises(CheckpointError, match=rf"^a\.pt: .*{said}"):
@@ -491,16 +480,3 @@ def test_momenta_find_their_weights_by_name_in_other_groups():
     assert len(third.state) == 3
     for weight in third.state:
         assert torch.equal(third.state[weight]["momentum_buffer"], wanted[weight])
-
-
-def test_an_optimizer_without_names_is_restored_by_its_order():
-    """As versions before 2026-11-22 saved it."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    wanted = stepped(one := optimizer_of(model))
-    saved = one.state_dict()
-    for group in saved["param_groups"]:
-        del group["param_names"]
-    other = optimizer_of(model)
-    restore_optimizer(other, saved)
-    assert all(torch.equal(other.state[w]["momentum_buffer"], m) for w, m in wanted.items())
-    assert other.param_groups[0]["param_names"] == one.param_groups[0]["param_names"]

@@ -104,7 +104,7 @@ def command(cityscapes, monkeypatch, tmp_path):
     classes = load_class_file("cityscapes")
     config = config_of(cityscapes)
     loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1200)
-    monkeypatch.setattr(evaluate, "load_with_data", lambda path, *, device: (loaded, None))
+    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
 
     def run(*overrides, **options):
         args = arguments("run", set=list(overrides), json=str(tmp_path / "scores.json"), **options)
@@ -176,7 +176,7 @@ def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, monke
         )
     )
     loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1)
-    monkeypatch.setattr(evaluate, "load_with_data", lambda path, *, device: (loaded, None))
+    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
     run_eval(arguments("run", save_predictions=str(tmp_path / "out")))
     with Image.open(tmp_path / "out" / "hall one" / "a.b.png") as picture:
         assert np.array_equal(np.array(picture), np.where(label == 8, 7, label))
@@ -346,7 +346,7 @@ def test_voc_predictions_are_indices_into_the_palette_of_voc(tmp_path, monkeypat
     options = {"mean": (0.0, 0.0, 0.0), "std": (255.0, 255.0, 255.0)}
     config = Config(data=DataConfig(layout="voc", root=str(tmp_path), classes="voc", **options))
     loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1)
-    monkeypatch.setattr(evaluate, "load_with_data", lambda path, *, device: (loaded, None))
+    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
     for options in ({}, {"no_labels": True}):
         run_eval(arguments("run", save_predictions=str(tmp_path / "out"), **options))
         with Image.open(tmp_path / "out/2007_000033.png") as picture:
@@ -403,7 +403,7 @@ def evaluated_at(steps, cityscapes):
     """What `segtrain eval` of this rank says to a checkpoint of the rank's own step."""
     loaded = LoadedModel(nn.Identity(), config_of(cityscapes), load_class_file("cityscapes"), 0)
     here = loaded._replace(step=steps[dist.rank()])
-    evaluate.load_with_data = lambda path, *, device: (here, None)
+    evaluate.load_model = lambda path, *, device: here
     return refusal(run_eval, arguments("runs/x"))
 
 
@@ -432,7 +432,7 @@ def test_no_line_is_shown_of_a_file_that_only_the_checkpoint_names(monkeypatch, 
     data |= {"data.classes": {"classes": str(tmp_path / "shadow")}}.get(name, {})
     config, classes = Config(data=DataConfig(**data)), load_class_file("voc")
     loaded = LoadedModel(ColorModel(classes), config, classes, 1)
-    monkeypatch.setattr(evaluate, "load_with_data", lambda path, *, device: (loaded, None))
+    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
     with pytest.raises(UserError, match="shown; --s") as caught:
         run_eval(arguments("run"))
     assert "secret" not in str(caught.value)

@@ -182,19 +182,18 @@ class DatasetGuard:
 
 
 def eval_differences(
-    trained: LoadedModel, known: DataFingerprint | None, data: DataConfig, dataset: SegDataset
+    trained: LoadedModel, data: DataConfig, dataset: SegDataset
 ) -> Iterator[list[str]]:
     """How the evaluated split differs from the one of the same name at training; close it.
 
     Yields lines about classes, names and sizes, then lines about the contents of labels, which it
-    hashes in between. Nothing is refused: evaluating on other data is legitimate. `known` is None
-    if the checkpoint does not say.
+    hashes in between. Nothing is refused: evaluating on other data is legitimate.
     """
     before = trained.config.data
     changes, _ = class_differences(trained.classes, dataset.classes, dataset.label_format)
     paths = {os.path.realpath(os.path.expanduser(x)) for x in (data.classes, before.classes)}
     lines = _eval_lines(changes, is_meant=len(paths) > 1)
-    splits = (None, None) if known is None else known.splits
+    splits = (None, None) if trained.data is None else trained.data.splits
     names = (before.train_split, before.eval_split)
     split = dict(zip(names, splits, strict=True)).get(dataset.split)
     is_meant = any(getattr(data, key) != getattr(before, key) for key in _WHICH_DATA)

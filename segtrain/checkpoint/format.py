@@ -5,7 +5,6 @@ So a checkpoint from a stranger cannot run code.
 
 import os
 import pickle
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from segtrain.data.read.fingerprint import DataFingerprint, fingerprint_from_jso
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import manifest, torch_file
 from segtrain.files.manifest import Entry, HashingFile
-from segtrain.text import MAX_NAME, first_of, printable
+from segtrain.text import MAX_NAME, printable
 
 FORMAT_VERSION = 1
 
@@ -40,7 +39,7 @@ class BestScore(TypedDict):
 class Checkpoint(NamedTuple):
     """The contents of a checkpoint; the names of the fields are part of the file format."""
 
-    step: Annotated[int, Field(ge=0, le=2**53)]  # optimizer steps done
+    step: Annotated[int, Field(ge=0)]  # optimizer steps done
     config: str  # the Config as JSON
     classes: str  # the ClassFile as JSON
     model: dict[str, Any]
@@ -48,9 +47,8 @@ class Checkpoint(NamedTuple):
     optimizer: dict[str, Any] | None  # it and `scaler` are None if the file is for inference only
     scaler: dict[str, Any] | None
     best: BestScore | None
-    evaluated: Annotated[int, Field(ge=0)] = 0  # the step of the newest evaluation; 0: none
-    # Older versions did not write these.
-    data: str | None = None  # the DataFingerprint as JSON
+    evaluated: int = 0  # the step of the newest evaluation; 0: none
+    data: str | None = None  # the DataFingerprint as JSON; None: the model comes from elsewhere
     shares: dict[str, Any] | None = None  # see `restore.shares_fields`
     start: dict[str, Any] | None = None  # see `restore.initial_weights_fields`
     # "hours" (float) of training so far, and "evaluations" (int) since the best one.
@@ -82,9 +80,6 @@ def write_temporary(path: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, 
     content = {"format": FORMAT_VERSION, "segtrain": __version__, **checkpoint._asdict()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        needed, free = num_bytes(content) / 1e6, shutil.disk_usage(path.parent).free / 1e6
-        if free < needed:
-            raise OSError(f"it takes {needed:.1f} MB and the disk has {free:.1f} MB left")
         with files.temporary(path) as temporary:
             with temporary.open("xb") as file:
                 hashing = HashingFile(file)
@@ -127,17 +122,17 @@ def load(path: Path, *, verified: bool = False) -> Checkpoint:
         return _parse(_load_verified(path, verified))
     except pickle.UnpicklingError:
         # torch's own message recommends weights_only=False, which would run the code.
-        problem = "refused: it holds more than tensors and plain data, which could run code"
-        problem += "; or it is damaged, or no checkpoint at all"
+        problem = (
+            "refused: it holds more than tensors and plain data, which could run code; or it is "
+            "damaged, or no checkpoint at all"
+        )
     except OSError as error:
         problem = f"cannot be read: {(error.strerror or str(error)).lower()}"
     except (torch_file.DamagedError, SafetensorError):
         problem = "damaged, cut short or not a checkpoint"
     except _ForeignError as error:
         problem = str(error)
-    others = sorted(other.name for other in path.parent.glob("*.pt") if other.name != path.name)
-    beside = f"; beside it there is {first_of(others, 5)}" if others else ""
-    raise CheckpointError(f"{path}: {problem}{beside}")
+    raise CheckpointError(f"{path}: {problem}")
 
 
 def _load_verified(path: Path, verified: bool) -> Any:
@@ -195,17 +190,11 @@ def _parse(content: Any) -> Checkpoint:
             f"this is segtrain {__version__}, which reads format {FORMAT_VERSION}"
         )
     try:
-        checkpoint = _CHECKPOINT.validate_python(
+        return _CHECKPOINT.validate_python(
             {key: content[key] for key in Checkpoint._fields if key in content}
         )
     except ValidationError as error:
         raise _ForeignError(f"damaged: {_first_problem(error)}") from None
-    best = checkpoint.best or {"step": 0, "mean_iou": 0.0}
-    # NaN is the mIoU of a split where every pixel is ignored.
-    is_score = 0 <= best["mean_iou"] <= 1 or best["mean_iou"] != best["mean_iou"]
-    if not (max(checkpoint.evaluated, best["step"]) <= checkpoint.step and is_score):
-        raise _ForeignError("damaged: evaluated or best does not fit the step")
-    return checkpoint
 
 
 _CLASS_FILE = TypeAdapter(ClassFile)
@@ -218,7 +207,6 @@ def experiment_fields(config: Config, classes: ClassFile) -> dict[str, str]:
     # Indented, because `torch_file` refuses a long text without blanks.
     return {
         "config": config.model_dump_json(indent=1),
-        # Keys that came later are left out where unused, so that older versions can read the rest.
         "classes": _CLASS_FILE.dump_json(
             classes, indent=1, exclude=default, exclude_defaults=True
         ).decode(),
@@ -243,7 +231,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def parse_data(checkpoint: Checkpoint, path: Path) -> DataFingerprint | None:
-    """The data of the run; None if the checkpoint, of an older version, does not say."""
+    """The data of the run; None if the checkpoint does not say."""
     if checkpoint.data is None:
         return None
     try:

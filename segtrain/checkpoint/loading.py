@@ -30,6 +30,7 @@ class LoadedModel(NamedTuple):
     config: Config
     classes: ClassFile
     step: int
+    data: DataFingerprint | None = None  # None: the checkpoint does not say
 
 
 def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> LoadedModel:
@@ -38,21 +39,14 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> Loade
     Its batch norms are plain nn.BatchNorm2d. If the run averaged its weights, it has the averages.
     Raises CheckpointError if there is no checkpoint, or its weights do not fit its config.
     """
-    return load_with_data(path, device=device)[0]
-
-
-def load_with_data(
-    path: str | Path, *, device: torch.device | str = "cpu"
-) -> tuple[LoadedModel, DataFingerprint | None]:
-    """As `load_model`, and the data it was trained on; None if the checkpoint does not say."""
     file = resolve(path)
     checkpoint = load(file)
     config, classes = parse_experiment(checkpoint, file)
     check_sizes(checkpoint, config, classes, file)
     model = _inference_model(config, classes)
     load_weights(model, inference_weights(checkpoint), file)
-    loaded = LoadedModel(model.eval().to(device), config, classes, checkpoint.step)
-    return loaded, parse_data(checkpoint, file)
+    data = parse_data(checkpoint, file)
+    return LoadedModel(model.eval().to(device), config, classes, checkpoint.step, data)
 
 
 def inference_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

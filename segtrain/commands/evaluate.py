@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from segtrain import files
+from segtrain.checkpoint import load_model
 from segtrain.checkpoint.dataset_guard import eval_differences
-from segtrain.checkpoint.loading import load_with_data
 from segtrain.config import Config, override_config
 from segtrain.config.experiment import changed_normalization
 from segtrain.data import open_dataset
@@ -65,7 +65,7 @@ def run_eval(args: argparse.Namespace) -> int:
     # 1. The model, the experiment and the data.
     _check_options(args)
     device = device_for(args.device)
-    loaded, known = load_with_data(args.checkpoint, device=device)
+    loaded = load_model(args.checkpoint, device=device)
     config = _config(loaded.config, args)
     split = args.split or config.data.eval_split
     hidden = _named_by_checkpoint(args)
@@ -84,7 +84,7 @@ def run_eval(args: argparse.Namespace) -> int:
             # Refused now, rather than after the evaluation.
             _make_folder("--json", Path(args.json).parent)
             with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
-                stack.enter_context(files.reserve_output(Path(args.json)))
+                files.check_output(Path(args.json))
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         stack.enter_context(float32_products(for_evaluation(config)))
         _check_same_step(args.checkpoint, loaded.step)
@@ -93,7 +93,7 @@ def run_eval(args: argparse.Namespace) -> int:
         if dist.is_main():
             _warn(changed_normalization(loaded.config, config))
             _warn(f"warning: {line}" for line in eval_precision_warnings(config, device))
-            differences = stack.enter_context(closing(compare(loaded, known, config.data, dataset)))
+            differences = stack.enter_context(closing(compare(loaded, config.data, dataset)))
             _warn(next(differences, []))
             _warn(f"warning: {line}" for line in dark_warnings(dataset))
 
