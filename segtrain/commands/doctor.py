@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 
 from segtrain import __version__
-from segtrain.distributed.machine import SHARED_MEMORY, compiler, missing_for_triton, num_cores
+from segtrain.distributed.machine import (
+    SHARED_MEMORY,
+    compiler,
+    missing_for_triton,
+    num_cores,
+    unusable_device,
+)
 from segtrain.errors import EXIT_CONFIG, EXIT_OK
 from segtrain.run.environment import LIBRARIES, library_version
 from segtrain.text import printable
@@ -76,12 +82,10 @@ def _problems() -> Iterator[str]:
                 "give the container more (docker run --shm-size 8g), or set data.num_workers to 0"
             )
     if library_version("torch") is not None:
-        from segtrain.distributed.machine import unusable_devices
-
-        for line in unusable_devices():
-            yield f"warning: {line}"
         import torch
 
+        if problem := unusable_device():
+            yield f"warning: {problem}"
         if torch.cuda.is_available() and (missing := missing_for_triton()) is not None:
             yield f"warning: train.compile on CUDA needs {missing}"
     name, path = compiler()

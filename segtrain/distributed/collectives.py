@@ -304,15 +304,15 @@ def _note_exchange() -> None:
 def _sum_processes(tensor: Tensor, group: Group | None) -> Tensor:
     if _num_processes(group) > 1:
         _note_exchange()
-        if group is None and (shared := _sharing_memory(tensor)) is not None:
+        if (shared := _sharing_memory(tensor, group)) is not None:
             return shared.add(tensor)
         torch_dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def _sharing_memory(tensor: Tensor) -> SharedSum | None:
+def _sharing_memory(tensor: Tensor, group: Group | None) -> SharedSum | None:
     """What exchanges `tensor` through shared memory; None: the backend does it."""
-    shared = None if torch.compiler.is_compiling() else _shared_sum
+    shared = None if group is not None or torch.compiler.is_compiling() else _shared_sum
     return shared if shared is not None and shared.takes(tensor) else None
 
 
@@ -345,12 +345,13 @@ def _gather_processes(tensor: Tensor, group: Group | None = None) -> Tensor:
     size = _num_processes(group)
     if size == 1:
         return tensor
-    if group is None and (shared := _sharing_memory(tensor)) is not None:
-        return shared.gather(tensor).view(size * len(tensor), *tensor.shape[1:])
-    _note_exchange()
-    # As a vector, which all backends split alike.
-    gathered = tensor.new_empty(size * tensor.numel())
-    torch_dist.all_gather_into_tensor(gathered, tensor.flatten(), group=group)
+    if (shared := _sharing_memory(tensor, group)) is not None:
+        gathered = shared.gather(tensor)
+    else:
+        _note_exchange()
+        # As a vector, which all backends split alike.
+        gathered = tensor.new_empty(size * tensor.numel())
+        torch_dist.all_gather_into_tensor(gathered, tensor.flatten(), group=group)
     return gathered.view(size * len(tensor), *tensor.shape[1:])
 
 
@@ -424,11 +425,6 @@ def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
     return [json.loads(row.tobytes()) for row in rows.numpy()]
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value` on every rank, as JSON (see `all_gather_object`). Collective."""
-    return all_gather_object(value if is_main() else None)[0]
-
-
 _USER_ERRORS = {name: kind for name, kind in vars(errors).items() if name.endswith("Error")}
 
 
@@ -493,10 +489,5 @@ class StopNews:
 
 def barrier() -> None:
     """Returns when every rank has arrived. Collective."""
-    if _num_processes(None) == 1:
-        return
-    if torch_dist.get_backend() == "nccl":
-        # NCCL has no barrier: torch's own waits in C for an exchange as this one.
-        all_gather_object(None)
-    else:
-        torch_dist.barrier()
+    # Not torch's own: on CUDA it waits in C, where Python runs no signal handlers.
+    all_gather_object(None)

@@ -17,9 +17,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
-from segtrain.distributed.machine import is_alive
+from segtrain.distributed.machine import children, is_alive
 from segtrain.errors import EXIT_INTERNAL, EXIT_SYSTEM
 from segtrain.text import say
 
@@ -44,21 +44,15 @@ def store_file() -> Path | None:
     return _attempt_folder() / "store" if has_launcher() and ONE_MACHINE in os.environ else None
 
 
-def ensure_folder(root: Path) -> None:
-    """Creates the launcher's folder again if a cleaner of /tmp has removed it."""
-    with suppress(OSError):
-        root.mkdir(mode=0o700, exist_ok=True)
-
-
 def _check_owner(root: Path) -> None:
-    # Where a cleaner has removed the folder, another user can put one of the same name.
+    # Where a cleaner of /tmp has removed the folder, another user can put one of the same name.
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise PermissionError(f"{root}: other users can write here")
 
 
 def _attempt_folder() -> Path:
-    """This attempt's folder, created if missing; only the launcher creates the one around it."""
+    """This attempt's folder, created if missing."""
     root = Path(os.environ[FOLDER_VARIABLE])
     _check_owner(root)
     folder = root / os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -161,14 +155,14 @@ def is_first_to_print(message: str) -> bool:
 
 
 class _Watch:
-    """A thread that looks again and again until the block ends; a context manager."""
+    """Inside, a thread calls `_look` again and again."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "_Watch":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -196,12 +190,7 @@ class Watchdog(_Watch):
         self._timed_out_at: float | None = None
 
     def _look(self) -> None:
-        try:
-            ensure_folder(self._folder)
-            _check_owner(self._folder)
-            current = _last_attempt(self._folder)
-        except OSError:  # a cleaner of /tmp is at it, or the folder is another user's
-            return
+        current = _last_attempt(self._folder)
         if current != self._attempt:
             self._attempt, self._timed_out_at, self.killed = current, None, []
         statuses = read_exit_statuses(self._folder)
@@ -211,8 +200,10 @@ class Watchdog(_Watch):
             return
         done = {status.rank for status in statuses if status.code is not None}
         done |= {killed.rank for killed in self.killed}
+        ours = children(os.getpid())
         for rank in read_heartbeats(self._folder):
-            if rank.rank not in done and is_alive(rank.pid):
+            # Of a rank that is gone, another process may have the number.
+            if rank.rank not in done and rank.pid in ours and is_alive(rank.pid):
                 self.killed.append(rank)
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)

@@ -20,6 +20,9 @@ from segtrain.text import say
 # Linux: files here are memory that processes can share.
 SHARED_MEMORY = Path("/dev/shm")
 
+# The network interface that no other machine reaches.
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -163,16 +166,16 @@ def keep_freed_memory() -> None:
 _FIRST_DEVICE = Path("/dev/nvidia0")
 
 
-def unusable_devices() -> list[str]:
-    """A line if this machine has an NVIDIA device that torch cannot use."""
+def unusable_device() -> str | None:
+    """Why torch cannot use the NVIDIA device of this machine; None: it can, or there is none."""
     import torch
 
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     is_for_cpus = torch.version.cuda is None
     if is_for_cpus or is_hidden or not _FIRST_DEVICE.exists() or torch.cuda.is_available():
-        return []
-    return [
+        return None
+    return (
         f"{_FIRST_DEVICE} exists, but torch {torch.__version__} finds no CUDA device: the driver "
         f"may be too old for CUDA {torch.version.cuda} (see nvidia-smi), or this user may not use "
         "the device"
-    ]
+    )

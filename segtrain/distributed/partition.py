@@ -45,36 +45,31 @@ def batch_findings(config: Config, ranks: int, ranks_here: int) -> list[str]:
     train, norm = config.train, config.norm
     hogwild = train.parallel == "hogwild"
     parts = ranks * train.virtual_ranks
-    microbatch = train.batch_size // train.accumulate_steps
-    finding = None
     if train.shares is not None and ranks > train.shares:
-        finding = (
+        return [
             f"train.shares: {train.shares} shares leave some of {ranks} ranks without one; start "
             f"at most {train.shares} ranks, or raise it before training begins: the number of "
             "shares is part of the result"
-        )
-    elif microbatch < parts:
+        ]
+    at = f"train.batch_size: {train.batch_size}"
+    if train.batch_size // train.accumulate_steps < parts:
         split = "" if train.accumulate_steps == 1 else f" in {train.accumulate_steps} microbatches"
         virtual = "" if train.virtual_ranks == 1 else f" x {train.virtual_ranks} virtual"
-        finding = (
-            f"train.batch_size: {train.batch_size} images{split} leave some of {ranks}{virtual} "
-            f"ranks without an image; use at least {parts * train.accumulate_steps}"
-        )
-    elif hogwild and train.batch_size % ranks:
-        finding = (
-            f"train.batch_size: {train.batch_size} images are not alike many for {ranks} "
-            "processes, so some would count more than others (train.parallel: hogwild); use a "
-            f"multiple of {ranks}"
-        )
-    elif norm.kind in ("sync", "local") and smallest_batch(config, ranks, ranks_here) == 1:
-        finding = (
-            "train.batch_size: the globally pooled branch has one value a channel for an image, "
-            "and batch norm needs two; "
-        )
+        return [
+            f"{at} images{split} leave some of {ranks}{virtual} ranks without an image; use at "
+            f"least {parts * train.accumulate_steps}"
+        ]
+    if hogwild and train.batch_size % ranks:
+        return [
+            f"{at} images are not alike many for {ranks} processes, so some would count more than "
+            f"others (train.parallel: hogwild); use a multiple of {ranks}"
+        ]
+    if norm.kind in ("sync", "local") and smallest_batch(config, ranks, ranks_here) == 1:
+        repair = f"let at least 2 images share statistics (norm.kind: {norm.kind}, {ranks} ranks)"
         if hogwild:
-            finding += f"use at least {2 * ranks} (train.parallel: hogwild, {ranks} processes)"
-        else:
-            finding += (
-                f"let at least 2 images share statistics (norm.kind: {norm.kind}, {ranks} ranks)"
-            )
-    return [] if finding is None else [finding]
+            repair = f"use at least {2 * ranks} (train.parallel: hogwild, {ranks} processes)"
+        return [
+            "train.batch_size: the globally pooled branch has one value a channel for an image, "
+            f"and batch norm needs two; {repair}"
+        ]
+    return []

@@ -8,7 +8,6 @@ In a program of your own, started by torchrun or alone:
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -24,7 +23,7 @@ import torch.distributed.nn.functional
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness, machine
-from segtrain.distributed.machine import unusable_devices
+from segtrain.distributed.machine import unusable_device
 from segtrain.distributed.shared_sum import SharedSum, is_possible
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError, UserError
 from segtrain.text import say
@@ -38,16 +37,13 @@ def device_for(name: str) -> torch.device:
     """The device of this rank for `auto`, `cpu` or `cuda`; ConfigError: there is none for it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-        if dist.local_rank() == 0:
-            for line in unusable_devices():
-                say(f"warning: {line}; going on without it, on the CPU")
+        if dist.local_rank() == 0 and (problem := unusable_device()):
+            say(f"warning: {problem}; going on without it, on the CPU")
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        why = "".join(f"; {line}" for line in unusable_devices())
-        raise ConfigError(
-            f"--device cuda: no CUDA device is visible to torch; use --device cpu{why}"
-        )
+        why = unusable_device() or "no CUDA device is visible to torch"
+        raise ConfigError(f"--device cuda: {why}; use --device cpu")
     index, visible = dist.local_rank(), torch.cuda.device_count()
     if visible == 1 and not liveness.has_launcher():
         # SLURM's --gpus-per-task=1 shows each task its own device only. Should the tasks share one,
@@ -143,13 +139,9 @@ def _meaning(error: RuntimeError, *, in_set_up: bool) -> UserError | None:
             "names another one"
         )
     is_here = "ncclRemoteError" not in text and "remote process" not in text
-    if in_set_up and of_nccl and "Duplicate GPU" in reason and is_here:
-        return ConfigError(
-            f"--nproc: several ranks have the same device ({reason}); start at most as many ranks "
-            "as there are devices"
-        )
     if in_set_up and of_nccl and is_here:
-        return ExecutionError(
+        kind = ConfigError if "Duplicate GPU" in reason else ExecutionError  # too many ranks
+        return kind(
             f"NCCL cannot be set up: {reason}; NCCL_DEBUG=WARN in the environment tells more"
         )
     if of_nccl or isinstance(error, torch_dist.DistError) or "/gloo/" in text:
@@ -167,22 +159,13 @@ def _choose_interface() -> None:
     rank 0 is reached; by default it would follow this machine's host name.
     """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    address, libraries = None, ["GLOO"]
     if liveness.store_file() is not None:
-        address, libraries = "127.0.0.1", ["GLOO", "NCCL"]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", machine.LOOPBACK)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", machine.LOOPBACK)
     elif host and port.isdigit():
-        address = machine.address_toward(host, int(port))
-    interface = machine.interface_with(address)
-    has_none = interface is None and "GLOO_SOCKET_IFNAME" not in os.environ
-    if address == "127.0.0.1" and has_none and sys.platform == "linux":
-        # gloo would listen where others can connect, or fail.
-        raise ExecutionError(
-            "no loopback interface with the address 127.0.0.1, on which the ranks of one machine "
-            "meet; switch it on: ip link set lo up"
-        )
-    if interface is not None:
-        for library in libraries:
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+        interface = machine.interface_with(machine.address_toward(host, int(port)))
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _open_shared_sum(timeout_s: float) -> SharedSum | None:
@@ -190,11 +173,12 @@ def _open_shared_sum(timeout_s: float) -> SharedSum | None:
     size = dist.world_size()
     if size == 1 or dist.local_world_size() != size or not is_possible():
         return None
-    path = mine = None
-    if dist.is_main():
+
+    def create() -> str | None:
         with suppress(OSError):  # no room: gloo adds up instead
-            path = SharedSum.create(size)
-    path = dist.broadcast_object(path)
+            return SharedSum.create(size)
+
+    mine, path = None, dist.run_on_rank0(create)
     if path is None:
         return None
     with suppress(OSError):  # a rank in another container does not see the file

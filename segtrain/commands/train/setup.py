@@ -165,7 +165,7 @@ def build_state(
         lines, loaded = _load_initial(model, config, classes.names)
         notes += lines
     # One answer for all: a machine with another file would decay other weights.
-    loaded = dist.broadcast_object(loaded)
+    loaded = dist.run_on_rank0(lambda: loaded)
     state = make_state(model, config, device, loaded=loaded, resumed=resumed is not None)
     if resumed is not None:
         restore(state, *resumed)
