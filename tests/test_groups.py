@@ -16,9 +16,10 @@ from segtrain.norm import PartialBatchNorm2d, SyncBatchNorm2d, make_groups, make
 from segtrain.training.state import make_state
 
 C = 2
-# Of each world, the machines as numbers of ranks; and groups that a layer of a user might have.
-MACHINES = {2: (1, 1), 3: (2, 1), 4: (3, 1)}
-OWN = {2: [(0, 1)], 3: [(0, 2), (1,)], 4: [(0, 3), (1, 2)]}
+WORLD = 4
+# The machines as numbers of ranks; and groups that a layer of a user might have.
+MACHINES = (3, 1)
+OWN = [(0, 3), (1, 2)]
 
 
 def recorded_calls():
@@ -37,14 +38,14 @@ def recorded_calls():
 
 def calls_of_rank():
     """For each extent, the calls of `new_group` at set-up; and those of two forward passes."""
-    calls, world = recorded_calls(), dist.world_size()
-    machine = [i for i, size in enumerate(MACHINES[world]) for _ in range(size)]
+    calls = recorded_calls()
+    machine = [i for i, size in enumerate(MACHINES) for _ in range(size)]
     here = machine[dist.rank()]
-    os.environ["LOCAL_WORLD_SIZE"] = str(MACHINES[world][here])
+    os.environ["LOCAL_WORLD_SIZE"] = str(MACHINES[here])
     os.environ["LOCAL_RANK"] = str(dist.rank() - machine.index(here))
-    layers = {extent: PartialBatchNorm2d(C, extent=extent) for extent in range(1, world + 2)}
+    layers = {extent: PartialBatchNorm2d(C, extent=extent) for extent in range(1, WORLD + 2)}
     layers["node"] = PartialBatchNorm2d(C, extent="node")
-    mine = next(ranks for ranks in OWN[world] if dist.rank() in ranks)
+    mine = next(ranks for ranks in OWN if dist.rank() in ranks)
     layers["own"] = SyncBatchNorm2d(C, process_group=mine)
     layers["all"] = SyncBatchNorm2d(C)
     made = {}
@@ -59,29 +60,16 @@ def calls_of_rank():
     return made
 
 
-def expected(world, extent):
-    """The groups of more than one rank that are not all."""
-    if extent == "all":
-        return []
-    if extent == "own":
-        groups = OWN[world]
-    else:
-        sizes = MACHINES[world] if extent == "node" else [extent] * world
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        groups = [
-            tuple(range(start, min(start + size, world)))
-            for start, size in zip(starts, sizes, strict=True)
-        ]
-    return [ranks for ranks in groups if 1 < len(ranks) < world]
+# Of each extent, the groups of more than one rank that are not all.
+GROUPS = {2: [(0, 1), (2, 3)], 3: [(0, 1, 2)], "node": [(0, 1, 2)], "own": OWN}
 
 
-@pytest.mark.parametrize("world", MACHINES)
-def test_every_rank_makes_every_group_in_the_same_order(run_ranks, world):
-    ranks = run_ranks(world, calls_of_rank)
+def test_every_rank_makes_every_group_in_the_same_order(run_ranks):
+    ranks = run_ranks(WORLD, calls_of_rank)
     assert all(made == ranks[0] for made in ranks)
     limit = timedelta(seconds=60)  # that of the ranks of the tests
     for extent, calls in ranks[0].items():
-        assert calls == [(group, limit, False) for group in expected(world, extent)], extent
+        assert calls == [(group, limit, False) for group in GROUPS.get(extent, [])], extent
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from attacker import NOBODY, attack, listening
-from experiments import experiment, last, losses, train, write_config
+from experiments import experiment, losses, train, write_config
 from processes import Command
 from two_machines import ip, join, remove
 
@@ -90,21 +90,13 @@ def test_one_rank_on_each_of_two_machines_trains_as_one_process(run_ranks, start
 def test_a_stranger_can_stop_a_run_of_two_machines_but_not_run_code(start, tmp_path, data):
     """Who can connect to the meeting point replaces the pickle that the launchers keep there."""
     options = small(data)
-    options["train"] |= {"steps": 400}
-    options["checkpoint"] = {"every_steps": 5}
-    config, run, sentinel = (
-        write_config(tmp_path / "c.yaml", options),
-        tmp_path / "two",
-        tmp_path / "x",
-    )
+    options["train"] |= {"steps": 10_000}
+    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "two"
+    sentinel = tmp_path / "x"
     meet = ["--nnodes", 2, "--rdzv-endpoint", f"{ADDRESS.format(1)}:{PORT}", "--nproc", 1]
-
-    def both(*more):
-        arguments = ["train", config, "--output", run, *meet, *more]
-        return [start(node, *arguments, "--node-rank", node) for node in range(2)]
-
-    commands = both()
-    commands[0].wait_for_step(run, 8)
+    arguments = ["train", config, "--output", run, *meet]
+    commands = [start(node, *arguments, "--node-rank", node) for node in range(2)]
+    commands[0].wait_for_step(run, 1)
     served = listening(children(commands[0].process.pid)[0])
     elsewhere = ["ip", "netns", "exec", start.names[1]]
     found = attack(sentinel, ADDRESS.format(1), [PORT], user=NOBODY, wrapper=elsewhere)
@@ -118,9 +110,6 @@ def test_a_stranger_can_stop_a_run_of_two_machines_but_not_run_code(start, tmp_p
     assert any("was not written with the key of this run" in text for text in said), said
     assert not any("Traceback" in text for text in said), said
     assert stat.S_IMODE((run / ".secret").stat().st_mode) == 0o600
-
-    finished(both("--resume", "--set", "train.steps=40", "--accept-changes"))
-    assert last(run).step == 40
 
 
 @pytest.mark.slow
