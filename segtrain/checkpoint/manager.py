@@ -127,9 +127,8 @@ class CheckpointManager:
     def _save(self, name: str, checkpoint: Checkpoint, *, keep_as: str | None = None) -> None:
         """Writes the file `name`; the old one, if it is the run's, is renamed to `keep_as`."""
         path = self.directory / name
-        self._check_sole_writer()
         with write_temporary(path, checkpoint) as (temporary, entry):
-            self._check_sole_writer()  # again, because writing takes a while
+            self._check_sole_writer()
             # Until the files are renamed, old and new content are valid under both names.
             pending = {other: [known] for other, known in self._entries.items()}
             pending[name] = [entry]

@@ -1,8 +1,7 @@
 """Restoring weights, optimizer and loss scale, checked before training goes on."""
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.training.exact_sum import ExactGradientSum
 from segtrain.training.state import TrainState
 
-_MAX_LISTED = 10
+_NEXT_LINE = "\n  "
 
 
 def load_weights(
@@ -51,23 +50,22 @@ def check_fit(
         for key in own.keys() | there.keys()
         if own.get(key) != there.get(key)
     }
-    _refuse(problems, "\n  ".join(["the weights do not fit the model", *differences]), path)
+    _refuse(problems, _NEXT_LINE.join(["the weights do not fit the model", *differences]), path)
 
 
 def check_plain(weights: dict[str, Any], path: Path) -> None:
     """Raises CheckpointError if a state dict holds anything but plain tensors."""
     odd = [printable(key, MAX_NAME) for key, value in weights.items() if not is_plain(value)]
     if odd:
-        raise CheckpointError(f"{path}: damaged: no weights under {first_of(odd, _MAX_LISTED)}")
+        raise CheckpointError(f"{path}: damaged: no weights under {first_of(odd)}")
 
 
 def _value_problem(key: str, value: Tensor, dtype: torch.dtype) -> str:
     """What is wrong with the numbers in the model's `dtype`; empty if nothing."""
     # 1e300 in float64 is infinite in the model's float32.
     value = value.to(dtype)
-    if value.is_floating_point() and not torch.isfinite(value).all():
-        kind = "NaN" if value.isnan().any() else "infinite"
-        return f"{int((~value.isfinite()).sum())} of {value.numel()} values are {kind}"
+    if odd := int((~value.isfinite()).sum()):
+        return f"{odd} of {value.numel()} values are not finite"
     what = {"running_var": "variance", "num_batches_tracked": "count"}.get(key.rpartition(".")[2])
     if what is not None and (value < 0).any():
         return f"a {what} below 0: {value.min().item():g}"
@@ -76,10 +74,8 @@ def _value_problem(key: str, value: Tensor, dtype: torch.dtype) -> str:
 
 def _refuse(problems: dict[str, str], what: str, path: Path) -> None:
     lines = [f"{printable(key, MAX_NAME)}: {problems[key]}" for key in sorted(problems)]
-    if len(lines) > _MAX_LISTED:
-        lines[_MAX_LISTED:] = [f"and {len(lines) - _MAX_LISTED} more"]
     if lines:
-        raise CheckpointError("\n  ".join([f"{path}: {what}", *lines]))
+        raise CheckpointError(f"{path}: {what}\n  {first_of(lines, separator=_NEXT_LINE)}")
 
 
 def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
@@ -94,7 +90,7 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
         if checkpoint.average is None:
             raise CheckpointError(f"{path}: holds no average of the weights (optim.ema_decay)")
         load_weights(state.average.model, checkpoint.average, path)
-    with _damage_refused(path):
+    try:
         restore_optimizer(state.optimizer, checkpoint.optimizer)
         restore_initial_weights(state, checkpoint.start)
         # The run may not have used float16 before; a new scaler finds its scale within some steps.
@@ -103,24 +99,14 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
         # The run may not have had shares before; the first step finds its exponents.
         if isinstance(state.gradients, ExactGradientSum) and checkpoint.shares:
             restore_exponents(state.gradients, checkpoint.shares)
-    state.step = checkpoint.step
-
-
-@contextmanager
-def _damage_refused(path: Path) -> Iterator[None]:
-    # A stranger's file has anything where a dict, a list, a number or a tensor is expected.
-    try:
-        yield
-    except _UnfitError as error:
+    except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    # A stranger's file has anything where a dict, a list, a number or a tensor is expected.
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         problem = printable(str(error) or type(error).__name__, 2 * MAX_NAME)
         what = "the state of training is damaged, or belongs to another model"
         raise CheckpointError(f"{path}: {what}: {problem}") from error
-
-
-class _UnfitError(Exception):
-    """The checkpoint is whole, but not one that this config can go on from; says why."""
+    state.step = checkpoint.step
 
 
 def check_changes(
@@ -170,29 +156,17 @@ def initial_weights_fields(state: TrainState) -> dict[str, Any] | None:
     }
 
 
-def loaded_names(checkpoint: Checkpoint) -> list[str] | None:
-    """The names of the weights that the run loaded at its start; None: all, or not told."""
-    return (checkpoint.start or {}).get("loaded")
-
-
 def restore_initial_weights(state: TrainState, saved: dict[str, Any] | None) -> None:
     """Sets the weights that training started from."""
     initial = state.initial_weights
     if not initial.is_needed:
         return
-    if saved is None:
-        raise _UnfitError(
+    fits = saved is not None and saved["hold"] == initial.hold
+    if not (fits and initial.weights.keys() <= saved["weights"].keys()):
+        raise CheckpointError(
             "does not hold the weights that the run started from, which new_weight_decay, "
-            "decay_toward, hold_zeros and hold_mask need: these cannot begin in the middle of a "
+            "decay_toward, hold_zeros and hold_mask need: these cannot change in the middle of a "
             "run; start a new one with train.init_from"
-        )
-    missing = [name for name in initial.weights if name not in saved["weights"]]
-    if missing or saved["hold"] != initial.hold:
-        what = f"does not hold where {missing[0]} started" if missing else "holds other weights"
-        keys = "decay_toward" if missing else "hold_zeros and hold_mask"
-        raise _UnfitError(
-            f"{what}: {keys} cannot change in the middle of a run; start a new one with "
-            "train.init_from"
         )
     for name, value in initial.weights.items():
         value.copy_(saved["weights"][name])
@@ -216,7 +190,7 @@ def shares_fields(state: TrainState) -> dict[str, Any] | None:
 def restore_exponents(gradients: ExactGradientSum, saved: dict[str, Any]) -> None:
     """Sets the exponents of the next step."""
     if saved["exponents"].keys() != gradients.exponents.keys():
-        raise _UnfitError(
+        raise CheckpointError(
             "it has gradients of other weights: with train.shares, optim.layers cannot "
             "freeze others in the middle of a run; start a new one with train.init_from"
         )
@@ -231,11 +205,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
     """
     groups = optimizer.state_dict()["param_groups"]
     own = [name for group in groups for name in group["param_names"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    names = [name for group in saved["param_groups"] for name in group["param_names"]]
     states = {
         name: saved["state"][number]
-        for name, number in zip(names, numbers, strict=True)
+        for group in saved["param_groups"]
+        for name, number in zip(group["param_names"], group["params"], strict=True)
         if number in saved["state"]
     }
     state = {i: states[name] for i, name in enumerate(own) if name in states}
@@ -258,7 +231,7 @@ def _restore_velocity_rates(groups: list[dict[str, Any]], saved: dict[str, Any])
         if "velocity_lr" in group:
             found = {rates.get(name) for name in group["param_names"]}
             if len(found) > 1:
-                raise _UnfitError(
+                raise CheckpointError(
                     "weights of different learning rates are in one group now: with "
                     "optim.momentum_correction false, rules for layers cannot change in the middle "
                     "of a run"

@@ -16,7 +16,7 @@ from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.manager import CheckpointManager, restore_config
-from segtrain.checkpoint.restore import check_changes, loaded_names, restore
+from segtrain.checkpoint.restore import check_changes, restore
 from segtrain.commands.train.preflight import (
     check_experiment,
     class_uniform_lines,
@@ -160,7 +160,7 @@ def build_state(
     # A checkpoint brings all weights; fetching others first would only cost time.
     if resumed is not None:
         check_changes(model, *resumed, config, classes)
-        loaded = loaded_names(resumed.checkpoint)
+        loaded = (resumed.checkpoint.start or {}).get("loaded")
     else:
         lines, loaded = _load_initial(model, config, classes.names)
         notes += lines
