@@ -10,7 +10,7 @@ from segtrain.commands.train.setup import make_repeatable
 from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import liveness, process_group
-from segtrain.distributed import machine as devices_module
+from segtrain.distributed import machine as machine_module
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import ConfigError, ExecutionError, LostRanksError
 
@@ -50,24 +50,20 @@ def machine(monkeypatch):
 def test_each_rank_has_its_own_device(machine):
     machine(4, local_rank=3, launched=True)
     assert device_for("auto") == torch.device("cuda", 3)
-
-
-def test_a_task_that_sees_one_device_takes_it(machine):
-    """SLURM: --gpus-per-task=1."""
-    machine(1, local_rank=3)
+    machine(1, local_rank=3)  # a task of SLURM with --gpus-per-task=1
     assert device_for("cuda") == torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(("devices", "launched"), [(1, True), (2, False)])
-def test_more_ranks_than_devices_are_refused(machine, devices, launched):
-    machine(devices, local_rank=2, launched=launched)
-    with pytest.raises(ConfigError, match="rank 2 of this machine has no device of its own"):
-        device_for("auto")
+def test_more_ranks_than_devices_are_refused(machine):
+    for devices, launched in ((1, True), (2, False)):
+        machine(devices, local_rank=2, launched=launched)
+        with pytest.raises(ConfigError, match="rank 2 of this machine has no device of its own"):
+            device_for("auto")
 
 
 def test_a_device_that_torch_cannot_use_is_a_warning(machine, monkeypatch, tmp_path, capsys):
     machine(0)
-    monkeypatch.setattr(devices_module, "_FIRST_DEVICE", tmp_path)
+    monkeypatch.setattr(machine_module, "_FIRST_DEVICE", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert device_for("auto") == torch.device("cpu")
@@ -80,7 +76,7 @@ def test_a_device_that_torch_cannot_use_is_a_warning(machine, monkeypatch, tmp_p
 def test_where_there_is_nothing_to_warn_of(machine, monkeypatch, tmp_path, capsys, reason):
     machine(0, local_rank=int(reason == "other rank"))
     found = tmp_path / "nvidia0" if reason == "no device" else tmp_path
-    monkeypatch.setattr(devices_module, "_FIRST_DEVICE", found)
+    monkeypatch.setattr(machine_module, "_FIRST_DEVICE", found)
     monkeypatch.setattr(torch.version, "cuda", None if "CPU" in reason else "13.2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if reason == "hidden":
@@ -89,45 +85,32 @@ def test_where_there_is_nothing_to_warn_of(machine, monkeypatch, tmp_path, capsy
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("found", "refused"), [(None, False), (":16:8", False), (":0:0", True)])
-def test_deterministic_training_gives_cublas_the_workspace_that_it_needs(
-    monkeypatch, found, refused
-):
+def test_deterministic_training_gives_cublas_the_workspace_that_it_needs(monkeypatch):
     name = "CUBLAS_WORKSPACE_CONFIG"
-    monkeypatch.setenv(name, found or "")
-    if found is None:
-        monkeypatch.delenv(name)
     config = Config(
         data={"layout": "voc", "root": "nowhere", "classes": "voc"}, train={"deterministic": True}
     )
+    monkeypatch.setenv(name, ":16:8")
     try:
-        if refused:
-            with pytest.raises(ConfigError, match=f"{name}: expected :4096:8 or :16:8, got ':0:0'"):
-                make_repeatable(config, torch.device("cuda"))
-        else:
+        for found in (":16:8", ":4096:8"):  # the user's, then the default
             make_repeatable(config, torch.device("cuda"))
-            assert os.environ[name] == (found or ":4096:8")
+            assert os.environ[name] == found
+            monkeypatch.delenv(name)
+        monkeypatch.setenv(name, ":0:0")
+        with pytest.raises(ConfigError, match=f"{name}: expected :4096:8 or :16:8, got ':0:0'"):
+            make_repeatable(config, torch.device("cuda"))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-# torch has two back ends for NCCL: the older one's errors have a type.
-BACK_ENDS = [torch_dist.DistBackendError, RuntimeError]
+def fail(monkeypatch, error, *, in_set_up):
+    """As `process_group` tells `error`, of its set-up or of what is done in it."""
 
-
-def set_up(monkeypatch, error):
     def init_process_group(**_):
-        raise error
+        if in_set_up:
+            raise error
 
     monkeypatch.setattr(torch_dist, "init_process_group", init_process_group)
-    monkeypatch.setenv("RANK", "1")
-    with process_group.process_group(torch.device("cpu"), timeout_s=5):
-        pass
-
-
-def later(monkeypatch, error):
-    """The group exists, and something fails in it."""
-    monkeypatch.setattr(torch_dist, "init_process_group", lambda **_: None)
     monkeypatch.setenv("RANK", "1")
     with process_group.process_group(torch.device("cpu"), timeout_s=5):
         raise error
@@ -136,27 +119,24 @@ def later(monkeypatch, error):
 TIMED_OUT = "Watchdog caught collective operation timeout: NCCL operation timed out"
 
 
-@pytest.mark.parametrize("kind", BACK_ENDS, ids=["old", "new"])
+# torch has two back ends for NCCL: the older one's errors have a type.
+@pytest.mark.parametrize("kind", [torch_dist.DistBackendError, RuntimeError], ids=["old", "new"])
 @pytest.mark.parametrize(
-    ("place", "error", "meaning", "said"),
+    ("in_set_up", "error", "meaning", "said"),
     [
-        (set_up, DUPLICATE, ConfigError, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"),
-        (set_up, SYSTEM, ExecutionError, "Error while creating shared memory"),
-        (set_up, REMOTE, LostRanksError, "Connection closed by remote peer node2"),
-        (later, TIMED_OUT, LostRanksError, r"rank 1: lost the .*NCCL operation timed out"),
+        (True, DUPLICATE, ConfigError, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"),
+        (True, SYSTEM, ExecutionError, "Error while creating shared memory"),
+        (True, REMOTE, LostRanksError, "Connection closed by remote peer node2"),
+        (False, TIMED_OUT, LostRanksError, r"rank 1: lost the .*NCCL operation timed out"),
     ],
 )
-def test_errors_of_nccl_are_told_by_their_cause(monkeypatch, place, error, meaning, said, kind):
+def test_errors_of_nccl_are_told_by_their_cause(monkeypatch, in_set_up, error, meaning, said, kind):
     with pytest.raises(meaning, match=said) as found:
-        place(monkeypatch, kind(error))
+        fail(monkeypatch, kind(error), in_set_up=in_set_up)
     assert type(found.value) is meaning
     assert "frame" not in str(found.value)
-
-
-@pytest.mark.parametrize("place", [set_up, later])
-def test_an_error_that_is_not_of_nccl_stays_what_it_is(monkeypatch, place):
     with pytest.raises(RuntimeError, match="a mistake of the program"):
-        place(monkeypatch, RuntimeError("a mistake of the program"))
+        fail(monkeypatch, RuntimeError("a mistake of the program"), in_set_up=in_set_up)
 
 
 @pytest.mark.parametrize(

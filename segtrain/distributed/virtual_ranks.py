@@ -57,9 +57,7 @@ class VirtualRanks:
                 self._wait(slot)
                 results[slot] = functions[slot]()
                 self._done[slot] = True
-                if self._arrive() and not all(self._done):
-                    waiting = [i for i, done in enumerate(self._done) if not done]
-                    raise RuntimeError(f"virtual rank {slot} has ended, {waiting} wait for it")
+                self._arrive()
             except BaseException as error:  # the first of all threads is raised below
                 self._fail(error)
 
@@ -86,9 +84,6 @@ class VirtualRanks:
         slot = _this_thread.slot
         self._parts[slot] = part
         if self._arrive():
-            if any(self._done):
-                ended = [i for i, done in enumerate(self._done) if done]
-                raise RuntimeError(f"virtual ranks {ended} have ended, rank {slot} waits for them")
             # Not under the lock: Ctrl-C must get through while this waits for other processes.
             self._combined = combine(self._parts)
             self._arrived = 0
@@ -103,6 +98,9 @@ class VirtualRanks:
             last, following = self._arrived == self.num_slots, self._arrived - 1 + self._at_once
         if following < self.num_slots:
             self._gates[following].release()
+        ended = [i for i, done in enumerate(self._done) if done]
+        if last and 0 < len(ended) < self.num_slots:
+            raise RuntimeError(f"virtual ranks {ended} have ended, the others wait for them")
         return last
 
     def _open_first(self) -> None:
