@@ -93,11 +93,18 @@ def test_records_that_make_no_sense_are_passed_over(root):
     assert isinstance(read_heartbeats(root)[0], Heartbeat)
 
 
-def test_a_folder_that_was_removed_is_not_made_again(root):
+def test_a_folder_that_was_removed_is_made_again_by_the_launcher_alone(root):
     root.rmdir()
     assert write_everything()
     assert read_everything(root) == ([], [])
     assert not root.exists()
+    with Watchdog(root):
+        deadline = time.monotonic() + 20
+        while not root.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert write_everything()
+    (status,), (rank,) = read_everything(root)
+    assert (status.code, rank.step) == (3, 7)
 
 
 def test_only_the_last_attempt_counts(root, monkeypatch):

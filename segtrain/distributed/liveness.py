@@ -52,7 +52,7 @@ def _check_owner(root: Path) -> None:
 
 
 def _attempt_folder() -> Path:
-    """This attempt's folder, created if missing."""
+    """This attempt's folder, created if missing; only the launcher creates the one around it."""
     root = Path(os.environ[FOLDER_VARIABLE])
     _check_owner(root)
     folder = root / os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -190,6 +190,8 @@ class Watchdog(_Watch):
         self._timed_out_at: float | None = None
 
     def _look(self) -> None:
+        with suppress(OSError):  # a cleaner of /tmp may have removed it
+            self._folder.mkdir(mode=0o700, exist_ok=True)
         current = _last_attempt(self._folder)
         if current != self._attempt:
             self._attempt, self._timed_out_at, self.killed = current, None, []
