@@ -3,7 +3,10 @@
 import threading
 import time
 
-from segtrain.distributed.offload import InFlight
+import torch
+from memory import ClonesAsHost
+
+from segtrain.distributed.offload import InFlight, offload, reload, saved_on_host
 
 
 class Copy:
@@ -16,14 +19,20 @@ class Copy:
         return self.is_done
 
 
-def test_what_fits_does_not_wait():
+def test_what_fits_or_is_alone_does_not_wait():
     in_flight = InFlight(100)
     for _ in range(4):
         in_flight.add(Copy(), 25)
-
-
-def test_a_copy_larger_than_the_bound_goes_alone():
     InFlight(100).add(Copy(), 1000)
+
+
+def test_a_transposed_view_of_what_came_back_is_another_tensor():
+    """It has the same memory and the same shape; only its strides tell."""
+    square = torch.randn(200, 200)
+    with saved_on_host(torch.device("cpu"), copies=ClonesAsHost()):
+        back = reload(offload(square))
+        assert torch.equal(reload(offload(back)), square)
+        assert torch.equal(reload(offload(back.T)), square.T)
 
 
 def test_the_host_waits_for_the_oldest_copies_until_all_fit():

@@ -101,8 +101,10 @@ class _Offloader:
 
     def send_again(self, tensor: Tensor) -> Tensor | OnHost:
         storage = tensor.untyped_storage()
+        layout = tensor.shape, tensor.stride()  # a transposed view has the same memory and shape
         for returned, on_host in self._returned:
-            if returned.cdata == storage._cdata and on_host.host.shape == tensor.shape:
+            host = on_host.host
+            if returned.cdata == storage._cdata and (host.shape, host.stride()) == layout:
                 return on_host
         return self.send(tensor)
 
