@@ -95,22 +95,21 @@ def link(path):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    "make",
     [
-        (other_mode, r"mode 600.*found user \d+, mode 640; remove it"),
-        (other_user, "found user 65534, mode 600"),
-        (link, "secret"),
-        (Path.mkdir, "secret"),
-        (lambda path: os.mkfifo(path, 0o600), "secret"),
-        (lambda path: path.write_bytes(b"short"), "not a key of segtrain"),
+        other_mode,
+        other_user,
+        link,
+        Path.mkdir,
+        lambda path: os.mkfifo(path, 0o600),
+        lambda path: path.write_bytes(b"short"),
     ],
     ids=["mode", "user", "link", "folder", "pipe", "short"],
 )
-def test_a_key_that_others_could_have_written_or_read_is_refused_without_waiting(
-    tmp_path, make, said
-):
+def test_a_key_that_others_could_have_written_or_read_is_refused_without_waiting(tmp_path, make):
     path = tmp_path / ".secret"
     make(path)
+    said = r"only this user may read \(mode 600\)|key that the machines share: (is a|too many)"
     with pytest.raises((ConfigError, ExecutionError), match=said):
         shared_secret(path)
 

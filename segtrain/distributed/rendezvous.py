@@ -95,13 +95,11 @@ def _read(path: Path) -> bytes:
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != _SECRET_BYTES:
-            raise ConfigError(f"{path}: not a key of segtrain; remove it on all machines")
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        is_key = stat.S_ISREG(found.st_mode) and found.st_size == _SECRET_BYTES
+        if not is_key or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise ConfigError(
-                f"{path}: expected a file of this user that nobody else may read (mode 600), found "
-                f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}; remove it, or set "
-                f"{SECRET_VARIABLE} on all machines"
+                f"{path}: expected a key of segtrain that only this user may read (mode 600); "
+                f"remove it, or set {SECRET_VARIABLE} on all machines"
             )
         return os.read(handle, _SECRET_BYTES)
     finally:
