@@ -36,36 +36,23 @@ def flip_a_bit(path, where):
 
 
 @pytest.mark.fault(25)
-def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(small_disk):
-    store = store_in(small_disk / "run")
-    store.save_last(checkpoint(step=1, model=weights(1 << 20)))
-    # Enough for the estimate, which takes a letter for a byte, and not for the file.
-    room = 500_000
-    fill = shutil.disk_usage(small_disk).free - room
-    (small_disk / "other").write_bytes(bytes(fill))
-    before = names(small_disk / "run")
-    with pytest.raises(ExecutionError, match=r"last\.pt: cannot write .*No space left"):
-        store.save_last(checkpoint(step=2, config="\u8a9e" * 400_000))
-    assert names(small_disk / "run") == before
-    assert load(store.last).step == 1
-    (small_disk / "other").unlink()
-    store.save_last(checkpoint(step=3))
-    assert load(store.newest()[0]).step == 3
-
-
-@pytest.mark.fault(25)
-def test_a_disk_that_is_full_at_the_manifest_leaves_the_old_checkpoint_too(small_disk):
+@pytest.mark.parametrize("room_for", ["half", "all but the manifest"])
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(small_disk, room_for):
     store = store_in(small_disk / "run")
     store.save_last(checkpoint(step=1, model=weights(1 << 20)))
     new = checkpoint(step=2, model=weights(1 << 20))
     with write_temporary(small_disk / "size.pt", new) as (temporary, _):
         room = -(-temporary.stat().st_size // 4096) * 4096
+    room = room // 2 if room_for == "half" else room
     (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
     before = names(small_disk / "run")
     with pytest.raises(ExecutionError, match=r"last\.pt: cannot write .*No space left"):
         store.save_last(new)
     assert names(small_disk / "run") == before
     assert load(store.last).step == 1
+    (small_disk / "other").unlink()
+    store.save_last(new)
+    assert load(store.newest()[0]).step == 2
 
 
 @pytest.mark.fault(25)
@@ -77,7 +64,7 @@ def test_free_space_is_checked_before_anything_is_written(small_disk):
 
 
 @pytest.mark.fault(35)
-@pytest.mark.parametrize("where", [0.001, 0.3, 0.6, 0.9, 0.999])
+@pytest.mark.parametrize("where", [0.001, 0.5, 0.999])
 def test_a_flipped_bit_is_found_anywhere_in_the_file(tmp_path, where):
     """torch.load alone would load it as a weight."""
     store = store_in(tmp_path)
