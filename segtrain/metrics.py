@@ -7,7 +7,7 @@ that is predicted but never labelled has IoU 0.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,17 +169,23 @@ def score_table(
 
     iiou: instance-weighted IoU of each class, for a further column.
     """
-    names = [printable(name, MAX_NAME) for name in names]
-    width = max(len("class"), *(len(name) for name in names))
     columns = {"IoU": scores.iou, "acc": scores.acc, "share": scores.class_frequency}
-    columns |= {} if iiou is None else {"iIoU": iiou}
-    lines = ["  ".join([f"{'class':<{width}}", *(f"{column:>6}" for column in columns)])]
-    for name, *values in zip(names, *columns.values(), strict=True):
-        lines.append("  ".join([f"{name:<{width}}", *map(percent, values)]))
+    lines = table("class", names, columns | ({} if iiou is None else {"iIoU": iiou}))
     lines.append("  ".join(f"{n} {percent(value)}" for n, value in scores.means().items()))
     absent = [name for name, iou in zip(names, scores.iou, strict=True) if math.isnan(iou)]
     if absent:
-        lines.append(f"left out of mIoU, neither labelled nor predicted: {', '.join(absent)}")
+        shown = ", ".join(printable(name, MAX_NAME) for name in absent)
+        lines.append(f"left out of mIoU, neither labelled nor predicted: {shown}")
+    return lines
+
+
+def table(title: str, names: Sequence[str], columns: Mapping[str, Sequence[float]]) -> list[str]:
+    """Lines of text with a row for each name and its values in percent."""
+    names = [printable(name, MAX_NAME) for name in names]
+    width = max(map(len, (title, *names)))
+    lines = ["  ".join([f"{title:<{width}}", *(f"{column:>6}" for column in columns)])]
+    for name, *values in zip(names, *columns.values(), strict=True):
+        lines.append("  ".join([f"{name:<{width}}", *map(percent, values)]))
     return lines
 
 
@@ -219,7 +225,7 @@ def _out_of_range(name: str, odd: Tensor, highest: int) -> str:
     return f"{name}: expected 0 to {highest}, found {odd.unique().tolist()[:10]}"
 
 
-def ratio(part: int, whole: int) -> float:
+def ratio(part: float, whole: float) -> float:
     """`part` / `whole`; NaN if `whole` is 0."""
     return part / whole if whole else math.nan
 

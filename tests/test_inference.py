@@ -5,10 +5,10 @@ from torch import nn
 from torch.nn import functional
 
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
-from segtrain.evaluation import windows as resize
-from segtrain.evaluation.inference import predict_label, predict_labels, predict_probabilities
+from segtrain.evaluation import windows
+from segtrain.evaluation.inference import predict_label, predict_labels, score_tiles
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, view_size
-from segtrain.evaluation.windows import WindowedView, num_windows, slide, window_starts
+from segtrain.evaluation.windows import num_windows, slide, window_starts
 from segtrain.models.blocks import normalize
 from segtrain.types import SegLogits
 
@@ -50,6 +50,16 @@ def image(height=21, width=34, seed=0):
     return torch.randint(0, 256, (1, 3, height, width), generator=generator, dtype=torch.uint8)
 
 
+@torch.no_grad()
+def predict_probabilities(model, picture, how, out_size):
+    """(1, K, h, w), from the tiles of which `predict_label` takes the argmax."""
+    limits = BatchLimits(1, how.batch_size or 1)
+    ((_, tiles),) = score_tiles(model, [picture], how, [out_size], limits)
+    scores = torch.cat([tile for _, tile in tiles], 1).unsqueeze(0)
+    gives_logits = how.mode == "whole" and how.num_views == 1
+    return scores.softmax(1) if gives_logits else scores
+
+
 def close(actual, expected, atol=1e-12):
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
@@ -89,7 +99,7 @@ def test_label_is_the_most_probable_class_and_probabilities_sum_to_one(local, wa
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_result_does_not_depend_on_the_size_of_tiles(local, way, monkeypatch):
     whole = predict_probabilities(local, image(), settings(**way), (47, 61))
-    monkeypatch.setattr(resize, "TILE_ELEMENTS", 3 * CLASSES * 61)
+    monkeypatch.setattr(windows, "TILE_ELEMENTS", 3 * CLASSES * 61)
     close(predict_probabilities(local, image(), settings(**way), (47, 61)), whole)
 
 
@@ -97,8 +107,7 @@ def test_result_does_not_depend_on_the_size_of_tiles(local, way, monkeypatch):
 def test_windows_of_a_pixelwise_model_equal_the_whole_image(pixelwise, size):
     picture = image(*size)
     whole = predict_probabilities(pixelwise, picture, settings(), size)
-    slide = predict_probabilities(pixelwise, picture, settings(mode="slide"), size)
-    close(slide, whole)
+    close(predict_probabilities(pixelwise, picture, settings(mode="slide"), size), whole)
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -151,14 +160,7 @@ def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overl
     view = normalize(image(*size), MEAN, STD)
     with torch.no_grad():
         expected = sums_in_one_map(local, view, how)
-        found = slide(
-            lambda windows: local(windows).out,
-            [WindowedView(view, how)],
-            how.batch_size,
-            flip=False,
-            on_windows=lambda count: None,
-        )
-        strips = [tile for _, tile in found]
+        strips = list(slide(lambda x: local(x).out, view, how, how.batch_size, lambda _: None))
     assert torch.equal(torch.cat([tile for _, tile in strips], 1), expected)
     assert [rows.start for rows, _ in strips] == window_starts(size[0], 8, overlap)
     assert all(tile.shape[1] == rows.stop - rows.start <= 8 for rows, tile in strips)
