@@ -65,8 +65,7 @@ _SPREAD_CELLS = 2**15
 class ConfusionMatrix:
     """`counts`: pixels of each label (row) and prediction (column), (K, K) int64 on `device`.
 
-    On a CUDA device, the host waits for it in `sum_over_ranks` and `scores` only, if pixels are
-    given as uint8.
+    On a CUDA device, the host waits for it in `sum_over_ranks` and `scores` only.
     """
 
     def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
@@ -81,22 +80,23 @@ class ConfusionMatrix:
     def update(self, pred: Tensor, label: Tensor) -> None:
         """Adds the pixels of one or more images.
 
-        pred, label: integers of the same shape; pred in 0..K-1, label in 0..K-1 or IGNORE_INDEX.
+        pred, label: uint8 of the same shape; pred in 0..K-1, label in 0..K-1 or IGNORE_INDEX.
 
         Raises:
             ValueError: shapes differ or a value is out of range. Then nothing is added. On a CUDA
                 device `sum_over_ranks` and `scores` raise the second.
         """
-        if pred.shape != label.shape:
-            raise ValueError(f"pred {tuple(pred.shape)} and label {tuple(label.shape)} differ")
-        pred, label = _as_bytes("pred", pred), _as_bytes("label", label)
+        if pred.shape != label.shape or not pred.dtype == label.dtype == torch.uint8:
+            kinds = [f"{tuple(x.shape)} {x.dtype}" for x in (pred, label)]
+            raise ValueError(f"expected uint8 of one shape, got pred {kinds[0]}, label {kinds[1]}")
         table = self._table(pred, label)
         if self._checks_late:
             self._out_of_range += torch.stack([table[-1].sum(), table[:, -1].sum()])
         elif bool(table[-1].any() | table[:, -1].any()):
             highest, labels = self.num_classes - 1, label[label != IGNORE_INDEX]
             name, values = ("pred", pred) if table[:, -1].any() else ("label", labels)
-            raise ValueError(_out_of_range(name, values[values > highest], highest))
+            found = values[values > highest].unique().tolist()[:10]
+            raise ValueError(f"{name}: expected 0 to {highest}, found {found}")
         self.counts += table[1:-1, :-1]
 
     def _table(self, pred: Tensor, label: Tensor) -> Tensor:
@@ -210,19 +210,6 @@ def _histogram_without_wait(cells: Tensor, num_cells: int) -> Tensor:
     one = torch.ones((), dtype=torch.int64, device=cells.device)
     table.scatter_add_(0, places, one.expand(places.shape))
     return table.view(copies, num_cells).sum(0)
-
-
-def _as_bytes(name: str, values: Tensor) -> Tensor:
-    if values.dtype == torch.uint8:
-        return values
-    fits = (values >= 0) & (values <= IGNORE_INDEX)
-    if not bool(fits.all()):
-        raise ValueError(_out_of_range(name, values[~fits], IGNORE_INDEX))
-    return values.to(torch.uint8)
-
-
-def _out_of_range(name: str, odd: Tensor, highest: int) -> str:
-    return f"{name}: expected 0 to {highest}, found {odd.unique().tolist()[:10]}"
 
 
 def ratio(part: float, whole: float) -> float:

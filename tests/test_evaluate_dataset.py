@@ -235,16 +235,7 @@ def test_the_next_image_is_decoded_while_one_is_still_decoding():
     assert evaluate(Waiting(3), num_threads=2).counts.sum() > 0
 
 
-def test_model_is_evaluated_and_gets_its_modes_back():
-    model = RedModel()
-    evaluate(RedImages(2), model)
-    assert model.modes == [False, False]
-    assert model.training
-    assert model.dropout.training
-    assert not model.frozen.training
-
-
-def test_modes_come_back_after_an_error_which_is_passed_on_as_it_is():
+def test_a_model_is_evaluated_and_gets_its_modes_back_even_after_an_error():
     class Broken(RedImages):
         def __getitem__(self, index):
             if index == 3:
@@ -255,7 +246,8 @@ def test_modes_come_back_after_an_error_which_is_passed_on_as_it_is():
     with pytest.raises(DataError, match=r"3\.png: damaged"):
         evaluate(Broken(9), model, callbacks=[lambda p: seen.append(p.index)])
     assert seen == [0, 1, 2]
-    assert model.training
+    assert set(model.modes) == {False}
+    assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)
 
 
 def test_no_thread_is_left_behind():

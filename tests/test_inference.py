@@ -110,29 +110,6 @@ def test_windows_of_a_pixelwise_model_equal_the_whole_image(pixelwise, size):
     close(predict_probabilities(pixelwise, picture, settings(mode="slide"), size), whole)
 
 
-@pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 4, 100])
-def test_windows_are_averaged_where_they_overlap(local, flip, batch_size):
-    view = view_of(image())
-    total = np.zeros((CLASSES, 21, 34))
-    times = np.zeros((21, 34))
-    for top in (0, 6, 12, 13):
-        for left in (0, 8, 16, 22):
-            window = view[:, :, top : top + 8, left : left + 12]
-            probs = local(window).out.softmax(1)[0]
-            if flip:
-                probs = (probs + local(window.flip(3)).out.softmax(1)[0].flip(2)) / 2
-            total[:, top : top + 8, left : left + 12] += probs.detach().numpy()
-            times[top : top + 8, left : left + 12] += 1
-    actual = predict_probabilities(
-        local,
-        image(),
-        settings(mode="slide", flip=flip, batch_size=batch_size),
-        (21, 34),
-    )
-    close(actual[0], torch.from_numpy(total / times))
-
-
 def sums_in_one_map(model, view, how):
     """The plain way: all windows added into a map of the whole view, in float32."""
     (height, width), (crop_h, crop_w) = view.shape[-2:], how.crop_size
@@ -143,7 +120,10 @@ def sums_in_one_map(model, view, how):
     for i in range(0, len(places), how.batch_size):
         some = places[i : i + how.batch_size]
         windows = torch.cat([view[:, :, t : t + crop_h, x : x + crop_w] for t, x in some])
-        for (t, x), probs in zip(some, model(windows).out.softmax(1), strict=True):
+        means = model(windows).out.softmax(1)
+        if how.flip:
+            means = (means + model(windows.flip(3)).out.softmax(1).flip(3)) / 2
+        for (t, x), probs in zip(some, means, strict=True):
             total[:, t : t + crop_h, x : x + crop_w] += probs
     for times, starts, crop in ((rows, tops, crop_h), (columns, lefts, crop_w)):
         for start in starts:
@@ -151,12 +131,13 @@ def sums_in_one_map(model, view, how):
     return total / rows.view(-1, 1) / columns
 
 
+@pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("overlap", [0.0, 1 / 3, 0.8])
 @pytest.mark.parametrize("size", [(21, 34), (45, 13), (8, 40)])
-def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overlap):
+def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overlap, flip):
     """Bit for bit: the windows are added in the same order."""
     local.float()
-    how = settings(mode="slide", overlap=overlap, batch_size=3)
+    how = settings(mode="slide", overlap=overlap, batch_size=3, flip=flip)
     view = normalize(image(*size), MEAN, STD)
     with torch.no_grad():
         expected = sums_in_one_map(local, view, how)
@@ -201,18 +182,21 @@ def test_windows_cover_every_pixel_and_end_at_the_border(overlap):
             assert all(window - step >= min(window * overlap, window - 1) - 1 for step in steps)
 
 
-def test_windows_stand_where_semseg_puts_them():
-    assert window_starts(5, 8, 0.5) == [0]
-    assert window_starts(2048, 713, 1 / 3) == [0, 476, 952, 1335]
-    assert window_starts(1024, 713, 1 / 3) == [0, 311]
-
-
 @pytest.mark.parametrize(
-    ("window", "overlap", "stride"), [(769, 1 / 3, 513), (768, 1 / 3, 512), (10, 0.7, 3)]
+    ("length", "window", "overlap", "starts"),
+    [
+        (5, 8, 0.5, [0]),
+        # As semseg has them.
+        (2048, 713, 1 / 3, [0, 476, 952, 1335]),
+        (1024, 713, 1 / 3, [0, 311]),
+        # Rounding does not raise the stride: 10 * (1 - 0.7) is a little more than 3.
+        (1500, 769, 1 / 3, [0, 513, 731]),
+        (1500, 768, 1 / 3, [0, 512, 732]),
+        (16, 10, 0.7, [0, 3, 6]),
+    ],
 )
-def test_rounding_does_not_raise_the_stride(window, overlap, stride):
-    """10 * (1 - 0.7) is a little more than 3."""
-    assert window_starts(10 * window, window, overlap)[1] == stride
+def test_windows_stand_where_they_should(length, window, overlap, starts):
+    assert window_starts(length, window, overlap) == starts
 
 
 def test_flip_makes_the_mirrored_image_give_the_mirrored_result(local):
@@ -296,12 +280,6 @@ def config(**sections):
     return Config(data=data, augment=AugmentConfig(crop_size=(224, 288)), **sections)
 
 
-def test_window_is_the_training_crop_unless_the_config_says_otherwise():
-    assert InferenceSettings.from_config(config()).crop_size == (224, 288)
-    own = config(eval=EvalConfig(crop_size=(96, 128)))
-    assert InferenceSettings.from_config(own).crop_size == (96, 128)
-
-
 def test_settings_follow_the_config():
     how = InferenceSettings.from_config(
         config(
@@ -313,6 +291,10 @@ def test_settings_follow_the_config():
     assert how.autocast == torch.bfloat16
     assert how.mean == (123.675, 116.28, 103.53)
     assert InferenceSettings.from_config(config()).autocast is None
+    # The window is the training crop unless the config says otherwise.
+    assert how.crop_size == (224, 288)
+    own = config(eval=EvalConfig(crop_size=(96, 128)))
+    assert InferenceSettings.from_config(own).crop_size == (96, 128)
 
 
 def test_description_names_everything_that_changes_the_numbers():

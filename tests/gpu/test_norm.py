@@ -175,6 +175,7 @@ def test_a_layer_starts_few_kernels(device, figures, dtype):
         for name, one in layers.items():
             figures[f"{name}: kernels"] = kernels_of_passes(one, x, grad, device)
     forward, backward = figures[f"{OWN}: kernels"]
+    assert forward > 0 or not is_cuda, "the driver does not let torch count kernels"
     assert forward <= MOST_FORWARD
     assert backward <= MOST_BACKWARD
 
