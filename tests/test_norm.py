@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -343,18 +344,9 @@ def test_momentum_none_is_the_average_over_batches(results):
 def counted(function):
     """What `function` returns, and the number of all_reduces it took."""
     dist.use_shared_sum(None)  # where they could not be seen
-    calls = []
     reduce = torch.distributed.all_reduce
-
-    def count(*args, **kwargs):
-        calls.append(1)
-        return reduce(*args, **kwargs)
-
-    torch.distributed.all_reduce = count
-    try:
-        return function(), len(calls)
-    finally:
-        torch.distributed.all_reduce = reduce
+    with mock.patch("torch.distributed.all_reduce", side_effect=reduce) as watched:
+        return function(), watched.call_count
 
 
 def count_collectives():
@@ -372,18 +364,14 @@ def test_one_collective_forward_one_backward_and_none_in_evaluation(results):
     assert results["counts"] == [(1, 1, 0, 0)] * 2
 
 
+BRANCH_DTYPES = (torch.float64, torch.float32, torch.float32)
+
+
 def branch_step(together):
     """Three branches of different widths and types, one with an empty rank; the last is unused."""
-    dtypes = (torch.float64, torch.float32, torch.float32)
-    shapes = [(dist.rank(), 4, 3, 2), (2, 7, 1, 1), (3, 5, 2, 2)]
-    layers = [
-        SyncBatchNorm2d(shape[1], dtype=dtype, affine=i != 1)
-        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
-    ]
-    xs = [
-        x.to(dtype).requires_grad_()
-        for x, dtype in zip(tensors(shapes, seed=dist.rank()), dtypes, strict=True)
-    ]
+    xs = tensors([(dist.rank(), 4, 3, 2), (2, 7, 1, 1), (3, 5, 2, 2)], seed=dist.rank())
+    xs = [x.to(dtype).requires_grad_() for x, dtype in zip(xs, BRANCH_DTYPES, strict=True)]
+    layers = [SyncBatchNorm2d(x.shape[1], dtype=x.dtype, affine=x is not xs[1]) for x in xs]
     pairs = list(zip(xs, layers, strict=True))
     ys = normalize_together(pairs) if together else [layer(x) for x, layer in pairs]
     (ys[0].square().sum() + ys[1].sin().sum()).backward()
@@ -478,25 +466,16 @@ def test_a_module_with_a_group_can_be_copied_and_pickled(results):
     assert results["copied"] == [((0, 1), True), ((0, 1), True), (None, True)]
 
 
-def test_state_goes_to_plain_batch_norm_and_back():
-    assert issubclass(SyncBatchNorm, nn.modules.batchnorm._BatchNorm)
+def test_one_process_is_plain_batch_norm_and_exchanges_its_state():
     assert not issubclass(SyncBatchNorm, nn.SyncBatchNorm)  # refused by DDP on a CPU
     (x,) = tensors([(3, C, 3, 4)])
-    ours, plain, back = layer(), nn.BatchNorm2d(C).double(), layer()
-    ours(x)
-    plain.load_state_dict(ours.state_dict())
-    back.load_state_dict(plain.state_dict())
-    for other in (plain, back):
-        torch.testing.assert_close(other.eval()(x), ours.eval()(x), rtol=0, atol=0)
-    assert back.num_batches_tracked == 1
-
-
-def test_one_process_is_plain_batch_norm():
-    x = tensors([(3, C, 3, 4)])[0]
-    plain, ours = nn.BatchNorm2d(C).double(), SyncBatchNorm2d(C).double()
+    ours, plain, back = SyncBatchNorm2d(C).double(), nn.BatchNorm2d(C).double(), layer()
     assert torch.equal(ours(x), plain(x))
     assert torch.equal(ours.eval()(x), plain.eval()(x))
     assert ours.state_dict().keys() == plain.state_dict().keys()
+    back.load_state_dict(plain.state_dict())
+    assert torch.equal(back.eval()(x), plain(x))
+    assert back.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize(

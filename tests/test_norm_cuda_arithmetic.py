@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cuda_standins import as_on_cuda, calls, cuda_arithmetic, ranks_as_on_cuda
-from test_norm import C, by_name, far_variances, layer, results_of, tensors
-from torch import nn
+from test_norm import C, branches, by_name, far_variances, layer, results_of, tensors
+from test_recompute import step
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.norm import SyncBatchNorm2d, norm_relu_conv, normalize_together
+from segtrain.norm import SyncBatchNorm2d
 
 
 def constant_far_away():
@@ -30,44 +30,13 @@ def not_a_number():
     return module(x).isnan().any(0).any(-1).any(-1), module.running_var.isnan()
 
 
-def branches():
-    """Together and apart, of different sizes and with a part that is empty here."""
-    sizes = [(2, C, 3, 4), (dist.rank(), C, 2, 2), (3, C, 1, 1)]
-    xs = tensors(sizes, torch.float32, seed=dist.rank())
-    results = []
-    for together in (True, False):
-        layers = [layer(torch.float32) for _ in sizes]
-        inputs = [x.clone().requires_grad_() for x in xs]
-        pairs = list(zip(inputs, layers, strict=True))
-        ys = normalize_together(pairs) if together else [module(x) for x, module in pairs]
-        sum(y.pow(3).sum() for y in ys).backward()
-        found = [*ys, *(x.grad for x in inputs)]
-        for module in layers:
-            found += [module.weight.grad, module.bias.grad, *module.buffers()]
-        results.append([t.detach() for t in found])
-    return results
-
-
-def recomputed():
-    """As `norm_relu_conv` and as three modules."""
-    results = []
-    for fused in (True, False):
-        torch.manual_seed(0)
-        norm = SyncBatchNorm2d(C, dtype=torch.float64)
-        conv = nn.Conv2d(C, 3, 3, bias=False, dtype=torch.float64)
-        x = tensors([(2, C, 5, 5)], seed=dist.rank())[0].requires_grad_()
-        y = norm_relu_conv(x, norm, conv) if fused else conv(F.relu(norm(x)))
-        y.pow(2).sum().backward()
-        grads = [p.grad for p in (x, norm.weight, norm.bias, conv.weight)]
-        results.append([y.detach(), *grads, norm.running_var])
-    return results
-
-
 @pytest.fixture(scope="module")
 def found(run_ranks):
     """What two ranks return for each function, by its name."""
-    functions = (far_variances, constant_far_away, not_a_number, branches, recomputed)
+    functions = (far_variances, constant_far_away, not_a_number, branches)
     calls = {function.__name__: (function,) for function in functions}
+    options = SyncBatchNorm2d, torch.contiguous_format, {"stride": 2}
+    calls |= {name: (step, name == "fused", *options) for name in ("fused", "apart")}
     return by_name(ranks_as_on_cuda(run_ranks)(2, results_of, calls))
 
 
@@ -90,13 +59,12 @@ def test_a_value_that_is_no_number_is_seen_on_all_ranks(found):
 
 
 def test_branches_that_share_a_collective_get_the_bits_of_separate_calls(found):
-    for together, apart in found["branches"]:
+    for (together, _), (apart, _) in found["branches"]:
         torch.testing.assert_close(together, apart, rtol=0, atol=0)
 
 
 def test_recomputing_activations_gives_the_same_numbers(found):
-    for fused, apart in found["recomputed"]:
-        torch.testing.assert_close(fused, apart, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["fused"], found["apart"], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shares", [None, (3,)])
