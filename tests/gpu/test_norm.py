@@ -41,17 +41,17 @@ from segtrain.norm import SyncBatchNorm2d, untracked
 pytestmark = pytest.mark.gpu(limit_s=120)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def either_ranks(gloo_ranks):
     return gloo_ranks
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def where(device):
     return device.type
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def odd_inputs(gloo_ranks, where):
     return by_name(gloo_ranks(2, results_of, odd_calls(where)))
 
