@@ -7,7 +7,7 @@ that is predicted but never labelled has IoU 0.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,7 @@ _SPREAD_CELLS = 2**15
 class ConfusionMatrix:
     """`counts`: pixels of each label (row) and prediction (column), (K, K) int64 on `device`.
 
-    On a CUDA device, the host waits for it in `sum_over_ranks` and `scores` only, if pixels are
-    given as uint8.
+    On a CUDA device, the host waits for it in `sum_over_ranks` and `scores` only.
     """
 
     def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
@@ -81,22 +80,23 @@ class ConfusionMatrix:
     def update(self, pred: Tensor, label: Tensor) -> None:
         """Adds the pixels of one or more images.
 
-        pred, label: integers of the same shape; pred in 0..K-1, label in 0..K-1 or IGNORE_INDEX.
+        pred, label: uint8 of the same shape; pred in 0..K-1, label in 0..K-1 or IGNORE_INDEX.
 
         Raises:
             ValueError: shapes differ or a value is out of range. Then nothing is added. On a CUDA
                 device `sum_over_ranks` and `scores` raise the second.
         """
-        if pred.shape != label.shape:
-            raise ValueError(f"pred {tuple(pred.shape)} and label {tuple(label.shape)} differ")
-        pred, label = _as_bytes("pred", pred), _as_bytes("label", label)
+        if pred.shape != label.shape or not pred.dtype == label.dtype == torch.uint8:
+            kinds = [f"{tuple(x.shape)} {x.dtype}" for x in (pred, label)]
+            raise ValueError(f"expected uint8 of one shape, got pred {kinds[0]}, label {kinds[1]}")
         table = self._table(pred, label)
         if self._checks_late:
             self._out_of_range += torch.stack([table[-1].sum(), table[:, -1].sum()])
         elif bool(table[-1].any() | table[:, -1].any()):
             highest, labels = self.num_classes - 1, label[label != IGNORE_INDEX]
             name, values = ("pred", pred) if table[:, -1].any() else ("label", labels)
-            raise ValueError(_out_of_range(name, values[values > highest], highest))
+            found = values[values > highest].unique().tolist()[:10]
+            raise ValueError(f"{name}: expected 0 to {highest}, found {found}")
         self.counts += table[1:-1, :-1]
 
     def _table(self, pred: Tensor, label: Tensor) -> Tensor:
@@ -169,17 +169,23 @@ def score_table(
 
     iiou: instance-weighted IoU of each class, for a further column.
     """
-    names = [printable(name, MAX_NAME) for name in names]
-    width = max(len("class"), *(len(name) for name in names))
     columns = {"IoU": scores.iou, "acc": scores.acc, "share": scores.class_frequency}
-    columns |= {} if iiou is None else {"iIoU": iiou}
-    lines = ["  ".join([f"{'class':<{width}}", *(f"{column:>6}" for column in columns)])]
-    for name, *values in zip(names, *columns.values(), strict=True):
-        lines.append("  ".join([f"{name:<{width}}", *map(percent, values)]))
+    lines = table("class", names, columns | ({} if iiou is None else {"iIoU": iiou}))
     lines.append("  ".join(f"{n} {percent(value)}" for n, value in scores.means().items()))
     absent = [name for name, iou in zip(names, scores.iou, strict=True) if math.isnan(iou)]
     if absent:
-        lines.append(f"left out of mIoU, neither labelled nor predicted: {', '.join(absent)}")
+        shown = ", ".join(printable(name, MAX_NAME) for name in absent)
+        lines.append(f"left out of mIoU, neither labelled nor predicted: {shown}")
+    return lines
+
+
+def table(title: str, names: Sequence[str], columns: Mapping[str, Sequence[float]]) -> list[str]:
+    """Lines of text with a row for each name and its values in percent."""
+    names = [printable(name, MAX_NAME) for name in names]
+    width = max(map(len, (title, *names)))
+    lines = ["  ".join([f"{title:<{width}}", *(f"{column:>6}" for column in columns)])]
+    for name, *values in zip(names, *columns.values(), strict=True):
+        lines.append("  ".join([f"{name:<{width}}", *map(percent, values)]))
     return lines
 
 
@@ -206,20 +212,7 @@ def _histogram_without_wait(cells: Tensor, num_cells: int) -> Tensor:
     return table.view(copies, num_cells).sum(0)
 
 
-def _as_bytes(name: str, values: Tensor) -> Tensor:
-    if values.dtype == torch.uint8:
-        return values
-    fits = (values >= 0) & (values <= IGNORE_INDEX)
-    if not bool(fits.all()):
-        raise ValueError(_out_of_range(name, values[~fits], IGNORE_INDEX))
-    return values.to(torch.uint8)
-
-
-def _out_of_range(name: str, odd: Tensor, highest: int) -> str:
-    return f"{name}: expected 0 to {highest}, found {odd.unique().tolist()[:10]}"
-
-
-def ratio(part: int, whole: int) -> float:
+def ratio(part: float, whole: float) -> float:
     """`part` / `whole`; NaN if `whole` is 0."""
     return part / whole if whole else math.nan
 

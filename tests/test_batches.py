@@ -1,6 +1,7 @@
 """Batches change neither results nor what fits into memory."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from segtrain.config import load_config
-from segtrain.evaluation import settings as batches
+from segtrain.evaluation import settings as evaluation_settings
 from segtrain.evaluation.inference import predict_label, predict_labels
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, batch_limits
+from segtrain.evaluation.windows import num_windows
 from segtrain.models import build_model
 from segtrain.types import SegLogits
 
@@ -78,13 +80,14 @@ def test_images_of_one_size_share_a_batch_wherever_they_are():
 
 
 @pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.75)])
-def test_windows_of_images_of_any_size_fill_batches(scales):
+def test_windows_of_a_view_fill_batches(scales):
     model, how = Recording(), settings(mode="slide", scales=scales)
-    done = []
-    predict_labels(model, images(SIZES), how, OUT_SIZES, BatchLimits(4, 4), on_windows=done.append)
+    done, group = [], images(SIZES)
+    predict_labels(model, group, how, OUT_SIZES, BatchLimits(4, 4), on_windows=done.append)
     sizes = [shape[0] for shape in model.shapes]
     assert sizes == done
-    assert set(sizes[:-1]) == {4}
+    views = [num_windows(size, replace(how, scales=(s,))) for size in SIZES for s in scales]
+    assert sizes == [n for views in views for n in [4] * (views // 4) + [views % 4] if n]
     assert {shape[1:] for shape in model.shapes} == {(3, 8, 12)}
 
 
@@ -112,7 +115,7 @@ def test_an_image_without_finite_scores_is_marked(mode):
 
 
 def test_a_cpu_takes_small_windows_of_one_image_and_a_device_what_its_memory_holds(monkeypatch):
-    monkeypatch.setattr(batches, "memory_bytes", lambda device: 80 * 10**9)
+    monkeypatch.setattr(evaluation_settings, "memory_bytes", lambda device: 80 * 10**9)
     assert batch_limits(settings(), CPU, 19).num_images == 1
     assert batch_limits(settings(), CPU, 19).of((96, 128)) == 4
     assert batch_limits(settings(), CPU, 19).of((512, 1024)) == 1
@@ -120,7 +123,7 @@ def test_a_cpu_takes_small_windows_of_one_image_and_a_device_what_its_memory_hol
     assert batch_limits(settings(batch_size=3), CUDA, 19).of((10_000, 10_000)) == 3
     assert batch_limits(settings(), CUDA, 19).of((713, 713)) == 8
     assert 1 < batch_limits(settings(), CUDA, 150).of((1024, 2048)) < 5
-    monkeypatch.setattr(batches, "memory_bytes", lambda device: 8 * 10**9)
+    monkeypatch.setattr(evaluation_settings, "memory_bytes", lambda device: 8 * 10**9)
     assert batch_limits(settings(), CUDA, 19).of((713, 713)) == 2
 
 
@@ -175,4 +178,6 @@ def test_a_pixel_takes_no_more_memory_than_is_reckoned_with(recipe, num_classes,
         with LiveBytes() as memory:
             predict_labels(model, group, how, [size] * 2, BatchLimits(2, 2))
     a_pixel = memory.most / (2 * size[0] * size[1])
-    assert 3 * 4 < a_pixel < batches._FEATURES + batches._CLASS * num_classes
+    assert (
+        3 * 4 < a_pixel < evaluation_settings._FEATURES + evaluation_settings._CLASS * num_classes
+    )

@@ -1,11 +1,12 @@
 """The benchmark of synchronized batch norm: what it compares must compute the same."""
 
 import json
-import subprocess
 import sys
 import time
-from pathlib import Path
+from contextlib import ExitStack
+from unittest import mock
 
+import bench_sync_bn
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,9 @@ def whole_batch(num_images):
     return run_layer(Reference(C).double(), x, grad)
 
 
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather", "all_gather_single")
+
+
 def run_part(name, splits):
     """This rank's results of a scheme, and its collectives forward and backward."""
     calls = []
@@ -68,20 +72,39 @@ def run_part(name, splits):
 
         return call
 
-    for function in ("all_reduce", "all_gather_into_tensor", "all_gather", "all_gather_single"):
-        setattr(torch.distributed, function, counted(getattr(torch.distributed, function)))
-    x, grad = (t.split(splits)[dist.rank()].contiguous() for t in batch(sum(splits)))
-    results = run_layer(SchemeBatchNorm2d(C, SCHEMES[name]).double(), x, grad)
+    with ExitStack() as stack:
+        for function in COLLECTIVES:
+            stand_in = counted(getattr(torch.distributed, function))
+            stack.enter_context(mock.patch.object(torch.distributed, function, stand_in))
+        x, grad = (t.split(splits)[dist.rank()].contiguous() for t in batch(sum(splits)))
+        results = run_layer(SchemeBatchNorm2d(C, SCHEMES[name]).double(), x, grad)
     return results, f"{calls.count(False)}+{calls.count(True)}"
 
 
-@pytest.mark.parametrize(
-    ("name", "splits"),
-    [*((name, (2, 2)) for name in SCHEMES), *((name, (1, 3)) for name in EXACT)],
-)
-def test_every_scheme_equals_the_whole_batch(run_ranks, name, splits):
-    parts, counts = zip(*run_ranks(2, run_part, name, splits), strict=True)
-    y, grad_x, grad_weight, grad_bias, running_mean, running_var = whole_batch(sum(splits))
+RUNS = [*((name, (2, 2)) for name in SCHEMES), *((name, (1, 3)) for name in EXACT)]
+
+
+def everything():
+    """What the tests below ask of a rank, in one process group."""
+    cases = [Case((2, 3, 4, 5), "channels_last")]
+    return {
+        "schemes": [run_part(*run) for run in RUNS],
+        "late": times_of_a_late_rank(),
+        "layers": time_layers(CPU, cases, 1, 0.0, True),
+        "steps": time_steps(CPU, "resnet18", 2, (40, 56), 1),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(run_ranks):
+    return run_ranks(2, everything)
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_every_scheme_equals_the_whole_batch(ranks, number):
+    name, splits = RUNS[number]
+    parts, counts = zip(*(rank["schemes"][number] for rank in ranks), strict=True)
+    y, grad_x, grad_weight, grad_bias, *running = whole_batch(sum(splits))
     exact = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(torch.cat([part[0] for part in parts]), y, **exact)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), grad_x, **exact)
@@ -89,15 +112,13 @@ def test_every_scheme_equals_the_whole_batch(run_ranks, name, splits):
     torch.testing.assert_close(sum(part[2] for part in parts), grad_weight, **exact)
     torch.testing.assert_close(sum(part[3] for part in parts), grad_bias, **exact)
     for part in parts:
-        torch.testing.assert_close(part[4], running_mean, **exact)
-        torch.testing.assert_close(part[5], running_var, **exact)
+        torch.testing.assert_close(part[4:], running, **exact)
     assert counts == (name.split()[0],) * 2
 
 
 def test_the_layer_that_sends_nothing_equals_batch_norm():
     results = run_layer(UnsharedBatchNorm2d(C).double(), *batch(4))
-    for mine, reference in zip(results, whole_batch(4), strict=True):
-        torch.testing.assert_close(mine, reference, rtol=0, atol=1e-12)
+    torch.testing.assert_close(results, whole_batch(4), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +148,8 @@ def times_of_a_late_rank():
     return measure(contenders, device=CPU, rounds=1, warmup=1)
 
 
-def test_a_round_takes_as_long_as_its_slowest_rank_and_waits_for_it_before(run_ranks):
-    first, second = run_ranks(2, times_of_a_late_rank)
+def test_a_round_takes_as_long_as_its_slowest_rank_and_waits_for_it_before(ranks):
+    first, second = (rank["late"] for rank in ranks)
     assert first == second
     assert first["late"][0] >= LATE_MS
     assert first["meets"][0] < LATE_MS / 2
@@ -143,36 +164,28 @@ def test_ratios_are_medians_over_the_shapes():
     assert median_ratios(cases, SEGTRAIN) == [2, 2]
 
 
-def timed_layers():
-    return time_layers(CPU, [Case((2, 3, 4, 5), "channels_last")], 1, 0.0, True)
-
-
-def test_all_contenders_stand_side_by_side(run_ranks):
-    (case,), _ = run_ranks(2, timed_layers)
+def test_all_contenders_stand_side_by_side(ranks):
+    (case,) = ranks[0]["layers"]
     assert case.times.keys() == {LOCAL, SEGTRAIN, *SCHEMES}
 
 
-def test_steps_of_training_are_timed(run_ranks):
-    times, _ = run_ranks(2, time_steps, CPU, "resnet18", 2, (40, 56), 1)
-    assert {name: len(values) for name, values in times.items()} == {
-        "sync": 1,
-        "local": 1,
-        "nn.BatchNorm2d": 1,
-    }
+def test_steps_of_training_are_timed(ranks):
+    times = {name: len(values) for name, values in ranks[0]["steps"].items()}
+    assert times == {"sync": 1, "local": 1, "nn.BatchNorm2d": 1}
 
 
-def test_command_without_a_name_measures_layers(tmp_path):
-    tool = Path(__file__).parent.parent / "tools/bench_sync_bn.py"
+def test_command_without_a_name_measures_layers(run_ranks, tmp_path, monkeypatch, capsys):
+    def on_ranks(number, device, function, *args, group=True):
+        return run_ranks(number, function, torch.device(device), *args)[0]
+
+    monkeypatch.setattr(bench_sync_bn, "on_ranks", on_ranks)
     options = ["--shapes", "2x3x4x5", "--rounds", "2", "--block-ms", "0"]
-    result = subprocess.run(
-        [sys.executable, tool, *options, "--json", tmp_path / "layers.json"],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "## Compute alone" in result.stdout
-    for name in SCHEMES:
-        assert f" {name} |" in result.stdout
+    options += ["--json", str(tmp_path / "layers.json")]
+    monkeypatch.setattr(sys, "argv", ["bench_sync_bn.py", *options])
+    bench_sync_bn.main()
+    output = capsys.readouterr().out
+    assert "## Compute alone" in output
+    assert all(f" {name} |" in output for name in SCHEMES)
     times = json.loads((tmp_path / "layers.json").read_text())
     assert [case["layout"] for case in times["together"]] == ["contiguous", "channels_last"]
     assert all(len(case["times"][LOCAL]) == 2 for case in times["together"])

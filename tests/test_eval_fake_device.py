@@ -20,7 +20,7 @@ from segtrain.commands import predict
 from segtrain.config import ModelConfig
 from segtrain.data.read.photos import Source
 from segtrain.evaluation import dataset
-from segtrain.evaluation import settings as batches
+from segtrain.evaluation import settings as evaluation_settings
 from segtrain.evaluation.dataset import evaluate_dataset
 from segtrain.evaluation.settings import InferenceSettings, SettingsBySize
 from segtrain.metrics import ConfusionMatrix
@@ -71,7 +71,7 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(batches, "memory_bytes", lambda _: 80 * 10**9)
+    monkeypatch.setattr(evaluation_settings, "memory_bytes", lambda _: 80 * 10**9)
     # What follows the loop: the host reads the result.
     monkeypatch.setattr(ConfusionMatrix, "sum_over_ranks", lambda _: None)
     monkeypatch.setattr(dataset, "_warn_of_infinite", lambda *_: None)
@@ -130,7 +130,8 @@ def test_no_way_to_predict_makes_the_host_wait(device, way):
     [("pspnet", torch.float16), ("deeplabv3", torch.bfloat16), ("deeplabv3plus", None)],
 )
 def test_no_model_and_no_precision_makes_the_host_wait(device, arch, autocast):
-    evaluate(model_of(arch), device, replace(SETTINGS, autocast=autocast))
+    matrix = evaluate(model_of(arch), device, replace(SETTINGS, autocast=autocast))
+    assert matrix.counts.device.type == "cuda"
 
 
 def test_predictions_for_callbacks_come_without_a_wait_while_the_next_are_computed(device):
@@ -173,7 +174,7 @@ def test_predict_makes_no_wait_and_computes_while_it_writes(device, monkeypatch,
 def test_batches_are_as_large_as_the_memory_of_the_device_lets_them(
     device, monkeypatch, memory_bytes, most
 ):
-    monkeypatch.setattr(batches, "memory_bytes", lambda _: memory_bytes)
+    monkeypatch.setattr(evaluation_settings, "memory_bytes", lambda _: memory_bytes)
     shapes, model = [], model_of()
     model.register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape[0]))
     evaluate(model, device, replace(SETTINGS, mode="slide", batch_size=None))

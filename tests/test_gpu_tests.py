@@ -57,7 +57,7 @@ def test_layers_and_steps_run_on_a_cpu(tmp_path):
     files = [f"tests/gpu/test_{name}.py" for name in ("norm", "steps", "throughput", "evaluation")]
     found = on_the_cpu(tmp_path, *files, "-k", f"not ({SLOW})")
     assert {test["outcome"] for test in found.values()} == {"passed", "skipped"}
-    assert len(found) > 30
+    assert len(found) >= 30
     (step,) = (test for name, test in found.items() if "[large-bfloat16]" in name)
     assert step["figures"]["nn.BatchNorm2d: ms"] > 0
 

@@ -5,10 +5,10 @@ from torch import nn
 from torch.nn import functional
 
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
-from segtrain.evaluation import windows as resize
-from segtrain.evaluation.inference import predict_label, predict_labels, predict_probabilities
+from segtrain.evaluation import windows
+from segtrain.evaluation.inference import predict_label, predict_labels, score_tiles
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, view_size
-from segtrain.evaluation.windows import WindowedView, num_windows, slide, window_starts
+from segtrain.evaluation.windows import num_windows, slide, window_starts
 from segtrain.models.blocks import normalize
 from segtrain.types import SegLogits
 
@@ -50,6 +50,16 @@ def image(height=21, width=34, seed=0):
     return torch.randint(0, 256, (1, 3, height, width), generator=generator, dtype=torch.uint8)
 
 
+@torch.no_grad()
+def predict_probabilities(model, picture, how, out_size):
+    """(1, K, h, w), from the tiles of which `predict_label` takes the argmax."""
+    limits = BatchLimits(1, how.batch_size or 1)
+    ((_, tiles),) = score_tiles(model, [picture], how, [out_size], limits)
+    scores = torch.cat([tile for _, tile in tiles], 1).unsqueeze(0)
+    gives_logits = how.mode == "whole" and how.num_views == 1
+    return scores.softmax(1) if gives_logits else scores
+
+
 def close(actual, expected, atol=1e-12):
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
@@ -89,7 +99,7 @@ def test_label_is_the_most_probable_class_and_probabilities_sum_to_one(local, wa
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_result_does_not_depend_on_the_size_of_tiles(local, way, monkeypatch):
     whole = predict_probabilities(local, image(), settings(**way), (47, 61))
-    monkeypatch.setattr(resize, "TILE_ELEMENTS", 3 * CLASSES * 61)
+    monkeypatch.setattr(windows, "TILE_ELEMENTS", 3 * CLASSES * 61)
     close(predict_probabilities(local, image(), settings(**way), (47, 61)), whole)
 
 
@@ -97,31 +107,7 @@ def test_result_does_not_depend_on_the_size_of_tiles(local, way, monkeypatch):
 def test_windows_of_a_pixelwise_model_equal_the_whole_image(pixelwise, size):
     picture = image(*size)
     whole = predict_probabilities(pixelwise, picture, settings(), size)
-    slide = predict_probabilities(pixelwise, picture, settings(mode="slide"), size)
-    close(slide, whole)
-
-
-@pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 4, 100])
-def test_windows_are_averaged_where_they_overlap(local, flip, batch_size):
-    view = view_of(image())
-    total = np.zeros((CLASSES, 21, 34))
-    times = np.zeros((21, 34))
-    for top in (0, 6, 12, 13):
-        for left in (0, 8, 16, 22):
-            window = view[:, :, top : top + 8, left : left + 12]
-            probs = local(window).out.softmax(1)[0]
-            if flip:
-                probs = (probs + local(window.flip(3)).out.softmax(1)[0].flip(2)) / 2
-            total[:, top : top + 8, left : left + 12] += probs.detach().numpy()
-            times[top : top + 8, left : left + 12] += 1
-    actual = predict_probabilities(
-        local,
-        image(),
-        settings(mode="slide", flip=flip, batch_size=batch_size),
-        (21, 34),
-    )
-    close(actual[0], torch.from_numpy(total / times))
+    close(predict_probabilities(pixelwise, picture, settings(mode="slide"), size), whole)
 
 
 def sums_in_one_map(model, view, how):
@@ -134,7 +120,10 @@ def sums_in_one_map(model, view, how):
     for i in range(0, len(places), how.batch_size):
         some = places[i : i + how.batch_size]
         windows = torch.cat([view[:, :, t : t + crop_h, x : x + crop_w] for t, x in some])
-        for (t, x), probs in zip(some, model(windows).out.softmax(1), strict=True):
+        means = model(windows).out.softmax(1)
+        if how.flip:
+            means = (means + model(windows.flip(3)).out.softmax(1).flip(3)) / 2
+        for (t, x), probs in zip(some, means, strict=True):
             total[:, t : t + crop_h, x : x + crop_w] += probs
     for times, starts, crop in ((rows, tops, crop_h), (columns, lefts, crop_w)):
         for start in starts:
@@ -142,23 +131,17 @@ def sums_in_one_map(model, view, how):
     return total / rows.view(-1, 1) / columns
 
 
+@pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("overlap", [0.0, 1 / 3, 0.8])
 @pytest.mark.parametrize("size", [(21, 34), (45, 13), (8, 40)])
-def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overlap):
+def test_rows_that_are_given_early_are_those_of_one_large_map(local, size, overlap, flip):
     """Bit for bit: the windows are added in the same order."""
     local.float()
-    how = settings(mode="slide", overlap=overlap, batch_size=3)
+    how = settings(mode="slide", overlap=overlap, batch_size=3, flip=flip)
     view = normalize(image(*size), MEAN, STD)
     with torch.no_grad():
         expected = sums_in_one_map(local, view, how)
-        found = slide(
-            lambda windows: local(windows).out,
-            [WindowedView(view, how)],
-            how.batch_size,
-            flip=False,
-            on_windows=lambda count: None,
-        )
-        strips = [tile for _, tile in found]
+        strips = list(slide(lambda x: local(x).out, view, how, how.batch_size, lambda _: None))
     assert torch.equal(torch.cat([tile for _, tile in strips], 1), expected)
     assert [rows.start for rows, _ in strips] == window_starts(size[0], 8, overlap)
     assert all(tile.shape[1] == rows.stop - rows.start <= 8 for rows, tile in strips)
@@ -199,18 +182,21 @@ def test_windows_cover_every_pixel_and_end_at_the_border(overlap):
             assert all(window - step >= min(window * overlap, window - 1) - 1 for step in steps)
 
 
-def test_windows_stand_where_semseg_puts_them():
-    assert window_starts(5, 8, 0.5) == [0]
-    assert window_starts(2048, 713, 1 / 3) == [0, 476, 952, 1335]
-    assert window_starts(1024, 713, 1 / 3) == [0, 311]
-
-
 @pytest.mark.parametrize(
-    ("window", "overlap", "stride"), [(769, 1 / 3, 513), (768, 1 / 3, 512), (10, 0.7, 3)]
+    ("length", "window", "overlap", "starts"),
+    [
+        (5, 8, 0.5, [0]),
+        # As semseg has them.
+        (2048, 713, 1 / 3, [0, 476, 952, 1335]),
+        (1024, 713, 1 / 3, [0, 311]),
+        # Rounding does not raise the stride: 10 * (1 - 0.7) is a little more than 3.
+        (1500, 769, 1 / 3, [0, 513, 731]),
+        (1500, 768, 1 / 3, [0, 512, 732]),
+        (16, 10, 0.7, [0, 3, 6]),
+    ],
 )
-def test_rounding_does_not_raise_the_stride(window, overlap, stride):
-    """10 * (1 - 0.7) is a little more than 3."""
-    assert window_starts(10 * window, window, overlap)[1] == stride
+def test_windows_stand_where_they_should(length, window, overlap, starts):
+    assert window_starts(length, window, overlap) == starts
 
 
 def test_flip_makes_the_mirrored_image_give_the_mirrored_result(local):
@@ -294,12 +280,6 @@ def config(**sections):
     return Config(data=data, augment=AugmentConfig(crop_size=(224, 288)), **sections)
 
 
-def test_window_is_the_training_crop_unless_the_config_says_otherwise():
-    assert InferenceSettings.from_config(config()).crop_size == (224, 288)
-    own = config(eval=EvalConfig(crop_size=(96, 128)))
-    assert InferenceSettings.from_config(own).crop_size == (96, 128)
-
-
 def test_settings_follow_the_config():
     how = InferenceSettings.from_config(
         config(
@@ -311,6 +291,10 @@ def test_settings_follow_the_config():
     assert how.autocast == torch.bfloat16
     assert how.mean == (123.675, 116.28, 103.53)
     assert InferenceSettings.from_config(config()).autocast is None
+    # The window is the training crop unless the config says otherwise.
+    assert how.crop_size == (224, 288)
+    own = config(eval=EvalConfig(crop_size=(96, 128)))
+    assert InferenceSettings.from_config(own).crop_size == (96, 128)
 
 
 def test_description_names_everything_that_changes_the_numbers():

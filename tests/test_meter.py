@@ -23,11 +23,11 @@ def result(loss, *, aux=float("nan"), norm=1.0, lr=0.1, data_s=0.0):
 
 
 def test_losses_are_means_and_the_learning_rate_is_the_newest(clock):
-    receipts = StepMeter(8, torch.device("cpu"))
-    receipts.update(result(1.0, aux=3.0, norm=2.0, lr=0.3))
-    receipts.update(result(2.0, aux=5.0, norm=4.0, lr=0.2))
+    meter = StepMeter(8, torch.device("cpu"))
+    meter.update(result(1.0, aux=3.0, norm=2.0, lr=0.3))
+    meter.update(result(2.0, aux=5.0, norm=4.0, lr=0.2))
     clock.now += 1
-    values = receipts.read()
+    values = meter.read()
     assert values["train/loss"] == 1.5
     assert values["train/aux_loss"] == 4.0
     assert values["train/grad_norm"] == 3.0
@@ -35,47 +35,47 @@ def test_losses_are_means_and_the_learning_rate_is_the_newest(clock):
 
 
 def test_time_and_speed_are_those_of_the_steps(clock):
-    receipts = StepMeter(8, torch.device("cpu"))
+    meter = StepMeter(8, torch.device("cpu"))
     for _ in range(4):
-        receipts.update(result(1.0, data_s=0.25))
+        meter.update(result(1.0, data_s=0.25))
     clock.now += 10
-    receipts.skip(8.0)
-    values = receipts.read()
+    meter.skip(8.0)
+    values = meter.read()
     assert values["time/step_s"] == 0.5
     assert values["time/data_s"] == 0.25
     assert values["images_per_s"] == 16
 
 
 def test_reading_begins_anew(clock):
-    receipts = StepMeter(8, torch.device("cpu"))
-    receipts.update(result(1.0))
+    meter = StepMeter(8, torch.device("cpu"))
+    meter.update(result(1.0))
     clock.now += 10
-    receipts.read()
-    receipts.update(result(7.0))
+    meter.read()
+    meter.update(result(7.0))
     clock.now += 2
-    values = receipts.read()
+    values = meter.read()
     assert values["train/loss"] == 7.0
     assert values["time/step_s"] == 2.0
     with pytest.raises(ValueError, match="no step"):
-        receipts.read()
+        meter.read()
 
 
 def test_without_an_auxiliary_head_there_is_no_auxiliary_loss(clock):
-    receipts = StepMeter(8, torch.device("cpu"))
-    receipts.update(result(1.0))
+    meter = StepMeter(8, torch.device("cpu"))
+    meter.update(result(1.0))
     clock.now += 1
-    assert "train/aux_loss" not in receipts.read()
+    assert "train/aux_loss" not in meter.read()
 
 
 def test_steps_before_an_interruption_count_in_the_means_but_not_in_the_time(clock):
-    receipts = StepMeter(8, torch.device("cpu"))
-    receipts.update_earlier(1.0, 5.0, 2.0)
-    receipts.update_earlier(2.0, 6.0, 3.0)
-    receipts.update(result(6.0, aux=7.0, norm=4.0))
+    meter = StepMeter(8, torch.device("cpu"))
+    meter.update_earlier(1.0, 5.0, 2.0)
+    meter.update_earlier(2.0, 6.0, 3.0)
+    meter.update(result(6.0, aux=7.0, norm=4.0))
     clock.now += 3
-    values = receipts.read()
+    values = meter.read()
     assert [values[f"train/{name}"] for name in ("loss", "aux_loss", "grad_norm")] == [3, 6, 3]
     assert values["time/step_s"] == 3
-    receipts.update(result(1.0))
+    meter.update(result(1.0))
     clock.now += 1
-    assert receipts.read()["train/loss"] == 1.0
+    assert meter.read()["train/loss"] == 1.0

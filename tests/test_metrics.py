@@ -11,7 +11,7 @@ from segtrain.types import IGNORE_INDEX
 NAMES = ["road", "sky", "car"]
 
 
-def random_pair(num_classes, *, seed=0, shape=(2, 30, 40), ignored=0.2, dtype=torch.uint8):
+def random_pair(num_classes, *, seed=0, shape=(2, 30, 40)):
     generator = torch.Generator().manual_seed(seed)
     label = torch.randint(0, num_classes, shape, generator=generator)
     pred = torch.where(
@@ -19,8 +19,8 @@ def random_pair(num_classes, *, seed=0, shape=(2, 30, 40), ignored=0.2, dtype=to
         label,
         torch.randint(0, num_classes, shape, generator=generator),
     )
-    label[torch.rand(shape, generator=generator) < ignored] = IGNORE_INDEX
-    return pred.to(dtype), label.to(dtype)
+    label[torch.rand(shape, generator=generator) < 0.2] = IGNORE_INDEX
+    return pred.byte(), label.byte()
 
 
 def matrix_of(pred, label, num_classes):
@@ -75,25 +75,6 @@ def test_counts_match_one_count_per_pair_of_classes(num_classes):
     assert np.array_equal(matrix_of(pred, label, num_classes).counts.numpy(), expected)
 
 
-def test_scores_match_sets_of_pixels():
-    pred, label = (t.numpy() for t in random_pair(7, seed=1))
-    scores = matrix_of(pred, label, 7).scores()
-    pred = np.where(label == IGNORE_INDEX, IGNORE_INDEX, pred)
-    for k in range(7):
-        both, either = (pred == k) & (label == k), (pred == k) | (label == k)
-        assert scores.iou[k] == both.sum() / either.sum()
-        assert scores.acc[k] == both.sum() / (label == k).sum()
-        assert scores.class_frequency[k] == (label == k).sum() / (label != IGNORE_INDEX).sum()
-    assert scores.mean_iou == pytest.approx(np.mean(scores.iou), rel=1e-15)
-
-
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
-def test_wide_integers_count_like_bytes(dtype):
-    pred, label = random_pair(19, seed=2)
-    wide = matrix_of(pred.to(dtype), label.to(dtype), 19)
-    assert torch.equal(wide.counts, matrix_of(pred, label, 19).counts)
-
-
 @pytest.mark.fault(72)
 def test_class_absent_from_labels_and_predictions_is_left_out_of_the_mean():
     scores = scores_of([[4, 0, 0], [0, 0, 0], [2, 0, 2]])
@@ -140,21 +121,23 @@ def test_counts_beyond_32_bits_are_exact():
     assert matrix.counts.tolist() == [[2**40 + 2, 0], [2**31, 3]]
 
 
+BYTES = torch.tensor([[0, 1]], dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("pred", "label", "message"),
     [
-        ([[0, 3]], [[0, 1]], r"pred: expected 0 to 2, found \[3\]"),
-        ([[0, 1]], [[7, 1]], r"label: expected 0 to 2, found \[7\]"),
-        ([[0, 1]], [[-1, 1]], r"label: expected 0 to 255, found \[-1\]"),
-        ([[0, 1]], [[300, 1]], r"label: expected 0 to 255, found \[300\]"),
-        ([[IGNORE_INDEX, 1]], [[0, 1]], r"pred: expected 0 to 2, found \[255\]"),
-        ([[0, 1]], [[0], [1]], "differ"),
+        (BYTES * 3, BYTES, r"pred: expected 0 to 2, found \[3\]"),
+        (BYTES, BYTES * 7, r"label: expected 0 to 2, found \[7\]"),
+        (BYTES * IGNORE_INDEX, BYTES, r"pred: expected 0 to 2, found \[255\]"),
+        (BYTES, BYTES.T, r"pred \(1, 2\) .*, label \(2, 1\)"),
+        (BYTES, BYTES.long(), "label .* torch.int64"),
     ],
 )
 def test_values_out_of_range_are_refused_and_nothing_is_counted(pred, label, message):
     matrix = ConfusionMatrix(3)
     with pytest.raises(ValueError, match=message):
-        matrix.update(torch.tensor(pred), torch.tensor(label))
+        matrix.update(pred, label)
     assert matrix.counts.sum() == 0
 
 
@@ -164,15 +147,11 @@ def test_numbers_of_classes_that_bytes_cannot_hold_are_refused(num_classes):
         ConfusionMatrix(num_classes)
 
 
-def test_dictionary_of_scores_is_strict_json():
+def test_scores_for_json_and_scalars_have_no_nan():
     scores = scores_of([[3, 1, 0], [0, 0, 0], [0, 0, 0]])
     text = json.dumps(scores.to_dict(NAMES), allow_nan=False)
     assert json.loads(text)["classes"][2] == {"name": "car", "IoU": None, "acc": None, "share": 0}
-
-
-def test_scalars_leave_out_what_is_not_a_number():
-    scalars = scores_of([[3, 1, 0], [0, 0, 0], [0, 0, 0]]).scalars(NAMES)
-    assert scalars["eval/IoU/road"] == 3 / 4
-    assert scalars["eval/IoU/sky"] == 0
+    scalars = scores.scalars(NAMES)
+    assert (scalars["eval/IoU/road"], scalars["eval/IoU/sky"]) == (3 / 4, 0)
     assert "eval/IoU/car" not in scalars
     assert set(scalars) >= {"eval/mIoU", "eval/mAcc", "eval/aAcc", "eval/fwIoU"}

@@ -7,26 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cuda_standins import as_on_cuda, calls, cuda_arithmetic, ranks_as_on_cuda
-from test_norm import C, layer, running_var, tensors
-from torch import nn
+from test_norm import C, branches, by_name, far_variances, layer, results_of, tensors
+from test_recompute import step
 
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.virtual_ranks import VirtualRanks
-from segtrain.norm import SyncBatchNorm2d, norm_relu_conv, normalize_together
-
-
-@pytest.fixture(scope="session")
-def cuda_ranks(run_ranks):
-    return ranks_as_on_cuda(run_ranks)
-
-
-@pytest.mark.parametrize("ratio", [1.0, 1e2, 1e4])
-def test_merging_ranks_costs_the_variance_little_far_from_zero(cuda_ranks, ratio):
-    """The ranks' means are float32; sums of squares in it are wrong by 19 % at a ratio of 1000."""
-    parts = tensors([(2, C, 32, 45)] * 2, torch.float32, mean=ratio, std=1.0)
-    got = cuda_ranks(2, running_var, parts)[0].double()
-    wanted = torch.cat(parts).double().transpose(0, 1).reshape(C, -1).var(dim=1)
-    torch.testing.assert_close(got, wanted, rtol=max(2e-6, 4e-9 * ratio), atol=0)
+from segtrain.norm import SyncBatchNorm2d
 
 
 def constant_far_away():
@@ -37,13 +23,6 @@ def constant_far_away():
     return y.detach(), module.running_var, module.bias.detach()
 
 
-def test_a_constant_channel_far_from_zero_has_no_negative_variance(cuda_ranks):
-    for y, var, bias in cuda_ranks(2, constant_far_away):
-        assert (var >= 0).all()
-        assert y.isfinite().all()
-        torch.testing.assert_close(y, bias.view(-1, 1, 1).expand_as(y), rtol=0, atol=1e-3)
-
-
 def not_a_number():
     module = layer(torch.float32)
     x = torch.ones(2, C, 3, 3)
@@ -51,53 +30,41 @@ def not_a_number():
     return module(x).isnan().any(0).any(-1).any(-1), module.running_var.isnan()
 
 
-def test_a_value_that_is_no_number_is_seen_on_all_ranks(cuda_ranks):
-    for found in cuda_ranks(2, not_a_number):
-        for channels in found:
-            assert channels.tolist() == [False, True, False, False, False]
+@pytest.fixture(scope="module")
+def found(run_ranks):
+    """What two ranks return for each function, by its name."""
+    functions = (far_variances, constant_far_away, not_a_number, branches)
+    calls = {function.__name__: (function,) for function in functions}
+    options = SyncBatchNorm2d, torch.contiguous_format, {"stride": 2}
+    calls |= {name: (step, name == "fused", *options) for name in ("fused", "apart")}
+    return by_name(ranks_as_on_cuda(run_ranks)(2, results_of, calls))
 
 
-def branches():
-    """Together and apart, of different sizes and with a part that is empty here."""
-    sizes = [(2, C, 3, 4), (dist.rank(), C, 2, 2), (3, C, 1, 1)]
-    xs = tensors(sizes, torch.float32, seed=dist.rank())
-    results = []
-    for together in (True, False):
-        layers = [layer(torch.float32) for _ in sizes]
-        inputs = [x.clone().requires_grad_() for x in xs]
-        pairs = list(zip(inputs, layers, strict=True))
-        ys = normalize_together(pairs) if together else [module(x) for x, module in pairs]
-        sum(y.pow(3).sum() for y in ys).backward()
-        found = [*ys, *(x.grad for x in inputs)]
-        for module in layers:
-            found += [module.weight.grad, module.bias.grad, *module.buffers()]
-        results.append([t.detach() for t in found])
-    return results
+def test_merging_ranks_costs_the_variance_little_far_from_zero(found):
+    """The ranks' means are float32; sums of squares in it are wrong by 19 % at a ratio of 1000."""
+    for ratio, error in found["far_variances"][0].items():
+        assert error <= max(2e-6, 4e-9 * ratio)
 
 
-def test_branches_that_share_a_collective_get_the_bits_of_separate_calls(cuda_ranks):
-    for together, apart in cuda_ranks(2, branches):
+def test_a_constant_channel_far_from_zero_has_no_negative_variance(found):
+    for y, var, bias in found["constant_far_away"]:
+        assert (var >= 0).all()
+        assert y.isfinite().all()
+        torch.testing.assert_close(y, bias.view(-1, 1, 1).expand_as(y), rtol=0, atol=1e-3)
+
+
+def test_a_value_that_is_no_number_is_seen_on_all_ranks(found):
+    for channels in (channels for of_rank in found["not_a_number"] for channels in of_rank):
+        assert channels.tolist() == [False, True, False, False, False]
+
+
+def test_branches_that_share_a_collective_get_the_bits_of_separate_calls(found):
+    for (together, _), (apart, _) in found["branches"]:
         torch.testing.assert_close(together, apart, rtol=0, atol=0)
 
 
-def recomputed():
-    """As `norm_relu_conv` and as three modules."""
-    results = []
-    for fused in (True, False):
-        torch.manual_seed(0)
-        norm = SyncBatchNorm2d(C, dtype=torch.float64)
-        conv = nn.Conv2d(C, 3, 3, bias=False, dtype=torch.float64)
-        x = tensors([(2, C, 5, 5)], seed=dist.rank())[0].requires_grad_()
-        y = norm_relu_conv(x, norm, conv) if fused else conv(F.relu(norm(x)))
-        y.pow(2).sum().backward()
-        grads = [p.grad for p in (x, norm.weight, norm.bias, conv.weight)]
-        results.append([y.detach(), *grads, norm.running_var])
-    return results
-
-
-def test_recomputing_activations_gives_the_same_numbers(cuda_ranks):
-    for fused, apart in cuda_ranks(2, recomputed):
-        torch.testing.assert_close(fused, apart, rtol=1e-12, atol=1e-12)
+def test_recomputing_activations_gives_the_same_numbers(found):
+    torch.testing.assert_close(found["fused"], found["apart"], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shares", [None, (3,)])

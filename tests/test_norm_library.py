@@ -1,6 +1,7 @@
 """What people who bring their own loop need of the layer: checkpointing, ranks that differ, precise
 statistics."""
 
+import itertools
 import time
 from datetime import timedelta
 from functools import partial
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from memory import ClonesAsHost
+from test_norm import by_name, results_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,66 +46,58 @@ def close(a, b, atol=1e-12):
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
-def checkpointed_step(mode):
-    model = net()
-    x = mine().requires_grad_()
+def step(model, x, mode):
+    """The gradient of `x`; mode: None, or whether checkpointing is reentrant."""
+    x = x.clone().requires_grad_()
     y = model(x) if mode is None else checkpoint(model, x, use_reentrant=mode)
     y.pow(3).sum().backward()
-    return x.grad, summed_gradients(model), [b.clone() for b in model.buffers()]
+    return x.grad
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_changes_neither_gradients_nor_buffers(
-    run_ranks, ranks, reentrant
-):
-    plain, recomputed = (run_ranks(ranks, checkpointed_step, mode) for mode in (None, reentrant))
-    for a, b in zip(plain, recomputed, strict=True):
-        close(a, b, atol=0)
-        assert b[2][2] == 1  # num_batches_tracked
-
-
-def shared_step(mode):
+def shared_step(model, mode):
     """Two virtual ranks in every rank; what they save for backward is copied to the host."""
     offload._LEAST_BYTES = 0
-    model, cpu = net(), torch.device("cpu")
 
     def work(part):
-        host = offload.saved_on_host(cpu, model.parameters(), copies=ClonesAsHost())
+        copies = ClonesAsHost()
+        host = offload.saved_on_host(torch.device("cpu"), model.parameters(), copies=copies)
         with torch.autograd.set_multithreading_enabled(False), host:
-            x = part.clone().requires_grad_()
-            y = model(x) if mode is None else checkpoint(model, x, use_reentrant=mode)
-            y.pow(3).sum().backward()
-            return x.grad
+            return step(model, part, mode)
 
-    grads = VirtualRanks(2).run([partial(work, part) for part in mine().tensor_split(2)])
-    return torch.cat(grads), summed_gradients(model), [b.clone() for b in model.buffers()]
+    parts = mine().tensor_split(2)
+    return torch.cat(VirtualRanks(2).run([partial(work, part) for part in parts]))
+
+
+def checkpointed_steps():
+    """Gradients and buffers by (virtual ranks, mode)."""
+    found = {}
+    for virtual, mode in itertools.product((False, True), (None, False, True)):
+        model = net()
+        grad = shared_step(model, mode) if virtual else step(model, mine(), mode)
+        buffers = [b.clone() for b in model.buffers()]
+        found[virtual, mode] = grad, summed_gradients(model), buffers
+    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_of_virtual_ranks_changes_neither_gradients_nor_buffers(
-    run_ranks, ranks, reentrant
-):
-    whole, shares, recomputed = (
-        run_ranks(ranks, step, mode)
-        for step, mode in ((checkpointed_step, None), (shared_step, None), (shared_step, reentrant))
-    )
-    for a, b, c in zip(whole, shares, recomputed, strict=True):
-        close(b, a, atol=1e-10)
-        close(c, b, atol=0)
-        assert c[2][2] == 1  # num_batches_tracked
+def test_activation_checkpointing_changes_neither_gradients_nor_buffers(run_ranks, ranks):
+    for found in run_ranks(ranks, checkpointed_steps):
+        close(found[True, None], found[False, None], atol=1e-10)
+        for virtual, reentrant in itertools.product((False, True), repeat=2):
+            close(found[virtual, reentrant], found[virtual, None], atol=0)
+            assert found[virtual, reentrant][2][2] == 1  # num_batches_tracked
 
 
 def second_derivative():
     x = mine().requires_grad_()
     (first,) = torch.autograd.grad(net()(x).pow(3).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="once_differentiable") as caught:
         first.square().sum().backward()
+    return str(caught.value)
 
 
-def test_a_second_derivative_is_refused(run_ranks):
-    run_ranks(2, second_derivative)
+def test_a_second_derivative_is_refused(two_ranks):
+    assert all("once_differentiable" in said for said in two_ranks["second_derivative"])
 
 
 def uneven_epoch():
@@ -119,8 +113,8 @@ def uneven_epoch():
     return sizes, summed_gradients(model), list(model.buffers())
 
 
-def test_ranks_with_fewer_batches_go_on_with_empty_ones(run_ranks):
-    results = run_ranks(3, uneven_epoch)
+def test_ranks_with_fewer_batches_go_on_with_empty_ones(three_ranks):
+    results = three_ranks["uneven_epoch"]
     assert [sizes for sizes, *_ in results] == [[2, 0, 0], [2, 3, 0], [2, 3, 4]]
     # In the last step only one rank has images: it is as if it were alone.
     model = convert(net(), to="local")
@@ -140,10 +134,10 @@ def updated():
     return list(model.buffers())
 
 
-def test_torchs_update_of_statistics_takes_the_values_of_all_ranks(run_ranks):
+def test_torchs_update_of_statistics_takes_the_values_of_all_ranks(three_ranks):
     model = convert(net(), to="local")
     torch.optim.swa_utils.update_bn([IMAGES], model)
-    for buffers in run_ranks(3, updated):  # of 1, 0 and 4 images
+    for buffers in three_ranks["updated"]:  # of 1, 0 and 4 images
         close(buffers, list(model.buffers()))
 
 
@@ -158,9 +152,9 @@ def precise():
     return list(model.buffers())
 
 
-def test_precise_statistics_are_those_of_all_values_of_all_ranks(run_ranks):
+def test_precise_statistics_are_those_of_all_values_of_all_ranks(two_ranks):
     """The first layer's input does not depend on statistics, so its moments are known."""
-    first, second = run_ranks(2, precise)
+    first, second = two_ranks["precise"]
     close(first, second, atol=0)
     model = net()
     seen = torch.cat([IMAGES[0:2], IMAGES[0:1], IMAGES[2:3], IMAGES[2:5]])
@@ -199,3 +193,17 @@ def left_out():
 def test_a_rank_that_leaves_a_layer_out_is_an_error_within_the_timeout(run_ranks):
     waited_s, _ = run_ranks(2, left_out)
     assert 0.7 < waited_s < 30  # the process group's own is 60
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run_ranks):
+    """What the ranks return for each function, by its name."""
+    calls = {function.__name__: (function,) for function in (second_derivative, precise)}
+    return by_name(run_ranks(2, results_of, calls))
+
+
+@pytest.fixture(scope="module")
+def three_ranks(run_ranks):
+    """As `two_ranks`."""
+    calls = {function.__name__: (function,) for function in (uneven_epoch, updated)}
+    return by_name(run_ranks(3, results_of, calls))

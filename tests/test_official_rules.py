@@ -28,8 +28,10 @@ def evaluated(tmp_path, classes, labels, *, layout, label_format="ids", seed=0):
     for i, raw in enumerate(labels):
         Image.fromarray(raw).save(tmp_path / f"{i}.png")
         label = read_label(tmp_path / f"{i}.png", classes, label_format)
-        other = rng.integers(0, classes.num_classes, label.shape)
-        pred = np.where((label == 255) | (rng.random(label.shape) < 1 / 3), other, label)
+        other = rng.integers(0, classes.num_classes, label.shape).astype(np.uint8)
+        pred = np.where((label == 255) | (rng.random(label.shape) < 1 / 3), other, label).astype(
+            np.uint8
+        )
         matrix.update(torch.from_numpy(pred), torch.from_numpy(label))
         submitted.append(np.array(classes.write_ids)[pred])
     report = make_report(matrix, classes.names, classes, None, layout=layout)
@@ -108,7 +110,7 @@ def scores_of(tmp_path, classes, labels, results):
     """The report of predictions given as raw ids."""
     matrix = ConfusionMatrix(classes.num_classes)
     for i, result in enumerate(results):
-        pred = np.vectorize(classes.train_id_of.get)(result)
+        pred = np.vectorize(classes.train_id_of.get)(result).astype(np.uint8)
         label = read_label(tmp_path / f"{i}.png", classes)
         matrix.update(torch.from_numpy(pred), torch.from_numpy(label))
     return make_report(matrix, classes.names, classes, None, layout="ade20k").to_dict()

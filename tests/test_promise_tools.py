@@ -16,18 +16,20 @@ from segtrain.config import load_config, parse_config
 
 @pytest.mark.parametrize("kind", bits.KINDS)
 def test_every_experiment_of_bits_is_a_config(kind):
-    parse_config(bits.EXPERIMENT.format(data="x"), source="bits", overrides=bits.KINDS[kind])
+    text = bits.EXPERIMENT.format(data="x")
+    assert parse_config(text, source="bits", overrides=bits.KINDS[kind]).data.root == "x"
 
 
 @pytest.mark.parametrize("shares", ["null", 7])
 def test_the_experiment_of_the_figure_is_a_config(shares):
     text = promise_figure.EXPERIMENT.format(data="x", steps=80, shares=shares)
-    parse_config(text, source="promise_figure")
+    found = parse_config(text, source="promise_figure").train
+    assert (found.steps, found.shares) == (80, None if shares == "null" else shares)
 
 
 @pytest.mark.parametrize("tool", [chaos, invariance])
 def test_settings_of_the_demo_are_accepted(tool):
-    load_config(DEMO, (*tool.SETTINGS, "train.steps=150"))
+    assert load_config(DEMO, (*tool.SETTINGS, "train.steps=150")).train.steps == 150
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 
 from segtrain.config import NormConfig
 from segtrain.distributed import collectives as dist
-from segtrain.norm import SyncBatchNorm2d, make_norm, sync_batch_norm
+from segtrain.norm import SyncBatchNorm2d, make_norm
+from segtrain.norm.sync import synchronized
 
 LOCAL = "local"
 SEGTRAIN = "segtrain"
@@ -85,9 +86,7 @@ class UnsharedBatchNorm2d(SyncBatchNorm2d):
     """segtrain's layer with all its arithmetic, in a single process: it sends nothing."""
 
     def forward(self, input: Tensor) -> Tensor:
-        y, moments = sync_batch_norm(input, self.weight, self.bias, eps=self.eps)
-        self._track(input, moments, None)
-        return y
+        return synchronized([(input, self)], None)[0]
 
 
 class TorchSyncBatchNorm2d(nn.BatchNorm2d):

@@ -52,7 +52,7 @@ class SchemeBatchNorm2d(SyncBatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         y, *moments = _SchemeFunction.apply(input, self.weight, self.bias, self.eps, self.scheme)
-        self._track(input, Moments(*moments), None)
+        self._track(Moments(*moments))
         return y
 
 

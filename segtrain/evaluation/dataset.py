@@ -7,6 +7,7 @@ these images, in parallel to the computation. Predictions come back late, once t
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -157,8 +158,12 @@ def evaluate_dataset(
     Raises:
         StoppedError: a rank has left its images.
     """
-    images = _Images(model, dataset, settings, device, num_classes, stop)
-    size = group_size(len(dataset), settings, images.limits)
+    limits = batch_limits(settings, device, num_classes)
+    matrix = ConfusionMatrix(num_classes, device)
+    num_infinite = torch.zeros((), dtype=torch.int64, device=device)
+    transfer = Transfer(device)
+    images = _Images(model, dataset, settings, limits, transfer, matrix, num_infinite, stop)
+    size = group_size(len(dataset), settings, limits)
     groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
     total = sum(map(len, groups))
     bar = ProgressBar(total, 0, "evaluate", enabled=progress and dist.is_main(), unit="image")
@@ -182,9 +187,9 @@ def evaluate_dataset(
         has_left = False
     if any(dist.all_gather_object(has_left)):
         raise StoppedError
-    images.matrix.sum_over_ranks()
-    _warn_of_infinite(images.num_infinite, settings)
-    return images.matrix
+    matrix.sum_over_ranks()
+    _warn_of_infinite(num_infinite, settings)
+    return matrix
 
 
 class _Decoded(NamedTuple):
@@ -198,24 +203,18 @@ class _Decoded(NamedTuple):
 _Predicted = tuple[list[_Decoded], list[LabelMap]]
 
 
+@dataclass
 class _Images:
     """The images of this rank on their way: files, host, device, matrix, host."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        dataset: Sequence[Sample],
-        settings: InferenceSettings,
-        device: torch.device,
-        num_classes: int,
-        stop: Callable[[], bool],
-    ) -> None:
-        self._model, self._dataset, self._settings = model, dataset, settings
-        self._stop = stop
-        self._transfer = Transfer(device)
-        self.limits = batch_limits(settings, device, num_classes)
-        self.matrix = ConfusionMatrix(num_classes, device)
-        self.num_infinite = torch.zeros((), dtype=torch.int64, device=device)
+    model: nn.Module
+    dataset: Sequence[Sample]
+    settings: InferenceSettings
+    limits: BatchLimits
+    transfer: Transfer
+    matrix: ConfusionMatrix
+    num_infinite: Tensor  # () int64, the images whose scores are not finite
+    stop: Callable[[], bool]
 
     def predicted(self, groups: Sequence[range], num_threads: int) -> Iterator[_Predicted]:
         """Decodes in threads and predicts in this one; on CUDA it only asks for the work."""
@@ -235,39 +234,31 @@ class _Images:
 
     def finished(self, predicted: Iterator[_Predicted]) -> Iterator[Prediction]:
         """Counts the pixels; yields the predictions once they are on the host."""
-        for group, maps in self._transfer.late_to_host(map(self._count, predicted)):
+        for group, maps in self.transfer.late_to_host(map(self._count, predicted)):
             for one, found in zip(group, maps, strict=True):
                 pixels = (x.numpy() for x in (one.image, one.label, found.label))
                 yield Prediction(one.index, *pixels)
 
     def _decode(self, index: int) -> _Decoded:
-        image, label = self._dataset[index]
-        pinned = (self._transfer.pinned(torch.from_numpy(x)) for x in (image, label))
+        image, label = self.dataset[index]
+        pinned = (self.transfer.pinned(torch.from_numpy(x)) for x in (image, label))
         return _Decoded(index, *pinned)
 
     def _leave_if_asked(self, _: int = 0) -> None:
-        if self._stop():
+        if self.stop():
             raise StoppedError
 
     def _predict(self, group: list[_Decoded]) -> _Predicted:
         self._leave_if_asked()
-        images = [
-            self._transfer.to_device(one.image).permute(2, 0, 1).unsqueeze(0) for one in group
-        ]
+        moved = [self.transfer.to_device(one.image) for one in group]
+        images = [image.permute(2, 0, 1).unsqueeze(0) for image in moved]
         sizes = [tuple(one.label.shape) for one in group]
-        maps = predict_labels(
-            self._model,
-            images,
-            self._settings,
-            sizes,
-            self.limits,
-            on_windows=self._leave_if_asked,
-        )
-        return group, maps
+        how = self.settings, sizes, self.limits
+        return group, predict_labels(self.model, images, *how, on_windows=self._leave_if_asked)
 
     def _count(self, predicted: _Predicted) -> _Predicted:
         for one, found in zip(*predicted, strict=True):
-            self.matrix.update(found.label, self._transfer.to_device(one.label))
+            self.matrix.update(found.label, self.transfer.to_device(one.label))
             self.num_infinite += ~found.is_finite
         return predicted
 

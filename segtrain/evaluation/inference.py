@@ -17,7 +17,7 @@ Every view is resized from the stored image in one step: bilinear, half-pixel ce
 antialiasing, like cv2.INTER_LINEAR. A view smaller than the window gets a border of the mean colour
 on both sides, which is cut off the result.
 
-Views of equal size, and windows of any images, go through the network in batches. Each sum is taken
+Views of equal size, and the windows of a view, go through the network in batches. Each sum is taken
 image by image in the same order, so a batch changes a result only if the network's own kernels do.
 Nothing here waits for the device.
 """
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from segtrain.evaluation.settings import BatchLimits, InferenceSettings, Size, view_sizes
-from segtrain.evaluation.windows import Tile, WindowedView, resized_tiles, slide
+from segtrain.evaluation.windows import Tile, resized_tiles, slide
 from segtrain.models.blocks import normalize
 from segtrain.models.precision import autocast
 
@@ -66,7 +66,7 @@ def predict_labels(
     model: in evaluation mode; returns SegLogits at the size of its input.
     images: (1, 3, H, W) uint8 RGB each, on the model's device, of any sizes.
     out_sizes: (h, w) of each result, usually the size of the label.
-    limits: of a batch. Batches do not go beyond the group.
+    limits: of a batch. Batches do not go beyond the group, those of windows not beyond a view.
     on_windows: called with the number of sliding windows computed since its last call; the calls
         add up to the sum of `num_windows`.
 
@@ -74,16 +74,13 @@ def predict_labels(
     memory for their own logits only, and sliding windows over an image of its out_size for one
     window's height of rows; several scales, or another size, need a map of the view.
     """
-    rows: list[list[Tensor]] = [[] for _ in images]
-    finite: list[list[Tensor]] = [[] for _ in images]
-    for index, (_, tile) in _score_tiles(model, images, settings, out_sizes, limits, on_windows):
-        highest = tile.max(0)
-        rows[index].append(highest.indices.to(torch.uint8))
-        finite[index].append(highest.values.isfinite().all())
-    return [
-        LabelMap(torch.cat(parts), torch.stack(flags).all())
-        for parts, flags in zip(rows, finite, strict=True)
-    ]
+    found: dict[int, LabelMap] = {}
+    for index, tiles in score_tiles(model, images, settings, out_sizes, limits, on_windows):
+        highest = [tile.max(0) for _, tile in tiles]
+        labels = [rows.indices.to(torch.uint8) for rows in highest]
+        finite = [rows.values.isfinite().all() for rows in highest]
+        found[index] = LabelMap(torch.cat(labels), torch.stack(finite).all())
+    return [found[i] for i in range(len(images))]
 
 
 def predict_label(
@@ -94,50 +91,26 @@ def predict_label(
     return predict_labels(model, [image], settings, [out_size], limits)[0].label
 
 
-@torch.no_grad()
-def predict_probabilities(
-    model: nn.Module, image: Tensor, settings: InferenceSettings, out_size: Size
-) -> Tensor:
-    """The class probabilities of every pixel, (1, K, h, w) float32 or float64, summing to 1.
-
-    Arguments as in `predict_label`, which is the argmax of this.
-    """
-    limits = BatchLimits(1, settings.batch_size or 1)
-    found = _score_tiles(model, [image], settings, [out_size], limits, _ignore)
-    scores = torch.cat([tile for _, (_, tile) in found], 1).unsqueeze(0)
-    gives_logits = settings.mode == "whole" and settings.num_views == 1
-    return scores.softmax(1) if gives_logits else scores
-
-
-def _score_tiles(
+def score_tiles(
     model: nn.Module,
     images: Sequence[Tensor],
     settings: InferenceSettings,
     out_sizes: Sequence[Size],
     limits: BatchLimits,
-    on_windows: Callable[[int], object],
-) -> Iterator[tuple[int, Tile]]:
-    """The scores of all images at their out_size: the index of the image, and some of its rows.
+    on_windows: Callable[[int], object] = _ignore,
+) -> Iterator[tuple[int, Iterator[Tile]]]:
+    """For each image its index and its scores at its out_size, as tiles from the top down.
 
-    Those of one image are not between those of another, and come from the top down. Logits of a
-    single whole view, probabilities otherwise.
+    Logits of a single whole view, probabilities otherwise. The arguments are those of
+    `predict_labels`. Use up the tiles of an image before the next image.
     """
     for image in images:
         if image.ndim != 4 or image.shape[:2] != (1, 3):
             raise ValueError(f"image: expected (1, 3, H, W), got {tuple(image.shape)}")
-    means = [_ViewMean(out_size, settings) for out_size in out_sizes]
-    if settings.mode == "whole":
-        return _whole(model, images, settings, means, limits)
-    return _slide(model, images, settings, means, limits, on_windows)
-
-
-def _whole(
-    model: nn.Module,
-    images: Sequence[Tensor],
-    settings: InferenceSettings,
-    means: Sequence["_ViewMean"],
-    limits: BatchLimits,
-) -> Iterator[tuple[int, Tile]]:
+    if settings.mode == "slide":
+        for i, (image, out_size) in enumerate(zip(images, out_sizes, strict=True)):
+            yield i, _slide(model, image, settings, out_size, limits, on_windows)
+        return
     for size in dict.fromkeys(image.shape[-2:] for image in images):
         sizes = view_sizes(size, settings)
         equal = [i for i, image in enumerate(images) if image.shape[-2:] == size]
@@ -145,11 +118,9 @@ def _whole(
         for start in range(0, len(equal), most):
             chosen = equal[start : start + most]
             batch = torch.cat([images[i] for i in chosen])
-            for scores in _whole_views(model, batch, settings, sizes):
-                for i, one in zip(chosen, scores, strict=True):
-                    for tile in means[i].add(one):
-                        yield i, tile
-                del scores, one  # before the next view is computed
+            views = _whole_views(model, batch, settings, sizes)
+            means = _mean_of_views(views, settings, [out_sizes[i] for i in chosen])
+            yield from zip(chosen, means, strict=True)
 
 
 def _whole_views(
@@ -165,64 +136,58 @@ def _whole_views(
 
 def _slide(
     model: nn.Module,
-    images: Sequence[Tensor],
+    image: Tensor,
     settings: InferenceSettings,
-    means: Sequence["_ViewMean"],
+    out_size: Size,
     limits: BatchLimits,
     on_windows: Callable[[int], object],
-) -> Iterator[tuple[int, Tile]]:
-    views = (
-        WindowedView(_normalized_view(model, image, size, settings), settings, index=i)
-        for i, image in enumerate(images)
-        for size in view_sizes(image.shape[-2:], settings)
-    )
-    most, logits = limits.of(settings.crop_size), partial(_logits, model, settings)
-    for view, rows in slide(logits, views, most, flip=settings.flip, on_windows=on_windows):
-        for tile in means[view.index].add_rows(rows, view.size):
-            yield view.index, tile
+) -> Iterator[Tile]:
+    """The mean probabilities of the windows of all scales."""
+    logits, most = partial(_logits, model, settings), limits.of(settings.crop_size)
+    sizes = view_sizes(image.shape[-2:], settings)
+
+    def tiles(size: Size) -> Iterator[Tile]:
+        view = _normalized_view(model, image, size, settings)
+        return slide(logits, view, settings, most, on_windows)
+
+    if sizes == [out_size]:
+        yield from tiles(out_size)
+        return
+    views = (_whole_map(tiles(size), size) for size in sizes)
+    for mean in _mean_of_views(views, settings, [out_size]):
+        yield from mean
 
 
-class _ViewMean:
-    """The mean of the views of an image at `out_size`, given as soon as it is known.
+def _whole_map(tiles: Iterator[Tile], size: Size) -> Tensor:
+    """(1, K, height, width) of all `tiles` of a view of `size`."""
+    scores: Tensor | None = None
+    for rows, tile in tiles:
+        if scores is None:
+            scores = tile.new_empty((1, tile.shape[0], *size))
+        scores[0, :, rows] = tile
+    return scores
 
-    The views come one after another. A single view gives its scores themselves.
+
+def _mean_of_views(
+    views: Iterator[Tensor], settings: InferenceSettings, out_sizes: Sequence[Size]
+) -> Iterator[Iterator[Tile]]:
+    """The mean of the views of each image of a batch at its out_size, as tiles from the top down.
+
+    views: (N, K, height, width) each. A single view gives its scores themselves.
     """
-
-    def __init__(self, out_size: Size, settings: InferenceSettings) -> None:
-        self._out_size, self._settings = out_size, settings
-        self._view: Tensor | None = None  # the rows so far
-        self._total: Tensor | None = None  # probabilities, summed over views
-        self._num_added = 0
-
-    def add(self, scores: Tensor) -> Iterator[Tile]:
-        """Adds the scores of a view, (K, height, width) at its own size."""
-        if self._settings.num_views == 1:
-            yield from self._resized(scores)
-            return
-        if self._total is None:
-            self._total = scores.new_zeros((scores.shape[0], *self._out_size))
-        for rows, tile in self._resized(scores):
-            self._total[:, rows] += tile.softmax(0) if self._settings.mode == "whole" else tile
-        self._num_added += 1
-        if self._num_added == self._settings.num_views:
-            total, self._total = self._total, None
-            yield from self._resized(total.div_(self._settings.num_views))
-
-    def add_rows(self, tile: Tile, size: Size) -> Iterator[Tile]:
-        """Adds the next rows of a view of `size`."""
-        if self._settings.num_views == 1 and size == self._out_size:
-            yield tile
-            return
-        rows, scores = tile
-        if self._view is None:
-            self._view = scores.new_empty((scores.shape[0], *size))
-        self._view[:, rows] = scores
-        if rows.stop == size[0]:
-            view, self._view = self._view, None
-            yield from self.add(view)
-
-    def _resized(self, scores: Tensor) -> Iterator[Tile]:
-        return resized_tiles(scores, self._out_size, align_corners=self._settings.align_corners)
+    resized = partial(resized_tiles, align_corners=settings.align_corners)
+    if settings.num_views == 1:
+        yield from map(resized, next(views), out_sizes)
+        return
+    totals: list[Tensor] = []
+    for scores in views:
+        totals = totals or [scores.new_zeros((scores.shape[1], *size)) for size in out_sizes]
+        for total, one, size in zip(totals, scores, out_sizes, strict=True):
+            for rows, tile in resized(one, size):
+                total[:, rows] += tile.softmax(0) if settings.mode == "whole" else tile
+        del scores, one  # before the next view is computed
+    for total, size in zip(totals, out_sizes, strict=True):
+        yield resized(total.div_(settings.num_views), size)
 
 
 def _normalized_view(

@@ -37,8 +37,9 @@ from segtrain.metrics import (
     percent,
     ratio,
     score_table,
+    table,
 )
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX
 
 # An instance map holds `class id * 1000 + number of the instance`, or the class id alone where a
@@ -75,14 +76,9 @@ class InstanceCounts:
     """Counts the pixels of instances; `add` is a callback of `evaluate_dataset`.
 
     paths: the instance maps, in the order of the data set.
-
-    Raises:
-        ValueError: the class file gives no class an `instance_px`.
     """
 
     def __init__(self, classes: ClassFile, paths: Sequence[Path]) -> None:
-        if not any(c.instance_px for c in classes.classes):
-            raise ValueError(f"class file {classes.name}: no class has an instance_px")
         self._classes, self._paths = classes, paths
         names = _category_names(classes)
         self._category = np.array([names.index(c.category) for c in classes.classes])
@@ -159,14 +155,15 @@ class InstanceCounts:
     def _train_id(self, instance: int, path: str | Path) -> int:
         raw = instance // _IDS_PER_CLASS
         train_id = self._classes.train_id_of.get(raw)
-        if train_id is None:
-            problem = f"class id {raw}, which class file {self._classes.name} does not name"
-        elif train_id != IGNORE_INDEX and self._classes.classes[train_id].instance_px is None:
-            name = self._classes.names[train_id]
-            problem = f"class {printable(name)}, which has no instance_px in the class file"
-        else:
-            return train_id
-        raise DataError(f"{printable(path)}: instance {instance} is of {problem}")
+        has_size = train_id == IGNORE_INDEX or (
+            train_id is not None and self._classes.classes[train_id].instance_px
+        )
+        if not has_size:
+            raise DataError(
+                f"{printable(path)}: instance {instance} is of class id {raw}, to which class file "
+                f"{self._classes.name} gives no instance_px"
+            )
+        return train_id
 
 
 def group_scores(
@@ -181,37 +178,25 @@ def group_scores(
         return None
     counts = np.array(matrix.counts.tolist(), dtype=object)  # Python integers cannot overflow
     groups = [[i for i, c in enumerate(classes.classes) if c.category == name] for name in names]
+
+    def iou(group: list[int]) -> float:
+        right = int(counts[np.ix_(group, group)].sum())
+        return ratio(right, int(counts[group].sum() + counts[:, group].sum()) - right)
+
+    def iiou(group: list[int], right: int) -> float:
+        # A category counts only if all of its classes have instances.
+        if instances is None or any(classes.classes[i].instance_px is None for i in group):
+            return math.nan
+        correct, wrong = instances.weighted(group, right)
+        false = int(counts[:, group].sum() - counts[np.ix_(group, group)].sum())
+        return ratio(correct, correct + false + wrong)
+
     return GroupScores(
         categories=names,
-        iiou=tuple(
-            _iiou(counts, [i], classes, instances, _RIGHT_CLASS) for i in range(classes.num_classes)
-        ),
-        category_iou=tuple(_iou(counts, group) for group in groups),
-        category_iiou=tuple(
-            _iiou(counts, group, classes, instances, _RIGHT_CATEGORY) for group in groups
-        ),
+        iiou=tuple(iiou([i], _RIGHT_CLASS) for i in range(classes.num_classes)),
+        category_iou=tuple(map(iou, groups)),
+        category_iiou=tuple(iiou(group, _RIGHT_CATEGORY) for group in groups),
     )
-
-
-def _iou(counts: np.ndarray, group: list[int]) -> float:
-    right = int(counts[np.ix_(group, group)].sum())
-    return ratio(right, int(counts[group].sum() + counts[:, group].sum()) - right)
-
-
-def _iiou(
-    counts: np.ndarray,
-    group: list[int],
-    classes: ClassFile,
-    instances: InstanceCounts | None,
-    right: int,
-) -> float:
-    # A category counts only if all of its classes have instances.
-    if instances is None or any(classes.classes[i].instance_px is None for i in group):
-        return math.nan
-    correct, wrong = instances.weighted(group, right)
-    false = int(counts[:, group].sum() - counts[np.ix_(group, group)].sum())
-    whole = correct + false + wrong
-    return correct / whole if whole else math.nan
 
 
 def _category_names(classes: ClassFile) -> tuple[str, ...]:
@@ -253,7 +238,12 @@ class Report:
                 row["iIoU"] = or_none(iiou)
             found["categories"] = [
                 {"name": name, "IoU": or_none(iou), "iIoU": or_none(iiou)}
-                for name, iou, iiou in _categories(self.groups)
+                for name, iou, iiou in zip(
+                    self.groups.categories,
+                    self.groups.category_iou,
+                    self.groups.category_iiou,
+                    strict=True,
+                )
             ]
         if self.benchmark:
             found["benchmark"] = {name: or_none(x) for name, x in self.benchmark.items()}
@@ -293,14 +283,8 @@ def ade20k_scores(scores: Scores) -> dict[str, float]:
 
 
 def _category_lines(groups: GroupScores, *, with_instances: bool) -> list[str]:
-    width = max(len("category"), *(len(printable(name, MAX_NAME)) for name in groups.categories))
-    lines = [f"{'category':<{width}}  {'IoU':>6}" + (f"  {'iIoU':>6}" if with_instances else "")]
-    for name, *values in _categories(groups):
-        columns = values if with_instances else values[:1]
-        lines.append("  ".join([f"{printable(name, MAX_NAME):<{width}}", *map(percent, columns)]))
+    columns = {"IoU": groups.category_iou}
+    columns |= {"iIoU": groups.category_iiou} if with_instances else {}
     means = {n: x for n, x in groups.means.items() if with_instances or n == "category_mIoU"}
-    return [*lines, "  ".join(f"{n.replace('_', ' ')} {percent(x)}" for n, x in means.items())]
-
-
-def _categories(groups: GroupScores) -> list[tuple[str, float, float]]:
-    return list(zip(groups.categories, groups.category_iou, groups.category_iiou, strict=True))
+    last = "  ".join(f"{n.replace('_', ' ')} {percent(x)}" for n, x in means.items())
+    return [*table("category", groups.categories, columns), last]

@@ -1,7 +1,7 @@
-"""Sliding windows over images: where they lie, and the mean of their probabilities."""
+"""Sliding windows over an image: where they lie, and the mean of their probabilities."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import torch
@@ -15,9 +15,6 @@ Logits = Callable[[Tensor], Tensor]
 
 Tile = tuple[slice, Tensor]
 """Some rows of a map of scores: (rows, (K, number of rows, width))."""
-
-Place = tuple[slice, slice]
-"""The rows and columns of a window."""
 
 
 def window_starts(length: int, window: int, overlap: float) -> list[int]:
@@ -36,112 +33,74 @@ def window_starts(length: int, window: int, overlap: float) -> list[int]:
 
 def num_windows(size: Sequence[int], settings: InferenceSettings) -> int:
     """How many sliding windows an image of `size`, (height, width), takes over all scales."""
-    total = 0
-    for view in view_sizes(size, settings):
-        rows, columns = (
-            len(window_starts(length, window, settings.overlap))
-            for length, window in zip(view, settings.crop_size, strict=True)
-        )
-        total += rows * columns
-    return total
-
-
-class WindowedView:
-    """One view of an image, and the mean probabilities of its windows as far as they are known.
-
-    view: (1, 3, H, W), normalized. It is padded if it is smaller than a window.
-    index: of the image, for the caller. size: (height, width). places: of its windows, from the
-        top down.
-    """
-
-    def __init__(self, view: Tensor, settings: InferenceSettings, *, index: int = 0) -> None:
-        self.index = index
-        self.size: Size = tuple(view.shape[-2:])
-        self._crop_h, crop_w = settings.crop_size
-        self._padded, self._top, self._left = _pad(view, settings.crop_size)
-        height, width = self._padded.shape[-2:]
-        tops = window_starts(height, self._crop_h, settings.overlap)
-        lefts = window_starts(width, crop_w, settings.overlap)
-        self.places = [
-            (slice(top, top + self._crop_h), slice(left, left + crop_w))
-            for top in tops
-            for left in lefts
-        ]
-        device = view.device
-        self._over_rows = _times_covered(height, tops, self._crop_h, device).view(1, -1, 1)
-        self._over_columns = _times_covered(width, lefts, crop_w, device).view(1, 1, -1)
-        # The sums of the rows start .. start + crop_h - 1. A map of the whole view would take
-        # 900 MB for 12 million pixels and 19 classes.
-        self._strip: Tensor | None = None
-        self._start = self._num_added = 0
-
-    def window(self, place: Place) -> Tensor:
-        """The pixels of one window, (1, 3, h, w)."""
-        rows, columns = place
-        return self._padded[:, :, rows, columns]
-
-    def add(self, place: Place, probs: Tensor) -> Iterator[Tile]:
-        """Adds `probs`, (K, h, w), of the next of `places`; yields rows that no later one reaches.
-
-        Use up the iterator before the next call.
-        """
-        rows, columns = place
-        if self._strip is None:
-            self._strip = probs.new_zeros((probs.shape[0], self._crop_h, self._padded.shape[-1]))
-        if rows.start > self._start:
-            done = rows.start - self._start
-            yield from self._mean(self._strip[:, :done])
-            self._strip = functional.pad(self._strip[:, done:], (0, 0, 0, done))
-            self._start = rows.start
-        self._strip[:, :, columns] += probs
-        self._num_added += 1
-        if self._num_added == len(self.places):
-            yield from self._mean(self._strip)
-            self._strip = None
-
-    def _mean(self, sums: Tensor) -> Iterator[Tile]:
-        """The mean of rows that are complete, without those of the padding."""
-        rows = slice(self._start, self._start + sums.shape[1])
-        mean = (sums / self._over_rows[:, rows].to(sums)).div_(self._over_columns.to(sums))
-        first, end = max(rows.start, self._top), min(rows.stop, self._top + self.size[0])
-        if first < end:
-            inside = slice(first - rows.start, end - rows.start)
-            columns = slice(self._left, self._left + self.size[1])
-            yield slice(first - self._top, end - self._top), mean[:, inside, columns]
+    views = view_sizes(size, settings)
+    return sum(math.prod(map(len, _grid(view, settings))) for view in views)
 
 
 def slide(
     logits: Logits,
-    views: Iterable[WindowedView],
+    view: Tensor,
+    settings: InferenceSettings,
     batch_size: int,
-    *,
-    flip: bool,
     on_windows: Callable[[int], object],
-) -> Iterator[tuple[WindowedView, Tile]]:
-    """The mean probabilities of each of `views`, in order, as tiles from the top down.
+) -> Iterator[Tile]:
+    """The mean probabilities of the windows over `view`, (1, 3, H, W), as tiles from the top down.
 
-    Windows of several views go through the network together. A view is taken when its first window
-    is due. A tile is yielded as soon as no later window reaches it.
+    A view smaller than a window is padded. A tile is yielded as soon as no later window reaches
+    it: sums over the whole view would take 900 MB for 12 million pixels and 19 classes.
 
     on_windows: called with the number of windows computed since its last call.
     """
-    places = ((view, place) for view in views for place in view.places)
-    while batch := list(islice(places, batch_size)):
-        windows = torch.cat([view.window(place) for view, place in batch])
-        probs = _probabilities(logits, windows, flip=flip)
-        for (view, place), window in zip(batch, probs, strict=True):
-            for tile in view.add(place, window):
-                yield view, tile
-        on_windows(len(batch))
+    height, width = view.shape[-2:]
+    crop_h, crop_w = settings.crop_size
+    padded, top, left = _pad(view, settings.crop_size)
+    padded_h, padded_w = padded.shape[-2:]
+    tops, lefts = _grid((padded_h, padded_w), settings)
+    over_rows = _times_covered(padded_h, tops, crop_h, view.device).view(1, -1, 1)
+    over_columns = _times_covered(padded_w, lefts, crop_w, view.device).view(1, 1, -1)
+    windows = (padded[:, :, y : y + crop_h, x : x + crop_w] for y in tops for x in lefts)
+    probs = _probabilities(logits, windows, batch_size, on_windows, flip=settings.flip)
+    sums: Tensor | None = None  # of the rows start .. start + crop_h - 1
+    for start, end in zip(tops, [*tops[1:], padded_h], strict=True):
+        for x in lefts:
+            window = next(probs)
+            if sums is None:
+                sums = window.new_zeros((window.shape[0], crop_h, padded_w))
+            sums[:, :, x : x + crop_w] += window
+        # No later window reaches the rows up to `end`. Those of the padding are left out.
+        done = end - start
+        mean = (sums[:, :done] / over_rows[:, start:end].to(sums)).div_(over_columns.to(sums))
+        sums = functional.pad(sums[:, done:], (0, 0, 0, done))
+        first, last = max(start, top), min(end, top + height)
+        if first < last:
+            inside = mean[:, first - start : last - start, left : left + width]
+            yield slice(first - top, last - top), inside
 
 
-def _probabilities(logits: Logits, windows: Tensor, *, flip: bool) -> Tensor:
-    """(N, K, H, W); with `flip` the mean of each window's and of its mirror image's."""
-    probs = logits(windows).softmax(1)
-    if flip:
-        probs += logits(windows.flip(-1)).softmax(1).flip(-1)
-        probs /= 2
-    return probs
+def _grid(size: Size, settings: InferenceSettings) -> tuple[list[int], list[int]]:
+    """The first rows and the first columns of the windows over a view of `size`."""
+    (height, width), (crop_h, crop_w) = size, settings.crop_size
+    overlap = settings.overlap
+    return window_starts(height, crop_h, overlap), window_starts(width, crop_w, overlap)
+
+
+def _probabilities(
+    logits: Logits,
+    windows: Iterator[Tensor],
+    batch_size: int,
+    on_windows: Callable[[int], object],
+    *,
+    flip: bool,
+) -> Iterator[Tensor]:
+    """(K, h, w) of each window; with `flip` the mean of its own and of its mirror image's."""
+    while some := list(islice(windows, batch_size)):
+        batch = torch.cat(some)
+        probs = logits(batch).softmax(1)
+        if flip:
+            probs += logits(batch.flip(-1)).softmax(1).flip(-1)
+            probs /= 2
+        on_windows(len(some))
+        yield from probs
 
 
 def _times_covered(length: int, starts: list[int], window: int, device: torch.device) -> Tensor:

@@ -7,7 +7,6 @@ the modules, partial.py shares statistics among some ranks, precise.py takes the
 kinds.py makes what a config names.
 """
 
-from segtrain.norm.functional import sync_batch_norm
 from segtrain.norm.kinds import (
     FrozenBatchNorm2d,
     NormFactory,
@@ -49,7 +48,6 @@ __all__ = [
     "norm_relu_conv",
     "normalize_together",
     "precise_statistics",
-    "sync_batch_norm",
     "sync_running_stats",
     "tracked_together",
     "until_all_end",

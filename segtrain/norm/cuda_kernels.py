@@ -36,8 +36,8 @@ def takes(x: Tensor) -> bool:
 
 
 def packed_moments(xs: Sequence[Tensor]) -> Tensor:
-    """[n mean, n (var + mean^2), n] of every layer's input, float64, to be added over ranks."""
-    one = _constant([1.0], _wide(xs[0]), xs[0].device)
+    """As in `kernels`."""
+    one = constant([1.0], _wide(xs[0]), xs[0].device)
     pieces: list[Tensor] = []
     for x in xs:
         pieces += [*_local_moments(x), one]
@@ -47,7 +47,7 @@ def packed_moments(xs: Sequence[Tensor]) -> Tensor:
     for x, part, out in zip(xs, values.split(sizes), whole.split(sizes), strict=True):
         channels = x.shape[1]
         num_values = x.numel() / channels or _NO_VALUES
-        torch.mul(part, _constant([num_values], torch.float64, x.device), out=out)
+        torch.mul(part, constant([num_values], torch.float64, x.device), out=out)
         # n var becomes n var + (n mean) mean.
         out[channels:-1].addcmul_(out[:channels], part[:channels])
     return whole
@@ -62,12 +62,12 @@ def _local_moments(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def unpacked_moments(total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean (C,) and biased variance (C,) in `dtype`, and the count () float64."""
+    """As in `kernels`."""
     count = total[-1]
     moments = total[:-1].view(2, -1) / count
     moments[1].addcmul_(moments[0], moments[0], value=-1)
     # Rounding can make the variance of a constant channel slightly negative.
-    least = _constant([-torch.inf, 0.0], torch.float64, total.device).view(2, 1)
+    least = constant([-torch.inf, 0.0], torch.float64, total.device).view(2, 1)
     narrow = torch.empty_like(moments, dtype=dtype)
     mean, var = torch.maximum(moments, least, out=narrow)
     return mean, var, count
@@ -76,7 +76,7 @@ def unpacked_moments(total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 def normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias, like `x`."""
+    """As in `kernels`."""
     if x.numel() == 0:
         return torch.empty_like(x)
     weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
@@ -101,7 +101,7 @@ def backward_sums(
 
 
 def packed_sums(sums: Sequence[LayerSums]) -> Tensor:
-    """The parts of every layer in one float64 vector."""
+    """As in `kernels`."""
     parts = [part for layer in sums for part in layer.parts]
     sizes = [len(part) for part in parts]
     whole = parts[0].new_empty(sum(sizes), dtype=torch.float64)
@@ -118,17 +118,13 @@ def input_gradient(
     total: Tensor,
     count: Tensor,
 ) -> Tensor:
-    """weight / std * (dy - mean(dy) - xhat * mean(dy xhat)), like `x`.
-
-    total: (2 C,) float64, the `parts` of `backward_sums`, summed over the ranks.
-    count: () float64, of all ranks.
-    """
+    """As in `kernels`."""
     if x.numel() == 0:
         return torch.empty_like(x)
     scale = None if weight is None else weight.to(mean.dtype)
     means = torch.div(total, count, out=torch.empty_like(total, dtype=mean.dtype))
     # The kernel would divide by an int32, which may be too small for the count of all ranks.
-    divisor = _constant([1.0], torch.int32, x.device)
+    divisor = constant([1.0], torch.int32, x.device)
     mean_grad, mean_dot = means.chunk(2)
     return torch.batch_norm_backward_elemt(
         grad, x, mean, inv_std, scale, mean_grad, mean_dot, divisor
@@ -143,8 +139,8 @@ _constants: dict[tuple[object, ...], Tensor] = {}
 _MOST_CONSTANTS = 1024  # images of ever new sizes have ever new counts
 
 
-def _constant(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A vector that is made once, on the device: for a copy from the host it would wait."""
+def constant(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A vector that is made once, on the device: for a copy the host would wait."""
     key = (*values, dtype, device)
     if key not in _constants:
         made = torch.empty(len(values), dtype=dtype, device=device)

@@ -49,33 +49,18 @@ class NormInput(NamedTuple):
     eps: float
 
 
-def sync_batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    group: dist.Group | None = None,
-) -> tuple[Tensor, Moments]:
-    """`x` normalized with the statistics of all ranks in `group`, and these (collective).
-
-    The arguments are those of NormInput.
-
-    Returns:
-        y like `x`, also in memory format, and the statistics. Only y is differentiable, once.
-    """
-    ((y,), (moments,)) = sync_batch_norms([NormInput(x, weight, bias, eps)], group=group)
-    return y, moments
-
-
 def sync_batch_norms(
     inputs: Sequence[NormInput], *, group: dist.Group | None = None
 ) -> tuple[list[Tensor], list[Moments]]:
-    """As `sync_batch_norm` for several independent layers, with one all_reduce (collective).
+    """Each x normalized with the statistics of all ranks in `group`, and these (collective).
 
-    The backward pass runs when the gradients of all outputs are there, again with one all_reduce.
-    The numbers are bit for bit those of separate calls. All ranks must pass the same layers in the
-    same order.
+    One all_reduce serves all of these independent layers; the numbers are bit for bit those of
+    separate calls. The backward pass runs when the gradients of all outputs are there, again with
+    one all_reduce. All ranks must pass the same layers in the same order.
+
+    Returns:
+        every y like its `x`, also in memory format, and the statistics. Only the former are
+        differentiable, once.
     """
     tensors = [t for layer in inputs for t in layer[:3]]
     results = _SyncBatchNorms.apply([layer.eps for layer in inputs], group, *tensors)
@@ -115,11 +100,7 @@ class _SyncBatchNorms(torch.autograd.Function):
 
 
 def norm_relu_conv2d(
-    inputs: NormInput,
-    kernel: Tensor,
-    geometry: tuple[Any, ...],
-    *,
-    group: dist.Group | None = None,
+    layer: NormInput, kernel: Tensor, geometry: tuple[Any, ...], *, group: dist.Group | None = None
 ) -> tuple[Tensor, Moments]:
     """conv2d(relu(norm(x)), kernel), keeping `x` alone for the backward pass (collective).
 
@@ -129,7 +110,7 @@ def norm_relu_conv2d(
 
     geometry: stride, padding, dilation and groups of the convolution, without bias.
     """
-    y, *moments = _NormReLUConv.apply(*inputs, kernel, group, geometry)
+    y, *moments = _NormReLUConv.apply(*layer, kernel, group, geometry)
     return y, Moments(*moments)
 
 

@@ -102,7 +102,7 @@ _TO_SYNC = {
 }
 _TO_LOCAL = {sync: local for local, sync in _TO_SYNC.items()} | {PartialBatchNorm2d: nn.BatchNorm2d}
 # Attributes that only the layers of this package have.
-_OWN = ("process_group", "on_one_value", "extent", "running", "_seen")
+_OWN = ("process_group", "extent", "running", "_seen")
 
 
 def convert(

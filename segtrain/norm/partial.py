@@ -64,7 +64,7 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
         # Not from a list, for whose copy the host would wait for the device.
         counted = torch.full((), count, dtype=torch.float64, device=mean.device)
         # Also without values: when statistics are merged all ranks must have as many batches.
-        self._track(input, Moments(mean, biased, counted), None)
+        self._track(Moments(mean, biased, counted))
         return y
 
     def _evaluate(self, input: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ class PartialBatchNorm2d(SyncBatchNorm2d):
             )
         return super()._evaluate(input)
 
-    def _track(self, input: Tensor, moments: Moments, group: dist.Group | None) -> None:
+    def _track(self, moments: Moments) -> None:
         if dist.world_size() == 1:
-            super()._track(input, moments, group)
+            super()._track(moments)
         elif self.running_mean is not None and is_tracked():
             self._seen.append(moments)
 

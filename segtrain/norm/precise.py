@@ -1,6 +1,7 @@
 """Running statistics over a whole data set instead of a moving average over batches."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -46,8 +47,8 @@ def precise_statistics(
     """
     run = forward or module
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    norms = [layer for layer in norms if not isinstance(layer, FrozenBatchNorm2d)]
-    layers = [layer for layer in norms if layer.running_mean is not None]
+    tracking = [layer for layer in norms if layer.running_mean is not None]
+    layers = [layer for layer in tracking if not isinstance(layer, FrozenBatchNorm2d)]
     if not layers:
         return 0
 
@@ -56,29 +57,23 @@ def precise_statistics(
             run(part)
 
     sums = [{} for _ in range(1 if shares is None else shares.counts[dist.rank()])]
-    modes = {child: child.training for child in module.modules()}
-    counters = [layer.num_batches_tracked.clone() for layer in layers]
-    hook = partial(_accumulate, sums)
-    handles = []
-    try:
+    with ExitStack() as after:
+        for child in module.modules():
+            after.callback(setattr, child, "training", child.training)
         module.eval()
         for layer in layers:
-            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            hook = layer.register_forward_pre_hook(partial(_accumulate, sums), with_kwargs=True)
+            after.callback(hook.remove)
+            counter = layer.num_batches_tracked
+            after.callback(counter.copy_, counter.clone())
+            if isinstance(layer, PartialBatchNorm2d):
+                after.callback(layer._seen.clear)
             layer.train()
         for batch in batches:
             if shares is None:
                 run(batch)
             else:
                 shares.run([partial(run_part, part) for part in batch])
-    finally:
-        for handle in handles:
-            handle.remove()
-        for child, training in modes.items():
-            child.training = training
-        for layer, counter in zip(layers, counters, strict=True):
-            layer.num_batches_tracked.copy_(counter)
-            if isinstance(layer, PartialBatchNorm2d):
-                layer._seen.clear()
     _set(layers, sums, group, shares)
     return len(layers)
 
@@ -97,10 +92,7 @@ def _accumulate(
 
 
 def _set(
-    layers: list[_BatchNorm],
-    sums: _Sums,
-    group: dist.Group | None,
-    shares: Shares | None,
+    layers: list[_BatchNorm], sums: _Sums, group: dist.Group | None, shares: Shares | None
 ) -> None:
     """One collective for all layers; those that saw no value on any rank keep what they had."""
     sizes = [2 * layer.num_features + 1 for layer in layers]

@@ -15,13 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
-from segtrain.norm.functional import (
-    Moments,
-    NormInput,
-    norm_relu_conv2d,
-    sync_batch_norm,
-    sync_batch_norms,
-)
+from segtrain.norm.cuda_kernels import constant
+from segtrain.norm.functional import Moments, NormInput, norm_relu_conv2d, sync_batch_norms
 from segtrain.norm.kernels import unbiased
 
 T = TypeVar("T")
@@ -46,11 +41,9 @@ class SyncBatchNorm(_BatchNorm):
         process_group: the ranks that share statistics: a process group, a sequence of ranks, "node"
             for the ranks of this machine, None for all. It is stored as rank numbers, so that the
             module can be copied and pickled.
-        on_one_value: if the whole group has one value per channel, its variance means nothing:
-            "normalize" returns the bias, "raise" raises a ValueError. The check reads the count
-            from the device, in layers where this rank has at most one value.
 
-    Shape: (N, C, ...) to the same, with 2 to 5 dimensions.
+    Shape: (N, C, ...) to the same, with 2 to 5 dimensions. One value per channel in the whole group
+        has no variance: the result is the bias.
     """
 
     _dims: tuple[int, ...] = (2, 3, 4, 5)
@@ -64,20 +57,13 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: bool = True,
         process_group: Group = None,
         *,
-        on_one_value: Literal["normalize", "raise"] = "normalize",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         bias: bool = True,
     ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
-        )
-        if affine and not bias:
-            self.register_parameter("bias", None)
-        if on_one_value not in ("normalize", "raise"):
-            raise ValueError(f'on_one_value: expected "normalize" or "raise", got {on_one_value!r}')
+        options = {"device": device, "dtype": dtype, "bias": bias}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
         self.process_group = as_ranks(process_group)
-        self.on_one_value = on_one_value
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._dims:
@@ -91,15 +77,12 @@ class SyncBatchNorm(_BatchNorm):
             return self._evaluate(input)
         group = self._group()
         if dist.group_size(group) == 1:
-            return super().forward(input) if is_tracked() else self._recompute(input)
-        y, moments = sync_batch_norm(input, self.weight, self.bias, eps=self.eps, group=group)
-        self._track(input, moments, group)
-        return y
-
-    def _recompute(self, input: Tensor) -> Tensor:
-        # Copies, not None: checkpointing compares the saved tensors with those of the first time.
-        buffers = [None if b is None else b.clone() for b in (self.running_mean, self.running_var)]
-        return F.batch_norm(input, *buffers, self.weight, self.bias, True, 0.0, self.eps)
+            if is_tracked() or self.running_mean is None:
+                return super().forward(input)
+            # Copies, not None: checkpointing compares the saved tensors with the first pass's.
+            buffers = self.running_mean.clone(), self.running_var.clone()
+            return F.batch_norm(input, *buffers, self.weight, self.bias, True, 0.0, self.eps)
+        return synchronized([(input, self)], group)[0]
 
     def _evaluate(self, input: Tensor) -> Tensor:
         if _waiting is not None and any(layer is self for layer, _ in _waiting):
@@ -108,18 +91,12 @@ class SyncBatchNorm(_BatchNorm):
         by_batch = self.running_mean is None
         return F.batch_norm(input, *buffers, self.weight, self.bias, by_batch, 0.0, self.eps)
 
-    def _track(self, input: Tensor, moments: Moments, group: dist.Group | None) -> None:
-        """Checks and tracks the statistics of a batch, whose part on this rank is `input`."""
-        few = self.on_one_value == "raise" and input.numel() <= input.shape[1]
-        if few and moments.count == 1:
-            raise ValueError(
-                f"batch norm in training got one value per channel over {dist.group_size(group)} "
-                f"ranks; this rank's input is {tuple(input.shape)}"
-            )
+    def _track(self, moments: Moments) -> None:
+        """Tracks the statistics of a batch."""
         # Virtual ranks share the layer and see the same statistics.
         if self.running_mean is None or not is_tracked() or virtual_ranks.slot() != 0:
             return
-        if _waiting is not None and _pays(moments.mean):
+        if _waiting is not None and self.momentum is not None and _pays(moments.mean):
             _waiting.append((self, moments))
             return
         mean, var, count = moments
@@ -143,10 +120,6 @@ class SyncBatchNorm(_BatchNorm):
             if wide is not buffer:
                 buffer.copy_(wide)
 
-    def shares_calls(self) -> bool:
-        """Whether one function may compute this layer with others; hooks need a call of it."""
-        return self.training and not _has_hooks(self)
-
     def sharing_ranks(self) -> tuple[int, ...] | None:
         """The ranks that share statistics with this one; None: all."""
         return dist.node_ranks() if self.process_group == "node" else self.process_group
@@ -163,18 +136,24 @@ def normalize_together(pairs: Iterable[tuple[Tensor, nn.Module]]) -> list[Tensor
     kind or group, the layers run one by one.
     """
     pairs = list(pairs)
-    first = pairs[0][1]
-    if not all(_can_share(layer, first) for _, layer in pairs):
-        return [layer(x) for x, layer in pairs]
-    group = first._group()
-    if dist.group_size(group) == 1:
-        return [layer(x) for x, layer in pairs]
+    layers = [layer for _, layer in pairs]
+    if all(map(_computes_freely, layers)) and len({*map(type, layers)}) == 1:
+        groups = {layer.sharing_ranks() for layer in layers}
+        if len(groups) == 1 and dist.group_size(group := layers[0]._group()) > 1:
+            return synchronized(pairs, group)
+    return [layer(x) for x, layer in pairs]
+
+
+def synchronized(
+    pairs: Sequence[tuple[Tensor, SyncBatchNorm]], group: dist.Group | None
+) -> list[Tensor]:
+    """As `normalize_together` for layers in training of one group (collective)."""
     for x, layer in pairs:
         layer._check_input_dim(x)
     inputs = [NormInput(x, layer.weight, layer.bias, layer.eps) for x, layer in pairs]
     outputs, moments = sync_batch_norms(inputs, group=group)
-    for (x, layer), statistics in zip(pairs, moments, strict=True):
-        layer._track(x, statistics, group)
+    for (_, layer), statistics in zip(pairs, moments, strict=True):
+        layer._track(statistics)
     return outputs
 
 
@@ -185,15 +164,15 @@ def norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d) -> Tensor:
     Other layers than synchronized batch norms in training run as they are, and so do those with
     hooks. The convolution must have no bias.
     """
-    if not (isinstance(norm, SyncBatchNorm) and norm.shares_calls()) or _has_hooks(conv):
+    if not _computes_freely(norm) or _has_hooks(conv):
         return conv(F.relu(norm(x), inplace=True))
     norm._check_input_dim(x)
     assert conv.bias is None
     assert conv.padding_mode == "zeros"
     geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    inputs, group = NormInput(x, norm.weight, norm.bias, norm.eps), norm._group()
-    y, moments = norm_relu_conv2d(inputs, conv.weight, geometry, group=group)
-    norm._track(x, moments, group)
+    layer = NormInput(x, norm.weight, norm.bias, norm.eps)
+    y, moments = norm_relu_conv2d(layer, conv.weight, geometry, group=norm._group())
+    norm._track(moments)
     return y
 
 
@@ -205,12 +184,6 @@ def make_groups(module: nn.Module) -> None:
     """
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     dist.make_groups(sorted({layer.sharing_ranks() for layer in layers} - {None}))
-
-
-def _can_share(layer: nn.Module, first: nn.Module) -> bool:
-    if not isinstance(layer, SyncBatchNorm) or type(layer) is not type(first):
-        return False
-    return layer.shares_calls() and layer.sharing_ranks() == first.sharing_ranks()
 
 
 class SyncBatchNorm1d(SyncBatchNorm):
@@ -229,6 +202,11 @@ class SyncBatchNorm3d(SyncBatchNorm):
     """SyncBatchNorm for (N, C, D, H, W)."""
 
     _dims = (5,)
+
+
+def _computes_freely(layer: nn.Module) -> bool:
+    """Whether one function may compute this layer with others; hooks need a call of it."""
+    return isinstance(layer, SyncBatchNorm) and layer.training and not _has_hooks(layer)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -334,7 +312,6 @@ def tracked_together() -> Iterator[None]:
 
 
 def _pays(mean: Tensor) -> bool:
-    """Whether updating layers together is faster, for statistics on this device."""
     return mean.device.type == "cuda" and not torch.compiler.is_compiling()
 
 
@@ -353,22 +330,11 @@ def _follow(layers: Sequence[SyncBatchNorm], batches: Sequence[Moments]) -> None
     mean = torch.cat(means)
     seen = counts >= 1
     torch._foreach_add_([layer.num_batches_tracked for layer in layers], list(seen.long()))
-    momenta = {layer.momentum for layer in layers}
-    factor = seen.to(mean.dtype)
-    if len(momenta) == 1 and None not in momenta:
-        factor *= momenta.pop()
-    else:
-        factor *= torch.stack([_momentum(layer, seen.device) for layer in layers])
-    weight = along(factor)
+    momenta = constant([layer.momentum for layer in layers], mean.dtype, mean.device)
+    weight = along(momenta * seen)
     var = unbiased(torch.cat(variances), along(counts))
     for name, batch in (("running_mean", mean), ("running_var", var)):
         running = [getattr(layer, name) for layer in layers]
         # The buffers may be float16 (module.half()): compute in the wide type, round once.
         moved = torch.cat(running).to(batch.dtype).lerp_(batch, weight)
         torch._foreach_copy_(running, list(moved.split(sizes)))
-
-
-def _momentum(layer: SyncBatchNorm, device: torch.device) -> Tensor:
-    if layer.momentum is None:  # the cumulative average
-        return layer.num_batches_tracked.clamp(min=1).double().reciprocal()
-    return torch.full((), layer.momentum, dtype=torch.float64, device=device)

@@ -41,7 +41,7 @@ def figures(request) -> Figures:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gloo_ranks(request, device):
     """As `run_ranks`: ranks that share the device over gloo, which takes tensors through the host.
 
@@ -50,7 +50,7 @@ def gloo_ranks(request, device):
     return request.getfixturevalue("spawn_ranks" if device.type == "cuda" else "run_ranks")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def nccl_ranks(request, device):
     """As `run_ranks`: ranks with a device each over NCCL; on a CPU over gloo."""
     return request.getfixturevalue("spawn_nccl_ranks" if device.type == "cuda" else "run_ranks")

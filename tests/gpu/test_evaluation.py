@@ -24,6 +24,7 @@ def test_a_confusion_matrix_counts_what_the_cpus_counts(device):
     labels = torch.randint(NUM_CLASSES + 1, shape, generator=generator)
     labels[labels == NUM_CLASSES] = 255
     predictions = torch.randint(NUM_CLASSES, shape, generator=generator)
+    labels, predictions = labels.byte(), predictions.byte()
     counts = []
     for where in (torch.device("cpu"), device):
         matrix = ConfusionMatrix(NUM_CLASSES, device=where)
@@ -78,4 +79,6 @@ def test_a_model_trained_there_is_exported(scenes, tmp_path, name, packages):
     """The command itself runs the file and compares it with the model."""
     for package in packages:
         pytest.importorskip(package)
-    segtrain("export", scenes[1], "--format", name, "--output", tmp_path / f"model.{name}")
+    file = tmp_path / f"model.{name}"
+    segtrain("export", scenes[1], "--format", name, "--output", file)
+    assert file.stat().st_size > 0

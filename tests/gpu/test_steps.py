@@ -60,7 +60,7 @@ def losses_and_norms(device_type):
 
 def test_one_two_and_three_ranks_train_the_same_model(gloo_ranks, device, figures):
     (one,) = gloo_ranks(1, losses_and_norms, device.type)
-    for num in (2, 3):
+    for num in (2, 3) if device.type == "cuda" else (2,):
         found = gloo_ranks(num, losses_and_norms, device.type)
         for other in found[1:]:
             assert greatest_difference(other, found[0]) < 1e-12  # they have the same sums
