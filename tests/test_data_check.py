@@ -13,7 +13,7 @@ from PIL import Image
 from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, TrainConfig
 from segtrain.data import open_dataset
-from segtrain.data.check import checks
+from segtrain.data.check import scan
 from segtrain.data.check.checks import check_data, quick_check
 from segtrain.data.check.findings import shared_image_findings
 from segtrain.data.check.scan import SplitScan
@@ -244,22 +244,22 @@ def test_the_advice_on_an_unknown_id_is_right_to_the_letter(root):
 
 
 def test_one_split_is_searched_to_the_end_for_a_rare_second_class(root):
-    for i in range(20):
-        write_pair(root, "train", f"m{i:02d}", rows(0), seed=20 + i)
     write_labels(root, rows(0))
+    for i in range(70):
+        write_pair(root, "train", f"m{i:02d}", rows(0), seed=20 + i)
+    assert "only 'sky' ever occurs" in refusal(root)
     write_pair(root, "train", "m13", rows(0, 2), seed=99)
-    quickly_checked(root)
+    assert quickly_checked(root) == []
 
 
 def test_labels_that_are_wrong_are_not_all_read(root, monkeypatch):
-    for i in range(20):
-        write_pair(root, "train", f"m{i:02d}", rows(7), seed=20 + i)
     write_labels(root, rows(7))
-    read = []
-    whole = checks.scan_label
-    monkeypatch.setattr(checks, "scan_label", lambda pair, *a: read.append(pair) or whole(pair, *a))
+    for i in range(70):
+        write_pair(root, "train", f"m{i:02d}", rows(7), seed=20 + i)
+    read, whole = [], scan.scan_label
+    monkeypatch.setattr(scan, "scan_label", lambda pair, *a: read.append(pair) or whole(pair, *a))
     assert "ids outside class file toy: 7" in refusal(root)
-    assert len(read) < 9
+    assert len(read) == 37
 
 
 # Warnings.
@@ -383,16 +383,16 @@ def test_labels_without_an_image_are_told_where_training_starts(root):
 
 def test_images_that_occur_more_than_once_are_counted_and_few_are_named():
     """Many equal images, such as black ones, are one line that can be read."""
-    scan = SplitScan("train", 1, num_classes=2)
-    scan.digests[b"black"] += [f"{i}.png" for i in range(10_000)]
+    one = SplitScan("train", 1, num_classes=2)
+    one.digests[b"black"] += [f"{i}.png" for i in range(10_000)]
     other = SplitScan("val", 1, num_classes=2)
     other.digests[b"black"].append("v.png")
-    twice, both = shared_image_findings([scan, other], is_one_split=False)
+    twice, both = shared_image_findings([one, other], is_one_split=False)
     assert twice.text == "1 image occurs more than once"
     assert twice.places == [" = ".join(f"{i}.png" for i in range(10)) + " and 9990 more"]
     assert both.text == "1 image is in both splits: the scores will be too good"
-    scan.digests[b"white"] += ["a.png", "b.png"]
-    (twice,) = shared_image_findings([scan], is_one_split=False)
+    one.digests[b"white"] += ["a.png", "b.png"]
+    (twice,) = shared_image_findings([one], is_one_split=False)
     assert twice.text == "2 images occur more than once"
     assert twice.places[1] == "a.png = b.png"
 
