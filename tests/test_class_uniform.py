@@ -225,6 +225,9 @@ def table(root, path, tile_px=32, keep=True):
 def test_what_is_known_is_not_measured_again_unless_the_label_has_changed(
     own_data, tmp_path, monkeypatch
 ):
+    """One that shows no class is known, too."""
+    label = own_data / "labels" / "train" / "4.png"
+    cv2.imwrite(str(label), np.full((56, 72), 255, np.uint8))
     path, measured, whole = tmp_path / "c.json", [], measuring.label_centroids
     monkeypatch.setattr(
         measuring, "label_centroids", lambda *args: measured.append(args) or whole(*args)

@@ -18,7 +18,6 @@ from segtrain.data.sample.geometry import Placement, Span
 from segtrain.data.sample.loader import indices_of_rank, train_loader
 from segtrain.data.sample.stream import (
     ClassUniform,
-    Mixing,
     TrainStream,
     blend,
     draw_partner,
@@ -138,7 +137,8 @@ def everything(data):
         crop_size=(25, 33), scale_range=(0.6, 1.5), rotate_deg=10.0, color_prob=0.5
     )
     defaults = {
-        "mixing": Mixing(5.0, 0.6),
+        "mixup_alpha": 5.0,
+        "class_mix_prob": 0.6,
         "class_uniform": ClassUniform(centroids, fraction=0.4, steps=3),
     }
 
@@ -191,10 +191,10 @@ def test_neither_ranks_nor_workers_nor_a_resumption_change_a_batch(everything):
 
 
 def test_mixing_changes_nothing_else(everything):
-    plain = batches(everything(mixing=Mixing()))
+    plain = batches(everything(mixup_alpha=None, class_mix_prob=0.0))
     assert all(batch.partner_labels is None for batch in plain)
-    mixed = batches(everything(mixing=Mixing(5.0, 0.0)))
-    pasted = batches(everything(mixing=Mixing(None, 1.0)))
+    mixed = batches(everything(class_mix_prob=0.0))
+    pasted = batches(everything(mixup_alpha=None, class_mix_prob=1.0))
     for step, (one, two, three) in enumerate(zip(plain, mixed, pasted, strict=True)):
         assert torch.equal(one.labels, two.labels)
         assert not torch.equal(two.labels, two.partner_labels)
@@ -211,7 +211,7 @@ def test_mixing_changes_nothing_else(everything):
 
 
 def test_without_weight_a_step_has_no_partners(everything):
-    stream = everything(mixing=Mixing(0.01, 0.0))
+    stream = everything(mixup_alpha=0.01, class_mix_prob=0.0)
     weights = [seed.mixup_weight(7, step, 0.01) for step in range(4)]
     assert 0 in weights
     found = [batch.partner_labels is None for batch in batches(stream)]
@@ -219,7 +219,8 @@ def test_without_weight_a_step_has_no_partners(everything):
 
 
 def test_the_picture_of_a_batch_shows_both_labels(everything):
-    plain, mixed = batches(everything(mixing=Mixing()))[0], batches(everything())[0]
+    unmixed = everything(mixup_alpha=None, class_mix_prob=0.0)
+    plain, mixed = batches(unmixed)[0], batches(everything())[0]
     classes = everything().dataset.classes
     heights = [len(training_picture(batch, classes)) for batch in (plain, mixed)]
     assert heights[1] - heights[0] == 25

@@ -29,7 +29,7 @@ from segtrain.data.pack.manifest import MANIFEST, checksum, sha256_of
 from segtrain.data.pack.reader import split_rows
 from segtrain.data.sample.centroids import measure_centroids
 from segtrain.data.sample.loader import train_loader
-from segtrain.data.sample.stream import ClassUniform, Mixing, TrainStream
+from segtrain.data.sample.stream import ClassUniform, TrainStream
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.errors import ConfigError, DataError
 from segtrain.run.directory import RunLock
@@ -213,7 +213,8 @@ def stream_of(data, tmp_path, rotate_deg):
         stream_seed=3,
         batch_size=4,
         class_uniform=ClassUniform(centroids, fraction=0.4),
-        mixing=Mixing(5.0, 0.6),
+        mixup_alpha=5.0,
+        class_mix_prob=0.6,
     )
 
 

@@ -129,20 +129,6 @@ def test_any_scale_and_start_is_bilinear_interpolation_at_pixel_centres(scale):
     assert np.abs(crop - expected)[1:-1, 1:-1].max() <= 1
 
 
-@pytest.mark.parametrize("scale", [63.0, 65.0, 1e5])
-def test_a_crop_of_a_part_of_a_pixel_takes_no_more_memory_than_itself(scale):
-    """The image would have 10^14 pixels."""
-    image, label = picture(97, 161)
-    place = placement(label.shape, (131, 43), scale=(scale, scale), start=(13, 29))
-    factor = place.rows.factor, place.columns.factor
-    # A crop does not look beyond its own source pixels.
-    source = image[place.rows.source, place.columns.source]
-    expected = bilinear(source, (131, 43), factor, (0, 0))
-    crop = resample_image(image, place, fill=(0, 0, 0))
-    assert np.abs(crop - expected).max() <= 255 / 32
-    assert (resample_label(label, place)[0, 0], crop.shape) == (label[13, 29], (131, 43, 3))
-
-
 @pytest.mark.fault(68)
 def test_small_image_equals_resize_then_pad():
     image, label = picture(21, 34)

@@ -161,7 +161,9 @@ def _measure(
 ) -> tuple[str, list[int]]:
     label = dataset.hashed_label(index)
     digest = label.digest.hex()
-    return digest, known.get(digest) or label_centroids(label.read(), tile_px)
+    # A label without classes is known by an empty list.
+    found = known[digest] if digest in known else label_centroids(label.read(), tile_px)
+    return digest, found
 
 
 def _are_done(labels: Sequence[Future]) -> bool:

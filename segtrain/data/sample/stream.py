@@ -13,6 +13,7 @@ A partner is a second image, drawn and augmented with random numbers of its own.
 of the partner's crop, after the geometry and before the colours change, as its authors do.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
@@ -55,10 +56,6 @@ class ClassUniform:
     fraction: float
     steps: int | None = None
 
-    def lasts(self, step: int) -> bool:
-        """Whether `step`, counted from 0, has class-uniform samples."""
-        return self.steps is None or step < self.steps
-
     def pick_at(self, stream_seed: int, number: int, num_images: int) -> Pick | None:
         """What sample `number` of the stream shows instead of its image; None: that image stays."""
         epoch, index = divmod(number, num_images)
@@ -100,16 +97,6 @@ def _slots(stream_seed: int, epoch: int, num_images: int) -> np.ndarray:
 @lru_cache(maxsize=512)
 def _centroid_order(stream_seed: int, class_id: int, turn: int, number: int) -> np.ndarray:
     return seed.centroid_order(stream_seed, class_id, turn, number)
-
-
-class Mixing(NamedTuple):
-    """Options of `augment`, where they are described."""
-
-    mixup_alpha: float | None = None
-    class_mix_prob: float = 0.0
-
-
-NO_MIXING = Mixing()
 
 
 def draw_partner(
@@ -196,7 +183,7 @@ class TrainStream(Dataset):
     """The augmented samples of `dataset`: `stream[step, position]`.
 
     class_uniform: what draws a part of the samples class-uniformly; None: nothing does.
-    mixing: how samples are made of two images.
+    mixup_alpha, class_mix_prob: see `config.augment`.
     """
 
     dataset: SegDataset
@@ -205,7 +192,8 @@ class TrainStream(Dataset):
     stream_seed: int
     batch_size: int
     class_uniform: ClassUniform | None = None
-    mixing: Mixing = NO_MIXING
+    mixup_alpha: float | None = None
+    class_mix_prob: float = 0.0
 
     def pick(self, step: int, position: int) -> Pick:
         """What the sample at `position` of the batch of `step`, from 0, shows without partners."""
@@ -216,7 +204,7 @@ class TrainStream(Dataset):
 
     def mixup_weight(self, step: int) -> int:
         """The weight of MixUp's partners in `step`, 0 .. 128 of 256; 0: there are none."""
-        alpha = self.mixing.mixup_alpha
+        alpha = self.mixup_alpha
         return 0 if alpha is None else seed.mixup_weight(self.stream_seed, step, alpha)
 
     def sources(self, step: int, position: int) -> list[Source]:
@@ -243,20 +231,22 @@ class TrainStream(Dataset):
         image = torch.from_numpy(image).permute(2, 0, 1)
         return image, torch.from_numpy(label), self._name(sources), partner_label
 
-    def __getitems__(self, keys: Sequence[SampleKey]) -> list[Sample] | UserError:
-        """The samples of a batch (torch calls this method), or the error that prevents them."""
+    def __getitems__(self, keys: Sequence[SampleKey]) -> tuple[float, list[Sample]] | UserError:
+        """When work on a batch began, and its samples (torch calls this method), or an error."""
+        began = time.perf_counter()
         try:
-            return [self[key] for key in keys]
+            return began, [self[key] for key in keys]
         except UserError as error:
             # Returned, not raised: torch would put the worker's traceback into the message.
             return error
 
     def _class_uniform(self, step: int) -> ClassUniform | None:
         uniform = self.class_uniform
-        return uniform if uniform is not None and uniform.lasts(step) else None
+        is_over = uniform is not None and uniform.steps is not None and step >= uniform.steps
+        return None if is_over else uniform
 
     def _with_pasted(self, source: Source, step: int, position: int, *, role: int) -> Source:
-        prob = self.mixing.class_mix_prob
+        prob = self.class_mix_prob
         if prob == 0:
             return source
         return source._replace(pasted=self._partner(source, step, position, role=role, prob=prob))

@@ -92,9 +92,8 @@ class TrainTransform:
 
     def recolored(self, crop: Crop, rng: np.random.Generator) -> np.ndarray:
         """The second half: the image of `crop` with its blur and colours changed."""
-        image = crop.image
-        if self._photometric.active:
-            changed = self._photometric(image, rng)
+        image = changed = self._photometric(crop.image, rng)
+        if changed is not crop.image:
             # Padding stays the mean, which is zero after normalization, as in published pipelines.
             image = geometry.paint_padding(changed, crop.placement, self._fill)
             if crop.pasted is not None:
