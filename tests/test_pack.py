@@ -42,15 +42,12 @@ def save(root, split, name, size, mode="RGB", seed=0):
     rng = np.random.default_rng(seed)
     for kind in ("images", "labels"):
         (root / kind / split / name).parent.mkdir(parents=True, exist_ok=True)
-    image = Image.fromarray(rng.integers(30, 256, (*size, 3), dtype=np.uint8))
-    end = "jpg" if mode == "JPEG" else "png"
+    path = root / f"images/{split}/{name}.{'jpg' if mode == 'JPEG' else 'png'}"
     if mode == "16":
-        deep = rng.integers(2**14, 2**16, (*size, 3), dtype=np.uint16)
-        cv2.imwrite(str(root / f"images/{split}/{name}.png"), deep)
-    elif mode in ("P", "L", "RGBA"):
-        image.convert(mode).save(root / f"images/{split}/{name}.png")
+        cv2.imwrite(str(path), rng.integers(2**14, 2**16, (*size, 3), dtype=np.uint16))
     else:
-        image.save(root / f"images/{split}/{name}.{end}")
+        image = Image.fromarray(rng.integers(30, 256, (*size, 3), dtype=np.uint8))
+        image.convert("RGB" if mode == "JPEG" else mode).save(path)
     label = rng.choice(np.array([0, 1, 2, 255], np.uint8), size)
     if label.size > 2:
         label[0, :3] = 0, 1, 2
@@ -117,6 +114,10 @@ def forge(directory, change):
     path.write_text(json.dumps({"sha256": sha256_of(content), "pack": content}))
 
 
+def first_image(content):
+    return content["splits"]["train"]["images"][0]
+
+
 def errors_of(result):
     return [finding for finding in result.findings if finding.severity == "error"]
 
@@ -162,7 +163,7 @@ def test_labels_are_stored_as_train_ids_whatever_their_format(root, tmp_path, la
     assert {0, 1, 2, 255} == set(np.unique(rows[3][1]).tolist())
 
 
-def test_an_item_is_read_where_it_lies(packed):
+def test_an_item_is_read_where_it_lies_also_in_other_processes(packed):
     dataset = open_dataset(packed, "train")
     image, label = dataset.view(0)
     rows = dataset.shards.rows(dataset.images[0])
@@ -170,17 +171,18 @@ def test_an_item_is_read_where_it_lies(packed):
     assert np.shares_memory(label, rows)
     assert not image.flags.writeable
     assert image.strides == (4 * 8, 3, 1)
+    assert_same_items(pickle.loads(pickle.dumps(dataset)), dataset)
 
 
 def test_shards_are_safetensors_files(packed):
-    dataset = open_dataset(packed, "train")
     found = {}
     for path in shards(packed):
         with safe_open(path, framework="np") as file:
             assert file.metadata()["format"] == "segtrain pack 2"
             found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     assert sorted(found) == [f"{i:07d}" for i in range(7)]
-    assert_same_items([split_rows(found[f"{i:07d}"]) for i in range(5)], dataset)
+    items = [split_rows(found[f"{i:07d}"]) for i in range(5)]
+    assert_same_items(items, open_dataset(packed, "train"))
 
 
 # Training.
@@ -243,21 +245,21 @@ def test_loader_workers_share_what_was_checked(both, tmp_path):
     assert torch.equal(found[1], expected)
 
 
-def test_a_run_goes_on_from_files_to_a_pack_with_the_same_bits(run_ranks, both, data, tmp_path):
-    sections = {"train": {"steps": 6}}
-    config = write_config(tmp_path / "c.yaml", small(data, **sections))
-    options = small(data, data={"pack": both[1].pack}, **sections)
-    other = write_config(tmp_path / "p.yaml", options)
-    assert run_ranks(1, stopped_after, 2, other, tmp_path / "run") == [143]
-    assert run_ranks(1, train, config, tmp_path / "run", True) == [0]
-    assert run_ranks(1, stopped_after, 2, config, tmp_path / "back") == [143]
-    assert run_ranks(1, train, other, tmp_path / "back", True) == [0]
-    assert_same_state(last(tmp_path / "run"), last(tmp_path / "back"))
-    assert last(tmp_path / "run").data == last(tmp_path / "back").data
-    for run in ("run", "back"):
-        log = (tmp_path / run / "train.log").read_text()
-        assert "changed" not in log
-        assert "warning" not in log
+def test_a_run_goes_on_from_a_pack_to_its_files_with_the_same_bits(run_ranks, both, data, tmp_path):
+    configs = {}
+    for name, places in {"files": {}, "pack": {"pack": both[1].pack}}.items():
+        options = small(data, train={"steps": 4}, data=places)
+        configs[name] = write_config(tmp_path / f"{name}.yaml", options)
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert run_ranks(1, stopped_after, 2, configs["pack"], run) == [143]
+    shutil.copytree(run, other)
+    assert run_ranks(1, train, configs["pack"], run, True) == [0]
+    assert run_ranks(1, train, configs["files"], other, True) == [0]
+    assert_same_state(last(run), last(other))
+    assert last(run).data == last(other).data
+    log = (other / "train.log").read_text()
+    assert "changed" not in log
+    assert "warning" not in log
 
 
 def test_machines_with_packs_of_different_pixels_are_refused(run_ranks, both, data, tmp_path):
@@ -266,7 +268,7 @@ def test_machines_with_packs_of_different_pixels_are_refused(run_ranks, both, da
     flip_bit(other / "00000.safetensors", 4096)
 
     def fit(content):
-        first = content["splits"]["train"]["images"][0]
+        first = first_image(content)
         size, row = first["height"], 4 * first["width"]
         rows = np.fromfile(other / "00000.safetensors", np.uint8, size * row, offset=4096)
         first["crc"] = checksum(rows.reshape(size, row))
@@ -280,12 +282,6 @@ def test_machines_with_packs_of_different_pixels_are_refused(run_ranks, both, da
     assert found[0] == found[1]
     assert found[0][:2] == ("DataError", 3)
     assert "than that of rank 0: the pixels in data.pack differ" in found[0][2]
-
-
-def test_a_dataset_travels_to_other_processes(packed):
-    dataset = open_dataset(packed, "train")
-    assert dataset[3]
-    assert_same_items(pickle.loads(pickle.dumps(dataset)), dataset)
 
 
 def test_images_of_a_pack_without_their_labels(root, packed):
@@ -340,13 +336,11 @@ def test_excluded_images_stay_out(root, tmp_path):
 
 
 def same_size(path):
-    """Other content of the same size and time."""
-    before = path.stat()
-    content = path.read_bytes()
+    """Other content of the same size."""
+    size, content = path.stat().st_size, path.read_bytes()
     Image.fromarray(1 - np.array(Image.open(path)) % 2).save(path, compress_level=0)
-    assert path.stat().st_size == before.st_size
+    assert path.stat().st_size == size
     assert path.read_bytes() != content
-    return before
 
 
 def grow(path):
@@ -404,7 +398,8 @@ def test_copied_files_are_no_others(root, packed, monkeypatch):
 
 def test_a_change_that_keeps_size_and_time_is_found_by_data_check(root, packed):
     label = root / "labels" / "train" / "e.png"
-    before = same_size(label)
+    before = label.stat()
+    same_size(label)
     os.utime(label, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert open_dataset(packed, "train").warnings == []
     (found,) = errors_of(check_data(Config(data=packed), jobs=1))
@@ -481,9 +476,9 @@ def test_a_manifest_that_was_changed_is_refused(packed):
     "change",
     [
         lambda c: c["shards"][0].update(name="../x.safetensors"),
-        lambda c: c["splits"]["train"]["images"][0].update(height=10**9),
-        lambda c: c["splits"]["train"]["images"][0].update(shard=99),
-        lambda c: c["splits"]["train"]["images"][0].update(offset=-1),
+        lambda c: first_image(c).update(height=10**9),
+        lambda c: first_image(c).update(shard=99),
+        lambda c: first_image(c).update(offset=-1),
     ],
 )
 def test_a_forged_manifest_reads_nothing_else(packed, change):
@@ -493,11 +488,7 @@ def test_a_forged_manifest_reads_nothing_else(packed, change):
 
 
 def test_height_and_width_cannot_be_exchanged(packed):
-    def exchange(content):
-        image = content["splits"]["train"]["images"][0]
-        image["height"], image["width"] = image["width"], image["height"]
-
-    forge(packed.pack, exchange)
+    forge(packed.pack, lambda c: first_image(c).update(height=8, width=5))
     with pytest.raises(DataError, match="image a is not what was packed"):
         open_dataset(packed, "train").view(0)
 
@@ -511,7 +502,7 @@ def test_labels_that_hold_no_train_ids_are_refused_though_every_sum_fits(packed)
     shard.write_bytes(content)
     rows = np.frombuffer(content, np.uint8, stored.num_bytes, stored.offset)
     crc = checksum(rows.reshape(stored.shape))
-    forge(packed.pack, lambda c: c["splits"]["train"]["images"][0].update(crc=crc))
+    forge(packed.pack, lambda c: first_image(c).update(crc=crc))
     said = rf"{shard}: image a: train id 3 in its label, expected 0 to 2, or 255"
     with pytest.raises(DataError, match=said):
         open_dataset(packed, "train").view(0)
@@ -522,27 +513,21 @@ def test_labels_that_hold_no_train_ids_are_refused_though_every_sum_fits(packed)
 # Making a pack.
 
 
-def interrupted(root, output, monkeypatch, function="_fill_one", after=0):
-    """`data pack` ends by Ctrl-C when it has called `function` of its module so many times."""
-    calls, whole = [], getattr(writer, function)
+@pytest.mark.parametrize("function", ["_fill_one", "to_json"])
+def test_an_interrupted_pack_does_not_open_and_begins_again(
+    root, tmp_path, monkeypatch, capsys, function
+):
+    """Its space is reserved before it is filled."""
+    output = tmp_path / "p"
 
     def stop(*args, **kwargs):
-        if len(calls) == after:
-            raise KeyboardInterrupt
-        calls.append(args)
-        return whole(*args, **kwargs)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, function, stop)
         assert pack(root, output) == 130
-
-
-@pytest.mark.parametrize(("function", "after"), [("_fill_one", 3), ("to_json", 0)])
-def test_an_interrupted_pack_does_not_open_and_begins_again(
-    root, tmp_path, monkeypatch, capsys, function, after
-):
-    output = tmp_path / "p"
-    interrupted(root, output, monkeypatch, function, after)
+    place = (output / "00000.safetensors").stat()
+    assert 512 * place.st_blocks >= place.st_size > 4096
     data = data_of(root, pack=str(output))
     with pytest.raises(DataError, match="not finished; make one with segtrain data pack"):
         open_dataset(data, "train")
@@ -594,32 +579,23 @@ def test_a_pack_is_not_made_twice(root, tmp_path, monkeypatch, capsys):
     assert "a.png: changed since it was packed" in capsys.readouterr().err
 
 
-def test_a_pack_that_does_not_fit_is_refused_before_it_is_made(root, tmp_path, monkeypatch, capsys):
+def test_a_disk_that_is_too_small_or_becomes_full_is_told(root, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with monkeypatch.context() as patch:
         disk = shutil.disk_usage(tmp_path)._replace(free=4500)
         patch.setattr(shutil, "disk_usage", lambda _: disk)
         assert pack(root, tmp_path / "p") == 6
-    captured = capsys.readouterr()
-    assert "pack of 5 of split train and 2 of split val: 0.0 MB in 1 shard; 0.0 MB" in captured.out
-    assert "the disk is too small" in captured.err
+    said = capsys.readouterr()
+    assert "pack of 5 of split train and 2 of split val: 0.0 MB in 1 shard; 0.0 MB" in said.out
+    assert "the disk is too small" in said.err
     assert not list((tmp_path / "p").glob("*"))
-
-
-def test_a_disk_that_becomes_full_is_told(root, tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
         patch.setattr(writer.os, "posix_fallocate", full, raising=False)
         assert pack(root, tmp_path / "p") == 6
     assert "the pack cannot be written: no space left on device" in capsys.readouterr().err
     assert pack(root, tmp_path / "p") == 0
-
-
-def test_space_is_reserved_before_it_is_filled(root, tmp_path, monkeypatch):
-    interrupted(root, tmp_path / "p", monkeypatch)
-    (place,) = (tmp_path / "p").glob("*.safetensors")
-    assert 512 * place.stat().st_blocks >= place.stat().st_size > 4096
 
 
 def test_a_file_system_that_cannot_reserve_space_holds_packs_too(root, tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -188,11 +188,8 @@ def dark_warnings(dataset: SegDataset) -> list[str]:
     """
     if dataset.is_packed:
         return []
-    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
-    with ThreadPoolExecutor(_DECODING_THREADS) as pool:
-        work = partial(scan_image, num_classes=dataset.classes.num_classes)
-        for found in pool.map(work, _spread(dataset.pairs)):
-            scan.add(found)
+    work = partial(scan_image, num_classes=dataset.classes.num_classes)
+    scan = _scanned(dataset, work, _spread(dataset.pairs))
     if scan.unreadable:
         return []
     return _lines(one for one in brightness_findings(scan) if one.kind == "faint")
@@ -259,13 +256,10 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
 def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
     """What some pairs hold, among them images of 16 bits if there are any."""
     classes, label_format = dataset.classes, dataset.label_format
-    scan = SplitScan(dataset.split, len(dataset), classes.num_classes)
     deep = [i for i, depth in enumerate(depths) if depth > 8]
     indices = dict.fromkeys([*_spread(range(len(dataset))), *_spread(deep)])
     work = partial(scan_pair, classes=classes, label_format=label_format, count_rgb=False)
-    with ThreadPoolExecutor(_DECODING_THREADS) as pool:
-        for found in pool.map(work, (dataset.pairs[i] for i in indices)):
-            scan.add(found)
+    scan = _scanned(dataset, work, (dataset.pairs[i] for i in indices))
     # With a single class any model scores 100 %. Only all labels together can tell.
     for i in range(len(dataset)):
         is_single = classes.num_classes > 1 and np.count_nonzero(scan.pixels) < 2
@@ -273,6 +267,16 @@ def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
             break
         if i not in indices:
             scan.add(scan_label(dataset.pairs[i], classes, label_format))
+    return scan
+
+
+def _scanned(
+    dataset: SegDataset, work: Callable[[Pair], SplitScan], pairs: Iterable[Pair]
+) -> SplitScan:
+    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
+    with ThreadPoolExecutor(_DECODING_THREADS) as pool:
+        for found in pool.map(work, pairs):
+            scan.add(found)
     return scan
 
 
