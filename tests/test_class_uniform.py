@@ -179,7 +179,7 @@ def test_the_crop_shows_its_pixel_wherever_it_lies(options):
 def test_the_pixel_lies_anywhere_in_the_crop():
     augment = AugmentConfig(crop_size=(20, 30), scale_range=(1.0, 1.0), flip_prob=0.0)
     label, rng = np.zeros((200, 300), np.uint8), np.random.default_rng(0)
-    starts = [draw_placement(augment, label, rng, point=(100, 150)) for _ in range(3000)]
+    starts = [draw_placement(augment, label, rng, point=(100, 150)) for _ in range(500)]
     assert {p.rows.start for p in starts} == set(range(81, 101))
     assert {p.columns.start for p in starts} == set(range(121, 151))
 
@@ -291,8 +291,8 @@ def options(root):
     (root / "classes.yaml").write_text(
         "classes: [ground, plant, water, sand, snow]\nignore_ids: [255]\n"
     )
-    uniform = {"class_uniform": 0.5, "class_uniform_steps": 3}
-    values = small(root, data=uniform, train={"steps": 4, "shares": 2, "batch_size": 4})
+    uniform = {"class_uniform": 0.5, "class_uniform_steps": 2}
+    values = small(root, data=uniform, train={"steps": 3, "shares": 2, "batch_size": 4})
     values["augment"] |= {"mixup_alpha": 1.0, "class_mix_prob": 0.5}
     return values
 
@@ -311,11 +311,11 @@ def test_a_run_goes_on_and_is_verified_with_its_centroids_and_not_with_others(
     assert_same_state(last(run), last(whole))
     assert last(run).centroids == last(whole).centroids
     log = (whole / "train.log").read_text()
-    assert "50% class-uniform up to step 3: 4 classes with " in log
+    assert "50% class-uniform up to step 2: 4 classes with " in log
     assert "no training label shows snow: such a class is left out" in log
 
     (run / "centroids.json").unlink()
-    assert run_ranks(2, verify, run) == [0] * 2
+    assert run_ranks(1, verify, run) == [0]
     assert not (run / "centroids.json").exists()
 
     before = (other / "centroids.json").read_bytes()

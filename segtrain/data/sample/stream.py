@@ -209,12 +209,13 @@ class TrainStream(Dataset):
 
     def sources(self, step: int, position: int) -> list[Source]:
         """The image of a sample, and the one that MixUp adds if it does."""
-        rng = seed.augment_rng(self.stream_seed, step, position)
-        own = Source(self.pick(step, position), rng)
-        found = [self._with_pasted(own, step, position, role=_PASTED)]
+        own = Source(self.pick(step, position), seed.augment_rng(self.stream_seed, step, position))
+        pasted = self._partner(own, step, position, role=_PASTED, prob=self.class_mix_prob)
+        found = [own._replace(pasted=pasted)]
         if self.mixup_weight(step):
             mixed = self._partner(own, step, position, role=_MIXED, prob=1.0)
-            found.append(self._with_pasted(mixed, step, position, role=_PASTED_ON_MIXED))
+            other = {"role": _PASTED_ON_MIXED, "prob": self.class_mix_prob}
+            found.append(mixed._replace(pasted=self._partner(mixed, step, position, **other)))
         return found
 
     def names_of_step(self, step: int) -> list[str]:
@@ -245,16 +246,12 @@ class TrainStream(Dataset):
         is_over = uniform is not None and uniform.steps is not None and step >= uniform.steps
         return None if is_over else uniform
 
-    def _with_pasted(self, source: Source, step: int, position: int, *, role: int) -> Source:
-        prob = self.class_mix_prob
-        if prob == 0:
-            return source
-        return source._replace(pasted=self._partner(source, step, position, role=role, prob=prob))
-
     def _partner(
         self, source: Source, step: int, position: int, *, role: int, prob: float
     ) -> Source | None:
         """With probability `prob`, a partner for `source`."""
+        if prob == 0:
+            return None
         rng = seed.partner_rng(self.stream_seed, step, position, role=role)
         if rng.random() >= prob:
             return None
