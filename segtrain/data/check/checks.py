@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from segtrain.data.check.findings import (
     training_findings,
 )
 from segtrain.data.check.scan import SplitScan, scan_image, scan_label, scan_pair, scan_split
-from segtrain.data.check.stats import class_column, class_weights, counts_of, table_lines
+from segtrain.data.check.stats import class_column, counts_of, table_lines
 from segtrain.data.pack.opening import open_dataset
 from segtrain.data.read.classes import ClassFile, load_class_file, read_by
 from segtrain.data.read.concurrent import num_processes
@@ -57,22 +57,14 @@ class CheckResult:
     class_names: Sequence[str]
     scans: list[SplitScan]
     findings: list[Finding]
-    weighs_classes: bool = True  # whether the loss can
 
     @property
     def ok(self) -> bool:
         """Whether training can start: there may be warnings, but no errors."""
         return not any(finding.severity == "error" for finding in self.findings)
 
-    @property
-    def class_weights(self) -> dict[str, list[float]]:
-        """Weights by the name of their method, from the first split; empty: no use for them."""
-        if not (self.weighs_classes and self.scans and self.scans[0].pixels.any()):
-            return {}
-        return class_weights(self.scans[0])
-
     def as_text(self) -> str:
-        """For a terminal: a table of the classes, class weights, the findings, a verdict."""
+        """For a terminal: a table of the classes, the findings, a verdict."""
         lines = [_split_line(scan) for scan in self.scans]
         if self.scans:
             columns = [class_column(self.class_names)]
@@ -82,10 +74,6 @@ class CheckResult:
                 columns.append([f"{scan.split} pixels", *percentages])
                 columns.append(["images", *map(str, scan.images)])
             lines += ["", *table_lines(columns)]
-        if weights := self.class_weights:
-            which = f"class weights for the loss section, from split {self.scans[0].split!r}"
-            lines += ["", f"{which}, if rare classes matter:"]
-            lines += [f"  class_weights: {values}  # {name}" for name, values in weights.items()]
         ordered = sorted(self.findings, key=lambda finding: finding.severity, reverse=True)
         for finding in ordered:  # warnings, then errors, which a terminal shows last
             first, *places = finding.lines()
@@ -98,7 +86,7 @@ class CheckResult:
 
     def as_json(self) -> str:
         """The whole result, with every place of every finding, as one JSON object."""
-        content: dict[str, Any] = {
+        content = {
             "ok": self.ok,
             "class_file": self.class_file,
             "splits": {
@@ -107,8 +95,6 @@ class CheckResult:
             },
             "findings": [vars(finding) for finding in self.findings],
         }
-        if weights := self.class_weights:
-            content["class_weights"] = weights
         return json.dumps(content, indent=2)
 
 
@@ -144,8 +130,7 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         if scan.split == data.train_split:
             findings += training_findings(scan, config)
     findings += shared_image_findings(scans, is_one_split=data.train_split == data.eval_split)
-    weighs = any(term.takes_class_weights for term in config.loss.terms)
-    return CheckResult(classes.name, classes.names, scans, findings, weighs)
+    return CheckResult(classes.name, classes.names, scans, findings)
 
 
 def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:

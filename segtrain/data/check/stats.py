@@ -22,12 +22,7 @@ from segtrain.text import MAX_NAME, printable
 _ENET_CONSTANT = 1.02
 
 
-def default_beta(pixels: np.ndarray) -> float:
-    """1 - 1 / N for the mean number N of pixels of the classes that occur."""
-    return 1 - 1 / max(1.0, pixels[pixels > 0].mean())
-
-
-def class_weights(scan: SplitScan, beta: float | None = None) -> dict[str, list[float]]:
+def class_weights(scan: SplitScan, beta: float) -> dict[str, list[float]]:
     """Weights (K,) by the name of their method, to 4 digits; an absent class has 1, but for ENet's.
 
     median_frequency: median of the class frequencies / frequency of the class, which is its pixels
@@ -36,13 +31,12 @@ def class_weights(scan: SplitScan, beta: float | None = None) -> dict[str, list[
         weighs 1 on average.
     effective_number: (1 - beta) / (1 - beta ** pixels), the inverse effective number of samples
         (arXiv:1901.05555, equation 2 and section 4), scaled to a mean of 1. beta 0 gives all 1;
-        towards 1 it is the inverse frequency. None: `default_beta`.
+        towards 1 it is the inverse frequency.
     enet: 1 / ln(1.02 + frequency of the class) (arXiv:1606.02147).
     """
     present = scan.pixels > 0
     pixels, total = scan.pixels[present], scan.pixels.sum()
     frequency = pixels / scan.pixels_beside[present]
-    beta = default_beta(pixels) if beta is None else beta
     # beta ** pixels is close to 1 or 0: computed as it stands, 1 minus it would lose digits.
     effective = 1 / -np.expm1(pixels * np.log(beta)) if beta > 0 else np.ones(len(pixels))
 
@@ -130,7 +124,7 @@ def measure(
     """Reads all images and labels of `split` once.
 
     Args:
-        beta: of the effective numbers; None: `default_beta`.
+        beta: of the effective numbers; None: 1 - 1 / the mean pixels of the classes that occur.
         jobs: processes; None: one for each core that this process may use.
 
     Raises:
@@ -145,7 +139,8 @@ def measure(
     refuse_errors(one for one in found if one.kind in ("unreadable", "sizes", "values"))
     if not scan.pixels.any():
         raise DataError(f"split {printable(scan.split)!r}: no label has a pixel of any class")
-    beta = default_beta(scan.pixels) if beta is None else beta
+    if beta is None:
+        beta = 1 - 1 / scan.pixels[scan.pixels > 0].mean()
     return SplitStats(dataset.classes.names, scan, beta)
 
 
