@@ -11,6 +11,7 @@ hands the caller's generator to them.
 import os
 import random
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -86,40 +87,29 @@ def _turn_hue(image: np.ndarray, turn: int) -> np.ndarray:
 _BLUR_KERNEL_PX = (5, 5)  # semseg, util/transform.py RandomGaussianBlur
 
 
-class Photometric:
-    """Blur, brightness, contrast, saturation, hue, then the extra transforms of `augment`.
+def recolored(
+    image: np.ndarray, augment: AugmentConfig, extra: Sequence[Any], rng: np.random.Generator
+) -> np.ndarray:
+    """The image after blur, brightness, contrast, saturation, hue, then the `extra` transforms.
 
     Each is applied with its own probability. Brightness adds a part of 255 and contrast multiplies
     the values, as in mmsegmentation's PhotoMetricDistortion. Saturation blends with the grey image
     and hue turns the colour circle, as in torchvision's ColorJitter. An extra transform without `p`
     has albumentations' default of 0.5.
 
-    Raises:
-        ConfigError: an extra transform is unknown, wrongly configured or not for pixels alone.
+    (H, W, 3) uint8 RGB, `image` itself if nothing was drawn for it. Every number comes from `rng`.
     """
-
-    def __init__(self, augment: AugmentConfig) -> None:
-        self._augment = augment
-        self._extra = extra_transforms(augment)
-
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The changed image, (H, W, 3) uint8 RGB, `image` itself if nothing was drawn for it.
-
-        Every number comes from `rng`.
-        """
-        augment = self._augment
-        if augment.blur_prob and rng.random() < augment.blur_prob:
-            image = cv2.GaussianBlur(image, _BLUR_KERNEL_PX, 0)
-        if augment.color_prob:
-            image = change_colors(image, draw_color_change(augment, rng))
-        if not self._extra:
-            return image
+    if augment.blur_prob and rng.random() < augment.blur_prob:
+        image = cv2.GaussianBlur(image, _BLUR_KERNEL_PX, 0)
+    if augment.color_prob:
+        image = change_colors(image, draw_color_change(augment, rng))
+    if extra:
         # A transform draws from both generators.
         py_random = random.Random(int(rng.integers(2**63)))
-        for transform in self._extra:
+        for transform in extra:
             transform.set_random_state(rng, py_random)
             image = transform(image=image)["image"]
-        return image
+    return image
 
 
 def extra_transforms(augment: AugmentConfig) -> list[Any]:

@@ -89,14 +89,10 @@ def _pick_of(row: np.ndarray) -> Pick:
     return Pick(image, (y, x))
 
 
-@lru_cache(maxsize=2)
-def _slots(stream_seed: int, epoch: int, num_images: int) -> np.ndarray:
-    return seed.class_uniform_slots(stream_seed, epoch, num_images)
-
-
-@lru_cache(maxsize=512)
-def _centroid_order(stream_seed: int, class_id: int, turn: int, number: int) -> np.ndarray:
-    return seed.centroid_order(stream_seed, class_id, turn, number)
+# A batch needs one or two epochs.
+_slots = lru_cache(maxsize=2)(seed.class_uniform_slots)
+_order = lru_cache(maxsize=2)(seed.sample_order)
+_centroid_order = lru_cache(maxsize=512)(seed.centroid_order)
 
 
 def draw_partner(
@@ -155,15 +151,10 @@ SampleKey = tuple[int, int]
 _PASTED, _MIXED, _PASTED_ON_MIXED = 0, 1, 2
 
 
-@lru_cache(maxsize=2)
-def _order(stream_seed: int, epoch: int, num_images: int) -> list[int]:
-    return seed.sample_order(stream_seed, epoch, num_images).tolist()
-
-
 def image_at(stream_seed: int, number: int, num_images: int) -> int:
     """The index of the image that sample `number`, from 0, of the endless stream shows."""
     epoch, index = divmod(number, num_images)
-    return _order(stream_seed, epoch, num_images)[index]
+    return int(_order(stream_seed, epoch, num_images)[index])
 
 
 class Source(NamedTuple):
