@@ -291,8 +291,8 @@ def options(root):
     (root / "classes.yaml").write_text(
         "classes: [ground, plant, water, sand, snow]\nignore_ids: [255]\n"
     )
-    uniform = {"class_uniform": 0.5, "class_uniform_steps": 2}
-    values = small(root, data=uniform, train={"steps": 3, "shares": 2, "batch_size": 4})
+    uniform = {"class_uniform": 0.5, "class_uniform_steps": 3}
+    values = small(root, data=uniform, train={"steps": 4, "shares": 2, "batch_size": 4})
     values["augment"] |= {"mixup_alpha": 1.0, "class_mix_prob": 0.5}
     return values
 
@@ -311,7 +311,7 @@ def test_a_run_goes_on_and_is_verified_with_its_centroids_and_not_with_others(
     assert_same_state(last(run), last(whole))
     assert last(run).centroids == last(whole).centroids
     log = (whole / "train.log").read_text()
-    assert "50% class-uniform up to step 2: 4 classes with " in log
+    assert "50% class-uniform up to step 3: 4 classes with " in log
     assert "no training label shows snow: such a class is left out" in log
 
     (run / "centroids.json").unlink()

@@ -248,7 +248,7 @@ def test_loader_workers_share_what_was_checked(both, tmp_path):
 def test_a_run_goes_on_from_a_pack_to_its_files_with_the_same_bits(run_ranks, both, data, tmp_path):
     configs = {}
     for name, places in {"files": {}, "pack": {"pack": both[1].pack}}.items():
-        options = small(data, train={"steps": 4}, data=places)
+        options = small(data, train={"steps": 6}, data=places)
         configs[name] = write_config(tmp_path / f"{name}.yaml", options)
     run, other = tmp_path / "run", tmp_path / "other"
     assert run_ranks(1, stopped_after, 2, configs["pack"], run) == [143]
@@ -320,15 +320,13 @@ def test_a_pack_of_another_class_file_or_other_options_is_refused(root, packed, 
     assert said in str(refused.value)
 
 
-def test_colours_of_pictures_may_change(root, packed):
-    (root / "toy.yaml").write_text("classes: [{name: sky, color: [1, 2, 3]}, road, car]\n")
-    assert open_dataset(packed, "train").classes.palette[0] == (1, 2, 3)
-
-
-def test_excluded_images_stay_out(root, tmp_path):
+def test_excluded_images_stay_out_and_colours_of_pictures_may_change(root, tmp_path):
     assert pack(root, tmp_path / "p", train_exclude=("e", "b c")) == 0
+    (root / "toy.yaml").write_text("classes: [{name: sky, color: [1, 2, 3]}, road, car]\n")
     data = data_of(root, pack=str(tmp_path / "p"), train_exclude=("b c", "e"))
-    assert [pair.name for pair in open_dataset(data, "train").pairs] == ["a", "d/ä", "f"]
+    dataset = open_dataset(data, "train")
+    assert [pair.name for pair in dataset.pairs] == ["a", "d/ä", "f"]
+    assert dataset.classes.palette[0] == (1, 2, 3)
     assert len(open_dataset(data, "val")) == 2
 
 
@@ -479,17 +477,12 @@ def test_a_manifest_that_was_changed_is_refused(packed):
         lambda c: first_image(c).update(height=10**9),
         lambda c: first_image(c).update(shard=99),
         lambda c: first_image(c).update(offset=-1),
+        lambda c: first_image(c).update(height=8, width=5),  # exchanged
     ],
 )
 def test_a_forged_manifest_reads_nothing_else(packed, change):
     forge(packed.pack, change)
     with pytest.raises(DataError, match="damaged"):
-        open_dataset(packed, "train")
-
-
-def test_height_and_width_cannot_be_exchanged(packed):
-    forge(packed.pack, lambda c: first_image(c).update(height=8, width=5))
-    with pytest.raises(DataError, match="image a is not what was packed"):
         open_dataset(packed, "train").view(0)
 
 
@@ -622,9 +615,7 @@ def test_what_was_odd_before_packing_is_said_at_each_start(root, tmp_path):
         size = np.array(Image.open(path)).shape[:2]
         path.unlink()
         deep = np.random.default_rng(0).integers(0, 2**12, (*size, 3), dtype=np.uint16)
-        if path.stem == "a":
-            deep = deep * 16
-        cv2.imwrite(str(path.with_suffix(".png")), deep)
+        cv2.imwrite(str(path.with_suffix(".png")), deep * 16 if path.stem == "a" else deep)
     assert pack(root, tmp_path / "p") == 0
     dataset = open_dataset(data_of(root, pack=str(tmp_path / "p")), "train")
     assert [line for line in dataset.warnings if "if these are not just dark" in line]

@@ -63,7 +63,9 @@ def write_dataset(
     draw = partial(_draw, root=root, size=size, seed=seed)
     useful = -(-len(missing) // _SCENES_PER_PROCESS)
     with process_pool(min(jobs or num_cores(), useful)) as pool:
-        return sum(for_each_pair(draw, missing, pool, "drawing"))
+        for _ in for_each_pair(draw, missing, pool, "drawing"):
+            pass
+    return len(missing)
 
 
 def _claim(root: Path, settings: dict[str, object]) -> None:
@@ -93,8 +95,7 @@ def _paths(root: Path, split: str, index: int) -> tuple[Path, Path, Path]:
     return image, *(Path(f"{label}_{kind}.png") for kind in ("labelIds", "instanceIds"))
 
 
-def _draw(scene: tuple[str, int], root: Path, size: tuple[int, int], seed: int) -> int:
-    """Writes one scene; returns 1."""
+def _draw(scene: tuple[str, int], root: Path, size: tuple[int, int], seed: int) -> None:
     split, index = scene
     rng = np.random.default_rng((seed, _SPLIT_KEY[split], index))
     image, *labels = draw_scene(rng, size)
@@ -103,4 +104,3 @@ def _draw(scene: tuple[str, int], root: Path, size: tuple[int, int], seed: int) 
         _, data = cv2.imencode(".png", picture, _PNG)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, data.tobytes(), durable=False)
-    return 1
