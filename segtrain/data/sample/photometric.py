@@ -87,7 +87,7 @@ def _turn_hue(image: np.ndarray, turn: int) -> np.ndarray:
 _BLUR_KERNEL_PX = (5, 5)  # semseg, util/transform.py RandomGaussianBlur
 
 
-def recolored(
+def change_pixels(
     image: np.ndarray, augment: AugmentConfig, extra: Sequence[Any], rng: np.random.Generator
 ) -> np.ndarray:
     """The image after blur, brightness, contrast, saturation, hue, then the `extra` transforms.

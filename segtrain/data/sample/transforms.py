@@ -12,7 +12,7 @@ import numpy as np
 from segtrain.config import AugmentConfig
 from segtrain.data.sample import geometry
 from segtrain.data.sample.geometry import Placement, Span
-from segtrain.data.sample.photometric import extra_transforms, recolored
+from segtrain.data.sample.photometric import change_pixels, extra_transforms
 
 _MAX_REDRAWS = 10  # mmsegmentation, RandomCrop
 
@@ -92,7 +92,7 @@ class TrainTransform:
 
     def recolored(self, crop: Crop, rng: np.random.Generator) -> np.ndarray:
         """The second half: the image of `crop` with its blur and colours changed."""
-        image = changed = recolored(crop.image, self._augment, self._extra, rng)
+        image = changed = change_pixels(crop.image, self._augment, self._extra, rng)
         if changed is not crop.image:
             # Padding stays the mean, which is zero after normalization, as in published pipelines.
             image = geometry.paint_padding(changed, crop.placement, self._fill)
