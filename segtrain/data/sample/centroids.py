@@ -1,12 +1,8 @@
 """Where each class can be found: one pixel for each class in each tile of each label.
 
-The tiles and centroids are those of NVIDIA's semantic-segmentation (datasets/uniform.py), with two
-differences: tiles cover the whole label, the last ones in part, where NVIDIA leaves the rest out,
-so that labels smaller than a tile have centroids too; and if the centroid of a class is no pixel of
-it, as in a ring, the nearest one that is takes its place.
-
-All labels are read. What was measured is kept in a file of the run by the SHA-256 of each label's
-bytes, so that a label that has changed is measured again and never meets old numbers.
+After NVIDIA's semantic-segmentation (datasets/uniform.py); data/README.md says what differs. What
+was measured is kept in a file of the run by the SHA-256 of each label, so that a label that has
+changed is measured again.
 """
 
 import hashlib

@@ -1,16 +1,9 @@
 """The endless stream of training samples: one permutation of the data set after another.
 
 Step s takes the samples [s B, (s + 1) B), across the ends of epochs. Which images a sample shows
-and how they are augmented depend only on (seed, step, position in the batch).
-
-After NVIDIA's semantic-segmentation (datasets/uniform.py) a fraction of the samples of each epoch
-is class-uniform: a crop that contains a centroid of a class, which is drawn uniformly. Such a
-sample takes the place of one of the stream; the others are unchanged.
-
-A partner is a second image, drawn and augmented with random numbers of its own. MixUp
-(arXiv:1710.09412) blends two finished crops; the loss is blended likewise, in
-`segtrain.training.microbatches`. Class mix (ClassMix, arXiv:2007.07936) pastes half of the classes
-of the partner's crop, after the geometry and before the colours change, as its authors do.
+and how they are augmented depend only on (seed, step, position in the batch). data/README.md
+describes class-uniform samples, MixUp (arXiv:1710.09412), whose loss is blended in
+`segtrain.training.microbatches`, and class mix (arXiv:2007.07936).
 """
 
 import time
