@@ -61,19 +61,19 @@ def blobs(rng, size):
 
 def test_centroids_in_whole_tiles_are_nvidias_where_these_lie_on_their_class():
     rng, compared = np.random.default_rng(0), 0
-    for _ in range(60):
+    for _ in range(20):
         label = blobs(rng, (32, 48))
         theirs, ours = nvidia_centroids(label, 16), triples(label_centroids(label, 16))
         assert len(ours) == len(theirs)
         on_class = [i for i, (k, y, x) in enumerate(theirs) if label[y, x] == k]
         compared += len(on_class)
         assert [ours[i] for i in on_class] == [theirs[i] for i in on_class]
-    assert compared > 200
+    assert compared > 60
 
 
 def test_every_class_of_every_tile_has_a_centroid_on_it_also_at_the_border():
     rng = np.random.default_rng(1)
-    for _ in range(30):
+    for _ in range(10):
         label = rng.choice(np.array([0, 1, 7, 255], np.uint8), (23, 37), p=[0.6, 0.05, 0.05, 0.3])
         found = triples(label_centroids(label, 16))
         assert all(label[y, x] == k for k, y, x in found)
@@ -141,16 +141,14 @@ def test_positions_of_the_batch_have_no_class_of_their_own():
     assert np.abs(rates - 0.5).max() < 0.06
 
 
-def test_after_its_steps_the_stream_is_the_plain_one():
-    found = picks(stream(0.9, steps=3), 10)
+def test_after_its_steps_the_stream_is_the_plain_one_and_names_what_it_shows():
+    of = stream(0.9, steps=3)
+    found = picks(of, 10)
     assert any(pick.point for pick in found[:15])
     assert found[15:] == [Pick(image_at(11, place, NUM_IMAGES)) for place in range(15, 50)]
-
-
-def test_the_receipt_names_what_the_samples_show():
-    of = stream(0.5)
     for step in range(10):
-        assert of.names_of_step(step) == [str(of.pick(step, i).index) for i in range(5)]
+        shown = found[5 * step : 5 * step + 5]
+        assert of.names_of_step(step) == [str(pick.index) for pick in shown]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +163,7 @@ def test_the_receipt_names_what_the_samples_show():
 def test_the_crop_shows_its_pixel_wherever_it_lies(options):
     augment, rng = AugmentConfig(**options), np.random.default_rng(0)
     angles = 0
-    for i in range(400):
+    for i in range(150):
         label = np.zeros((90, 120), np.uint8)
         pixel = int(rng.integers(90)), int(rng.integers(120))
         if i < 8:  # the corners
@@ -175,13 +173,13 @@ def test_the_crop_shows_its_pixel_wherever_it_lies(options):
         angles += placement.angle_deg != 0
         assert (resample_label(label, placement) == 1).any(), (placement, pixel)
     if augment.rotate_deg:
-        assert angles > 100
+        assert angles > 40
 
 
 def test_the_pixel_lies_anywhere_in_the_crop():
     augment = AugmentConfig(crop_size=(20, 30), scale_range=(1.0, 1.0), flip_prob=0.0)
     label, rng = np.zeros((200, 300), np.uint8), np.random.default_rng(0)
-    starts = [draw_placement(augment, label, rng, point=(100, 150)) for _ in range(3000)]
+    starts = [draw_placement(augment, label, rng, point=(100, 150)) for _ in range(500)]
     assert {p.rows.start for p in starts} == set(range(81, 101))
     assert {p.columns.start for p in starts} == set(range(121, 151))
 
@@ -225,6 +223,9 @@ def table(root, path, tile_px=32, keep=True):
 def test_what_is_known_is_not_measured_again_unless_the_label_has_changed(
     own_data, tmp_path, monkeypatch
 ):
+    """One that shows no class is known, too."""
+    label = own_data / "labels" / "train" / "4.png"
+    cv2.imwrite(str(label), np.full((56, 72), 255, np.uint8))
     path, measured, whole = tmp_path / "c.json", [], measuring.label_centroids
     monkeypatch.setattr(
         measuring, "label_centroids", lambda *args: measured.append(args) or whole(*args)
@@ -265,28 +266,24 @@ def test_a_file_that_is_damaged_or_of_other_classes_is_not_believed(own_data, tm
     np.testing.assert_array_equal(table(own_data, path), wanted)
 
 
-def test_verify_writes_no_file(own_data, tmp_path):
+def test_labels_without_any_class_are_refused_and_verify_writes_no_file(own_data, tmp_path):
     table(own_data, tmp_path / "c.json", keep=False)
-    assert list(tmp_path.iterdir()) == [own_data]
-
-
-def test_labels_without_any_class_are_refused(own_data, tmp_path):
     for label in (own_data / "labels" / "train").iterdir():
         cv2.imwrite(str(label), np.full((56, 72), 255, np.uint8))
     with pytest.raises(DataError, match="no label shows any class"):
         table(own_data, tmp_path / "c.json")
+    assert list(tmp_path.iterdir()) == [own_data]
 
 
-@pytest.mark.parametrize("steps", [20, 21])
-def test_class_uniform_steps_that_end_after_the_last_step_are_refused(steps):
+def test_class_uniform_steps_that_end_after_the_last_step_are_refused():
     def experiment(steps):
         data = {"layout": "folders", "root": "x", "classes": "y", "class_uniform": 0.5}
         data["class_uniform_steps"] = steps
         return Config.model_validate({"data": data, "train": {"steps": 20}})
 
     assert experiment(19).data.class_uniform_steps == 19
-    with pytest.raises(ValueError, match=rf"class_uniform_steps: {steps} must be smaller .* 20"):
-        experiment(steps)
+    with pytest.raises(ValueError, match=r"class_uniform_steps: 20 must be smaller .* 20"):
+        experiment(20)
 
 
 def options(root):
@@ -318,7 +315,7 @@ def test_a_run_goes_on_and_is_verified_with_its_centroids_and_not_with_others(
     assert "no training label shows snow: such a class is left out" in log
 
     (run / "centroids.json").unlink()
-    assert run_ranks(2, verify, run) == [0] * 2
+    assert run_ranks(1, verify, run) == [0]
     assert not (run / "centroids.json").exists()
 
     before = (other / "centroids.json").read_bytes()

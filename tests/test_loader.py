@@ -10,11 +10,12 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from experiments import settings
 from processes import left_after
 
 from segtrain.data.sample import loader as loader_module
-from segtrain.data.sample.loader import TrainStream, indices_of_rank, train_loader
-from segtrain.data.sample.stream import image_at
+from segtrain.data.sample.loader import indices_of_rank, largest_microbatch, train_loader
+from segtrain.data.sample.stream import TrainStream, image_at
 from segtrain.errors import DataError, UserError
 
 # Newer Pythons warn of what loaders do: fork a process that has threads.
@@ -38,8 +39,7 @@ class Numbers:
 
 
 def add_noise(image, label, rng, **_):
-    noise = rng.integers(100, dtype=np.uint8)
-    return image + noise, label
+    return image + rng.integers(100, dtype=np.uint8), label
 
 
 def unchanged(image, label, rng, **_):
@@ -72,26 +72,20 @@ def contents(batches):
     return [(batch.names, batch.images[:, 0, 0, 0].tolist()) for batch in batches]
 
 
-def test_every_epoch_shows_every_image_once_across_the_ends_of_epochs():
-    names = list(chain.from_iterable(batch.names for batch in loader(steps=7)))
-    assert len(names) == 35
-    epochs = [names[start : start + 7] for start in range(0, 35, 7)]
-    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
-    assert len(set(epochs[0])) == 7
-    assert len({tuple(epoch) for epoch in epochs}) > 1
-
-
-def test_a_set_smaller_than_the_batch_goes_on_with_the_next_epoch():
+def test_every_epoch_shows_every_image_once_and_augments_it_anew():
+    """Across the ends of epochs, also in a set smaller than the batch."""
+    shown = [
+        pair
+        for names, values in contents(loader(steps=7))
+        for pair in zip(names, values, strict=True)
+    ]
+    epochs = [[name for name, _ in shown[start : start + 7]] for start in range(0, 35, 7)]
+    assert all(sorted(epoch) == [f"image {i}" for i in range(7)] for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+    for i in range(7):
+        assert len({value for name, value in shown if name == f"image {i}"}) > 1
     images = [image_at(11, number, 3) for number in range(9)]
     assert [sorted(images[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 2]] * 3
-
-
-def test_a_sample_seen_again_is_augmented_anew():
-    seen = {}
-    for names, values in contents(loader(steps=7)):
-        for name, value in zip(names, values, strict=True):
-            seen.setdefault(name, set()).add(value)
-    assert all(len(values) > 1 for values in seen.values())
 
 
 def test_starting_at_a_step_gives_the_tail():
@@ -99,18 +93,18 @@ def test_starting_at_a_step_gives_the_tail():
 
 
 @pytest.mark.fault(44, 70)
-@pytest.mark.parametrize(("world_size", "passes"), [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (1, 3)])
-def test_the_ranks_parts_make_the_batch_of_one_process(world_size, passes):
+@pytest.mark.parametrize(("world_size", "microbatches"), [(3, 1), (5, 1), (2, 2), (1, 3)])
+def test_the_ranks_parts_make_the_batch_of_one_process(world_size, microbatches):
     """Augmentation included: position in the batch is the key, not position in the part."""
     whole = contents(loader())
     parts = [
-        contents(loader(indices=indices_of_rank(5, passes, rank, world_size)))
+        contents(loader(indices=indices_of_rank(5, microbatches, rank, world_size)))
         for rank in range(world_size)
     ]
     for step, (names, values) in enumerate(whole):
         here = [
-            parts[rank][step * passes + index]
-            for index in range(passes)
+            parts[rank][step * microbatches + index]
+            for index in range(microbatches)
             for rank in range(world_size)
         ]
         assert list(chain.from_iterable(part[0] for part in here)) == names
@@ -118,26 +112,43 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, passes):
 
 
 @pytest.mark.fault(70)
-@pytest.mark.parametrize("batch_size", [1, 7, 12, 19])
+@pytest.mark.parametrize("batch_size", [1, 7, 12])
 def test_indices_of_rank_partition_every_batch_as_evenly_as_possible(batch_size):
-    """Each pass holds the same images on any number of ranks."""
-    for passes in range(1, batch_size + 1):
-        alone = indices_of_rank(batch_size, passes, 0, 1)
-        for world_size in range(1, 9):
-            ranks = [indices_of_rank(batch_size, passes, r, world_size) for r in range(world_size)]
-            for whole, *parts in zip(alone, *ranks, strict=True):
-                assert list(chain.from_iterable(parts)) == list(whole)
-                sizes = [len(part) for part in parts]
-                assert max(sizes) - min(sizes) <= 1
-        sizes = [len(whole) for whole in alone]
+    """Each microbatch holds the same images on any number of ranks."""
+
+    def assert_cut(parts, whole):
+        assert list(chain.from_iterable(parts)) == list(whole)
+        sizes = list(map(len, parts))
         assert max(sizes) - min(sizes) <= 1
-        assert list(chain.from_iterable(alone)) == list(range(batch_size))
+
+    for microbatches in range(1, batch_size + 1):
+        alone = indices_of_rank(batch_size, microbatches, 0, 1)
+        assert_cut(alone, range(batch_size))
+        for ranks in range(1, 9):
+            cut = [indices_of_rank(batch_size, microbatches, rank, ranks) for rank in range(ranks)]
+            for whole, *parts in zip(alone, *cut, strict=True):
+                assert_cut(parts, whole)
 
 
-def test_with_shares_ranks_take_whole_ones_of_every_pass():
-    """11 images in passes of 4, 4 and 3; three shares of each: 2 + 1 + 1 and 1 + 1 + 1."""
+def test_with_shares_ranks_take_whole_ones_of_every_microbatch():
+    """11 images in microbatches of 4, 4 and 3; three shares of each: 2 + 1 + 1 and 1 + 1 + 1."""
     assert indices_of_rank(11, 3, 0, 2, 3) == [range(3), range(4, 7), range(8, 10)]
     assert indices_of_rank(11, 3, 1, 2, 3) == [range(3, 4), range(7, 8), range(10, 11)]
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "most"),
+    [
+        ({"batch_size": 7}, 2, 4),
+        ({"batch_size": 5, "accumulate_steps": 2}, 1, 3),  # 3 + 2
+        ({"batch_size": 7, "shares": 4}, 3, 4),  # 2 + 2, 2, 1
+    ],
+)
+def test_the_loader_reckons_with_the_largest_microbatch_of_any_rank(
+    monkeypatch, options, ranks, most
+):
+    monkeypatch.setattr(loader_module.dist, "world_size", lambda: ranks)
+    assert largest_microbatch(settings(**options)) == most
 
 
 def test_batches_are_channels_last_bytes_with_their_labels():
@@ -213,7 +224,6 @@ def workers():
     seen.extend(batches)
     return {
         "one": contents(loader(num_workers=1)),
-        "two": contents(loader(num_workers=2)),
         "tail": contents(loader(num_workers=2, start_step=3)),
         "signalled": contents(seen),
         "early": contents_with_an_early_sigterm(),
@@ -225,7 +235,7 @@ def workers():
 
 
 def test_any_number_of_workers_gives_the_same_batches(workers):
-    assert workers["one"] == workers["two"] == contents(loader())
+    assert workers["one"] == workers["early"] == contents(loader())
     assert workers["tail"] == contents(loader())[3:]
     assert workers["layout"]
 
@@ -246,29 +256,26 @@ def rank_with_a_fork_server():
     multiprocessing.set_start_method("forkserver")
     batches = loader(num_workers=2, steps=50)
     next(batches)
-    print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
-    if sys.stdin.readline() == "terminate\n":
-        for worker in multiprocessing.active_children():
-            worker.terminate()
+    workers = multiprocessing.active_children()
+    print(*(worker.pid for worker in workers), flush=True)
+    sys.stdin.readline()
+    workers[0].terminate()
     sys.stdin.readline()
 
 
-@pytest.mark.parametrize("how", ["terminated", "killed"])
-def test_workers_of_a_fork_server_end_as_the_rank_wants_and_with_it(how):
+def test_workers_of_a_fork_server_end_as_the_rank_wants_and_with_it():
     # From a file, as a fork server imports the main module again.
     rank = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    workers = list(map(int, rank.stdout.readline().split()))
-    assert len(workers) == 2
-    assert left_after(workers, 0) == workers
-    if how == "terminated":
-        rank.stdin.write("terminate\n")
-        rank.stdin.flush()
-    else:
-        rank.kill()
-    assert left_after(workers, 10) == []
+    one, other = map(int, rank.stdout.readline().split())
+    assert left_after([one, other], 0) == [one, other]
+    rank.stdin.write("terminate\n")
+    rank.stdin.flush()
+    assert left_after([one], 10) == []
+    assert left_after([other], 0) == [other]
     rank.kill()
+    assert left_after([other], 10) == []
     rank.communicate()
 
 
@@ -291,7 +298,12 @@ def test_opencv_starts_no_threads_in_a_worker():
     before = cv2.getNumThreads()
     cv2.setNumThreads(4)  # also where the machine has one core
     try:
-        (batch,) = loader(Threads(), steps=1, num_workers=1, transform=unchanged)
+        (batch,) = loader(
+            Threads(),
+            steps=1,
+            num_workers=1,
+            transform=unchanged,
+        )
     finally:
         cv2.setNumThreads(before)
     assert batch.images[:, :, 0, 0].tolist() == [[1, 0, 0]] * 5
@@ -320,10 +332,9 @@ def test_a_worker_reuses_the_memory_of_earlier_images():
 
 
 @pytest.mark.fault(20)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_unreadable_file_is_reported_without_a_traceback(workers, num_workers):
-    error = workers["damaged"] if num_workers else first_error(Damaged(), 0)
-    assert error == ("DataError", "images/3.png: cut short")
+def test_an_unreadable_file_is_reported_without_a_traceback(workers):
+    reported = ("DataError", "images/3.png: cut short")
+    assert workers["damaged"] == first_error(Damaged(), 0) == reported
 
 
 @pytest.mark.fault(19)

@@ -17,25 +17,16 @@ def config(text):
 
 @pytest.mark.fault(69)
 @pytest.mark.parametrize(
-    ("train", "ranks", "said"),
+    ("options", "ranks", "where", "least"),
     [
-        ("batch_size: 4", 5, "4 images leave some of 5 ranks without an image; use at least 5"),
-        (
-            "batch_size: 8, accumulate_steps: 3",
-            4,
-            "8 images in 3 microbatches leave some of 4 ranks without an image; use at least 12",
-        ),
-        (
-            "batch_size: 8, virtual_ranks: 3",
-            3,
-            "8 images leave some of 3 x 3 virtual ranks without an image; use at least 9",
-        ),
+        ("", 9, "8 images leave some of 9 ranks", 9),
+        (", accumulate_steps: 3", 4, "8 images in 3 microbatches leave some of 4 ranks", 12),
+        (", virtual_ranks: 3", 3, "8 images leave some of 3 x 3 virtual ranks", 9),
     ],
 )
-def test_every_rank_needs_an_image_in_every_pass(train, ranks, said):
-    assert batch_findings(config(f"train: {{{train}}}"), ranks, ranks) == [
-        f"train.batch_size: {said}"
-    ]
+def test_every_rank_needs_an_image_in_every_microbatch(options, ranks, where, least):
+    found = batch_findings(config(f"train: {{batch_size: 8{options}}}"), ranks, ranks)
+    assert found == [f"train.batch_size: {where} without an image; use at least {least}"]
 
 
 def test_an_image_alone_has_no_statistics_after_global_pooling():

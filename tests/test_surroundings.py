@@ -7,7 +7,6 @@ import subprocess
 import numpy as np
 import pytest
 from experiments import (
-    experiment,
     last,
     losses,
     refusal,
@@ -26,7 +25,7 @@ from segtrain.checkpoint.format import load
 @pytest.mark.fault(22)
 def test_too_little_shared_memory_is_refused_at_the_start(tmp_path, data, little_shared_memory):
     """Both ranks together: alone each would find enough."""
-    sizes = {"data": {"num_workers": 4, "prefetch": 10}, "train": {"steps": 2}}
+    sizes = {"data": {"num_workers": 4, "prefetch": 10}, "train": {"steps": 1}}
     config = write_config(tmp_path / "c.yaml", small(data, **sizes))
     arguments = ["train", config, "--nproc", 2, "--output", tmp_path / "run"]
     command = Command(tmp_path, *arguments, wrapper=little_shared_memory)
@@ -39,8 +38,8 @@ def test_too_little_shared_memory_is_refused_at_the_start(tmp_path, data, little
     assert "docker run --shm-size" in line
     assert not (tmp_path / "run").exists()
 
-    arguments += ["--set", "data.prefetch=2"]
-    command = Command(tmp_path, *arguments, wrapper=little_shared_memory)
+    fewer = ["--set", "data.prefetch=2", "--set", "data.num_workers=1"]
+    command = Command(tmp_path, *arguments, *fewer, wrapper=little_shared_memory)
     assert command.wait() == 0, command.errors
 
 
@@ -55,7 +54,7 @@ def test_without_semaphores_workers_are_refused_and_pools_do_without(
     assert "make it writable, or set data.num_workers: 0" in command.errors
     assert len(command.errors.splitlines()) == 1
 
-    counts = ("--num-train", 17, "--num-val", 1, "--size", 64, 64, "--jobs", 2)
+    counts = ("--num-train", 9, "--num-val", 1, "--size", 64, 64, "--jobs", 2)
     command = Command(tmp_path, "data", "synth", tmp_path / "s", *counts, wrapper=no_shared_memory)
     assert command.wait() == 0, command.errors
     assert "segtrain: warning: one process instead of 2: /dev/shm: no sem" in command.errors
@@ -102,16 +101,16 @@ def test_the_precision_may_change_on_the_way(run_ranks, tmp_path, data):
     """Only float16 scales its loss; the device cannot change here, where there is one kind."""
     run = tmp_path / "run"
     scales = []
-    for steps, precision in [(3, "float32"), (6, "float16"), (9, "float16"), (12, "float32")]:
+    for steps, precision in [(1, "float32"), (4, "float16"), (5, "float16"), (6, "float32")]:
         options = small(data, train={"steps": steps, "precision": precision})
         config = write_config(tmp_path / "c.yaml", options)
-        resumed = steps > 3
+        resumed = steps > 1
         assert run_ranks(1, train, config, run, resumed, accept_changes=resumed) == [0]
         assert last(run).step == steps
         scales.append(last(run).scaler.get("scale"))
     assert scales[0] is scales[3] is None
     assert scales[2] <= scales[1] < 65536  # overflows have halved it, and it was not begun anew
-    assert len(losses(run)) == 12
+    assert len(losses(run)) == 6
     assert np.isfinite(losses(run)).all()
     log = (run / "train.log").read_text()
     assert "changed    train.precision: float32 there, float16 now" in log
@@ -129,39 +128,31 @@ def test_fewer_images_in_a_batch_than_ranks_are_refused(run_ranks, tmp_path, dat
 
 @pytest.mark.fault(69)
 def test_a_data_set_of_fewer_images_than_ranks_is_trained_on_all_the_same(run_ranks, tmp_path):
-    """The stream of samples does not end with an epoch: no rank is left without a step."""
-    (tmp_path / "data").mkdir()
-    write_data(tmp_path / "data", num_images=1)
-    config = write_config(tmp_path / "c.yaml", experiment(tmp_path / "data", train={"steps": 2}))
-    assert run_ranks(2, train, config, tmp_path / "run") == [0, 0]
-    assert len(losses(tmp_path / "run")) == 2
-    assert last(tmp_path / "run").step == 2
-
-
-def test_images_that_are_left_out_are_told_at_the_start(run_ranks, tmp_path):
-    root = tmp_path / "data"
+    """The stream of samples does not end with an epoch. Images that are left out are told."""
+    root, run = tmp_path / "data", tmp_path / "run"
     root.mkdir()
-    write_data(root, num_images=4)
+    write_data(root, num_images=2)
     (root / "images/train/0.png").rename(root / "images/train/0.bmp")
-    config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 1, "batch_size": 2}))
-    assert run_ranks(1, train, config, tmp_path / "run") == [0]
+    config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 2}))
+    assert run_ranks(2, train, config, run) == [0, 0]
+    assert len(losses(run)) == last(run).step == 2
     said = "warning: 1 image is left out: .bmp is not read, only JPEG and PNG; convert to PNG: "
-    assert f"{said}{root / 'images/train/0.bmp'}\n" in (tmp_path / "run" / "train.log").read_text()
+    assert f"{said}{root / 'images/train/0.bmp'}\n" in (run / "train.log").read_text()
 
 
 @pytest.mark.fault(84)
 def test_other_versions_of_libraries_are_told_once_at_a_resumption(run_ranks, tmp_path, data):
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 9}))
     run = tmp_path / "run"
-    assert run_ranks(2, stopped_after, 1, config, run) == [143] * 2
+    assert run_ranks(1, stopped_after, 1, config, run) == [143]
     path = run / "environment.json"
     recorded = json.loads(path.read_text())
     now = recorded["libraries"]["torch"]
     recorded["libraries"] |= {"torch": "2.1.7", "pillow": None}
     recorded["python"] = "3.9.1"
     path.write_text(json.dumps(recorded))
-    assert run_ranks(2, stopped_after, 5, config, run, True) == [143] * 2
-    assert run_ranks(2, train, config, run, True) == [0] * 2
+    assert run_ranks(1, stopped_after, 5, config, run, True) == [143]
+    assert run_ranks(1, train, config, run, True) == [0]
     log = (run / "train.log").read_text()
     said = [line.split("warning: ")[1] for line in log.splitlines() if "warning: " in line]
     numbers = ": numbers may differ"
@@ -173,20 +164,19 @@ def test_other_versions_of_libraries_are_told_once_at_a_resumption(run_ranks, tm
 
 
 @pytest.mark.fault(87)
-def test_everything_works_without_a_network(tmp_path, data, no_network):
+def test_training_and_prediction_need_no_network(tmp_path, data, no_network):
     """torch remarks that it cannot look up names."""
-    options = small(data, data={"num_workers": 1}, train={"steps": 2})
+    options = small(data, data={"num_workers": 1}, train={"steps": 1})
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
     for arguments in (
         ["train", config, "--nproc", 2, "--output", run],
-        ["eval", run],
         ["predict", run, data / "images" / "val", "--output", tmp_path / "predictions"],
     ):
         command = Command(tmp_path, *arguments, wrapper=no_network)
         assert command.wait() == 0, command.errors
         said = command.errors.splitlines()
         assert [line for line in said if "hostname of the client socket" not in line] == []
-    assert last(run).step == 2
+    assert len(list((tmp_path / "predictions").iterdir())) >= 3
 
 
 @pytest.mark.fault(88)
@@ -197,7 +187,7 @@ def test_without_a_terminal_or_a_language_plain_letters_are_printed(tmp_path):
     write_data(root)
     names = "classes: [Straße, plant, water, 砂]\nignore_ids: [255]\n"
     (root / "classes.yaml").write_text(names, encoding="utf-8")
-    config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 3}))
+    config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 1}))
     run, poor = tmp_path / "run", {"LC_ALL": "C", "PYTHONUTF8": "0", "TERM": "dumb"}
     command = Command(tmp_path, "train", config, "--nproc", 2, "--output", run, **poor)
     assert command.wait() == 0, command.errors

@@ -1,5 +1,5 @@
-import hashlib
 import pickle
+import re
 import subprocess
 import sys
 
@@ -66,48 +66,35 @@ def bilinear(image, crop, factor, start):
     return above * (1 - down) + under * down
 
 
-def test_identity_settings_return_the_image_and_the_label():
-    image, label = picture(37, 52)
-    crop, crop_label = make(crop_size=(37, 52))(image, label, rng())
-    np.testing.assert_array_equal(crop, image)
-    np.testing.assert_array_equal(crop_label, label)
-
-
 def test_crop_without_scaling_is_a_piece_of_the_image():
     image, label = ramps(40, 60), np.tile(np.arange(60, dtype=np.uint8), (40, 1))
-    crop, crop_label = make(crop_size=(16, 24))(image, label, rng(3))
-    left, top = crop[0, 0, :2] // 3
-    np.testing.assert_array_equal(crop, image[top : top + 16, left : left + 24])
-    np.testing.assert_array_equal(crop_label, label[top : top + 16, left : left + 24])
+    for crop_size in ((16, 24), (40, 60)):
+        crop, crop_label = make(crop_size=crop_size)(image, label, rng(3))
+        left, top = crop[0, 0, :2] // 3
+        window = np.s_[top : top + crop_size[0], left : left + crop_size[1]]
+        np.testing.assert_array_equal(crop, image[window])
+        np.testing.assert_array_equal(crop_label, label[window])
 
 
 def test_crops_reach_every_position_equally_often():
     label = np.zeros((12, 9), np.uint8)
     counts = np.zeros((4, 3))
     generator = rng()
-    for _ in range(6000):
+    for _ in range(1500):
         drawn = draw_placement(augment(crop_size=(9, 7)), label, generator)
         counts[drawn.rows.start, drawn.columns.start] += 1
-    assert counts.min() > 400  # 500 expected, standard deviation 21
-    assert counts.max() < 600
+    assert counts.min() > 75  # 125 expected, standard deviation 11
+    assert counts.max() < 175
 
 
 @pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize(
-    ("scale", "start"),
-    [
-        ((0.5, 0.5), (10, 24)),
-        ((0.8, 0.8), (10, 40)),
-        ((1.6, 1.6), (25, 20)),
-        ((2.0, 2.0), (31, 47)),
-    ],
-)
+@pytest.mark.parametrize(("scale", "start"), [(0.5, (10, 24)), (0.8, (10, 40)), (1.6, (25, 20))])
 def test_one_resampling_equals_resizing_the_whole_image_then_cropping(scale, start, flip):
     image, label = picture(100, 160)
     crop = (32, 44)
-    place = placement(label.shape, crop, scale=scale, start=start, flip=flip)
+    place = placement(label.shape, crop, scale=(scale, scale), start=start, flip=flip)
     size = (place.columns.scaled, place.rows.scaled)
-    top, left = (round(start[i] * scale[i]) for i in (0, 1))
+    top, left = (round(scale * first) for first in start)
     window = np.s_[top : top + crop[0], left : left + crop[1]]
     whole = cv2.resize(image, size, interpolation=cv2.INTER_LINEAR)[window]
     whole_label = cv2.resize(label, size, interpolation=cv2.INTER_NEAREST_EXACT)[window]
@@ -127,20 +114,6 @@ def test_any_scale_and_start_is_bilinear_interpolation_at_pixel_centres(scale):
     factor = place.rows.factor, place.columns.factor
     expected = bilinear(image, (31, 43), factor, (13, 29))
     assert np.abs(crop - expected)[1:-1, 1:-1].max() <= 1
-
-
-@pytest.mark.parametrize("scale", [63.0, 65.0, 1e5])
-def test_a_crop_of_a_part_of_a_pixel_takes_no_more_memory_than_itself(scale):
-    """The image would have 10^14 pixels."""
-    image, label = picture(97, 161)
-    place = placement(label.shape, (131, 43), scale=(scale, scale), start=(13, 29))
-    factor = place.rows.factor, place.columns.factor
-    # A crop does not look beyond its own source pixels.
-    source = image[place.rows.source, place.columns.source]
-    expected = bilinear(source, (131, 43), factor, (0, 0))
-    crop = resample_image(image, place, fill=(0, 0, 0))
-    assert np.abs(crop - expected).max() <= 255 / 32
-    assert (resample_label(label, place)[0, 0], crop.shape) == (label[13, 29], (131, 43, 3))
 
 
 @pytest.mark.fault(68)
@@ -179,7 +152,7 @@ def test_rotated_crop_equals_rotating_the_whole_image_then_cropping():
     assert (resample_label(label, place) != whole_label).mean() < 0.005
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_image_and_label_stay_within_half_a_source_pixel(seed):
     """Bilinear interpolation of a ramp is the sampled place itself, whatever the geometry."""
     image = ramps(60, 80)
@@ -222,24 +195,20 @@ def test_fresh_process_draws_the_same_and_imports_albumentations_only_for_extra_
     plain = make(crop_size=(32, 48), scale_range=(0.5, 2.0), blur_prob=0.5, color_prob=1.0)
     colors = make(crop_size=(32, 48), color_prob=1.0, extra=({"name": "GaussNoise"},))
     script = """
-import hashlib, pickle, sys
+import pickle, sys
 import numpy as np
 image, label, plain, colors = pickle.load(sys.stdin.buffer)
-digest = lambda pair: hashlib.sha256(pair[0].tobytes() + pair[1].tobytes()).hexdigest()
-print(digest(pickle.loads(plain)(image, label, np.random.default_rng(5))))
-print("albumentations" in sys.modules)
-print(digest(pickle.loads(colors)(image, label, np.random.default_rng(5))))
+draw = lambda transform: pickle.loads(transform)(image, label, np.random.default_rng(5))
+found = [draw(plain), "albumentations" in sys.modules, draw(colors)]
+sys.stdout.buffer.write(pickle.dumps(found))
 """
     payload = pickle.dumps((image, label, pickle.dumps(plain), pickle.dumps(colors)))
-    result = subprocess.run(
-        [sys.executable, "-c", script], input=payload, capture_output=True, check=True
-    )
-    digests = [
-        hashlib.sha256(b"".join(part.tobytes() for part in transform(image, label, rng(5))))
-        for transform in (plain, colors)
-    ]
-    expected = [digests[0].hexdigest(), "False", digests[1].hexdigest()]
-    assert result.stdout.decode().split() == expected
+    command = [sys.executable, "-c", script]
+    answer = subprocess.run(command, input=payload, capture_output=True, check=True).stdout
+    first, is_imported, second = pickle.loads(answer)
+    np.testing.assert_equal(first, plain(image, label, rng(5)))
+    assert not is_imported
+    np.testing.assert_equal(second, colors(image, label, rng(5)))
 
 
 def test_inputs_are_not_changed():
@@ -275,7 +244,7 @@ def test_crop_beyond_a_turned_image_is_all_padding():
     assert (resample_image(image, place, fill=(1, 2, 3)) == (1, 2, 3)).all()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_odd_sizes_give_crops_of_the_right_form_without_new_labels(seed):
     generator = rng(seed)
     height, width, crop_height, crop_width = (int(n) for n in generator.integers(1, 60, 4))
@@ -315,10 +284,10 @@ def test_one_class_rarely_fills_the_crop_when_its_share_is_limited():
 def test_ignored_pixels_do_not_count_for_the_share_of_a_class():
     label = np.full((16, 96), IGNORE_INDEX, np.uint8)
     label[:, 40], label[:, 41] = 1, 2
-    image = np.zeros((16, 96, 3), np.uint8)
     transform = make(crop_size=(16, 48), max_class_share=0.9)
     for seed in range(30):
-        assert {1, 2} <= set(np.unique(transform(image, label, rng(seed))[1]))
+        crop = transform(np.zeros((16, 96, 3), np.uint8), label, rng(seed))[1]
+        assert {1, 2} <= set(np.unique(crop))
 
 
 def test_flip_scale_and_rotation_have_their_distributions():
@@ -327,15 +296,15 @@ def test_flip_scale_and_rotation_have_their_distributions():
     )
     label = np.zeros((1000, 2000), np.uint8)
     generator = rng()
-    drawn = [draw_placement(options, label, generator) for _ in range(4000)]
+    drawn = [draw_placement(options, label, generator) for _ in range(2000)]
     scales = np.sort([place.rows.scaled / 1000 for place in drawn])
     angles = np.array([place.angle_deg for place in drawn])
     # Distance of the empirical from the uniform distribution; 1.95 / sqrt(n): Kolmogorov, 0.1 %.
-    assert np.abs(scales - np.linspace(0.5, 2.0, 4000)).max() / 1.5 < 1.95 / 4000**0.5
+    assert np.abs(scales - np.linspace(0.5, 2.0, 2000)).max() / 1.5 < 1.95 / 2000**0.5
     turned = angles[angles != 0]
-    assert abs(len(turned) / 4000 - 0.25) < 0.03
-    assert np.abs(np.sort(turned) - np.linspace(-10, 10, len(turned))).max() / 20 < 0.062
-    assert abs(np.mean([place.flip for place in drawn]) - 0.5) < 0.03
+    assert abs(len(turned) / 2000 - 0.25) < 0.04
+    assert np.abs(np.sort(turned) - np.linspace(-10, 10, len(turned))).max() / 20 < 0.087
+    assert abs(np.mean([place.flip for place in drawn]) - 0.5) < 0.04
 
 
 def test_short_side_sets_the_size_that_scale_one_means():
@@ -368,41 +337,23 @@ def test_each_extra_transform_tosses_its_own_coin():
     assert results == {200, 55, 128, 0}
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (
-            {"name": "GausianBlur"},
-            r"extra\[0\] \(GausianBlur\): .*did you mean Gaussi",
-        ),
-        ({"name": "HorizontalFlip"}, "may move pixels or change labels"),
-        ({"name": "CoarseDropout"}, "may move pixels or change labels"),
-        ({"name": "OneOf", "args": {"transforms": []}}, "ImageOnlyTransform"),
-        (
-            {"name": "GaussNoise", "args": {"std_rang": [0.1, 0.2]}},
-            r"arguments refused: .*std_rang'",
-        ),
-        (
-            {"name": "GaussNoise", "args": {"std_range": [0.1, 7.0]}},
-            "arguments refused: .*std_range",
-        ),
-        ({"name": "GaussNoise", "args": {"p": 2}}, "arguments refused"),
-        ({"name": "Normalize"}, r"returns float32 \(16, 20, 3\): expected uint8"),
-        ({"name": "FDA"}, "fails on a crop: .*metadata"),
-    ],
-)
-def test_unusable_extra_transform_is_refused_with_the_reason(extra, message):
-    with pytest.raises(ConfigError, match=message):
-        extra_transforms(augment(crop_size=(16, 20), extra=(extra,)))
+UNUSABLE = [
+    ({"name": "GausianBlur"}, "did you mean Gaussi"),
+    ({"name": "HorizontalFlip"}, "may move pixels or change labels"),
+    ({"name": "OneOf", "args": {"transforms": []}}, "ImageOnlyTransform"),
+    ({"name": "GaussNoise", "args": {"std_rang": [0.1, 0.2]}}, "arguments refused: .*std_rang'"),
+    ({"name": "GaussNoise", "args": {"std_range": [0.1, 7.0]}}, "arguments refused: .*std_range"),
+    ({"name": "Normalize"}, r"returns float32 \(16, 20, 3\): expected uint8"),
+    ({"name": "FDA"}, "fails on a crop: .*metadata"),
+]
 
 
-def test_all_bad_extra_transforms_are_reported_at_once():
-    bad = tuple({"name": f"Nothing{i}"} for i in range(12))
+def test_unusable_extra_transforms_are_refused_all_at_once_with_the_reasons():
     with pytest.raises(ConfigError) as caught:
-        extra_transforms(augment(extra=bad))
+        extra_transforms(augment(crop_size=(16, 20), extra=tuple(extra for extra, _ in UNUSABLE)))
     lines = str(caught.value).splitlines()
-    assert len(lines) == 12
-    assert lines[11].startswith("augment.extra[11] (Nothing11)")
+    for i, ((extra, message), line) in enumerate(zip(UNUSABLE, lines, strict=True)):
+        assert re.match(rf"augment\.extra\[{i}\] \({extra['name']}\): .*{message}", line)
 
 
 def test_usable_extra_transforms_pass_the_check_and_change_the_crop():

@@ -3,23 +3,23 @@
 import argparse
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from segtrain.config import load_config
+from segtrain.config import DataConfig, load_config
 from segtrain.config.loading import with_places
 from segtrain.data import SegDataset, open_dataset
 from segtrain.data.check.checks import CheckResult, check_data, check_split
 from segtrain.data.check.stats import SplitStats, measure
 from segtrain.data.pack import writer
-from segtrain.data.pack.manifest import MANIFEST, Pack, read_pack
+from segtrain.data.pack.manifest import MANIFEST, Pack
 from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.protect import check_run_directory
 from segtrain.distributed.machine import process_pool
-from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, ExecutionError
+from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, ExecutionError, UserError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.run.console import say
 from segtrain.run.directory import RunLock
@@ -85,39 +85,41 @@ def pack(args: argparse.Namespace) -> int:
     with RunLock(directory, what="pack"):
         splits = dict.fromkeys((data.train_split, data.eval_split))
         datasets = [open_dataset(data, split) for split in splits]
+        if (directory / MANIFEST).exists():
+            _check_finished(directory, data, splits)
+            say(f"{printable(directory)} is packed already; segtrain data check reads it")
+            return EXIT_OK
         warnings = {dataset.split: check_split(dataset) for dataset in datasets}
         for line in dict.fromkeys(x for d in datasets for x in (*d.warnings, *warnings[d.split])):
             say(f"warning: {line}")
         planned = writer.plan_pack(data, datasets, warnings)
-        if (directory / MANIFEST).exists():
-            return _finished_before(directory, planned)
         if writer.remove_unfinished(directory):
             say("the pack that was interrupted here is made again from its beginning")
         _announce(directory, planned, datasets)
-        writer.lay_out(directory, planned)
         num_pairs = sum(map(len, datasets))
         with process_pool(num_processes(num_pairs, args.jobs), writer.start_process) as pool:
-            whole = writer.fill(directory, planned, datasets, pool)
-        writer.finish(directory, whole)
+            writer.write_pack(directory, planned, datasets, pool)
     say(f"packed: set data.pack: {printable(args.output)}")
     return EXIT_OK
 
 
-def _finished_before(directory: Path, planned: Pack) -> int:
-    """0 if the pack in `directory` is what this command would make."""
-    if not writer.is_made_of(read_pack(directory), planned):
+def _check_finished(directory: Path, data: DataConfig, splits: Iterable[str]) -> None:
+    """DataError if the pack in `directory` is not what this command would make."""
+    try:
+        for split in splits:
+            open_dataset(data.model_copy(update={"pack": str(directory)}), split)
+    except UserError as error:
         raise DataError(
-            f"{printable(directory)}: holds a pack of other images or options, or its files have "
-            "changed since; delete it, or choose another folder by --output"
-        )
-    say(f"{printable(directory)} is packed already; segtrain data check reads it")
-    return EXIT_OK
+            f"{printable(directory)}: holds another pack; delete it, or choose another folder by "
+            f"--output\n{error}"
+        ) from error
 
 
 def _announce(directory: Path, pack: Pack, datasets: Sequence[SegDataset]) -> None:
     """Says how large the pack is; ExecutionError if it does not fit on the disk."""
     counts = " and ".join(f"{len(d)} of split {printable(d.split)}" for d in datasets)
-    needed, free = writer.num_bytes(pack), shutil.disk_usage(directory).free
+    needed = sum(shard.num_bytes for shard in pack.shards)
+    free = shutil.disk_usage(directory).free
     many = counted(len(pack.shards), "shard", "shards")
     say(f"pack of {counts}: {_size(needed)} in {many}; {_size(free)} are free")
     if needed > free:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-from tqdm import tqdm
 
+from segtrain.data.read.concurrent import for_each_pair
 from segtrain.distributed.machine import num_cores, process_pool
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import parse_json, read_bytes, write_atomic
@@ -22,7 +22,7 @@ DRAWING_VERSION = 4
 
 _CITIES = {"train": ("ashdown", "brookfield", "carlow"), "val": ("dunmore",)}
 _SPLIT_KEY = {"train": 1, "val": 2}
-_CHUNK = 8
+_SCENES_PER_PROCESS = 8
 _LEAST_SIDE_PX = 32
 _MAX_SETTINGS_BYTES = 100_000
 # Noise hardly compresses: a higher level takes five times as long for a twentieth of the bytes.
@@ -49,23 +49,22 @@ def write_dataset(
     """Draws the splits train and val under `root`; returns how many scenes were missing and drawn.
 
     The bytes of a file depend on seed, split, index and size alone. counts: scenes per split.
-    size: (H, W) in pixels. jobs: processes; None: one per core. DataError if `root` holds something
-    else, or scenes drawn with other settings.
+    size: (H, W) in pixels. jobs: processes; None: one per core.
+
+    Raises:
+        DataError: `root` holds something else, or scenes drawn with other settings.
+        ExecutionError: a process was killed.
     """
     settings = {"drawing_version": DRAWING_VERSION, "seed": seed, "size": list(size)}
     _claim(root, settings | {f"num_{split}": count for split, count in counts.items()})
     scenes = [(split, index) for split, count in counts.items() for index in range(count)]
     # A file is complete when it appears under its name: its presence is enough.
     missing = [one for one in scenes if not all(path.is_file() for path in _paths(root, *one))]
-    chunks = [missing[i : i + _CHUNK] for i in range(0, len(missing), _CHUNK)]
-    processes = min(jobs or num_cores(), len(chunks))
-    draw = partial(_draw, root, size=size, seed=seed)
-    with (
-        tqdm(total=len(missing), desc="drawing", unit="image", disable=not missing) as bar,
-        process_pool(processes) as pool,
-    ):
-        for drawn in map(draw, chunks) if pool is None else pool.map(draw, chunks):
-            bar.update(drawn)
+    draw = partial(_draw, root=root, size=size, seed=seed)
+    useful = -(-len(missing) // _SCENES_PER_PROCESS)
+    with process_pool(min(jobs or num_cores(), useful)) as pool:
+        for _ in for_each_pair(draw, missing, pool, "drawing"):
+            pass
     return len(missing)
 
 
@@ -96,14 +95,12 @@ def _paths(root: Path, split: str, index: int) -> tuple[Path, Path, Path]:
     return image, *(Path(f"{label}_{kind}.png") for kind in ("labelIds", "instanceIds"))
 
 
-def _draw(root: Path, scenes: list[tuple[str, int]], size: tuple[int, int], seed: int) -> int:
-    for split, index in scenes:
-        rng = np.random.default_rng((seed, _SPLIT_KEY[split], index))
-        image, *labels = draw_scene(rng, size)
-        pictures = (cv2.cvtColor(image, cv2.COLOR_RGB2BGR), *labels)
-        for path, picture in zip(_paths(root, split, index), pictures, strict=True):
-            written, data = cv2.imencode(".png", picture, _PNG)
-            assert written, "PNG holds any 8 or 16 bit picture"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, data.tobytes(), durable=False)
-    return len(scenes)
+def _draw(scene: tuple[str, int], root: Path, size: tuple[int, int], seed: int) -> None:
+    split, index = scene
+    rng = np.random.default_rng((seed, _SPLIT_KEY[split], index))
+    image, *labels = draw_scene(rng, size)
+    pictures = (cv2.cvtColor(image, cv2.COLOR_RGB2BGR), *labels)
+    for path, picture in zip(_paths(root, split, index), pictures, strict=True):
+        _, data = cv2.imencode(".png", picture, _PNG)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data.tobytes(), durable=False)

@@ -15,8 +15,8 @@ from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import (
     bytes_in_flight,
     first_workers,
-    images_of_pass,
     indices_of_rank,
+    largest_microbatch,
 )
 from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.stream import ClassUniform
@@ -115,7 +115,7 @@ def _shared_memory_finding(config: Config) -> str | None:
     if workers == 0 or free is None:
         return None
     ranks, prefetch = dist.local_world_size(), config.data.prefetch
-    images = images_of_pass(config)
+    images = largest_microbatch(config)
     needed = ranks * bytes_in_flight(config, workers)
     if needed <= free:
         return None

@@ -29,7 +29,7 @@ from segtrain.data import open_dataset
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.centroids import TILE_PX, measure_centroids
 from segtrain.data.sample.loader import first_workers, indices_of_rank, train_loader
-from segtrain.data.sample.stream import ClassUniform, Mixing, TrainStream
+from segtrain.data.sample.stream import ClassUniform, TrainStream
 from segtrain.data.sample.transforms import TrainTransform
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
@@ -91,7 +91,8 @@ class TrainContext:
             stream_seed=config.seed,
             batch_size=config.train.batch_size,
             class_uniform=self.class_uniform,
-            mixing=Mixing(config.augment.mixup_alpha, config.augment.class_mix_prob),
+            mixup_alpha=config.augment.mixup_alpha,
+            class_mix_prob=config.augment.class_mix_prob,
         )
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:

@@ -2,16 +2,15 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from segtrain.config import Config, DataConfig
-from segtrain.data.check.dark_images import whole_split_problem
 from segtrain.data.check.findings import (
     ONE_SPLIT,
     Finding,
@@ -23,34 +22,27 @@ from segtrain.data.check.findings import (
     split_findings,
     training_findings,
 )
-from segtrain.data.check.scan import SplitScan, scan_image, scan_label, scan_split
-from segtrain.data.check.stats import (
-    class_column,
-    counts_of,
-    enet_weights,
-    median_frequency_weights,
-    table_lines,
-)
+from segtrain.data.check.scan import SplitScan, scan_image, scan_label, scan_pair, scan_split
+from segtrain.data.check.stats import class_column, counts_of, table_lines
 from segtrain.data.pack.opening import open_dataset
 from segtrain.data.read.classes import ClassFile, load_class_file, read_by
 from segtrain.data.read.concurrent import num_processes
 from segtrain.data.read.dataset import SegDataset, size_problem
 from segtrain.data.read.decode import label_mode_problem, read_header
 from segtrain.data.read.find import Pair
-from segtrain.data.read.labels import looks_like_train_ids
 from segtrain.data.read.layouts import scan_layout
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import counted, printable
 
+T = TypeVar("T")
+
 # Reading headers waits for the disk, not for the processor.
 _HEADER_THREADS = 16
-# Images and labels to look at in any case, and of the images with 16 bits: a wrong class file or a
-# wrong conversion shows in every one.
-_SAMPLES = 4
-_DEEP_SAMPLES = 8
-# To look at before all are called dark, or their ids train ids.
-_MORE_SAMPLES = 32
+# Few enough for large images.
+_DECODING_THREADS = 4
+# Pairs to look at before training: fewer could all be dark, or without the high ids, by chance.
+_SAMPLES = 32
 # Only if at least this fraction of the classes has raw ids that cannot be train ids.
 _MIN_TELLING = 0.25
 # What a few pairs can tell.
@@ -65,26 +57,14 @@ class CheckResult:
     class_names: Sequence[str]
     scans: list[SplitScan]
     findings: list[Finding]
-    weighs_classes: bool = True  # whether the loss can
 
     @property
     def ok(self) -> bool:
         """Whether training can start: there may be warnings, but no errors."""
         return not any(finding.severity == "error" for finding in self.findings)
 
-    @property
-    def class_weights(self) -> dict[str, list[float]]:
-        """Weights by the name of their method, from the first split; empty: no use for them."""
-        if not (self.weighs_classes and self.scans and self.scans[0].pixels.any()):
-            return {}
-        scan = self.scans[0]
-        return {
-            "median_frequency": median_frequency_weights(scan),
-            "enet": enet_weights(scan.pixels),
-        }
-
     def as_text(self) -> str:
-        """For a terminal: a table of the classes, class weights, the findings, a verdict."""
+        """For a terminal: a table of the classes, the findings, a verdict."""
         lines = [_split_line(scan) for scan in self.scans]
         if self.scans:
             columns = [class_column(self.class_names)]
@@ -94,11 +74,6 @@ class CheckResult:
                 columns.append([f"{scan.split} pixels", *percentages])
                 columns.append(["images", *map(str, scan.images)])
             lines += ["", *table_lines(columns)]
-        if weights := self.class_weights:
-            which = f"class weights for the loss section, from split {self.scans[0].split!r}"
-            lines += ["", f"{which}, if rare classes matter:"]
-            lines.append(f"  class_weights: {weights['median_frequency']}  # median frequency")
-            lines.append(f"  class_weights: {weights['enet']}  # ENet")
         ordered = sorted(self.findings, key=lambda finding: finding.severity, reverse=True)
         for finding in ordered:  # warnings, then errors, which a terminal shows last
             first, *places = finding.lines()
@@ -111,7 +86,7 @@ class CheckResult:
 
     def as_json(self) -> str:
         """The whole result, with every place of every finding, as one JSON object."""
-        content: dict[str, Any] = {
+        content = {
             "ok": self.ok,
             "class_file": self.class_file,
             "splits": {
@@ -120,8 +95,6 @@ class CheckResult:
             },
             "findings": [vars(finding) for finding in self.findings],
         }
-        if weights := self.class_weights:
-            content["class_weights"] = weights
         return json.dumps(content, indent=2)
 
 
@@ -157,8 +130,7 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         if scan.split == data.train_split:
             findings += training_findings(scan, config)
     findings += shared_image_findings(scans, is_one_split=data.train_split == data.eval_split)
-    weighs = any(term.takes_class_weights for term in config.loss.terms)
-    return CheckResult(classes.name, classes.names, scans, findings, weighs)
+    return CheckResult(classes.name, classes.names, scans, findings)
 
 
 def quick_check(train: SegDataset, evaluation: SegDataset) -> list[str]:
@@ -183,11 +155,8 @@ def check_split(dataset: SegDataset) -> list[str]:
     """
     if dataset.is_packed:
         return []
-    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
-    depths = _scan_headers(dataset, scan)
-    refuse_errors(file_findings(scan))
-    _scan_images(dataset, scan, depths)
-    _scan_labels(dataset, scan)
+    depths = _check_headers(dataset)
+    scan = _scan_sample(dataset, depths)
     kinds = _KINDS if _can_tell_train_ids(dataset) else _KINDS - {"train ids"}
     classes = read_by(dataset.classes, dataset.label_format)
     found = [one for one in split_findings(scan, classes) if one.kind in kinds]
@@ -204,13 +173,8 @@ def dark_warnings(dataset: SegDataset) -> list[str]:
     """
     if dataset.is_packed:
         return []
-    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
-    indices = _spread(range(len(dataset)), _MORE_SAMPLES)
-    try:
-        depths = {i: read_header(dataset.pairs[i].image).depth for i in indices}
-    except DataError:
-        return []
-    _scan_images(dataset, scan, depths)
+    work = partial(scan_image, num_classes=dataset.classes.num_classes)
+    scan = _scanned(dataset, work, _spread(dataset.pairs))
     if scan.unreadable:
         return []
     return _lines(one for one in brightness_findings(scan) if one.kind == "faint")
@@ -245,14 +209,16 @@ def _lines(findings: Iterable[Finding]) -> list[str]:
     ]
 
 
-def _scan_headers(dataset: SegDataset, scan: SplitScan) -> dict[int, int]:
-    """The bit depth of each image, by its index; `scan` gets what the headers say is wrong."""
+def _check_headers(dataset: SegDataset) -> list[int]:
+    """The bit depth of each image; DataError: headers tell that training would stop."""
+    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
     read = partial(_read_headers, num_classes=scan.pixels.size, label_format=dataset.label_format)
-    depths = {}
+    depths = []
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        for i, (found, depth) in enumerate(pool.map(read, dataset.pairs)):
+        for found, depth in pool.map(read, dataset.pairs):
             scan.add(found)
-            depths[i] = depth
+            depths.append(depth)
+    refuse_errors(file_findings(scan))
     return depths
 
 
@@ -272,38 +238,31 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
     return scan, depth
 
 
-def _scan_images(dataset: SegDataset, scan: SplitScan, depths: Mapping[int, int]) -> None:
-    """Adds a few images to `scan`, and more while all of them are suspicious.
+def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
+    """What some pairs hold, among them images of 16 bits if there are any."""
+    classes, label_format = dataset.classes, dataset.label_format
+    deep = [i for i, depth in enumerate(depths) if depth > 8]
+    indices = dict.fromkeys([*_spread(range(len(dataset))), *_spread(deep)])
+    work = partial(scan_pair, classes=classes, label_format=label_format, count_rgb=False)
+    scan = _scanned(dataset, work, (dataset.pairs[i] for i in indices))
+    # With a single class any model scores 100 %. Only all labels together can tell.
+    for i in range(len(dataset)):
+        is_single = classes.num_classes > 1 and np.count_nonzero(scan.pixels) < 2
+        if not is_single or scan.unknown or scan.unreadable:
+            break
+        if i not in indices:
+            scan.add(scan_label(dataset.pairs[i], classes, label_format))
+    return scan
 
-    depths: bits per sample of the images to choose from, by their index.
-    """
-    indices = list(depths)
-    deep = [i for i in indices if depths[i] > 8]
-    few = [*_spread(indices, _SAMPLES), *_spread(deep, _DEEP_SAMPLES)]
-    more = _spread(deep or indices, _MORE_SAMPLES)
-    for number, i in enumerate(dict.fromkeys([*few, *more])):
-        if number >= len(set(few)) and not whole_split_problem(scan.brightness):
-            return
-        scan.add(scan_image(dataset.pairs[i], dataset.classes.num_classes))
 
-
-def _scan_labels(dataset: SegDataset, scan: SplitScan) -> None:
-    """Adds a few labels to `scan`, and more while their ids are suspicious but not yet wrong.
-
-    With a single class beside ignored pixels any model scores 100 %: there all labels are read.
-    """
-    num_classes, can_tell = dataset.classes.num_classes, _can_tell_train_ids(dataset)
-    indices = range(len(dataset))
-    few, more = _spread(indices, _SAMPLES), _spread(indices, _MORE_SAMPLES)
-    last = len({*few, *more})
-    for number, i in enumerate(dict.fromkeys([*few, *more, *indices])):
-        is_wrong = scan.unknown or scan.unreadable
-        is_single = num_classes > 1 and np.count_nonzero(scan.pixels) < 2
-        may_be_train_ids = can_tell and looks_like_train_ids(scan.values, dataset.classes)
-        is_odd = is_single or (number < last and may_be_train_ids)
-        if number >= len(few) and (is_wrong or not is_odd):
-            return
-        scan.add(scan_label(dataset.pairs[i], dataset.classes, dataset.label_format))
+def _scanned(
+    dataset: SegDataset, work: Callable[[Pair], SplitScan], pairs: Iterable[Pair]
+) -> SplitScan:
+    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
+    with ThreadPoolExecutor(_DECODING_THREADS) as pool:
+        for found in pool.map(work, pairs):
+            scan.add(found)
+    return scan
 
 
 def _can_tell_train_ids(dataset: SegDataset) -> bool:
@@ -316,6 +275,6 @@ def _can_tell_train_ids(dataset: SegDataset) -> bool:
     return dataset.label_format == "ids" and telling >= _MIN_TELLING * classes.num_classes
 
 
-def _spread(indices: Sequence[int], count: int) -> Sequence[int]:
-    """`count` of the indices or a few more, evenly spread; all if they are fewer."""
-    return indices[:: max(1, len(indices) // count)]
+def _spread(items: Sequence[T]) -> Sequence[T]:
+    """_SAMPLES of the items or a few more, evenly spread; all if they are fewer."""
+    return items[:: max(1, len(items) // _SAMPLES)]

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -26,8 +25,6 @@ from segtrain.text import MAX_NAME, counted, first_of, printable
 
 ONE_SPLIT = "data.train_split and data.eval_split are the same: scores are of training images"
 _REPAIR = "if the colours are right and the indices are not, set data.label_format: colors"
-# Different palettes to compare each label with.
-_MAX_COMPARED = 64
 _MAX_INDICES = 3
 
 
@@ -247,25 +244,20 @@ def _moved_colors(labels: Mapping[str, Palette]) -> tuple[str, bool]:
     Empty if there are none: palettes that only have different colours are no mistake.
     """
     found = ""
-    compared: dict[tuple[tuple[int, Color], ...], str] = {}
-    common: dict[int, Color] = {}
+    first: dict[int | frozenset[Color], str] = {}  # label with this index, or with these colours
     for name, palette in labels.items():
-        # Most labels agree with all before them, and need no comparison with each palette.
-        agrees = all(common.setdefault(i, color) == color for i, color in palette.items())
         index = {color: i for i, color in palette.items()}
-        for items, other in islice(compared.items(), 0 if agrees else _MAX_COMPARED):
-            for i, color in items:
-                if palette.get(i, color) != color and color in index:
-                    break
-            else:
-                continue
-            text = (
-                f"labels have the same colours at different indices: {list(color)} is {i} in "
-                f"{printable(other)} and {index[color]} in {printable(name)}, and ids are the "
-                f"indices; were the palettes made file by file? {_REPAIR}"
-            )
-            if set(dict(items).values()) == set(index):
-                return text, True
-            found = found or text
-        compared.setdefault(tuple(palette.items()), name)
+        colors = frozenset(index)
+        for other in dict.fromkeys(first.setdefault(key, name) for key in (colors, *palette)):
+            for i, color in labels[other].items():
+                if palette.get(i, color) == color or color not in index:
+                    continue
+                text = (
+                    f"labels have the same colours at different indices: {list(color)} is {i} in "
+                    f"{printable(other)} and {index[color]} in {printable(name)}, and ids are the "
+                    f"indices; were the palettes made file by file? {_REPAIR}"
+                )
+                if set(labels[other].values()) == colors:
+                    return text, True
+                found = found or text
     return found, False

@@ -151,11 +151,18 @@ def scan_split(
         work = partial(_scan_packed, **settings)
         items = list(zip(dataset.images, dataset.pairs, strict=True))
     else:
-        work = partial(_scan_pair, **settings, label_format=dataset.label_format)
+        work = partial(scan_pair, **settings, label_format=dataset.label_format)
         items = dataset.pairs
     for scan in for_each_pair(work, items, pool, dataset.split):
         total.add(scan)
     return total
+
+
+def scan_pair(pair: Pair, classes: ClassFile, label_format: str, count_rgb: bool) -> SplitScan:
+    """What one pair holds; count_rgb: also count `SplitScan.rgb`."""
+    scan = scan_image(pair, classes.num_classes, count_rgb=count_rgb)
+    scan.add(scan_label(pair, classes, label_format, scan.sizes))
+    return scan
 
 
 def scan_image(pair: Pair, num_classes: int, *, count_rgb: bool = False) -> SplitScan:
@@ -199,12 +206,6 @@ def used_palette(colors: list[Color], values: Iterable[int]) -> dict[int, Color]
     if all(color == (i, i, i) for i, color in enumerate(colors)):
         return {}
     return {i: colors[i] for i in sorted(values) if i < len(colors)}
-
-
-def _scan_pair(pair: Pair, classes: ClassFile, label_format: str, count_rgb: bool) -> SplitScan:
-    scan = scan_image(pair, classes.num_classes, count_rgb=count_rgb)
-    scan.add(scan_label(pair, classes, label_format, scan.sizes))
-    return scan
 
 
 def _count_label(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,86 +22,80 @@ from segtrain.text import MAX_NAME, printable
 _ENET_CONSTANT = 1.02
 
 
-def median_frequency_weights(scan: SplitScan) -> list[float]:
-    """Median of the class frequencies / frequency of the class, (K,); 1 for an absent class.
+def class_weights(scan: SplitScan, beta: float) -> dict[str, list[float]]:
+    """Weights (K,) by the name of their method, to 4 digits; an absent class has 1, but for ENet's.
 
-    The frequency of a class: its pixels divided by all valid pixels of the images in which it
-    occurs (arXiv:1411.4734).
+    median_frequency: median of the class frequencies / frequency of the class, which is its pixels
+        divided by all valid pixels of the images in which it occurs (arXiv:1411.4734).
+    inverse_frequency: all valid pixels / (classes that occur * pixels of the class). A pixel then
+        weighs 1 on average.
+    effective_number: (1 - beta) / (1 - beta ** pixels), the inverse effective number of samples
+        (arXiv:1901.05555, equation 2 and section 4), scaled to a mean of 1. beta 0 gives all 1;
+        towards 1 it is the inverse frequency.
+    enet: 1 / ln(1.02 + frequency of the class) (arXiv:1606.02147).
     """
     present = scan.pixels > 0
-    frequency = scan.pixels[present] / scan.pixels_beside[present]
-    return _weights(present, np.median(frequency) / frequency)
-
-
-def enet_weights(pixels: np.ndarray) -> list[float]:
-    """1 / ln(1.02 + frequency of the class), (K,) (arXiv:1606.02147)."""
-    return _weights(pixels >= 0, 1 / np.log(_ENET_CONSTANT + pixels / pixels.sum()))
-
-
-def inverse_frequency_weights(pixels: np.ndarray) -> list[float]:
-    """All valid pixels / (classes that occur * pixels of the class), (K,); 1 for an absent class.
-
-    A pixel then weighs 1 on average.
-    """
-    present = pixels > 0
-    return _weights(present, pixels.sum() / (present.sum() * pixels[present]))
-
-
-def default_beta(pixels: np.ndarray) -> float:
-    """1 - 1 / N for the mean number N of pixels of the classes that occur."""
-    return 1 - 1 / max(1.0, pixels[pixels > 0].mean())
-
-
-def effective_number_weights(pixels: np.ndarray, beta: float) -> list[float]:
-    """(1 - beta) / (1 - beta ** pixels), scaled to a mean of 1, (K,); 1 for an absent class.
-
-    The inverse effective number of samples (arXiv:1901.05555, equation 2 and section 4). The scale
-    is over the classes that occur. beta 0 gives all 1; towards 1 it is the inverse frequency.
-    """
-    present = pixels > 0
+    pixels, total = scan.pixels[present], scan.pixels.sum()
+    frequency = pixels / scan.pixels_beside[present]
     # beta ** pixels is close to 1 or 0: computed as it stands, 1 minus it would lose digits.
-    raw = 1 / -np.expm1(pixels[present] * np.log(beta)) if beta > 0 else np.ones(present.sum())
-    return _weights(present, raw / raw.mean())
+    effective = 1 / -np.expm1(pixels * np.log(beta)) if beta > 0 else np.ones(len(pixels))
 
+    def padded(values: np.ndarray) -> np.ndarray:
+        whole = np.ones(len(present))
+        whole[present] = values
+        return whole
 
-def _weights(present: np.ndarray, weights: np.ndarray) -> list[float]:
-    """`weights` of the `present` classes (K,) bool, to 4 digits, and 1 for the others."""
-    result = np.ones(len(present))
-    result[present] = weights
-    return [float(f"{weight:.4g}") for weight in result]
+    weights = {
+        "median_frequency": padded(np.median(frequency) / frequency),
+        "inverse_frequency": padded(total / (len(pixels) * pixels)),
+        "effective_number": padded(effective / effective.mean()),
+        "enet": 1 / np.log(_ENET_CONSTANT + scan.pixels / total),
+    }
+    return {name: [float(f"{w:.4g}") for w in values] for name, values in weights.items()}
 
 
 @dataclass(frozen=True)
 class SplitStats:
     """What one split holds.
 
-    mean_size: mean height and width of the images.
-    rgb_mean, rgb_std: over all pixels of all images, in units of 0..255, as data.mean wants.
     beta: that of the effective numbers.
-    class_weights: (K,) by the name of the method.
     """
 
     class_names: Sequence[str]
     scan: SplitScan
-    mean_size: tuple[float, float]
-    rgb_mean: tuple[float, ...]
-    rgb_std: tuple[float, ...]
     beta: float
-    class_weights: dict[str, list[float]]
+
+    @cached_property
+    def numbers(self) -> dict[str, Any]:
+        """All of them by name; colours in units of 0..255, as data.mean wants."""
+        sizes = np.array(list(self.scan.sizes.elements())).reshape(-1, 2)
+        mean, std = _moments(self.scan.rgb)
+        return {
+            "split": self.scan.split,
+            "images": self.scan.num_pairs,
+            "valid_pixels": int(self.scan.pixels.sum()),
+            "mean_size": sizes.mean(0).tolist(),
+            "rgb_mean": mean,
+            "rgb_std": std,
+            **counts_of(self.scan, self.class_names),
+            "effective_number_beta": self.beta,
+            "class_weights": class_weights(self.scan, self.beta),
+        }
 
     def as_text(self) -> str:
         """For a terminal: the images, a table of the classes, and lines to paste into a config."""
-        scan = self.scan
-        num_valid = int(scan.pixels.sum())
-        height, width = self.mean_size
+        scan, numbers = self.scan, self.numbers
+        num_valid, weights = numbers["valid_pixels"], numbers["class_weights"]
+        height, width = numbers["mean_size"]
         ignored = scan.ignored_pixels / (num_valid + scan.ignored_pixels)
         columns = [
             class_column(self.class_names),
             ["pixels", *map(str, scan.pixels)],
             ["of valid", *(f"{100 * pixels / num_valid:.3f} %" for pixels in scan.pixels)],
             ["images", *map(str, scan.images)],
-            *([name, *(f"{w:g}" for w in weights)] for name, weights in self.class_weights.items()),
+            *([name, *(f"{w:g}" for w in values)] for name, values in weights.items()),
         ]
+        notes = {"effective_number": f", beta 1 - {1 - self.beta:.3g}"}
         lines = [
             f"{printable(scan.split)}: {scan.num_pairs} images of {height:.1f}x{width:.1f} on "
             f"average, {num_valid} valid pixels, {ignored:.1%} ignored",
@@ -108,29 +103,19 @@ class SplitStats:
             *table_lines(columns),
             "",
             "for the data section, if the images are unlike those of the pretraining:",
-            f"  mean: {[round(value, 3) for value in self.rgb_mean]}",
-            f"  std: {[round(value, 3) for value in self.rgb_std]}",
+            f"  mean: {[round(value, 3) for value in numbers['rgb_mean']]}",
+            f"  std: {[round(value, 3) for value in numbers['rgb_std']]}",
             "for the loss section, one of them if rare classes matter:",
+            *(
+                f"  class_weights: {w}  # {name}{notes.get(name, '')}"
+                for name, w in weights.items()
+            ),
         ]
-        notes = {"effective_number": f", beta 1 - {1 - self.beta:.3g}"}
-        for name, weights in self.class_weights.items():
-            lines.append(f"  class_weights: {weights}  # {name}{notes.get(name, '')}")
         return "\n".join(lines)
 
     def as_json(self) -> str:
         """All numbers as one JSON object."""
-        content = {
-            "split": self.scan.split,
-            "images": self.scan.num_pairs,
-            "valid_pixels": int(self.scan.pixels.sum()),
-            "mean_size": self.mean_size,
-            "rgb_mean": self.rgb_mean,
-            "rgb_std": self.rgb_std,
-            **counts_of(self.scan, self.class_names),
-            "effective_number_beta": self.beta,
-            "class_weights": self.class_weights,
-        }
-        return json.dumps(content, indent=2)
+        return json.dumps(self.numbers, indent=2)
 
 
 def measure(
@@ -139,7 +124,7 @@ def measure(
     """Reads all images and labels of `split` once.
 
     Args:
-        beta: of the effective numbers; None: `default_beta`.
+        beta: of the effective numbers; None: 1 - 1 / the mean pixels of the classes that occur.
         jobs: processes; None: one for each core that this process may use.
 
     Raises:
@@ -154,17 +139,9 @@ def measure(
     refuse_errors(one for one in found if one.kind in ("unreadable", "sizes", "values"))
     if not scan.pixels.any():
         raise DataError(f"split {printable(scan.split)!r}: no label has a pixel of any class")
-    beta = default_beta(scan.pixels) if beta is None else beta
-    weights = {
-        "median_frequency": median_frequency_weights(scan),
-        "inverse_frequency": inverse_frequency_weights(scan.pixels),
-        "effective_number": effective_number_weights(scan.pixels, beta),
-        "enet": enet_weights(scan.pixels),
-    }
-    sizes = np.array(list(scan.sizes.elements())).reshape(-1, 2)
-    mean, std = _moments(scan.rgb)
-    names = dataset.classes.names
-    return SplitStats(names, scan, tuple(sizes.mean(0).tolist()), mean, std, beta, weights)
+    if beta is None:
+        beta = 1 - 1 / scan.pixels[scan.pixels > 0].mean()
+    return SplitStats(dataset.classes.names, scan, beta)
 
 
 def counts_of(scan: SplitScan, class_names: Sequence[str]) -> dict[str, Any]:

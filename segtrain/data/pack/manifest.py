@@ -2,7 +2,7 @@
 
 A shard is a safetensors file with one tensor for each image, (H, 4 W) uint8: each row is the row
 of the image, W RGB pixels, and behind it the row of the label, W train ids. So the rows of a crop,
-with their labels, are one range of bytes (`PackedImage.byte_range`).
+with their labels, are one range of bytes.
 """
 
 import hashlib
@@ -27,6 +27,7 @@ UNFINISHED = "unfinished"
 FORMAT = 2
 
 _MAX_BYTES = 1 << 30  # an image takes about 600 bytes
+REPAIR = "copy it again, or delete the pack and make it again"
 
 
 def _is_text(value: Any) -> str:
@@ -80,11 +81,6 @@ class PackedImage:
     def num_bytes(self) -> int:
         """Of all its rows."""
         return self.height * 4 * self.width
-
-    def byte_range(self, rows: range) -> tuple[int, int]:
-        """The first byte of these rows in the shard, and the first byte behind them."""
-        first = self.offset + 4 * self.width * rows.start
-        return first, first + 4 * self.width * len(rows)
 
 
 @dataclass(frozen=True)
@@ -171,55 +167,47 @@ def read_pack(directory: Path) -> Pack:
         raw = files.read_bytes(path, _MAX_BYTES)
     pack = _parse(raw, path)
     for shard in pack.shards:
-        if problem := shard_problem(directory, shard):
-            raise DataError(problem)
+        check_shard(directory, shard)
     return pack
 
 
+def check_shard(directory: Path, shard: Shard) -> None:
+    """Raises DataError if this shard is missing or has another size."""
+    path = directory / shard.name
+    with os_errors_as(DataError, path):
+        found = path.stat().st_size
+    if found != shard.num_bytes:
+        raise DataError(
+            f"{printable(path)}: a shard of {found} bytes, expected {shard.num_bytes}; {REPAIR}"
+        )
+
+
 def _no_pack(directory: Path) -> str:
-    where = f"data.pack: {printable(directory)}"
-    if (directory / UNFINISHED).exists():
-        return f"{where}: this pack is not finished; run segtrain data pack again"
     what = "no pack there" if directory.is_dir() else "no such folder"
+    if (directory / UNFINISHED).exists():
+        what = "this pack is not finished"
     return (
-        f"{where}: {what}; make one with segtrain data pack, or read the files themselves "
-        "(data.pack: null)"
+        f"data.pack: {printable(directory)}: {what}; make one with segtrain data pack, or read "
+        "the files themselves (data.pack: null)"
     )
 
 
 def _parse(raw: bytes, path: Path) -> Pack:
-    damaged = f"{printable(path)}: damaged; copy it again, or delete the pack and make it again"
+    damaged = f"{printable(path)}: damaged; {REPAIR}"
     try:
-        found = json.loads(raw)
-        content, digest = found["pack"], found["sha256"]
-        if isinstance(content, dict) and content.get("format") != FORMAT:
+        found = files.parse_json(raw)
+        content = found["pack"]
+        if content["format"] != FORMAT:
             raise DataError(
                 f"{printable(path)}: a pack of another version of segtrain; make it again"
             )
-        if digest != sha256_of(content):
-            raise DataError(damaged)
+        is_whole = found["sha256"] == sha256_of(content)
         pack = _ADAPTER.validate_python(content)
-    # The last three: other JSON than `to_json` writes.
-    except (ValidationError, ValueError, LookupError, TypeError, RecursionError):
+    except (ValidationError, ValueError, LookupError, TypeError):  # also JSON that is not ours
         raise DataError(damaged) from None
     for image in pack.images():
         shards = pack.shards[image.shard : image.shard + 1]
-        if not shards or image.offset + image.num_bytes > shards[0].num_bytes:
-            raise DataError(damaged)
+        is_whole &= bool(shards) and image.offset + image.num_bytes <= shards[0].num_bytes
+    if not is_whole:
+        raise DataError(damaged)
     return pack
-
-
-def shard_problem(directory: Path, shard: Shard) -> str:
-    """Why this shard cannot be what was written; empty if its size is right."""
-    path = directory / shard.name
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        return f"{printable(path)}: a shard of the pack: {(error.strerror or '').lower()}"
-    if found == shard.num_bytes:
-        return ""
-    what = "cut off" if found < shard.num_bytes else "too long"
-    return (
-        f"{printable(path)}: a shard of the pack, {what}: {found} bytes, expected "
-        f"{shard.num_bytes}; copy it again, or delete the pack and make it again"
-    )

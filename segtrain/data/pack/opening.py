@@ -6,6 +6,7 @@ contents of a few files are compared; of many, a warning says how to compare the
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,7 @@ from segtrain.text import counted, printable
 # Asking for sizes waits for the disk, not for the processor.
 _THREADS = 16
 _MAX_HASHED = 64
+_GONE, _CHANGED, _TOUCHED = "gone since it was packed", "changed since it was packed", "touched"
 _WAY_OUT = "delete the pack and make it again, or read the files themselves (data.pack: null)"
 
 
@@ -85,8 +87,14 @@ def _open_packed(
 ) -> PackedDataset:
     directory = Path(os.path.expanduser(data.pack))
     pack = read_pack(directory)
-    packed = _split_of(pack, data, split)
-    if changes := _other_options(pack, packed, data, split, classes, directory):
+    packed = pack.splits.get(split)
+    if packed is None:
+        held = ", ".join(printable(repr(name)) for name in pack.splits)
+        raise ConfigError(
+            f"data.pack: {printable(data.pack)} holds no split {printable(repr(split))}, only "
+            f"{held}; --set data.pack=null reads the files"
+        )
+    if changes := _other_options(pack, packed, data, split, classes):
         listed = "\n  ".join(changes)
         raise ConfigError(
             f"data.pack: {printable(directory)} was made with other options\n  {listed}\n"
@@ -109,46 +117,24 @@ def _open_packed(
     )
 
 
-def _split_of(pack: Pack, data: DataConfig, split: str) -> PackedSplit:
-    packed = pack.splits.get(split)
-    if packed is None:
-        held = ", ".join(printable(repr(name)) for name in pack.splits)
-        raise ConfigError(
-            f"data.pack: {printable(data.pack)} holds no split {printable(repr(split))}, only "
-            f"{held}; --set data.pack=null reads the files"
-        )
-    return packed
-
-
 def _other_options(
-    pack: Pack,
-    packed: PackedSplit,
-    data: DataConfig,
-    split: str,
-    classes: ClassFile,
-    directory: Path,
+    pack: Pack, packed: PackedSplit, data: DataConfig, split: str, classes: ClassFile
 ) -> list[str]:
     """How the config differs from what the pack was made with: a line for each option."""
-    changes = []
-    pairs = {name: (pack.options.get(name), getattr(data, name)) for name in OPTIONS}
-    pairs["train_exclude"] = (list(packed.excluded), list(excluded_names(data, split)))
-    for name, (before, now) in pairs.items():
-        if before != now:
-            changes.append(f"data.{name}: {printable(before)} there, {printable(now)} now")
-    if changes:
-        return changes
+    pairs = {f"data.{name}": (pack.options.get(name), getattr(data, name)) for name in OPTIONS}
+    pairs["data.train_exclude"] = list(packed.excluded), list(excluded_names(data, split))
+    if data.label_format == "colors":
+        pairs["class file: gives ignore_color"] = pack.ignores_color, classes.ignores_color
+    changes = [
+        f"{name}: {printable(before)} there, {printable(now)} now"
+        for name, (before, now) in pairs.items()
+        if before != now
+    ]
     try:
         old = class_file_from_json(pack.classes)
     except (ValidationError, ConfigError):
-        raise DataError(f"{printable(directory / MANIFEST)}: damaged class file") from None
-    lines, _ = class_differences(old, classes, data.label_format)
-    if data.label_format == "colors" and pack.ignores_color != classes.ignores_color:
-        words = {True: "given", False: "not given"}
-        lines.append(
-            f"class file: ignore_color: {words[pack.ignores_color]} there, "
-            f"{words[classes.ignores_color]} now"
-        )
-    return lines
+        raise DataError(f"{printable(data.pack)}/{MANIFEST}: damaged class file") from None
+    return changes + class_differences(old, classes, data.label_format)[0]
 
 
 def _check_source(
@@ -168,41 +154,45 @@ def _check_source(
         DataError: files were changed, added or removed, or their order is another.
     """
     root = Path(os.path.expanduser(data.root))
-    pack = printable(data.pack)
+    pack = f"data.pack {printable(data.pack)}"
     sources = [file for image in images for file in (image.image, image.label)[: 1 + labelled]]
+    paths = [root / file.name for file in sources]
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda file: _stat(root / file.name), sources))
-    if not any(found):
-        what = f"data.pack {pack}: its files are not in data.root {printable(data.root)}"
+        states = list(pool.map(_state, paths, sources))
+    if set(states) == {_GONE}:
+        what = f"{pack}: its files are not in data.root {printable(data.root)}"
         if _has_images(data, split):
             raise DataError(f"{what}, which holds others; {_WAY_OUT}")
         return False, [f"{what}: changes since they were packed are not noticed"]
-    changed = "changed since it was packed"
-    problems, touched = [], []
-    for file, now in zip(sources, found, strict=True):
-        place = printable(root / file.name)
-        if now is None:
-            problems.append(f"{place}: gone since it was packed")
-        elif now.st_size != file.num_bytes:
-            problems.append(f"{place}: {changed}")
-        elif now.st_mtime_ns != file.mtime_ns:
-            touched.append((place, file))
+    by_state = defaultdict(list)
+    for path, file, state in zip(paths, sources, states, strict=True):
+        by_state[state].append((path, file))
+    touched = by_state[_TOUCHED]
     if len(touched) <= _MAX_HASHED:
-        problems += [
-            f"{p}: {changed}" for p, file in touched if not has_content(root / file.name, file)
-        ]
+        by_state[_CHANGED] += [file for file in touched if not has_content(*file)]
         touched = []
+    problems = [f"{printable(p)}: {what}" for what in (_GONE, _CHANGED) for p, _ in by_state[what]]
     if labelled and not problems:
         problems = _other_names(data, split, images, quoted=quoted)
     if problems:
-        title = f"data.pack {pack}, split {split!r}: {_WAY_OUT}"
-        raise DataError(first_lines(title, problems))
+        raise DataError(first_lines(f"{pack}, split {split!r}: {_WAY_OUT}", problems))
     if not touched:
         return True, []
     one = "file has another time than when it was packed"
     many = "files have other times than when they were packed"
-    what = f"data.pack {pack}: {counted(len(touched), one, many)}"
+    what = f"{pack}: {counted(len(touched), one, many)}"
     return True, [f"{what}, as after a copy; segtrain data check compares them"]
+
+
+def _state(path: Path, file: SourceFile) -> str:
+    """How the file at `path` differs, without reading it, from the one that was packed."""
+    try:
+        now = os.stat(path)
+    except OSError:
+        return _GONE
+    if now.st_size != file.num_bytes:
+        return _CHANGED
+    return "" if now.st_mtime_ns == file.mtime_ns else _TOUCHED
 
 
 def _has_images(data: DataConfig, split: str) -> bool:
@@ -214,34 +204,19 @@ def _has_images(data: DataConfig, split: str) -> bool:
         return False
 
 
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return os.stat(path)
-    except OSError:
-        return None
-
-
 def _other_names(
     data: DataConfig, split: str, images: Sequence[PackedImage], *, quoted: bool
 ) -> list[str]:
     """How the split, listed now, differs from `images`."""
-    now = {
-        pair.name: (source_name(pair.image, data.root), source_name(pair.label, data.root))
+    now = [
+        (pair.name, source_name(pair.image, data.root), source_name(pair.label, data.root))
         for pair in list_split(data, split, quoted=quoted).pairs
-    }
-    packed = {image.name: (image.image.name, image.label.name) for image in images}
-    differences = {
-        "not in the pack": now.keys() - packed.keys(),
-        "no longer in the split": packed.keys() - now.keys(),
-        "made from other files than the split names now": {
-            name for name in now.keys() & packed.keys() if now[name] != packed[name]
-        },
-    }
-    problems = [
-        f"{printable(name)}: {what}"
-        for what, names in differences.items()
-        for name in sorted(names)
     ]
-    if not problems and list(now) != list(packed):
-        problems = ["the images have another order now"]
-    return problems
+    packed = [(image.name, image.image.name, image.label.name) for image in images]
+    if now == packed:
+        return []
+    new, old = sorted(set(now) - set(packed)), sorted(set(packed) - set(now))
+    return [
+        *(f"{printable(name)}: not in the pack, or made from other files" for name, *_ in new),
+        *(f"{printable(name)}: no longer in the split with these files" for name, *_ in old),
+    ] or ["the images have another order now"]

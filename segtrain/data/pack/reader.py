@@ -4,13 +4,12 @@ import hashlib
 import mmap
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from segtrain.data.pack.manifest import PackedImage, Shard, checksum, shard_problem
+from segtrain.data.pack.manifest import REPAIR, PackedImage, Shard, check_shard, checksum
 from segtrain.data.read.dataset import HashedLabel, SegDataset
 from segtrain.errors import DataError
 from segtrain.files import open_regular, os_errors_as
@@ -38,7 +37,7 @@ class Shards:
         whole = self._maps.get(image.shard)
         if whole is None:
             # Threads may map a shard twice: then the last one stays.
-            whole = self._maps[image.shard] = self._mapped(self.shards[image.shard])
+            whole = self._maps[image.shard] = self._mapped(image)
         flat = np.frombuffer(whole, np.uint8, image.num_bytes, image.offset)
         return flat.reshape(image.shape)
 
@@ -46,11 +45,8 @@ class Shards:
         """Raises DataError if rows do not have their CRC, or a label holds no train ids."""
         rows, place = self.rows(image), printable(self.path(image))
         if checksum(rows) != image.crc:
-            first, last = image.byte_range(range(image.height))
             raise DataError(
-                f"{place}: damaged: bytes {first} to {last - 1}, image {printable(image.name)}, "
-                "are not those that were packed; copy the shard again, or delete the pack and "
-                "make it again"
+                f"{place}: damaged: image {printable(image.name)} is not what was packed; {REPAIR}"
             )
         # 255 wraps to 0.
         highest = int((split_rows(rows)[1] + np.uint8(1)).max()) - 1
@@ -65,11 +61,10 @@ class Shards:
         """The shard that holds `image`."""
         return self.directory / self.shards[image.shard].name
 
-    def _mapped(self, shard: Shard) -> mmap.mmap:
+    def _mapped(self, image: PackedImage) -> mmap.mmap:
         # Rows behind the end of a file would kill this process (SIGBUS).
-        if problem := shard_problem(self.directory, shard):
-            raise DataError(problem)
-        path = self.directory / shard.name
+        check_shard(self.directory, self.shards[image.shard])
+        path = self.path(image)
         with os_errors_as(DataError, path), open_regular(path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -132,14 +127,11 @@ class PackedDataset(SegDataset):
     def hashed_label(self, index: int) -> HashedLabel:
         """The label of item `index`, not yet read, with the hash of the file it was made from."""
         digest = bytes.fromhex(self.images[index].label.sha256)
-        return HashedLabel(digest, partial(self._label, index))
+        return HashedLabel(digest, lambda: self.view(index)[1].copy())
 
     def content_hash(self) -> str:
         """The hash of the CRCs: packs that were made by other decoders differ."""
         return hashlib.sha256(repr([image.crc for image in self.images]).encode()).hexdigest()
-
-    def _label(self, index: int) -> np.ndarray:
-        return self.view(index)[1].copy()
 
 
 def packed_rows(image: np.ndarray, label: np.ndarray) -> np.ndarray:

@@ -4,17 +4,15 @@ The file `unfinished` stands in the folder until all is there, and the manifest 
 whatever stops the work, no half pack can be opened; the next run begins again from nothing.
 """
 
-import errno
 import hashlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +61,6 @@ _METADATA = {
 }
 # Data begins on a page.
 _ALIGNMENT = 4096
-# Of an image in the manifest, about.
-_BYTES_PER_RECORD = 1200
 
 
 def plan_pack(
@@ -77,29 +73,27 @@ def plan_pack(
     Raises:
         DataError: a header cannot be read.
     """
+    pairs = [pair for dataset in datasets for pair in dataset.pairs]
+    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+        images, shards = _placed(list(pool.map(partial(_unplaced, root=data.root), pairs)))
+    rest = iter(images)
     classes = datasets[0].classes
-    planned = Pack(
+    return Pack(
         format=FORMAT,
         made_by={"segtrain": __version__, "opencv": cv2.__version__, "pillow": PIL.__version__},
         options={name: getattr(data, name) for name in OPTIONS},
         classes=_CLASS_FILE.dump_json(classes).decode(),
         ignores_color=classes.ignores_color,
-        shards=(),
+        shards=tuple(shards),
         splits={
             dataset.split: PackedSplit(
                 excluded_names(data, dataset.split),
-                tuple(dict.fromkeys((*dataset.warnings, *warnings.get(dataset.split, ())))),
-                _unplaced(dataset.pairs, data.root),
+                tuple(dict.fromkeys((*dataset.warnings, *warnings[dataset.split]))),
+                tuple(islice(rest, len(dataset))),
             )
             for dataset in datasets
         },
     )
-    return _placed(planned)
-
-
-def is_made_of(pack: Pack, planned: Pack) -> bool:
-    """Whether `pack` was made of the files and options that are `planned`."""
-    return _plan_of(pack) == _plan_of(planned)
 
 
 def excluded_names(data: DataConfig, split: str) -> tuple[str, ...]:
@@ -114,72 +108,47 @@ def source_name(path: Path, root: str) -> str:
     return os.fspath(path).removeprefix(prefix)
 
 
-def _plan_of(pack: Pack) -> dict[str, Any]:
-    content = asdict(pack) | {"made_by": None}
-    for split in content["splits"].values():
-        split["warnings"] = None
-        for image in split["images"]:
-            image["crc"] = image["image"]["sha256"] = image["label"]["sha256"] = None
-    return content
-
-
-def _unplaced(pairs: Sequence[Pair], root: str) -> tuple[PackedImage, ...]:
-    """The images of a split, each at offset 0 of shard 0."""
+def _unplaced(pair: Pair, root: str) -> PackedImage:
+    """The record of an image, as far as the headers tell, at offset 0 of shard 0."""
 
     def source(path: Path) -> SourceFile:
-        with files.os_errors_as(DataError, path):
-            found = os.stat(path)
+        found = os.stat(path)
         return SourceFile(source_name(path, root), found.st_size, found.st_mtime_ns, _NO_HASH)
 
-    def look(pair: Pair) -> PackedImage:
-        header = read_header(pair.image)
-        height, width = header.size
-        return PackedImage(
-            pair.name,
-            image=source(pair.image),
-            label=source(pair.label),
-            height=height,
-            width=width,
-            depth=header.depth,
-            orientation=header.orientation,
-            shard=0,
-            offset=0,
-            crc=0,
-        )
-
-    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        return tuple(pool.map(look, pairs))
+    header = read_header(pair.image)
+    height, width = header.size
+    return PackedImage(
+        pair.name,
+        image=source(pair.image),
+        label=source(pair.label),
+        height=height,
+        width=width,
+        depth=header.depth,
+        orientation=header.orientation,
+        shard=0,
+        offset=0,
+        crc=0,
+    )
 
 
-def _placed(pack: Pack) -> Pack:
-    """`pack` with its shards, in which neighbours lie beside each other."""
+def _placed(images: Sequence[PackedImage]) -> tuple[list[PackedImage], list[Shard]]:
+    """The images at their places, neighbours beside each other, and the shards they lie in."""
     groups: list[list[tuple[int, PackedImage]]] = []
     size = 0
-    for number, image in enumerate(pack.images()):
+    for number, image in enumerate(images):
         if not groups or size + image.num_bytes > SHARD_BYTES:
             groups.append([])
             size = 0
         groups[-1].append((number, image))
         size += image.num_bytes
-    placed: list[PackedImage] = []
-    shards = []
+    placed, shards = [], []
     for i, group in enumerate(groups):
         offset = len(_shard_header(group))
         for _, image in group:
             placed.append(replace(image, shard=i, offset=offset))
             offset += image.num_bytes
         shards.append(Shard(f"{i:05d}.safetensors", offset))
-    return _with_images(replace(pack, shards=tuple(shards)), placed)
-
-
-def _with_images(pack: Pack, images: Sequence[PackedImage]) -> Pack:
-    """`pack` with other records of its images, in the order of `Pack.images`."""
-    rest = iter(images)
-    splits = {
-        name: replace(split, images=tuple(next(rest) for _ in split.images))
-        for name, split in pack.splits.items()
-    }
-    return replace(pack, splits=splits)
+    return placed, shards
 
 
 def _shard_header(numbered: Sequence[tuple[int, PackedImage]]) -> bytes:
@@ -217,67 +186,65 @@ def remove_unfinished(directory: Path) -> bool:
     return False
 
 
-def num_bytes(pack: Pack) -> int:
-    """The space that a pack takes on the disk."""
-    records = _BYTES_PER_RECORD * sum(1 for _ in pack.images())
-    return records + sum(shard.num_bytes for shard in pack.shards)
-
-
-def lay_out(directory: Path, pack: Pack) -> None:
-    """Makes all shards at their full size, with their headers.
-
-    Raises:
-        ExecutionError: the disk is full, or a file cannot be written.
-    """
-    groups = groupby(enumerate(pack.images()), key=lambda numbered: numbered[1].shard)
-    with _disk_errors(directory):
-        (directory / UNFINISHED).touch()
-        for shard, (_, numbered) in zip(pack.shards, groups, strict=True):
-            with (directory / shard.name).open("xb") as file:
-                file.write(_shard_header(list(numbered)))
-                file.flush()
-                _allocate(file.fileno(), shard.num_bytes)
-
-
-def fill(
+def write_pack(
     directory: Path,
     planned: Pack,
     datasets: Sequence[SegDataset],
     pool: ProcessPoolExecutor | None,
-) -> Pack:
-    """Writes the rows of all images; returns `planned` with their CRCs and hashes.
+) -> None:
+    """Writes the pack that is `planned` into an empty folder.
 
     Raises:
         DataError: images or labels that cannot be used, after all others are written.
-        ExecutionError: the disk is full, or a process was killed.
+        ExecutionError: the disk is full, a file cannot be written, or a process was killed.
     """
+    with files.os_errors_as(ExecutionError, directory, "the pack cannot be written"):
+        (directory / UNFINISHED).touch()
+        _lay_out(directory, planned)
+        filled = iter(_filled(directory, planned, datasets, pool))
+        splits = {
+            name: replace(split, images=tuple(islice(filled, len(split.images))))
+            for name, split in planned.splits.items()
+        }
+        for shard in planned.shards:
+            with (directory / shard.name).open("rb") as file:
+                os.fsync(file.fileno())
+        files.sync_directory(directory)
+        files.write_atomic(directory / MANIFEST, to_json(replace(planned, splits=splits)))
+        (directory / UNFINISHED).unlink()
+
+
+def _lay_out(directory: Path, pack: Pack) -> None:
+    """Makes all shards at their full size, with their headers."""
+    groups = groupby(enumerate(pack.images()), key=lambda numbered: numbered[1].shard)
+    for shard, (_, numbered) in zip(pack.shards, groups, strict=True):
+        with (directory / shard.name).open("xb") as file:
+            if hasattr(os, "posix_fallocate"):  # not on macOS
+                # Now, so that the disk is not full only after hours. Before the header: where the
+                # file system cannot reserve, glibc would read what is written already.
+                os.posix_fallocate(file.fileno(), 0, shard.num_bytes)
+            file.truncate(shard.num_bytes)
+            file.write(_shard_header(list(numbered)))
+
+
+def _filled(
+    directory: Path,
+    planned: Pack,
+    datasets: Sequence[SegDataset],
+    pool: ProcessPoolExecutor | None,
+) -> list[PackedImage]:
+    """Writes the rows of all images; returns their records, with CRCs and hashes."""
     images = list(planned.images())
     pairs = [pair for dataset in datasets for pair in dataset.pairs]
     shards = [directory / planned.shards[image.shard].name for image in images]
     first = datasets[0]
     fill_one = partial(_fill_one, classes=first.classes, label_format=first.label_format)
     tasks = list(zip(shards, images, pairs, strict=True))
-    with _disk_errors(directory):
-        filled = list(for_each_pair(fill_one, tasks, pool, "pack"))
+    filled = list(for_each_pair(fill_one, tasks, pool, "pack"))
     if problems := [result for result in filled if isinstance(result, str)]:
         title = f"{printable(directory)}: not finished; repair these and run the command again"
         raise DataError(first_lines(title, problems))
-    return _with_images(planned, filled)
-
-
-def finish(directory: Path, pack: Pack) -> None:
-    """Writes the manifest: from now on `pack` can be opened.
-
-    Raises:
-        ExecutionError: the disk is full, or a file cannot be written.
-    """
-    with _disk_errors(directory):
-        for shard in pack.shards:
-            with (directory / shard.name).open("rb") as file:
-                os.fsync(file.fileno())
-        files.sync_directory(directory)
-        files.write_atomic(directory / MANIFEST, to_json(pack))
-        (directory / UNFINISHED).unlink()
+    return filled
 
 
 def start_process() -> None:
@@ -315,27 +282,3 @@ def _fill_one(
         label=replace(planned.label, sha256=hashlib.sha256(label_file).hexdigest()),
         crc=checksum(rows),
     )
-
-
-def _allocate(handle: int, num_bytes: int) -> None:
-    """Reserves the space of a file, so that the disk is not full only after hours."""
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        try:
-            os.posix_fallocate(handle, 0, num_bytes)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    os.truncate(handle, num_bytes)
-
-
-@contextmanager
-def _disk_errors(directory: Path) -> Iterator[None]:
-    """Says of an OSError inside that the pack cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        what = f"cannot write the pack: {reason}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what += "; free some space and run the command again"
-        raise ExecutionError(f"{printable(directory)}: {what}") from error

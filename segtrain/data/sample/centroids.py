@@ -1,12 +1,8 @@
 """Where each class can be found: one pixel for each class in each tile of each label.
 
-The tiles and centroids are those of NVIDIA's semantic-segmentation (datasets/uniform.py), with two
-differences: tiles cover the whole label, the last ones in part, where NVIDIA leaves the rest out,
-so that labels smaller than a tile have centroids too; and if the centroid of a class is no pixel of
-it, as in a ring, the nearest one that is takes its place.
-
-All labels are read. What was measured is kept in a file of the run by the SHA-256 of each label's
-bytes, so that a label that has changed is measured again and never meets old numbers.
+After NVIDIA's semantic-segmentation (datasets/uniform.py); data/README.md says what differs. What
+was measured is kept in a file of the run by the SHA-256 of each label, so that a label that has
+changed is measured again.
 """
 
 import hashlib
@@ -161,7 +157,9 @@ def _measure(
 ) -> tuple[str, list[int]]:
     label = dataset.hashed_label(index)
     digest = label.digest.hex()
-    return digest, known.get(digest) or label_centroids(label.read(), tile_px)
+    # A label without classes is known by an empty list.
+    found = known[digest] if digest in known else label_centroids(label.read(), tile_px)
+    return digest, found
 
 
 def _are_done(labels: Sequence[Future]) -> bool:

@@ -15,8 +15,6 @@ from segtrain.types import IGNORE_INDEX
 
 # Points along the short side of a crop at which class shares are measured.
 _MEASURED_POINTS = 64
-# Above this many scaled pixels per source pixel a crop is not cut from whole source pixels.
-_LARGEST_FACTOR = 64
 
 
 class Span(NamedTuple):
@@ -66,20 +64,17 @@ class Span(NamedTuple):
         twice_centre = 2 * np.arange(self.content, dtype=np.int64) + 1
         return self.start + twice_centre * self.size // (2 * self.scaled)
 
-    def moved(self, rng: np.random.Generator) -> "Span":
-        """The same span elsewhere: uniform inside the image, or the whole image in the crop."""
-        return self._moved_between(0, self.largest_start, rng)
+    def moved(self, rng: np.random.Generator, point: float | None = None) -> "Span":
+        """The same span elsewhere: uniform inside the image, or the whole image in the crop.
 
-    def moved_to(self, point: float, rng: np.random.Generator) -> "Span":
-        """As `moved`, but only where the crop shows `point`, in source pixels from the edge.
-
-        A point in the last source pixel can lie behind the last crop: then that crop is taken.
+        point: what it must show, in source pixels from the edge. One in the last source pixel can
+            lie behind the last crop: then that crop is taken.
         """
-        last = min(math.floor(point), self.largest_start)
-        first = math.floor(point - self.content * self.size / self.scaled) + 1
-        return self._moved_between(max(0, min(first, last)), last, rng)
-
-    def _moved_between(self, first: int, last: int, rng: np.random.Generator) -> "Span":
+        first, last = 0, self.largest_start
+        if point is not None:
+            last = min(math.floor(point), last)
+            behind = math.floor(point - self.content * self.size / self.scaled) + 1
+            first = max(0, min(behind, last))
         start = int(rng.integers(first, last + 1))
         pad = int(rng.integers(self.crop - self.content + 1))
         return self._replace(start=start, pad=pad)
@@ -114,10 +109,8 @@ class Placement(NamedTuple):
 
         point: what it must show, from `turned`; None: anything.
         """
-        if point is None:
-            return self._replace(rows=self.rows.moved(rng), columns=self.columns.moved(rng))
-        rows, columns = self.rows.moved_to(point[0], rng), self.columns.moved_to(point[1], rng)
-        return self._replace(rows=rows, columns=columns)
+        y, x = (None, None) if point is None else point
+        return self._replace(rows=self.rows.moved(rng, y), columns=self.columns.moved(rng, x))
 
     def turned(self, pixel: tuple[int, int]) -> tuple[float, float] | None:
         """Where the rotation brings the centre of a source pixel (row, column); None: outside.
@@ -145,24 +138,11 @@ def resample_image(
         return _warp(image, placement, cv2.INTER_LINEAR, fill)
     rows, columns = placement.rows, placement.columns
     source = image[rows.source, columns.source]
-    if max(rows.factor, columns.factor) > _LARGEST_FACTOR:
-        content = _far_enlarged(source, rows, columns)
-    else:
-        # The scale is given as a factor: a ratio of rounded sizes would drift across the crop.
-        content = cv2.resize(
-            source, None, fx=columns.factor, fy=rows.factor, interpolation=cv2.INTER_LINEAR
-        )[: rows.content, : columns.content]
+    # The scale is given as a factor: a ratio of rounded sizes would drift across the crop.
+    content = cv2.resize(
+        source, None, fx=columns.factor, fy=rows.factor, interpolation=cv2.INTER_LINEAR
+    )[: rows.content, : columns.content]
     return _laid_out(content, placement, fill)
-
-
-def _far_enlarged(source: np.ndarray, rows: Span, columns: Span) -> np.ndarray:
-    """As cv2.resize for the content only: a whole source pixel could enlarge to gigabytes."""
-    y, x = (
-        ((np.arange(span.content) + 0.5) / span.factor - 0.5).astype(np.float32)
-        for span in (rows, columns)
-    )
-    maps = np.meshgrid(x, y)
-    return cv2.remap(source, *maps, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
 
 
 def resample_label(label: np.ndarray, placement: Placement, *, stride: int = 1) -> np.ndarray:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import cv2
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from segtrain.config import Config, DataConfig
 from segtrain.data.sample.stream import Sample, SampleKey, TrainStream
@@ -30,15 +30,15 @@ _PINNING = re.compile("^Pin memory thread exited|^Caught .* in pin memory thread
 
 
 def indices_of_rank(
-    batch_size: int, passes: int, rank: int, world_size: int, shares: int | None = None
+    batch_size: int, microbatches: int, rank: int, world_size: int, shares: int | None = None
 ) -> list[range]:
-    """The positions of the batch that `rank` takes in each of the step's `passes`.
+    """The positions of the batch that `rank` takes in each of the step's `microbatches`.
 
-    The batch is first cut into passes, then each pass into `shares` if there are any, then into
-    ranks: always contiguous and as even as possible. So a pass holds the same images, and has the
-    same batch statistics, on any number of ranks.
+    The batch is first cut into microbatches, then each into `shares` if there are any, then into
+    ranks: always contiguous and as even as possible. So a microbatch holds the same images, and has
+    the same batch statistics, on any number of ranks.
     """
-    wholes = [partition(batch_size, passes, i) for i in range(passes)]
+    wholes = [partition(batch_size, microbatches, i) for i in range(microbatches)]
     parts = [parts_of_rank(len(whole), rank, world_size, shares) for whole in wholes]
     return [whole[part[0].start : part[-1].stop] for whole, part in zip(wholes, parts, strict=True)]
 
@@ -66,10 +66,11 @@ def first_workers(config: Config) -> int:
     return min(number, most_workers(config)) if config.data.num_workers == "auto" else number
 
 
-def images_of_pass(config: Config) -> int:
-    """The most images that a rank has in one pass of a step."""
+def largest_microbatch(config: Config) -> int:
+    """The most images that a rank has in one microbatch: those of rank 0 in the first."""
     train = config.train
-    return -(-(train.batch_size // train.accumulate_steps) // dist.world_size())
+    sizes = train.batch_size, train.accumulate_steps
+    return len(indices_of_rank(*sizes, 0, dist.world_size(), train.shares)[0])
 
 
 def bytes_in_flight(config: Config, num_workers: int) -> int:
@@ -77,8 +78,8 @@ def bytes_in_flight(config: Config, num_workers: int) -> int:
     height, width = config.augment.crop_size
     labels = 1 if config.augment.mixup_alpha is None else 2
     # A pixel has three bytes of image and one of each label.
-    one = images_of_pass(config) * (3 + labels) * height * width
-    return num_workers * config.data.prefetch * one
+    microbatch = largest_microbatch(config) * (3 + labels) * height * width
+    return num_workers * config.data.prefetch * microbatch
 
 
 def train_loader(
@@ -92,10 +93,10 @@ def train_loader(
     pin_memory: bool,
     timeout_s: float,
 ) -> Iterator[Batch]:
-    """Yields this rank's Batch for every pass of the steps start_step .. steps - 1, in order.
+    """Yields this rank's Batch of every microbatch of the steps start_step .. steps - 1, in order.
 
     Args:
-        indices: for each pass, this rank's positions in the batch; see `indices_of_rank`.
+        indices: for each microbatch, this rank's positions in the batch; see `indices_of_rank`.
         timeout_s: how long to wait for a batch from the workers.
 
     Raises:
@@ -103,7 +104,7 @@ def train_loader(
         ExecutionError: a worker was killed or hangs.
     """
     loader = DataLoader(
-        _Clocked(stream),
+        stream,
         batch_sampler=_sample_keys(indices, start_step, steps),
         collate_fn=_collate,
         num_workers=num_workers,
@@ -160,20 +161,10 @@ def _sample_keys(
             yield [(step, position) for position in positions]
 
 
-class _Clocked(Dataset):
-    """The batches of `stream`, each after the time at which work on it began."""
-
-    def __init__(self, stream: TrainStream) -> None:
-        self._stream = stream
-
-    def __getitems__(self, keys: Sequence[SampleKey]) -> tuple[float, list[Sample] | UserError]:
-        return time.perf_counter(), self._stream.__getitems__(keys)
-
-
-def _collate(clocked: tuple[float, list[Sample] | UserError]) -> Batch | UserError:
-    began, samples = clocked
-    if isinstance(samples, UserError):
-        return samples
+def _collate(made: tuple[float, list[Sample]] | UserError) -> Batch | UserError:
+    if isinstance(made, UserError):
+        return made
+    began, samples = made
     images, labels, names, partner_labels = zip(*samples, strict=True)
     # Stacking HWC images and viewing them as NCHW makes a channels-last batch without a copy.
     images = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)

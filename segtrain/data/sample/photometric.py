@@ -11,6 +11,7 @@ hands the caller's generator to them.
 import os
 import random
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -61,25 +62,17 @@ def change_colors(image: np.ndarray, change: ColorChange) -> np.ndarray:
     after contrast, saturation and hue. The hue turns by whole 180ths of the circle.
     """
     if (change.brightness, change.contrast) != (0, 1):
-        image = cv2.LUT(image, value_table(change.brightness, change.contrast))
+        brighter = np.clip(np.arange(256) + change.brightness, 0, 255)
+        table = np.rint(np.clip(brighter * change.contrast, 0, 255)).astype(np.uint8)
+        image = cv2.LUT(image, table)
     if change.saturation != 1:
+        matrix = change.saturation * np.eye(3) + (1 - change.saturation) * _LUMA
         # Of 8-bit images cv2.transform is fixed-point arithmetic with 10 bits.
-        image = cv2.transform(image, saturation_matrix(change.saturation))
+        image = cv2.transform(image, matrix)
     turn = round(change.hue * _HUE_CIRCLE) % _HUE_CIRCLE
     if turn:
         image = _turn_hue(image, turn)
     return image
-
-
-def value_table(brightness: float, contrast: float) -> np.ndarray:
-    """What becomes of each value, (256,) uint8."""
-    brighter = np.clip(np.arange(256) + brightness, 0, 255)
-    return np.rint(np.clip(brighter * contrast, 0, 255)).astype(np.uint8)
-
-
-def saturation_matrix(factor: float) -> np.ndarray:
-    """(3, 3) float64: `factor` of the image and the rest of its grey, which stays as it is."""
-    return factor * np.eye(3) + (1 - factor) * _LUMA
 
 
 def _turn_hue(image: np.ndarray, turn: int) -> np.ndarray:
@@ -94,42 +87,29 @@ def _turn_hue(image: np.ndarray, turn: int) -> np.ndarray:
 _BLUR_KERNEL_PX = (5, 5)  # semseg, util/transform.py RandomGaussianBlur
 
 
-class Photometric:
-    """Blur, brightness, contrast, saturation, hue, then the extra transforms of `augment`.
+def change_pixels(
+    image: np.ndarray, augment: AugmentConfig, extra: Sequence[Any], rng: np.random.Generator
+) -> np.ndarray:
+    """The image after blur, brightness, contrast, saturation, hue, then the `extra` transforms.
 
     Each is applied with its own probability. Brightness adds a part of 255 and contrast multiplies
     the values, as in mmsegmentation's PhotoMetricDistortion. Saturation blends with the grey image
     and hue turns the colour circle, as in torchvision's ColorJitter. An extra transform without `p`
     has albumentations' default of 0.5.
 
-    Raises:
-        ConfigError: an extra transform is unknown, wrongly configured or not for pixels alone.
+    (H, W, 3) uint8 RGB, `image` itself if nothing was drawn for it. Every number comes from `rng`.
     """
-
-    def __init__(self, augment: AugmentConfig) -> None:
-        self._augment = augment
-        self._extra = extra_transforms(augment)
-
-    @property
-    def active(self) -> bool:
-        """Whether any image can be changed."""
-        return self._augment.blur_prob > 0 or self._augment.color_prob > 0 or bool(self._extra)
-
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The changed image, (H, W, 3) uint8 RGB; every number comes from `rng`."""
-        augment = self._augment
-        if augment.blur_prob and rng.random() < augment.blur_prob:
-            image = cv2.GaussianBlur(image, _BLUR_KERNEL_PX, 0)
-        if augment.color_prob:
-            image = change_colors(image, draw_color_change(augment, rng))
-        if not self._extra:
-            return image
+    if augment.blur_prob and rng.random() < augment.blur_prob:
+        image = cv2.GaussianBlur(image, _BLUR_KERNEL_PX, 0)
+    if augment.color_prob:
+        image = change_colors(image, draw_color_change(augment, rng))
+    if extra:
         # A transform draws from both generators.
         py_random = random.Random(int(rng.integers(2**63)))
-        for transform in self._extra:
+        for transform in extra:
             transform.set_random_state(rng, py_random)
             image = transform(image=image)["image"]
-        return image
+    return image
 
 
 def extra_transforms(augment: AugmentConfig) -> list[Any]:
@@ -147,12 +127,9 @@ def extra_transforms(augment: AugmentConfig) -> list[Any]:
     made, problems = [], []
     for i, extra in enumerate(augment.extra):
         try:
-            transform = _make(albumentations, extra)
-            _try_on_noise(transform, augment.crop_size)
+            made.append(_tried(albumentations, extra, augment.crop_size))
         except _RefusedError as refusal:
             problems.append(f"augment.extra[{i}] ({extra.name}): {refusal}")
-        else:
-            made.append(transform)
     if problems:
         raise ConfigError("\n".join(problems))
     return made
@@ -162,7 +139,8 @@ class _RefusedError(Exception):
     """Why one extra transform cannot be used."""
 
 
-def _make(albumentations: ModuleType, extra: ExtraTransform) -> Any:
+def _tried(albumentations: ModuleType, extra: ExtraTransform, crop_size: tuple[int, int]) -> Any:
+    """The transform, run once: some need more inputs, or return floats or another size."""
     kinds = {
         name: kind
         for name, kind in vars(albumentations).items()
@@ -177,13 +155,9 @@ def _make(albumentations: ModuleType, extra: ExtraTransform) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         try:
-            return kinds[extra.name](**extra.args)
+            transform = kinds[extra.name](**extra.args)
         except (ValueError, TypeError, UserWarning) as error:
             raise _RefusedError(f"arguments refused: {_one_line(error)}") from error
-
-
-def _try_on_noise(transform: Any, crop_size: tuple[int, int]) -> None:
-    """Runs `transform` once: some need more inputs, or return floats or another size."""
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, (*crop_size, 3), dtype=np.uint8)
     transform.set_random_state(rng, random.Random(0))
@@ -194,6 +168,7 @@ def _try_on_noise(transform: Any, crop_size: tuple[int, int]) -> None:
     form = f"{getattr(result, 'dtype', type(result).__name__)} {tuple(result.shape)}"
     if form != f"uint8 {noise.shape}":
         raise _RefusedError(f"returns {form}: expected uint8 {noise.shape} as given")
+    return transform
 
 
 def _one_line(error: BaseException) -> str:

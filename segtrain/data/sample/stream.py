@@ -1,18 +1,12 @@
 """The endless stream of training samples: one permutation of the data set after another.
 
 Step s takes the samples [s B, (s + 1) B), across the ends of epochs. Which images a sample shows
-and how they are augmented depend only on (seed, step, position in the batch).
-
-After NVIDIA's semantic-segmentation (datasets/uniform.py) a fraction of the samples of each epoch
-is class-uniform: a crop that contains a centroid of a class, which is drawn uniformly. Such a
-sample takes the place of one of the stream; the others are unchanged.
-
-A partner is a second image, drawn and augmented with random numbers of its own. MixUp
-(arXiv:1710.09412) blends two finished crops; the loss is blended likewise, in
-`segtrain.training.microbatches`. Class mix (ClassMix, arXiv:2007.07936) pastes half of the classes
-of the partner's crop, after the geometry and before the colours change, as its authors do.
+and how they are augmented depend only on (seed, step, position in the batch). data/README.md
+describes class-uniform samples, MixUp (arXiv:1710.09412), whose loss is blended in
+`segtrain.training.microbatches`, and class mix (arXiv:2007.07936).
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
@@ -55,10 +49,6 @@ class ClassUniform:
     fraction: float
     steps: int | None = None
 
-    def lasts(self, step: int) -> bool:
-        """Whether `step`, counted from 0, has class-uniform samples."""
-        return self.steps is None or step < self.steps
-
     def pick_at(self, stream_seed: int, number: int, num_images: int) -> Pick | None:
         """What sample `number` of the stream shows instead of its image; None: that image stays."""
         epoch, index = divmod(number, num_images)
@@ -92,24 +82,10 @@ def _pick_of(row: np.ndarray) -> Pick:
     return Pick(image, (y, x))
 
 
-@lru_cache(maxsize=2)
-def _slots(stream_seed: int, epoch: int, num_images: int) -> np.ndarray:
-    return seed.class_uniform_slots(stream_seed, epoch, num_images)
-
-
-@lru_cache(maxsize=512)
-def _centroid_order(stream_seed: int, class_id: int, turn: int, number: int) -> np.ndarray:
-    return seed.centroid_order(stream_seed, class_id, turn, number)
-
-
-class Mixing(NamedTuple):
-    """Options of `augment`, where they are described."""
-
-    mixup_alpha: float | None = None
-    class_mix_prob: float = 0.0
-
-
-NO_MIXING = Mixing()
+# A batch needs one or two epochs.
+_slots = lru_cache(maxsize=2)(seed.class_uniform_slots)
+_order = lru_cache(maxsize=2)(seed.sample_order)
+_centroid_order = lru_cache(maxsize=512)(seed.centroid_order)
 
 
 def draw_partner(
@@ -168,15 +144,10 @@ SampleKey = tuple[int, int]
 _PASTED, _MIXED, _PASTED_ON_MIXED = 0, 1, 2
 
 
-@lru_cache(maxsize=2)
-def _order(stream_seed: int, epoch: int, num_images: int) -> list[int]:
-    return seed.sample_order(stream_seed, epoch, num_images).tolist()
-
-
 def image_at(stream_seed: int, number: int, num_images: int) -> int:
     """The index of the image that sample `number`, from 0, of the endless stream shows."""
     epoch, index = divmod(number, num_images)
-    return _order(stream_seed, epoch, num_images)[index]
+    return int(_order(stream_seed, epoch, num_images)[index])
 
 
 class Source(NamedTuple):
@@ -196,7 +167,7 @@ class TrainStream(Dataset):
     """The augmented samples of `dataset`: `stream[step, position]`.
 
     class_uniform: what draws a part of the samples class-uniformly; None: nothing does.
-    mixing: how samples are made of two images.
+    mixup_alpha, class_mix_prob: see `config.augment`.
     """
 
     dataset: SegDataset
@@ -205,7 +176,8 @@ class TrainStream(Dataset):
     stream_seed: int
     batch_size: int
     class_uniform: ClassUniform | None = None
-    mixing: Mixing = NO_MIXING
+    mixup_alpha: float | None = None
+    class_mix_prob: float = 0.0
 
     def pick(self, step: int, position: int) -> Pick:
         """What the sample at `position` of the batch of `step`, from 0, shows without partners."""
@@ -216,17 +188,18 @@ class TrainStream(Dataset):
 
     def mixup_weight(self, step: int) -> int:
         """The weight of MixUp's partners in `step`, 0 .. 128 of 256; 0: there are none."""
-        alpha = self.mixing.mixup_alpha
+        alpha = self.mixup_alpha
         return 0 if alpha is None else seed.mixup_weight(self.stream_seed, step, alpha)
 
     def sources(self, step: int, position: int) -> list[Source]:
         """The image of a sample, and the one that MixUp adds if it does."""
-        rng = seed.augment_rng(self.stream_seed, step, position)
-        own = Source(self.pick(step, position), rng)
-        found = [self._with_pasted(own, step, position, role=_PASTED)]
+        own = Source(self.pick(step, position), seed.augment_rng(self.stream_seed, step, position))
+        pasted = self._partner(own, step, position, role=_PASTED, prob=self.class_mix_prob)
+        found = [own._replace(pasted=pasted)]
         if self.mixup_weight(step):
             mixed = self._partner(own, step, position, role=_MIXED, prob=1.0)
-            found.append(self._with_pasted(mixed, step, position, role=_PASTED_ON_MIXED))
+            other = {"role": _PASTED_ON_MIXED, "prob": self.class_mix_prob}
+            found.append(mixed._replace(pasted=self._partner(mixed, step, position, **other)))
         return found
 
     def names_of_step(self, step: int) -> list[str]:
@@ -243,28 +216,26 @@ class TrainStream(Dataset):
         image = torch.from_numpy(image).permute(2, 0, 1)
         return image, torch.from_numpy(label), self._name(sources), partner_label
 
-    def __getitems__(self, keys: Sequence[SampleKey]) -> list[Sample] | UserError:
-        """The samples of a batch (torch calls this method), or the error that prevents them."""
+    def __getitems__(self, keys: Sequence[SampleKey]) -> tuple[float, list[Sample]] | UserError:
+        """When work on a batch began, and its samples (torch calls this method), or an error."""
+        began = time.perf_counter()
         try:
-            return [self[key] for key in keys]
+            return began, [self[key] for key in keys]
         except UserError as error:
             # Returned, not raised: torch would put the worker's traceback into the message.
             return error
 
     def _class_uniform(self, step: int) -> ClassUniform | None:
         uniform = self.class_uniform
-        return uniform if uniform is not None and uniform.lasts(step) else None
-
-    def _with_pasted(self, source: Source, step: int, position: int, *, role: int) -> Source:
-        prob = self.mixing.class_mix_prob
-        if prob == 0:
-            return source
-        return source._replace(pasted=self._partner(source, step, position, role=role, prob=prob))
+        is_over = uniform is not None and uniform.steps is not None and step >= uniform.steps
+        return None if is_over else uniform
 
     def _partner(
         self, source: Source, step: int, position: int, *, role: int, prob: float
     ) -> Source | None:
         """With probability `prob`, a partner for `source`."""
+        if prob == 0:
+            return None
         rng = seed.partner_rng(self.stream_seed, step, position, role=role)
         if rng.random() >= prob:
             return None

@@ -12,7 +12,7 @@ import numpy as np
 from segtrain.config import AugmentConfig
 from segtrain.data.sample import geometry
 from segtrain.data.sample.geometry import Placement, Span
-from segtrain.data.sample.photometric import Photometric
+from segtrain.data.sample.photometric import change_pixels, extra_transforms
 
 _MAX_REDRAWS = 10  # mmsegmentation, RandomCrop
 
@@ -50,7 +50,7 @@ class TrainTransform:
         self._augment, self._mean, self._short_side_px = augment, mean, short_side_px
         red, green, blue = map(round, mean)
         self._fill = (red, green, blue)
-        self._photometric = Photometric(augment)
+        self._extra = extra_transforms(augment)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the arguments only: a loader worker builds its own albumentations."""
@@ -92,9 +92,8 @@ class TrainTransform:
 
     def recolored(self, crop: Crop, rng: np.random.Generator) -> np.ndarray:
         """The second half: the image of `crop` with its blur and colours changed."""
-        image = crop.image
-        if self._photometric.active:
-            changed = self._photometric(image, rng)
+        image = changed = change_pixels(crop.image, self._augment, self._extra, rng)
+        if changed is not crop.image:
             # Padding stays the mean, which is zero after normalization, as in published pipelines.
             image = geometry.paint_padding(changed, crop.placement, self._fill)
             if crop.pasted is not None:
