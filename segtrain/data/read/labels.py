@@ -46,13 +46,10 @@ def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -
     Raises:
         DataError: ids that the class file does not name.
     """
-    table, known, spare = _id_tables(tuple(class_file.train_id_of.items()))
-    label = _looked_up(raw, table)
-    # A second table is only needed if unknown ids cannot have a train id of their own.
-    unknown = (label == spare).any() if spare is not None else not _looked_up(raw, known).all()
-    if unknown:
+    table, known = _id_tables(tuple(class_file.train_id_of.items()))
+    if not _looked_up(raw, known).all():
         raise DataError(f"{printable(path)}: {unknown_ids(count_ids(raw), class_file)}")
-    return label
+    return _looked_up(raw, table)
 
 
 def _looked_up(raw: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -126,20 +123,12 @@ def _listed(counts: dict[int, int] | dict[str, int]) -> str:
 
 
 @lru_cache(maxsize=8)
-def _id_tables(
-    train_id_of: tuple[tuple[int, int], ...],
-) -> tuple[np.ndarray, np.ndarray, int | None]:
-    """Train id and "is known" of every 16-bit raw id, two (65536,) uint8, and a spare train id.
-
-    The spare one is that of all unknown ids; None: all are taken, and unknown ids are ignored.
-    """
-    taken = {IGNORE_INDEX, *(train_id for _, train_id in train_id_of)}
-    spare = next((i for i in range(256) if i not in taken), None)
-    train_ids = np.full(1 << 16, IGNORE_INDEX if spare is None else spare, np.uint8)
-    known = np.zeros(1 << 16, np.uint8)
+def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Train id and "is known" of every 16-bit raw id, two (65536,) uint8."""
+    train_ids, known = np.zeros((2, 1 << 16), np.uint8)
     for raw, train_id in train_id_of:
         train_ids[raw], known[raw] = train_id, 1
-    return train_ids, known, spare
+    return train_ids, known
 
 
 @lru_cache(maxsize=2)
