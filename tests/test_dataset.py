@@ -76,7 +76,7 @@ def test_file_that_vanishes_during_training_is_named(tmp_path):
     write_split(tmp_path, "train", [(5, 8), (5, 8)])
     dataset = open_dataset(config(tmp_path), "train")
     (tmp_path / "labels/train/1.png").unlink()
-    with pytest.raises(DataError, match=r"labels/train/1\.png: no such file"):
+    with pytest.raises(DataError, match=r"labels/train/1\.png: cannot be read: no such file"):
         dataset[1]
 
 

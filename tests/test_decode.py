@@ -313,7 +313,7 @@ def test_what_is_no_picture_is_refused_by_name(saved, read, data):
 
 @pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label, decode.read_header])
 def test_missing_files_and_folders_are_refused_by_name(tmp_path, read):
-    with pytest.raises(DataError, match=r"nothing\.png: no such file"):
+    with pytest.raises(DataError, match=r"nothing\.png: cannot be read: no such file"):
         read(tmp_path / "nothing.png")
     with pytest.raises(DataError, match="is a directory"):
         read(tmp_path)
@@ -322,7 +322,7 @@ def test_missing_files_and_folders_are_refused_by_name(tmp_path, read):
 @pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label, decode.read_header])
 def test_a_pipe_named_like_a_picture_is_not_waited_for(tmp_path, read):
     os.mkfifo(tmp_path / "x.png")
-    with pytest.raises(DataError, match=r"x\.png: not a regular file"):
+    with pytest.raises(DataError, match=r"x\.png: cannot be read: not a regular file"):
         read(tmp_path / "x.png")
 
 

@@ -194,7 +194,7 @@ def test_large_splits_have_few_hashes_that_still_say_where_to_look(tmp_path):
 def test_a_label_that_cannot_be_read_is_an_error_of_the_data(data, tmp_path):
     dataset, _, _ = seen(changed(data, tmp_path / "b"))
     (tmp_path / "b/labels/train/4.png").unlink()
-    message = r"labels/train/4\.png: no such file"
+    message = r"labels/train/4\.png: cannot be read: no such file"
     with closing(LabelHashing([(dataset, 1)])) as hashing, pytest.raises(DataError, match=message):
         hashing.result()
     with pytest.raises(DataError, match=message):

@@ -117,8 +117,8 @@ def main(args: argparse.Namespace) -> int:
     print(f"step {loaded.step}; {settings.describe()}; {device}")
     for line in eval_precision_warnings(config, device):
         print(f"warning: {line}")
-    for line in skipped_files(args.inputs, output):
-        print(line)
+    if skipped := skipped_files(args.inputs, output):
+        print(skipped)
 
     with float32_products(for_evaluation(config)):
         notes = predict_images(

@@ -14,6 +14,7 @@ from segtrain.data.read.decode import read_bytes, read_image
 from segtrain.data.read.find import Pair
 from segtrain.data.read.labels import decode_label, read_label
 from segtrain.errors import DataError
+from segtrain.files import os_errors_as
 from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX
 
@@ -74,11 +75,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     def source_bytes(self, index: int) -> tuple[int, int]:
         """Sizes of the files of image and label; DataError: a file is gone."""
         pair = self.pairs[index]
-        try:
+        with os_errors_as(DataError):
             return os.stat(pair.image).st_size, os.stat(pair.label).st_size
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise DataError(f"{printable(error.filename)}: {reason}") from error
 
     def hashed_label(self, index: int) -> HashedLabel:
         """The label of item `index`, with the hash of its file; DataError: it is unreadable."""

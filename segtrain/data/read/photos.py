@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from segtrain.data.read.decode import (
+    EXIF_ORIENTATION,
     MAX_PHOTO_PIXELS,
     decode_header,
     decode_image,
@@ -17,26 +17,16 @@ from segtrain.data.read.decode import (
     opened,
     read_bytes,
 )
-from segtrain.data.read.find import IMAGE_SUFFIXES, OTHER_IMAGES, first_lines
+from segtrain.data.read.find import IMAGE_SUFFIXES, first_lines
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
-from segtrain.text import counted, printable
+from segtrain.text import counted, first_of, printable
 
 MORE_SUFFIXES = (".bmp", ".tif", ".tiff", ".webp")
-
+SUFFIXES = (*IMAGE_SUFFIXES, *MORE_SUFFIXES)
 _FORMATS = ("BMP", "TIFF", "WEBP")
 _MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX")
 _BITS_PER_SAMPLE = 258  # a tag of TIFF
-# The inverse of what ImageOps.exif_transpose does for each orientation.
-_TURN_BACK = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
-}
 
 
 class Photo(NamedTuple):
@@ -66,15 +56,9 @@ def read_photo(path: Path) -> Photo:
         is_tiff = image.format == "TIFF"
         depth = int(np.max(image.tag_v2.get(_BITS_PER_SAMPLE, 8))) if is_tiff else 8
         orientation = exif_orientation(image)
-        image.load()
-        if orientation != 1 and exif_orientation(image) == 1:
-            # Loading a TIFF makes Pillow turn it as EXIF says and drop the note.
-            image = image.transpose(_TURN_BACK[orientation])
+        if is_tiff:  # Pillow would turn it while it loads it
+            image.getexif().pop(EXIF_ORIENTATION, None)
         return Photo(np.array(image.convert("RGB")), depth, orientation)
-
-
-SUFFIXES = (*IMAGE_SUFFIXES, *MORE_SUFFIXES)
-_MAX_SHOWN = 10
 
 
 class Source(NamedTuple):
@@ -98,7 +82,10 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> list[Source]:
     problems = []
     for given in map(Path, inputs):
         if not given.is_dir():
-            problems += _file_problem(given)
+            if not given.exists():
+                problems.append(f"{printable(given)}: no such file or folder")
+            elif given.suffix.lower() not in SUFFIXES:
+                problems.append(f"{printable(given)}: expected an image ({' '.join(SUFFIXES)})")
             found.append(Source(given, given.stem))
         elif _is_below(given, output):
             problems.append(
@@ -115,45 +102,19 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> list[Source]:
     return _with_unique_names(found)
 
 
-def skipped_files(inputs: Sequence[str | Path], output: Path) -> list[str]:
-    """What in the folders among `inputs` is not predicted: a line for images, a line for others."""
+def skipped_files(inputs: Sequence[str | Path], output: Path) -> str:
+    """How many files in the folders among `inputs` are not predicted, by suffix; empty if none."""
     counts: Counter[str] = Counter()
     for folder in {given.resolve() for given in map(Path, inputs) if given.is_dir()}:
         for here, files in walk(folder, hidden=True):
             if not _is_below(here, output):
                 counts.update(Path(name).suffix.lower() for name in files if name[0] != ".")
-    images = Counter({end: n for end, n in counts.items() if end in _UNREAD})
-    others = Counter({end: n for end, n in counts.items() if end not in (*_UNREAD, *SUFFIXES)})
-    image_words = "image of a format that is not read", "images of formats that are not read"
-    other_words = "file that is no image", "files that are no images"
-    kinds = ((images, image_words, "; convert to PNG or JPEG"), (others, other_words, ""))
-    return [
-        f"skipped {counted(found.total(), *words)}: {_by_suffix(found)}{repair}"
-        for found, words, repair in kinds
-        if found
-    ]
-
-
-_UNREAD = tuple(suffix for suffix in OTHER_IMAGES if suffix not in SUFFIXES)
-
-
-def _by_suffix(counts: Counter[str]) -> str:
-    shown = sorted(counts.most_common(_MAX_SHOWN), key=lambda pair: (-pair[1], not pair[0], pair))
-    named = [
-        f"{count} {printable(suffix, _MAX_SHOWN) or 'without suffix'}" for suffix, count in shown
-    ]
-    return ", ".join(named) + (", others" if len(counts) > _MAX_SHOWN else "")
-
-
-def _file_problem(path: Path) -> list[str]:
-    suffix = path.suffix.lower()
-    if not path.exists():
-        return [f"{printable(path)}: no such file or folder"]
-    if suffix in _UNREAD:
-        return [f"{printable(path)}: images of this format are not read; convert it to PNG or JPEG"]
-    if suffix not in SUFFIXES:
-        return [f"{printable(path)}: not an image ({' '.join(SUFFIXES)})"]
-    return []
+    others = [(-n, suffix) for suffix, n in counts.items() if suffix not in SUFFIXES]
+    if not others:
+        return ""
+    shown = first_of(f"{-n} {suffix or 'without suffix'}" for n, suffix in sorted(others))
+    total = counted(-sum(n for n, _ in others), "file", "files")
+    return f"skipped {total}: {shown}; read are {' '.join(SUFFIXES)}"
 
 
 def _images_below(folder: Path, output: Path) -> Iterator[Source]:

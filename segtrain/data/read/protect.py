@@ -59,10 +59,10 @@ def _listed(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) 
     root, folders = Path(os.path.expanduser(data.root)), set()
     for split in splits if data.layout == "list" else ():
         try:
-            rows, _ = list_file_rows(root / split)
+            rows = [row for row in list_file_rows(root / split) if not row.problem]
         except DataError:
             continue  # what cannot be read needs no protection
-        folders |= {root / os.path.dirname(name) for row in rows for name in row[1:]}
+        folders |= {root / os.path.dirname(name) for row in rows for name in row[1:3]}
     return [folder for folder in folders if _real(folder) in targets]
 
 
