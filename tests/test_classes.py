@@ -131,21 +131,19 @@ def test_255_is_not_ignored_where_it_is_a_class(tmp_path):
             )
             for text, found in (("- a\n- b\n", "a list"), ("a\nb\n", "a single value"))
         ),
-        *(
-            (
-                f"nc: 2\n{key}: {names}\n",
-                [
-                    f"own.yaml:2: {key}: expected the key 'classes' with a list in the order of "
-                    "the ids, such as 'classes: [background, crack]'"
-                ],
-            )
-            for key, names in (
-                ("names", "{0: a, 1: b}"),
-                ("names", "\n  0: a\n  1: b"),
-                ("names", "[a, b]"),
-                ("classes", "{0: a, 1: b}"),
-                ("classes", "\n  crack: 1"),
-            )
+        (
+            "names: [a, b]\n",
+            [
+                "own.yaml: classes: is required: a section with name",
+                "own.yaml:1: names: unknown key; expected a list 'classes' in the order of the "
+                "ids, such as 'classes: [background, crack]'",
+            ],
+        ),
+        (
+            "classes: {crack: 1}\n",
+            [
+                "own.yaml:1: classes: must be a list, such as [64, 48], got keys and values",
+            ],
         ),
     ],
 )

@@ -497,7 +497,7 @@ def test_machines_with_different_data_are_refused(run_ranks, data, tmp_path):
 def test_a_damaged_fingerprint_is_a_damaged_checkpoint(run):
     record = last(run)
     texts = ["", "{}", "[1]", record.data.replace("num_pairs", "pairs")]
-    for field, value in (("num_pairs", 9), ("pairs_per_hash", 0), ("labels", ["x"])):
+    for field, value in (("num_pairs", -1), ("pairs_per_hash", 0), ("labels", [1])):
         content = json.loads(record.data)
         content["eval"][field] = value
         texts.append(json.dumps(content))

@@ -310,14 +310,7 @@ def _resolve(entry: _ClassFileEntry, name: str) -> ClassFile:
     given |= {color for c in entry.classes for color in c.more_colors}
     free = iter([color for color in default_palette(256) if color not in given])
     classes = tuple(
-        SegClass(
-            c.name,
-            c.color or next(free),
-            c.ids or (train_id,),
-            more_colors=c.more_colors,
-            category=c.category,
-            instance_px=c.instance_px,
-        )
+        SegClass(**dict(c) | {"color": c.color or next(free), "ids": c.ids or (train_id,)})
         for train_id, c in enumerate(entry.classes)
     )
     ignore_ids = entry.ignore_ids

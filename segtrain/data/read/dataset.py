@@ -58,7 +58,10 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         try:
             image = read_image(pair.image)
         except DataError as error:
-            raise DataError(f"{error}{self._way_out(pair)}") from error
+            if not self.may_exclude:
+                raise
+            way = f"replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
+            raise DataError(f"{error}; {way}") from error
         label = read_label(pair.label, self.classes, self.label_format)
         if problem := size_problem(pair, image.shape[:2], label.shape):
             raise DataError(problem)
@@ -88,11 +91,6 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     def content_hash(self) -> str:
         """The hash of all pixels where it is known, as of a pack; else empty."""
         return ""
-
-    def _way_out(self, pair: Pair) -> str:
-        if not self.may_exclude:
-            return ""
-        return f"; replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
 
     def name(self, index: int) -> str:
         """The name of image `index`: unique in the split, a relative path without suffix."""

@@ -237,16 +237,11 @@ def _similar_file(path: Path, images: Sequence[Path]) -> str:
 
 def _none_of(folder: Path, what: str, ending: str) -> str:
     """Why there are no files `*ending` below `folder`."""
+    text = f"{printable(folder)}: expected {what} *{ending}"
     files = visible_files(folder)
     if not files:
-        return f"{printable(folder)}: the folder is empty; expected {what} *{ending}"
-    text = (
-        f"{printable(folder)}: {counted(len(files), 'file', 'files')}, none is {what} *{ending}; "
-        f"the first is {printable(files[0])}"
-    )
-    if what == "an image":
-        text += "; only JPEG and PNG are read"
-    elif files[0].lower().endswith((".jpg", ".jpeg")):
+        return f"{text}; the folder is empty"
+    if what == "a label" and files[0].lower().endswith((".jpg", ".jpeg")):
         # The stored ids are gone: a PNG made from this file would be wrong without looking wrong.
-        text += ", and JPEG has changed its values: make PNG files from the original labels"
-    return text
+        return f"{text}; JPEG has changed the values: make PNG files from the original labels"
+    return f"{text}; none of {counted(len(files), 'file', 'files')} is, as {printable(files[0])}"

@@ -34,7 +34,7 @@ Scan = Callable[[Path, DataConfig, str, bool], Listing]
 """(root, data, split, labelled) -> the listing of the split.
 
 root: the existing folder `data.root`. labelled: False for a split without labels: each pair has its
-image twice.
+image twice, unless a list file names its label.
 """
 
 
@@ -45,15 +45,12 @@ class Layout(NamedTuple):
         written there.
     instances: the file with the instances of a label, if the data set has such files.
     has_list_file: whether a text file lists the split, so that messages may quote its lines.
-    lists_labels: whether that file names the labels too. Then each split has labels, and "a+b" is
-        the name of a file; in other layouts it is the splits a and b.
     """
 
     scan: Scan
     folders: Callable[[Path, DataConfig, str], Sequence[str]]
     instances: Callable[[Path], Path] | None = None
     has_list_file: bool = False
-    lists_labels: bool = False
 
 
 def list_split(
@@ -89,17 +86,17 @@ def scan_layout(data: DataConfig, split: str, *, labelled: bool = True) -> Listi
     Raises:
         DataError: the split itself is missing or holds no image, or two parts share an image.
     """
-    layout = LAYOUTS[data.layout]
-    if layout.lists_labels and not labelled:
-        raise DataError(f"data.layout {data.layout}: its splits name labels; use predict")
+    scan = LAYOUTS[data.layout].scan
     with os_errors_as(DataError):
         root = data_root(data)
         parts = split_parts(data, split)
-        listings = [layout.scan(root, data, part, labelled) for part in parts]
+        listings = [scan(root, data, part, labelled) for part in parts]
     listing = listings[0] if len(parts) == 1 else _join_listings(parts, listings)
+    if data.train_exclude and split == data.train_split:
+        listing = _without_excluded(listing, data)
     if not listing.pairs and not listing.problems:
         raise DataError(f"{printable(root)}, split {split!r}: no images in it")
-    return _without_excluded(listing, data) if split == data.train_split else listing
+    return listing
 
 
 def split_parts(data: DataConfig, split: str) -> list[str]:
@@ -108,7 +105,7 @@ def split_parts(data: DataConfig, split: str) -> list[str]:
     Raises:
         DataError: a name is empty.
     """
-    if LAYOUTS[data.layout].lists_labels or "+" not in split:
+    if data.layout == "list" or "+" not in split:  # the name of a list file may hold one
         return [split]
     parts = split.split("+")
     if not all(parts):
@@ -138,12 +135,9 @@ def _without_excluded(listing: Listing, data: DataConfig) -> Listing:
     """`listing`, of the training split, without the images of `data.train_exclude`.
 
     Raises:
-        DataError: a name is not in it, or no image is left.
+        DataError: a name is not in it.
     """
-    if not data.train_exclude:
-        return listing
-    excluded = set(data.train_exclude)
-    names = {pair.name for pair in listing.pairs}
+    names, excluded = {pair.name for pair in listing.pairs}, set(data.train_exclude)
     if unknown := sorted(excluded - names):
         hint = f"; names look like {printable(min(names))}" if names else ""
         raise DataError(
@@ -151,26 +145,16 @@ def _without_excluded(listing: Listing, data: DataConfig) -> Listing:
             f"{data.train_split!r}{hint}"
         )
     pairs = [pair for pair in listing.pairs if pair.name not in excluded]
-    if listing.pairs and not pairs:
-        raise DataError(f"data.train_exclude: leaves no image in split {data.train_split!r}")
     return listing._replace(pairs=pairs)
 
 
-class InstanceFiles(NamedTuple):
-    """Where the instance maps of labels are, or would be."""
-
-    paths: list[Path]  # of all labels, in their order; empty if the layout has no instance maps
-    missing: list[Path]  # those of `paths` that do not exist
-
-
-def instance_files(data: DataConfig, pairs: Sequence[Pair]) -> InstanceFiles:
-    """The instance maps of the labels of `pairs`.
+def instance_files(data: DataConfig, pairs: Sequence[Pair]) -> list[Path]:
+    """Where the instance maps of the labels of `pairs` are, or would be; empty if there are none.
 
     A part of them may be missing: split train+train_extra of Cityscapes has coarse labels too.
     """
     file_of = LAYOUTS[data.layout].instances
-    paths = [file_of(pair.label) for pair in pairs] if file_of else []
-    return InstanceFiles(paths, [path for path in paths if not path.is_file()])
+    return [file_of(pair.label) for pair in pairs] if file_of else []
 
 
 def _mirrored(
@@ -307,6 +291,5 @@ LAYOUTS: dict[str, Layout] = {
         lambda root, data, split, labelled: list_pairs(root / split, root),
         lambda *_: (),
         has_list_file=True,
-        lists_labels=True,
     ),
 }
