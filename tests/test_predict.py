@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_layouts import listed_by_the_disk
+from test_files import listed_by_the_disk
 from torch import nn
 
 from segtrain.checkpoint.loading import LoadedModel
