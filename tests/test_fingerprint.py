@@ -285,23 +285,23 @@ def other_data(data, tmp_path, *changes, steps=STEPS["steps"]):
 @pytest.mark.fault(93)
 def test_other_data_are_refused_at_a_resumption_on_every_rank(run_ranks, data, run, tmp_path):
     """And nothing is written."""
-    changes = (add_image, exchange_labels, exchange_labels_to_evaluate, exchange_ids)
-    configs = [other_data(data, tmp_path, change) for change in changes]
+    changes = (add_image, exchange_ids), (exchange_labels, exchange_labels_to_evaluate)
+    configs = [other_data(data, tmp_path, *both) for both in changes]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     first, second = run_ranks(2, refusals, configs, run)
     assert first == second
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     said = (
-        "split train: 8 images there, 9 now",
+        "class file: ids of plant: [1] there, [2] now\n  class file: ids of water: [2] there, [1] "
+        "now\n  split train: 8 images there, 9 now",
         "split train: 2 labels hold something else; the first is ",
-        "split val: 2 labels hold something else; the first is ",
-        "class file: ids of plant: [1] there, [2] now\n  class file: ids of water: [2] there, [1]",
     )
-    for (kind, code, text), line in zip(first, said, strict=True):
+    for (kind, code, text), lines in zip(first, said, strict=True):
         assert (kind, code) == ("ConfigError", 2)
-        assert f"the run was trained on other data\n  {line}" in text
+        assert f"the run was trained on other data\n  {lines}" in text
         for way in ("data.root", "--output", "--accept-changes"):
             assert way in text
+    assert "\n  split val: 2 labels hold something else; the first is " in first[1][2]
 
 
 def in_folder(folder, function, *args):
