@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from segtrain.data.read.find import (
     IMAGE_SUFFIXES,
@@ -29,15 +28,6 @@ from segtrain.text import MAX_NAME, counted, first_of, printable
 
 _MAX_BYTES = 256 << 20  # some two million lines
 _QUOTED = re.compile(r'"[^"]*"')
-
-
-class Row(NamedTuple):
-    """A line of a list file, counted from 1. problem: why it names no image and label, or empty."""
-
-    line: int
-    image: str
-    label: str
-    problem: str
 
 
 class PairTable(Sequence[Pair]):
@@ -101,16 +91,11 @@ def list_pairs(path: Path, root: Path) -> Listing:
             return f"{printable(name)}: no such file below {printable(root)}"
         return ""
 
-    for line, *names, problem in list_file_rows(path):
-        image, label = map(posixpath.normpath, names)
+    for line, text in _lines(path):
+        image, label, problem = _image_and_label(text)
+        problem = problem or file_problem(image, IMAGE_SUFFIXES)
+        problem = problem or file_problem(label, (LABEL_SUFFIX,))
         name = image.rpartition(".")[0]
-        problem = (
-            problem
-            or _path_problem(names[0])
-            or _path_problem(names[1])
-            or file_problem(image, IMAGE_SUFFIXES)
-            or file_problem(label, (LABEL_SUFFIX,))
-        )
         if not problem and name in images:
             other, first = images[name]
             both = f"{printable(root / other)} and {printable(root / image)} have one name"
@@ -127,29 +112,6 @@ def list_pairs(path: Path, root: Path) -> Listing:
     notes = [f"labels are used by several images: {first_of(shared, 3)}"] if shared else []
     pairs = PairTable(root, [image for image, _ in images.values()], labels)
     return Listing(pairs, problems, case_clashes(images), notes=notes)
-
-
-def list_file_rows(path: Path) -> Iterator[Row]:
-    """The `image label` lines of a file.
-
-    Columns are separated by a tab, else by a comma, else by blanks; names with blanks or commas can
-    stand in double quotes. Blank lines and lines that begin with # do not count.
-    """
-    for number, text in _lines(path):
-        try:
-            columns = _columns(text)
-        except csv.Error as error:
-            yield Row(number, "", "", str(error))
-            continue
-        if len(columns) == 2 and all(columns):
-            yield Row(number, *columns, "")
-        else:
-            found = counted(len(columns), "column", "columns")
-            problem = (
-                f"expected image and label, found {found}; "
-                "separate names that hold blanks by a tab or put them in double quotes"
-            )
-            yield Row(number, "", "", problem)
 
 
 def list_file_words(path: Path) -> tuple[list[str], list[str]]:
@@ -171,7 +133,10 @@ def list_file_words(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number and stripped text of the lines with content; other bytes than UTF-8 as surrogates."""
+    """Number and stripped text of each line with content that does not begin with #.
+
+    Bytes that are not UTF-8 become surrogates.
+    """
     with os_errors_as(DataError, path):
         data = read_bytes(path, _MAX_BYTES)
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -182,11 +147,29 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _columns(text: str) -> list[str]:
+def _image_and_label(text: str) -> tuple[str, str, str]:
+    """The columns of a line, normalized, and why it is refused, or empty.
+
+    Columns are separated by a tab, else by a comma, else by blanks; names with blanks or commas can
+    stand in double quotes.
+    """
     unquoted = _QUOTED.sub("", text)
     delimiter = "\t" if "\t" in unquoted else "," if "," in unquoted else " "
-    row = next(csv.reader([text], delimiter=delimiter, skipinitialspace=True, strict=True))
-    return [column.strip() for column in row]
+    reader = csv.reader([text], delimiter=delimiter, skipinitialspace=True, strict=True)
+    try:
+        columns = [column.strip() for column in next(reader)]
+    except csv.Error as error:
+        return "", "", str(error)
+    if len(columns) != 2 or not all(columns):
+        found = counted(len(columns), "column", "columns")
+        problem = (
+            f"expected image and label, found {found}; "
+            "separate names that hold blanks by a tab or put them in double quotes"
+        )
+        return "", "", problem
+    image, label = columns
+    problem = _path_problem(image) or _path_problem(label)
+    return posixpath.normpath(image), posixpath.normpath(label), problem
 
 
 def _path_problem(name: str) -> str:
