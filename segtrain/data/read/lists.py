@@ -87,7 +87,8 @@ def list_pairs(path: Path, root: Path) -> Listing:
         folder, file = posixpath.split(name)
         if not file.lower().endswith(suffixes):
             return f"{printable(name)}: expected a file {' '.join(suffixes)}"
-        if file not in files_in(folder):
+        # Some disks hold a name in other letters than they list it.
+        if file not in files_in(folder) and not os.path.isfile(root / name):
             return f"{printable(name)}: no such file below {printable(root)}"
         return ""
 
