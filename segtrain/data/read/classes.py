@@ -190,6 +190,8 @@ def load_class_file(
     text = read_text(path)
     try:
         classes = _parse(text, path)
+        if label_format == "colors":
+            _check_given_colors(classes, path)
     except ConfigError:
         if quoted:
             raise
@@ -198,15 +200,17 @@ def load_class_file(
             "the checkpoint names it, so its lines are not shown; --set data.classes=PATH shows "
             "them, or names another file"
         ) from None
-    missing = set(range(classes.num_classes)) - classes.given_colors
-    if label_format == "colors" and missing:
-        names = first_of(classes.names[i] if quoted else f"number {i}" for i in sorted(missing))
+    return classes
+
+
+def _check_given_colors(classes: ClassFile, path: Path) -> None:
+    missing = [c.name for i, c in enumerate(classes.classes) if i not in classes.given_colors]
+    if missing:
         raise ConfigError(
             f"data.classes: {printable(path)}: data.label_format is colors, and {len(missing)} of "
-            f"{classes.num_classes} classes have no `color`: {names}; give each class its colour "
-            "in the labels, such as {name: crack, color: [255, 0, 0]}"
+            f"{classes.num_classes} classes have no `color`: {first_of(missing)}; give each class "
+            "its colour in the labels, such as {name: crack, color: [255, 0, 0]}"
         )
-    return classes
 
 
 def class_file_from_json(text: str) -> ClassFile:

@@ -8,6 +8,7 @@ from pathlib import Path
 from segtrain.config import DataConfig
 from segtrain.data.read.layouts import LAYOUTS, scan_layout, split_parts
 from segtrain.errors import ConfigError, DataError
+from segtrain.text import printable
 
 
 def check_run_directory(directory: Path, data: DataConfig, *, example: str = "runs/my") -> None:
@@ -34,8 +35,9 @@ def check_pictures(
 def _refuse(option: str, output: Path, folders: Sequence[Path], example: str) -> None:
     if folders:
         raise ConfigError(
-            f"{option} {output}: would write into {folders[0]}, where images or labels of the data "
-            f"set are read; choose a folder outside of it, such as {option} {example}"
+            f"{option} {printable(output)}: would write into {printable(folders[0])}, where images "
+            f"or labels of the data set are read; choose a folder outside of it, such as {option} "
+            f"{example}"
         )
 
 
