@@ -61,19 +61,16 @@ def test_a_write_reaches_the_disk_before_its_name(tmp_path):
     ]
 
 
-def test_a_link_is_replaced_and_its_target_stays(tmp_path):
+def test_a_link_and_a_leftover_are_replaced_and_the_target_stays(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "name").symlink_to("mine")
+    # Of an earlier process with the same id.
+    (tmp_path / f".name.{os.getpid()}.tmp").write_text("half")
     files.write_atomic(tmp_path / "name", "new")
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / "name").read_text() == "new"
     assert not (tmp_path / "name").is_symlink()
-
-
-def test_a_leftover_of_an_earlier_process_with_the_same_id_is_replaced(tmp_path):
-    (tmp_path / f".name.{os.getpid()}.tmp").write_text("half")
-    files.write_atomic(tmp_path / "name", "new")
-    assert names(tmp_path) == ["name"]
+    assert names(tmp_path) == ["mine", "name"]
 
 
 def test_an_output_that_is_no_plain_file_is_written_in_place(tmp_path):
