@@ -240,7 +240,7 @@ def test_linked_folders_are_searched_in_one_order(tmp_path, monkeypatch, reverse
     for name, target in (("a", "z"), ("m", "../elsewhere"), ("k", "../elsewhere"), ("z/up", "..")):
         (tmp_path / "in" / name).symlink_to(target)
     listed_by_the_disk(monkeypatch, reverse=reverse)
-    found = find_images([tmp_path / "in"], tmp_path / "out")
+    found, _ = find_images([tmp_path / "in"], tmp_path / "out")
     assert [source.name for source in found] == ["z/a", "k/b"]
 
 

@@ -68,61 +68,55 @@ class Source(NamedTuple):
     name: str
 
 
-def find_images(inputs: Sequence[str | Path], output: Path) -> list[Source]:
+def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[Source], str]:
     """The images among `inputs`, files or folders searched to any depth, each image once.
 
     Names are relative to the given folder. If another image already has the name, in upper or lower
     case, the file's suffix is appended, then a number. Files in `output` are left out, so that a
     second run does not predict the pictures of the first.
 
+    Also a line that counts the other files in the folders; empty if there are none.
+
     Raises:
         DataError: an input is missing, of another format, or a folder without images.
     """
     found: list[Source] = []
-    problems = []
+    others: Counter[str] = Counter()
+    problems, kinds = [], " ".join(SUFFIXES)
     for given in map(Path, inputs):
-        if not given.is_dir():
-            if not given.exists():
-                problems.append(f"{printable(given)}: no such file or folder")
-            elif given.suffix.lower() not in SUFFIXES:
-                problems.append(f"{printable(given)}: expected an image ({' '.join(SUFFIXES)})")
+        place, num_before = printable(given), len(found)
+        if not given.exists():
+            problems.append(f"{place}: no such file or folder")
+        elif not given.is_dir():
             found.append(Source(given, given.stem))
+            if given.suffix.lower() not in SUFFIXES:
+                problems.append(f"{place}: expected an image ({kinds})")
         elif _is_below(given, output):
             problems.append(
-                f"{printable(given)}: lies in --output, where predictions are no input; choose "
-                "another directory for them"
+                f"{place}: lies in --output, where predictions are no input; choose another "
+                "directory for them"
             )
         else:
-            inside = list(_images_below(given, output))
-            found += inside
-            if not inside:
-                problems.append(f"{printable(given)}: no images ({' '.join(SUFFIXES)}) in it")
+            for path in _files_below(given, output):
+                if path.suffix.lower() in SUFFIXES:
+                    name = path.relative_to(given).with_suffix("").as_posix()
+                    found.append(Source(path, name))
+                elif path.name[0] != ".":
+                    others[path.suffix.lower()] += 1
+            if len(found) == num_before:
+                problems.append(f"{place}: no images ({kinds}) in it")
     if problems:
         raise DataError(first_lines("input", problems))
-    return _with_unique_names(found)
+    counts = sorted(others.items(), key=lambda pair: (-pair[1], pair[0]))
+    shown = first_of(f"{n} {suffix or 'without suffix'}" for suffix, n in counts)
+    skipped = f"skipped {counted(others.total(), 'file', 'files')}: {shown}; read are {kinds}"
+    return _with_unique_names(found), skipped if others else ""
 
 
-def skipped_files(inputs: Sequence[str | Path], output: Path) -> str:
-    """How many files in the folders among `inputs` are not predicted, by suffix; empty if none."""
-    counts: Counter[str] = Counter()
-    for folder in {given.resolve() for given in map(Path, inputs) if given.is_dir()}:
-        for here, files in walk(folder, hidden=True):
-            if not _is_below(here, output):
-                counts.update(Path(name).suffix.lower() for name in files if name[0] != ".")
-    others = [(-n, suffix) for suffix, n in counts.items() if suffix not in SUFFIXES]
-    if not others:
-        return ""
-    shown = first_of(f"{-n} {suffix or 'without suffix'}" for n, suffix in sorted(others))
-    total = counted(-sum(n for n, _ in others), "file", "files")
-    return f"skipped {total}: {shown}; read are {' '.join(SUFFIXES)}"
-
-
-def _images_below(folder: Path, output: Path) -> Iterator[Source]:
+def _files_below(folder: Path, output: Path) -> Iterator[Path]:
     with os_errors_as(DataError):
         for here, files in walk(folder, hidden=True):
-            for path in (here / name for name in files):
-                if path.suffix.lower() in SUFFIXES and not _is_below(path, output):
-                    yield Source(path, path.relative_to(folder).with_suffix("").as_posix())
+            yield from (path for name in files if not _is_below(path := here / name, output))
 
 
 def _is_below(path: Path, folder: Path) -> bool:
