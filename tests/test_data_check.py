@@ -171,7 +171,7 @@ def no_picture(root):
         (narrow_labels, "sizes", ["2 labels differ", "a.png: label 6x8", "c.png: label 6x8"]),
         (partial(rgb_labels, names="b"), "unreadable", ["read: 1\n", "b.png: the label is RGB"]),
         (rgb_labels, "unreadable", ["3 files cannot be read: the label is RGB", "train/c.png"]),
-        (no_picture, "unreadable", ["b.png: neither a PNG nor a JPEG"]),
+        (no_picture, "unreadable", ["b.png: not a PNG or JPEG image"]),
         (partial(write_labels, label=rows(0, 255)), "one class", ["only 'sky'", "`ids: [255]`"]),
         (partial(write_labels, label=rows(0, 3)), "values", ["ids outside class file toy: 3"]),
     ],

@@ -43,20 +43,18 @@ def test_items_are_the_written_pictures_with_train_ids(tmp_path):
         assert label.dtype == np.uint8
         assert dataset.name(i) == str(i)
     assert dataset.classes.num_classes == 11
+    with pytest.raises(IndexError):
+        dataset[3]
 
 
-def test_dataset_survives_the_way_to_a_loader_process(tmp_path):
-    write_split(tmp_path, "train", [(5, 8), (7, 4)])
-    dataset = open_dataset(config(tmp_path), "train")
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert copy.pairs == dataset.pairs
-    np.testing.assert_array_equal(copy[1][1], dataset[1][1])
-
-
-def test_pickle_stays_below_200_bytes_a_pair(tmp_path):
+def test_dataset_survives_the_way_to_a_loader_process_in_200_bytes_a_pair(tmp_path):
     write_split(tmp_path, "train", [(2, 3)] * 40)
     dataset = open_dataset(config(tmp_path), "train")
-    assert len(pickle.dumps(dataset)) < 3000 + 200 * 40
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 3000 + 200 * 40
+    copy = pickle.loads(pickled)
+    assert copy.pairs == dataset.pairs
+    np.testing.assert_array_equal(copy[1][1], dataset[1][1])
 
 
 @pytest.mark.fault(51)
@@ -76,7 +74,7 @@ def test_file_that_vanishes_during_training_is_named(tmp_path):
     write_split(tmp_path, "train", [(5, 8), (5, 8)])
     dataset = open_dataset(config(tmp_path), "train")
     (tmp_path / "labels/train/1.png").unlink()
-    with pytest.raises(DataError, match=r"labels/train/1\.png: no such file"):
+    with pytest.raises(DataError, match=r"labels/train/1\.png: cannot be read: no such file"):
         dataset[1]
 
 
@@ -94,14 +92,6 @@ def test_a_damaged_training_image_can_be_left_out_by_the_option_that_is_named(tm
     assert kept[0].shape == (5, 8, 3)
 
 
-def test_index_beyond_the_end_ends_iteration(tmp_path):
-    write_split(tmp_path, "train", [(5, 8)])
-    dataset = open_dataset(config(tmp_path), "train")
-    with pytest.raises(IndexError):
-        dataset[1]
-    assert len(list(dataset)) == 1
-
-
 def test_reading_data_needs_no_torch_and_class_files_need_no_opencv():
     code = (
         "import sys, segtrain.data.read.classes; assert not {'cv2', 'torch'} & set(sys.modules);"
@@ -109,10 +99,3 @@ def test_reading_data_needs_no_torch_and_class_files_need_no_opencv():
         "assert 'torch' not in sys.modules and 'albumentations' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_unknown_attribute_of_the_package_is_an_attribute_error():
-    import segtrain.data
-
-    with pytest.raises(AttributeError, match="nonsense"):
-        _ = segtrain.data.nonsense

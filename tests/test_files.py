@@ -10,7 +10,6 @@ import zipfile
 import pytest
 import torch
 from processes import REPOSITORY
-from test_layouts import listed_by_the_disk
 from torch import nn
 
 from segtrain import files
@@ -62,19 +61,16 @@ def test_a_write_reaches_the_disk_before_its_name(tmp_path):
     ]
 
 
-def test_a_link_is_replaced_and_its_target_stays(tmp_path):
+def test_a_link_and_a_leftover_are_replaced_and_the_target_stays(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "name").symlink_to("mine")
+    # Of an earlier process with the same id.
+    (tmp_path / f".name.{os.getpid()}.tmp").write_text("half")
     files.write_atomic(tmp_path / "name", "new")
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / "name").read_text() == "new"
     assert not (tmp_path / "name").is_symlink()
-
-
-def test_a_leftover_of_an_earlier_process_with_the_same_id_is_replaced(tmp_path):
-    (tmp_path / f".name.{os.getpid()}.tmp").write_text("half")
-    files.write_atomic(tmp_path / "name", "new")
-    assert names(tmp_path) == ["name"]
+    assert names(tmp_path) == ["mine", "name"]
 
 
 def test_an_output_that_is_no_plain_file_is_written_in_place(tmp_path):
@@ -115,17 +111,37 @@ def test_nothing_waits_for_a_pipe(tmp_path, make):
         files.open_regular(tmp_path / "name", "a")
 
 
+def listed_by_the_disk(monkeypatch, *, reverse):
+    """From here on folders are listed in this order."""
+    scandir = os.scandir
+
+    class Listed:
+        def __init__(self, path="."):
+            with scandir(path) as found:
+                self.left = sorted(found, key=lambda entry: entry.name, reverse=not reverse)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise StopIteration
+            return self.left.pop()
+
+    monkeypatch.setattr(os, "scandir", Listed)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_order_and_the_names_do_not_depend_on_the_disk(tmp_path, monkeypatch, reverse):
     """Two links to one folder, a link beside what it leads to, and a loop."""
     root, outside = tmp_path / "root", tmp_path / "outside"
-    for name in (
-        "root/b/1",
-        "root/c/2",
-        "root/z",
-        "outside/deep/3",
-        "outside/4",
-    ):
+    for name in ("root/b/1", "root/c/2", "root/z", "outside/deep/3", "outside/4"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (root / "a").symlink_to("c")

@@ -89,7 +89,10 @@ def test_the_split_that_is_evaluated_counts_too():
 
 def test_files_that_a_list_names_are_not_replaced():
     options = {"train_split": "train.txt", "eval_split": "missing.txt"}
-    Path("d").mkdir()
+    Path("d/a").mkdir(parents=True)
+    Path("d/b").mkdir()
+    for name in ("a/0.jpg", "b/0.png", "1.jpg", "1.png"):
+        Path("d", name).touch()
     Path("d/train.txt").write_text("a/0.jpg b/0.png\n1.jpg 1.png\n")
     listed = data("list", **options)
     for output, name in (("d", "a/0"), ("d", "1"), ("d/b", "0"), ("d/x", "../b/0")):

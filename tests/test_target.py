@@ -58,12 +58,9 @@ def test_without_resume_a_run_is_refused_with_the_commands_that_work(text):
     assert target("runs/my/config.yaml", output="runs/my_2")[1] == "runs/my_2"
 
 
-def test_a_run_is_not_resumed_elsewhere():
+def test_a_run_is_not_resumed_elsewhere_but_its_config_may_be_that_of_another():
     said = refusal("runs/my", resume=True, output="runs/my 2")
     assert said[2].endswith("segtrain train runs/my/config.yaml --output 'runs/my 2'")
-
-
-def test_its_config_may_be_that_of_another_run_to_resume():
     config = "runs/my/config.yaml"
     assert target(config, resume=True, output="runs/other") == (config, "runs/other")
 

@@ -195,9 +195,10 @@ def _instances(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | No
 
     No line if the data set has no instances at all.
     """
-    paths, missing = instance_files(config.data, dataset.pairs)
+    paths = instance_files(config.data, dataset.pairs)
     if not paths or not any(c.instance_px for c in dataset.classes.classes):
         return None, []
+    missing = [path for path in paths if not path.is_file()]
     if not missing:
         return InstanceCounts(dataset.classes, paths), []
     # A mean over the other images would look like the score of the whole split.

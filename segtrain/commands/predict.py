@@ -24,7 +24,7 @@ from segtrain.data.check.dark_images import Brightness, brightness, lost_bits, w
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.find import first_lines
-from segtrain.data.read.photos import Source, find_images, read_photo, skipped_files
+from segtrain.data.read.photos import Source, find_images, read_photo
 from segtrain.data.read.protect import check_pictures
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
     # The user names the images, and read_photo has a bound of its own.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     output = Path(args.output)
-    sources = find_images(args.inputs, output)
+    sources, skipped = find_images(args.inputs, output)
     names = [source.name for source in sources]
     pictures.check_output(output, names, overwrite=args.overwrite)
 
@@ -117,8 +117,8 @@ def main(args: argparse.Namespace) -> int:
     print(f"step {loaded.step}; {settings.describe()}; {device}")
     for line in eval_precision_warnings(config, device):
         print(f"warning: {line}")
-    for line in skipped_files(args.inputs, output):
-        print(line)
+    if skipped:
+        print(skipped)
 
     with float32_products(for_evaluation(config)):
         notes = predict_images(

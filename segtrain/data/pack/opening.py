@@ -32,7 +32,7 @@ from segtrain.data.read.classes import (
 )
 from segtrain.data.read.dataset import SegDataset, UnlabelledDataset
 from segtrain.data.read.find import Pair, first_lines
-from segtrain.data.read.layouts import LAYOUTS, list_split, scan_layout
+from segtrain.data.read.layouts import list_split, scan_layout
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import open_regular, os_errors_as
 from segtrain.text import counted, printable
@@ -198,8 +198,7 @@ def _state(path: Path, file: SourceFile) -> str:
 def _has_images(data: DataConfig, split: str) -> bool:
     """Whether data.root holds the split, of whatever images."""
     try:
-        labelled = LAYOUTS[data.layout].lists_labels
-        return bool(scan_layout(data, split, labelled=labelled).pairs)
+        return bool(scan_layout(data, split, labelled=False).pairs)
     except DataError:
         return False
 

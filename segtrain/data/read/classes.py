@@ -22,12 +22,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from segtrain.config.messages import KeyPath, Mistake, did_you_mean, report, validate
-from segtrain.config.strict_yaml import Document, read_text, scan_yaml
+from segtrain.config.strict_yaml import read_text, scan_yaml
 from segtrain.errors import ConfigError
 from segtrain.files import os_errors_as
 from segtrain.text import MAX_NAME, first_of, name_problem, printable
@@ -162,11 +162,10 @@ def _line(what: str, old: Sequence[object], new: Sequence[object]) -> str:
     return f"class file: {what}: {list(old)} there, {list(new)} now"
 
 
-MAX_RAW_ID = 65535  # labels have at most 16 bits
 _MAX_CLASSES = 255  # train ids have 8 bits, and 255 is ignored
 _PACKAGE = Path(__file__).resolve().parents[2]
-# The first is the place in a wheel, the second in a checkout.
-_DIRECTORIES = (_PACKAGE / "_data" / "classes", _PACKAGE.parent / "data" / "classes")
+# In a checkout and in a wheel; what is in the wheel goes before.
+_DIRECTORIES = (_PACKAGE.parent / "data" / "classes", _PACKAGE / "_data" / "classes")
 _EXAMPLE = "classes: [background, crack]"
 # Pictures show ignored pixels in the first of these that no class uses.
 _IGNORE_COLORS = ((0, 0, 0), (224, 224, 192), (255, 255, 255))
@@ -191,6 +190,8 @@ def load_class_file(
     text = read_text(path)
     try:
         classes = _parse(text, path)
+        if label_format == "colors":
+            _check_given_colors(classes, path)
     except ConfigError:
         if quoted:
             raise
@@ -199,15 +200,17 @@ def load_class_file(
             "the checkpoint names it, so its lines are not shown; --set data.classes=PATH shows "
             "them, or names another file"
         ) from None
-    missing = set(range(classes.num_classes)) - classes.given_colors
-    if label_format == "colors" and missing:
-        names = first_of(classes.names[i] if quoted else f"number {i}" for i in sorted(missing))
+    return classes
+
+
+def _check_given_colors(classes: ClassFile, path: Path) -> None:
+    missing = [c.name for i, c in enumerate(classes.classes) if i not in classes.given_colors]
+    if missing:
         raise ConfigError(
             f"data.classes: {printable(path)}: data.label_format is colors, and {len(missing)} of "
-            f"{classes.num_classes} classes have no `color`: {names}; give each class its colour "
-            "in the labels, such as {name: crack, color: [255, 0, 0]}"
+            f"{classes.num_classes} classes have no `color`: {first_of(missing)}; give each class "
+            "its colour in the labels, such as {name: crack, color: [255, 0, 0]}"
         )
-    return classes
 
 
 def class_file_from_json(text: str) -> ClassFile:
@@ -226,13 +229,23 @@ def class_file_from_json(text: str) -> ClassFile:
 
 def known_names() -> list[str]:
     """Names of the class files that come with segtrain."""
-    return sorted({path.stem for folder in _DIRECTORIES for path in folder.glob("*.yaml")})
+    return sorted(_known_files())
+
+
+def _known_files() -> dict[str, Path]:
+    return {p.stem: p for folder in _DIRECTORIES for p in folder.glob("*.yaml")}
 
 
 def _find(name_or_path: str) -> Path:
     path = Path(os.path.expanduser(name_or_path))  # Path.expanduser raises for unknown users
     if path.name == name_or_path and not path.suffix:
-        return _find_known(name_or_path)
+        known = _known_files()
+        if name_or_path in known:
+            return known[name_or_path]
+        expected = f"; expected one of {', '.join(sorted(known))}, or a path ending in .yaml"
+        hint = did_you_mean(name_or_path, known_names()) or expected
+        name = printable(name_or_path, MAX_NAME)
+        raise ConfigError(f"data.classes: no class file named '{name}'{hint}")
     if path.exists():
         return path
     beside = {p.stem: p for end in ("*.yaml", "*.yml") for p in path.parent.glob(end)}
@@ -241,16 +254,6 @@ def _find(name_or_path: str) -> Path:
         here = printable(Path.cwd())
         hint += f" (looked for from {here}; --set data.classes=PATH names another)"
     raise ConfigError(f"data.classes: {printable(path)}: cannot be read: no such file{hint}")
-
-
-def _find_known(name: str) -> Path:
-    for folder in _DIRECTORIES:
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
-    known = known_names()
-    expected = f"; expected one of {', '.join(known)}, or a path ending in .yaml"
-    hint = did_you_mean(name, known) or expected
-    raise ConfigError(f"data.classes: no class file named '{printable(name, MAX_NAME)}'{hint}")
 
 
 class _Section(BaseModel):
@@ -264,7 +267,7 @@ def _check_name(name: str) -> str:
 
 
 _Byte = Annotated[int, Field(ge=0, le=255)]
-_RawId = Annotated[int, Field(ge=0, le=MAX_RAW_ID)]
+_RawId = Annotated[int, Field(ge=0, le=65535)]  # labels have at most 16 bits
 
 
 class _ClassEntry(_Section):
@@ -288,9 +291,12 @@ class _StoredClassFile(_ClassFileEntry):
 
 def _parse(text: str, path: Path) -> ClassFile:
     document = scan_yaml(text, source=printable(path), example=_EXAMPLE)
-    _refuse_other_forms(document)
-    mistakes = list(document.mistakes)
-    entry = validate(_ClassFileEntry, _with_names(document.data))
+    mistakes, data = list(document.mistakes), document.data
+    if isinstance(data.get("classes"), list):
+        entries = [{"name": one} if isinstance(one, str) else one for one in data["classes"]]
+        data = {**data, "classes": entries}
+    hint = f"expected a list 'classes' in the order of the ids, such as '{_EXAMPLE}'"
+    entry = validate(_ClassFileEntry, data, hints={"names": hint})
     if isinstance(entry, list):
         refused = {mistake.path for mistake in document.mistakes}
         mistakes += [f for f in entry if not any(f.path == p[: len(f.path)] for p in refused)]
@@ -302,39 +308,13 @@ def _parse(text: str, path: Path) -> ClassFile:
     raise ConfigError("\n".join(report(mistakes, document.places, source=document.source)))
 
 
-def _refuse_other_forms(document: Document) -> None:
-    """Refuses `names: [...]` and `classes: {0: a, 1: b}`, as other tools write them."""
-    given = [key for key in ("classes", "names") if (key,) in document.lines]
-    if given and not isinstance(document.data.get("classes"), list):
-        raise ConfigError(
-            f"{document.source}:{document.lines[given[0],]}: {given[0]}: expected the key "
-            f"'classes' with a list in the order of the ids, such as '{_EXAMPLE}'"
-        )
-
-
-def _with_names(data: dict[str, Any]) -> dict[str, Any]:
-    """`data`, with each class that is only a name made an entry."""
-    classes = data.get("classes")
-    if not isinstance(classes, list):
-        return data
-    entries = [{"name": entry} if isinstance(entry, str) else entry for entry in classes]
-    return {**data, "classes": entries}
-
-
 def _resolve(entry: _ClassFileEntry, name: str) -> ClassFile:
     """The class file of `entry` with the defaults filled in."""
     given = {c.color for c in entry.classes if c.color}
     given |= {color for c in entry.classes for color in c.more_colors}
     free = iter([color for color in default_palette(256) if color not in given])
     classes = tuple(
-        SegClass(
-            c.name,
-            c.color or next(free),
-            c.ids or (train_id,),
-            more_colors=c.more_colors,
-            category=c.category,
-            instance_px=c.instance_px,
-        )
+        SegClass(**dict(c) | {"color": c.color or next(free), "ids": c.ids or (train_id,)})
         for train_id, c in enumerate(entry.classes)
     )
     ignore_ids = entry.ignore_ids

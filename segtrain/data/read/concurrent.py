@@ -5,7 +5,6 @@ and nothing has to be started, pickled or put into shared memory.
 """
 
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -22,7 +21,7 @@ from segtrain.text import printable
 T = TypeVar("T")
 R = TypeVar("R")
 
-_PLAIN_PROGRESS_S = 15
+_PLAIN_EVERY_S = 15  # where there is no terminal
 _CHUNK = 8
 # Each process needs enough pairs to pay for its start.
 _PAIRS_PER_PROCESS = 128
@@ -87,8 +86,11 @@ def for_each_pair(
         ExecutionError: a process was killed.
     """
     results = map(function, pairs) if pool is None else pool.map(function, pairs, chunksize=_CHUNK)
+    seconds = 0.1 if sys.stderr.isatty() else _PLAIN_EVERY_S
+    bar = tqdm(results, printable(what), len(pairs), unit="pair", leave=False, delay=seconds)
+    bar.mininterval = seconds
     try:
-        yield from _with_progress(results, len(pairs), what)
+        yield from bar
     except BrokenProcessPool as error:
         raise ExecutionError(
             "a process was killed, probably for lack of memory; use fewer --jobs"
@@ -97,16 +99,3 @@ def for_each_pair(
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
         raise
-
-
-def _with_progress(results: Iterable[T], num_pairs: int, what: str) -> Iterator[T]:
-    """`results` of pairs, with a progress bar on a terminal, or else a line every 15 s."""
-    if sys.stderr.isatty():
-        yield from tqdm(results, desc=printable(what), total=num_pairs, unit="pair", leave=False)
-        return
-    last = time.monotonic()
-    for done, result in enumerate(results, start=1):
-        if time.monotonic() - last > _PLAIN_PROGRESS_S:
-            sys.stderr.write(f"{printable(what)}: {done} of {num_pairs} pairs\n")
-            last = time.monotonic()
-        yield result

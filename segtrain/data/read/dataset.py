@@ -14,6 +14,7 @@ from segtrain.data.read.decode import read_bytes, read_image
 from segtrain.data.read.find import Pair
 from segtrain.data.read.labels import decode_label, read_label
 from segtrain.errors import DataError
+from segtrain.files import os_errors_as
 from segtrain.text import printable
 from segtrain.types import IGNORE_INDEX
 
@@ -57,7 +58,10 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
         try:
             image = read_image(pair.image)
         except DataError as error:
-            raise DataError(f"{error}{self._way_out(pair)}") from error
+            if not self.may_exclude:
+                raise
+            way = f"replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
+            raise DataError(f"{error}; {way}") from error
         label = read_label(pair.label, self.classes, self.label_format)
         if problem := size_problem(pair, image.shape[:2], label.shape):
             raise DataError(problem)
@@ -74,11 +78,8 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     def source_bytes(self, index: int) -> tuple[int, int]:
         """Sizes of the files of image and label; DataError: a file is gone."""
         pair = self.pairs[index]
-        try:
+        with os_errors_as(DataError):
             return os.stat(pair.image).st_size, os.stat(pair.label).st_size
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise DataError(f"{printable(error.filename)}: {reason}") from error
 
     def hashed_label(self, index: int) -> HashedLabel:
         """The label of item `index`, with the hash of its file; DataError: it is unreadable."""
@@ -90,11 +91,6 @@ class SegDataset(Sequence[tuple[np.ndarray, np.ndarray]]):
     def content_hash(self) -> str:
         """The hash of all pixels where it is known, as of a pack; else empty."""
         return ""
-
-    def _way_out(self, pair: Pair) -> str:
-        if not self.may_exclude:
-            return ""
-        return f"; replace it, or leave it out: data.train_exclude: [{printable(pair.name)}]"
 
     def name(self, index: int) -> str:
         """The name of image `index`: unique in the split, a relative path without suffix."""

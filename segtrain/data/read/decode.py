@@ -31,7 +31,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from segtrain.errors import DataError
-from segtrain.files import open_regular
+from segtrain.files import open_regular, os_errors_as
 from segtrain.text import printable
 
 # Pillow warns above this; one image of this size takes 270 MB.
@@ -39,11 +39,11 @@ MAX_PIXELS = 89_478_485
 # Pillow refuses more. Satellite images, such as a tile of Sentinel-2 with 10980 x 10980, have less.
 MAX_PHOTO_PIXELS = 2 * MAX_PIXELS
 
+EXIF_ORIENTATION = 0x0112
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNK_FRAME = 12  # bytes around the content of a chunk: length, kind and checksum
 # The offset of the bit depth in a PNG; width is at 16, height at 20.
 _PNG_DEPTH_AT = 24
-_EXIF_ORIENTATION = 0x0112
 # Pillow's names for the chunk eXIf, and for the text in which ImageMagick writes EXIF.
 _PNG_EXIF = {"exif", "Raw profile type exif"}
 # Pillow spreads grey levels of 2 and 4 bits over 0..255.
@@ -78,20 +78,14 @@ def read_raw_label(path: str | Path) -> np.ndarray:
 
 def read_header(path: str | Path) -> Header:
     """The header, without reading the pixels."""
-    try:
-        with open_regular(path) as file:
-            return _header(file, path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with os_errors_as(DataError, path), open_regular(path) as file:
+        return _header(file, path)
 
 
 def read_bytes(path: str | Path) -> bytes:
     """The whole file; an empty file is refused."""
-    try:
-        with open_regular(path) as file:
-            data = file.read()
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with os_errors_as(DataError, path), open_regular(path) as file:
+        data = file.read()
     if not data:
         raise DataError(f"{printable(path)}: the file is empty")
     return data
@@ -178,8 +172,7 @@ def opened(
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(path, max_pixels) from error
     except UnidentifiedImageError as error:  # its text names a Python object
-        kinds = "neither a PNG nor a JPEG" if "PNG" in formats else "not an image of a known kind"
-        raise DataError(f"{printable(path)}: {kinds}") from error
+        raise DataError(f"{printable(path)}: not a {' or '.join(formats)} image") from error
     except Exception as error:  # Pillow's parsers raise a dozen kinds on damaged bytes
         raise DataError(f"{printable(path)}: damaged image: {error}") from error
 
@@ -192,7 +185,7 @@ def exif_orientation(image: Image.Image) -> int:
     if image.format == "PNG" and not _PNG_EXIF & image.info.keys():
         return 1  # getexif would decode the pixels
     try:
-        orientation = int(image.getexif().get(_EXIF_ORIENTATION, 1))
+        orientation = int(image.getexif().get(EXIF_ORIENTATION, 1))
     except Exception:  # Pillow raises a dozen kinds for damaged EXIF; the pixels may be good
         return 1
     return orientation if 1 <= orientation <= 8 else 1
@@ -259,7 +252,3 @@ def _check_png(data: bytes, path: str | Path) -> None:
         if zlib.crc32(view[start + 4 : end - 4]) != int.from_bytes(view[end - 4 : end]):
             raise DataError(f"{printable(path)}: damaged image: wrong checksum in chunk {kind!r}")
         start = end
-
-
-def _unreadable(path: str | Path, error: OSError) -> DataError:
-    return DataError(f"{printable(path)}: {(error.strerror or str(error)).lower()}")

@@ -97,19 +97,19 @@ def split_folder(root: Path, kind: str, split: str) -> Path:
     folder = root / kind / split
     if folder.exists():
         return folder
-    swapped = root / split / kind
+    swapped, place = root / split / kind, printable(folder)
     if swapped.is_dir() and not (root / kind).exists():
-        raise DataError(f"{folder}: no such folder; {swapped} is there: move it to {folder}")
+        raise DataError(f"{place}: no such folder; {printable(swapped)} is there: move it")
     parent = existing_folder(root, kind)
     is_file = split.endswith(".txt")
     if not is_file and files_by_name(parent, IMAGE_SUFFIXES) and not any(parent.glob("*/")):
         raise DataError(
-            f"{folder}: no split {split!r}: the files lie in {parent} itself; move them into a "
-            f"folder for each split, such as {folder}/photo.png"
+            f"{place}: no such folder: the files lie in {printable(parent)} itself; move them into "
+            "a folder for each split"
         )
     found = sorted(path.stem if is_file else path.name for path in _visible(parent, files=is_file))
     name = split.removesuffix(".txt")
-    raise DataError(f"{printable(folder)}: no split {name!r}; {there_are('splits', found)}")
+    raise DataError(f"{place}: no split {name!r}; {there_are('splits', found)}")
 
 
 def existing_folder(root: Path, name: str) -> Path:
@@ -237,16 +237,11 @@ def _similar_file(path: Path, images: Sequence[Path]) -> str:
 
 def _none_of(folder: Path, what: str, ending: str) -> str:
     """Why there are no files `*ending` below `folder`."""
+    text = f"{printable(folder)}: expected {what} *{ending}"
     files = visible_files(folder)
     if not files:
-        return f"{printable(folder)}: the folder is empty; expected {what} *{ending}"
-    text = (
-        f"{printable(folder)}: {counted(len(files), 'file', 'files')}, none is {what} *{ending}; "
-        f"the first is {printable(files[0])}"
-    )
-    if what == "an image":
-        text += "; only JPEG and PNG are read"
-    elif files[0].lower().endswith((".jpg", ".jpeg")):
+        return f"{text}; the folder is empty"
+    if what == "a label" and files[0].lower().endswith((".jpg", ".jpeg")):
         # The stored ids are gone: a PNG made from this file would be wrong without looking wrong.
-        text += ", and JPEG has changed its values: make PNG files from the original labels"
-    return text
+        return f"{text}; JPEG has changed the values: make PNG files from the original labels"
+    return f"{text}; none of {counted(len(files), 'file', 'files')} is, as {printable(files[0])}"

@@ -46,13 +46,10 @@ def ids_to_train_ids(raw: np.ndarray, path: str | Path, class_file: ClassFile) -
     Raises:
         DataError: ids that the class file does not name.
     """
-    table, known, spare = _id_tables(tuple(class_file.train_id_of.items()))
-    label = _looked_up(raw, table)
-    # A second table is only needed if unknown ids cannot have a train id of their own.
-    unknown = (label == spare).any() if spare is not None else not _looked_up(raw, known).all()
-    if unknown:
+    table, known = _id_tables(tuple(class_file.train_id_of.items()))
+    if not _looked_up(raw, known).all():
         raise DataError(f"{printable(path)}: {unknown_ids(count_ids(raw), class_file)}")
-    return label
+    return _looked_up(raw, table)
 
 
 def _looked_up(raw: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -108,14 +105,12 @@ def count_colors(colors: np.ndarray) -> dict[Color, int]:
 
 def unknown_colors(counts: dict[Color, int], class_file: ClassFile) -> str:
     """A message about colours that no class has, with a likely repair."""
-    if len(counts) > _MANY_COLORS:
-        repair = "so many colours come from resizing or JPEG"
-    elif class_file.ignores_color:
-        repair = "give each class its `color` there, and ignored pixels the `ignore_color`"
-    else:
+    repair = "so many colours come from resizing or JPEG"
+    if len(counts) <= _MANY_COLORS:
+        ignored = list(class_file.ignore_color if class_file.ignores_color else next(iter(counts)))
         repair = (
-            "give each class its `color` there, or, if these pixels are to be ignored, write "
-            f"`ignore_color: {list(next(iter(counts)))}` there"
+            "give each class its `color` there; if pixels are to be ignored, write "
+            f"`ignore_color: {ignored}` there"
         )
     shown = _listed({str(list(color)): n for color, n in counts.items()})
     return f"colours that class file {class_file.name} does not name: {shown}; {repair}"
@@ -126,20 +121,12 @@ def _listed(counts: dict[int, int] | dict[str, int]) -> str:
 
 
 @lru_cache(maxsize=8)
-def _id_tables(
-    train_id_of: tuple[tuple[int, int], ...],
-) -> tuple[np.ndarray, np.ndarray, int | None]:
-    """Train id and "is known" of every 16-bit raw id, two (65536,) uint8, and a spare train id.
-
-    The spare one is that of all unknown ids; None: all are taken, and unknown ids are ignored.
-    """
-    taken = {IGNORE_INDEX, *(train_id for _, train_id in train_id_of)}
-    spare = next((i for i in range(256) if i not in taken), None)
-    train_ids = np.full(1 << 16, IGNORE_INDEX if spare is None else spare, np.uint8)
-    known = np.zeros(1 << 16, np.uint8)
+def _id_tables(train_id_of: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Train id and "is known" of every 16-bit raw id, two (65536,) uint8."""
+    train_ids, known = np.zeros((2, 1 << 16), np.uint8)
     for raw, train_id in train_id_of:
         train_ids[raw], known[raw] = train_id, 1
-    return train_ids, known, spare
+    return train_ids, known
 
 
 @lru_cache(maxsize=2)
@@ -171,7 +158,7 @@ _MANY_VALUES = 64
 
 def _repair_for_ids(found: set[int], unknown: set[int], class_file: ClassFile) -> str:
     """What to do about the ids `unknown` among those that labels hold: the first that fits."""
-    num_classes, at_zero = class_file.num_classes, _counts_from_zero(class_file)
+    num_classes = class_file.num_classes
     if 255 in unknown and found <= {0, 255}:
         return "this is a 0/255 mask: give the foreground class `ids: [255]` in the class file"
     if unknown == {255}:
@@ -184,16 +171,13 @@ def _repair_for_ids(found: set[int], unknown: set[int], class_file: ClassFile) -
         return f"if 255 marks pixels to ignore, write {_ignoring(class_file, [255])} there"
     if len(unknown) > _MANY_VALUES:
         return "so many values come from a photograph, JPEG, or resizing with interpolation"
-    if (
-        at_zero
-        and num_classes == _CITYSCAPES_CLASSES
-        and max(unknown - {255}) <= _LAST_CITYSCAPES_ID
-    ):
+    at_zero, others = _counts_from_zero(class_file), unknown - {255}
+    if at_zero and num_classes == _CITYSCAPES_CLASSES and max(others) <= _LAST_CITYSCAPES_ID:
         return (
             "these look like Cityscapes labelIds: set data.classes: cityscapes and "
             "data.label_format: ids"
         )
-    if at_zero and unknown - {255} == {num_classes} and 0 not in found:
+    if at_zero and others == {num_classes} and 0 not in found:
         return (
             "the files seem to count from 1, the class file from 0: give the classes `ids: [1]` "
             f"to `ids: [{num_classes}]` there"

@@ -1,19 +1,12 @@
 """Which image belongs to which label: the data layouts that segtrain reads.
 
 To add a layout, enter it in `LAYOUTS` at the end of this file and add its name to
-`DataConfig.layout`. For two mirrored folders that is
-
-    "mine": Layout(
-        _mirrored(lambda root, data, split: _Mirrored(("photos", split), ("ids", split))),
-        lambda *_: ("photos", "ids"),
-    ),
+`DataConfig.layout`; segtrain/README.md has an example.
 
 A layout looks at names only and opens no image. It raises DataError if the split is missing; what
 is wrong with single files goes into `Listing.problems`, so that all of it is reported at once.
 """
 
-import os
-import posixpath
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -25,30 +18,23 @@ from segtrain.data.read.find import (
     LABEL_SUFFIX,
     Listing,
     Pair,
-    case_clashes,
     data_root,
     existing_folder,
     files_by_name,
     first_lines,
     match_folders,
     split_folder,
-    there_are,
 )
-from segtrain.data.read.lists import (
-    list_file_rows,
-    list_file_words,
-    path_problem,
-    plain_pairs,
-)
+from segtrain.data.read.lists import list_file_words, list_pairs
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
-from segtrain.text import first_of, printable
+from segtrain.text import printable
 
 Scan = Callable[[Path, DataConfig, str, bool], Listing]
 """(root, data, split, labelled) -> the listing of the split.
 
 root: the existing folder `data.root`. labelled: False for a split without labels: each pair has its
-image twice.
+image twice, unless a list file names its label.
 """
 
 
@@ -59,15 +45,12 @@ class Layout(NamedTuple):
         written there.
     instances: the file with the instances of a label, if the data set has such files.
     has_list_file: whether a text file lists the split, so that messages may quote its lines.
-    lists_labels: whether that file names the labels too. Then each split has labels, and "a+b" is
-        the name of a file; in other layouts it is the splits a and b.
     """
 
     scan: Scan
     folders: Callable[[Path, DataConfig, str], Sequence[str]]
     instances: Callable[[Path], Path] | None = None
     has_list_file: bool = False
-    lists_labels: bool = False
 
 
 def list_split(
@@ -103,17 +86,17 @@ def scan_layout(data: DataConfig, split: str, *, labelled: bool = True) -> Listi
     Raises:
         DataError: the split itself is missing or holds no image, or two parts share an image.
     """
-    layout = LAYOUTS[data.layout]
-    if layout.lists_labels and not labelled:
-        raise DataError(f"data.layout {data.layout}: its splits name labels; use predict")
+    scan = LAYOUTS[data.layout].scan
     with os_errors_as(DataError):
         root = data_root(data)
         parts = split_parts(data, split)
-        listings = [layout.scan(root, data, part, labelled) for part in parts]
+        listings = [scan(root, data, part, labelled) for part in parts]
     listing = listings[0] if len(parts) == 1 else _join_listings(parts, listings)
+    if data.train_exclude and split == data.train_split:
+        listing = _without_excluded(listing, data)
     if not listing.pairs and not listing.problems:
         raise DataError(f"{printable(root)}, split {split!r}: no images in it")
-    return _without_excluded(listing, data) if split == data.train_split else listing
+    return listing
 
 
 def split_parts(data: DataConfig, split: str) -> list[str]:
@@ -122,7 +105,7 @@ def split_parts(data: DataConfig, split: str) -> list[str]:
     Raises:
         DataError: a name is empty.
     """
-    if LAYOUTS[data.layout].lists_labels or "+" not in split:
+    if data.layout == "list" or "+" not in split:  # the name of a list file may hold one
         return [split]
     parts = split.split("+")
     if not all(parts):
@@ -152,12 +135,9 @@ def _without_excluded(listing: Listing, data: DataConfig) -> Listing:
     """`listing`, of the training split, without the images of `data.train_exclude`.
 
     Raises:
-        DataError: a name is not in it, or no image is left.
+        DataError: a name is not in it.
     """
-    if not data.train_exclude:
-        return listing
-    excluded = set(data.train_exclude)
-    names = {pair.name for pair in listing.pairs}
+    names, excluded = {pair.name for pair in listing.pairs}, set(data.train_exclude)
     if unknown := sorted(excluded - names):
         hint = f"; names look like {printable(min(names))}" if names else ""
         raise DataError(
@@ -165,67 +145,45 @@ def _without_excluded(listing: Listing, data: DataConfig) -> Listing:
             f"{data.train_split!r}{hint}"
         )
     pairs = [pair for pair in listing.pairs if pair.name not in excluded]
-    if listing.pairs and not pairs:
-        raise DataError(f"data.train_exclude: leaves no image in split {data.train_split!r}")
     return listing._replace(pairs=pairs)
 
 
-class InstanceFiles(NamedTuple):
-    """Where the instance maps of labels are, or would be."""
-
-    paths: list[Path]  # of all labels, in their order; empty if the layout has no instance maps
-    missing: list[Path]  # those of `paths` that do not exist
-
-
-def instance_files(data: DataConfig, pairs: Sequence[Pair]) -> InstanceFiles:
-    """The instance maps of the labels of `pairs`.
+def instance_files(data: DataConfig, pairs: Sequence[Pair]) -> list[Path]:
+    """Where the instance maps of the labels of `pairs` are, or would be; empty if there are none.
 
     A part of them may be missing: split train+train_extra of Cityscapes has coarse labels too.
     """
     file_of = LAYOUTS[data.layout].instances
-    paths = [file_of(pair.label) for pair in pairs] if file_of else []
-    return InstanceFiles(paths, [path for path in paths if not path.is_file()])
+    return [file_of(pair.label) for pair in pairs] if file_of else []
 
 
-class _Mirrored(NamedTuple):
-    """A split in two folders of the same form, each given as a folder below data.root and a split.
+def _mirrored(
+    root: Path,
+    labelled: bool,
+    images: tuple[str, str],
+    labels: tuple[str, str],
+    *,
+    image_end: str = "",
+    label_end: str = "",
+) -> Listing:
+    """A split in two folders of the same form, each given as a folder below `root` and a split.
 
     image_end, label_end: as for `match_folders`.
-    note: what must be said of the labels when training or evaluation starts.
     """
-
-    images: tuple[str, str]
-    labels: tuple[str, str]
-    image_end: str = ""
-    label_end: str = ""
-    note: str = ""
-
-
-def _mirrored(arrange: Callable[[Path, DataConfig, str], _Mirrored]) -> Scan:
-    """Scans the folders that `arrange`, (root, data, split), names."""
-
-    def scan(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
-        found = arrange(root, data, split)
-        images = split_folder(root, *found.images)
-        if not labelled:
-            return match_folders(images, None, image_end=found.image_end)
-        labels = split_folder(root, *found.labels)
-        if images.resolve() == labels.resolve():
-            raise DataError(
-                f"{printable(images)}: images and labels lie in one folder; "
-                "separate them, or name every pair in a text file (data.layout: list)"
-            )
-        ends = {"image_end": found.image_end, "label_end": found.label_end}
-        listing = match_folders(images, labels, **ends)
-        return listing._replace(notes=[found.note] if found.note else [])
-
-    return scan
+    images_dir = split_folder(root, *images)
+    labels_dir = split_folder(root, *labels) if labelled else None
+    if labels_dir is not None and images_dir.resolve() == labels_dir.resolve():
+        raise DataError(
+            f"{printable(images_dir)}: images and labels lie in one folder; "
+            "separate them, or name every pair in a text file (data.layout: list)"
+        )
+    return match_folders(images_dir, labels_dir, image_end=image_end, label_end=label_end)
 
 
 _CITYSCAPES_LABELS = {"ids": "labelIds", "train_ids": "labelTrainIds", "colors": "color"}
 
 
-def _cityscapes(root: Path, data: DataConfig, split: str) -> _Mirrored:
+def _cityscapes(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
     """Coarse labels where there are no fine ones (train_extra) or the split is `gtCoarse/train`."""
     named, _, rest = split.partition("/")
     if rest and named in ("gtFine", "gtCoarse"):
@@ -233,21 +191,25 @@ def _cityscapes(root: Path, data: DataConfig, split: str) -> _Mirrored:
     else:
         is_coarse = not (root / "gtFine" / split).is_dir() and (root / "gtCoarse" / split).is_dir()
         kind = "gtCoarse" if is_coarse else "gtFine"
-    note = "split 'val' is read from gtCoarse: the benchmark scores the labels of gtFine"
-    return _Mirrored(
+    listing = _mirrored(
+        root,
+        labelled,
         ("leftImg8bit", split),
         (kind, split),
         image_end="_leftImg8bit",
         label_end=f"_{kind}_{_CITYSCAPES_LABELS[data.label_format]}",
-        note=note if (kind, split) == ("gtCoarse", "val") else "",
     )
+    if labelled and (kind, split) == ("gtCoarse", "val"):
+        note = "split 'val' is read from gtCoarse: the benchmark scores the labels of gtFine"
+        return listing._replace(notes=[note])
+    return listing
 
 
 def _cityscapes_instances(label: Path) -> Path:
     return label.with_name(f"{label.stem.rpartition('_')[0]}_instanceIds.png")
 
 
-def _camvid(root: Path, data: DataConfig, split: str) -> _Mirrored:
+def _camvid(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
     images, labels = ("images", split), ("labels", split)
     if (root / split).is_dir() and not (root / "images").is_dir():
         original = f"{split}_labels"
@@ -257,7 +219,7 @@ def _camvid(root: Path, data: DataConfig, split: str) -> _Mirrored:
     folder = root.joinpath(*labels)
     found = files_by_name(folder, (LABEL_SUFFIX,)) if folder.is_dir() else []
     is_original = bool(found) and all(name.endswith("_L") for name in found)
-    return _Mirrored(images, labels, label_end="_L" if is_original else "")
+    return _mirrored(root, labelled, images, labels, label_end="_L" if is_original else "")
 
 
 def _camvid_folders(root: Path, data: DataConfig, split: str) -> Sequence[str]:
@@ -266,15 +228,15 @@ def _camvid_folders(root: Path, data: DataConfig, split: str) -> Sequence[str]:
     return (split, f"{split}annot", f"{split}_labels")
 
 
-def _ade20k(root: Path, data: DataConfig, split: str) -> _Mirrored:
+def _ade20k(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
     if not (root / "images" / split).is_dir():
         long = {"train": "training", "val": "validation", "test": "testing"}
         split = long.get(split, split)
-    return _Mirrored(("images", split), ("annotations", split))
+    return _mirrored(root, labelled, ("images", split), ("annotations", split))
 
 
-def _folders(root: Path, data: DataConfig, split: str) -> _Mirrored:
-    return _Mirrored((data.images_dir, split), (data.labels_dir, split))
+def _folders(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
+    return _mirrored(root, labelled, (data.images_dir, split), (data.labels_dir, split))
 
 
 def _voc(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
@@ -311,72 +273,23 @@ def _voc_labels(root: Path, names: Sequence[str]) -> tuple[Path, dict[str, list[
     return min(found, key=lambda pair: sum(name not in pair[1] for name in names))
 
 
-def _list(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
-    path = root / split
-    if not path.is_file():
-        texts = sorted(file.name for suffix in ("txt", "csv") for file in root.glob(f"*.{suffix}"))
-        raise DataError(f"{printable(path)}: no such list file; {there_are('text files', texts)}")
-    if (plain := plain_pairs(path, root)) is not None:
-        return Listing(plain, [])
-    rows, problems = list_file_rows(path)
-    pairs: dict[str, Pair] = {}
-    first_line: dict[str, int] = {}
-    for line, *names in rows:
-        image, label = map(posixpath.normpath, names)
-        checked = zip(names, (IMAGE_SUFFIXES, (LABEL_SUFFIX,)), strict=True)
-        found = [_listed_file_problem(root, file, suffixes) for file, suffixes in checked]
-        bad = [problem for problem in found if problem]
-        name = image.rpartition(".")[0]
-        if not bad and image in first_line:
-            bad = [f"{printable(image)}: already on line {first_line[image]}"]
-        elif not bad and name in pairs:
-            both = f"{printable(pairs[name].image)} and {printable(root / image)}"
-            bad = [f"{both} have one name; rename one"]
-        first_line.setdefault(image, line)
-        problems += [f"{printable(path)}:{line}: {problem}" for problem in bad]
-        if not bad:
-            pairs[name] = Pair(root / image, root / label, name)
-    notes = _shared_labels(list(pairs.values()))
-    return Listing(list(pairs.values()), problems, case_clashes(pairs), notes=notes)
-
-
-def _listed_file_problem(root: Path, name: str, suffixes: tuple[str, ...]) -> str:
-    """Why a file of a list cannot be read; empty if it can."""
-    if problem := path_problem(name):
-        return problem
-    if not name.lower().endswith(suffixes):
-        return f"{printable(name)}: expected a file {' '.join(suffixes)}"
-    if not os.path.isfile(root / name):  # Path.is_file raises for long names
-        return f"{printable(name)}: no such file below {printable(root)}"
-    return ""
-
-
-def _shared_labels(pairs: Sequence[Pair]) -> list[str]:
-    """A line if images share a label: as a rule a line was copied and changed in one column."""
-    users: dict[Path, str] = {}
-    shared = []
-    for pair in pairs:
-        first = users.setdefault(pair.label, pair.name)
-        if first != pair.name:
-            shared.append(f"{pair.label} by {first} and {pair.name}")
-    return [f"labels are used by several images: {first_of(shared, 3)}"] if shared else []
-
-
 LAYOUTS: dict[str, Layout] = {
     "cityscapes": Layout(
-        _mirrored(_cityscapes),
+        _cityscapes,
         lambda *_: ("leftImg8bit", "gtFine", "gtCoarse"),
         instances=_cityscapes_instances,
     ),
-    "camvid": Layout(_mirrored(_camvid), _camvid_folders),
+    "camvid": Layout(_camvid, _camvid_folders),
     "voc": Layout(
         _voc,
         lambda *_: ("JPEGImages", "SegmentationClass", "SegmentationClassAug", "ImageSets"),
         has_list_file=True,
     ),
-    "ade20k": Layout(_mirrored(_ade20k), lambda *_: ("images", "annotations")),
-    "folders": Layout(
-        _mirrored(_folders), lambda root, data, split: (data.images_dir, data.labels_dir)
+    "ade20k": Layout(_ade20k, lambda *_: ("images", "annotations")),
+    "folders": Layout(_folders, lambda root, data, split: (data.images_dir, data.labels_dir)),
+    "list": Layout(
+        lambda root, data, split, labelled: list_pairs(root / split, root),
+        lambda *_: (),
+        has_list_file=True,
     ),
-    "list": Layout(_list, lambda *_: (), has_list_file=True, lists_labels=True),
 }

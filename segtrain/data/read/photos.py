@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from segtrain.data.read.decode import (
+    EXIF_ORIENTATION,
     MAX_PHOTO_PIXELS,
     decode_header,
     decode_image,
@@ -17,26 +17,16 @@ from segtrain.data.read.decode import (
     opened,
     read_bytes,
 )
-from segtrain.data.read.find import IMAGE_SUFFIXES, OTHER_IMAGES, first_lines
+from segtrain.data.read.find import IMAGE_SUFFIXES, first_lines
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
-from segtrain.text import counted, printable
+from segtrain.text import counted, first_of, printable
 
 MORE_SUFFIXES = (".bmp", ".tif", ".tiff", ".webp")
-
+SUFFIXES = (*IMAGE_SUFFIXES, *MORE_SUFFIXES)
 _FORMATS = ("BMP", "TIFF", "WEBP")
 _MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX")
 _BITS_PER_SAMPLE = 258  # a tag of TIFF
-# The inverse of what ImageOps.exif_transpose does for each orientation.
-_TURN_BACK = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
-}
 
 
 class Photo(NamedTuple):
@@ -66,15 +56,9 @@ def read_photo(path: Path) -> Photo:
         is_tiff = image.format == "TIFF"
         depth = int(np.max(image.tag_v2.get(_BITS_PER_SAMPLE, 8))) if is_tiff else 8
         orientation = exif_orientation(image)
-        image.load()
-        if orientation != 1 and exif_orientation(image) == 1:
-            # Loading a TIFF makes Pillow turn it as EXIF says and drop the note.
-            image = image.transpose(_TURN_BACK[orientation])
+        if is_tiff:  # Pillow would turn it while it loads it
+            image.getexif().pop(EXIF_ORIENTATION, None)
         return Photo(np.array(image.convert("RGB")), depth, orientation)
-
-
-SUFFIXES = (*IMAGE_SUFFIXES, *MORE_SUFFIXES)
-_MAX_SHOWN = 10
 
 
 class Source(NamedTuple):
@@ -84,84 +68,55 @@ class Source(NamedTuple):
     name: str
 
 
-def find_images(inputs: Sequence[str | Path], output: Path) -> list[Source]:
+def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[Source], str]:
     """The images among `inputs`, files or folders searched to any depth, each image once.
 
     Names are relative to the given folder. If another image already has the name, in upper or lower
     case, the file's suffix is appended, then a number. Files in `output` are left out, so that a
     second run does not predict the pictures of the first.
 
+    Also a line that counts the other files in the folders; empty if there are none.
+
     Raises:
         DataError: an input is missing, of another format, or a folder without images.
     """
     found: list[Source] = []
-    problems = []
+    others: Counter[str] = Counter()
+    problems, kinds = [], " ".join(SUFFIXES)
     for given in map(Path, inputs):
-        if not given.is_dir():
-            problems += _file_problem(given)
+        place, num_before = printable(given), len(found)
+        if not given.exists():
+            problems.append(f"{place}: no such file or folder")
+        elif not given.is_dir():
             found.append(Source(given, given.stem))
+            if given.suffix.lower() not in SUFFIXES:
+                problems.append(f"{place}: expected an image ({kinds})")
         elif _is_below(given, output):
             problems.append(
-                f"{printable(given)}: lies in --output, where predictions are no input; choose "
-                "another directory for them"
+                f"{place}: lies in --output, where predictions are no input; choose another "
+                "directory for them"
             )
         else:
-            inside = list(_images_below(given, output))
-            found += inside
-            if not inside:
-                problems.append(f"{printable(given)}: no images ({' '.join(SUFFIXES)}) in it")
+            for path in _files_below(given, output):
+                if path.suffix.lower() in SUFFIXES:
+                    name = path.relative_to(given).with_suffix("").as_posix()
+                    found.append(Source(path, name))
+                elif path.name[0] != ".":
+                    others[path.suffix.lower()] += 1
+            if len(found) == num_before:
+                problems.append(f"{place}: no images ({kinds}) in it")
     if problems:
         raise DataError(first_lines("input", problems))
-    return _with_unique_names(found)
+    counts = sorted(others.items(), key=lambda pair: (-pair[1], pair[0]))
+    shown = first_of(f"{n} {suffix or 'without suffix'}" for suffix, n in counts)
+    skipped = f"skipped {counted(others.total(), 'file', 'files')}: {shown}; read are {kinds}"
+    return _with_unique_names(found), skipped if others else ""
 
 
-def skipped_files(inputs: Sequence[str | Path], output: Path) -> list[str]:
-    """What in the folders among `inputs` is not predicted: a line for images, a line for others."""
-    counts: Counter[str] = Counter()
-    for folder in {given.resolve() for given in map(Path, inputs) if given.is_dir()}:
-        for here, files in walk(folder, hidden=True):
-            if not _is_below(here, output):
-                counts.update(Path(name).suffix.lower() for name in files if name[0] != ".")
-    images = Counter({end: n for end, n in counts.items() if end in _UNREAD})
-    others = Counter({end: n for end, n in counts.items() if end not in (*_UNREAD, *SUFFIXES)})
-    image_words = "image of a format that is not read", "images of formats that are not read"
-    other_words = "file that is no image", "files that are no images"
-    kinds = ((images, image_words, "; convert to PNG or JPEG"), (others, other_words, ""))
-    return [
-        f"skipped {counted(found.total(), *words)}: {_by_suffix(found)}{repair}"
-        for found, words, repair in kinds
-        if found
-    ]
-
-
-_UNREAD = tuple(suffix for suffix in OTHER_IMAGES if suffix not in SUFFIXES)
-
-
-def _by_suffix(counts: Counter[str]) -> str:
-    shown = sorted(counts.most_common(_MAX_SHOWN), key=lambda pair: (-pair[1], not pair[0], pair))
-    named = [
-        f"{count} {printable(suffix, _MAX_SHOWN) or 'without suffix'}" for suffix, count in shown
-    ]
-    return ", ".join(named) + (", others" if len(counts) > _MAX_SHOWN else "")
-
-
-def _file_problem(path: Path) -> list[str]:
-    suffix = path.suffix.lower()
-    if not path.exists():
-        return [f"{printable(path)}: no such file or folder"]
-    if suffix in _UNREAD:
-        return [f"{printable(path)}: images of this format are not read; convert it to PNG or JPEG"]
-    if suffix not in SUFFIXES:
-        return [f"{printable(path)}: not an image ({' '.join(SUFFIXES)})"]
-    return []
-
-
-def _images_below(folder: Path, output: Path) -> Iterator[Source]:
+def _files_below(folder: Path, output: Path) -> Iterator[Path]:
     with os_errors_as(DataError):
         for here, files in walk(folder, hidden=True):
-            for path in (here / name for name in files):
-                if path.suffix.lower() in SUFFIXES and not _is_below(path, output):
-                    yield Source(path, path.relative_to(folder).with_suffix("").as_posix())
+            yield from (path for name in files if not _is_below(path := here / name, output))
 
 
 def _is_below(path: Path, folder: Path) -> bool:

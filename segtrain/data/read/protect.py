@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from segtrain.config import DataConfig
-from segtrain.data.read.layouts import LAYOUTS, split_parts
-from segtrain.data.read.lists import list_file_rows
+from segtrain.data.read.layouts import LAYOUTS, scan_layout, split_parts
 from segtrain.errors import ConfigError, DataError
+from segtrain.text import printable
 
 
 def check_run_directory(directory: Path, data: DataConfig, *, example: str = "runs/my") -> None:
@@ -34,8 +35,9 @@ def check_pictures(
 def _refuse(option: str, output: Path, folders: Sequence[Path], example: str) -> None:
     if folders:
         raise ConfigError(
-            f"{option} {output}: would write into {folders[0]}, where images or labels of the data "
-            f"set are read; choose a folder outside of it, such as {option} {example}"
+            f"{option} {printable(output)}: would write into {printable(folders[0])}, where images "
+            f"or labels of the data set are read; choose a folder outside of it, such as {option} "
+            f"{example}"
         )
 
 
@@ -56,13 +58,11 @@ def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]
 
 def _listed(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) -> list[Path]:
     """The folders among `targets` that hold files named by a list file."""
-    root, folders = Path(os.path.expanduser(data.root)), set()
+    folders: set[Path] = set()
     for split in splits if data.layout == "list" else ():
-        try:
-            rows, _ = list_file_rows(root / split)
-        except DataError:
-            continue  # what cannot be read needs no protection
-        folders |= {root / os.path.dirname(name) for row in rows for name in row[1:]}
+        with suppress(DataError):  # what cannot be read needs no protection
+            pairs = scan_layout(data, split).pairs
+            folders |= {path.parent for pair in pairs for path in pair[:2]}
     return [folder for folder in folders if _real(folder) in targets]
 
 
