@@ -42,6 +42,11 @@ DEPTHS = {
 }
 
 
+def stage_widths(name: str) -> list[int]:
+    """The channels of each of the four stages."""
+    return [(4 if DEPTHS[name][1] else 1) * 64 * 2**i for i in range(4)]
+
+
 class _ConvChain(nn.Module):
     """conv1, bn1, ReLU, conv2, bn2 and so on, up to the last norm."""
 
@@ -119,7 +124,7 @@ class ResNet(_ConvChain):
         stem = _STEMS[model.stem.removesuffix(_AVGPOOL)]
         super().__init__(3, stem, **options)
         self.name = model.backbone
-        widths = [(4 if bottleneck else 1) * 64 * 2**i for i in range(model.num_stages)]
+        widths = stage_widths(model.backbone)[: model.num_stages]
         self.channels = FeatureChannels(widths[0], *widths[-2:])
         # The stages that the model does not have are no use for its weights either.
         left_out = (f"layer{i}." for i in range(model.num_stages + 1, 5))
