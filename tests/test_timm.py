@@ -115,8 +115,6 @@ def test_a_trained_run_is_evaluated_and_exported(data, tmp_path, capsys):
     config = write_config(tmp_path / "timm.yaml", options)
     run = tmp_path / "run"
     assert cli.main(["train", str(config), "--nproc", "1", "--output", str(run)]) == 0
-    log = (run / "train.log").read_text()
-    assert "in the backbone also 16 LayerNorm2d, which no option changes" in log
     out = tmp_path / "m.pt2"
     assert cli.main(["export", str(run), "--format", "pt2", "--output", str(out)]) == 0
     assert out.stat().st_size > 1_000_000

@@ -93,9 +93,14 @@ class _Block(_ConvChain):
         width, stride = convs[-1].width, max(conv.stride for conv in convs)
         self.downsample = None
         if stride > 1 or in_channels != width:
-            pool = [_mean_pool(stride)] if pooled_shortcut else []
-            conv = conv2d(in_channels, width, 1, stride=1 if pool else stride)
-            self.downsample = nn.Sequential(*pool, conv, norm(width))
+            if pooled_shortcut:
+                # Of ceil(size / stride); at a border, means of the pixels that there are.
+                pool = nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False)
+                before, stride = [pool if stride > 1 else nn.Identity()], 1
+            else:
+                before = []
+            conv = conv2d(in_channels, width, 1, stride=stride)
+            self.downsample = nn.Sequential(*before, conv, norm(width))
 
     def forward(self, x: Tensor) -> Tensor:
         y, norm = self.run_chain(x)
@@ -171,13 +176,6 @@ def _norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: b
     if recompute:
         return norm_relu_conv(x, norm, conv)
     return conv(F.relu(norm(x), inplace=True))
-
-
-def _mean_pool(stride: int) -> nn.Module:
-    """Means of stride x stride pixels, at a border of those that there are: ceil(size / stride)."""
-    if stride == 1:
-        return nn.Identity()
-    return nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False)
 
 
 def _stage(
