@@ -1,7 +1,6 @@
 """Converts a file of another program: finds the program by its keys, moves every tensor."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -184,23 +183,10 @@ def model_lines(config: Config) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Translation:
-    """The weights under the model's keys, and what happened to the others.
+def translate(found: Found, wanted: State) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of the file under the keys of `wanted`, and lines about the others.
 
-    left_out: keys of the file, by the reason.
-    counters: how many batch counters the file lacks; they are set to 0.
-    dtypes: of the file's weights, where they are not those of the model.
-    """
-
-    weights: dict[str, Tensor]
-    left_out: dict[str, list[str]]
-    counters: int
-    dtypes: tuple[str, ...]
-
-
-def translate(found: Found, wanted: State) -> Translation:
-    """The tensors of the file under the keys of `wanted`, a state dict that may be on "meta".
+    wanted: a state dict that may be on "meta".
 
     Raises:
         CheckpointError: a tensor is missing, has another shape or found no place; all of them.
@@ -234,8 +220,16 @@ def translate(found: Found, wanted: State) -> Translation:
             f"by its keys this is a file of {found.plan.source}, but not all of it fits a model of "
             "segtrain:\n" + "\n".join(lines)
         )
-    dtypes = set(used.values()) - {_name(own.dtype) for own in wanted.values()}
-    return Translation(weights, left_out, counters, tuple(sorted(dtypes)))
+    left_out |= {"--ignore": list(found.ignored)} if found.ignored else {}
+    lines = [
+        f"left out    {len(keys)} tensors ({why}): {first_of(keys)}"
+        for why, keys in left_out.items()
+    ]
+    if counters:
+        lines.append(f"counters    {counters} batch counters not in the file, set to 0")
+    if dtypes := set(used.values()) - {_name(own.dtype) for own in wanted.values()}:
+        lines.append(f"dtype       {', '.join(sorted(dtypes))} in the file, float32 here")
+    return weights, lines
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -293,7 +287,7 @@ def convert_file(
                 "in --classes to use it, or pass --overwrite"
             )
         config = make_config(found.plan, choice.spec, overrides)
-        model, translation = load_plan(found, choice, config)
+        model, translated = load_plan(found, choice, config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     if choice.text is not None:
@@ -310,12 +304,12 @@ def convert_file(
         best=None,
     )
     save(output, checkpoint)
-    lines = _report(source, found, translation, choice, config, overrides)
+    lines = _report(source, found, translated, choice, config, overrides)
     return Converted(model, config, choice, lines)
 
 
-def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, Translation]:
-    """The model with the weights of the file, in evaluation mode.
+def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, list[str]]:
+    """The model with the weights of the file, in evaluation mode, and lines of `translate`.
 
     Raises:
         CheckpointError: not all of it fits, or a number is not finite.
@@ -326,18 +320,18 @@ def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, T
             model = build_model(config.model, **options)
     except (RuntimeError, OverflowError):  # the number of bytes overflows
         raise CheckpointError("its shapes are those of a model too large for any machine") from None
-    translation = translate(found, model.state_dict())
-    for key, value in translation.weights.items():
+    weights, lines = translate(found, model.state_dict())
+    for key, value in weights.items():
         if choice.order is not None and ".classifier." in key:
-            translation.weights[key] = value[choice.order]
-    load_weights(model.to_empty(device="cpu"), translation.weights, Path("the converted weights"))
-    return model.eval(), translation
+            weights[key] = value[choice.order]
+    load_weights(model.to_empty(device="cpu"), weights, Path("the converted weights"))
+    return model.eval(), lines
 
 
 def _report(
     source: SourceFile,
     found: Found,
-    translation: Translation,
+    translated: list[str],
     choice: Choice,
     config: Config,
     overrides: Sequence[str],
@@ -367,13 +361,7 @@ def _report(
         options = [key.split(".") for key, by in decided.items() if by == kind]
         shown = [f"{s}.{key}={yaml_value(getattr(getattr(config, s), key))}" for s, key in options]
         lines += [f"{kind:<11} {' '.join(shown)} ({about})"] if shown else []
-    ignored = {"--ignore": list(found.ignored)} if found.ignored else {}
-    for why, keys in {**translation.left_out, **ignored}.items():
-        lines.append(f"left out    {len(keys)} tensors ({why}): {first_of(keys)}")
-    if translation.counters:
-        lines.append(f"counters    {translation.counters} batch counters not in the file, set to 0")
-    if translation.dtypes:
-        lines.append(f"dtype       {', '.join(translation.dtypes)} in the file, float32 here")
+    lines += translated
     lines += [f"note        {note}" for note in (*source.notes, *plan.notes)]
     lines += [f"warning: {warning}" for warning in plan.warnings]
     return [*lines, *choice.lines]
