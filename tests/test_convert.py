@@ -397,6 +397,8 @@ def test_mmsegmentations_logits_are_those_of_the_converted_model(mmseg_model, cl
             "contract_dilation: expected True",
         ),
         ("(1, 2, 3, 4)", "(2, 3, 4, 5)", "expected 1 and the rates"),
+        ("(1, 2, 2, 2)", "({}, 2)", "backbone.strides and dilations (({}, 2), "),
+        ("'DepthwiseSeparableASPPHead'", "{}", "decode_head.type: None, and the keys are those"),
         ("DepthwiseSeparableASPPHead", "PSPHead", "and the keys are those of deeplabv3plus"),
         ("'SyncBN'", "'GN'", "backbone.norm_cfg.type: expected 'BN' or 'SyncBN'"),
         ("in_index=3", "in_index=2", "decode_head.in_index: expected 3 or -1, found 2"),

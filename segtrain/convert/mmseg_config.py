@@ -265,11 +265,11 @@ def _model_problems(model: Config, sections: dict[str, dict], found: Options) ->
                 yield f"{name}.{key}: expected a dict, found {short(inner)}"
     for where, stated_value, by_keys in (
         ("backbone.depth", f"resnet{backbone.get('depth', '')}", found["model.backbone"]),
-        ("decode_head.type", _HEADS.get(head.get("type")), found["model.arch"]),
+        ("decode_head.type", _HEADS.get(str(head.get("type"))), found["model.arch"]),
     ):
         if stated_value != by_keys:
             yield f"{where}: {short(stated_value)}, and the keys are those of {by_keys}"
-    stride = _STRIDES.get(_geometry(backbone))
+    stride = next((s for key, s in _STRIDES.items() if key == _geometry(backbone)), None)
     if stride is None:
         yield (
             f"backbone.strides and dilations {_geometry(backbone)}: segtrain dilates only stages "
