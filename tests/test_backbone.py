@@ -36,7 +36,7 @@ def loaded(backbone, reference, classifier_keys):
     return backbone.eval()
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "resnet101"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_resnet_equals_torchvision(name):
     reference = lively(lambda: torchvision.models.get_model(name), seed=3)
     ours = loaded(on_meta(lambda: backbone_of(name)), reference, ("fc.",))
@@ -45,13 +45,11 @@ def test_resnet_equals_torchvision(name):
         torch.testing.assert_close(ours(x), resnet_features(reference, x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("output_stride", "dilate"), [(8, (False, True, True)), (16, (0, 0, 1))])
-def test_contracted_resnet50_equals_torchvisions_dilated_one(output_stride, dilate):
-    reference = lively(
-        lambda: torchvision.models.resnet50(replace_stride_with_dilation=list(dilate)), seed=4
-    )
-    build = lambda: backbone_of("resnet50", output_stride=output_stride)  # noqa: E731
-    ours = loaded(on_meta(build), reference, ("fc.",))
+def test_contracted_resnet50_equals_torchvisions_dilated_one():
+    dilate = {"replace_stride_with_dilation": [False, True, True]}
+    reference = lively(lambda: torchvision.models.resnet50(**dilate), seed=4)
+    ours = on_meta(lambda: backbone_of("resnet50", output_stride=8))
+    ours = loaded(ours, reference, ("fc.",))
     x = images(41, 64)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), resnet_features(reference, x), rtol=0, atol=0)
@@ -120,19 +118,12 @@ def test_mobilenet_v3_keeps_its_eps_and_the_factorys_momentum():
     assert {(layer.eps, layer.momentum) for layer in layers} == {(1e-3, 0.25)}
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda **k: backbone_of("resnet18", **k),
-        lambda **k: backbone_of("resnet50", **k),
-        lambda **k: backbone_of("mobilenet_v2", **k),
-    ],
-)
 @pytest.mark.parametrize("output_stride", [8, 16])
-def test_contracted_dilation_contains_the_strided_network(build, output_stride):
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_contracted_dilation_contains_the_strided_network(name, output_stride):
     """Every pixel of stride 32 is a pixel of the dilated output, borders included."""
-    strided = lively(lambda: build(output_stride=32), seed=7, dtype=torch.float64)
-    dilated = on_meta(lambda: build(output_stride=output_stride))
+    strided = lively(lambda: backbone_of(name), seed=7, dtype=torch.float64)
+    dilated = on_meta(lambda: backbone_of(name, output_stride=output_stride))
     dilated.load_state_dict(strided.state_dict(), assign=True)
     dilated.eval()
     x = images(66, 101).double()
@@ -194,8 +185,7 @@ def test_deep_stem_has_three_convolutions(stem, widths):
 @pytest.mark.parametrize(
     ("name", "stem"),
     [
-        ("resnet18", "7x7"),
-        ("resnet50", "64-64-128"),
+        ("resnet18", "64-64-128"),
         ("mobilenet_v2", "7x7"),
         ("mobilenet_v3_large", "7x7"),
     ],
@@ -204,7 +194,7 @@ def test_feature_sizes_are_the_input_divided_rounded_up(name, stem, output_strid
     model = ModelConfig(backbone=name, output_stride=output_stride, stem=stem)
     backbone = on_meta(lambda: build_backbone(model)).to_empty(device="cpu").eval()
     strides = (4, min(16, output_stride), output_stride)
-    for height, width in ((32, 64), (33, 7), (49, 90)):
+    for height, width in ((33, 7), (49, 90)):
         with torch.no_grad():
             features = backbone(torch.zeros(2, 3, height, width))
         for feature, channels, stride in zip(features, backbone.channels, strides, strict=True):
@@ -229,13 +219,9 @@ def test_parameter_counts(name, count):
     assert sum(p.numel() for p in backbone.parameters()) == count
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-@pytest.mark.parametrize("stem", ["7x7", "64-64-128"])
+@pytest.mark.parametrize(("name", "stem"), [("resnet18", "7x7"), ("resnet50", "64-64-128")])
 def test_residual_blocks_start_at_zero_as_torchvisions(name, stem):
-    from torchvision.models import get_model
-
-    with torch.device("meta"):
-        keys = get_model(name, zero_init_residual=True).state_dict().keys()
+    keys = on_meta(lambda: torchvision.models.get_model(name)).state_dict()
     last = "bn3.weight" if name == "resnet50" else "bn2.weight"
     wanted = {key for key in keys if key.startswith("layer") and key.endswith(last)}
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ import sys
 import types
 import zipfile
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +28,9 @@ from segtrain.checkpoint.loading import load_initial
 from segtrain.config import override_config
 from segtrain.convert.classes import choose_classes
 from segtrain.convert.converter import convert_file, detect, load_plan, make_config
+from segtrain.convert.layout import Plan
 from segtrain.data.read.classes import load_class_file
 from segtrain.errors import CheckpointError, ConfigError
-from segtrain.evaluation.settings import view_size
 from segtrain.files import torch_file
 from segtrain.models import build_model
 
@@ -47,12 +48,15 @@ def classes(tmp_path):
     return class_file(tmp_path / "own.yaml")
 
 
+def chosen(plan, classes, order=None):
+    return choose_classes(plan, classes, order, own=Path("unused.classes.yaml"))
+
+
 def converted(state, classes, *overrides, beside=None, ignored=()):
     """The converted model and its config, without a file between."""
     found = detect(state, beside or {}, ignored)
     config = make_config(found.plan, classes, overrides)
-    choice = choose_classes(found.plan, classes, None)
-    return load_plan(found, choice, config)[0], config
+    return load_plan(found, chosen(found.plan, classes), config)[0], config
 
 
 def images(height, width):
@@ -62,6 +66,19 @@ def images(height, width):
 
 def resize(x, size, align):
     return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=align)
+
+
+def without_classifier():
+    """torchvision's ResNet-18."""
+    network = torchvision.models.resnet18()
+    del network.fc
+    return network
+
+
+def stages(network, x):
+    """The outputs of layer1 to layer4."""
+    y = network.maxpool(network.relu(network.bn1(network.conv1(x))))
+    return [y := getattr(network, f"layer{i}")(y) for i in (1, 2, 3, 4)]
 
 
 def assert_equal(model, theirs, size, *, aux=True):
@@ -98,18 +115,6 @@ def test_torchvisions_logits_are_those_of_the_converted_model(name, width, class
         return list(reference.to(dtype)(x).values())
 
     assert_equal(model, theirs, (33, width))
-
-
-def test_torchvisions_resize_is_another_only_where_images_shrink():
-    """What that note says, by the transforms of its weights."""
-    preset = torchvision.models.segmentation.DeepLabV3_ResNet50_Weights.DEFAULT.transforms()
-    for height, same in ((400, True), (900, False)):
-        image = torch.rand(3, height, height // 2 * 3, generator=torch.Generator().manual_seed(3))
-        theirs = preset(image)
-        mean, std = (torch.tensor(v)[:, None, None] for v in (preset.mean, preset.std))
-        ours = resize(image[None], view_size(image.shape[-2:], 520, 1.0), False)[0]
-        gap = (theirs - (ours - mean) / std).abs().max()
-        assert (gap < 1e-4) == same
 
 
 # semseg
@@ -234,9 +239,8 @@ class VainF(nn.Module):
         self.plus = plus
 
     def forward(self, x):
-        size, b, head = x.shape[-2:], self.backbone, self.classifier
-        low = b.layer1(b.maxpool(b.relu(b.bn1(b.conv1(x)))))
-        y = b.layer4(b.layer3(b.layer2(low)))
+        size, head = x.shape[-2:], self.classifier
+        low, _, _, y = stages(self.backbone, x)
         if self.plus:
             low = head.project(low)
             y = torch.cat([low, resize(head.aspp(y), low.shape[-2:], False)], 1)
@@ -287,8 +291,7 @@ class MmsegV3Plus(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.backbone = torchvision.models.resnet18()
-        del self.backbone.fc
+        self.backbone = without_classifier()
         head = self.decode_head = nn.Module()
         head.image_pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), ConvModule(512, 1, 16))
         dilated = [DepthwiseSeparable(512, 16, rate) for rate in (2, 3, 4)]
@@ -300,9 +303,8 @@ class MmsegV3Plus(nn.Module):
         head.conv_seg = nn.Conv2d(16, K, 1)
 
     def forward(self, x):
-        size, b, head = x.shape[-2:], self.backbone, self.decode_head
-        c1 = b.layer1(b.maxpool(b.relu(b.bn1(b.conv1(x)))))
-        y = b.layer4(b.layer3(b.layer2(c1)))
+        size, head = x.shape[-2:], self.decode_head
+        c1, _, _, y = stages(self.backbone, x)
         branches = [head.image_pool(y), *(m(y) for m in head.aspp_modules)]
         y = head.bottleneck(torch.cat([resize(z, y.shape[-2:], True) for z in branches], 1))
         c1 = head.c1_bottleneck(c1)
@@ -315,8 +317,7 @@ class MmsegPSPNet(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.backbone = torchvision.models.resnet18()
-        del self.backbone.fc
+        self.backbone = without_classifier()
         head = self.decode_head = nn.Module()
         head.psp_modules = nn.ModuleList(
             nn.Sequential(nn.AdaptiveAvgPool2d(bins), ConvModule(512, 1, width))
@@ -327,9 +328,7 @@ class MmsegPSPNet(nn.Module):
         head.conv_seg = nn.Conv2d(width, K, 1)
 
     def forward(self, x):
-        b, head = self.backbone, self.decode_head
-        y = b.layer2(b.layer1(b.maxpool(b.relu(b.bn1(b.conv1(x))))))
-        y = b.layer4(b.layer3(y))
+        head, y = self.decode_head, stages(self.backbone, x)[-1]
         grids = [resize(module(y), y.shape[-2:], False) for module in head.psp_modules]
         y = head.conv_seg(head.bottleneck(torch.cat([y, *grids], 1)))
         return [resize(y, x.shape[-2:], False)]
@@ -348,7 +347,7 @@ MMSEG_CONFIG = """
 norm_cfg = dict(requires_grad=True, type='SyncBN')
 model = dict(
     backbone=dict(
-        contract_dilation=True, depth=18, dilations=(1, 1, 1, 1), norm_cfg=norm_cfg_,
+        depth=18, dilations=(1, 1, 1, 1), norm_cfg=norm_cfg_,
         strides=(1, 2, 2, 2), style='pytorch', type='ResNet'),
     data_preprocessor=dict(
         bgr_to_rgb=True, mean=[100.0, 110.0, 120.0], std=[50.0, 60.0, 70.0]),
@@ -386,26 +385,39 @@ def test_mmsegmentations_logits_are_those_of_the_converted_model(mmseg_model, cl
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("type='ResNet'", "type='ResNetV1c'", "backbone.type 'ResNetV1c': the keys are those of R"),
+        ("type='ResNet'", "type='ResNeXt'", "backbone.type: expected 'ResNet' or 'ResNetV1c' or"),
         ("depth=18", "depth=50", "'resnet50', and the keys are those of resnet18"),
         ("'pytorch'", "'caffe'", "backbone.style: expected 'pytorch', found 'caffe'"),
         ("(1, 1, 1, 1)", "(1, 1, 2, 4)", "dilates only stages without a stride"),
+        (
+            "dilations=(1, 1, 1, 1), norm_cfg=dict(requires_grad=True, type='SyncBN'),\n"
+            "        strides=(1, 2, 2, 2)",
+            # No form of segtrain has mmsegmentation's heads on such a backbone.
+            "dilations=(1, 1, 1, 2), strides=(1, 2, 2, 1), contract_dilation=False",
+            "contract_dilation: expected True",
+        ),
         ("(1, 2, 3, 4)", "(2, 3, 4, 5)", "expected 1 and the rates"),
-        ("DepthwiseSeparableASPPHead", "PSPHead", "the keys are those of DepthwiseSeparable"),
+        ("(1, 2, 2, 2)", "({}, 2)", "backbone.strides and dilations (({}, 2), "),
+        ("'DepthwiseSeparableASPPHead'", "{}", "decode_head.type: None, and the keys are those"),
+        ("DepthwiseSeparableASPPHead", "PSPHead", "and the keys are those of deeplabv3plus"),
         ("'SyncBN'", "'GN'", "backbone.norm_cfg.type: expected 'BN' or 'SyncBN'"),
         ("in_index=3", "in_index=2", "decode_head.in_index: expected 3 or -1, found 2"),
         ("in_index=3", "conv_cfg=dict(type='ConvWS')", "conv_cfg: expected None or {'type': 'Conv"),
         ("in_index=3", "act_cfg=None", "decode_head.act_cfg: expected a dict, found None"),
         ("in_index=3", "act_cfg=dict(type='GELU')", "act_cfg.type: expected 'ReLU', found 'GELU'"),
         ("in_index=3", "scale=2", "decode_head.scale: 2: segtrain does not know this key"),
-        ("bgr_to_rgb=True", "bgr_to_rgb=False", "data_preprocessor: the model takes BGR images"),
-        ("bgr_to_rgb=True", "rgb_to_bgr=True", "data_preprocessor: the model takes BGR images"),
+        ("bgr_to_rgb=True", "bgr_to_rgb=False", "expected one normalization, with RGB images"),
+        ("bgr_to_rgb=True", "rgb_to_bgr=True", "expected one normalization, with RGB images"),
         ("bgr_to_rgb=True", "gamma=2", "data_preprocessor.gamma: 2"),
-        ("[100.0, 110.0, 120.0]", "[127.5]", "data_preprocessor.mean: expected three numbers"),
-        ("corners=True", "corners='False'", "decode_head.align_corners: expected True or False"),
-        ("ratio=0.2", "ratio='x'", "decode_head.dropout_ratio: expected a number in"),
+        ("[100.0, 110.0, 120.0]", "[127.5]", "data.mean.1: Field required"),
+        ("corners=True", "corners='False'", "decode_head.align_corners: expected False or True"),
+        ("ratio=0.2", "ratio='x'", "model.dropout: Input should be a valid number"),
         ("depth=18,", "depth=18, conv_cfg=dict(type='DCN'),", "backbone.conv_cfg: expected None"),
-        ("depth=18,", "depth=18, multi_grid=(1, 0),", "backbone.multi_grid: expected numbers"),
+        (
+            "depth=18,",
+            "depth=18, multi_grid=(1, 0),",
+            "model.multi_grid.1: Input should be",
+        ),
         ("type='SyncBN'", "type='SyncBN', affine=False", "backbone.norm_cfg.affine: False"),
         ("mode='slide'", "mode='slide', scale=2", "test_cfg.scale: 2"),
         ("'slide'", "'other'", "test_cfg.mode: expected 'whole' or 'slide', found 'other'"),
@@ -417,27 +429,13 @@ def test_config_that_contradicts_the_keys_or_segtrain_is_refused(old, new, messa
     text = MMSEG_CONFIG.replace(old, new)
     assert text != MMSEG_CONFIG
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        detect(mmseg_model.state_dict(), meta(text))
+        make_config(detect(mmseg_model.state_dict(), meta(text)).plan, "voc", ())
 
 
-def test_dilated_backbone_that_does_not_contract_is_refused(mmseg_model):
-    """No form of segtrain has mmsegmentation's heads on such a backbone."""
-    text = MMSEG_CONFIG.replace("contract_dilation=True, ", "")
-    text = text.replace("(1, 1, 1, 1)", "(1, 1, 1, 2)").replace("(1, 2, 2, 2)", "(1, 2, 2, 1)")
-    with pytest.raises(CheckpointError, match="contract_dilation: expected True"):
-        detect(mmseg_model.state_dict(), meta(text))
-
-
-def test_keys_that_change_no_prediction_are_read_over(mmseg_model):
-    text = MMSEG_CONFIG.replace("depth=18,", "depth=18, frozen_stages=1, norm_eval=True,")
-    text = text.replace(
-        "in_index=3", "conv_cfg=None, loss_decode=dict(type='DiceLoss'), in_index=3"
-    )
-    text = text.replace("model = dict(", "model = dict(pretrained='a.pth', train_cfg=dict(b=1),")
-    assert detect(mmseg_model.state_dict(), meta(text)).plan.stated["model.dropout"] == 0.2
-
-
-V0_CONFIG = re.sub(r"data_preprocessor=dict\(.*?\),", "", MMSEG_CONFIG, flags=re.S)
+# Of keys that change no prediction; without a preprocessor.
+V0_CONFIG = re.sub(r"data_preprocessor=dict\(.*?\),", "init_cfg=1,", MMSEG_CONFIG, flags=re.S)
+V0_CONFIG = V0_CONFIG.replace("depth=18,", "depth=18, frozen_stages=1, norm_eval=True,")
+V0_CONFIG = V0_CONFIG.replace("in_index=3", "conv_cfg=None, loss_decode=dict(type='DiceLoss')")
 V0_NORMALIZE = "dict(type='Normalize', mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True)"
 
 
@@ -447,14 +445,14 @@ def v0_config(*steps):
     inner = ", ".join([*first, *steps, "dict(type='Collect', keys=['img'])"])
     return f"""{V0_CONFIG}
 img_norm_cfg = dict(mean=[127.5, 127.5, 127.5], std=[127.5, 127.5, 127.5], to_rgb=True)
-data = dict(train=dict(pipeline=[{V0_NORMALIZE}]), test=dict(type='A', pipeline=[
+data = dict(test=dict(type='A', pipeline=[
     dict(type='LoadImageFromFile'), dict(type='MultiScaleFlipAug', img_scale=(2048, 512),
     flip=False, transforms=[{inner}])]))
 """
 
 
 def test_config_of_version_0_is_read(mmseg_model):
-    """Its normalization is the one of the steps that run."""
+    """Its normalization is the one of the steps that run; keys without effect are read over."""
     file = {"meta": {"config": v0_config(V0_NORMALIZE), "CLASSES": NAMES}}
     plan = detect(mmseg_model.state_dict(), file).plan
     assert plan.stated["data.mean"] == (1, 2, 3)
@@ -470,14 +468,16 @@ def test_config_of_version_0_is_read(mmseg_model):
     [
         (
             v0_config(V0_NORMALIZE.replace("True", "False")),
-            "test_pipeline.Normalize: the model takes BGR images",
+            "with RGB images (to_rgb or",
         ),
-        (v0_config(), "test pipeline: the model takes BGR images"),
-        (v0_config(V0_NORMALIZE, V0_NORMALIZE), "2 normalizations"),
-        (v0_config(V0_NORMALIZE.replace("1.0", "9.0")), "the training pipeline has another one"),
-        (v0_config("dict(type='CLAHE')", V0_NORMALIZE), "test_pipeline.CLAHE: segtrain has no"),
+        (
+            v0_config(),
+            "RGB images (to_rgb or bgr_to_rgb), found 0",
+        ),
+        (v0_config(V0_NORMALIZE, V0_NORMALIZE), "found 2: "),
+        (v0_config("dict(type='CLAHE')", V0_NORMALIZE), "segtrain has no step {'type': 'CLAHE'}"),
         (v0_config(V0_NORMALIZE.replace("to_rgb", "gamma")), "test_pipeline.Normalize.gamma: True"),
-        (f"{MMSEG_CONFIG}test_pipeline = [{V0_NORMALIZE}]", "2 normalizations"),
+        (f"{MMSEG_CONFIG}test_pipeline = [{V0_NORMALIZE}]", "found 2: "),
         (
             MMSEG_CONFIG
             + "test_pipeline = [dict(type='LoadImageFromFile', color_type='grayscale')]",
@@ -506,7 +506,7 @@ CITYSCAPES = "dataset_type = 'CityscapesDataset'"
         ("dict(type='Resize', scale=(2048, 1024), keep_ratio=True)", CITYSCAPES, None, None),
         ("dict(type='Resize', scale=(2048, 1024), keep_ratio=True)", "", 1024, "at most 2048 px"),
         (V0_RESIZE, "", 512, None),
-        (V0_RESIZE.replace("flip=False", "flip=True"), "", None, "not converted"),
+        (V0_RESIZE.replace("flip=False", "flip=True"), "", 512, "not converted"),
         ("dict(type='Resize', scale=(512, 512))", "", None, "'Resize'.* is not converted"),
         (
             "dict(type='Resize', scale=(9, 9), keep_ratio=True, interpolation='nearest')",
@@ -551,7 +551,7 @@ def test_a_config_that_is_more_than_literals_is_not_run(mmseg_model, tmp_path):
     assert not there.exists()
     assert plan.stated == {}
     (warning,) = plan.warnings
-    assert "cannot be read (model is more than literals)" in warning
+    assert "cannot be read (it has no model of literals)" in warning
 
 
 @pytest.mark.parametrize(
@@ -559,7 +559,6 @@ def test_a_config_that_is_more_than_literals_is_not_run(mmseg_model, tmp_path):
     [
         "model['backbone']['dilations'] = (1, 1, 2, 4)",
         "model.update(dict(backbone=1))",
-        "other = model['backbone']",
         "other = model = dict()",
         "for part in model.values():\n    part.clear()",
     ],
@@ -568,7 +567,7 @@ def test_a_config_that_changes_its_model_later_is_not_read(statement, mmseg_mode
     plan = detect(mmseg_model.state_dict(), meta(f"{MMSEG_CONFIG}\n{statement}\n")).plan
     assert plan.stated == {}
     (warning,) = plan.warnings
-    assert re.search(r"cannot be read \(line \d+ may change model\)", warning)
+    assert re.search(r"cannot be read \(line \d+ assigns no variable\)", warning)
 
 
 # segmentation_models.pytorch
@@ -579,8 +578,7 @@ class SmpPSPNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.encoder = torchvision.models.resnet18()
-        del self.encoder.fc
+        self.encoder = without_classifier()
         self.decoder = nn.Module()
         self.decoder.psp = nn.Module()
         self.decoder.psp.blocks = nn.ModuleList()
@@ -594,8 +592,7 @@ class SmpPSPNet(nn.Module):
         self.segmentation_head = nn.Sequential(nn.Conv2d(8, K, 3, padding=1))
 
     def forward(self, x):
-        size, e = x.shape[-2:], self.encoder
-        y = e.layer2(e.layer1(e.maxpool(e.relu(e.bn1(e.conv1(x))))))
+        size, y = x.shape[-2:], stages(self.encoder, x)[1]
         pooled = [resize(block.pool(y), y.shape[-2:], True) for block in self.decoder.psp.blocks]
         y = self.decoder.conv(torch.cat([*pooled, y], 1))
         return [resize(self.segmentation_head(y), size, True)]
@@ -622,31 +619,30 @@ class SmpV3Plus(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.encoder = torchvision.models.resnet18()
-        del self.encoder.fc
 
-        def separable(c, width):
-            depthwise = nn.Conv2d(c, c, 3, padding=1, groups=c, bias=False)
-            return nn.Sequential(depthwise, nn.Conv2d(c, width, 1, bias=False))
-
-        def after(conv, width=16):
-            return [conv, nn.BatchNorm2d(width), nn.ReLU()]
+        def separable(c):
+            return [Separable(c, 16).body, nn.BatchNorm2d(16), nn.ReLU()]
 
         aspp = nn.Module()
-        branches = [nn.Sequential(*after(separable(512, 16))) for _ in range(3)]
+        branches = [nn.Sequential(*separable(512)) for _ in range(3)]
         pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), *conv_bn(512, 1, 16))
         aspp.convs = nn.ModuleList([nn.Sequential(*conv_bn(512, 1, 16)), *branches, pool])
         aspp.project = nn.Sequential(*conv_bn(80, 1, 16))
-        self.decoder = nn.Module()
-        self.decoder.aspp = nn.Sequential(aspp, *after(separable(16, 16)))
+        self.encoder, self.decoder = without_classifier(), nn.Module()
+        self.decoder.aspp = nn.Sequential(aspp, *separable(16))
         self.decoder.block1 = nn.Sequential(*conv_bn(64, 1, 48))
-        self.decoder.block2 = nn.Sequential(*after(separable(64, 16)))
+        self.decoder.block2 = nn.Sequential(*separable(64))
         self.segmentation_head = nn.Sequential(nn.Conv2d(16, K, 1))
 
 
-def test_config_that_save_pretrained_writes_beside_the_file_is_read(tmp_path, classes):
+@pytest.fixture(scope="module")
+def plus_state():
+    return lively(SmpV3Plus).state_dict()
+
+
+def test_config_that_save_pretrained_writes_beside_the_file_is_read(plus_state, tmp_path, classes):
     """Without it, keys are equal for both strides and all rates."""
-    save_file(lively(SmpV3Plus).state_dict(), tmp_path / "model.safetensors")
+    save_file(plus_state, tmp_path / "model.safetensors")
     convert = partial(convert_file, tmp_path / "model.safetensors", classes=classes)
     model = convert(tmp_path / "a.pt").config.model
     assert (model.output_stride, model.aspp_rates) == (16, (12, 24, 36))
@@ -684,10 +680,9 @@ SAME = (
 
 
 @pytest.mark.parametrize("change", SAME)
-def test_config_of_what_changes_no_prediction_is_read(change, smp_state):
+def test_config_of_what_changes_no_prediction_is_read(change, smp_state, plus_state):
     assert not detect(smp_state, {"config.json": SMP_CONFIG | change}).plan.warnings
-    plus = lively(SmpV3Plus).state_dict()
-    assert detect(plus, {"config.json": PLUS_CONFIG}).plan.stated == {
+    assert detect(plus_state, {"config.json": PLUS_CONFIG}).plan.stated == {
         "model.output_stride": 16,
         "model.aspp_rates": (12, 24, 36),
     }
@@ -696,27 +691,33 @@ def test_config_of_what_changes_no_prediction_is_read(change, smp_state):
 @pytest.mark.parametrize(
     ("config", "change", "said"),
     [
-        (SMP_CONFIG, {"decoder_use_norm": {"type": "batchnorm", "eps": 0.01}}, "an eps of 1e-05, "),
-        (SMP_CONFIG, {"decoder_use_norm": "instancenorm"}, "decoder_use_norm: expected batch norm"),
-        (SMP_CONFIG, {"psp_use_batchnorm": "inplace"}, "psp_use_batchnorm: expected batch norm"),
-        (SMP_CONFIG, {"output_stride": 8}, "output_stride: found 8, an option that segtrain does"),
+        (
+            SMP_CONFIG,
+            {"decoder_use_norm": {"type": "batchnorm", "eps": 0.01}},
+            "norm.eps: expected 1e-05",
+        ),
+        (SMP_CONFIG, {"decoder_use_norm": "instancenorm"}, "decoder_use_norm.type: expected "),
+        (SMP_CONFIG, {"psp_use_batchnorm": "inplace"}, "psp_use_batchnorm.type: expected "),
+        (SMP_CONFIG, {"output_stride": 8}, "output_stride: 8: segtrain does not know this key"),
         (SMP_CONFIG, {"encoder_depth": 4}, "encoder_depth: expected 3, found 4"),
         (SMP_CONFIG, {"in_channels": 4}, "in_channels: expected 3, found 4"),
         (PLUS_CONFIG, {"encoder_output_stride": 32}, "encoder_output_stride: expected 8 or 16, f"),
-        (PLUS_CONFIG, {"decoder_atrous_rates": "6"}, "decoder_atrous_rates: expected a list, fou"),
+        (PLUS_CONFIG, {"decoder_atrous_rates": "6"}, "model.aspp_rates: "),
         (PLUS_CONFIG, {"decoder_aspp_separable": False}, "aspp_separable: expected True, found F"),
-        (PLUS_CONFIG, {"upsampling": 1}, "upsampling: expected 4, found 1"),
+        (PLUS_CONFIG, {"upsampling": 1}, "upsampling: expected 4 or None, found 1"),
     ],
 )
-def test_config_that_changes_predictions_is_refused_by_name(config, change, said, smp_state):
-    state = smp_state if config is SMP_CONFIG else lively(SmpV3Plus).state_dict()
-    with pytest.raises(CheckpointError, match=rf"^config\.json: .*{said}"):
-        detect(state, {"config.json": config | change})
+def test_config_that_changes_predictions_is_refused_by_name(
+    config, change, said, smp_state, plus_state
+):
+    state = smp_state if config is SMP_CONFIG else plus_state
+    with pytest.raises(CheckpointError, match=said):
+        make_config(detect(state, {"config.json": config | change}).plan, "voc", ())
 
 
-def test_config_beside_the_file_that_cannot_be_read_is_refused(tmp_path, classes):
+def test_config_beside_the_file_that_cannot_be_read_is_refused(plus_state, tmp_path, classes):
     """Without it, the stride would be a guess."""
-    save_file(lively(SmpV3Plus).state_dict(), tmp_path / "model.safetensors")
+    save_file(plus_state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(PLUS_CONFIG)[:-9])
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read.*; move it away if"):
         convert_file(tmp_path / "model.safetensors", tmp_path / "o.pt", classes=classes)
@@ -738,18 +739,15 @@ def logits(model):
         return model.float()(images(33, 40)).out
 
 
-def same_as(state, expected_state, classes, **options):
-    torch.testing.assert_close(
-        logits(converted(state, classes, **options)[0]),
-        logits(converted(expected_state, classes)[0]),
-        rtol=0,
-        atol=0,
-    )
+def assert_read_as(state, expected, *ignored):
+    found = detect(state, {}, ignored).state
+    assert found.keys() == expected.keys()
+    assert all(value is expected[key] for key, value in found.items())
 
 
-def test_prefixes_of_wrappers_and_counters_of_averages_are_no_part_of_the_model(smp_state, classes):
+def test_prefixes_of_wrappers_and_counters_of_averages_are_no_part_of_the_model(smp_state):
     wrapped = {f"model.module.{key}": value for key, value in smp_state.items()}
-    same_as({"n_averaged": torch.tensor(3), **wrapped}, smp_state, classes)
+    assert_read_as({"n_averaged": torch.tensor(3), **wrapped}, smp_state)
 
 
 def test_keys_beside_the_model_are_refused_until_they_are_named(smp_state, classes):
@@ -757,16 +755,16 @@ def test_keys_beside_the_model_are_refused_until_they_are_named(smp_state, class
     state["loss.weight"] = torch.ones(K)
     with pytest.raises(CheckpointError, match=r"1 without a place: loss\.weight\n.*--ignore"):
         converted(state, classes)
-    same_as(state, smp_state, classes, ignored=["loss."])
+    assert_read_as(state, smp_state, "loss.")
 
 
-def test_one_of_two_models_is_read_when_the_other_is_ignored(smp_state, classes):
+def test_one_of_two_models_is_read_when_the_other_is_ignored(smp_state):
     """Lightning stores averages so."""
     zeros = {key: torch.zeros_like(value) for key, value in smp_state.items()}
     both = {f"model.{key}": value for key, value in smp_state.items()}
     both |= {f"ema.module.{key}": value for key, value in zeros.items()}
-    same_as(both, smp_state, classes, ignored=["ema."])
-    same_as(both, zeros, classes, ignored=["model."])
+    assert_read_as(both, smp_state, "ema.")
+    assert_read_as(both, zeros, "model.")
 
 
 def test_keys_that_make_no_model_are_refused(smp_state):
@@ -811,7 +809,8 @@ def test_every_misfit_is_listed(smp_state, classes):
     with pytest.raises(CheckpointError) as refused:
         converted(state, classes, ignored=["encoder.bn1.weight"])
     assert "1 missing: encoder.bn1.weight (for backbone.bn1.weight)" in str(refused.value)
-    assert "encoder.conv1.weight: (64, 4, 7, 7), and backbone.conv1.weight" in str(refused.value)
+    shape = "encoder.conv1.weight: (64, 4, 7, 7) of float32, and backbone.conv1.weight has (64, 3"
+    assert shape in str(refused.value)
     assert "1 without a place: encoder.layer1.0.se.weight" in str(refused.value)
 
 
@@ -823,70 +822,46 @@ def test_every_misfit_is_listed(smp_state, classes):
         ("encoder.bn1.running_var", -1.0, "a variance below 0: -1"),
     ],
 )
-def test_damaged_numbers_are_refused_by_the_key_in_the_file(
-    key, value, message, smp_state, tmp_path, classes
-):
+def test_damaged_numbers_are_refused(key, value, message, smp_state, classes):
     state = {**smp_state, key: torch.full_like(smp_state[key], value, dtype=torch.float64)}
-    torch.save({f"module.{k}": v for k, v in state.items()}, tmp_path / "theirs.pth")
-    with pytest.raises(CheckpointError) as refused:
-        convert_file(tmp_path / "theirs.pth", tmp_path / "ours.pt", classes=classes)
-    first, second = str(refused.value).splitlines()
-    assert first.startswith(f"{tmp_path / 'theirs.pth'}: damaged: the weights hold numbers")
-    assert second == f"  module.{key}: {message}"
+    with pytest.raises(CheckpointError, match=f"damaged: the weights hold numbers.*\n.*{message}"):
+        converted(state, classes)
 
 
-@pytest.mark.parametrize(
-    ("key", "shape", "message"),
-    [
-        ("classifier.4.weight", (5, 8, 1, 1), "torchvision's FCN"),
-        ("classifier.cbr.0.weight", (8, 8, 1, 1), "LRASPP"),
-        ("fc.weight", (10, 8), "model.pretrained"),
-        ("module.layer1.0.conv1.weight", (8, 8, 3, 3), "model.pretrained"),
-        ("module.cls.0.weight", (8, 8, 3, 3), "semseg's PSPNet without its pyramid"),
-        ("unet.weight", (8, 8), "no model that is read"),
-        ("backbone.high_level_features.4.conv.0.0.weight", (8, 8), "pads the input"),
-        ("encoder.features.18.0.weight", (8, 8), "1280 channels"),
-        ("encoder._conv_stem.weight", (8, 8), r"encoder whose first key is encoder\._conv_stem"),
-    ],
-)
-def test_models_that_segtrain_does_not_have_are_refused_with_the_reason(key, shape, message):
-    markers = {
-        "backbone.high": "classifier.aspp.convs.0.0.weight",
-        "encoder.": "segmentation_head.0.weight",
-    }
-    more = [marker for start, marker in markers.items() if key.startswith(start)]
-    state = dict.fromkeys([key, *more], torch.ones(shape))
-    if key.startswith("module.cls"):
-        state["module.layer1.0.conv1.weight"] = torch.ones(shape)
-    with pytest.raises(CheckpointError, match=message):
-        detect(state, {})
-
-
-@pytest.mark.parametrize(
-    ("keys", "config", "message"),
-    [
-        ("backbone.layer1.0.conv.0.conv decode_head.psp_modules.0.1.conv", "", "another backbone"),
-        ("backbone.conv1 decode_head.convs.0.conv", "", "found another backbone"),
-        ("decode_head.0.conv_seg backbone.layer1.0.conv1", "", "found another decode_head"),
-        (
-            "backbone.conv1",
-            "model = dict(backbone=dict(type='HRNet'), decode_head=[dict(type='FCNHead')])",
-            "found backbone HRNet, decode_head FCNHead",
-        ),
-    ],
-)
-def test_networks_of_mmsegmentation_that_are_not_read_are_refused(keys, config, message):
-    one_head = () if "decode_head.0" in keys else ("decode_head.conv_seg",)
-    state = {f"{key}.weight": torch.ones(5, 8, 1, 1) for key in (*keys.split(), *one_head)}
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        detect(state, meta(config))
-
-
-def test_a_sigmoid_is_refused(smp_state, classes):
+def test_weights_in_integers_are_refused(smp_state, classes):
+    """Quantized, they would be other numbers."""
     state = dict(smp_state)
-    state["segmentation_head.0.weight"] = state["segmentation_head.0.weight"][:1]
-    with pytest.raises(CheckpointError, match="one channel, a sigmoid"):
-        choose_classes(detect(state, {}).plan, classes, None)
+    state["decoder.conv.0.weight"] = (100 * state["decoder.conv.0.weight"]).to(torch.int8)
+    with pytest.raises(CheckpointError, match=r"shape or kind: decoder.* of int8, and"):
+        converted(state, classes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("classifier.4", "torchvision's FCN"),
+        ("classifier.cbr.0", "LRASPP"),
+        ("fc", "model.pretrained"),
+        ("module.layer1.0.conv1", "model.pretrained"),
+        ("module.cls.0 module.layer1.0.conv1", "semseg's PSPNet without its pyramid"),
+        ("unet", "no model that is read"),
+        ("backbone.high_level_features.4 classifier.aspp.convs.0.0", "pads the input"),
+        ("encoder.features.18.0 segmentation_head.0", "1280 channels"),
+        ("encoder._conv_stem segmentation_head.0", "encoder whose first key is encoder._conv_stem"),
+        # mmsegmentation's MobileNetV2, FCN, and several heads
+        (
+            "backbone.layer1.0.conv decode_head.conv_seg decode_head.bottleneck.conv "
+            "decode_head.psp_modules.0.1.conv",
+            "the backbone has [1, 0, 0",
+        ),
+        ("backbone.conv1 decode_head.conv_seg decode_head.convs.0.conv", "another head than PSP"),
+        ("backbone.layer1.0.conv1 decode_head.0.conv_seg", "another head than PSPHead"),
+    ],
+)
+def test_models_that_segtrain_does_not_have_are_refused_with_the_reason(keys, message):
+    state = {f"{key}.weight": torch.ones(5, 8, 1, 1) for key in keys.split()}
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        detect(state, {})
 
 
 # Classes
@@ -902,11 +877,41 @@ def test_channels_move_to_the_order_of_the_class_file_by_name(smp_state, tmp_pat
     torch.testing.assert_close(logits(moved), logits(same)[:, [2, 1, 4, 0, 3]], rtol=0, atol=0)
 
 
-def test_an_order_that_contradicts_the_stored_names_is_refused(mmseg_model, tmp_path, classes):
-    plan = detect(mmseg_model.state_dict(), meta(CLASSES=NAMES)).plan
-    theirs = class_file(tmp_path / "theirs.yaml", NAMES[::-1])
-    with pytest.raises(ConfigError, match="--class-order: the file stores the same 5 classes"):
-        choose_classes(plan, classes, theirs)
+REFUSED = {  # stored names, names of --classes, --class-order, message
+    "a sigmoid": ((), NAMES[:1], None, "one channel, a sigmoid"),
+    "another number": ((), NAMES[:4], None, "4 classes, and the classifier of the file has 5"),
+    "another order": (NAMES[::-1], NAMES, None, r"class 0 is sign there, sky here.*order stored"),
+    "a contradicted order": (
+        NAMES,
+        NAMES,
+        NAMES[::-1],
+        "--class-order: the file stores the same",
+    ),
+    "other names": ((), NAMES, ("car", *NAMES[1:]), "--classes: sky; only in --class-order: car"),
+    "a name twice": ((), ("a b", "a-b", *NAMES[2:]), ("a-b", "a b", *NAMES[2:]), "each once"),
+    "no names": ((), None, None, "5 classes and no usable names; name its class file"),
+    "no stored order": ((), NAMES, "stored", "the file stores no names"),
+    "an order alone": (NAMES, None, "stored", "--class-order: needs --classes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_classes_that_do_not_fit_the_channels_are_refused(case, tmp_path):
+    stored, names, order, message = REFUSED[case]
+    plan = Plan("x", 1 if case == "a sigmoid" else K, {}, {}, class_names=stored)
+    spec = names and class_file(tmp_path / "own.yaml", names)
+    if isinstance(order, tuple):
+        order = class_file(tmp_path / "theirs.yaml", order)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        chosen(plan, spec, order)
+
+
+def test_stored_names_give_the_order_and_other_names_a_warning(classes):
+    plan = Plan("x", K, {}, {}, class_names=NAMES[::-1])
+    assert chosen(plan, classes, "stored").order == [4, 3, 2, 1, 0]
+    plan = Plan("x", K, {}, {}, class_names=("sky", "street", *NAMES[2:]))
+    (line,) = chosen(plan, classes).lines
+    assert line == "warning: 1 of 5 classes have other names: 1 street there, road here"
 
 
 def test_stored_names_that_no_class_file_may_have_are_refused(mmseg_model, tmp_path):
@@ -915,33 +920,6 @@ def test_stored_names_that_no_class_file_may_have_are_refused(mmseg_model, tmp_p
     torch.save(file, tmp_path / "theirs.pth")
     with pytest.raises(CheckpointError, match=r"cannot be used; name a class file in --classes"):
         convert_file(tmp_path / "theirs.pth", tmp_path / "new" / "ours.pt")
-
-
-def test_names_and_numbers_that_do_not_fit_are_refused_and_listed(smp_state, tmp_path, classes):
-    plan = detect(smp_state, {}).plan
-    theirs = class_file(tmp_path / "theirs.yaml", ("tree", "road", "sky", "sign", "car"))
-    four = class_file(tmp_path / "four.yaml", NAMES[:4])
-    listed = r"(?s)1 only in --classes: pole.*1 only in --class-order: car"
-    for spec, order, message in (
-        (classes, theirs, listed),
-        (four, None, "4 classes, and the classifier of the file has 5"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            choose_classes(plan, spec, order)
-
-
-def test_stored_names_in_another_order_are_refused_until_they_are_asked_for(mmseg_model, classes):
-    plan = detect(mmseg_model.state_dict(), meta(CLASSES=NAMES[::-1])).plan
-    with pytest.raises(ConfigError, match=r"class 0 is sign there, sky here.*--class-order stored"):
-        choose_classes(plan, classes, None)
-    assert choose_classes(plan, classes, "stored").order == [4, 3, 2, 1, 0]
-
-
-def test_other_names_are_a_warning(mmseg_model, classes):
-    names = ("sky", "street", *NAMES[2:])
-    plan = detect(mmseg_model.state_dict(), meta(dataset_meta={"classes": names})).plan
-    (line,) = choose_classes(plan, classes, None).lines
-    assert line == "warning: 1 of 5 classes have other names: 1 street there, road here"
 
 
 def test_stored_names_become_a_class_file(mmseg_model, tmp_path):
@@ -1033,7 +1011,7 @@ def test_what_is_assumed_can_be_set(smp_state, tmp_path, classes, capsys):
     assert not config.model.align_corners
     assert config.data.mean == (1, 2, 3)
     said = capsys.readouterr().out
-    assert "set         data.mean=[1.0, 2.0, 3.0] model.align_corners=false (by --set)" in said
+    assert "set         model.align_corners=false data.mean=[1.0, 2.0, 3.0] (by --set)" in said
     assert "model.align_corners=true" not in said
     assert "\ndata:\n  mean: [1.0, 2.0, 3.0]\nwrote" in said
 
@@ -1047,7 +1025,6 @@ def test_what_is_assumed_can_be_set(smp_state, tmp_path, classes, capsys):
         (("--output", "ours.pt", "--set", "data.classes=voc"), 2, "write --classes"),
         (("--output", "ours.pt", "--set", "model.stem=32-32-64"), 4, "missing: encoder.conv2"),
         (("--output", "ours.pt", "--entry", "ema"), 4, "no state dict there"),
-        (("--output", "none/ours.pt", "--class-order", "stored"), 2, "stores no names"),
     ],
 )
 def test_wrong_command_lines_are_refused(
@@ -1068,8 +1045,7 @@ def test_checkpoints_that_run_code_are_refused(smp_state, tmp_path, classes, cap
     assert not output.exists()
 
 
-@pytest.mark.parametrize("averaged", [False, True])
-def test_checkpoint_of_mmengines_runner_is_read(averaged, mmseg_model, tmp_path, monkeypatch):
+def test_checkpoint_of_mmengines_runner_is_read(mmseg_model, tmp_path, monkeypatch):
     """Its message hub holds arrays of numpy and methods; nothing of them is made or called."""
 
     class HistoryBuffer:
@@ -1090,9 +1066,6 @@ def test_checkpoint_of_mmengines_runner_is_read(averaged, mmseg_model, tmp_path,
     state = mmseg_model.float().state_dict()
     hub = {"log_scalars": {"train/loss": HistoryBuffer()}, "runtime_info": {"best": np.int64(3)}}
     file = {**meta(CLASSES=NAMES), "state_dict": state, "message_hub": hub}
-    if averaged:
-        raw = {f"module.{key}": torch.zeros_like(value) for key, value in state.items()}
-        file["ema_state_dict"] = raw | {"steps": torch.tensor(7)}
     with monkeypatch.context() as patch:
         for name in ("mmengine", "mmengine.logging", module.__name__):
             patch.setitem(sys.modules, name, module)
@@ -1113,9 +1086,8 @@ class PolyLR(torch.optim.lr_scheduler.LRScheduler):
         return [max(lr * left**self.power, 1e-6) for lr in self.base_lrs]
 
 
-@pytest.mark.parametrize("module", ["numpy._core.multiarray", "numpy.core.multiarray"])
-def test_checkpoint_of_vainfs_training_is_read(module, tmp_path, classes):
-    """Its best score is a number of NumPy, of version 2 or 1."""
+def test_checkpoint_of_vainfs_training_is_read(tmp_path, classes):
+    """Its best score is a number of NumPy."""
     model = lively(lambda: VainF(plus=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = PolyLR(optimizer)
@@ -1128,19 +1100,22 @@ def test_checkpoint_of_vainfs_training_is_read(module, tmp_path, classes):
     }
     path = tmp_path / "best_deeplabv3plus_resnet50_voc_os16.pth"
     torch.save(file, path)
+    got = convert_file(path, tmp_path / "ours.pt", classes=classes)
+    assert "under model_state" in got.lines[0]
+
+
+def test_numbers_of_numpy_1_are_read(tmp_path):
+    path = tmp_path / "file.pth"
+    torch.save({"best_score": np.float64(0.5)}, path)
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    for name in members:
-        if name.endswith("data.pkl"):
-            assert b"multiarray" in members[name]
-            written = re.compile(rb"numpy\._?core\.multiarray")
-            members[name] = written.sub(module.encode(), members[name])
+    (pickled,) = (name for name in members if name.endswith("data.pkl"))
+    members[pickled] = re.sub(rb"numpy\._?core\.", b"numpy.core.", members[pickled])
+    assert b"numpy.core.multiarray" in members[pickled]
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in members.items():
             archive.writestr(name, content)
-    assert torch_file.read(path)["best_score"] == 0.5
-    got = convert_file(path, tmp_path / "ours.pt", classes=classes)
-    assert "under model_state" in got.lines[0]
+    assert torch_file.read(path) == {"best_score": 0.5}
 
 
 def test_line_that_a_refusal_gives_keeps_config_and_classes(
@@ -1180,10 +1155,10 @@ def test_average_of_mmengine_is_its_state_dict(smp_state, tmp_path, classes):
     convert = partial(convert_file, tmp_path / "theirs.pth", classes=classes)
     average = convert(tmp_path / "a.pt")
     assert logits(average.model).abs().max() > 0
-    assert any(line.startswith("note        the averaged weights") for line in average.lines)
+    note = "note        mmengine's EMAHook stores the averaged weights under state_dict, and the"
+    assert any(line.startswith(note) for line in average.lines)
     weights = convert(tmp_path / "b.pt", entry="ema_state_dict")
     assert logits(weights.model).abs().max() == 0
-    assert any("that are not averaged" in line for line in weights.lines)
 
 
 def test_checkpoint_of_segtrain_is_refused(smp_state, tmp_path, classes, capsys):

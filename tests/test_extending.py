@@ -13,7 +13,7 @@ from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, Trai
 from segtrain.data import open_dataset
 from segtrain.data.read.layouts import LAYOUTS
 from segtrain.data.sample.transforms import TrainTransform
-from segtrain.models import BACKBONES, MODELS, build_model
+from segtrain.models import BACKBONES, MODELS, build_backbone, build_model
 from segtrain.training.engine import train_steps
 from segtrain.training.losses import LOSSES
 from segtrain.training.state import make_state
@@ -82,14 +82,15 @@ def test_the_loss_trains_and_is_more_than_cross_entropy():
     assert plain < train_one_step(config(loss__kind="poly1")) < plain + 1.4
 
 
-@pytest.mark.parametrize("output_stride", [8, 16, 32])
-def test_the_backbone_trains_and_keeps_its_strides(output_stride):
+def test_the_backbone_trains_and_keeps_its_strides():
     add("A backbone")
-    experiment = config(model__backbone="tiny", model__output_stride=output_stride)
-    train_one_step(experiment)
-    features = build_model(experiment.model, num_classes=3).backbone(torch.zeros(2, 3, 64, 96))
-    strides = [64 // feature.shape[2] for feature in features]
-    assert strides == [4, min(16, output_stride), output_stride]
+    train_one_step(config(model__backbone="tiny", model__output_stride=8))
+    for output_stride in (8, 16, 32):
+        model = config(model__backbone="tiny", model__output_stride=output_stride).model
+        with torch.device("meta"):
+            features = build_backbone(model)(torch.zeros(2, 3, 64, 96))
+        strides = [64 // feature.shape[2] for feature in features]
+        assert strides == [4, min(16, output_stride), output_stride]
 
 
 def test_the_head_trains():

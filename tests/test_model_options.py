@@ -8,7 +8,7 @@ from experiments import on_meta
 from torch import nn
 
 from segtrain.config import ModelConfig
-from segtrain.models import build_backbone, build_model
+from segtrain.models import build_backbone
 from segtrain.models.blocks import FeatureChannels, Features
 from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
 from segtrain.models.pspnet import PSPHead
@@ -88,14 +88,6 @@ def test_backbone_of_fewer_stages_equals_the_beginning_of_torchvisions(num_stage
     assert all(
         key.startswith(backbone.classifier_keys) for key in set(reference.state_dict()) - set(state)
     )
-
-
-def test_auxiliary_head_reads_the_layer_of_torchvisions_mobilenet_v3():
-    model = config(backbone="mobilenet_v3_large", variant="torchvision", output_stride=16)
-    backbone = on_meta(lambda: build_backbone(model))
-    got = on_meta(lambda: backbone(torch.empty(1, 3, 64, 96)))
-    assert got.aux.shape == (1, 40, 8, 12)
-    assert backbone.channels.aux == 40
 
 
 def test_psp_head_with_the_kernels_of_smp_equals_the_formula():
@@ -179,23 +171,3 @@ def test_decoder_of_smp_equals_the_formula():
 def test_option_that_cannot_act_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**{"backbone": "resnet18"} | options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"variant": "smp", "num_stages": 2},
-        {"variant": "smp", "arch": "deeplabv3plus", "separable": True},
-        {"variant": "mmseg", "arch": "deeplabv3"},
-        {"variant": "vainf", "arch": "deeplabv3plus", "separable": True},
-        {"variant": "torchvision", "backbone": "mobilenet_v3_large"},
-        {"ppm_channels": 24},
-    ],
-)
-def test_every_parameter_learns_in_every_form(options):
-    torch.manual_seed(0)
-    model = build_model(config(**options), num_classes=5).train()
-    logits = model(torch.randn(2, 3, 33, 50))
-    assert logits.out.shape == logits.aux.shape == (2, 5, 33, 50)
-    (logits.out.square().sum() + logits.aux.square().sum()).backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None] == []

@@ -80,13 +80,6 @@ def test_backbone_of_a_segmentation_model_is_taken_without_its_heads(
     assert report.ignored == tuple(heads)
 
 
-def test_old_file_without_batch_counters_is_loaded(tmp_path, classifier_state, backbone):
-    old = {k: v for k, v in classifier_state.items() if "num_batches" not in k}
-    report = load_backbone(backbone, saved(tmp_path / "w.pth", old))
-    assert report.counters == 20
-    assert report.lines()[-1] == "pretrained  20 batch counters not in the file, set to 0"
-
-
 def test_every_misfit_is_in_one_message_and_nothing_is_loaded(tmp_path, classifier_state, backbone):
     before = {key: value.clone() for key, value in backbone.state_dict().items()}
     state = dict(classifier_state)
@@ -102,11 +95,6 @@ def test_every_misfit_is_in_one_message_and_nothing_is_loaded(tmp_path, classifi
     assert "1 of another shape: bn1.bias (expected (64,), found (3,))" in message
     assert "1 not finite: layer1.0.bn1.weight" in message
     torch.testing.assert_close(backbone.state_dict(), before, rtol=0, atol=0)
-
-
-def test_weights_of_another_depth_are_refused(tmp_path, classifier_state):
-    with pytest.raises(CheckpointError, match=r"and \d+ more"):
-        load_backbone(backbone_of("resnet34"), saved(tmp_path / "w.pth", classifier_state))
 
 
 @pytest.mark.parametrize(
@@ -139,6 +127,7 @@ def test_weights_with_the_same_deep_stem_leave_nothing_random(tmp_path):
     target = backbone_of("resnet18", stem="64-64-128")
     report = load_backbone(target, saved(tmp_path / "w.pth", state))
     assert report.random == ()
+    assert report.lines()[1:] == ["pretrained  23 batch counters not in the file, set to 0"]
     torch.testing.assert_close(target.state_dict(), source.state_dict(), rtol=0, atol=0)
 
 
@@ -172,12 +161,12 @@ def test_what_holds_no_weights_is_refused(
 
 
 @pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint at all, only text"])
-def test_damaged_file_is_refused(tmp_path, backbone, name, content):
+def test_damaged_file_is_refused(tmp_path, backbone, name):
     path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=name):
-        load_backbone(backbone, str(path))
+    for content in (b"", b"not a checkpoint at all, only text"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=name):
+            load_backbone(backbone, str(path))
 
 
 @pytest.fixture
@@ -193,7 +182,7 @@ def published(tmp_path, monkeypatch, classifier_state):
     return local
 
 
-@pytest.mark.parametrize("spec", ["IMAGENET1K_V1", "DEFAULT", "ResNet18_Weights.IMAGENET1K_V1"])
+@pytest.mark.parametrize("spec", ["IMAGENET1K_V1", "DEFAULT"])
 def test_named_weights_are_fetched(published, classifier_state, backbone, spec):
     report = load_backbone(backbone, spec)
     assert_filled(backbone, classifier_state)

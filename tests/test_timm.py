@@ -19,7 +19,7 @@ timm = pytest.importorskip("timm", reason="needs timm: pip install '.[timm]'")
 
 # The smallest of a family each.
 CONVNEXT, EFFICIENTNET, REGNET = "convnext_atto", "efficientnet_b0", "regnetx_002"
-NAMES = (CONVNEXT, EFFICIENTNET, REGNET, "resnet18", "mobilenetv3_small_050", "densenet121")
+NAMES = (CONVNEXT, EFFICIENTNET, REGNET, "mobilenetv3_small_050")
 
 
 def config_of(name, **options):
@@ -44,8 +44,6 @@ def lively(module, seed=2):
 @pytest.mark.parametrize("output_stride", [8, 32])
 @pytest.mark.parametrize("name", NAMES)
 def test_features_are_those_of_timm(name, output_stride):
-    if name == "densenet121" and output_stride == 8:
-        pytest.skip("timm's DenseNet cannot be dilated")
     options = {} if output_stride == 32 else {"output_stride": output_stride}
     reference = lively(timm.create_model(name, features_only=True, **options)).double().eval()
     ours = build_backbone(config_of(name, output_stride=output_stride), norm=SyncBatchNorm2d)
@@ -77,9 +75,8 @@ def first_gradients(name, sizes, rank_images):
     return dist.all_reduce_sum(loss.detach()), gradients, backbone.state_dict()
 
 
-@pytest.mark.parametrize("name", [EFFICIENTNET, REGNET])
-def test_ranks_have_the_statistics_and_gradients_of_the_whole_batch(run_ranks, name):
-    whole = images(4, 3, 64, 96)
+def test_ranks_have_the_statistics_and_gradients_of_the_whole_batch(run_ranks):
+    name, whole = EFFICIENTNET, images(4, 3, 64, 96)
     torch.manual_seed(0)
     reference = lively(build_backbone(config_of(name), norm=nn.BatchNorm2d)).double().train()
     loss = sum(f.square().sum() for f in reference(whole))
@@ -115,8 +112,6 @@ def test_a_trained_run_is_evaluated_and_exported(data, tmp_path, capsys):
     config = write_config(tmp_path / "timm.yaml", options)
     run = tmp_path / "run"
     assert cli.main(["train", str(config), "--nproc", "1", "--output", str(run)]) == 0
-    log = (run / "train.log").read_text()
-    assert "in the backbone also 16 LayerNorm2d, which no option changes" in log
     out = tmp_path / "m.pt2"
     assert cli.main(["export", str(run), "--format", "pt2", "--output", str(out)]) == 0
     assert out.stat().st_size > 1_000_000

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from segtrain.config import Config
-from segtrain.convert.converter import check_foreign, convert_file, model_lines
+from segtrain.convert.converter import check_overrides, convert_file, model_lines
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import kind_of
 from segtrain.text import printable
@@ -14,7 +14,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
     output = Path(args.output)
     _check_output(output, overwrite=args.overwrite, source=Path(args.file))
-    check_foreign(args.set)
+    check_overrides(args.set)
     converted = convert_file(
         Path(args.file),
         output,

@@ -1,12 +1,20 @@
 """Which classes the channels of a converted classifier are."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
 from segtrain.config.loading import yaml_value
 from segtrain.convert.layout import Plan
-from segtrain.data.read.classes import ClassFile, known_names, load_class_file
+from segtrain.data.read.classes import (
+    ClassFile,
+    class_file_from_json,
+    known_names,
+    load_class_file,
+)
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.text import MAX_NAME, first_of, printable
 
@@ -19,90 +27,89 @@ class Choice(NamedTuple):
 
     spec: what data.classes gets: a name or a path.
     order: the channel of the file for each class; None: as they are.
+    text: of the class file at `spec`, which is yet to be written; None: there is one.
+    lines: for the report.
     """
 
     spec: str
     classes: ClassFile
-    order: list[int] | None
-    lines: list[str]
+    order: list[int] | None = None
+    text: str | None = None
+    lines: Sequence[str] = ()
 
 
-def choose_classes(plan: Plan, spec: str | None, class_order: str | None) -> Choice:
+def choose_classes(plan: Plan, spec: str | None, class_order: str | None, *, own: Path) -> Choice:
     """The classes of `plan`: those of the class file `spec`, or those that its file stores.
 
     class_order: a class file that lists the classes in the order of the channels in the file, or
         `STORED`; channels are then put into the order of `spec`, by name.
+    own: where stored names can be written that no class file has.
 
     Raises:
         ConfigError: no class file, or another number of classes; missing or extra names.
-        CheckpointError: one channel, which is no softmax over classes.
+        CheckpointError: one channel, which is no softmax over classes; unusable stored names.
     """
     if plan.num_classes == 1:
         raise CheckpointError(
             "the classifier has one channel, a sigmoid; segtrain's softmax needs a channel for "
             "each class, the background too"
         )
+    if spec is None and class_order is not None:
+        raise ConfigError("--class-order: needs --classes, which gives the new order")
+    spec = spec or _equal_known(plan.class_names)
+    if spec is None and len(plan.class_names) == plan.num_classes:
+        return _stored(plan, own)
     if spec is None:
-        if class_order is not None:
-            raise ConfigError("--class-order: needs --classes, which gives the new order")
-        spec = _equal_known(plan.class_names)
-    if spec is None:
+        fitting = [n for n in known_names() if load_class_file(n).num_classes == plan.num_classes]
+        suggestion = f"; {' and '.join(fitting)} has as many" if fitting else ""
         raise ConfigError(
             f"--classes: the file has a classifier of {plan.num_classes} classes and no usable "
-            f"names; name its class file, a YAML{_suggestion(plan.num_classes)}"
+            f"names; name its class file, a YAML{suggestion}"
         )
     classes = load_class_file(spec)
     if classes.num_classes != plan.num_classes:
         raise ConfigError(
             f"--classes {printable(spec)}: {classes.num_classes} classes, and the classifier of "
-            f"the file has {plan.num_classes}{_suggestion(plan.num_classes)}"
+            f"the file has {plan.num_classes}"
         )
-    if class_order is None:
-        lines = _compare(plan.class_names, classes.names, "--classes")
-        lines += _compare_ids(plan, classes)
-        return Choice(spec, classes, None, lines)
-    there = _order_names(plan, class_order)
-    order = _matched(there, classes.names, class_order)
-    lines = _compare(plan.class_names, there, "--class-order") + _compare_ids(plan, classes)
-    moved = sum(i != j for i, j in enumerate(order))
-    if moved == 0:
-        return Choice(spec, classes, None, [*lines, "they come in this order already"])
-    line = f"{moved} of {len(order)} channels moved, by their names"
-    return Choice(spec, classes, order, [*lines, line])
+    there, order, lines = classes.names, None, []
+    if class_order is not None:
+        there = _order_names(plan, class_order)
+        order = _matched(there, classes.names, class_order)
+        moved = sum(i != j for i, j in enumerate(order))
+        lines = [f"classes     {moved} of {len(order)} channels moved, by their names"]
+    option = "--classes" if class_order is None else "--class-order"
+    lines = _compare(plan.class_names, there, option) + lines
+    if plan.drops_zero and any(0 in c.ids for c in classes.classes):
+        lines.append(
+            "warning: the config in the file has reduce_zero_label: id 0 of its labels is ignored "
+            f"and class i has id i + 1; in {classes.name} id 0 is a class"
+        )
+    return Choice(spec, classes, order, lines=lines)
 
 
-def class_file_text(plan: Plan) -> str:
-    """A class file of the names that a checkpoint stores, in their order."""
-    names, palette = plan.class_names, plan.palette
+def _stored(plan: Plan, path: Path) -> Choice:
+    """The names that the file stores, in their order."""
+    entries: list[dict[str, object]] = [{"name": name} for name in plan.class_names]
     lines = ["# Written by segtrain convert, from the names in the checkpoint."]
+    if len(set(plan.palette)) == len(entries):
+        entries = [e | {"color": c} for e, c in zip(entries, plan.palette, strict=True)]
+    file: dict[str, object] = {"name": path.stem}
     if plan.drops_zero:
         lines.append("# The config in the checkpoint has reduce_zero_label: id 0 is ignored.")
-    lines.append("classes:")
-    colors = palette if len(set(palette)) == len(names) else [None] * len(names)
-    for i, (name, color) in enumerate(zip(names, colors, strict=True)):
-        shown = "" if color is None else f", color: {yaml_value(color)}"
-        shown += f", ids: [{i + 1}]" if plan.drops_zero else ""
-        lines.append(f"  - {{name: {yaml_value(name)}{shown}}}")
-    if plan.drops_zero:
-        lines.append("ignore_ids: [0, 255]")
-    return "\n".join(lines) + "\n"
-
-
-def stored_file(plan: Plan, spec: str | None, output: Path) -> Path | None:
-    """Where the names of the file's classes must be written; None: a class file has them."""
-    if spec is not None or not plan.class_names or len(plan.class_names) != plan.num_classes:
-        return None
-    return None if _equal_known(plan.class_names) else output.with_suffix(".classes.yaml")
-
-
-def _compare_ids(plan: Plan, classes: ClassFile) -> list[str]:
-    """A warning if the labels of the file's config have other ids than those of `classes`."""
-    if not plan.drops_zero or not any(0 in c.ids for c in classes.classes):
-        return []
-    return [
-        "warning: the config in the file has reduce_zero_label: id 0 of its labels is ignored and "
-        f"class i has id i + 1; in {classes.name} id 0 is a class"
-    ]
+        entries = [entry | {"ids": [i]} for i, entry in enumerate(entries, start=1)]
+        file["ignore_ids"] = [0, 255]
+    try:
+        classes = class_file_from_json(json.dumps(file | {"classes": entries}))
+    except (ConfigError, ValidationError) as error:
+        what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise CheckpointError(
+            "the names of classes in the file cannot be used; name a class file in --classes: "
+            f"{what}"
+        ) from None
+    lines += ["classes:", *(f"  - {yaml_value(entry)}" for entry in entries)]
+    lines += ["ignore_ids: [0, 255]"] if plan.drops_zero else []
+    return Choice(str(path), classes, text="\n".join(lines) + "\n")
 
 
 def _equal_known(names: Sequence[str]) -> str | None:
@@ -113,13 +120,8 @@ def _equal_known(names: Sequence[str]) -> str | None:
     return None
 
 
-def _suggestion(num_classes: int) -> str:
-    fitting = [name for name in known_names() if load_class_file(name).num_classes == num_classes]
-    return f"; {' and '.join(fitting)} has as many" if fitting else ""
-
-
 def _compare(there: Sequence[str], here: Sequence[str], option: str) -> list[str]:
-    """Lines about names that the file stores and that are not those that `option` gives.
+    """A warning if the names that the file stores are not those that `option` gives.
 
     Raises:
         ConfigError: they are the same names in another order.
@@ -127,7 +129,7 @@ def _compare(there: Sequence[str], here: Sequence[str], option: str) -> list[str
     if there and len(there) != len(here):
         return [f"warning: the file stores {len(there)} names for {len(here)} channels"]
     different = [
-        (i, _shown(a), _shown(b))
+        (i, printable(a, MAX_NAME), printable(b, MAX_NAME))
         for i, (a, b) in enumerate(zip(there, here, strict=False))
         if _plain(a) != _plain(b)
     ]
@@ -153,18 +155,15 @@ def _order_names(plan: Plan, class_order: str) -> Sequence[str]:
 
 
 def _matched(there: Sequence[str], here: Sequence[str], source: str) -> list[int]:
-    """The position in `there` of each name in `here`."""
+    """The position in `there` of each name in `here`; each name must stand once in both."""
     theirs, ours = list(map(_plain, there)), list(map(_plain, here))
-    missing = [name for name in here if _plain(name) not in theirs]
-    extra = [name for name in there if _plain(name) not in ours]
-    only = {"--classes": missing, "--class-order": extra}
-    problems = [f"  {len(n)} only in {where}: {first_of(n)}" for where, n in only.items() if n]
-    if len(set(theirs)) != len(theirs) or len(there) != len(here):
-        problems.append(f"  {len(there)} names there and {len(here)} here; expected each name once")
-    if problems:
+    if sorted(theirs) != sorted(ours) or len(set(ours)) < len(ours):
+        missing = [name for name in here if _plain(name) not in theirs]
+        extra = [name for name in there if _plain(name) not in ours]
         raise ConfigError(
-            f"--class-order {printable(source)}: expected the names of --classes in another "
-            "order:\n" + "\n".join(problems)
+            f"--class-order {printable(source)}: expected the {len(here)} names of --classes in "
+            f"another order, each once; found {len(there)}, only in --classes: "
+            f"{first_of(missing) or 'none'}; only in --class-order: {first_of(extra) or 'none'}"
         )
     return [theirs.index(name) for name in ours]
 
@@ -172,7 +171,3 @@ def _matched(there: Sequence[str], here: Sequence[str], source: str) -> list[int
 def _plain(name: str) -> str:
     """A name without what data sets write differently."""
     return " ".join(name.lower().replace("_", " ").replace("-", " ").split())
-
-
-def _shown(name: str) -> str:
-    return printable(name, MAX_NAME)

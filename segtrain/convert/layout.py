@@ -9,6 +9,7 @@ from torch import Tensor
 
 from segtrain.errors import CheckpointError
 from segtrain.models.resnet import DEPTHS
+from segtrain.text import MAX_NAME, printable
 
 State = Mapping[str, Tensor]
 Options = dict[str, Any]
@@ -97,15 +98,38 @@ def size(state: State, key: str, dim: int = 0) -> int:
     return shape[dim]
 
 
+Accepted = Mapping[str, tuple[Any, ...] | None]
+"""The keys of a foreign dict that are understood, and the values that each may have; None: any."""
+
+
+def accepting(any_value: str, **values: tuple[Any, ...]) -> Accepted:
+    """The keys in `any_value`, separated by blanks, with any value, and `values`."""
+    return {**dict.fromkeys(any_value.split()), **values}
+
+
+def misfits(place: str, given: Mapping[Any, Any], accepted: Accepted) -> list[str]:
+    """What stands in the dict at `place` and is not understood, by its full name."""
+    problems = []
+    for key, value in given.items():
+        where = f"{place}.{printable(key, MAX_NAME)}"
+        if key not in accepted:
+            problems.append(f"{where}: {short(value)}: segtrain does not know this key")
+        elif (values := accepted[key]) is not None and value not in values:
+            expected = " or ".join(map(repr, values))
+            problems.append(f"{where}: expected {expected}, found {short(value)}")
+    return problems
+
+
+def short(value: Any) -> str:
+    """`value` as Python writes it, short enough for a message."""
+    return printable(repr(value), MAX_NAME)
+
+
 def count_children(state: State, prefix: str) -> int:
     """How many different names stand after `prefix`, up to the next dot."""
     return len(
         {key.removeprefix(prefix).partition(".")[0] for key in state if key.startswith(prefix)}
     )
-
-
-_NUM_STAGES = 4
-_WIDTH = 64
 
 
 def resnet_name(state: State, prefix: str) -> str:
@@ -115,7 +139,7 @@ def resnet_name(state: State, prefix: str) -> str:
         CheckpointError: another network, such as ResNet-152. The shapes of a ResNeXt or a Wide
             ResNet are found not to fit later.
     """
-    depths = tuple(count_children(state, f"{prefix}layer{i + 1}.") for i in range(_NUM_STAGES))
+    depths = tuple(count_children(state, f"{prefix}layer{i + 1}.") for i in range(4))
     bottleneck = f"{prefix}layer1.0.conv3.weight" in state
     for name, known in DEPTHS.items():
         if known == (depths, bottleneck):
@@ -125,11 +149,6 @@ def resnet_name(state: State, prefix: str) -> str:
         f"the backbone has {list(depths)} {kind} under {prefix}layer1 to layer4; expected one of "
         f"{', '.join(DEPTHS)}"
     )
-
-
-def resnet_widths(name: str) -> list[int]:
-    """The channels of each of the four stages."""
-    return [(4 if DEPTHS[name][1] else 1) * _WIDTH * 2**i for i in range(_NUM_STAGES)]
 
 
 def deep_stem(theirs: str) -> Keys:

@@ -20,14 +20,11 @@ _SAVE_AGAIN = """where you trust it, save what is needed in the program that wro
 or, of mmsegmentation, whose meta holds the classes and the config:
   c = torch.load("old.pth", map_location="cpu", weights_only=False)
   torch.save({k: c[k] for k in ("meta", "state_dict")}, "new.pth")"""
-# mmengine's EMAHook exchanges the two before it saves (hooks/ema_hook.py).
-_MMENGINE = "state_dict", "ema_state_dict"
-_NOTES = {
-    "state_dict": "the averaged weights: mmengine's EMAHook stores them under state_dict, and the "
-    "others under ema_state_dict, which --entry reads",
-    "ema_state_dict": "the weights that are not averaged: mmengine's EMAHook stores the average "
-    "under state_dict",
-}
+# It exchanges the two before it saves (hooks/ema_hook.py).
+_SWAPPED = (
+    "mmengine's EMAHook stores the averaged weights under state_dict, and the others under "
+    "ema_state_dict; --entry chooses"
+)
 
 
 class _Inert:
@@ -86,8 +83,7 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
     if _is_state(content):
         entries[""] = content
     swapped = _is_swapped(content)
-    name = _chosen(path, entries, _MMENGINE[0] if swapped and entry is None else entry)
-    notes = (_NOTES[name],) if swapped and name in _NOTES else ()
+    name = _chosen(path, entries, "state_dict" if swapped and entry is None else entry)
     state = entries[name]
     foreign = [key for key, value in state.items() if not torch_file.is_plain(value)]
     if foreign:
@@ -99,7 +95,7 @@ def read_file(path: Path, entry: str | None = None) -> SourceFile:
         beside = {key: value for key, value in content.items() if value is not state}
     else:
         beside = {CONFIG_JSON: _config_json(path)} if path.suffix == ".safetensors" else {}
-    return SourceFile(dict(state), beside, name, notes)
+    return SourceFile(dict(state), beside, name, (_SWAPPED,) if swapped else ())
 
 
 def _content(path: Path) -> Any:
@@ -145,7 +141,7 @@ def _is_state(value: object) -> bool:
 
 def _is_swapped(content: Mapping[str, Any]) -> bool:
     """Whether mmengine's EMAHook wrote this: the average under state_dict, the weights beside."""
-    weights, other = (content.get(key) for key in _MMENGINE)
+    weights, other = content.get("state_dict"), content.get("ema_state_dict")
     if not (_is_state(weights) and _is_state(other) and isinstance(content.get("meta"), Mapping)):
         return False
     return "steps" in other and {f"module.{key}" for key in weights} <= other.keys()

@@ -10,14 +10,17 @@ from segtrain.convert.layout import (
     Plan,
     Rotation,
     State,
+    accepting,
     aspp,
     count_children,
+    misfits,
     resnet_name,
-    resnet_widths,
+    short,
     size,
 )
 from segtrain.convert.read import CONFIG_JSON
 from segtrain.errors import CheckpointError
+from segtrain.models.resnet import stage_widths
 from segtrain.text import MAX_NAME, printable
 
 _NAME = "segmentation_models.pytorch"
@@ -43,10 +46,13 @@ PLUS_KEYS = {
 # Activations that give each pixel one class, as segtrain's softmax does.
 _CLASSES_EXCLUDE = (None, "identity", "softmax", "softmax2d", "logsoftmax", "argmax", "argmax2d")
 # Parameters of the constructors of 0.3 to 0.6 that change no prediction: where training started,
-# dropout, and the classifier of whole images, whose keys are left out. `plan` reads the activation.
-_NO_EFFECT = ("activation", "encoder_weights", "psp_dropout", "decoder_aspp_dropout", "aux_params")
+# dropout, and the classifier of whole images, whose keys are left out; and those read elsewhere.
+_NO_EFFECT = "encoder_weights psp_dropout decoder_aspp_dropout aux_params"
+_READ = "encoder_name activation decoder_atrous_rates decoder_use_norm psp_use_batchnorm"
 # What segtrain's batch norm is, by the parameters of torch's. The momentum acts in training only.
-_NORM = {"type": "batchnorm", "eps": 1e-5, "affine": True, "track_running_stats": True}
+_NORM = accepting(
+    "momentum", type=("batchnorm",), eps=(1e-5,), affine=(True,), track_running_stats=(True,)
+)
 
 
 def plan(state: State, beside: Mapping[str, Any]) -> Plan:
@@ -67,8 +73,8 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
     if activation in _CLASSES_EXCLUDE:
         return replace(made, stated=stated)
     warning = (
-        f"{CONFIG_JSON} has activation {printable(repr(activation), MAX_NAME)}: such classes may "
-        "overlap; segtrain reads the same logits by softmax, and gives each pixel one class"
+        f"{CONFIG_JSON} has activation {short(activation)}: such classes may overlap; segtrain "
+        "reads the same logits by softmax, and gives each pixel one class"
     )
     return replace(made, stated=stated, warnings=(warning,))
 
@@ -83,63 +89,40 @@ def _stated(config: dict[str, Any], made: Plan) -> Options:
             f"{found['model.backbone']}; move it away if it is no part of the model"
         )
     options: Options = {}
-    depth, plus = found["model.num_stages"] + 1, kind == "DeepLabV3Plus"
-    if "encoder_output_stride" in config:
-        stride = config["encoder_output_stride"]
-        _expect("encoder_output_stride", "8 or 16", stride, stride in (8, 16))
-        options["model.output_stride"] = min(stride, 2**depth)
+    depth, width = found["model.num_stages"] + 1, found["model.head_channels"]
+    plus = kind == "DeepLabV3Plus"
+    if config.get("encoder_output_stride") in (8, 16):
+        options["model.output_stride"] = min(config["encoder_output_stride"], 2**depth)
     if "decoder_atrous_rates" in config:
         rates = config["decoder_atrous_rates"]
-        _expect("decoder_atrous_rates", "a list", rates, isinstance(rates, list))
-        options["model.aspp_rates"] = tuple(rates)
-    # Another factor gives a map of another size than the image.
+        options["model.aspp_rates"] = tuple(rates) if isinstance(rates, list) else rates
+    # Another factor gives a map of another size than the image. None: DeepLabV3 takes it itself.
     factor = 4 if plus else {**made.assumed, **options}["model.output_stride"]
-    width = found["model.head_channels"]
-    expected = {
-        "classes": made.num_classes,
-        "in_channels": 3,
-        "encoder_depth": depth,
-        "psp_out_channels": width,
-        "decoder_channels": width,
-        "decoder_aspp_separable": plus,
-        # None: DeepLabV3 takes this factor itself.
-        "upsampling": factor if config.get("upsampling") is not None else None,
-    }
-    read = ("encoder_name", "encoder_output_stride", "decoder_atrous_rates", *_NO_EFFECT)
-    for key, value in config.items():
-        if key in read or key.startswith("_"):  # the constructor drops the latter
-            continue
-        if key in ("decoder_use_norm", "psp_use_batchnorm"):
-            what = f"batch norm with an eps of {_NORM['eps']}"
-            _expect(key, what, value, _is_batch_norm(value))
-        elif key not in expected:
-            where, found = printable(key, MAX_NAME), printable(repr(value), MAX_NAME)
-            raise CheckpointError(
-                f"{CONFIG_JSON}: {where}: found {found}, an option that segtrain does not know; "
-                "remove it there if it changes no prediction"
-            )
-        else:
-            _expect(key, str(expected[key]), value, value == expected[key])
-    return options
-
-
-def _expect(key: str, expected: str, found: object, fits: bool) -> None:
-    if not fits:
-        what = f"expected {expected}, found {printable(repr(found), MAX_NAME)}"
-        raise CheckpointError(
-            f"{CONFIG_JSON}: {key}: {what}: the model is another than segtrain would build"
-        )
-
-
-def _is_batch_norm(value: object) -> bool:
-    if isinstance(value, str):
-        value = {"type": value.lower()}
-    given = {"type": "batchnorm"} if value is True else value
-    return (
-        isinstance(given, dict)
-        and "type" in given
-        and all(key == "momentum" or _NORM.get(key) == given[key] for key in given)
+    accepted = accepting(
+        f"{_NO_EFFECT} {_READ}",
+        classes=(made.num_classes,),
+        in_channels=(3,),
+        encoder_depth=(depth,),
+        encoder_output_stride=(8, 16),
+        psp_out_channels=(width,),
+        decoder_channels=(width,),
+        decoder_aspp_separable=(plus,),
+        upsampling=(factor, None),
     )
+    # The constructor drops the others.
+    given = {key: value for key, value in config.items() if not key.startswith("_")}
+    problems = misfits(CONFIG_JSON, given, accepted)
+    for key in ("decoder_use_norm", "psp_use_batchnorm"):
+        norm = config.get(key, True)
+        if not isinstance(norm, dict):
+            norm = {"type": "batchnorm" if norm is True else str(norm).lower()}
+        problems += misfits(f"{CONFIG_JSON}.{key}", norm, _NORM)
+    if problems:
+        raise CheckpointError(
+            f"{CONFIG_JSON} describes another model than segtrain would build; remove there what "
+            "changes no prediction:\n  " + "\n  ".join(problems)
+        )
+    return options
 
 
 def _by_keys(state: State) -> Plan:
@@ -168,7 +151,7 @@ def _plan(
 ) -> Plan:
     """reads: the convolution whose input tells which stage the head reads (encoder_depth)."""
     backbone, channels = resnet_name(state, "encoder."), size(state, reads, 1)
-    widths = resnet_widths(backbone)
+    widths = stage_widths(backbone)
     if channels not in widths[1:]:
         raise CheckpointError(
             f"{_NAME}: the decoder reads {channels} channels, and the stages of {backbone} have "

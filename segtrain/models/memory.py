@@ -1,7 +1,8 @@
 """Refuses an experiment that cannot fit into memory, before anything is allocated.
 
 Only a lower bound is checked: the images, the scores of every class at their size, and what the
-losses keep of these for the backward pass. Features and weights come on top.
+losses keep of these for the backward pass. Features, weights and what a loss needs for a moment
+come on top.
 """
 
 import os
@@ -10,29 +11,16 @@ from pathlib import Path
 
 import torch
 
-from segtrain.config import Config, LossConfig, LossTerm
+from segtrain.config import Config
 from segtrain.errors import ConfigError
 
 # Bytes a pixel: the image as stored and normalized, in float32; a label as stored and in int64.
 _STORED, _NORMALIZED, _LABEL = 3, 12, 9
 # Bytes a pixel and class: the scores of a head, in float32.
 _SCORES = 4
-# Bytes a pixel and class that a loss keeps of the scores of a head and one set of labels: in
-# float32 the probabilities or their logarithms, for Lovasz also the growths and for boundary
-# relaxation the masked logarithms, and as bool which class is true or near.
-_KEPT = {
-    "cross_entropy": 4,
-    "ohem": 4,
-    "focal": 4,
-    "dice": 5,
-    "boundary_relaxation": 9,
-    "lovasz": 9,
-}
-# Bytes for each number that Lovasz sorts, in `_growth`: the order and a dividend in int64, the
-# union and three terms of it in float64, two sums in int32, two bools.
-_SORTED = 2 * 8 + 4 * 8 + 2 * 4 + 2
-# The same over all ranks: in float32 what they sent, with and without its sign, and two bools.
-_SORTED_OF_ALL = _SORTED + 2 * 4 + 2
+# What every loss keeps of the scores of a head and one set of labels, at least: the probabilities
+# or their logarithms, in float32.
+_KEPT = 4
 # The limit of a container, which may be less than the memory of the machine.
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -67,34 +55,17 @@ def training_bytes(config: Config, num_classes: int, images: int, device: torch.
 
     images: crops that a rank holds at a time.
     """
-    train, terms = config.train, config.loss.terms
+    train = config.train
     height, width = config.augment.crop_size
     label_sets = 1 if config.augment.mixup_alpha is None else 2
     needed = images * (_STORED + _NORMALIZED + label_sets * _LABEL)
     if train.compile:  # a compiled loss may never store the scores
         return height * width * needed
     heads = 2 if config.model.aux_head else 1
-    kept = [_KEPT.get(term.kind, 0) for term in terms]
     # On CUDA, virtual ranks keep on the host what waits for the backward pass.
     waits_on_host = device.type == "cuda" and train.virtual_ranks > 1
-    # The last head and label set: the losses before, the loss itself, and what it needs to sort.
-    last = max(
-        images * num_classes * sum(kept[i if waits_on_host else 0 : i + 1])
-        + _bytes_to_sort(term, num_classes, train.batch_size // train.accumulate_steps)
-        for i, term in enumerate(terms)
-    )
-    others = 0 if waits_on_host else (heads * label_sets - 1) * sum(kept)
-    needed += images * num_classes * (heads * _SCORES + others) + last
-    return height * width * needed
-
-
-def _bytes_to_sort(term: LossConfig | LossTerm, num_classes: int, images_of_pass: int) -> int:
-    """Bytes for each pixel of a crop while a loss sorts: one image, or one class of all ranks."""
-    if term.kind != "lovasz":
-        return 0
-    if term.lovasz_per_image:
-        return num_classes * (_SORTED - 4)  # the growths of this image are not there yet
-    return images_of_pass * _SORTED_OF_ALL
+    kept = _KEPT if waits_on_host else _KEPT * heads * label_sets * len(config.loss.terms)
+    return height * width * (needed + images * num_classes * (heads * _SCORES + kept))
 
 
 def window_finding(

@@ -42,6 +42,11 @@ DEPTHS = {
 }
 
 
+def stage_widths(name: str) -> list[int]:
+    """The channels of each of the four stages."""
+    return [(4 if DEPTHS[name][1] else 1) * 64 * 2**i for i in range(4)]
+
+
 class _ConvChain(nn.Module):
     """conv1, bn1, ReLU, conv2, bn2 and so on, up to the last norm."""
 
@@ -88,9 +93,14 @@ class _Block(_ConvChain):
         width, stride = convs[-1].width, max(conv.stride for conv in convs)
         self.downsample = None
         if stride > 1 or in_channels != width:
-            pool = [_mean_pool(stride)] if pooled_shortcut else []
-            conv = conv2d(in_channels, width, 1, stride=1 if pool else stride)
-            self.downsample = nn.Sequential(*pool, conv, norm(width))
+            if pooled_shortcut:
+                # Of ceil(size / stride); at a border, means of the pixels that there are.
+                pool = nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False)
+                before, stride = [pool if stride > 1 else nn.Identity()], 1
+            else:
+                before = []
+            conv = conv2d(in_channels, width, 1, stride=stride)
+            self.downsample = nn.Sequential(*before, conv, norm(width))
 
     def forward(self, x: Tensor) -> Tensor:
         y, norm = self.run_chain(x)
@@ -119,7 +129,7 @@ class ResNet(_ConvChain):
         stem = _STEMS[model.stem.removesuffix(_AVGPOOL)]
         super().__init__(3, stem, **options)
         self.name = model.backbone
-        widths = [(4 if bottleneck else 1) * 64 * 2**i for i in range(model.num_stages)]
+        widths = stage_widths(model.backbone)[: model.num_stages]
         self.channels = FeatureChannels(widths[0], *widths[-2:])
         # The stages that the model does not have are no use for its weights either.
         left_out = (f"layer{i}." for i in range(model.num_stages + 1, 5))
@@ -166,13 +176,6 @@ def _norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: b
     if recompute:
         return norm_relu_conv(x, norm, conv)
     return conv(F.relu(norm(x), inplace=True))
-
-
-def _mean_pool(stride: int) -> nn.Module:
-    """Means of stride x stride pixels, at a border of those that there are: ceil(size / stride)."""
-    if stride == 1:
-        return nn.Identity()
-    return nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False)
 
 
 def _stage(

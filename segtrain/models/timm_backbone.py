@@ -5,7 +5,6 @@ timm (https://github.com/huggingface/pytorch-image-models) is an optional depend
 """
 
 import copy
-from collections import Counter
 from typing import Any
 
 import torch
@@ -42,11 +41,10 @@ class TimmBackbone(nn.Module):
         super().__init__()
         self.name = model.backbone
         self.network = _features_only(model)
-        self.own_norms = _norms_of_one_image(self.network)
         _replace_norms(self.network, norm, self.name)
         _refuse_random_layers(self.network, self.name)
         info = self.network.feature_info
-        strides = _strides(model)
+        strides = info.reduction()
         if 4 not in strides[:-2]:
             raise ConfigError(
                 f"model.backbone: {self.name} has features of strides {strides}; needed are 4 and "
@@ -161,13 +159,6 @@ def _try(network: nn.Module) -> None:
             raise ValueError(f"features of shape {tuple(feature.shape)} at stride {stride}")
 
 
-def _strides(model: ModelConfig) -> list[int]:
-    """The strides of the network's features as they are without dilation."""
-    with torch.device("meta"):
-        plain = _features_only(model.model_copy(update={"output_stride": 32}))
-    return list(plain.feature_info.reduction())
-
-
 def _replace_norms(network: nn.Module, norm: NormFactory, name: str) -> None:
     """Puts a layer of `norm` in the place of each batch norm; keys stay."""
     for parent_name, parent in list(network.named_modules()):
@@ -180,16 +171,6 @@ def _replace_norms(network: nn.Module, norm: NormFactory, name: str) -> None:
                     f"{type(layer).__name__}, whose statistics cannot be synchronized; "
                     "use another network"
                 )
-
-
-def _norms_of_one_image(network: nn.Module) -> Counter[str]:
-    """How many layers there are of each class that normalizes, other than batch norm."""
-    leaves = (layer for layer in network.modules() if not any(True for _ in layer.children()))
-    return Counter(
-        type(layer).__name__
-        for layer in leaves
-        if "Norm" in type(layer).__name__ and not isinstance(layer, _BatchNorm)
-    )
 
 
 def _like(layer: nn.BatchNorm2d, norm: NormFactory) -> nn.Module:

@@ -31,7 +31,6 @@ from segtrain.distributed.machine import (
 from segtrain.distributed.partition import batch_findings, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
-from segtrain.models.timm_backbone import TimmBackbone
 from segtrain.norm import describe_norm
 from segtrain.run.environment import git_revision, library_version
 from segtrain.text import printable
@@ -148,7 +147,7 @@ def start_lines(
         f"devices    {ranks} x {devices[0]}, {_precision_words(train.precision)}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {_batch_words(config, ranks)}",
-        f"norm       {_norm_words(config, ranks)}{_own_norms_words(model)}",
+        f"norm       {_norm_words(config, ranks)}",
         f"data       {len(train_set.pairs)} training and {len(eval_set.pairs)} evaluation images, "
         f"{train_set.classes.num_classes} classes",
         f"model      {config.model.arch} on {config.model.backbone}, output stride "
@@ -240,14 +239,6 @@ def _norm_words(config: Config, ranks: int) -> str:
     kind = "batch norm, each process alone" if hogwild else describe_norm(config.norm)
     images = smallest_batch(config, ranks, dist.local_world_size())
     return f"{kind}; statistics over {images} images"
-
-
-def _own_norms_words(model: nn.Module) -> str:
-    """The norms that timm's networks bring, which no option changes."""
-    if not isinstance(model.backbone, TimmBackbone) or not model.backbone.own_norms:
-        return ""
-    listed = ", ".join(f"{count} {name}" for name, count in model.backbone.own_norms.items())
-    return f"; in the backbone also {listed}, which no option changes"
 
 
 def _weights_words(config: Config, step: int) -> str:
