@@ -221,6 +221,9 @@ def read(directory: Path) -> History:
             history.add(_EVENT.validate_json(line))
     except (ValidationError, LookupError) as error:
         number = 1 if history is None else len(history.events) + 2
-        what = printable(" ".join(str(error).split()))
+        what = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            what = printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
         raise CheckpointError(f"{path}:{number}: damaged: {what}") from None
     return history
