@@ -70,4 +70,5 @@ def _escaped(character: str) -> str:
 def say(message: str) -> None:
     """Prints `message`, which may quote anything, to stderr, each line after the program's name."""
     for line in printable_lines(message):
-        print(f"segtrain: {line}", file=sys.stderr)
+        # Written at once: other threads say something too.
+        print(f"segtrain: {line}\n", end="", file=sys.stderr)

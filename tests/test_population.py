@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,16 +20,24 @@ from experiments import assert_same_state, last, losses, sections, small, write_
 from segtrain import cli
 from segtrain.checkpoint.format import Checkpoint
 from segtrain.checkpoint.manager import CheckpointManager
-from segtrain.commands.population import command, history
-from segtrain.commands.population import members as exchange
-from segtrain.commands.population import members as member
+from segtrain.commands.population import history, training
 from segtrain.commands.population.history import Exchange, History, Row, Start
-from segtrain.commands.population.members import take_over
+from segtrain.commands.population.training import score, take_over
 from segtrain.config import Config, load_config
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
+from segtrain.text import say
 
 LR, DECAY = "optim.lr", "optim.weight_decay"
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_restored():
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def config(**train):
@@ -104,10 +114,9 @@ def test_options_are_those_of_the_source_times_a_factor():
 
 def test_every_round_and_member_draws_anew():
     found = population([[0.4, 0.1]] * 12)
-    drawn = {past.exchange[0].options[LR] for past in found.rounds[:12]}
-    assert drawn == {0.008, 0.012}
-    many = population([[0.1] * 12])
-    assert {many.rounds[0].rows[i].options[LR] for i in range(1, 12)} == {0.008, 0.012}
+    assert {past.exchange[0].options[LR] for past in found.rounds[:12]} == {0.008, 0.012}
+    first = population([[0.1] * 12]).rounds[0].rows
+    assert {first[i].options[LR] for i in range(1, 12)} == {0.008, 0.012}
 
 
 def test_an_option_stays_where_the_config_refuses_the_product():
@@ -154,7 +163,8 @@ def run_with(directory, *values, keep=()):
 
 
 def files_of(run):
-    return {path.name: path.read_bytes() for path in (run / "checkpoints").iterdir()}
+    paths = (run / "checkpoints").iterdir()
+    return {path.name: path.read_bytes() for path in paths if path.name[0] != "."}
 
 
 def newest(run):
@@ -193,7 +203,7 @@ def test_an_exchange_that_was_cut_short_anywhere_is_completed_by_another(tmp_pat
         return shutil.copytree(template, tmp_path / name)
 
     # The lock of a process that dies goes with it.
-    monkeypatch.setattr(exchange, "RunLock", nullcontext)
+    monkeypatch.setattr(training, "RunLock", nullcontext)
     template = run_with(tmp_path / "template", 1, 2, keep=(1, 2))
     winner = run_with(tmp_path / "winner", 5, 6, 7, keep=(3,))
     whole = prepare("whole")
@@ -220,34 +230,29 @@ def test_an_exchange_that_was_cut_short_anywhere_is_completed_by_another(tmp_pat
             except KilledError:
                 died = True
         take_over(loser, winner, config(lr=0.5), step=3)
-        found = {name: content for name, content in files_of(loser).items() if name[0] != "."}
-        assert found == wanted, deaths
+        assert files_of(loser) == wanted, deaths
         assert newest(loser) == "last.pt"
         if not died:
             break
     assert 12 < deaths < 49
 
 
-def test_a_damaged_checkpoint_of_the_winner_is_not_taken_over(tmp_path):
+def test_a_checkpoint_of_another_step_is_not_taken_over(tmp_path):
     loser, winner = (run_with(tmp_path / name, 1, 2) for name in ("loser", "winner"))
     before = files_of(loser)
     with pytest.raises(CheckpointError, match=r"last.pt: expected the checkpoint of step 3"):
         take_over(loser, winner, config(), step=3)
-    path = winner / "checkpoints/best.pt"
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match=r"best.pt: damaged"):
-        take_over(loser, winner, config(), step=2)
-    assert files_of(loser)["best.pt"] == before["best.pt"]
+    assert files_of(loser) == before
 
 
 def test_the_score_is_that_of_the_step(tmp_path):
     lines = [{"step": 4, "train/loss": 1.0}, {"step": 4, "eval/mIoU": 0.5}]
     lines += [{"step": 6, "eval/mIoU": 0.6}, {"step": 8, "eval/mIoU": None}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    assert member.score(tmp_path, 4) == 0.5
-    assert member.score(tmp_path, 8) is None
+    assert score(tmp_path, 4) == 0.5
+    assert score(tmp_path, 8) is None
     with pytest.raises(ExecutionError, match="has no eval/mIoU of step 5"):
-        member.score(tmp_path, 5)
+        score(tmp_path, 5)
 
 
 # Whole populations. Members train in processes that have imported torch already.
@@ -288,19 +293,19 @@ def members(monkeypatch, run_ranks):
 
     programs(monkeypatch, run_segtrain)
     # After two steps, both may predict one class everywhere.
-    monkeypatch.setattr(command, "score", score_with_bonus)
+    monkeypatch.setattr(training, "score", score_with_bonus)
     return stop
 
 
 def programs(monkeypatch, run_segtrain):
     """Has this function run the commands of a population, which has the arguments and `show`."""
     monkeypatch.setattr(
-        member.Programs, "run", lambda self, arguments, show, gpus: run_segtrain(arguments, show)
+        training.Programs, "run", lambda _, arguments, show: run_segtrain(arguments, show)
     )
 
 
 def score_with_bonus(run, step):
-    return member.score(run, step) + (BONUS if run.name == "member_1" else 0)
+    return score(run, step) + (BONUS if run.name == "member_1" else 0)
 
 
 @pytest.fixture(scope="module")
@@ -349,10 +354,10 @@ def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
     def kill(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "take_over", kill)
+    monkeypatch.setattr(training, "take_over", kill)
     assert run(experiment, killed, *longer) == 130
     assert exchanges_of(killed) == {}
-    monkeypatch.setattr(command, "take_over", exchange.take_over)
+    monkeypatch.setattr(training, "take_over", take_over)
     members.append(1)
     assert run(experiment, killed, *longer, "--resume") == 143
     assert list(exchanges_of(killed)) == [4]
@@ -369,11 +374,11 @@ def test_a_population_interrupted_anywhere_ends_with_the_same_bits(
     assert exchanges_of(alone) == {4: [(0, 1)], 8: []}
     # Its weights are the other's, with other data and another rate since.
     assert losses(alone / "member_0")[:4] != losses(alone / "member_1")[:4]
-    assert "changed    all weights: those of member_1 at step 4" in log_of(alone / "member_0")
-
-
-def log_of(run):
-    return (run / "train.log").read_text()
+    log = (alone / "member_0/train.log").read_text()
+    assert "changed    all weights: those of member_1 at step 4" in log
+    # Without train.shares nothing is there to verify.
+    assert "sha256" not in log
+    assert not (alone / "member_0/receipts.jsonl").exists()
 
 
 def check_history(directory, every=2, bonus=0.0):
@@ -423,8 +428,8 @@ def test_members_left_alone_exchange_nothing(tmp_path, experiment, monkeypatch, 
     assert [row[2] for row in rows] == [None, 9 / 64, None, 17 / 64]
     assert [row[3] for row in rows[:2]] == [row[3] for row in rows[2:]]
     assert "best: member_1, mIoU 0.2656 at step 4" in capsys.readouterr().out
-    assert run(experiment, directory, "--resume") == 2
-    assert "--alone: true there, false now" in capsys.readouterr().err
+    assert run(experiment, directory, "--resume") == 0
+    assert exchanges_of(directory) == {2: [], 4: []}
 
 
 def test_a_diverged_member_counts_as_the_worst_and_goes_on(tmp_path, experiment, monkeypatch):
@@ -475,25 +480,27 @@ def test_no_member_begins_after_another_failed_and_those_beside_it_count(
     arguments = ("--members", "4", "--at-once", "2")
     assert run(experiment, directory, *arguments) == 3
     assert [row[:2] for row in rows_of(directory)] == [(2, 1)]
-    assert capsys.readouterr().err.count("ended with exit code") == 1
+    err = capsys.readouterr().err
+    said = "member_0: ended with exit code 3 before step 2; to go on: segtrain population"
+    assert (err.count(said), err.count("ended with")) == (1, 1)
     programs(monkeypatch, train)
     assert run(experiment, directory, *arguments, "--resume") == 0
     assert calls.count(("member_1", 2, False)) == 1
 
 
-def test_a_line_that_a_killed_process_left_half_written_does_not_count(tmp_path):
+def test_a_damaged_history_is_refused_with_its_line(tmp_path):
     found = population([[0.1, 0.4]])
     history.write(tmp_path, found)
     path = tmp_path / "population.jsonl"
     whole = path.read_bytes()
-    path.write_bytes(whole + b'{"step": 20, "mem')
-    again = history.read(tmp_path)
-    assert again.rounds == found.rounds
-    history.write(tmp_path, again)
-    assert path.read_bytes() == whole
-    path.write_bytes(whole + b'{"step": 17, "exchange": []}\n')
-    with pytest.raises(CheckpointError, match=r"jsonl:5: damaged: a round or member that"):
-        history.read(tmp_path)
+    assert history.read(tmp_path).rounds == found.rounds
+    for line, said in (
+        (b'{"step": 20, "mem', "jsonl:5: damaged: "),
+        (b'{"step": 17, "exchange": []}\n', "jsonl:5: damaged: a round or member that"),
+    ):
+        path.write_bytes(whole + line)
+        with pytest.raises(CheckpointError, match=said):
+            history.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -510,27 +517,15 @@ def test_members_share_the_gpus(monkeypatch, visible, count, at_once, wanted):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if not visible:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(member.torch.cuda, "device_count", lambda: count)
-    assert member.gpus_of_slots(at_once, "auto") == wanted
-    assert member.gpus_of_slots(at_once, "cpu") == [None] * at_once
-
-
-def test_a_member_that_fails_ends_the_population_with_its_code(
-    tmp_path, experiment, monkeypatch, capsys
-):
-    programs(monkeypatch, lambda *_: 3)
-    assert run(experiment, tmp_path / "run") == 3
-    assert "member_0: ended with exit code 3 before step 2; to go on: segtrain population" in (
-        capsys.readouterr().err
-    )
-    assert len(recorded(tmp_path / "run")) == 1
+    monkeypatch.setattr(training.torch.cuda, "device_count", lambda: count)
+    assert training.gpus_of_slots(at_once, "auto") == wanted
+    assert training.gpus_of_slots(at_once, "cpu") == [None] * at_once
 
 
 @pytest.mark.parametrize(
     ("removed", "said"),
     [
         ("member_1", "step 1 or later, found none"),
-        ("member_1/checkpoints", "step 1 or later, found none"),
         ("member_1/checkpoints/last.pt", ""),  # it goes on from the one before, as a run does
         ("member_0/checkpoints/last.pt", "step 2 or later, found step 1"),  # of other weights
     ],
@@ -545,11 +540,8 @@ def test_a_member_whose_checkpoints_were_removed_is_not_trained_anew(
     stopped = ("member_0", 3)
 
     def stop(arguments, show):
-        return (
-            143
-            if (Path(arguments[3]).name, int(arguments[5])) == stopped
-            else train(arguments, show)
-        )
+        is_there = (Path(arguments[3]).name, int(arguments[5])) == stopped
+        return 143 if is_there else train(arguments, show)
 
     programs(monkeypatch, stop)
     assert run(experiment, directory, *rounds) == 143
@@ -570,16 +562,16 @@ def test_a_member_whose_checkpoints_were_removed_is_not_trained_anew(
     [
         (["--members", "1"], "--members: expected at least 2, got 1"),
         (["--every", "4"], "--every: 4 must be smaller than train.steps, 4"),
-        (["--set", "train.shares=2"], "train.shares: receipts tell how a run came to its weights"),
-        (["--set", "train.max_hours=1"], "train.max_hours: a member that ends before the others"),
+        (["--set", "train.shares=2"], "train.shares: receipts could not tell of weights"),
+        (["--set", "train.max_hours=1"], "train.max_hours: members that end at different steps"),
         (
             ["--set", "eval.every_steps=1", "--set", "train.patience=1"],
-            "train.patience: a member that ends before the others",
+            "train.patience: members that end at different steps",
         ),
         (["--perturb", "optim.lrr"], "--perturb optim.lrr: no such option; did you mean optim.lr?"),
         (["--perturb", "train.steps"], "--perturb train.steps: is 4 here; expected a number with"),
         (["--perturb", "optim.sam_rho"], "--perturb optim.sam_rho: is None here"),
-        (["--perturb", "schedule.min_lr"], "--perturb schedule.min_lr: is 0 here, and stays so"),
+        (["--perturb", "schedule.min_lr"], "--perturb schedule.min_lr: is 0.0 here; expected"),
         (["--perturb", "optim.momentum"], "--perturb optim.momentum: 0.9 times 1.2 is refused"),
         (["--perturb", "loss.ohem_threshold"], "loss.ohem_threshold: 0.7 times 0.8 is refused"),
         (["--perturb", "schedule.milestone_factor"], "has no effect with kind poly"),
@@ -613,6 +605,7 @@ def test_a_resumption_must_be_of_the_same_population(tmp_path, experiment, monke
         (["--resume", "--members", "3"], "--members: 2 there, 3 now"),
         (["--resume", "--every", "3"], "--every: 2 there, 3 now"),
         (["--resume", "--perturb", LR], "--perturb: "),
+        (["--resume", "--alone"], "--alone: False there, True now"),
         (["--resume", "--set", "optim.lr=1.0"], "optim.lr: 0.02 there, 1.0 now"),
     ):
         capsys.readouterr()
@@ -657,28 +650,61 @@ time.sleep(60)
 """
 
 
-def test_a_stop_signal_reaches_the_member_and_is_waited_for(monkeypatch):
-    """A program that stands in for `segtrain` says when it is ready."""
-    monkeypatch.setattr(member, "PROGRAM", STAND_IN)
-    shown = []
+def test_stop_signals_reach_the_member_and_are_waited_for(monkeypatch):
+    """The second one comes while the first is passed on."""
+    monkeypatch.setattr(training, "PROGRAM", STAND_IN)
+    sent, send_signal = [], subprocess.Popen.send_signal
 
-    def show(line):
-        shown.append(line)
+    def send_another(process, number):
+        sent.append(number)
+        if len(sent) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        send_signal(process, number)
+
+    monkeypatch.setattr(subprocess.Popen, "send_signal", send_another)
+    programs = training.Programs([None])
+    with ThreadPoolExecutor() as pool:
+        shown = []
+        future = pool.submit(programs.run, [], shown.append)
+        while not shown:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    with member.Programs() as programs:
-        assert programs.run([], show) == 143
-    assert signal.getsignal(signal.SIGTERM) == before
+        assert future.result(20) == 143
     assert shown == ["warning: ready"]
+    assert len(sent) == 2
+    assert programs.run([], shown.append) == 143  # no further one begins
 
 
 def test_the_last_words_of_a_member_that_fails_are_shown(monkeypatch):
-    monkeypatch.setattr(member, "PROGRAM", "print('config'); raise SystemExit('no such folder')")
+    monkeypatch.setattr(training, "PROGRAM", "print('config'); raise SystemExit('no such folder')")
     shown = []
-    with member.Programs() as programs:
-        assert programs.run([], shown.append) == 1
+    assert training.Programs([None]).run([], shown.append) == 1
     assert sorted(shown) == ["config", "no such folder"]
+
+
+def test_a_member_that_cannot_be_shown_or_started_gives_its_gpus_back(monkeypatch):
+    programs = training.Programs(["0"])
+
+    def fail(*_, **__):
+        raise OSError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", fail)
+        with pytest.raises(OSError, match="no memory"):
+            programs.run([], print)
+    program = "import os; print('warning:', os.environ['CUDA_VISIBLE_DEVICES'])"
+    monkeypatch.setattr(training, "PROGRAM", program)
+    shown = []
+    assert programs.run([], shown.append) == 0
+    assert shown == ["warning: 0"]
+
+
+def test_lines_of_members_that_train_at_once_stay_whole(monkeypatch):
+    """print would write the end of a line by itself, and another thread could be faster."""
+    written = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append))
+    say("one\ntwo")
+    assert [text for text in written if text] == ["segtrain: one\n", "segtrain: two\n"]
 
 
 @pytest.mark.slow

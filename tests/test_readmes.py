@@ -1,6 +1,5 @@
 """The READMEs say what is so: commands and code run, links, files, options and targets exist."""
 
-import ast
 import importlib
 import io
 import os
@@ -56,46 +55,32 @@ segtrain export runs/my --format safetensors --output my.safetensors
 segtrain export runs/my --format onnx --output my.onnx --normalize --argmax
 """.strip().splitlines()
 NO_CITYSCAPES = "needs the images of Cityscapes; test_configs.py builds the model"
+NO_CAMVID = "needs the images of CamVid"
+NO_WEIGHTS = "needs weights of other programs; test_convert.py converts some"
+NODES = "test_two_nodes.py does, as root"
 NOT_RUN = {
-    "segtrain train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
-    "segtrain eval runs/cityscapes_pspnet_r50 --set eval.flip=true --json scores.json": (
-        NO_CITYSCAPES
-    ),
-    **dict.fromkeys(
-        (
-            f"segtrain train camvid_{name} --nproc 1 --set data.root=PATH"
-            for name in ("small", "deeplabv3plus_r18")
-        ),
-        "needs the images of CamVid",
-    ),
-    **dict.fromkeys(
-        (
-            "segtrain convert deeplabv3_resnet50_coco.pth --classes voc --output v3.pt",
-            "segtrain convert deeplabv3plus_r101_mg124.pth --output v3plus.pt",
-            "segtrain convert theirs.pth --classes own.yaml --class-order theirs.yaml "
-            "--output own.pt",
-            "segtrain convert theirs.pth --classes voc --output ours.pt",
-        ),
-        "needs weights of other programs; test_convert.py converts some",
-    ),
-    "segtrain train my.yaml --nproc 4": "four processes; test_launch.py starts two",
-    "segtrain train runs/my --nproc 4 --resume": "four processes; test_resume.py resumes on three",
-    "segtrain eval RUN --save-predictions DIR": "test_evaluate.py compares these files",
-    "segtrain eval RUN --split test --no-labels --save-predictions DIR": (
-        "test_evaluate.py predicts a split without labels"
-    ),
-    "segtrain train RUN --resume": "stands for any run",
-    "segtrain train my.yaml --until 500": "test_until.py pauses runs",
-    "segtrain population my.yaml --members 4 --every 500": "test_population.py trains populations",
-    "segtrain bench my.yaml": "test_bench.py measures steps",
-    "segtrain verify RUN": "needs train.shares; test_verify.py verifies runs",
-    "segtrain verify RUN --steps 1: --nproc 2": "test_verify.py verifies on other ranks",
-    **{
-        "segtrain train config.yaml --nproc 8 --nnodes 2 "
-        f"--node-rank {rank} --rdzv-endpoint 10.0.0.1:29400": "test_two_nodes.py does, as root"
-        for rank in (0, 1)
-    },
+    "train cityscapes_pspnet_r50 --nproc 4": NO_CITYSCAPES,
+    "eval runs/cityscapes_pspnet_r50 --set eval.flip=true --json scores.json": NO_CITYSCAPES,
+    "train camvid_small --nproc 1 --set data.root=PATH": NO_CAMVID,
+    "train camvid_deeplabv3plus_r18 --nproc 1 --set data.root=PATH": NO_CAMVID,
+    "convert deeplabv3_resnet50_coco.pth --classes voc --output v3.pt": NO_WEIGHTS,
+    "convert deeplabv3plus_r101_mg124.pth --output v3plus.pt": NO_WEIGHTS,
+    "convert theirs.pth --classes own.yaml --class-order theirs.yaml --output own.pt": NO_WEIGHTS,
+    "convert theirs.pth --classes voc --output ours.pt": NO_WEIGHTS,
+    "train my.yaml --nproc 4": "four processes; test_launch.py starts two",
+    "train runs/my --nproc 4 --resume": "four processes; test_resume.py resumes on three",
+    "eval RUN --save-predictions DIR": "test_evaluate.py compares these files",
+    "eval RUN --split test --no-labels --save-predictions DIR": "test_evaluate.py predicts it",
+    "train RUN --resume": "stands for any run",
+    "train my.yaml --until 500": "test_until.py pauses runs",
+    "population my.yaml --members 4 --every 500": "test_population.py trains populations",
+    "bench my.yaml": "test_bench.py measures steps",
+    "verify RUN": "needs train.shares; test_verify.py verifies runs",
+    "verify RUN --steps 1: --nproc 2": "test_verify.py verifies on other ranks",
+    "train config.yaml --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400": NODES,
+    "train config.yaml --nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint 10.0.0.1:29400": NODES,
 }
+NOT_RUN = {f"segtrain {line}": why for line, why in NOT_RUN.items()}
 # Added to every training of own data: two steps of a small model.
 SMALL = (
     "data.num_workers=0",
@@ -260,14 +245,8 @@ def run_all(directory, lines, codes):
 
 
 @every_readme
-def test_python_imports_what_there_is(readme):
-    for language, text in blocks(readme):
-        if language != "python":
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("segtrain"):
-                module = importlib.import_module(node.module)
-                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+def test_named_modules_exist(readme):
+    """The code blocks, which import what they need, run above."""
     for name in spans(readme):
         if match := re.match(r"(segtrain(?:\.[a-z_]+)+)", name):
             assert exists_in_python(match[1]), name
@@ -312,13 +291,6 @@ def anchors(readme):
     """GitHub's names of the headings."""
     headings = re.findall(r"^#+ (.*)$", prose(readme), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_the_first_readme_leads_to_all_others():
-    links = re.findall(r"\]\(([^)#\s]+)", prose(ROOT / "README.md"))
-    assert {path.relative_to(ROOT) for path in READMES} - {Path("README.md")} <= set(
-        map(Path, links)
-    )
 
 
 @every_readme
@@ -366,19 +338,12 @@ def test_options_of_commands_exist(readme):
     for line in (*spans(readme), *shell_lines(readme)):
         line = line.partition(" # ")[0]
         if tool := re.search(r"python (tools/\w+\.py)", line):
-            known = options_of_tool(ROOT / tool[1])
+            known = set(re.findall(r'"(--[a-z0-9-]+)"', (ROOT / tool[1]).read_text()))
         elif line.startswith(("segtrain", "--", "pip", "docker")):
             known = options_of_segtrain()
         else:
             continue
         assert set(re.findall(r"(?<!\S)--[a-z0-9-]+", line)) <= known, line
-
-
-@cache
-def options_of_tool(path):
-    """The options that its source adds, also those of modules beside it."""
-    sources = [path.read_text()]
-    return set(re.findall(r'"(--[a-z0-9-]+)"', "".join(sources)))
 
 
 @cache
@@ -401,7 +366,10 @@ def test_targets_of_make_exist(readme):
     assert set(named) <= targets
 
 
-def test_the_first_readme_is_short():
+def test_the_first_readme_is_short_and_leads_to_all_others():
+    links = re.findall(r"\]\(([^)#\s]+)", prose(ROOT / "README.md"))
+    others = {str(path.relative_to(ROOT)) for path in READMES} - {"README.md"}
+    assert others <= set(links)
     text = (ROOT / "README.md").read_bytes()
     assert text.count(b"\n") <= MAX_ROOT_LINES
     assert len(text) <= MAX_ROOT_BYTES

@@ -111,27 +111,11 @@ def train_with_a_large_scale(config, directory):
     return train(config, directory)
 
 
-def test_a_run_without_shares_leaves_none(run_ranks, tmp_path, data):
-    options = small(data, train={"steps": 1, "batch_size": 2})
-    run_ranks(1, train, write_config(tmp_path / "c.yaml", options), tmp_path / "run")
-    assert (tmp_path / "run/metrics.jsonl").exists()
-    assert not (tmp_path / "run/receipts.jsonl").exists()
-    assert "sha256" not in (tmp_path / "run/train.log").read_text()
-
-
 def test_a_new_run_begins_a_new_file(tmp_path):
     (tmp_path / "receipts.jsonl").write_text(RECEIPT.line() + "\n")
     with RunLog(tmp_path, enabled=True) as log:
         log.begin()
         assert (tmp_path / "receipts.jsonl").read_bytes() == b""
-
-
-def test_training_goes_on_if_they_cannot_be_written(tmp_path, capfd):
-    with RunLog(tmp_path, enabled=True) as log:
-        (tmp_path / "receipts.jsonl").mkdir()
-        log.receipts([RECEIPT])
-        log.receipts([RECEIPT])
-    assert capfd.readouterr().out.count("receipts.jsonl cannot be written any more") == 1
 
 
 def test_damaged_lines_are_left_out(tmp_path):

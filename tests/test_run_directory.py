@@ -25,39 +25,45 @@ def changed(config, section, **values):
     return config.model_copy(update={section: part})
 
 
+def checkpoint_in(directory, name="last.pt"):
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "checkpoints" / name).write_bytes(b"content")
+
+
+def check(directory, config, *, resume=False):
+    return run_directory.check_directory(directory, config, resume=resume)
+
+
 def test_a_directory_without_a_run_may_be_used(config, tmp_path):
     (tmp_path / "notes.txt").touch()
     for directory in (tmp_path, tmp_path / "a" / "b"):
-        run_directory.check_directory(directory, config, resume=False)
+        assert check(directory, config) == []
 
 
 @pytest.mark.fault(31)
-def test_an_existing_run_is_refused_without_resume_and_accepted_with_it(config, tmp_path):
-    run = tmp_path / "run"
-    run_directory.write_description(run, config, ["cpu"])
-    (run / "checkpoints").mkdir()
-    (run / "checkpoints/last.pt").touch()
-    with pytest.raises(ConfigError, match=r"run: holds a run already; .*--resume, .*--output"):
-        run_directory.check_directory(run, config, resume=False)
-    (run / "checkpoints/last.pt").rename(run / "checkpoints/manifest.json")
-    with pytest.raises(ConfigError, match=r"run: holds a run already; .*--resume, .*--output"):
-        run_directory.check_directory(run, config, resume=False)
-    run_directory.check_directory(run, config, resume=True)
+@pytest.mark.parametrize("name", ["last.pt", "best.pt", "manifest.json"])
+def test_a_run_that_has_saved_is_refused_without_resume(config, tmp_path, name):
+    checkpoint_in(tmp_path, name)
+    for _ in range(2):  # also without its config, which a checkpoint holds
+        with pytest.raises(ConfigError, match=r": holds a run already; .*--resume, .*--output"):
+            check(tmp_path, config)
+        run_directory.write_description(tmp_path, config, ["cpu"])
+    assert check(tmp_path, config, resume=True) == []
 
 
-def test_a_run_that_has_saved_nothing_may_be_replaced_with_another_config(config, tmp_path):
+def test_what_has_saved_nothing_is_replaced_with_and_without_resume(config, tmp_path):
+    """A job script has one line that starts or goes on; a repaired config is taken as well."""
+    assert check(tmp_path / "nothing", config, resume=True) == []
     run_directory.write_description(tmp_path, config, ["cpu"])
     (tmp_path / "checkpoints").mkdir()
-    assert (
-        run_directory.check_directory(tmp_path, changed(config, "optim", lr=1.0), resume=False)
-        == []
-    )
+    for resume in (False, True):
+        assert check(tmp_path, changed(config, "optim", lr=1.0), resume=resume) == []
 
 
 def test_a_config_that_no_run_has_written_is_not_replaced(config, tmp_path):
     (tmp_path / "config.yaml").write_text("# mine\n")
     with pytest.raises(ConfigError, match=r"holds a config\.yaml that no run has written"):
-        run_directory.check_directory(tmp_path, config, resume=False)
+        check(tmp_path, config)
 
 
 def test_a_live_run_is_not_replaced(config, tmp_path, monkeypatch):
@@ -65,70 +71,51 @@ def test_a_live_run_is_not_replaced(config, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run_directory.write_description(run, config, ["cpu"])
     with RunLock(run):
-        assert run_directory.check_directory(run, config, resume=False) == []  # its own
+        assert check(run, config) == []  # its own
         monkeypatch.setattr(os, "getpid", lambda: 1)
         with pytest.raises(ConfigError, match=r"run: in use by process \d+ on .*; wait for it to"):
-            run_directory.check_directory(run, config, resume=False)
+            check(run, config)
     (run / LOCK).write_text("process 2 on host7\n")
-    assert (
-        run_directory.check_directory(run, config, resume=False) == []
-    )  # left by one that was killed
+    assert check(run, config) == []  # left by one that was killed
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(ConfigError, match=r"process 2 on host7; if it has ended, delete .*\.lock"):
-        run_directory.check_directory(run, config, resume=False)
-
-
-def test_what_has_saved_nothing_is_started_by_resume_too(config, tmp_path):
-    """A job script has one line that starts or goes on; a repaired config is taken as well."""
-    assert run_directory.check_directory(tmp_path / "nothing", config, resume=True) == []
-    run_directory.write_description(tmp_path, config, ["cpu"])
-    other = changed(config, "optim", lr=1.0)
-    assert run_directory.check_directory(tmp_path, other, resume=True) == []
+        check(run, config)
 
 
 @pytest.mark.fault(27)
 @pytest.mark.parametrize("below", [".", "run", "a/b"])
-def test_a_file_in_the_way_is_refused(config, tmp_path, below):
+def test_a_directory_that_cannot_be_made_is_refused(config, tmp_path, below):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file: a file stands where"):
-        run_directory.check_directory(tmp_path / "file" / below, config, resume=False)
-
-
-def test_a_directory_that_may_not_be_written_is_refused(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(ConfigError, match="may not be written"):
-        run_directory.check_directory(tmp_path / "run", config, resume=False)
-
-
-def test_a_directory_that_cannot_be_made_is_a_config_error(config, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot write the run directory: .*--output"):
-        run_directory.write_description(tmp_path / "file" / "run", config, ["cpu"])
+    run = tmp_path / "file" / below
+    said = rf"{run}: cannot be written \(--output names another\): "
+    with pytest.raises(ConfigError, match=said):
+        RunLock(run).__enter__()
+    with pytest.raises(ConfigError, match=said):
+        run_directory.write_description(run, config, ["cpu"])
 
 
 def test_a_new_run_in_the_folder_of_the_images_is_refused(config, tmp_path):
     run = tmp_path / "images" / "run"  # the data set lies in tmp_path
     with pytest.raises(ConfigError, match=r"would write into .*/images, where .*--output runs/my"):
-        run_directory.check_directory(run, config, resume=False)
+        check(run, config)
     run_directory.write_description(run, config, ["cpu"])
     checkpoint_in(run)
-    run_directory.check_directory(run, config, resume=True)
+    check(run, config, resume=True)
 
 
 @pytest.mark.fault(42)
 def test_resuming_with_another_config_lists_every_difference(config, tmp_path):
     run_directory.write_description(tmp_path, config, ["cpu"])
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/last.pt").touch()
-    other = changed(changed(config, "train", steps=99), "augment", crop_size=(33, 65))
-    other = changed(other, "optim", lr=0.5)
+    checkpoint_in(tmp_path)
+    other = changed(changed(config, "optim", lr=0.5), "train", steps=99)
+    other = changed(other, "augment", crop_size=(33, 65))
     other = changed(other, "model", pretrained="no: file")
     with pytest.raises(ConfigError) as refusal:
-        run_directory.check_directory(tmp_path, other, resume=True)
+        check(tmp_path, other, resume=True)
     assert str(refusal.value).splitlines()[1:] == [
         "  augment.crop_size: [41, 57] there, [33, 65] now",
         '  model.pretrained: null there, "no: file" now',
@@ -154,7 +141,7 @@ def test_options_that_do_not_change_the_model_may_differ_at_a_resumption(
 ):
     run_directory.write_description(tmp_path, config, ["cpu"])
     checkpoint_in(tmp_path)
-    run_directory.check_directory(tmp_path, changed(config, section, **option), resume=True)
+    check(tmp_path, changed(config, section, **option), resume=True)
 
 
 def test_the_description_tells_config_versions_devices_and_command(config, tmp_path):
@@ -177,61 +164,26 @@ def test_a_full_disk_leaves_nothing_behind_and_asks_for_room(config, small_disk)
     run_directory.write_description(small_disk, config, ["cpu"])
     before = (small_disk / run_directory.CONFIG).read_bytes()
     fill(small_disk)
-    with pytest.raises(ConfigError, match=r"No space left on device.*; choose another"):
+    with pytest.raises(ConfigError, match=r"cannot be written.*: no space left"):
         run_directory.write_description(small_disk, changed(config, "optim", lr=0.5), ["cpu"])
     assert (small_disk / run_directory.CONFIG).read_bytes() == before
     names = sorted(path.name for path in small_disk.iterdir())
     assert names == ["config.yaml", "environment.json", "other"]
 
 
-def checkpoint_in(directory, name="last.pt"):
-    (directory / "checkpoints").mkdir(parents=True)
-    (directory / "checkpoints" / name).write_bytes(b"content")
-
-
-def test_checkpoints_without_a_config_are_not_overwritten(config, tmp_path):
-    checkpoint_in(tmp_path, "best.pt")
-    with pytest.raises(ConfigError, match="holds a run already; go on with it by --resume"):
-        run_directory.check_directory(tmp_path, config, resume=False)
-    assert (
-        run_directory.check_directory(tmp_path, config, resume=True) == []
-    )  # it tells what it was
-
-
-@pytest.mark.parametrize("content", [b"", b" \n", bytes(4096)])
-def test_an_empty_config_is_restored_only_from_a_checkpoint(config, tmp_path, content):
-    (tmp_path / run_directory.CONFIG).write_bytes(content)
-    with pytest.raises(ConfigError, match=r"holds a config\.yaml that no run has written"):
-        run_directory.check_directory(tmp_path, config, resume=True)
+def test_a_missing_config_is_restored_only_from_a_checkpoint(config, tmp_path):
     checkpoint_in(tmp_path)
-    assert run_directory.check_directory(tmp_path, config, resume=True) == []
+    assert check(tmp_path, config, resume=True) == []
+    assert run_directory.has_lost_config(tmp_path)
+    (tmp_path / "checkpoints/last.pt").unlink()
+    assert not run_directory.has_lost_config(tmp_path)
 
 
 def test_a_damaged_config_is_refused_with_the_repair(config, tmp_path):
     checkpoint_in(tmp_path)
     (tmp_path / run_directory.CONFIG).write_text("optim: {lr: [}\n")
     with pytest.raises(ConfigError, match=r"config\.yaml:1: (.|\n)*--resume restores it"):
-        run_directory.check_directory(tmp_path, config, resume=True)
-
-
-@pytest.mark.parametrize("resume", [True, False])
-@pytest.mark.parametrize(
-    ("name", "make", "said"),
-    [
-        ("config.yaml", os.mkdir, "expected a file, found a folder"),
-        ("config.yaml", os.mkfifo, "expected a file, found a pipe"),
-        ("environment.json", os.mkfifo, "expected a file, found a pipe"),
-        ("checkpoints", os.mkfifo, "expected a folder, found a pipe"),
-        ("checkpoints", lambda path: path.touch(), "expected a folder, found a file"),
-        ("checkpoints", lambda path: path.symlink_to("x"), "expected a folder, found a link to no"),
-    ],
-)
-def test_a_folder_or_pipe_in_the_place_of_a_file_is_refused(
-    config, tmp_path, name, make, said, resume
-):
-    make(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"{name}: {said}.*; move it away"):
-        run_directory.check_directory(tmp_path, config, resume=resume)
+        check(tmp_path, config, resume=True)
 
 
 def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
@@ -282,5 +234,5 @@ def test_on_a_full_disk_the_lock_works(small_disk):
 @pytest.mark.parametrize("make", [os.mkdir, lambda path: os.symlink("nowhere", path)])
 def test_no_lock_is_taken_on_a_folder_or_a_link(tmp_path, make):
     make(tmp_path / LOCK)
-    with pytest.raises(ConfigError, match=r"cannot write the run directory: .*\(\.lock\)"):
+    with pytest.raises(ConfigError, match="cannot be written"):
         RunLock(tmp_path).__enter__()

@@ -53,32 +53,29 @@ class _Parser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**kwargs, allow_abbrev=False)
 
-    def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:
-        """As argparse's, but an unknown option is refused with an example of what to write."""
-        found, unknown = self.parse_known_args(args, namespace)
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's `parse_args`: the parser of the command refuses, with its own usage."""
+        self._words = [*self.prog.split()[1:], *(args or ())]
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             from segtrain.commands.hints import instead_of
 
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown, args)}")
+            hint = instead_of(unknown, self._words)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         nodes, rank = getattr(found, "nnodes", 1), getattr(found, "node_rank", None)
         if nodes > 1 and found.rdzv_endpoint is None:
             self.error("--nnodes: several machines need --rdzv-endpoint HOST:PORT")
         if rank is not None and rank >= nodes:
             self.error(f"--node-rank: expected less than --nnodes, {nodes}")
-        return found
-
-    def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's; the words are kept for `error`."""
-        self._words = list(args or ())
-        return super().parse_known_args(args, namespace)
+        return found, []
 
     def error(self, message: str) -> NoReturn:
         """Exits with 2; the message may quote what was typed or pasted."""
         from segtrain.commands.hints import after_error
 
-        hint = after_error(message, [*self.prog.split()[1:], *self._words])
+        hint = after_error(message, self._words)
         super().error(printable(message + hint))
 
 

@@ -82,7 +82,7 @@ def pack(args: argparse.Namespace) -> int:
     data = load_config(args.config, args.set).data.model_copy(update={"pack": None})
     directory = Path(os.path.expanduser(args.output))
     check_run_directory(directory, data, example="packs/my")
-    with RunLock(directory, what="pack"):
+    with RunLock(directory):
         splits = dict.fromkeys((data.train_split, data.eval_split))
         datasets = [open_dataset(data, split) for split in splits]
         if (directory / MANIFEST).exists():

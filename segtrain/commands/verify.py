@@ -6,17 +6,20 @@ run directory and no lock is taken: the run may still be training.
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.manager import kept_checkpoints
+from segtrain.checkpoint.restore import initial_weights_fields
 from segtrain.commands.train.evaluate import take_precise_statistics
 from segtrain.commands.train.setup import (
     DATA_PATIENCE_S,
@@ -26,11 +29,6 @@ from segtrain.commands.train.setup import (
     make_repeatable,
     open_data,
     other_arithmetic,
-)
-from segtrain.commands.verify_differences import (
-    checkpoint_differences,
-    receipt_differences,
-    start_differences,
 )
 from segtrain.config import Config, load_config
 from segtrain.data.sample.loader import worker_failures
@@ -43,11 +41,19 @@ from segtrain.files import os_errors_as
 from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, say
-from segtrain.run.receipts import Receipt, read_receipts
-from segtrain.text import first_of
+from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, read_receipts, unpack
+from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.training.engine import train_steps
-from segtrain.training.receipts import ReceiptMeter, weights_lines
+from segtrain.training.receipts import ReceiptMeter, hash_tensor, weights_fields, weights_lines
+from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
+
+# These change no bit of a step.
+_SETTABLE = (
+    *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
+    "train.timeout_s",
+)
+_MAX_NAMES = 64  # images of a step that are listed
 
 
 class Plan(NamedTuple):
@@ -58,106 +64,6 @@ class Plan(NamedTuple):
     start: str | None  # the checkpoint to start from; None: the beginning
     start_step: int
     kept: list[tuple[int, str]]  # step and name of checkpoints of the replayed steps
-    notes: list[str]
-
-
-def read_run_receipts(run: Path, steps: int) -> dict[int, Receipt]:
-    """The receipts of a run of so many steps, by step.
-
-    Raises:
-        ConfigError: there are none.
-        CheckpointError: one is of a step that the run does not have.
-    """
-    path = run / run_directory.RECEIPTS
-    with os_errors_as(
-        ConfigError, path, "no receipts yet (the run writes them every log.every_steps)"
-    ):
-        receipts = read_receipts(path)
-    if not receipts:
-        what = "holds no whole receipt; the run writes them every log.every_steps"
-        raise ConfigError(f"{path}: {what}")
-    if foreign := [step for step in receipts if not 1 <= step <= steps]:
-        raise CheckpointError(
-            f"{path}: has a receipt of step {foreign[0]}, the run has the steps 1 to {steps} "
-            "(train.steps): it did not write this line; remove it to verify the others"
-        )
-    return receipts
-
-
-def make_plan(
-    run: Path, steps: tuple[int | None, int | None], receipts: dict[int, Receipt]
-) -> Plan:
-    """The plan for the first and last of `steps`; writes nothing, loads the checkpoints on the way.
-
-    Without a last step, it is that of the newest receipt; without a first one, that after the
-    newest checkpoint before the last step.
-
-    Raises:
-        ConfigError: some of the steps have no receipt.
-        CheckpointError: a checkpoint, or the manifest, is damaged.
-    """
-    first, last = steps
-    newest = max(receipts)
-    last = last or max(newest, first or 0)
-    kept = kept_checkpoints(run / run_directory.CHECKPOINTS)
-    # Where receipts begin later than the run, its config was changed: what came before was another.
-    beginning = min(receipts) - 1
-    kept = [(step, path) for step, path in kept if step >= beginning]
-    start_step, start = _start(kept, before=first or last)
-    if start is None and beginning > 0:
-        raise ConfigError(
-            f"{run}: its receipts begin with step {beginning + 1}, because its config was changed "
-            "there or it had no train.shares before, and no checkpoint between that step and the "
-            "steps to verify is kept; checkpoint.keep_every_steps keeps some"
-        )
-    first = first or start_step + 1
-    # Not a list: there may be no end to the steps that are asked for.
-    missing = next((step for step in range(first, last + 1) if step not in receipts), None)
-    if missing is not None:
-        raise ConfigError(
-            f"--steps: {run} has receipts of {len(receipts)} steps, {min(receipts)} to {newest}, "
-            f"but none of step {missing} (not done yet, or its line in "
-            f"{run_directory.RECEIPTS} is missing or damaged); choose other steps by --steps A:B"
-        )
-    notes = []
-    if start is None and steps[0] != 1:
-        notes.append(
-            f"note: no checkpoint from before step {first} is kept, so the replay starts at the "
-            "beginning; checkpoint.keep_every_steps keeps some"
-        )
-    between = [(step, path) for step, path in kept if start_step < step <= last]
-    # Now rather than hours later, when the replay comes to their step.
-    found = [(step, path.name) for step, path in between if _load(path) is not None]
-    return Plan(first, last, start, start_step, found, notes)
-
-
-def _start(kept: list[tuple[int, Path]], *, before: int) -> tuple[int, str | None]:
-    """Step and name of the newest checkpoint before a step that holds training state."""
-    # The sort is stable: step_N.pt comes first, which a run that still trains does not replace.
-    earlier = sorted((pair for pair in kept if pair[0] < before), key=lambda pair: -pair[0])
-    for _, path in earlier:
-        checkpoint = _load(path)
-        if checkpoint and checkpoint.optimizer is not None and checkpoint.step < before:
-            return checkpoint.step, path.name
-    return 0, None
-
-
-def _load(path: Path) -> Checkpoint | None:
-    """A checkpoint of the run; None if the run, which may still train, has removed it."""
-    try:
-        return load(path)
-    except CheckpointError as error:
-        if not os.path.lexists(path):
-            return None
-        raise CheckpointError(f"{error}; move it away to verify the run without it") from None
-
-
-# These change no bit of a step.
-_SETTABLE = (
-    *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
-    "train.timeout_s",
-)
-_MAX_NAMES = 64  # images of a step that are listed
 
 
 @dataclass(kw_only=True)
@@ -167,7 +73,7 @@ class Replay(TrainContext):
     directory: Path  # of the run
     plan: Plan
     receipts: dict[int, Receipt]  # of the run, on rank 0
-    data: DatasetGuard | None  # None if no checkpoint says what the data were
+    data: DatasetGuard
     evaluated: bool  # whether the state is one after the evaluation of its step
 
 
@@ -190,8 +96,9 @@ def run_verify(args: argparse.Namespace) -> int:
         receipts: dict[int, Receipt] = {}
 
         def plan_steps() -> Plan:
-            receipts.update(read_run_receipts(args.run, config.train.steps))
-            return make_plan(args.run, args.steps, receipts)
+            plan, found = _plan(args.run, args.steps, config.train.steps)
+            receipts.update(found)
+            return plan
 
         plan = Plan(*dist.run_on_rank0(plan_steps))
         _replay(_set_up(args.run, config, device, plan, receipts, stack))
@@ -216,6 +123,76 @@ def _config(run: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
+def _plan(
+    run: Path, steps: tuple[int | None, int | None], num_steps: int
+) -> tuple[Plan, dict[int, Receipt]]:
+    """The plan for the first and last of `steps`, and the receipts by step.
+
+    Without a last step, it is that of the newest receipt; without a first one, that after the
+    newest checkpoint before the last step. Writes nothing; loads the checkpoints on the way.
+
+    num_steps: of the whole run.
+
+    Raises:
+        ConfigError: some of the steps have no receipt.
+        CheckpointError: a checkpoint, or the manifest, is damaged.
+    """
+    path = run / run_directory.RECEIPTS
+    none_yet = "no receipts yet (the run writes them every log.every_steps)"
+    with os_errors_as(ConfigError, path, none_yet):
+        found = read_receipts(path)
+    receipts = {step: receipt for step, receipt in found.items() if 1 <= step <= num_steps}
+    if not receipts:
+        raise ConfigError(f"{path}: {none_yet}")
+    first, last = steps
+    oldest, newest = min(receipts), max(receipts)
+    last = last or max(newest, first or 0)
+    # Where receipts begin later than the run, its config was changed: what came before was another.
+    kept = kept_checkpoints(run / run_directory.CHECKPOINTS)
+    kept = [(step, path) for step, path in kept if step >= oldest - 1]
+    start_step, start = _start(kept, before=first or last)
+    if start is None and oldest > 1:
+        raise ConfigError(
+            f"{run}: its receipts begin with step {oldest}, because its config was changed "
+            "there or it had no train.shares before, and no checkpoint between that step and the "
+            "steps to verify is kept; checkpoint.keep_every_steps keeps some"
+        )
+    first = first or start_step + 1
+    # Not a list: there may be no end to the steps that are asked for.
+    missing = next((step for step in range(first, last + 1) if step not in receipts), None)
+    if missing is not None:
+        raise ConfigError(
+            f"--steps: {run} has receipts of {len(receipts)} steps, {oldest} to {newest}, "
+            f"but none of step {missing} (not done yet, or its line in "
+            f"{run_directory.RECEIPTS} is missing or damaged); choose other steps by --steps A:B"
+        )
+    between = [(step, path) for step, path in kept if start_step < step <= last]
+    # Now rather than hours later, when the replay comes to their step.
+    readable = [(step, path.name) for step, path in between if _load(path) is not None]
+    return Plan(first, last, start, start_step, readable), receipts
+
+
+def _start(kept: list[tuple[int, Path]], *, before: int) -> tuple[int, str | None]:
+    """Step and name of the newest checkpoint before a step that holds training state."""
+    # The sort is stable: step_N.pt comes first, which a run that still trains does not replace.
+    earlier = sorted((pair for pair in kept if pair[0] < before), key=lambda pair: -pair[0])
+    for _, path in earlier:
+        checkpoint = _load(path)
+        if checkpoint and checkpoint.optimizer is not None and checkpoint.step < before:
+            return checkpoint.step, path.name
+    return 0, None
+
+
+def _load(path: Path) -> Checkpoint | None:
+    """A checkpoint of the run; None if the run, which may still train, has removed it."""
+    try:
+        return load(path)
+    except CheckpointError as error:
+        if not os.path.lexists(path):
+            return None
+        raise CheckpointError(f"{error}; move it away to verify the run without it") from None
+
+
 def _set_up(
     run: Path,
     config: Config,
@@ -225,12 +202,10 @@ def _set_up(
     stack: ExitStack,
 ) -> Replay:
     """Brings data, model and optimizer to where the replay starts (collective)."""
-    notes = list(plan.notes)
+    notes: list[str] = []
     checkpoints = run / run_directory.CHECKPOINTS
     # 1. The checkpoint to start from, and one that knows data and machine of the run.
-    start = None
-    if plan.start is not None:
-        start = _load_alike(checkpoints / plan.start, plan.start_step)
+    start = plan.start and _load_alike(checkpoints / plan.start, plan.start_step)
     known = start
     if known is None and plan.kept:
         step, name = plan.kept[0]
@@ -241,16 +216,15 @@ def _set_up(
     state = build_state(config, device, start, train_set, notes)
     # 3. What differs from the run is told, not refused: perhaps it is what is looked for.
     notes += other_arithmetic(state, known and known.checkpoint, "expect differences")
-    data = None
     if known is not None:
         before, _ = parse_experiment(*known)
         changes = run_directory.config_differences(before, config)
         where = f"warning: the config has changed since {known.path.name}"
         notes += [f"{where}: {line}" for line in changes]
-        data = DatasetGuard((train_set, eval_set), config.data.root, known, accept_changes=True)
-        stack.callback(data.close)
-        data.start(DATA_PATIENCE_S)
-        notes += data.pop_log_lines()
+    data = DatasetGuard((train_set, eval_set), config.data.root, known, accept_changes=True)
+    stack.callback(data.close)
+    data.start(DATA_PATIENCE_S)
+    notes += data.pop_log_lines()
     class_uniform, others = class_uniform_sampling(
         config, train_set, run, known, device, keep=False, accept_changes=True
     )
@@ -285,8 +259,7 @@ def _load_alike(path: Path, step: int) -> Resumed:
 
     if set(dist.run_on_all_ranks(load_here)) != {step}:
         raise CheckpointError(
-            f"{path}: replaced while it was being loaded, because the run is still training; start "
-            "again, or choose --steps that begin after a step_N.pt"
+            f"{path}: the run, which still trains, has replaced it meanwhile; start again"
         )
     return Resumed(loaded[0], path)
 
@@ -298,30 +271,23 @@ def _replay(this: Replay) -> None:
         CheckpointError: at the first difference, on all ranks.
     """
     plan, config, state = this.plan, this.config, this.state
+    steps = f"steps {plan.first}..{plan.last} of {this.directory}"
     ranks = f"{dist.world_size()} of at most {config.train.shares} ranks"
-    start = plan.start or "the beginning"
-    _say(f"verify     steps {plan.first}..{plan.last} of {this.directory}, from {start}, {ranks}")
-    meter = None
-    if dist.is_main():
-        taken = {step for step, receipt in this.receipts.items() if receipt.weights is not None}
-        meter = this.receipt_meter(taken.__contains__)
-    _check_start(this)
+    _say(f"verify     {steps}, from {plan.start or 'the beginning'}, {ranks}")
+    with_weights = {step for step, receipt in this.receipts.items() if receipt.weights is not None}
+    meter = this.receipt_meter(with_weights.__contains__) if dist.is_main() else None
+    _end_if(this, lambda: _start_differs(this))
     _follow_evaluation(this)
     stream = this.batches(state.step, plan.last)
-    steps = train_steps(
-        state,
-        stream,
-        config,
-        device=this.device,
-        indices=this.indices(),
-        step_sync=this.step_sync,
+    results = train_steps(
+        state, stream, config, device=this.device, indices=this.indices(), step_sync=this.step_sync
     )
     bar = ProgressBar(plan.last, state.step, "verify", enabled=dist.is_main())
     liveness.beat("training", state.step)
     # The loader's workers end first.
-    with worker_failures(), bar, closing(stream), closing(steps):
+    with worker_failures(), bar, closing(stream), closing(results):
         while state.step < plan.last:
-            result = next(steps)
+            result = next(results)
             this.evaluated = False
             if meter is not None:
                 meter.update(result)
@@ -331,12 +297,11 @@ def _replay(this: Replay) -> None:
         this.step_sync.check_finite()
     if state.step == config.train.steps and dist.is_main():
         _say(*weights_lines(state))
-    replayed = range(plan.start_step + 1, plan.last + 1)
-    num_weights = sum(this.receipts[s].weights is not None for s in replayed if s in this.receipts)
+    num_weights = len(with_weights.intersection(range(plan.start_step + 1, plan.last + 1)))
     _say(
-        f"verified steps {plan.first}..{plan.last} of {this.directory}: the names of samples, "
-        "losses, gradient norms and the largest value of each gradient are equal in every bit, "
-        f"and so are all weights in {num_weights} of these steps"
+        f"verified {steps}: the names of samples, losses, gradient norms and the largest value of "
+        "each gradient are equal in every bit, and so are all weights in "
+        f"{num_weights} of these steps"
     )
 
 
@@ -366,27 +331,22 @@ def _follow_evaluation(this: Replay) -> bool:
     return True
 
 
-def _check_start(this: Replay) -> None:
-    """Compares the weights to start from with the receipt of their step (collective)."""
+def _start_differs(this: Replay) -> list[str]:
+    """How the weights that the replay starts from differ from the receipt of their step."""
+    receipt = this.receipts.get(this.state.step)
     # Precise statistics come after the receipt.
-    comparable = not (this.evaluated and this.config.norm.precise_batches is not None)
-
-    def differ() -> list[str]:
-        receipt = this.receipts.get(this.state.step)
-        if receipt is None or not comparable:
-            return []
-        lines = start_differences(receipt, this.state)
-        what = f"{this.plan.start}: not what the receipt of its step, {receipt.step}, says"
-        return [what, *lines] if lines else []
-
-    _end_if(this, differ)
+    if receipt is None or (this.evaluated and this.config.norm.precise_batches is not None):
+        return []
+    lines = _weights_differences(receipt, weights_fields(this.state), this.state)
+    what = f"{this.plan.start}: not what the receipt of its step, {receipt.step}, says"
+    return [what, *lines] if lines else []
 
 
 def _receipts_differ(this: Replay, meter: ReceiptMeter) -> list[str]:
     for here in meter.take_receipts():
         there = this.receipts.get(here.step)
         # Steps before the first one that was asked for may have none.
-        if there is not None and (lines := receipt_differences(there, here, this.state)):
+        if there is not None and (lines := _receipt_differences(there, here, this.state)):
             if there.samples == here.samples and there.loss != here.loss:
                 names = first_of(this.stream().names_of_step(here.step - 1), _MAX_NAMES)
                 what = "perhaps pixels changed under the same name and size; it used"
@@ -404,11 +364,7 @@ def _checkpoints_differ(this: Replay, names: Sequence[str]) -> list[str]:
             continue
         if takes_statistics and (checkpoint.evaluated == step) != this.evaluated:
             continue
-        try:
-            lines = checkpoint_differences(checkpoint, this.state)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            lines = [f"its state is none of this model: {error}"]
-        if lines:
+        if lines := _checkpoint_differences(checkpoint, this.state):
             return [f"{name} differs from the weights of its step, {step}", *lines]
     return []
 
@@ -418,9 +374,8 @@ def _end_if(this: Replay, differ: Callable[[], list[str]]) -> None:
     lines = dist.run_on_rank0(differ)
     if not lines:
         return
-    if this.data is not None:
-        this.data.wait_for_hashes(lambda seconds: seconds > DATA_PATIENCE_S)
-        lines += this.data.pop_log_lines()
+    this.data.wait_for_hashes(lambda seconds: seconds > DATA_PATIENCE_S)
+    lines += this.data.pop_log_lines()
     raise CheckpointError("\n  ".join([f"{this.directory}: {lines[0]}", *lines[1:]]))
 
 
@@ -428,3 +383,97 @@ def _say(*lines: str) -> None:
     if dist.is_main():
         for line in lines:
             say(line)
+
+
+def _receipt_differences(there: Receipt, here: Receipt, state: TrainState) -> list[str]:
+    """A line for each field in which two receipts of a step differ, in the order of computation."""
+    lines = []
+    if there.samples != here.samples:
+        lines.append("samples: other names or another order: the data or their order changed")
+    for field in ("loss", "aux_loss", "grad_norm"):
+        before, now = getattr(there, field), getattr(here, field)
+        if before != now:
+            lines.append(f"{field}: {_number(before)} there, {_number(now)} now")
+    # What is nearest to the loss comes first in the backward pass.
+    names = state.gradients.names[::-1]
+    gradients = [_named(names, unpack(r.gradients, GRADIENT)[::-1]) for r in (there, here)]
+    lines += _tensors("gradients", *gradients, which="the nearest to the loss")
+    return lines + _weights_differences(there, (here.weights, here.average), state)
+
+
+def _weights_differences(
+    there: Receipt, here: tuple[str | None, str | None], state: TrainState
+) -> list[str]:
+    """A line for each of the fields `weights` and `average` that differs from the receipt's."""
+    if there.weights is None:
+        return []
+    lines, names = [], list(state.model.state_dict())
+    fields = ("weights", "average"), (there.weights, there.average), here
+    for field, *packed in zip(*fields, strict=True):
+        lines += _tensors(field, *(_named(names, unpack(text, WEIGHT)) for text in packed))
+    return lines
+
+
+def _checkpoint_differences(checkpoint: Checkpoint, state: TrainState) -> list[str]:
+    """A line for each part of a checkpoint that differs from `state` in any bit."""
+    average = {} if state.average is None else state.average.model.state_dict()
+    lines = _tensors("model", checkpoint.model, state.model.state_dict())
+    lines += _tensors("average", checkpoint.average or {}, average)
+    if checkpoint.optimizer is not None:
+        saved = checkpoint.optimizer, state.optimizer.state_dict()
+        lines += _tensors("optimizer", *(_moments(one, state) for one in saved))
+        exponents = (checkpoint.shares or {}).get("exponents") or {}
+        lines += _tensors("exponents", exponents, state.gradients.exponents)
+        started = (checkpoint.start or {}, initial_weights_fields(state) or {})
+        kinds = [{kind: one.get(kind, {}) for kind in ("weights", "held")} for one in started]
+        lines += _tensors("start", *map(_flat, kinds))
+        lines += _tensors("loss scale", checkpoint.scaler or {}, state.scaler.state_dict())
+    return lines
+
+
+def _moments(saved: dict[str, Any], state: TrainState) -> dict[str, Any]:
+    """What an optimizer's state dict holds for each weight, by name."""
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    order = [names[p] for group in state.optimizer.param_groups for p in group["params"]]
+    return _flat({order[number]: values for number, values in saved["state"].items()})
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"b of a": value}` for each `tree[a][b]`."""
+    return {
+        f"{inner} of {outer}": value
+        for outer, values in tree.items()
+        for inner, value in values.items()
+    }
+
+
+def _named(names: Sequence[str], values: Sequence[int]) -> dict[str, int | None]:
+    """The values of a receipt by the name of their tensor; a number too many differs as well."""
+    return dict(zip_longest(names, values, fillvalue=None))
+
+
+def _tensors(
+    what: str, before: Mapping[str, Any], now: Mapping[str, Any], *, which: str = "the first"
+) -> list[str]:
+    """A line if the values of any names differ."""
+    names = list(dict.fromkeys([*now, *before]))
+    differing = [name for name in names if not _is_equal(before.get(name), now.get(name))]
+    if not differing:
+        return []
+    if len(differing) == len(names) > 1:
+        return [f"{what}: all {len(names)} tensors differ"]
+    verb = "differs" if len(differing) == 1 else "differ"
+    first = printable(differing[0], 2 * MAX_NAME)
+    return [f"{what}: {len(differing)} of {len(names)} tensors {verb}; {which} is {first}"]
+
+
+def _is_equal(before: object, now: object) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        # Not torch.equal, for which -0.0 is 0.0.
+        return hash_tensor("", before) == hash_tensor("", now)
+    return type(before) is type(now) and before == now
+
+
+def _number(text: str | None) -> str:
+    """A field of a receipt: what it says, and its bits."""
+    return "none" if text is None else f"{float.fromhex(text):.9g} ({text})"

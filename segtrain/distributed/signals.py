@@ -42,7 +42,7 @@ class SignalFlags:
     def install(self) -> None:
         """Installs the handlers; only in the main thread."""
         signal.signal(signal.SIGUSR1, self._stop if self._stop_on_usr1 else self._request_save)
-        _handle_stop_signals(self._stop)
+        handle_stop_signals(self._stop)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         # The launcher passes a second Ctrl-C on as SIGTERM.
@@ -84,7 +84,7 @@ def raise_on_stop_signal(error: Callable[[int], Exception], kill: Callable[[], N
             kill()
             _exit(EXIT_INTERRUPTED, AT_ONCE)
 
-    _handle_stop_signals(handle)
+    handle_stop_signals(handle)
 
 
 def ignore_stop_signals() -> None:
@@ -93,7 +93,8 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _handle_stop_signals(handler: Callable[[int, FrameType | None], Any]) -> None:
+def handle_stop_signals(handler: Callable[[int, FrameType | None], Any]) -> None:
+    """Installs a handler of the signals that ask to stop; only in the main thread."""
     for number in _STOP_SIGNALS:
         # nohup has SIGHUP ignored, so that the command outlives its terminal.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

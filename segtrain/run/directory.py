@@ -19,33 +19,31 @@ from segtrain.run.environment import ENVIRONMENT, environment_json
 from segtrain.text import MAX_NAME, printable
 
 LOCK = ".lock"
+_UNWRITABLE = "cannot be written (--output names another)"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system has no locks
 
 
 class RunLock:
     """A context in which no other run can use `directory`, which is made if need be.
 
-    what: the directory holds, for messages.
     The kernel releases the lock when the process ends. Some file systems have no locks.
     """
 
-    def __init__(self, directory: Path, *, what: str = "run directory") -> None:
-        self._directory, self._what = directory, what
-        self._path = directory / LOCK
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._path = directory, directory / LOCK
 
     def __enter__(self) -> Self:
         """Locks the directory; ConfigError if another run uses it or it cannot be written."""
         # If there is a lock file already, a killed run made the directory.
         self._made = not self._directory.exists() or self._path.exists()
-        try:
+        with files.os_errors_as(ConfigError, self._directory, _UNWRITABLE):
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._handle = _locked(self._path)
-        except BlockingIOError:
-            use = f"in use by {_holder(self._path)}"
-            repair = "wait for it to end, or choose another directory by --output"
-            raise ConfigError(f"{self._directory}: {use}; {repair}") from None
-        except OSError as error:
-            raise ConfigError(cannot_write(self._directory, error, self._what)) from None
+            try:
+                self._handle = _locked(self._path)
+            except BlockingIOError:
+                use = f"in use by {_holder(self._path)}"
+                repair = "wait for it to end, or choose another directory by --output"
+                raise ConfigError(f"{self._directory}: {use}; {repair}") from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,15 +113,6 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def cannot_write(directory: Path, error: OSError, kind: str = "run directory") -> str:
-    """The message that a run cannot write into `directory`."""
-    # A failed rename has two names; the second is the one that the user knows.
-    path = error.filename2 or error.filename
-    where = f" ({Path(path).name})" if path and Path(path) != directory else ""
-    what = f"{error.strerror}{where}; choose another by --output"
-    return f"{directory}: cannot write the {kind}: {what}"
-
-
 CONFIG, METRICS, LOG = "config.yaml", "metrics.jsonl", "train.log"
 RECEIPTS = "receipts.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -153,10 +142,10 @@ def check_directory(
     it go on with any.
 
     Raises:
-        ConfigError: it holds a run with checkpoints or a live one, is no directory, or data is read
-            from there; with `resume`, the config of the run that has saved them differs.
+        ConfigError: it holds a run with checkpoints or a live one, or data is read from there; with
+            `resume`, the config of the run that has saved them differs.
     """
-    _check_usable(directory)
+    files.check_utf8(directory)
     if not (resume and has_saved(directory)):
         _check_new(directory, config)
         return []
@@ -200,18 +189,16 @@ def has_evaluated(directory: Path) -> bool:
 
 
 def has_lost_config(directory: Path) -> bool:
-    """Whether config.yaml is missing or empty and a checkpoint can restore it.
-
-    After a loss of power a file may be there without its content.
-    """
-    path = directory / CONFIG
-    saved = any((directory / CHECKPOINTS).glob("*.pt"))
-    return saved and (not path.exists() or _is_blank(path))
+    """Whether config.yaml is missing and a checkpoint can restore it."""
+    return not (directory / CONFIG).exists() and any((directory / CHECKPOINTS).glob("*.pt"))
 
 
 def flat(config: Config) -> dict[str, Any]:
     """Every option by its full name, such as `optim.lr`."""
-    return _flat(config.model_dump(mode="json"))
+    options = config.model_dump(mode="json")
+    for section in [key for key, value in options.items() if isinstance(value, dict)]:
+        options |= {f"{section}.{key}": value for key, value in options.pop(section).items()}
+    return options
 
 
 def write_description(directory: Path, config: Config, devices: list[str]) -> None:
@@ -219,34 +206,16 @@ def write_description(directory: Path, config: Config, devices: list[str]) -> No
 
     devices: the device name of every rank.
     """
-    try:
+    with files.os_errors_as(ConfigError, directory, _UNWRITABLE):
         directory.mkdir(parents=True, exist_ok=True)
         files.write_atomic(directory / ENVIRONMENT, environment_json(devices))
         # Last: the directory counts as a run once it has a config.
         write_config(directory, config)
-    except OSError as error:
-        raise ConfigError(cannot_write(directory, error)) from None
 
 
 def write_config(directory: Path, config: Config) -> None:
     """Writes config.yaml, complete, into `directory`; raises OSError."""
     files.write_atomic(directory / CONFIG, config_to_yaml(config))
-
-
-def _check_usable(directory: Path) -> None:
-    """Refuses a place that cannot be written, and folders or pipes in the place of files."""
-    files.check_utf8(directory)
-    above = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not above.is_dir():
-        raise ConfigError(f"{above}: a file stands where the run directory should be")
-    if not os.access(above, os.W_OK):
-        raise ConfigError(f"{above}: may not be written; choose another directory by --output")
-    for name, kind in ((CONFIG, "a file"), (ENVIRONMENT, "a file"), (CHECKPOINTS, "a folder")):
-        path = directory / name
-        # A file can replace a link to nothing, a folder cannot.
-        there = path.exists() if kind == "a file" else os.path.lexists(path)
-        if there and (found := files.kind_of(path)) != kind:
-            raise ConfigError(f"{path}: expected {kind}, found {found}; move it away")
 
 
 def _check_new(directory: Path, config: Config) -> None:
@@ -268,24 +237,11 @@ def config_differences(old: Config, new: Config) -> list[str]:
     """A line for each option that differs."""
     before, after = flat(old), flat(new)
 
-    def shown(options: dict[str, Any], key: str) -> str:
-        return printable(yaml_value(options.get(key)), 2 * MAX_NAME)
+    def shown(value: object) -> str:
+        return printable(yaml_value(value), 2 * MAX_NAME)
 
     return [
-        f"{key}: {shown(before, key)} there, {shown(after, key)} now"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not key.startswith(_HARMLESS)
+        f"{key}: {shown(before[key])} there, {shown(after[key])} now"
+        for key in sorted(after)
+        if before[key] != after[key] and not key.startswith(_HARMLESS)
     ]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    options = {}
-    for key, value in tree.items():
-        inner = isinstance(value, dict)
-        options |= _flat(value, f"{prefix}{key}.") if inner else {prefix + key: value}
-    return options
-
-
-def _is_blank(config: Path) -> bool:
-    with files.os_errors_as(ConfigError, config):
-        return not files.read_bytes(config).strip(b"\0 \t\r\n")

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,8 +21,6 @@ from segtrain.run.console import log_files, log_only, say
 from segtrain.run.directory import LOG, METRICS, RECEIPTS
 from segtrain.run.receipts import Receipt
 from segtrain.text import printable, printable_lines
-
-_EVENTS = "events.out.tfevents."
 
 
 class RunLog:
@@ -147,11 +144,7 @@ class RunLog:
         # Slow to import, and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard reads files in the order of their names, and by `purge_step` drops what it has
-        # read of later steps.
-        others = {path.name.split(".")[3] for path in self._directory.glob(f"{_EVENTS}*")}
-        if any(name.isdecimal() and int(name) > time.time() for name in others):
-            say("warning: the clock is behind that of the run before: TensorBoard leaves steps out")
+        # By `purge_step` TensorBoard drops what it has read of later steps.
         self._board = SummaryWriter(str(self._directory), purge_step=purge_step)
 
     def _write_log(self, line: str) -> None:

@@ -69,9 +69,9 @@ _LINE_PX = 20
 _GAP_PX = 6
 
 
-def colorize(label: np.ndarray, palette: Sequence[Rgb], ignore_color: Rgb = BLACK) -> np.ndarray:
-    """`label` in the colors of its classes; `ignore_color` for every value that is no class."""
-    table = np.full((256, 3), ignore_color, dtype=np.uint8)
+def colorize(label: np.ndarray, palette: Sequence[Rgb]) -> np.ndarray:
+    """`label` in the colors of its classes; black for every value that is no class."""
+    table = np.zeros((256, 3), dtype=np.uint8)
     table[: len(palette)] = palette
     return table[label]
 
@@ -83,8 +83,6 @@ def overlay(
 
     Ignored pixels and a black class, usually the background, are not tinted.
     """
-    if image.shape[:2] != label.shape:
-        raise ValueError(f"image {image.shape[:2]} and label {label.shape} differ in size")
     colors = colorize(label, palette)
     mixed = cv2.addWeighted(image, 1 - alpha, colors, alpha, 0)
     clear = (colors == BLACK).all(axis=2)  # ignored pixels are black too

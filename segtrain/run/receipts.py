@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from segtrain.files import parse_json, read_bytes
+from segtrain.files import read_bytes
 
 
 class Receipt(NamedTuple):
@@ -34,6 +35,8 @@ class Receipt(NamedTuple):
         fields = self._asdict().items()
         return json.dumps({k: v for k, v in fields if k == "aux_loss" or v is not None})
 
+
+_RECEIPT = TypeAdapter(Receipt)
 
 GRADIENT, WEIGHT = np.dtype("<u2"), np.dtype("<u8")
 """What each field packs for a tensor: the numbers in the file are little-endian."""
@@ -70,20 +73,12 @@ def read_receipts(path: Path) -> dict[int, Receipt]:
 
 def _parse(line: str) -> Receipt | None:
     try:
-        receipt = Receipt(**parse_json(line))
+        receipt = _RECEIPT.validate_json(line, strict=True)
         for number in filter(None, (receipt.loss, receipt.aux_loss, receipt.grad_norm)):
             float.fromhex(number)
-        for text, dtype in (
-            (receipt.gradients, GRADIENT),
-            (receipt.weights, WEIGHT),
-            (receipt.average, WEIGHT),
-        ):
-            unpack(text, dtype)
-    except (ValueError, TypeError, OverflowError):
+        unpack(receipt.gradients, GRADIENT)
+        for text in (receipt.weights, receipt.average):
+            unpack(text, WEIGHT)
+    except (ValueError, OverflowError):
         return None
-    texts = (receipt.samples, receipt.loss, receipt.grad_norm, receipt.gradients)
-    optional = (receipt.aux_loss, receipt.weights, receipt.average)
-    fits = all(type(text) is str for text in texts) and all(
-        type(text) in (str, type(None)) for text in optional
-    )
-    return receipt if fits and type(receipt.step) is int else None
+    return receipt

@@ -5,7 +5,6 @@ truncation selection, with quarters instead of fifths; explore by a factor of 0.
 """
 
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,7 +16,9 @@ from segtrain import files
 from segtrain.config import Config, override_config
 from segtrain.config.loading import yaml_value
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
+from segtrain.run.directory import flat
 from segtrain.seed import population_rng
+from segtrain.text import printable
 
 FILE = "population.jsonl"
 FACTORS = (0.8, 1.2)
@@ -85,6 +86,7 @@ class History:
 
     def __init__(self, start: Start) -> None:
         self.start, self.config, self.members = start, start.config, start.members
+        self.events: list[Event] = []
         steps = start.config.train.steps
         self.rounds = [Round(step) for step in (*range(start.every, steps, start.every), steps)]
 
@@ -92,7 +94,8 @@ class History:
         """Takes a line; LookupError if it is of no round or no member."""
         this = next((past for past in self.rounds if past.step == event.step), None)
         if this is None or (isinstance(event, Row) and not 0 <= event.member < self.members):
-            raise LookupError(f"no such round or member: {event}")
+            raise LookupError(f"a round or member that the population does not have: {event}")
+        self.events.append(event)
         if isinstance(event, Row):
             this.rows[event.member] = event
         else:
@@ -104,10 +107,15 @@ class History:
             for takeover in past.exchange or ():
                 if takeover.member == member:
                     return takeover.options
-        options = {key: option_value(self.config, key) for key in self.start.perturb}
+        values = flat(self.config)
+        options = {key: values[key] for key in self.start.perturb}
         if member == 0:
             return options
         return perturbed(self.config, options, population_rng(self.config.seed, 0, member))
+
+    def seeded(self, member: int, options: Options) -> dict[str, float]:
+        """`options` and the seed of `member`."""
+        return {"seed": self.config.seed + member} | options
 
     def has_diverged(self, member: int, number: int) -> bool:
         """Whether `member` has nothing to go on from in round `number`: it took nothing over."""
@@ -129,12 +137,6 @@ class History:
                 kept[takeover.member] = before[takeover.source]
         member = max(range(self.members), key=lambda i: kept[i][0])
         return member, *kept[member]
-
-
-def option_value(config: Config, key: str) -> object:
-    """The value of the option `section.key`."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def with_options(config: Config, options: Options) -> Config:
@@ -186,40 +188,23 @@ def decide(history: History, number: int) -> list[Takeover]:
 
 def table(history: History) -> list[str]:
     """A line of titles, and one for each member and round, for a terminal."""
-    lines = [["round", "step", "member", "mIoU", *history.start.perturb, "takes_from"]]
+    keys = history.start.perturb
+    lines = [("round", "step", "member", "mIoU", *keys, "takes_from")]
     for number, past in enumerate(history.rounds, start=1):
         sources = {takeover.member: takeover.source for takeover in past.exchange or ()}
         for member, row in sorted(past.rows.items()):
             score = "" if row.mean_iou is None else f"{row.mean_iou:.4f}"
-            options = [f"{row.options[key]:g}" for key in history.start.perturb]
-            source = str(sources.get(member, ""))
-            lines.append([str(number), str(past.step), str(member), score, *options, source])
+            options = [f"{row.options[key]:g}" for key in keys]
+            cells = (number, past.step, member, score, *options, sources.get(member, ""))
+            lines.append(tuple(map(str, cells)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    ]
-
-
-def append(directory: Path, history: History, event: Event) -> None:
-    """Adds a line to `history` and to population.jsonl; ExecutionError if it cannot."""
-    history.add(event)
-    path = directory / FILE
-    writing = files.os_errors_as(ExecutionError, path, "cannot be written")
-    with writing, files.open_regular(path, "a", encoding="utf-8") as file:
-        file.write(event.model_dump_json() + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    return ["  ".join(map(str.rjust, line, widths)) for line in lines]
 
 
 def write(directory: Path, history: History) -> None:
-    """Writes population.jsonl anew, without a line that a killed process left half written."""
+    """Writes population.jsonl, whole; ExecutionError if it cannot."""
     lines: list[_Line] = [history.start.model_copy(update={"config": history.config})]
-    for past in history.rounds:
-        lines += past.rows.values()
-        if past.exchange is not None:
-            lines.append(Exchange(step=past.step, exchange=past.exchange))
-    text = "".join(line.model_dump_json() + "\n" for line in lines)
+    text = "".join(line.model_dump_json() + "\n" for line in [*lines, *history.events])
     with files.os_errors_as(ExecutionError, directory / FILE, "cannot be written"):
         files.write_atomic(directory / FILE, text)
 
@@ -228,19 +213,17 @@ def read(directory: Path) -> History:
     """The population in `directory`; CheckpointError if its file cannot be read or is damaged."""
     path = directory / FILE
     with files.os_errors_as(CheckpointError, path):
-        whole, _, _ = files.read_bytes(path, _MAX_BYTES).rpartition(b"\n")
+        first, *others = files.read_bytes(path, _MAX_BYTES).removesuffix(b"\n").split(b"\n")
     history = None
-    for number, line in enumerate(whole.split(b"\n"), start=1):
-        try:
-            if history is None:
-                history = History(Start.model_validate_json(line))
-            else:
-                history.add(_EVENT.validate_json(line))
-        except ValidationError as error:
+    try:
+        history = History(Start.model_validate_json(first))
+        for line in others:
+            history.add(_EVENT.validate_json(line))
+    except (ValidationError, LookupError) as error:
+        number = 1 if history is None else len(history.events) + 2
+        what = str(error)
+        if isinstance(error, ValidationError):
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise CheckpointError(f"{path}:{number}: damaged: {where}: {first['msg']}") from None
-        except LookupError:
-            what = "damaged: a round or member that the population does not have"
-            raise CheckpointError(f"{path}:{number}: {what}") from None
+            what = printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+        raise CheckpointError(f"{path}:{number}: damaged: {what}") from None
     return history
