@@ -127,7 +127,7 @@ def small(root: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     train = {"precision": "float32"} | sections.pop("train", {})
     optim = {"ema_decay": 0.9} | sections.pop("optim", {})
     sizes = {"augment": {"crop_size": [33, 41]}, "model": {"backbone": "mobilenet_v2"}}
-    return experiment(root, train=train, optim=optim, **sizes, **sections)
+    return experiment(root, **sizes | sections, train=train, optim=optim)
 
 
 def stopped_after(

@@ -265,16 +265,16 @@ def train_traced(config, directory, resume=False):
 
 
 def stop_before_the_end(config, directory):
-    from segtrain.commands.train import loop as command
+    from segtrain.commands.train import loop
 
-    original = command._keep_cadences
+    original = loop._keep_cadences
 
     def stop(this):
         original(this)
         if this.state.step == 1:
             this.signal_flags.signal = 15  # carried by the second step, read with the third
 
-    command._keep_cadences = stop
+    loop._keep_cadences = stop
     return train_traced(config, directory)
 
 

@@ -136,7 +136,6 @@ def test_ranks_pause_after_the_same_step(run_ranks, tmp_path, alone):
     ("options", "said"),
     [
         (["--until", "10"], "--until: 10 is more than train.steps, 9"),
-        (["--requeue"], "--requeue: this is no SLURM job"),
         (["--accept-changes"], "--accept-changes: serves only --resume"),
     ],
 )

@@ -126,8 +126,8 @@ def _told_where(args: argparse.Namespace | None = None) -> Iterator[None]:
         if error.errno not in _WRONG_NAMES or error.filename is None:
             raise
         # The name alone may fill a screen.
-        name = printable(os.fsdecode(error.filename), 2 * MAX_NAME)
-        raise ConfigError(f"{name}: {os.strerror(error.errno).lower()}") from None
+        name, reason = printable(os.fsdecode(error.filename), 2 * MAX_NAME), error.strerror or ""
+        raise ConfigError(f"{name}: {reason[:1].lower()}{reason[1:]}") from None
 
 
 @contextmanager
