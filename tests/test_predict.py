@@ -61,29 +61,16 @@ def run(tmp_path, monkeypatch):
         )
     )
 
-    def command(
-        *inputs,
-        classes=CLASSES,
-        model=None,
-        crop_size=(512, 512),
-        eval_crop_size=None,
-        **changes,
-    ):
+    def command(*inputs, classes=CLASSES, model=None, crop=(512, 512), eval_crop=None, **changes):
         model = StrongestChannel() if model is None else model
         about = {
-            "augment": config.augment.model_copy(update={"crop_size": crop_size}),
-            "eval": config.eval.model_copy(update={"crop_size": eval_crop_size}),
+            "augment": config.augment.model_copy(update={"crop_size": crop}),
+            "eval": config.eval.model_copy(update={"crop_size": eval_crop}),
         }
         loaded = LoadedModel(model.eval(), config.model_copy(update=about), classes, step=3)
         monkeypatch.setattr(predict, "load_model", lambda source, device: loaded)
-        args = {
-            "source": "run",
-            "inputs": [str(path) for path in inputs],
-            "output": str(tmp_path / "out"),
-            "device": "cpu",
-            "set": [],
-            "overwrite": False,
-        }
+        args = {"source": "run", "inputs": [str(path) for path in inputs], "device": "cpu"}
+        args |= {"output": str(tmp_path / "out"), "set": [], "overwrite": False}
         return predict.main(argparse.Namespace(**(args | changes)))
 
     return command
@@ -233,13 +220,6 @@ def test_images_with_one_name_get_names_of_their_own(run, tmp_path):
     assert sizes == {"x.png": (8, 9), "X_bmp.png": (12, 13), "x_png.png": (10, 11)}
 
 
-def test_predictions_are_not_predicted_again(run, tmp_path):
-    save(tmp_path / "a.png", photo(8, 9))
-    assert run(tmp_path) == 0
-    assert run(tmp_path, overwrite=True) == 0
-    assert names(tmp_path / "out/labels") == ["a.png"]
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 def test_linked_folders_are_searched_in_one_order(tmp_path, monkeypatch, reverse):
     """A loop too; what two links lead to is predicted once, under the first of their names."""
@@ -252,11 +232,13 @@ def test_linked_folders_are_searched_in_one_order(tmp_path, monkeypatch, reverse
     assert [source.name for source in found] == ["z/a", "k/b"]
 
 
-def test_existing_predictions_are_kept_unless_told_otherwise(run, tmp_path):
-    path = save(tmp_path / "a.png", photo(8, 9))
-    run(path)
+def test_existing_predictions_are_kept_unless_told_otherwise_and_not_predicted(run, tmp_path):
+    save(tmp_path / "a.png", photo(8, 9))
+    assert run(tmp_path) == 0
     with pytest.raises(ConfigError, match=r"labels/a\.png: exists already; .*--overw"):
-        run(path)
+        run(tmp_path)
+    assert run(tmp_path, overwrite=True) == 0
+    assert names(tmp_path / "out/labels") == ["a.png"]
 
 
 def test_nothing_is_written_through_links_or_into_pipes(run, tmp_path):
@@ -324,11 +306,8 @@ def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsy
     save(folder / "large.png", photo(31, 40))
     save(folder / "small.png", photo(30, 40))
     runs = {}
-    for name, more in (
-        ("auto", []),
-        ("slide", ["eval.mode=slide"]),
-        ("whole", ["eval.mode=whole"]),
-    ):
+    for name in ("auto", "slide", "whole"):
+        more = [] if name == "auto" else [f"eval.mode={name}"]
         model, output = Brightness(), tmp_path / name
         assert run(folder, model=model, set=WINDOWS + more, output=str(output)) == 0
         labels = [read(output / "labels" / f"{size}.png") for size in ("large", "small")]
@@ -349,13 +328,13 @@ def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsy
     ("size", "options", "crops", "window"),
     [
         # A model trained on crops of 64 px took 6,510 windows for 12 megapixels.
-        ((1100, 1430), [], {"crop_size": (64, 96)}, (1024, 1024)),
-        ((1100, 1430), [], {"crop_size": (713, 1425)}, (1024, 1425)),
-        ((1100, 1430), ["eval.mode=slide"], {"crop_size": (640, 960)}, (640, 960)),
-        ((1100, 1430), ["eval.crop_size=[800, 480]"], {"crop_size": (64, 96)}, (800, 480)),
+        ((1100, 1430), [], {"crop": (64, 96)}, (1024, 1024)),
+        ((1100, 1430), [], {"crop": (713, 1425)}, (1024, 1425)),
+        ((1100, 1430), ["eval.mode=slide"], {"crop": (640, 960)}, (640, 960)),
+        ((1100, 1430), ["eval.crop_size=[800, 480]"], {"crop": (64, 96)}, (800, 480)),
         # A border of the mean colour would change what the network sees.
-        ((90, 1100), [], {"crop_size": (64, 96)}, (90, 1024)),
-        ((30, 40), [], {"eval_crop_size": (24, 16)}, (24, 16)),
+        ((90, 1100), [], {"crop": (64, 96)}, (90, 1024)),
+        ((30, 40), [], {"eval_crop": (24, 16)}, (24, 16)),
         # Small once it has the size of the training.
         ((60, 80), ["data.short_side_px=6"], {}, (6, 8)),
     ],

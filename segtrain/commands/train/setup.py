@@ -333,10 +333,8 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
 
     # 1. The run directory belongs to this run alone.
     notes, changes = dist.run_on_rank0(lambda: _take_directory(request, stack))
-    checkpoints = CheckpointManager(
-        directory / run_directory.CHECKPOINTS,
-        keep_limit=config.checkpoint.keep_limit,
-    )
+    folder, limit = directory / run_directory.CHECKPOINTS, config.checkpoint.keep_limit
+    checkpoints = CheckpointManager(folder, keep_limit=limit)
     # 2. The checkpoint to go on from, if there is one.
     resumed = _find_checkpoint(checkpoints, request, notes)
     # 3. The data; does it fit the config and this machine?
@@ -353,14 +351,13 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     if config.train.parallel == "hogwild":
         share_model(state.model)
         notes.append(hogwild_line(dist.world_size()))
-    best, evaluated, stop_criteria = None, 0, StopCriteria(config.train, None)
+    best, evaluated, ending = None, 0, None
     if resumed is not None:
-        best, evaluated = resumed.checkpoint.best, resumed.checkpoint.evaluated
-        stop_criteria = StopCriteria(
-            config.train, check_fields(resumed.checkpoint.ending, resumed.path)
-        )
-        before, _ = parse_experiment(*resumed)
+        saved, path = resumed
+        best, evaluated, ending = saved.best, saved.evaluated, check_fields(saved.ending, path)
+        before, _ = parse_experiment(saved, path)
         notes += learning_rate_lines(before, config, state.step)
+    stop_criteria = StopCriteria(config.train, ending)
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
     data = DatasetGuard(
         (train_set, eval_set), config.data.root, resumed, accept_changes=request.accept_changes
