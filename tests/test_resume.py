@@ -261,8 +261,8 @@ def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, d
     config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
     run = tmp_path / "run"
     assert run_ranks(1, train, config, run) == [0]
-    new = {"steps": 4, "lr": 0.01, "momentum": 0.5}
-    config = write_config(tmp_path / "c.yaml", small(data, train=new))
+    new = {"train": {"steps": 4}, "optim": {"lr": 0.01, "momentum": 0.5}}
+    config = write_config(tmp_path / "c.yaml", small(data, **new))
     ((kind, code, said),) = run_ranks(1, refusal, train, config, run, True)
     assert (kind, code) == ("ConfigError", 2)
     assert "\n  optim.lr: 0.02 there, 0.01 now\n  optim.momentum: 0.9 there, 0.5 now\n" in said
@@ -279,9 +279,8 @@ def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, d
     assert len(losses(run)) == 4
     assert run_ranks(1, train, config, run, True) == [0]  # now it is the run's config
 
-    new |= {"optimizer": "adamw"}
-    del new["momentum"]
-    config = write_config(tmp_path / "c.yaml", small(data, train=new))
+    new["optim"] = {"lr": 0.01, "kind": "adamw"}
+    config = write_config(tmp_path / "c.yaml", small(data, **new))
     function = partial(train, accept_changes=True)
     ((kind, code, said),) = run_ranks(1, refusal, function, config, run, True)
     assert (kind, code) == ("CheckpointError", 4)

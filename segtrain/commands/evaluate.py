@@ -6,7 +6,7 @@ Every rank runs this on its part of the images and writes pictures of them; rank
 import argparse
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,7 @@ def run_eval(args: argparse.Namespace) -> int:
     _check_options(args)
     device = device_for(args.device)
     loaded, known = load_with_data(args.checkpoint, device=device)
-    config = _config(loaded.config, args)
+    config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
     split = args.split or config.data.eval_split
     hidden = _named_by_checkpoint(args)
     dataset = open_dataset(config.data, split, hidden=hidden, labelled=not args.no_labels)
@@ -154,13 +154,20 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
 
 
-def _config(trained: Config, args: argparse.Namespace) -> Config:
-    config = override_config(trained, args.set, source=str(args.checkpoint))
-    foreign = [text for text in args.set if not text.strip().startswith(_SETTABLE)]
+def set_after_training(
+    trained: Config, overrides: Sequence[str], settable: tuple[str, ...], *, source: str
+) -> Config:
+    """The config of a checkpoint with `overrides`, of which each begins with one of `settable`.
+
+    Raises:
+        ConfigError: an option that the checkpoint decides, or one that does not exist.
+    """
+    config = override_config(trained, overrides, source=source)
+    foreign = [text for text in overrides if not text.strip().startswith(settable)]
     if foreign:
-        what = "the checkpoint decides this; eval takes data.*, eval.* and train.precision"
+        what = f"the checkpoint decides this; only {', '.join(settable)} can be set"
         raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
-    check_eval_precision(args.set, config)
+    check_eval_precision(overrides, config)
     return config
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
-from segtrain.config import Config, override_config
+from segtrain.commands.evaluate import set_after_training
 from segtrain.data.check.dark_images import Brightness, brightness, lost_bits, whole_split_problem
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
@@ -27,7 +27,7 @@ from segtrain.data.read.find import first_lines
 from segtrain.data.read.photos import Source, find_images, read_photo, skipped_files
 from segtrain.data.read.protect import check_pictures
 from segtrain.distributed.process_group import device_for
-from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
+from segtrain.errors import EXIT_OK, DataError, ExecutionError
 from segtrain.evaluation.dataset import Transfer
 from segtrain.evaluation.inference import LabelMap, predict_labels
 from segtrain.evaluation.settings import (
@@ -40,7 +40,6 @@ from segtrain.evaluation.settings import (
 from segtrain.evaluation.windows import num_windows
 from segtrain.models.memory import check_windows, is_out_of_memory
 from segtrain.models.precision import (
-    check_eval_precision,
     eval_precision_warnings,
     float32_products,
     for_evaluation,
@@ -108,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
 
     device = device_for(args.device)
     loaded = load_model(args.source, device=device)
-    config = _config(loaded.config, args)
+    config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.source))
     check_pictures("--output", output, pictures.file_names(names), config.data)
     check_windows(config, loaded.classes.num_classes, device)
     model = to_eval_precision(loaded.model, config, device)
@@ -188,16 +187,6 @@ def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
             group = []
     if group:
         yield group
-
-
-def _config(trained: Config, args: argparse.Namespace) -> Config:
-    foreign = [text for text in args.set if not text.strip().startswith(_SETTABLE)]
-    if foreign:
-        what = "no effect on predictions; eval.*, data.short_side_px and train.precision have one"
-        raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
-    config = override_config(trained, args.set, source=str(args.source))
-    check_eval_precision(args.set, config)
-    return config
 
 
 def _decode(transfer: Transfer, path: Path) -> tuple[Tensor | None, Notes]:
