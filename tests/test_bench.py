@@ -1,5 +1,6 @@
 """`segtrain bench`: the parts of a step, operations, and what it concludes."""
 
+import argparse
 import gzip
 import json
 import subprocess
@@ -10,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from experiments import experiment, write_config
-from processes import Command
 from torch import nn
 
 from segtrain.cli import main
-from segtrain.commands.bench import Report, limit_of, lines_of
+from segtrain.commands.bench import Report, limit_of, lines_of, run_bench
 from segtrain.config import load_config
 from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
@@ -197,15 +197,10 @@ def test_report_gives_rates_of_all_ranks():
     assert "kernels    run 50% of the time" in text
 
 
-def bench(config, directory, *options, ranks=1):
+def bench(config, directory, *options):
     file, trace = directory / "bench.json", directory / "trace.json.gz"
     arguments = ["bench", str(config), "--steps", "2", "--json", str(file), "--device", "cpu"]
-    arguments += ["--profile", str(trace), "--nproc", str(ranks), *options]
-    if ranks == 1:
-        assert main(arguments) == 0
-    else:  # a launcher changes the signals and the environment of its process
-        command = Command(directory, *arguments)
-        assert command.wait() == 0, command.errors
+    assert main([*arguments, "--profile", str(trace), "--nproc", "1", *options]) == 0
     return json.loads(file.read_text())
 
 
@@ -225,16 +220,18 @@ def test_bench_measures_every_part_of_real_steps(config, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("shares", ["null", "4"])
-def test_bench_on_ranks(config, tmp_path, shares):
-    found = bench(config, tmp_path, "--set", f"train.shares={shares}", ranks=2)
+@pytest.mark.parametrize("shares", ["null", pytest.param("4", marks=pytest.mark.slow)])
+def test_bench_on_ranks(run_ranks, config, tmp_path, shares):
+    file, trace = tmp_path / "bench.json", tmp_path / "trace.json.gz"
+    options = {"set": [f"train.shares={shares}"], "steps": 2, "device": "cpu"}
+    args = argparse.Namespace(config=str(config), json=file, profile=trace, **options)
+    assert run_ranks(2, run_bench, args) == [0, 0]
+    found = json.loads(file.read_text())
     assert found["ranks"] == 2
     assert found["parts_s"]["communication"] > 0
     assert sum(found["parts_s"].values()) == pytest.approx(found["parted_step_s"])
-    assert {path.name for path in tmp_path.glob("trace*")} == {
-        "trace_0.json.gz",
-        "trace_1.json.gz",
-    }
+    traces = {path.name for path in tmp_path.glob("trace*")}
+    assert traces == {"trace_0.json.gz", "trace_1.json.gz"}
 
 
 def test_bench_measures_with_the_workers_that_auto_chooses(config, tmp_path, capsys):
@@ -244,11 +241,6 @@ def test_bench_measures_with_the_workers_that_auto_chooses(config, tmp_path, cap
     assert said.count("segtrain: loader     ") == 1
     assert f"loader     {found['workers']} of at most " in said
     assert found["steps"] == 2
-
-
-def test_hogwild_has_no_steps_to_measure(config, capsys):
-    assert main(["bench", str(config), "--set", "train.parallel=hogwild"]) == 2
-    assert "train.parallel: hogwild: its processes do not share steps" in capsys.readouterr().err
 
 
 def test_peak_memory_is_that_of_the_process_itself():
@@ -269,6 +261,7 @@ def test_peak_memory_is_that_of_the_process_itself():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (("--set", "train.parallel=hogwild"), "hogwild: its processes do not share steps"),
         (("--json", "/none/x"), "--json /none/x: cannot be written: no such"),
         (("--profile", "/none/x"), "--profile /none/x: cannot be written: no such"),
         (("--profile", "/"), "--profile /: cannot be written: is a folder; name a file"),
@@ -276,6 +269,8 @@ def test_peak_memory_is_that_of_the_process_itself():
         (("--profile", "q\udcff.json"), "q\\udcff.json: expected a name in UTF-8"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_the_steps(config, capsys, options, said):
+def test_what_cannot_be_measured_or_written_is_refused_before_the_steps(
+    config, capsys, options, said
+):
     assert main(["bench", str(config), "--steps", "99999", *options, "--nproc", "1"]) == 2
     assert said in capsys.readouterr().err

@@ -25,16 +25,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from segtrain.checkpoint.format import load
 from segtrain.commands.train.preflight import _compile_findings, check_experiment
 from segtrain.config import load_config
+from segtrain.data import open_dataset
 from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
 from segtrain.models import SegModel, build_model
-from segtrain.models.blocks import (
-    AuxHead,
-    FeatureChannels,
-    Features,
-    conv2d,
-)
+from segtrain.models.blocks import AuxHead, FeatureChannels, Features, conv2d
 from segtrain.models.pspnet import PSPHead
 from segtrain.norm import make_norm, norm_relu_conv
 from segtrain.training import engine
@@ -265,16 +261,16 @@ def train_traced(config, directory, resume=False):
 
 
 def stop_before_the_end(config, directory):
-    from segtrain.commands.train import loop as command
+    from segtrain.commands.train import loop
 
-    original = command._keep_cadences
+    original = loop._keep_cadences
 
     def stop(this):
         original(this)
         if this.state.step == 1:
             this.signal_flags.signal = 15  # carried by the second step, read with the third
 
-    command._keep_cadences = stop
+    loop._keep_cadences = stop
     return train_traced(config, directory)
 
 
@@ -313,30 +309,29 @@ def test_virtual_ranks_are_refused(tmp_path):
         load_config(config, ["train.compile=true", "train.virtual_ranks=2"])
 
 
-def test_a_missing_compiler_is_told_before_anything_else(tmp_path, data, monkeypatch):
-    from segtrain.data import open_dataset
-
-    config = load_config(
-        write_config(tmp_path / "c.yaml", experiment(data)), ["train.compile=true"]
-    )
+def test_what_cannot_be_compiled_safely_is_told_before_anything_else(tmp_path, data, monkeypatch):
+    """torch runs what it finds in its cache, whose name in the temporary folder can be told."""
+    options = experiment(data, train={"compile": True})
+    config = load_config(write_config(tmp_path / "c.yaml", options))
     sets = [open_dataset(config.data, split) for split in ("train", "val")]
-    check_experiment(config, *sets, device=torch.device("cpu"))
+    cache = tmp_path / "torchinductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    check_experiment(config, *sets, device=CPU)
+    cache.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"train\.compile: .*torchinductor, .*by other users"):
+        check_experiment(config, *sets, device=CPU)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"train\.compile: .*no-such-compiler"):
-        check_experiment(config, *sets, device=torch.device("cpu"))
+        check_experiment(config, *sets, device=CPU)
 
 
 @pytest.mark.parametrize("lacks", [None, "compiler", "named compiler", "headers"])
 def test_what_triton_lacks_is_told_before_anything_else(tmp_path, monkeypatch, lacks):
     """On CUDA, besides the C++ compiler."""
     tools, include = tmp_path / "tools", tmp_path / "include"
-    for path, mode in (
-        (tools / "g++", 0o755),
-        (tools / "clang", 0o755),
-        (include / "Python.h", 0o644),
-    ):
+    for path in (tools / "g++", tools / "clang", include / "Python.h"):
         path.parent.mkdir(exist_ok=True)
-        path.touch(mode)
+        path.touch(0o755)
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
@@ -353,27 +348,11 @@ def test_what_triton_lacks_is_told_before_anything_else(tmp_path, monkeypatch, l
         monkeypatch.setenv("CC", "no-such-cc")
     elif lacks == "headers":
         (include / "Python.h").unlink()
-    assert _compile_findings(torch.device("cpu")) == []
+    assert _compile_findings(CPU) == []
     found = _compile_findings(torch.device("cuda"))
     assert len(found) == (lacks is not None)
     for finding in found:
         assert finding.startswith(f"train.compile: on CUDA needs {message[lacks]}")
-
-
-def test_a_cache_of_code_that_others_can_write_is_refused(tmp_path, data, monkeypatch):
-    """torch runs what it finds there, and its name in the temporary folder can be told."""
-    from segtrain.data import open_dataset
-
-    config = load_config(
-        write_config(tmp_path / "c.yaml", experiment(data)), ["train.compile=true"]
-    )
-    sets = [open_dataset(config.data, split) for split in ("train", "val")]
-    cache = tmp_path / "torchinductor"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    check_experiment(config, *sets, device=torch.device("cpu"))
-    cache.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"train\.compile: .*torchinductor, .*by other users"):
-        check_experiment(config, *sets, device=torch.device("cpu"))
 
 
 @pytest.mark.slow

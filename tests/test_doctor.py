@@ -16,24 +16,13 @@ from segtrain.run.environment import library_version
 REPAIR = "pip install --force-reinstall --no-deps opencv-python-headless"
 
 
-def doctor(*, paths=(), wrapper=()):
-    """Exit code and output."""
-    search = os.pathsep.join(map(str, (REPOSITORY, *paths)))
-    done = subprocess.run(
-        [*wrapper, sys.executable, "-m", "segtrain", "doctor"],
-        env=os.environ | {"PYTHONPATH": search},
-        text=True,
-        capture_output=True,
-    )
-    assert done.stderr == ""
-    return done.returncode, done.stdout
-
-
 @pytest.fixture
-def doctor_here(capsys):
-    """As `doctor`, in this process: another takes seconds to import torch."""
+def doctor(capsys, monkeypatch):
+    """Exit code and output; `installed` is a folder with further packages."""
 
-    def run():
+    def run(installed=None):
+        if installed is not None:
+            monkeypatch.syspath_prepend(installed)
         code = cli.main(["doctor"])
         said = capsys.readouterr()
         assert said.err == ""
@@ -49,7 +38,7 @@ def install(root, name, version):
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_versions_devices_and_memory_are_told():
+def test_versions_devices_and_memory_are_told(doctor):
     code, said = doctor()
     assert code == 0
     told = {line.split()[0] for line in said.splitlines()}
@@ -60,28 +49,26 @@ def test_versions_devices_and_memory_are_told():
     assert needed <= told
     assert f"torch                   {library_version('torch')}\n" in said
     assert "gloo" in said
-    assert "Traceback" not in said
 
 
 @pytest.mark.fault(86)
-def test_two_packages_of_opencv_are_pointed_out_with_the_repair(tmp_path, doctor_here):
-    _, said = doctor_here()
+def test_two_packages_of_opencv_are_pointed_out_with_the_repair(tmp_path, doctor):
+    _, said = doctor()
     assert REPAIR not in said
     install(tmp_path, "opencv-python", "4.10.0.84")
-    code, said = doctor(paths=[tmp_path])
+    code, said = doctor(tmp_path)
     assert code == 0
     (line,) = [line for line in said.splitlines() if REPAIR in line]
     assert line.startswith("warning: opencv-python beside opencv-python-headless: each overwrites")
     assert "pip uninstall -y opencv-python; " in line
 
 
-def test_a_library_that_is_too_old_is_a_warning(tmp_path, monkeypatch, doctor_here):
+def test_a_library_that_is_too_old_is_a_warning(tmp_path, doctor):
     install(tmp_path, "segtrain", "0.1.0")
     metadata = tmp_path / "segtrain-0.1.0.dist-info" / "METADATA"
     needs = "Requires-Dist: tqdm>=999.1\nRequires-Dist: nosuch>=3; extra == 'onnx'\n"
     metadata.write_text(metadata.read_text() + needs)
-    monkeypatch.syspath_prepend(tmp_path)
-    code, said = doctor_here()
+    code, said = doctor(tmp_path)
     assert code == 0
     assert f"warning: tqdm: {library_version('tqdm')} is older than 999.1; pip in" in said
     assert "nosuch" not in said
@@ -101,13 +88,15 @@ def test_a_library_that_is_missing_is_an_error(tmp_path):
     assert "error: torch: not installed; pip install 'torch>=" in done.stdout
 
 
-def test_a_compiler_that_is_missing_is_a_warning(monkeypatch, doctor_here):
+def test_a_compiler_that_is_missing_is_a_warning(monkeypatch, doctor):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    _, said = doctor_here()
+    _, said = doctor()
     assert "warning: no-such-compiler: not to be found; train.compile needs a C++ compiler" in said
 
 
 def test_little_shared_memory_is_a_warning(little_shared_memory):
-    code, said = doctor(wrapper=little_shared_memory)
-    assert code == 0
-    assert "warning: /dev/shm: 1.0 MB are little for loader workers; give the container" in said
+    command = [*little_shared_memory, sys.executable, "-m", "segtrain", "doctor"]
+    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    little = "warning: /dev/shm: 1.0 MB are little for loader workers; give the container"
+    assert little in done.stdout

@@ -84,27 +84,32 @@ def cityscapes(tmp_path):
     return root
 
 
+def data_of(root, layout="cityscapes", classes="cityscapes", **options):
+    """Data whose pixels a ColorModel is given as they are, divided by 255."""
+    units = {"mean": (0.0, 0.0, 0.0), "std": (255.0, 255.0, 255.0)}
+    return DataConfig(layout=layout, root=str(root), classes=str(classes), **units, **options)
+
+
 def config_of(root):
-    return Config(
-        data=DataConfig(
-            layout="cityscapes",
-            root=str(root),
-            classes="cityscapes",
-            mean=(0.0, 0.0, 0.0),
-            std=(255.0, 255.0, 255.0),
-        ),
-        augment=AugmentConfig(crop_size=(16, 24)),
-        eval=EvalConfig(mode="slide"),
-    )
+    options = {"augment": AugmentConfig(crop_size=(16, 24)), "eval": EvalConfig(mode="slide")}
+    return Config(data=data_of(root), **options)
 
 
 @pytest.fixture
-def command(cityscapes, monkeypatch, tmp_path):
+def know_the_colors(monkeypatch):
+    """What is evaluated of `config` is a model that knows the colours of its `classes`."""
+
+    def know(config, classes, step=1):
+        loaded = LoadedModel(ColorModel(classes).eval(), config, classes, step)
+        monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+
+    return know
+
+
+@pytest.fixture
+def command(cityscapes, know_the_colors, tmp_path):
     """Runs `segtrain eval` with a model that knows the colours; returns what --json wrote."""
-    classes = load_class_file("cityscapes")
-    config = config_of(cityscapes)
-    loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1200)
-    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+    know_the_colors(config_of(cityscapes), load_class_file("cityscapes"), 1200)
 
     def run(*overrides, **options):
         args = arguments("run", set=list(overrides), json=str(tmp_path / "scores.json"), **options)
@@ -153,7 +158,7 @@ def test_cityscapes_predictions_are_label_ids_at_the_size_of_the_label(command, 
             assert {ROAD, CAR} <= set(np.unique(np.array(picture)))
 
 
-def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, monkeypatch):
+def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, know_the_colors):
     (tmp_path / "own.yaml").write_text(
         "classes:\n"
         "  - {name: floor, color: [128, 64, 128], ids: [300]}\n"
@@ -166,17 +171,8 @@ def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, monke
     Image.fromarray(colors).save(tmp_path / "images/val/hall one/a.b.png")
     Image.fromarray(label).save(tmp_path / "labels/val/hall one/a.b.png")
     classes = load_class_file(str(tmp_path / "own.yaml"))
-    config = Config(
-        data=DataConfig(
-            layout="folders",
-            root=str(tmp_path),
-            classes=str(tmp_path / "own.yaml"),
-            mean=(0.0, 0.0, 0.0),
-            std=(255.0, 255.0, 255.0),
-        )
-    )
-    loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1)
-    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+    data = data_of(tmp_path, "folders", tmp_path / "own.yaml")
+    know_the_colors(Config(data=data), classes)
     run_eval(arguments("run", save_predictions=str(tmp_path / "out")))
     with Image.open(tmp_path / "out" / "hall one" / "a.b.png") as picture:
         assert np.array_equal(np.array(picture), np.where(label == 8, 7, label))
@@ -321,20 +317,7 @@ def test_a_split_without_labels_is_predicted_for_a_test_server(
         assert path.read_bytes() == labelled.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({}, "--no-labels: there is nothing to score; add --save-predictions DIR"),
-        ({"json": "s.json", "save_predictions": "out"}, "--json: needs labels"),
-        ({"overlays": "o", "save_predictions": "out"}, "--overlays: needs labels"),
-    ],
-)
-def test_what_needs_labels_is_refused_where_there_are_none(command, options, text):
-    with pytest.raises(ConfigError, match=text):
-        run_eval(arguments("run", no_labels=True, **options))
-
-
-def test_voc_predictions_are_indices_into_the_palette_of_voc(tmp_path, monkeypatch):
+def test_voc_predictions_are_indices_into_the_palette_of_voc(tmp_path, know_the_colors):
     classes = load_class_file("voc")
     label = np.array([[0, 15, 20], [7, 255, 0]], np.uint8)
     colors = np.array(default_palette(256), np.uint8)[label]
@@ -343,10 +326,7 @@ def test_voc_predictions_are_indices_into_the_palette_of_voc(tmp_path, monkeypat
     Image.fromarray(colors).save(tmp_path / "JPEGImages/2007_000033.png")
     Image.fromarray(label).save(tmp_path / "SegmentationClass/2007_000033.png")
     (tmp_path / "ImageSets/Segmentation/val.txt").write_text("2007_000033\n")
-    options = {"mean": (0.0, 0.0, 0.0), "std": (255.0, 255.0, 255.0)}
-    config = Config(data=DataConfig(layout="voc", root=str(tmp_path), classes="voc", **options))
-    loaded = LoadedModel(ColorModel(classes).eval(), config, classes, 1)
-    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+    know_the_colors(Config(data=data_of(tmp_path, "voc", "voc")), classes)
     for options in ({}, {"no_labels": True}):
         run_eval(arguments("run", save_predictions=str(tmp_path / "out"), **options))
         with Image.open(tmp_path / "out/2007_000033.png") as picture:
@@ -363,40 +343,45 @@ def test_overlays_are_spread_over_the_data_set(command, tmp_path):
     assert written == ["aachen_000000_000019.png", "ulm_000000_000019.png"]
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("model.align_corners=true", "--set model.align_corners=true: the checkpoint decides this"),
-        ("train.steps=7", "--set train.steps=7: the checkpoint decides this"),
-        ("eval.flipp=true", "flip"),
-    ],
-)
-def test_settings_that_cannot_be_made_are_refused(command, setting, said):
-    with pytest.raises(ConfigError, match=said):
-        command("eval.flip=true", setting)
+@pytest.fixture
+def before_the_work(tmp_path, monkeypatch):
+    """The current folder is that of the test, and nothing is evaluated."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate, "evaluate_dataset", lambda *_, **__: pytest.fail("too late"))
+
+
+DECIDED = ": the checkpoint decides this"
+INTO_LABELS = r"gtFine/val: would write into .*/gtFine, where"
 
 
 @pytest.mark.fault(91)
-def test_a_data_set_of_other_classes_is_refused(command, tmp_path):
-    (tmp_path / "two.yaml").write_text("classes: [road, dog]\nignore_ids: [255]\n")
-    with pytest.raises(DataError, match=r"19 classes there, 2 now; class 1 is sidewalk"):
-        command(f"data.classes={tmp_path / 'two.yaml'}")
-
-
-@pytest.mark.parametrize("option", ["save_predictions", "overlays", "json"])
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(
-    option, command, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("settings", "options", "said"),
+    [
+        (["eval.flip=true", "model.align_corners=true"], {}, f"model.align_corners=true{DECIDED}"),
+        (["train.steps=7"], {}, f"--set train.steps=7{DECIDED}"),
+        (["eval.flipp=true"], {}, "flip"),
+        (["data.classes=two.yaml"], {}, "19 classes there, 2 now; class 1 is sidewalk"),
+        ([], {"no_labels": True}, "--no-labels: there is nothing to score; add --save-predictions"),
+        ([], {"no_labels": True, "json": "s", "save_predictions": "o"}, "--json: needs labels"),
+        ([], {"no_labels": True, "overlays": "o", "save_predictions": "o"}, "--overlays: needs"),
+        ([], {"save_predictions": "two.yaml/x"}, "--save-predictions two.yaml/x: cannot make"),
+        ([], {"overlays": "two.yaml/x"}, "--overlays two.yaml/x: cannot make this folder"),
+        ([], {"json": "two.yaml/x"}, "--json two.yaml/x: cannot be written"),
+        ([], {"json": "."}, "cannot be written: is a folder; name a file"),
+        ([], {"save_predictions": "city scapes/gtFine/val"}, INTO_LABELS),
+        ([], {"overlays": "city scapes/gtFine/val"}, INTO_LABELS),
+    ],
+)
+@pytest.mark.usefixtures("command", "before_the_work")
+def test_what_cannot_be_done_is_refused_before_the_work(
+    cityscapes, tmp_path, settings, options, said
 ):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(evaluate, "evaluate_dataset", lambda *_, **__: pytest.fail("too late"))
-    with pytest.raises(ConfigError, match="--" + option.replace("_", "-")):
-        run_eval(arguments("run", **{option: str(tmp_path / "file" / "x")}))
-
-
-def test_scores_that_could_not_be_kept_are_refused_before_the_work(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "evaluate_dataset", lambda *_, **__: pytest.fail("too late"))
-    with pytest.raises(ConfigError, match="cannot be written: is a folder; name a file"):
-        run_eval(arguments("run", json=str(tmp_path)))
+    (tmp_path / "two.yaml").write_text("classes: [road, dog]\nignore_ids: [255]\n")
+    before = sorted(cityscapes.rglob("*"))
+    with pytest.raises((ConfigError, DataError), match=said):
+        run_eval(arguments("run", set=settings, **options))
+    assert sorted(cityscapes.rglob("*")) == before
 
 
 def evaluated_at(steps, cityscapes):
@@ -425,14 +410,12 @@ def test_nothing_is_written_where_the_data_is_read(option, command, cityscapes):
 
 
 @pytest.mark.parametrize("name", ["data.classes", "data.eval_split"])
-def test_no_line_is_shown_of_a_file_that_only_the_checkpoint_names(monkeypatch, tmp_path, name):
+def test_no_line_is_shown_of_a_file_that_only_the_checkpoint_names(know_the_colors, tmp_path, name):
     """A checkpoint from elsewhere can name any file of this machine."""
     (tmp_path / "shadow").write_text("root:$6$secret: x\n")
-    data = {"layout": "list", "root": str(tmp_path), "classes": "voc", "eval_split": "shadow"}
-    data |= {"data.classes": {"classes": str(tmp_path / "shadow")}}.get(name, {})
-    config, classes = Config(data=DataConfig(**data)), load_class_file("voc")
-    loaded = LoadedModel(ColorModel(classes), config, classes, 1)
-    monkeypatch.setattr(evaluate, "load_model", lambda path, *, device: loaded)
+    classes = tmp_path / "shadow" if name == "data.classes" else "voc"
+    data = data_of(tmp_path, "list", classes, eval_split="shadow")
+    know_the_colors(Config(data=data), load_class_file("voc"))
     with pytest.raises(UserError, match="shown; --s") as caught:
         run_eval(arguments("run"))
     assert "secret" not in str(caught.value)

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from experiments import experiment, write_config, write_data
+from experiments import small, write_config, write_data
 from processes import REPOSITORY, Command, logged_steps
 
 from segtrain.checkpoint.format import load
@@ -195,14 +195,7 @@ KILLED = {1: -signal.SIGKILL}
         ((130, 130), {}, signal.SIGINT, {}, 130, ""),
         ((), {}, signal.SIGINT, {}, 130, "interrupted"),
         ((), {}, signal.SIGTERM, {}, 143, "terminated"),
-        (
-            ("lost", "lost"),
-            {},
-            signal.SIGTERM,
-            {"trained": True},
-            6,
-            "the ranks lost each other",
-        ),
+        (("lost",) * 2, {}, signal.SIGTERM, {"trained": True}, 6, "the ranks lost each other"),
         (("lost", 143), {}, signal.SIGTERM, {"trained": True}, 143, ""),
         (("lost", "lost"), {}, signal.SIGTERM, {}, 143, "terminated"),  # nothing was to be saved
         (
@@ -236,12 +229,9 @@ def test_what_no_rank_could_say_is_said_once(
     assert not lines or lines[0].startswith(f"segtrain: {said}")
 
 
-def small(root, /, **sections):
-    """An experiment of few weights and steps, with loader workers."""
-    sections.setdefault("train", {}).update(precision="float32")
-    sections.setdefault("data", {})["num_workers"] = 1
-    sections["model"] = {"backbone": "mobilenet_v2"}
-    return experiment(root, augment={"crop_size": [33, 41]}, **sections)
+def with_workers(root, steps):
+    """A small experiment with loader workers."""
+    return small(root, data={"num_workers": 1}, train={"steps": steps})
 
 
 @pytest.mark.fault(15, 20, 67)
@@ -250,7 +240,7 @@ def test_a_damaged_image_is_named_once_with_exit_code_3(tmp_path):
     root, directory = tmp_path / "data", tmp_path / "run"
     root.mkdir()
     write_data(root, num_images=12)
-    config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 500}))
+    config = write_config(tmp_path / "c.yaml", with_workers(root, 500))
     arguments = ["train", config, "--nproc", 2, "--output", directory]
     # A short one: the workers' sockets lie in it, and their paths have 108 characters at most.
     temporary = Path(tempfile.mkdtemp(prefix="t"))
@@ -275,7 +265,7 @@ def test_a_damaged_image_is_named_once_with_exit_code_3(tmp_path):
 @pytest.mark.fault(88)
 def test_training_needs_no_standard_streams(tmp_path, data):
     """Their numbers must not go to a file of the run, where prints would be written into it."""
-    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 3}))
+    config = write_config(tmp_path / "c.yaml", with_workers(data, 3))
     directory = tmp_path / "run"
     arguments = ["train", config, "--nproc", 2, "--output", directory]
     command = Command(tmp_path, *arguments, wrapper=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"])
@@ -292,7 +282,7 @@ def test_ranks_run_nothing_of_the_current_folder(tmp_path, data):
     folder.mkdir()
     for name in ("yaml", "numpy", "segtrain"):
         (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\n")
-    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 1}))
+    config = write_config(tmp_path / "c.yaml", with_workers(data, 1))
     arguments = ["train", config, "--nproc", "2", "--output", tmp_path / "run"]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "segtrain", *map(str, arguments)],
@@ -315,7 +305,7 @@ def free_port():
 @pytest.mark.fault(43)
 def test_the_same_command_runs_under_torchrun_and_srun(tmp_path, data):
     """torchrun trains; srun's two tasks find the run complete."""
-    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 2}))
+    config = write_config(tmp_path / "c.yaml", with_workers(data, 2))
     directory = tmp_path / "run"
     arguments = ["train", config, "--output", directory]
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]

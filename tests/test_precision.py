@@ -8,6 +8,7 @@ from experiments import small, train, write_config
 
 from segtrain.commands.train import evaluate
 from segtrain.commands.train import loop as run_module
+from segtrain.commands.train.setup import TrainRequest
 from segtrain.config import Config, TrainConfig, load_config
 from segtrain.errors import ConfigError
 from segtrain.evaluation.settings import InferenceSettings
@@ -52,7 +53,7 @@ def test_a_training_runs_under_its_precision(tmp_path, monkeypatch, precision):
     monkeypatch.setattr(run_module, "set_up", set_up)
     config = load_config(path, [f"train.precision={precision}"])
     with pytest.raises(ConfigError, match="far enough"):
-        run_module.run(config, tmp_path / "run", device=torch.device("meta"), resume=False)
+        run_module.run(TrainRequest(config, tmp_path / "run", torch.device("meta")))
     assert seen == [(precision == "tf32",) * 2]
     assert flags() == before
 

@@ -15,7 +15,7 @@ from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.photos import find_images
 from segtrain.errors import ConfigError, DataError, ExecutionError
-from segtrain.evaluation import settings as large_images
+from segtrain.evaluation import settings
 from segtrain.evaluation.windows import window_starts
 from segtrain.run import console
 from segtrain.types import SegLogits
@@ -61,29 +61,16 @@ def run(tmp_path, monkeypatch):
         )
     )
 
-    def command(
-        *inputs,
-        classes=CLASSES,
-        model=None,
-        crop_size=(512, 512),
-        eval_crop_size=None,
-        **changes,
-    ):
+    def command(*inputs, classes=CLASSES, model=None, crop=(512, 512), eval_crop=None, **changes):
         model = StrongestChannel() if model is None else model
         about = {
-            "augment": config.augment.model_copy(update={"crop_size": crop_size}),
-            "eval": config.eval.model_copy(update={"crop_size": eval_crop_size}),
+            "augment": config.augment.model_copy(update={"crop_size": crop}),
+            "eval": config.eval.model_copy(update={"crop_size": eval_crop}),
         }
         loaded = LoadedModel(model.eval(), config.model_copy(update=about), classes, step=3)
         monkeypatch.setattr(predict, "load_model", lambda source, device: loaded)
-        args = {
-            "source": "run",
-            "inputs": [str(path) for path in inputs],
-            "output": str(tmp_path / "out"),
-            "device": "cpu",
-            "set": [],
-            "overwrite": False,
-        }
+        args = {"source": "run", "inputs": [str(path) for path in inputs], "device": "cpu"}
+        args |= {"output": str(tmp_path / "out"), "set": [], "overwrite": False}
         return predict.main(argparse.Namespace(**(args | changes)))
 
     return command
@@ -123,21 +110,26 @@ def test_images_of_any_size_get_label_map_colours_and_overlay(run, tmp_path):
     assert (out / "legend.png").is_file()
 
 
-@pytest.mark.parametrize("suffix", ["bmp", "tif", "webp", "PNG"])
-def test_every_lossless_format_is_read_as_the_same_picture(run, tmp_path, suffix):
+def save_as(path, image, **options):
+    """A lossless file, unless it is a JPEG."""
+    lossless = {"lossless": True} if path.suffix == ".webp" else {}
+    Image.fromarray(image).save(path, **lossless, **options)
+
+
+def test_every_lossless_format_is_read_as_the_same_picture(run, tmp_path):
+    """A palette image counts by its colours."""
     image = photo(21, 34)
-    path = tmp_path / f"a.{suffix}"
-    Image.fromarray(image).save(path, **({"lossless": True} if suffix == "webp" else {}))
-    assert run(path) == 0
-    assert np.array_equal(read(tmp_path / "out/labels/a.png"), RAW_IDS[image.argmax(2)])
-
-
-def test_a_palette_image_counts_by_its_colours(run, tmp_path):
+    paths = [tmp_path / f"{suffix}.{suffix}" for suffix in ("bmp", "tif", "webp", "PNG")]
+    for path in paths:
+        save_as(path, image)
     picture = Image.new("P", (9, 5), 1)
     picture.putpalette([10, 200, 30, 0, 0, 90])  # index 1 is blue
-    picture.save(tmp_path / "a.png")
-    assert run(tmp_path / "a.png") == 0
-    assert (read(tmp_path / "out/labels/a.png") == 11).all()
+    picture.save(tmp_path / "palette.png")
+    assert run(*paths, tmp_path / "palette.png") == 0
+    for path in paths:
+        found = read(tmp_path / "out/labels" / f"{path.stem}.png")
+        assert np.array_equal(found, RAW_IDS[image.argmax(2)])
+    assert (read(tmp_path / "out/labels/palette.png") == 11).all()
 
 
 def test_ids_above_255_are_written_with_16_bits(run, tmp_path):
@@ -162,15 +154,18 @@ def test_unreadable_images_are_named_at_the_end_and_the_others_done(run, tmp_pat
     (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
     (folder / "empty.jpg").touch()
     (folder / "text.tif").write_text("not a picture")
-    with pytest.raises(DataError, match="3 of 11 images") as refusal:
-        run(folder)
-    assert all(name in str(refusal.value) for name in ("cut.png", "empty.jpg", "text.tif"))
+    for name in ("pipe.png", "pipe.bmp"):  # not waited for
+        os.mkfifo(folder / name)
+    with pytest.raises(DataError, match="5 of 13 images") as refusal:
+        run(folder, folder / "pipe.png", folder / "pipe.bmp")
+    named = ("cut.png", "empty.jpg", "text.tif", "pipe.png: not a regular", "pipe.bmp: not a reg")
+    assert all(name in str(refusal.value) for name in named)
     assert names(tmp_path / "out/labels") == [f"good {i}.png" for i in range(8)]
 
 
 @pytest.mark.parametrize("mode", ["whole", "slide"])
 def test_images_that_share_batches_are_predicted_as_alone(run, tmp_path, monkeypatch, mode):
-    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 500)  # the second goes by windows
+    monkeypatch.setattr(settings, "MAX_WHOLE_PIXELS", 500)  # the second goes by windows
     sizes = [(16, 24), (40, 30), (16, 24), (16, 24), (5, 7), (16, 24), (16, 24)]
     for i, size in enumerate(sizes):
         save(tmp_path / f"in/{i}.png", photo(*size, seed=i))
@@ -179,9 +174,9 @@ def test_images_that_share_batches_are_predicted_as_alone(run, tmp_path, monkeyp
     for batch_size in (1, 3):
         model = Brightness()
         model.register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape))
-        settings = [f"eval.batch_size={batch_size}", *(WINDOWS if mode == "slide" else [])]
+        options = [f"eval.batch_size={batch_size}", *(WINDOWS if mode == "slide" else [])]
         with pytest.raises(DataError, match=r"1 of 7 images cannot be read.*3\.png"):
-            run(tmp_path / "in", model=model, set=settings, overwrite=True)
+            run(tmp_path / "in", model=model, set=options, overwrite=True)
         written = sorted((tmp_path / "out/labels").iterdir())
         assert len(written) == 6
         pictures.append([read(path).tolist() for path in written])
@@ -225,13 +220,6 @@ def test_images_with_one_name_get_names_of_their_own(run, tmp_path):
     assert sizes == {"x.png": (8, 9), "X_bmp.png": (12, 13), "x_png.png": (10, 11)}
 
 
-def test_predictions_are_not_predicted_again(run, tmp_path):
-    save(tmp_path / "a.png", photo(8, 9))
-    assert run(tmp_path) == 0
-    assert run(tmp_path, overwrite=True) == 0
-    assert names(tmp_path / "out/labels") == ["a.png"]
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 def test_linked_folders_are_searched_in_one_order(tmp_path, monkeypatch, reverse):
     """A loop too; what two links lead to is predicted once, under the first of their names."""
@@ -244,11 +232,13 @@ def test_linked_folders_are_searched_in_one_order(tmp_path, monkeypatch, reverse
     assert [source.name for source in found] == ["z/a", "k/b"]
 
 
-def test_existing_predictions_are_kept_unless_told_otherwise(run, tmp_path):
-    path = save(tmp_path / "a.png", photo(8, 9))
-    run(path)
+def test_existing_predictions_are_kept_unless_told_otherwise_and_not_predicted(run, tmp_path):
+    save(tmp_path / "a.png", photo(8, 9))
+    assert run(tmp_path) == 0
     with pytest.raises(ConfigError, match=r"labels/a\.png: exists already; .*--overw"):
-        run(path)
+        run(tmp_path)
+    assert run(tmp_path, overwrite=True) == 0
+    assert names(tmp_path / "out/labels") == ["a.png"]
 
 
 def test_nothing_is_written_through_links_or_into_pipes(run, tmp_path):
@@ -265,13 +255,6 @@ def test_nothing_is_written_through_links_or_into_pipes(run, tmp_path):
         with pytest.raises(ConfigError, match=rf"--output .*{name}: is a pipe; remove it"):
             run(path, overwrite=True)
         (out / name).unlink()
-
-
-@pytest.mark.parametrize("name", ["pipe.png", "pipe.bmp"])
-def test_a_pipe_named_like_an_image_is_not_waited_for(run, tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=rf"{name}: cannot be read: not a regular file"):
-        run(tmp_path / name)
 
 
 def test_predictions_into_the_folder_of_the_images_are_refused(run, tmp_path):
@@ -308,7 +291,7 @@ def test_what_does_not_change_predictions_cannot_be_set(run, tmp_path, capsys):
     run(path, set=["eval.mode=slide", "eval.crop_size=[16, 24]"])
     assert "sliding window 16x24" in capsys.readouterr().out
     assert np.array_equal(read(tmp_path / "out/labels/a.png"), RAW_IDS[photo(30, 40).argmax(2)])
-    with pytest.raises(ConfigError, match=r"--set train\.lr=1: no effect on predictions"):
+    with pytest.raises(ConfigError, match=r"--set optim\.lr=1: the checkpoint decides this"):
         run(path, set=["optim.lr=1"], overwrite=True)
     with pytest.raises(ConfigError, match=r"eval\.mode"):
         run(path, set=["eval.mode=none"], overwrite=True)
@@ -318,16 +301,13 @@ WINDOWS = ["eval.crop_size=[16, 24]"]
 
 
 def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 30 * 40)
+    monkeypatch.setattr(settings, "MAX_WHOLE_PIXELS", 30 * 40)
     folder = tmp_path / "in"
     save(folder / "large.png", photo(31, 40))
     save(folder / "small.png", photo(30, 40))
     runs = {}
-    for name, more in (
-        ("auto", []),
-        ("slide", ["eval.mode=slide"]),
-        ("whole", ["eval.mode=whole"]),
-    ):
+    for name in ("auto", "slide", "whole"):
+        more = [] if name == "auto" else [f"eval.mode={name}"]
         model, output = Brightness(), tmp_path / name
         assert run(folder, model=model, set=WINDOWS + more, output=str(output)) == 0
         labels = [read(output / "labels" / f"{size}.png") for size in ("large", "small")]
@@ -345,31 +325,31 @@ def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    ("size", "settings", "crops", "window"),
+    ("size", "options", "crops", "window"),
     [
         # A model trained on crops of 64 px took 6,510 windows for 12 megapixels.
-        ((1100, 1430), [], {"crop_size": (64, 96)}, (1024, 1024)),
-        ((1100, 1430), [], {"crop_size": (713, 1425)}, (1024, 1425)),
-        ((1100, 1430), ["eval.mode=slide"], {"crop_size": (640, 960)}, (640, 960)),
-        ((1100, 1430), ["eval.crop_size=[800, 480]"], {"crop_size": (64, 96)}, (800, 480)),
+        ((1100, 1430), [], {"crop": (64, 96)}, (1024, 1024)),
+        ((1100, 1430), [], {"crop": (713, 1425)}, (1024, 1425)),
+        ((1100, 1430), ["eval.mode=slide"], {"crop": (640, 960)}, (640, 960)),
+        ((1100, 1430), ["eval.crop_size=[800, 480]"], {"crop": (64, 96)}, (800, 480)),
         # A border of the mean colour would change what the network sees.
-        ((90, 1100), [], {"crop_size": (64, 96)}, (90, 1024)),
-        ((30, 40), [], {"eval_crop_size": (24, 16)}, (24, 16)),
+        ((90, 1100), [], {"crop": (64, 96)}, (90, 1024)),
+        ((30, 40), [], {"eval_crop": (24, 16)}, (24, 16)),
         # Small once it has the size of the training.
         ((60, 80), ["data.short_side_px=6"], {}, (6, 8)),
     ],
 )
 def test_windows_of_large_images_are_large_unless_the_user_says_otherwise(
-    run, tmp_path, monkeypatch, capsys, size, settings, crops, window
+    run, tmp_path, monkeypatch, capsys, size, options, crops, window
 ):
-    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 100)
+    monkeypatch.setattr(settings, "MAX_WHOLE_PIXELS", 100)
     model, path = Brightness(), save(tmp_path / "a.png", photo(*size))
-    assert run(path, model=model, set=settings, **crops) == 0
+    assert run(path, model=model, set=options, **crops) == 0
     assert model.sizes == {window}
 
 
 def test_a_large_image_shows_life_without_a_terminal(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(large_images, "MAX_WHOLE_PIXELS", 100)
+    monkeypatch.setattr(settings, "MAX_WHOLE_PIXELS", 100)
     path = save(tmp_path / "my photo.png", photo(70, 100))
     run(path, set=WINDOWS)
     assert "windows" not in capsys.readouterr().out  # it took no time
@@ -385,20 +365,19 @@ def test_a_large_image_shows_life_without_a_terminal(run, tmp_path, monkeypatch,
     assert said.err == ""
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
-def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys, suffix, orientation):
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = np.repeat(np.repeat(photo(4, 6), 4, axis=0), 4, axis=1)
-    path = tmp_path / f"a.{suffix}"
-    Image.fromarray(image).save(path, exif=exif, **({"lossless": True} if suffix == "webp" else {}))
-    assert run(path) == 0
-    label = read(tmp_path / "out/labels/a.png")
-    assert label.shape == (16, 24)
-    if suffix != "jpg":
-        assert np.array_equal(label, RAW_IDS[image.argmax(2)])
-    assert ("1 of them asks for a rotation" in capsys.readouterr().out) == (orientation != 1)
+    for suffix in ("jpg", "png", "webp", "tif"):
+        save_as(tmp_path / f"{suffix}.{suffix}", image, exif=exif)
+    assert run(*sorted(tmp_path.glob("*.*"))) == 0
+    for suffix in ("jpg", "png", "webp", "tif"):
+        label = read(tmp_path / "out/labels" / f"{suffix}.png")
+        assert label.shape == (16, 24)
+        assert suffix == "jpg" or np.array_equal(label, RAW_IDS[image.argmax(2)])
+    assert ("4 of them ask for a rotation" in capsys.readouterr().out) == (orientation != 1)
 
 
 def test_a_place_that_cannot_be_written_ends_the_command(run, tmp_path):
@@ -444,27 +423,29 @@ def test_what_is_skipped_in_folders_is_counted_by_suffix(run, tmp_path, capsys):
         run(folder / "d.gif", overwrite=True)
 
 
-@pytest.mark.parametrize("suffix", ["png", "tif"])
-def test_12_bits_in_a_file_of_16_are_warned_about(run, tmp_path, capsys, suffix):
-    values = np.random.default_rng(0).integers(0, 4096, (8, 9, 3)).astype(np.uint16)
-    for name, factor in (("dark", 1), ("full", 16)):
-        assert cv2.imwrite(str(tmp_path / f"{name}.{suffix}"), values * np.uint16(factor))
-    assert run(tmp_path / f"full.{suffix}") == 0
+@pytest.mark.parametrize(
+    ("suffix", "levels", "dtype", "factor", "said"),
+    [
+        ("png", 4096, np.uint16, 16, "warning: 1 image of 16 bits uses at most 12 of them"),
+        ("tif", 4096, np.uint16, 16, "warning: 1 image of 16 bits uses at most 12 of them"),
+        ("png", 2, np.uint8, 255, "brighter than 1 of 255"),
+        ("bmp", 2, np.uint8, 255, "brighter than 1 of 255"),
+    ],
+)
+def test_images_whose_numbers_use_a_part_of_their_range_are_warned_about(
+    run, tmp_path, capsys, suffix, levels, dtype, factor, said
+):
+    """Values of 12 bits in files of 16; values of 0 and 1 saved as bytes."""
+    values = np.random.default_rng(0).integers(0, levels, (8, 9, 3)).astype(dtype)
+    dark, full = tmp_path / f"dark.{suffix}", tmp_path / f"full.{suffix}"
+    assert cv2.imwrite(str(dark), values)
+    assert cv2.imwrite(str(full), values * dtype(factor))
+    assert run(full) == 0
     assert "warning" not in capsys.readouterr().out
-    assert run(tmp_path / f"full.{suffix}", tmp_path / f"dark.{suffix}", overwrite=True) == 0
+    assert run(dark, overwrite=True, output=str(tmp_path / "other")) == 0
     (line,) = [one for one in capsys.readouterr().out.splitlines() if "warning" in one]
-    assert line.startswith("warning: 1 image of 16 bits uses at most 12 of them")
-    assert line.endswith(f"dark.{suffix}")
-
-
-@pytest.mark.parametrize("suffix", ["png", "bmp"])
-def test_values_of_0_and_1_saved_as_bytes_are_warned_about(run, tmp_path, capsys, suffix):
-    values = np.random.default_rng(0).integers(0, 2, (8, 9, 3)).astype(np.uint8)
-    assert cv2.imwrite(str(tmp_path / f"dark.{suffix}"), values)
-    assert cv2.imwrite(str(tmp_path / f"full.{suffix}"), values * 255)
-    assert run(tmp_path / f"dark.{suffix}") == 0
-    (line,) = [one for one in capsys.readouterr().out.splitlines() if "warning" in one]
-    assert "brighter than 1 of 255" in line
-    assert f"dark.{suffix}" in line
-    assert run(tmp_path / f"full.{suffix}", tmp_path / f"dark.{suffix}", overwrite=True) == 0
-    assert "warning" not in capsys.readouterr().out
+    assert said in line
+    assert dark.name in line
+    # Among others, one of 16 bits is odd; one of bytes may be just dark.
+    assert run(full, dark, overwrite=True) == 0
+    assert ("warning" in capsys.readouterr().out) == (dtype == np.uint16)

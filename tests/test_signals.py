@@ -80,8 +80,8 @@ def test_nohup_is_obeyed():
     assert python(code).stdout == "False\n"
 
 
-def python(code):
-    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+def python(code, **environ):
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)} | environ
     return subprocess.run([sys.executable, "-c", code], env=environ, text=True, capture_output=True)
 
 
@@ -169,10 +169,5 @@ def test_ranks_that_do_not_come_are_missed_in_words():
         "except LostRanksError as error: print(error.exit_code, error)\n"
     )
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environ,
-        text=True,
-        capture_output=True,
-    )
+    done = python(code, **environ)
     assert done.stdout.startswith("6 rank 0: lost the connection to the other ranks"), done.stderr

@@ -83,12 +83,12 @@ def test_frozen_and_held_weights_keep_the_values_of_the_file(alone, pruned):
 
 
 def test_the_step_sets_the_rate_and_leaves_held_weights_out(alone):
-    train = load_config(alone[0]).train
+    config = load_config(alone[0])
     found = last(alone[1])
     groups = found.optimizer["param_groups"]
     names = [name for group in groups for name in group["param_names"]]
     for group in groups:
-        assert group["lr"] == learning_rate(train, 3) * group["lr_mult"] == group["velocity_lr"]
+        assert group["lr"] == learning_rate(config, 3) * group["lr_mult"] == group["velocity_lr"]
     assert {group["lr_mult"] for group in groups} == {1.0, 0.5}
     for name, mask in found.start["held"].items():
         buffer = found.optimizer["state"][names.index(name)]["momentum_buffer"]

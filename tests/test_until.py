@@ -132,8 +132,18 @@ def test_ranks_pause_after_the_same_step(run_ranks, tmp_path, alone):
     assert losses(run) == losses(whole)[:3]
 
 
-def test_a_step_beyond_the_last_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--until", "10"], "--until: 10 is more than train.steps, 9"),
+        (["--accept-changes"], "--accept-changes: serves only --resume"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_also_at_a_restart(
+    tmp_path, capsys, monkeypatch, options, said
+):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     config = tmp_path / "c.yaml"
     config.write_text("data: {layout: folders, root: /d, classes: voc}\ntrain: {steps: 9}\n")
-    assert cli.main(["train", str(config), "--until", "10"]) == 2
-    assert "--until: 10 is more than train.steps, 9" in capsys.readouterr().err
+    assert cli.main(["train", str(config), *options]) == 2
+    assert said in capsys.readouterr().err

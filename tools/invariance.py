@@ -79,7 +79,7 @@ def reversed_losses(directory: Path, chosen: tuple[str, ...]) -> list[float]:
     setup.indices_of_rank = lambda batch_size, *_: [range(batch_size)[::-1]]
     try:
         config = load_config(DEMO, chosen)
-        loop.run(config, directory, device=torch.device("cpu"), resume=False)
+        loop.run(setup.TrainRequest(config, directory, torch.device("cpu")))
     finally:
         setup.indices_of_rank = original
     return logged(directory, "train/loss")

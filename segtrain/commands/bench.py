@@ -2,12 +2,11 @@
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from segtrain.commands.train.setup import (
     TrainContext,
     build_state,
     class_uniform_sampling,
+    device_name,
     make_repeatable,
     open_data,
 )
@@ -28,7 +28,7 @@ from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.files import check_output, check_utf8, os_errors_as, write_output
 from segtrain.models.precision import float32_products
-from segtrain.text import printable_lines, say
+from segtrain.text import printable, say
 from segtrain.training.engine import StepResult, train_steps
 from segtrain.training.measure import (
     PARTS,
@@ -78,9 +78,11 @@ class Report(NamedTuple):
 
 def lines_of(report: Report) -> Iterator[str]:
     """The report for people."""
-    device = f"{report.ranks} x {report.device}, {report.precision}"
     height, width = report.crop_size
-    yield f"device     {device}, batch {report.batch_size} of {height}x{width}"
+    yield (
+        f"device     {report.ranks} x {report.device}, {report.precision}, batch "
+        f"{report.batch_size} of {height}x{width}"
+    )
     rate = f"{report.images_per_s:.1f} images/s, mean of {report.steps} steps"
     yield f"step       {_ms(report.step_s)}, {rate}"
     yield f"parts      of steps in which they were timed, {_ms(report.parted_step_s)} each"
@@ -88,10 +90,11 @@ def lines_of(report: Report) -> Iterator[str]:
         yield f"  {name:<15}{_ms(seconds):>9} {seconds / report.parted_step_s:>6.1%}"
     workers = f"{report.workers} loader workers a rank"
     yield f"sample     {_ms(report.sample_s)} in one process; {workers}"
-    operations = f"{report.flops_of_image / 1e9:.1f} GFLOP an image, {report.flops / 1e12:.3f}"
-    peak = f"{report.peak_flops / 1e12:.3f} of large matrix products"
-    part = report.flops / report.peak_flops
-    yield f"arithmetic {operations} TFLOP/s: {part:.0%} of the {peak}"
+    yield (
+        f"arithmetic {report.flops_of_image / 1e9:.1f} GFLOP an image, {report.flops / 1e12:.3f} "
+        f"TFLOP/s: {report.flops / report.peak_flops:.0%} of the {report.peak_flops / 1e12:.3f} of "
+        "large matrix products"
+    )
     yield f"memory     {report.peak_bytes / 2**30:.2f} GiB at most in a process"
     if report.device_busy is not None:
         yield f"kernels    run {report.device_busy:.0%} of the time"
@@ -127,8 +130,7 @@ def limit_of(report: Report) -> str:
         )
     return (
         f"memory traffic, small operations or other programs: arithmetic is at {arithmetic:.0%} of "
-        "what large matrix products reach, and nothing waits; bfloat16, larger crops or "
-        "batches, or train.compile"
+        "what large matrix products reach; bfloat16, larger crops or batches, or train.compile"
     )
 
 
@@ -154,7 +156,7 @@ def run_bench(args: argparse.Namespace) -> int:
     if device.type == "cpu":
         keep_freed_memory()
     group = process_group(device, timeout_s=config.train.timeout_s)
-    with group, float32_products(config.train), ExitStack() as stack:
+    with group, float32_products(config.train):
         for option, file in (("--json", args.json), ("--profile", args.profile)):
             if file is not None and dist.is_main():
                 with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
@@ -163,9 +165,9 @@ def run_bench(args: argparse.Namespace) -> int:
             check_utf8(args.profile)
         make_repeatable(config, device)
         with worker_failures():
-            report = _measure(config, device, args.steps, args.profile, stack)
+            report = _measure(config, device, args.steps, args.profile)
         if dist.is_main():
-            print("\n".join(printable_lines("\n".join(lines_of(report)))))
+            print("\n".join(map(printable, lines_of(report))))
             if args.json is not None:
                 with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
                     fields = report._asdict() | {"limit": limit_of(report)}
@@ -177,10 +179,7 @@ def _config(args: argparse.Namespace) -> Config:
     """The experiment, long enough to be measured."""
     config = load_config(recipes.find(args.config).path, args.set)
     if config.train.parallel != "sync":
-        raise ConfigError(
-            f"train.parallel: {config.train.parallel}: its processes do not share steps; bench "
-            "measures train.parallel sync"
-        )
+        raise ConfigError("train.parallel: hogwild: its processes do not share steps: use sync")
     steps = max(config.train.steps, _warmup(config) + 2 * args.steps + _PROFILED)
     train = config.train.model_copy(update={"steps": steps})
     return config.model_copy(update={"train": train})
@@ -191,17 +190,13 @@ def _warmup(config: Config) -> int:
     return _WARMUP + (MEASURED_STEPS if config.data.num_workers == "auto" else 0)
 
 
-def _measure(
-    config: Config, device: torch.device, num_steps: int, profile: Path | None, stack: ExitStack
-) -> Report:
+def _measure(config: Config, device: torch.device, num_steps: int, profile: Path | None) -> Report:
     """Trains a few steps with the data, model and loader of a run (collective)."""
     notes: list[str] = []
     train_set, _ = open_data(config, device, notes)
     state = build_state(config, device, None, train_set, notes)
-    folder = Path(stack.enter_context(TemporaryDirectory()))
-    class_uniform, _ = class_uniform_sampling(
-        config, train_set, folder, None, device, keep=False, accept_changes=True
-    )
+    nowhere = Path(os.devnull)  # bench has no run directory that keeps the centroids
+    class_uniform, _ = class_uniform_sampling(config, train_set, nowhere, None, device)
     this = TrainContext(
         config=config,
         device=device,
@@ -234,17 +229,19 @@ def _measure(
     parts = {"data": waited_s, **parts}
     parts["other"] = max(0.0, parted_s - sum(parts.values()))
     # 3. What the device does meanwhile.
-    busy = busy_share(lambda: _take(steps, _PROFILED, device), device, _own(profile))
+    if profile is not None and dist.world_size() > 1:  # each rank writes a trace
+        name, dot, endings = profile.name.partition(".")
+        profile = profile.with_name(f"{name}_{dist.rank()}{dot}{endings}")
+    busy = busy_share(lambda: _take(steps, _PROFILED, device), device, profile)
 
-    ranks = dist.world_size()
     peak = matmul_peak(device, config.train)
     sam = 1 / config.optim.sam_every if config.optim.sam_rho is not None else 0.0
     flops = training_flops(config, train_set.classes.num_classes) * (1 + sam)
     everywhere = dist.all_gather_object([step_s, data_s, parted_s, parts, peak, peak_bytes(device)])
     slowest = max(everywhere, key=lambda values: values[0])
     return Report(
-        device=_device_name(device),
-        ranks=ranks,
+        device=device_name(device),
+        ranks=dist.world_size(),
         precision=config.train.precision,
         batch_size=config.train.batch_size,
         crop_size=config.augment.crop_size,
@@ -272,14 +269,6 @@ def _take(steps: Iterator[StepResult], number: int, device: torch.device) -> tup
     return (time.perf_counter() - began) / number, waited / number
 
 
-def _own(profile: Path | None) -> Path | None:
-    """Where this rank writes its trace."""
-    if profile is None or dist.world_size() == 1:
-        return profile
-    name, dot, endings = profile.name.partition(".")
-    return profile.with_name(f"{name}_{dist.rank()}{dot}{endings}")
-
-
 def _seconds_of_a_sample(this: TrainContext) -> float:
     """What one sample takes in this process: reading, decoding, augmenting."""
     stream = this.stream()
@@ -290,7 +279,3 @@ def _seconds_of_a_sample(this: TrainContext) -> float:
         step, position = divmod(i + 1, this.config.train.batch_size)
         stream[first + step, position]
     return (time.perf_counter() - began) / _SAMPLES
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

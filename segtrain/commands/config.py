@@ -21,7 +21,7 @@ def load_named(args: argparse.Namespace) -> Config:
 
 def show_warnings(config: Config) -> None:
     """Writes a line to stderr for every option that probably does not do what is meant."""
-    for line in config_warnings(config):
+    for line in (*config_warnings(config), *wrong_units(config)):
         say(f"warning: {line}")
 
 
@@ -30,8 +30,6 @@ def print_config(args: argparse.Namespace) -> int:
     config = load_named(args)
     print(config_to_yaml(config), end="")
     show_warnings(config)
-    for line in wrong_units(config):
-        say(f"warning: {line}")
     return EXIT_OK
 
 

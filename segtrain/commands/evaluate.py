@@ -6,16 +6,14 @@ Every rank runs this on its part of the images and writes pictures of them; rank
 import argparse
 import json
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from segtrain import files
+from segtrain import files, text
 from segtrain.checkpoint import load_model
 from segtrain.checkpoint.dataset_guard import eval_differences
 from segtrain.config import Config, override_config
@@ -36,9 +34,8 @@ from segtrain.distributed.process_group import device_for, process_group
 from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
-from segtrain.evaluation.report import InstanceCounts, Report, make_report
+from segtrain.evaluation.report import InstanceCounts, make_report
 from segtrain.files import os_errors_as
-from segtrain.metrics import ConfusionMatrix
 from segtrain.models.memory import check_windows
 from segtrain.models.precision import (
     check_eval_precision,
@@ -66,7 +63,7 @@ def run_eval(args: argparse.Namespace) -> int:
     _check_options(args)
     device = device_for(args.device)
     loaded = load_model(args.checkpoint, device=device)
-    config = _config(loaded.config, args)
+    config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
     split = args.split or config.data.eval_split
     hidden = _named_by_checkpoint(args)
     dataset = open_dataset(config.data, split, hidden=hidden, labelled=not args.no_labels)
@@ -77,38 +74,38 @@ def run_eval(args: argparse.Namespace) -> int:
     check_windows(config, num_classes, device, dist.local_world_size())
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
-    compare = _no_differences if args.no_labels else eval_differences
 
     with ExitStack() as stack:
         if args.json:
             # Refused now, rather than after the evaluation.
-            _make_folder("--json", Path(args.json).parent)
             with os_errors_as(ConfigError, f"--json {args.json}", "cannot be written"):
+                Path(args.json).parent.mkdir(parents=True, exist_ok=True)
                 files.check_output(Path(args.json))
         stack.enter_context(process_group(device, timeout_s=config.train.timeout_s))
         stack.enter_context(float32_products(for_evaluation(config)))
         _check_same_step(args.checkpoint, loaded.step)
 
-        # 3. What differs from the training.
+        # 3. What differs from the training; for labels that are still hashed, at the end.
+        differences: Iterator[list[str]] = iter(())
         if dist.is_main():
+            if not args.no_labels:
+                found = eval_differences(loaded, config.data, dataset)
+                differences = stack.enter_context(closing(found))
+            warnings = [*eval_precision_warnings(config, device), *dark_warnings(dataset)]
             _warn(changed_normalization(loaded.config, config))
-            _warn(f"warning: {line}" for line in eval_precision_warnings(config, device))
-            differences = stack.enter_context(closing(compare(loaded, config.data, dataset)))
             _warn(next(differences, []))
-            _warn(f"warning: {line}" for line in dark_warnings(dataset))
+            _warn(f"warning: {line}" for line in warnings)
 
         # 4. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
-        model = to_eval_precision(loaded.model, config, device)
-        num_threads = max(1, num_loader_workers(config.data))
         matrix = evaluate_dataset(
-            model,
+            to_eval_precision(loaded.model, config, device),
             dataset,
             settings,
             device=device,
             num_classes=num_classes,
             progress=True,
-            num_threads=num_threads,
+            num_threads=max(1, num_loader_workers(config.data)),
             callbacks=[*writers, *([] if instances is None else [instances.add])],
         )
         if instances is not None:
@@ -116,25 +113,33 @@ def run_eval(args: argparse.Namespace) -> int:
 
         # 5. Rank 0 reports.
         if dist.is_main():
-            for warning in dataset.warnings:
-                say(f"warning: {warning}")
-            about = {
+            names, layout = loaded.classes.names, config.data.layout
+            report = make_report(matrix, names, dataset.classes, instances, layout=layout)
+            norm = describe_norm(config.norm)
+            scores = {  # the same bytes on any number of ranks
                 "checkpoint": str(args.checkpoint),
                 "step": loaded.step,
                 "split": split,
                 "num_images": len(dataset),
+                **report.to_dict(),
+                "confusion_matrix": matrix.counts.tolist(),
+                "inference": settings.to_dict() | {"precision": for_evaluation(config).precision},
+                "norm": norm,
             }
-            names, layout = loaded.classes.names, config.data.layout
-            report = make_report(matrix, names, dataset.classes, instances, layout=layout)
-            scores = _scores(matrix, report, about, settings, config)
+            lines = [f"warning: {warning}" for warning in dataset.warnings]
             if not args.no_labels:
-                _say([*report.lines(), *why_not])
-            _say(_how_scored(scores, settings))
+                lines += [*report.lines(), *why_not]
+            lines += [
+                f"{args.checkpoint}, step {loaded.step}, {len(dataset)} images of split {split}",
+                f"{settings.describe()}; trained with {norm}",
+            ]
+            for line in lines:
+                say(line)
             _warn(next(differences, []))
             if args.json:
-                text = json.dumps(scores, indent=2, allow_nan=False) + "\n"
+                content = json.dumps(scores, indent=2, allow_nan=False) + "\n"
                 with os_errors_as(ExecutionError, args.json, "the scores cannot be written"):
-                    files.write_output(Path(args.json), text)
+                    files.write_output(Path(args.json), content)
     return EXIT_OK
 
 
@@ -149,13 +154,20 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
 
 
-def _config(trained: Config, args: argparse.Namespace) -> Config:
-    config = override_config(trained, args.set, source=str(args.checkpoint))
-    foreign = [text for text in args.set if not text.strip().startswith(_SETTABLE)]
+def set_after_training(
+    trained: Config, overrides: Sequence[str], settable: tuple[str, ...], *, source: str
+) -> Config:
+    """The config of a checkpoint with `overrides`, of which each begins with one of `settable`.
+
+    Raises:
+        ConfigError: an option that the checkpoint decides, or one that does not exist.
+    """
+    config = override_config(trained, overrides, source=source)
+    foreign = [text for text in overrides if not text.strip().startswith(settable)]
     if foreign:
-        what = "the checkpoint decides this; eval takes data.*, eval.* and train.precision"
+        what = f"the checkpoint decides this; only {', '.join(settable)} can be set"
         raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
-    check_eval_precision(args.set, config)
+    check_eval_precision(overrides, config)
     return config
 
 
@@ -187,7 +199,7 @@ def _check_same_step(checkpoint: str | Path, step: int) -> None:
 
 def _warn(lines: Iterable[str]) -> None:
     for line in lines:
-        print(f"segtrain: {printable(line)}", file=sys.stderr)
+        text.say(line)
 
 
 def _instances(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | None, list[str]]:
@@ -211,41 +223,6 @@ def _instances(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | No
     return None, [f"{reason}: no instance-weighted scores"]
 
 
-def _no_differences(*_: object) -> Iterator[list[str]]:
-    """In place of `eval_differences`, for a split that no training has seen."""
-    yield from ()
-
-
-def _say(lines: Iterable[str]) -> None:
-    for line in lines:
-        say(line)
-
-
-def _how_scored(scores: dict[str, Any], settings: InferenceSettings) -> list[str]:
-    """Lines about what was scored, and how."""
-    return [
-        "{checkpoint}, step {step}, {num_images} images of split {split}".format(**scores),
-        f"{settings.describe()}; trained with {scores['norm']}",
-    ]
-
-
-def _scores(
-    matrix: ConfusionMatrix,
-    report: Report,
-    about: dict[str, Any],
-    settings: InferenceSettings,
-    config: Config,
-) -> dict[str, Any]:
-    """What --json writes: the same bytes on any number of ranks."""
-    return {
-        **about,
-        **report.to_dict(),
-        "confusion_matrix": matrix.counts.tolist(),
-        "inference": settings.to_dict() | {"precision": for_evaluation(config).precision},
-        "norm": describe_norm(config.norm),
-    }
-
-
 Writer = Callable[[Prediction], None]
 
 
@@ -259,20 +236,17 @@ def picture_writers(
     for option, folder in folders.items():
         check_pictures(option, folder, names, config.data, splits=[split])
     for option, folder in folders.items():
-        _make_folder(option, folder)
+        with os_errors_as(ConfigError, f"{option} {folder}", "cannot make this folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"{option} {folder}: this folder cannot be written")
     writers = []
     if folder := folders.get("--save-predictions"):
         writers.append(_prediction_writer(folder, dataset, layout=config.data.layout))
     if folder := folders.get("--overlays"):
-        writers.append(_overlay_writer(folder, dataset, num=args.num_overlays))
+        chosen = spread(len(dataset), args.num_overlays)  # whatever the number of ranks
+        writers.append(partial(_write_overlay, folder, dataset, chosen))
     return writers
-
-
-def _make_folder(option: str, folder: Path) -> None:
-    with os_errors_as(ConfigError, f"{option} {folder}", "cannot make this folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{option} {folder}: this folder cannot be written")
 
 
 def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Writer:
@@ -283,7 +257,6 @@ def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Wri
     """
     ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
     ids = raw_ids(dataset.classes)
-
     write_ids: Callable[[Path, np.ndarray], None] = write_png
     if layout == "voc" and ids.dtype == np.uint8:
         write_ids = partial(write_indexed_png, palette=default_palette(256))
@@ -295,19 +268,13 @@ def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Wri
     return write
 
 
-def _overlay_writer(folder: Path, dataset: SegDataset, *, num: int) -> Writer:
-    """Writes image, label, prediction and errors side by side, for `num` images of the data set.
-
-    The choice does not depend on the ranks.
-    """
-    chosen = spread(len(dataset), num)
-
-    def write(prediction: Prediction) -> None:
-        if prediction.index not in chosen:
-            return
-        index, *pixels = prediction
-        name, classes = dataset.name(index), dataset.classes
-        picture = panel(*pixels, palette=classes.palette, names=classes.names, title=name)
-        write_png(folder / f"{name}.png", picture)
-
-    return write
+def _write_overlay(
+    folder: Path, dataset: SegDataset, chosen: Collection[int], prediction: Prediction
+) -> None:
+    """Writes image, label, prediction and errors side by side, for the `chosen` images."""
+    if prediction.index not in chosen:
+        return
+    index, *pixels = prediction
+    name, classes = dataset.name(index), dataset.classes
+    picture = panel(*pixels, palette=classes.palette, names=classes.names, title=name)
+    write_png(folder / f"{name}.png", picture)

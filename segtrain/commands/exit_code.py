@@ -93,7 +93,7 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
     """
     outcome = _Outcome()
     told = _told_by_a_rank if has_launcher() else _told
-    with told(outcome), _wrong_names_refused(), _told_where(*args):
+    with told(outcome), _told_where(*args):
         if isinstance(command, str):
             module, name = command.split(":")
             command = getattr(import_module(f"segtrain.{module}"), name)
@@ -105,7 +105,11 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
 
 @contextmanager
 def _told_where(args: argparse.Namespace | None = None) -> Iterator[None]:
-    """Makes an error about an option say where it is written: file and line, or --set."""
+    """Makes an error about an option say where it is written: file and line, or --set.
+
+    A name that the system refuses, wherever it is met, is a mistake of the user too: even to ask
+    whether a file exists raises OSError then.
+    """
     try:
         yield
     except UserError as error:
@@ -118,23 +122,11 @@ def _told_where(args: argparse.Namespace | None = None) -> Iterator[None]:
                 source = recipes.find(str(source)).path
             error.args = (with_places(str(error), str(source), getattr(args, "set", ())),)
         raise
-
-
-@contextmanager
-def _wrong_names_refused() -> Iterator[None]:
-    """A name that the system refuses, wherever it is met, is a mistake of the user.
-
-    Even to ask whether a file exists raises OSError then.
-    """
-    try:
-        yield
     except OSError as error:
         if error.errno not in _WRONG_NAMES or error.filename is None:
             raise
-        name, reason = os.fsdecode(error.filename), error.strerror or ""
-        if error.errno == errno.ENAMETOOLONG:
-            name = printable(name, 2 * MAX_NAME)
-            reason += ": expected at most 255 bytes between two slashes and 4095 in all"
+        # The name alone may fill a screen.
+        name, reason = printable(os.fsdecode(error.filename), 2 * MAX_NAME), error.strerror or ""
         raise ConfigError(f"{name}: {reason[:1].lower()}{reason[1:]}") from None
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
-from segtrain.config import Config, override_config
+from segtrain.commands.evaluate import set_after_training
 from segtrain.data.check.dark_images import Brightness, brightness, lost_bits, whole_split_problem
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
@@ -27,7 +27,7 @@ from segtrain.data.read.find import first_lines
 from segtrain.data.read.photos import Source, find_images, read_photo
 from segtrain.data.read.protect import check_pictures
 from segtrain.distributed.process_group import device_for
-from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
+from segtrain.errors import EXIT_OK, DataError, ExecutionError
 from segtrain.evaluation.dataset import Transfer
 from segtrain.evaluation.inference import LabelMap, predict_labels
 from segtrain.evaluation.settings import (
@@ -40,7 +40,6 @@ from segtrain.evaluation.settings import (
 from segtrain.evaluation.windows import num_windows
 from segtrain.models.memory import check_windows, is_out_of_memory
 from segtrain.models.precision import (
-    check_eval_precision,
     eval_precision_warnings,
     float32_products,
     for_evaluation,
@@ -108,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
 
     device = device_for(args.device)
     loaded = load_model(args.source, device=device)
-    config = _config(loaded.config, args)
+    config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.source))
     check_pictures("--output", output, pictures.file_names(names), config.data)
     check_windows(config, loaded.classes.num_classes, device)
     model = to_eval_precision(loaded.model, config, device)
@@ -190,21 +189,6 @@ def groups_of(photos: Iterable[Photo], most: int) -> Iterator[list[Photo]]:
         yield group
 
 
-def _config(trained: Config, args: argparse.Namespace) -> Config:
-    foreign = [text for text in map(str.strip, args.set) if not text.startswith(_SETTABLE)]
-    if foreign:
-        raise ConfigError(
-            "\n".join(
-                f"--set {text}: no effect on predictions; only {_SETTABLE[0]}* and "
-                f"{', '.join(_SETTABLE[1:])} have one"
-                for text in foreign
-            )
-        )
-    config = override_config(trained, args.set, source=str(args.source))
-    check_eval_precision(args.set, config)
-    return config
-
-
 def _decode(transfer: Transfer, path: Path) -> tuple[Tensor | None, Notes]:
     try:
         image, depth, orientation = read_photo(path)
@@ -232,29 +216,23 @@ def _predict(
         if not is_out_of_memory(error):
             raise
         height, width = max(sizes, key=math.prod)
-        how = "use smaller windows: --set eval.crop_size=[HEIGHT,WIDTH]"
+        how = "smaller windows: --set eval.crop_size=[HEIGHT,WIDTH]"
         if not slides:
-            how = "predict by windows: --set eval.mode=slide"
+            how = "windows: --set eval.mode=slide"
         if limits.num_images > 1:
-            how = f"use smaller batches: --set eval.batch_size=1, or {how}"
+            how = f"smaller batches: --set eval.batch_size=1, or {how}"
         raise ExecutionError(
             f"{printable(group[0].source.path)}: {height}x{width} px do not fit into the memory of "
-            f"{transfer.device}; {how}"
+            f"{transfer.device}; use {how}"
         ) from error
 
 
 def _summarize(notes: Sequence[Notes], output: Path) -> None:
-    """Prints what was done.
-
-    Raises:
-        DataError: images that cannot be read.
-    """
-    problems = [note.problem for note in notes if note.problem]
-    turned = sum(note.turned for note in notes)
+    """Prints what was done; raises DataError for images that cannot be read."""
     lights = [note.light for note in notes if note.light is not None]
     kinds = f"{{{','.join(pictures.KINDS)}}}"
     print(f"{len(lights)} of {len(notes)} images: {printable(output)}/{kinds}")
-    if turned:
+    if turned := sum(note.turned for note in notes):
         asks = counted(turned, "of them asks", "of them ask")
         print(f"{asks} for a rotation by EXIF; it was ignored, as in training")
     if lost := [light for light in lights if light.lost]:
@@ -263,11 +241,10 @@ def _summarize(notes: Sequence[Notes], output: Path) -> None:
         print(f"warning: such as {lights[0].name}: {problem}")
     if infinite := sum(not note.is_finite for note in notes):
         print(
-            f"warning: the scores of {counted(infinite, 'image', 'images')} are not finite "
-            "numbers, and predictions from them mean nothing; if they were computed in float16, "
-            "use bfloat16"
+            f"warning: the scores of {counted(infinite, 'image', 'images')} are not finite, and "
+            "predictions from them mean nothing; if they were computed in float16, use bfloat16"
         )
-    if problems:
+    if problems := [note.problem for note in notes if note.problem]:
         raise DataError(
             first_lines(f"{len(problems)} of {len(notes)} images cannot be read", problems)
         )

@@ -225,9 +225,7 @@ def _set_up(
     stack.callback(data.close)
     data.start(DATA_PATIENCE_S)
     notes += data.pop_log_lines()
-    class_uniform, others = class_uniform_sampling(
-        config, train_set, run, known, device, keep=False, accept_changes=True
-    )
+    class_uniform, others = class_uniform_sampling(config, train_set, run, known, device)
     notes += others
     _say(*notes)
     return Replay(

@@ -38,11 +38,6 @@ class Choice(NamedTuple):
     sample_s: float
     step_s: float
 
-    @property
-    def keeps_ahead(self) -> bool:
-        """Whether so many workers are as fast as the steps."""
-        return self.images * self.sample_s <= self.workers * self.step_s
-
     def line(self) -> str:
         """What to log."""
         line = (
@@ -50,7 +45,7 @@ class Choice(NamedTuple):
             f"(data.num_workers auto): a sample takes one {self.sample_s * 1e3:.1f} ms, a step of "
             f"{self.images} images {self.step_s * 1e3:.1f} ms"
         )
-        if not self.keeps_ahead:
+        if self.images * self.sample_s > self.workers * self.step_s:
             line += "; they are slower than the step: segtrain data pack makes reading faster"
         return line
 
@@ -64,11 +59,11 @@ class Measurement:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._began: _Mark | None = None
-        self._steps: list[tuple[_Mark, _Mark, float, int]] = []
+        self._began: float | torch.cuda.Event = 0.0
+        self._steps: list[tuple] = []  # began, ended, made_s, images
 
     def start(self) -> None:
-        """A step has its last batch."""
+        """A step has a batch; that of its last microbatch counts."""
         self._began = self._mark()
 
     def stop(self, made_s: float, images: int) -> None:
@@ -79,13 +74,17 @@ class Measurement:
         """How many workers keep ahead of the steps, 1 .. `most`."""
         dist.wait_for_device(self._device)  # which may wait for a rank that is gone
         measured = self._steps[_WARMUP:]
-        sample_s = median(made_s / images for _, _, made_s, images in measured)
-        step_s = median(_seconds(began, ended) for began, ended, _, _ in measured)
+        sample_s = median(made_s / images for *_, made_s, images in measured)
+        if self._device.type == "cuda":
+            measured[-1][1].synchronize()
+            step_s = median(began.elapsed_time(ended) / 1e3 for began, ended, *_ in measured)
+        else:
+            step_s = median(ended - began for began, ended, *_ in measured)
         images = max(images for *_, images in measured)
         needed = math.ceil(_MARGIN * images * sample_s / step_s)
         return Choice(max(1, min(most, needed)), most, images, sample_s, step_s)
 
-    def _mark(self) -> "_Mark":
+    def _mark(self) -> float | torch.cuda.Event:
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -93,54 +92,34 @@ class Measurement:
         return event
 
 
-_Mark = float | torch.cuda.Event
-
-
-def _seconds(began: _Mark, ended: _Mark) -> float:
-    if isinstance(began, float):
-        return ended - began
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3
-
-
 def with_chosen_workers(
     run: TrainContext, stop: int, tell: Callable[[str], None]
 ) -> Iterator[Batch]:
     """This rank's batches from the current step to `stop`.
 
-    With data.num_workers auto, the number is chosen in the first steps.
-
-    tell: gets a line about it.
+    With data.num_workers auto, the number is chosen in the first steps, and `tell` gets a line.
     """
-    start, most = run.state.step, most_workers(run.config)
+    start, most, before = run.state.step, most_workers(run.config), run.num_workers()
     chosen = start + MEASURED_STEPS
-    if run.config.data.num_workers != "auto" or most == 0 or chosen >= stop:
-        return run.batches(start, stop)
-    return _measured(run, start, chosen, stop, most, tell)
-
-
-def _measured(
-    run: TrainContext, start: int, chosen: int, stop: int, most: int, tell: Callable[[str], None]
-) -> Iterator[Batch]:
-    """The batches of the steps `start` to `stop` - 1; those before `chosen` are measured."""
-    measurement, before = Measurement(run.device), run.num_workers()
     batches = run.batches(start, stop)
     try:
-        for _ in range(start, chosen):
-            made_s, images = 0.0, 0
-            for positions in run.indices():
-                batch = next(batches)
-                made_s, images = made_s + batch.made_s, images + len(positions)
-                # The step takes the batches of all microbatches, then computes.
-                measurement.start()
-                yield batch
-            measurement.stop(made_s, images)
-        choice = measurement.choice(most)
-        tell(choice.line())
-        run.auto_workers = choice.workers
-        if choice.workers != before:
-            batches.close()
-            batches = run.batches(chosen, stop)
+        if run.config.data.num_workers == "auto" and most > 0 and chosen < stop:
+            measurement = Measurement(run.device)
+            for _ in range(start, chosen):
+                made_s, images = 0.0, 0
+                for positions in run.indices():
+                    batch = next(batches)
+                    made_s, images = made_s + batch.made_s, images + len(positions)
+                    # The step takes the batches of all microbatches, then computes.
+                    measurement.start()
+                    yield batch
+                measurement.stop(made_s, images)
+            choice = measurement.choice(most)
+            tell(choice.line())
+            run.auto_workers = choice.workers
+            if choice.workers != before:
+                batches.close()
+                batches = run.batches(chosen, stop)
         yield from batches
     finally:
         batches.close()

@@ -3,18 +3,15 @@
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from enum import Enum
 from itertools import islice
-from pathlib import Path
 from signal import SIGUSR1, Signals
-
-import torch
 
 from segtrain.commands.train import save
 from segtrain.commands.train.auto_workers import with_chosen_workers
 from segtrain.commands.train.evaluate import evaluate
 from segtrain.commands.train.setup import TrainRequest, TrainRun, set_up
-from segtrain.config import Config
 from segtrain.data.sample.loader import worker_failures
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness, slurm
@@ -35,11 +32,49 @@ from segtrain.training.receipts import StepMeter, weights_lines
 from segtrain.types import Batch
 
 
+def run(request: TrainRequest) -> int:
+    """Trains as requested and returns the exit code (collective)."""
+    config, device = request.config, request.device
+    if device.type == "cpu":
+        keep_freed_memory()
+    liveness.beat("setup", 0)
+    group = process_group(device, timeout_s=config.train.timeout_s)
+    with group, float32_products(config.train), ExitStack() as stack:
+        this = set_up(request, stack)
+        with this.log:
+            train(this)
+            return _leave(this) if this.step_sync.stopped else EXIT_OK
+
+
+class Resumption(Enum):
+    """What is left of a run when it has been set up; decided once, by `_resumption`."""
+
+    COMPLETE = "nothing"
+    PAUSED = "nothing up to the step of --until"
+    EVALUATION = "first of all the evaluation of the newest step, which was cut short"
+    STEPS = "steps, or the evaluation after the last one"
+
+
+def _resumption(run: TrainRun) -> Resumption:
+    if _completion(run):
+        return Resumption.COMPLETE
+    if _evaluation_is_left(run):
+        return Resumption.EVALUATION
+    if run.state.step >= run.last_step and run.last_step < run.config.train.steps:
+        return Resumption.PAUSED
+    return Resumption.STEPS
+
+
 def train(run: TrainRun) -> None:
     """Trains, evaluates and saves until the end, or until asked to stop (collective)."""
-    if lines := _nothing_to_do(run):
-        unused = "note: nothing was done: the changes above were not used and are not kept"
-        run.log.lines([*lines, unused] if run.changes else lines)
+    resumption = _resumption(run)
+    if resumption in (Resumption.COMPLETE, Resumption.PAUSED):
+        lines = [f"already at step {run.state.step}", _to_train_on(run)]
+        if resumption is Resumption.COMPLETE:
+            lines = [f"already complete: {_completion(run)}, {score_text(run.best)}", *_way_on(run)]
+        if run.changes:
+            lines.append("note: nothing was done: the changes above were not used and are not kept")
+        run.log.lines(lines)
         return
     dist.run_on_rank0(lambda: run.checkpoints.check_space(save.checkpoint_of(run)))
     # From here on there is something to save.
@@ -49,7 +84,7 @@ def train(run: TrainRun) -> None:
     if run.stop_criteria.reason():  # only the evaluation after its last step was cut short
         run.step_sync.end()
     run.stop_criteria.start()
-    if _has_cut_evaluation(run):
+    if resumption is Resumption.EVALUATION:
         _keep_cadences(run)
     if run.state.step < run.last_step and not (run.step_sync.ended or run.step_sync.stopped):
         with worker_failures():
@@ -57,22 +92,47 @@ def train(run: TrainRun) -> None:
     _finish(run)
 
 
-def _nothing_to_do(run: TrainRun) -> list[str]:
-    """Lines for the log if this run, or this part of it, is complete; otherwise none."""
-    if complete := _completion(run):
-        return [f"already complete: {complete}, {score_text(run.best)}", *_way_on(run)]
-    # Without --until, such a run has its last evaluation left to do.
-    is_far_enough = run.last_step < run.config.train.steps and run.state.step >= run.last_step
-    if is_far_enough and not _has_cut_evaluation(run):
-        return [f"already at step {run.state.step}", _to_train_on(run)]
-    return []
+def _train_steps(run: TrainRun) -> None:
+    config, state, meeting = run.config, run.state, run.meeting
+    steps = train_steps(
+        state,
+        _with_first_shown(run),
+        config if meeting is None else config_of_process(config, dist.world_size()),
+        device=run.device,
+        indices=run.indices(),
+        step_sync=run.step_sync,
+    )
+    meter = StepMeter(config.train.batch_size, run.device)
+    # Receipts of another config are not of the same mean.
+    if run.receipts is not None and not run.changes:
+        _count_unlogged(run, meter)
+    liveness.beat("training", state.step)
+    if meeting is not None:
+        steps = meeting.steps(steps)
+        dist.barrier()  # rank 0 may still write the weights that were evaluated last
+    with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
+        for result in islice(steps, run.last_step - state.step):
+            run.log.begin()
+            meter.update(result)
+            if run.receipts is not None:
+                run.receipts.update(result)
+            if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
+                _log_means(run, meter, bar)
+            bar.update()
+            if meeting is None or meeting.has_begun(result.step, due=_all_meet(run)):
+                began = time.perf_counter()
+                _keep_cadences(run)
+                meter.skip(time.perf_counter() - began)
+            liveness.beat("training", state.step)
+        if run.step_sync.ended and meter.num_steps:
+            _log_means(run, meter, bar)
 
 
 def _finish(run: TrainRun) -> None:
     """Saves and evaluates what the last step left; a stopped or paused run only saves."""
     config, state = run.config, run.state
     # The step of an evaluation that was left is saved already.
-    if not _has_cut_evaluation(run):
+    if not _evaluation_is_left(run):
         save.save(run)  # before the last evaluation, which may be long
     if run.step_sync.stopped:
         return
@@ -91,7 +151,7 @@ def _finish(run: TrainRun) -> None:
         run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])
 
 
-def _has_cut_evaluation(run: TrainRun) -> bool:
+def _evaluation_is_left(run: TrainRun) -> bool:
     """Whether the evaluation that fell on the current step was cut short or left out."""
     return run.evaluated < run.state.step and _is_due(run.config.eval.every_steps, run)
 
@@ -113,55 +173,16 @@ def _way_on(run: TrainRun) -> list[str]:
     step, config = run.state.step, run.config
     if step >= config.train.steps:
         return []
-    now, first = learning_rate(config, step), base_lr(config)
     return [
-        f"the learning rate had come to {now:.2g} of {first:.2g}: its schedule ends at step "
-        f"{config.train.steps}",
+        f"the learning rate had come to {learning_rate(config, step):.2g} of "
+        f"{base_lr(config):.2g}: its schedule ends at step {config.train.steps}",
         f"{_to_train_on(run)} --set {run.stop_criteria.key}=null",
-        "or set a larger number instead of null",
     ]
 
 
 def _to_train_on(run: TrainRun) -> str:
     """A line for a run that may go on."""
     return f"to train on: segtrain train {shlex.quote(str(run.directory))} --resume"
-
-
-def _train_steps(run: TrainRun) -> None:
-    config, state, meeting = run.config, run.state, run.meeting
-    hogwild = meeting is not None
-    steps = train_steps(
-        state,
-        _with_first_shown(run),
-        config_of_process(config, dist.world_size()) if hogwild else config,
-        device=run.device,
-        indices=run.indices(),
-        step_sync=run.step_sync,
-    )
-    if hogwild:
-        steps = meeting.steps(steps)
-    meter = StepMeter(config.train.batch_size, run.device)
-    # Receipts of another config are not of the same mean.
-    if run.receipts is not None and dist.is_main() and not run.changes:
-        _count_unlogged(run, meter)
-    liveness.beat("training", state.step)
-    if hogwild:
-        dist.barrier()  # rank 0 may still write the weights that were evaluated last
-    with ProgressBar(config.train.steps, state.step, "train", enabled=dist.is_main()) as bar:
-        for result in islice(steps, run.last_step - state.step):
-            run.log.begin()
-            meter.update(result)
-            if run.receipts is not None:
-                run.receipts.update(result)
-            if result.step % config.log.every_steps == 0 or result.step == config.train.steps:
-                _log_means(run, meter, bar)
-            bar.update()
-            if not hogwild or meeting.has_begun(result.step, due=_all_meet(run)):
-                with _not_timed(meter):
-                    _keep_cadences(run)
-            liveness.beat("training", state.step)
-        if run.step_sync.ended and meter.num_steps:
-            _log_means(run, meter, bar)
 
 
 def _with_first_shown(run: TrainRun) -> Iterator[Batch]:
@@ -204,14 +225,14 @@ def _keep_cadences(run: TrainRun) -> None:
     save_requested = run.step_sync.pop_save_request()
     evaluation_due = _is_due(run.config.eval.every_steps, run)
     keep_due = _is_due(checkpoint.keep_every_steps, run)
+    was_cut = False
     if evaluation_due:
         # Save first: an evaluation may take longer than a scheduler waits before it kills the run.
         save.save(run)
-        if not run.step_sync.stopped:
-            evaluate(run)
+        was_cut = run.step_sync.stopped or not evaluate(run)
     save_due = keep_due or evaluation_due or _is_due(checkpoint.every_steps, run)
-    # After an evaluation that was left, the resumption comes here again.
-    if (save_due or save_requested) and not _has_cut_evaluation(run):
+    # After an evaluation that was cut short, the resumption comes here again.
+    if (save_due or save_requested) and not was_cut:
         save.save(run, keep=keep_due)
     if save_requested:
         run.log.lines([f"saved step {run.state.step}, as SIGUSR1 asked for"])
@@ -234,46 +255,6 @@ def _is_due(every_steps: int | None, run: TrainRun) -> bool:
     """Whether a cadence falls on this step; what the last step needs happens after the loop."""
     step = run.state.step
     return every_steps is not None and step % every_steps == 0 and step < run.config.train.steps
-
-
-@contextmanager
-def _not_timed(meter: StepMeter) -> Iterator[None]:
-    """Leaves the time inside out of the time of the steps."""
-    began = time.perf_counter()
-    yield
-    meter.skip(time.perf_counter() - began)
-
-
-def run(
-    config: Config,
-    directory: Path,
-    *,
-    device: torch.device,
-    resume: bool,
-    accept_changes: bool = False,
-    requeue: bool = False,
-    until: int | None = None,
-) -> int:
-    """Trains `config` into `directory` and returns the exit code (collective).
-
-    Args:
-        resume: go on with the run in `directory` if it has saved a checkpoint. One rank may ask for
-            all: of several machines, only one that was started anew knows that this is a restart.
-        accept_changes: go on even if it was started with another config or other data.
-        requeue: on SIGUSR1 save, requeue the SLURM job and stop; otherwise only save.
-        until: save after this step, at most train.steps, and stop.
-    """
-    if device.type == "cpu":
-        keep_freed_memory()
-    liveness.beat("setup", 0)
-    group = process_group(device, timeout_s=config.train.timeout_s)
-    with group, float32_products(config.train), ExitStack() as stack:
-        resume = any(dist.all_gather_object(resume))
-        request = TrainRequest(config, directory, device, resume, accept_changes, requeue, until)
-        this = set_up(request, stack)
-        with this.log:
-            train(this)
-            return _leave(this) if this.step_sync.stopped else EXIT_OK
 
 
 def _leave(run: TrainRun) -> int:

@@ -111,18 +111,15 @@ def _shared_memory_finding(config: Config) -> str | None:
     workers, free = first_workers(config), free_shared_memory()
     if workers and (problem := semaphore_problem()):
         return f"{problem}; loader workers need one: make it writable, or set data.num_workers: 0"
-    if workers == 0 or free is None:
-        return None
-    ranks, prefetch = dist.local_world_size(), config.data.prefetch
-    images = largest_microbatch(config)
+    ranks, images = dist.local_world_size(), largest_microbatch(config)
     needed = ranks * bytes_in_flight(config, workers)
-    if needed <= free:
+    if workers == 0 or free is None or needed <= free:
         return None
     return (
-        f"{SHARED_MEMORY}: the loader's batches take up to {needed / 1e6:.1f} MB "
-        f"({ranks} ranks x {workers} workers x {prefetch} batches of {images} images) and "
-        f"{free / 1e6:.1f} MB are free; use fewer data.num_workers, a smaller data.prefetch, or "
-        "give the container more shared memory (docker run --shm-size)"
+        f"{SHARED_MEMORY}: the loader's batches take up to {needed / 1e6:.1f} MB ({ranks} ranks x "
+        f"{workers} workers x {config.data.prefetch} batches of {images} images) "
+        f"and {free / 1e6:.1f} MB are free; use fewer data.num_workers, a smaller data.prefetch, "
+        "or give the container more shared memory (docker run --shm-size)"
     )
 
 
@@ -137,6 +134,14 @@ def start_lines(
 ) -> list[str]:
     """The experiment in at most 15 lines, for the log; `step`: updates done already."""
     train, ranks = config.train, len(devices)
+    precision = "float32, with TF32 if the device has it"
+    if train.precision != "tf32":
+        precision = train.precision
+    weights = f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
+    if step:
+        weights = "from the checkpoint"
+    elif train.init_from is not None:
+        weights = f"of {train.init_from}"
     epochs = train.steps * train.batch_size / len(train_set.pairs)
     parameters = sum(p.numel() for p in model.parameters())
     return [
@@ -144,7 +149,7 @@ def start_lines(
         f"segtrain {__version__}  torch {torch.__version__}"
         f"  torchvision {library_version('torchvision') or 'none'}"
         f"  git {git_revision() or 'none'}",
-        f"devices    {ranks} x {devices[0]}, {_precision_words(train.precision)}"
+        f"devices    {ranks} x {devices[0]}, {precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {_batch_words(config, ranks)}",
         f"norm       {_norm_words(config, ranks)}",
@@ -152,7 +157,7 @@ def start_lines(
         f"{train_set.classes.num_classes} classes",
         f"model      {config.model.arch} on {config.model.backbone}, output stride "
         f"{config.model.output_stride}, {parameters / 1e6:.1f} M parameters",
-        f"weights    {_weights_words(config, step)}",
+        f"weights    {weights}",
         f"lr         {_lr_words(config)}",
         f"steps      {train.steps}, {epochs:.1f} epochs"
         + (f", going on after step {step}" if step else ""),
@@ -166,14 +171,14 @@ def learning_rate_lines(before: Config, now: Config, step: int) -> list[str]:
 
     before: what these steps were trained with. Another train.steps moves the whole schedule.
     """
-    if not 0 < step < now.train.steps or learning_rate(before, step - 1) == learning_rate(
-        now, step - 1
-    ):
+    if not 0 < step < now.train.steps:
         return []
-    last, following = learning_rate(before, step - 1), learning_rate(now, step)
+    last = learning_rate(before, step - 1)
+    if last == learning_rate(now, step - 1):
+        return []
     return [
-        f"changed    learning rate: {last:.3g} in step {step}, the last one, {following:.3g} in "
-        "the next"
+        f"changed    learning rate: {last:.3g} in step {step}, the last one, "
+        f"{learning_rate(now, step):.3g} in the next"
     ]
 
 
@@ -183,9 +188,8 @@ def hogwild_line(processes: int) -> str:
         return "warning: train.parallel hogwild is about several processes; this is only one"
     return (
         f"parallel   hogwild: {processes} processes change the same weights without waiting, each "
-        f"with 1/{processes} of the batch and of the learning rate, and its own batch statistics, "
-        "momentum and clipping; loss, norm and learning rate of rank 0 are logged; another run "
-        "ends with other weights"
+        f"with 1/{processes} of the batch and of the learning rate; loss, norm and learning rate "
+        "of rank 0 are logged; another run ends with other weights"
     )
 
 
@@ -207,16 +211,11 @@ def class_uniform_lines(sampling: ClassUniform, classes: ClassFile) -> list[str]
     return lines
 
 
-def _precision_words(precision: str) -> str:
-    return "float32, with TF32 if the device has it" if precision == "tf32" else precision
-
-
 def _batch_words(config: Config, ranks: int) -> str:
     train = config.train
-    cut = (train.accumulate_steps, train.shares)
+    cut = (train.batch_size, train.accumulate_steps)
     sizes = [
-        sum(map(len, indices_of_rank(train.batch_size, cut[0], rank, ranks, cut[1])))
-        for rank in range(ranks)
+        sum(map(len, indices_of_rank(*cut, rank, ranks, train.shares))) for rank in range(ranks)
     ]
     split = f"{ranks} x {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
     height, width = config.augment.crop_size
@@ -250,16 +249,14 @@ def _weights_words(config: Config, step: int) -> str:
 
 
 def _lr_words(config: Config) -> str:
-    train, optim, schedule = config.train, config.optim, config.schedule
-    lr = base_lr(config)
-    words = f"{learning_rate(config, 0):.3g}"
-    if schedule.warmup_steps:
-        warm = learning_rate(config, schedule.warmup_steps)
-        words += f" -> {warm:.3g} at step {schedule.warmup_steps}"
+    optim, schedule, lr = config.optim, config.schedule, base_lr(config)
+    parts = [f"{learning_rate(config, 0):.3g}"]
+    if warm := schedule.warmup_steps:
+        parts.append(f"{learning_rate(config, warm):.3g} at step {warm}")
     if schedule.kind == "one_cycle":
-        words += f" -> {lr:.3g} after {schedule.cycle_rise:.0%} of the steps"
-    words += f" -> {learning_rate(config, train.steps - 1):.3g} at the end, {schedule.kind}"
-    words += f", {optim.kind}"
+        parts.append(f"{lr:.3g} after {schedule.cycle_rise:.0%} of the steps")
+    parts.append(f"{learning_rate(config, config.train.steps - 1):.3g} at the end")
+    words = f"{' -> '.join(parts)}, {schedule.kind}, {optim.kind}"
     if optim.head_lr_mult != 1:
         words += f", heads x {optim.head_lr_mult:g}"
     if optim.sam_rho is not None:

@@ -5,7 +5,6 @@ from segtrain.checkpoint.restore import initial_weights_fields, shares_fields
 from segtrain.commands.train.setup import DATA_PATIENCE_S, TrainRun
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import liveness
-from segtrain.run import directory as run_directory
 
 # How long a run that was asked to stop waits for the hashes of the labels before it saves.
 STOP_PATIENCE_S = 15.0
@@ -21,9 +20,6 @@ def save(run: TrainRun, *, keep: bool = False) -> None:
         if keep:  # after last.pt, a death in between would leave it out for ever
             run.checkpoints.keep(checkpoint)
         run.checkpoints.save_last(checkpoint)
-        # Somebody deleted it; without it there is no --resume.
-        if not (run.directory / run_directory.CONFIG).exists():
-            run_directory.write_description(run.directory, run.config, run.devices)
 
 
 def flush_receipts(run: TrainRun) -> None:

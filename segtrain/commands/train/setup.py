@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -35,7 +35,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.distributed.signals import SignalFlags
 from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import SegModel, build_model, timm_backbone
-from segtrain.models.precision import for_evaluation, precision_warnings
+from segtrain.models.precision import eval_precision_warnings, precision_warnings
 from segtrain.models.pretrained import load_backbone
 from segtrain.norm import make_norm
 from segtrain.run import directory as run_directory
@@ -56,8 +56,8 @@ DATA_PATIENCE_S = 5.0
 # A receipt has hashes of all weights this often, where a checkpoint is kept, and at the end.
 _DIGEST_STEPS = 100
 _OTHER_WEIGHTS = "the weights will not be bit for bit those of the run without the interruption"
-# With these cuBLAS computes the same bits in every run.
-_WORKSPACES = (":4096:8", ":16:8")
+# With these cuBLAS computes the same bits in every run; with others, torch refuses to.
+_WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 @dataclass(kw_only=True)
@@ -123,17 +123,11 @@ def make_repeatable(config: Config, device: torch.device) -> None:
     """Seeds all generators and chooses the kernels that the config asks for."""
     seed.seed_everything(config.seed)
     # Shares promise bits. On a CPU the kernels that they run keep that promise by themselves.
-    if config.train.deterministic or (config.train.shares is not None and device.type == "cuda"):
-        workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACES[0])
-        if device.type == "cuda" and workspace not in _WORKSPACES:
-            raise ConfigError(
-                "environment: CUBLAS_WORKSPACE_CONFIG: expected "
-                f"{' or '.join(_WORKSPACES)}, got {workspace!r}: with train.deterministic and "
-                "train.shares torch refuses others; unset it"
-            )
-        torch.use_deterministic_algorithms(True)
-    else:
-        torch.use_deterministic_algorithms(False)
+    on_device = config.train.shares is not None and device.type == "cuda"
+    is_deterministic = config.train.deterministic or on_device
+    if is_deterministic and os.environ.get(_WORKSPACE) not in _WORKSPACES:
+        os.environ[_WORKSPACE] = _WORKSPACES[0]
+    torch.use_deterministic_algorithms(is_deterministic)
 
 
 def open_data(
@@ -181,14 +175,10 @@ def build_state(
 def _layer_lines(state: TrainState) -> list[str]:
     """Log lines about what is not trained."""
     lines = []
-    parameters = list(state.model.parameters())
-    frozen = [p.numel() for p in parameters if not p.requires_grad]
-    if frozen:
+    if frozen := [p.numel() for p in state.model.parameters() if not p.requires_grad]:
         lines.append(f"frozen     {sum(frozen)} weights in {len(frozen)} tensors (optim.layers)")
-    masks = list(state.initial_weights.held.values())
-    if masks:
-        held = sum(int(mask.sum()) for mask in masks)
-        lines.append(f"held       {held} weights in {len(masks)} tensors keep their value")
+    if held := [int(mask.sum()) for mask in state.initial_weights.held.values()]:
+        lines.append(f"held       {sum(held)} weights in {len(held)} tensors keep their value")
     return lines
 
 
@@ -255,8 +245,8 @@ def class_uniform_sampling(
     resumed: Resumed | None,
     device: torch.device,
     *,
-    keep: bool,
-    accept_changes: bool,
+    keep: bool = False,
+    accept_changes: bool = True,
 ) -> tuple[ClassUniform | None, list[str]]:
     """What `data.class_uniform` asks for, None without it; and a line about a change (collective).
 
@@ -287,24 +277,30 @@ def class_uniform_sampling(
     what = "the centroids of the classes (data.class_uniform) are not those of the checkpoint"
     if not accept_changes:
         raise ConfigError(
-            f"{resumed.path}: {what}: a label or the class file has changed, or another version of "
-            "segtrain measures them otherwise; give the run what it was started with, start a new "
-            "run by --output, or, if the change is meant, add --accept-changes"
+            f"{resumed.path}: {what}: a label, the class file or segtrain has changed; undo that, "
+            "start a new run by --output, or, if the change is meant, add --accept-changes"
         )
     return sampling, [f"changed    {what}"]
 
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What the command line asks for; the same on all ranks."""
+    """What the command line asks for.
+
+    resume: go on with the run in `directory` if it has saved a checkpoint. One rank may ask for
+        all: of several machines, only one that was started anew knows that this is a restart.
+    accept_changes: go on even if it was started with another config or other data.
+    requeue: on SIGUSR1 save, requeue the SLURM job and stop; otherwise only save.
+    until: save after this step, at most train.steps, and stop; None: train to the end.
+    """
 
     config: Config
     directory: Path
     device: torch.device
-    resume: bool
-    accept_changes: bool
-    requeue: bool
-    until: int | None = None  # pause after this step; None: train to the end
+    resume: bool = False
+    accept_changes: bool = False
+    requeue: bool = False
+    until: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -315,7 +311,6 @@ class TrainRun(TrainContext):
     last_step: int  # of this process: train.steps, or the step of --until
     eval_set: SegDataset
     data: DatasetGuard
-    devices: list[str]  # of every rank, by name
     checkpoints: CheckpointManager
     log: RunLog
     signal_flags: SignalFlags
@@ -333,22 +328,21 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
 
     `stack` closes what stays open. What there is to tell is gathered in `notes` for the log.
     """
+    request = replace(request, resume=any(dist.all_gather_object(request.resume)))
     config, directory, device = request.config, request.directory, request.device
     make_repeatable(config, device)
 
     # 1. The run directory belongs to this run alone.
     notes, changes = dist.run_on_rank0(lambda: _take_directory(request, stack))
-    checkpoints = CheckpointManager(
-        directory / run_directory.CHECKPOINTS,
-        keep_limit=config.checkpoint.keep_limit,
-    )
+    folder, limit = directory / run_directory.CHECKPOINTS, config.checkpoint.keep_limit
+    checkpoints = CheckpointManager(folder, keep_limit=limit)
     # 2. The checkpoint to go on from, if there is one.
     resumed = _find_checkpoint(checkpoints, request, notes)
     # 3. The data; does it fit the config and this machine?
     train_set, eval_set = open_data(config, device, notes)
     lines = precision_warnings(config.train, device)
     if config.eval.precision is not None:
-        lines += precision_warnings(for_evaluation(config), device, key="eval.precision")
+        lines += eval_precision_warnings(config, device)
     notes += [f"warning: {line}" for line in lines]
     # 4. The weights: those of the checkpoint, else train.init_from, else model.pretrained, else
     #    random ones.
@@ -358,14 +352,13 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     if config.train.parallel == "hogwild":
         share_model(state.model)
         notes.append(hogwild_line(dist.world_size()))
-    best, evaluated, stop_criteria = None, 0, StopCriteria(config.train, None)
+    best, evaluated, ending = None, 0, None
     if resumed is not None:
-        best, evaluated = resumed.checkpoint.best, resumed.checkpoint.evaluated
-        stop_criteria = StopCriteria(
-            config.train, check_fields(resumed.checkpoint.ending, resumed.path)
-        )
-        before, _ = parse_experiment(*resumed)
+        saved, path = resumed
+        best, evaluated, ending = saved.best, saved.evaluated, check_fields(saved.ending, path)
+        before, _ = parse_experiment(saved, path)
         notes += learning_rate_lines(before, config, state.step)
+    stop_criteria = StopCriteria(config.train, ending)
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
     data = DatasetGuard(
         (train_set, eval_set), config.data.root, resumed, accept_changes=request.accept_changes
@@ -375,29 +368,29 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         data.start(DATA_PATIENCE_S)
     notes += data.pop_log_lines()
     # 6. Where each class is to be found, if samples are drawn by class.
+    accept = request.accept_changes
     class_uniform, others = class_uniform_sampling(
-        config,
-        train_set,
-        directory,
-        resumed,
-        device,
-        keep=True,
-        accept_changes=request.accept_changes,
+        config, train_set, directory, resumed, device, keep=True, accept_changes=accept
     )
     if class_uniform is not None:
         notes += class_uniform_lines(class_uniform, train_set.classes)
     notes += others
     changes += others
-    # 7. Directory and log say what this run is.
-    devices = dist.all_gather_object(_device_name(device))
-    describe = _describe(request, resumed, bool(changes), devices, notes)
+    # 7. Directory and log say what this run is. A resumed run changes them at its first step: until
+    #    then they tell what the run was.
+    devices = dist.all_gather_object(device_name(device))
+    earlier = dist.run_on_rank0(lambda: _lines_on_earlier_run(request, resumed))
+    notes += earlier
+    describe = partial(run_directory.write_description, directory, config, devices)
+    if resumed is None:
+        dist.run_on_rank0(describe)
     log = RunLog(
         directory,
         enabled=dist.is_main(),
         start_step=state.step,
         evaluated_step=evaluated,
         changed=bool(changes),
-        describe=describe,
+        describe=describe if resumed and (changes or earlier) else lambda: None,
     )
     log.lines(start_lines(config, directory, state.model, train_set, eval_set, devices, state.step))
     log.lines(notes)
@@ -411,7 +404,6 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         directory=directory,
         last_step=min(config.train.steps, request.until or config.train.steps),
         device=device,
-        devices=devices,
         train_set=train_set,
         eval_set=eval_set,
         data=data,
@@ -428,7 +420,10 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         changes=changes,
     )
     if state.shares is not None and dist.is_main():
-        run.receipts = run.receipt_meter(partial(_has_weights_digest, config))
+        every = (_DIGEST_STEPS, config.checkpoint.keep_every_steps, config.train.steps)
+        run.receipts = run.receipt_meter(
+            lambda step: any(steps and step % steps == 0 for steps in every)
+        )
     return run
 
 
@@ -453,11 +448,6 @@ def _keeping_together(
         return StepSync(**requests, **limits), None
     step_sync = StepSync(lambda: False)
     return step_sync, HogwildBarrier(step_sync, step=state.step, timeout_s=timeout_s, **requests)
-
-
-def _has_weights_digest(config: Config, step: int) -> bool:
-    every = (_DIGEST_STEPS, config.checkpoint.keep_every_steps or _DIGEST_STEPS, config.train.steps)
-    return any(step % steps == 0 for steps in every)
 
 
 def _take_directory(request: TrainRequest, stack: ExitStack) -> tuple[list[str], list[str]]:
@@ -499,42 +489,19 @@ def _find_checkpoint(
     return resumed
 
 
-def _describe(
-    request: TrainRequest,
-    resumed: Resumed | None,
-    changed: bool,
-    devices: list[str],
-    notes: list[str],
-) -> Callable[[], None]:
-    """Writes what is run, and where, into the run directory (collective).
-
-    A resumed run does so when the function that is returned is called, on rank 0: until a step is
-    done, the files tell what the run was.
-    """
-    directory = request.directory
-
-    def write() -> None:
-        run_directory.write_description(directory, request.config, devices)
-
-    def begin() -> list[str]:
-        if resumed is not None:
-            others = changed_versions(directory)
-            found = [f"warning: the run had {other}: numbers may differ" for other in others]
-        elif (directory / run_directory.CONFIG).exists():
-            found = [
-                "warning: a run began in this directory and there is no checkpoint of it: "
-                f"{run_directory.METRICS} begins anew, {run_directory.LOG} goes on"
-            ]
-        else:
-            found = [f"{directory}: nothing to resume; a new run starts"] if request.resume else []
-        if resumed is None:
-            write()
-        return found
-
-    found = dist.run_on_rank0(begin)
-    notes += found
-    return write if resumed is not None and (changed or found) else lambda: None
+def _lines_on_earlier_run(request: TrainRequest, resumed: Resumed | None) -> list[str]:
+    """What there is to say about the run that `directory` held before."""
+    if resumed is not None:
+        others = changed_versions(request.directory)
+        return [f"warning: the run had {other}: numbers may differ" for other in others]
+    if (request.directory / run_directory.CONFIG).exists():
+        return [
+            "warning: a run began in this directory and there is no checkpoint of it: "
+            f"{run_directory.METRICS} begins anew, {run_directory.LOG} goes on"
+        ]
+    return [f"{request.directory}: nothing to resume; a new run starts"] if request.resume else []
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The product name of a CUDA device; otherwise "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

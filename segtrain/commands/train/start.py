@@ -37,29 +37,34 @@ def main(args: argparse.Namespace) -> int:
     target = resolve_run(args.config, resume=args.resume, output=args.output)
     if target.note and is_first:
         say(target.note)
+    args.output = target.directory  # the launcher keeps the key of the ranks there
     config = _load(args, target)
+    # 2. Do the options fit together?
+    _check_options(args, config)
+    resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
+    wrong = wrong_units(config)
+    if wrong and not (resume and run_directory.has_saved(target.directory)):
+        raise ConfigError("\n".join(wrong))
     if is_first:
         show_warnings(config)
-    # 2. Do the options fit together?
-    args.output = target.directory  # the launcher keeps the key of the ranks there
-    args.resume |= any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
-    _check_options(args, config)
     # 3. A rank trains, and so does a process without others; otherwise it starts them.
-    is_rank = launch.adopt_environment()
-    if not is_rank and not _trains_alone(args, config):
-        return launch.start_ranks(args, launch.num_ranks_here(args.nproc))
+    if not launch.adopt_environment():
+        # Before anything slow; the ranks check the directory again.
+        run_directory.check_directory(
+            target.directory, config, resume=resume, accept_changes=args.accept_changes
+        )
+        num_ranks = launch.num_ranks_here(args.nproc)
+        if num_ranks > 1 or args.nnodes > 1:
+            if findings := batch_findings(config, args.nnodes * num_ranks, num_ranks):
+                raise ConfigError("\n".join(findings))
+            return launch.start_ranks(args, num_ranks)
     from segtrain.commands.train.loop import run
+    from segtrain.commands.train.setup import TrainRequest
     from segtrain.distributed.process_group import device_for
 
-    return run(
-        config,
-        target.directory,
-        device=device_for(args.device),
-        resume=args.resume,
-        accept_changes=args.accept_changes,
-        requeue=args.requeue,
-        until=args.until,
-    )
+    options = {name: getattr(args, name) for name in ("accept_changes", "requeue", "until")}
+    device = device_for(args.device)
+    return run(TrainRequest(config, target.directory, device, resume=resume, **options))
 
 
 def _load(args: argparse.Namespace, target: Target) -> Config:
@@ -74,33 +79,13 @@ def _load(args: argparse.Namespace, target: Target) -> Config:
 
 
 def _check_options(args: argparse.Namespace, config: Config) -> None:
-    """Raises ConfigError for options that do not fit together, and a config in wrong units."""
+    """Raises ConfigError for options that do not fit together."""
     if args.accept_changes and not args.resume:
         raise ConfigError("--accept-changes: serves only --resume")
     if args.requeue and "SLURM_JOB_ID" not in os.environ:
         raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
     if args.until is not None and args.until > config.train.steps:
         raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
-    wrong = wrong_units(config)
-    if wrong and not (args.resume and run_directory.has_saved(args.output)):
-        raise ConfigError("\n".join(wrong))
-
-
-def _trains_alone(args: argparse.Namespace, config: Config) -> bool:
-    """Whether this process trains without starting others; refuses before anything slow."""
-    for line in wrong_units(config):
-        say(f"warning: {line}")
-    # The ranks check the directory again.
-    run_directory.check_directory(
-        args.output, config, resume=args.resume, accept_changes=args.accept_changes
-    )
-    num_ranks = launch.num_ranks_here(args.nproc)
-    if num_ranks == 1 and args.nnodes == 1:
-        return True
-    findings = batch_findings(config, args.nnodes * num_ranks, num_ranks)
-    if findings:
-        raise ConfigError("\n".join(findings))
-    return False
 
 
 def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
