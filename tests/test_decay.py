@@ -8,13 +8,10 @@ from torch import nn
 from segtrain.config import LayerRule, ModelConfig, parse_config
 from segtrain.errors import ConfigError
 from segtrain.models import MODELS, build_model
-from segtrain.training.optim import (
-    build_optimizer,
-    learning_rate,
-    make_initial_weights,
-    parameter_groups,
-    set_learning_rate,
-)
+from segtrain.training.optim.initial_weights import make_initial_weights
+from segtrain.training.optim.layers import parameter_groups
+from segtrain.training.optim.optimizer import build_optimizer, set_learning_rate
+from segtrain.training.optim.schedule import learning_rate
 
 STEPS = 5
 OLD = ("backbone.0.weight", "backbone.0.bias", "backbone.1.weight", "backbone.1.bias")

@@ -13,7 +13,7 @@ from segtrain.distributed import offload
 from segtrain.training import microbatches
 from segtrain.training.engine import _update
 from segtrain.training.losses import SegLoss
-from segtrain.training.optim import WeightAverage, build_optimizer
+from segtrain.training.optim.optimizer import WeightAverage, build_optimizer
 from segtrain.types import Batch
 
 UPDATES = [

@@ -13,7 +13,7 @@ from experiments import sections
 from segtrain.config import OptimConfig, config_to_yaml, override_config, parse_config
 from segtrain.config.experiment import Config
 from segtrain.errors import ConfigError
-from segtrain.training.optim import base_lr, learning_rate
+from segtrain.training.optim.schedule import base_lr, learning_rate
 
 # Rule and section of the paper: the option, if it is one, and the file and name of its test.
 RULES = {

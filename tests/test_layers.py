@@ -14,14 +14,9 @@ from torch import nn
 from segtrain.config import LayerRule, NormConfig, parse_config
 from segtrain.errors import ConfigError
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d, precise_statistics
-from segtrain.training.optim import (
-    WeightAverage,
-    build_optimizer,
-    freeze_layers,
-    make_initial_weights,
-    parameter_groups,
-    set_learning_rate,
-)
+from segtrain.training.optim.initial_weights import make_initial_weights
+from segtrain.training.optim.layers import freeze_layers, parameter_groups
+from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, set_learning_rate
 
 
 class TinyModel(nn.Module):

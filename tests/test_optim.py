@@ -9,16 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.checkpoint.restore import restore_optimizer
 from segtrain.config import LayerRule
-from segtrain.training.optim import (
-    WeightAverage,
-    base_lr,
-    build_optimizer,
-    learning_rate,
-    parameter_groups,
-    poly,
-    set_learning_rate,
-)
 from segtrain.training.optim import optimizer as optimizer_module
+from segtrain.training.optim.layers import parameter_groups
+from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, set_learning_rate
+from segtrain.training.optim.schedule import base_lr, learning_rate, poly
 
 
 class TinyModel(nn.Module):

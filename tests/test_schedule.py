@@ -7,7 +7,7 @@ import torch
 from experiments import settings
 from torch.optim import lr_scheduler
 
-from segtrain.training.optim import learning_rate
+from segtrain.training.optim.schedule import learning_rate
 
 STEPS = 40
 
