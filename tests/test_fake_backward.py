@@ -43,10 +43,10 @@ def backward_pass(settings, watch):
     channels = model.dropout_channels
     masks = DropoutMasks(*(torch.ones(2, c, 1, 1, device="meta") for c in channels))
     with watch:
-        sums = module(images.contiguous(memory_format=torch.channels_last), labels, masks)
+        sums = module(images.contiguous(memory_format=torch.channels_last), labels[None], masks)
         totals = StepSync(lambda: False).reduce(sums)
         sync_running_stats(model)
-        objective = criterion.objective(sums, totals)
+        objective = criterion.objective(sums[0], totals[0])
         watch.forget()
         objective.backward()
     return model

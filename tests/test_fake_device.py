@@ -61,12 +61,12 @@ def forward_pass(settings, watch, monkeypatch):
             monkeypatch.setattr(norm, "_check_input_dim", lambda x: types.add(x.dtype))
     with watch:
         with tracked_together():
-            sums = module(images, labels, masks)
+            sums = module(images, labels[None], masks)
             totals = step_sync.reduce(sums)
         step_sync.record(1, torch.ones((), device="cuda"), ["a"])
         sync_running_stats(model)
-        criterion.means(totals)
-        objective = criterion.objective(sums, totals)
+        criterion.means(totals[0])
+        objective = criterion.objective(sums[0], totals[0])
     return objective, model, types
 
 

@@ -16,14 +16,12 @@ class Copy:
         return self.is_done
 
 
-def test_what_fits_does_not_wait():
-    in_flight = InFlight(100)
-    for _ in range(4):
-        in_flight.add(Copy(), 25)
-
-
-def test_a_copy_larger_than_the_bound_goes_alone():
-    InFlight(100).add(Copy(), 1000)
+def test_neither_what_fits_nor_a_copy_larger_than_the_bound_waits():
+    for sizes in ((25, 25, 25, 25), (1000,)):
+        in_flight = InFlight(100)
+        for size in sizes:
+            in_flight.add(Copy(), size)
+        assert in_flight._num_bytes == sum(sizes)
 
 
 def test_the_host_waits_for_the_oldest_copies_until_all_fit():

@@ -122,7 +122,11 @@ class ExactGradientSum:
         last: the last one of the step: what is complete is sent to the other ranks at once. Then
             `finish` follows (collective).
         """
-        self._sender = BucketSender(self._buckets, self._arrivals() if last else None)
+        arrivals = None  # how many gradients each bucket gets; not known in the first step
+        if last and self._used is not None:
+            used = [b for n, b in zip(self._names, self._bucket_of, strict=True) if n in self._used]
+            arrivals = [len(self._replicas) * used.count(i) for i in range(len(self._buckets))]
+        self._sender = BucketSender(self._buckets, arrivals)
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, i))
             for parameters in self._replicas
@@ -136,15 +140,6 @@ class ExactGradientSum:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _arrivals(self) -> list[int] | None:
-        """How many gradients each bucket gets in a microbatch; None: not known yet."""
-        if self._used is None:
-            return None
-        counts = [0] * len(self._buckets)
-        for name, bucket in zip(self._names, self._bucket_of, strict=True):
-            counts[bucket] += len(self._replicas) * (name in self._used)
-        return counts
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
         grad, parameter.grad = parameter.grad, None

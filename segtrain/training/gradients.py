@@ -155,9 +155,9 @@ class BucketSender:
         with self._lock:
             if parameter in self._arrived:
                 raise RuntimeError(
-                    f"rank {dist.rank()}: a second gradient for {tuple(parameter.shape)} values in "
-                    "a microbatch: a bucket may have been sent without it; run one "
-                    "backward pass"
+                    f"rank {dist.rank()}: a parameter of shape {tuple(parameter.shape)} got a "
+                    "second gradient in a microbatch: a bucket may have been sent without it; run "
+                    "one backward pass"
                 )
             self._arrived.add(parameter)
             if self._missing is None:
