@@ -53,7 +53,7 @@ def backward_pass(settings, watch):
 
 
 # Rows of COUNTED, with the kernels of a backward pass.
-BACKWARD = [(COUNTED[0], 263), (COUNTED[1], 533), (COUNTED[3], 263), (COUNTED[6], 535)]
+BACKWARD = [(COUNTED[0], 266), (COUNTED[1], 536), (COUNTED[3], 266), (COUNTED[6], 538)]
 
 
 @pytest.mark.parametrize(

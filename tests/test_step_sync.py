@@ -78,7 +78,7 @@ def test_float16_may_overflow_now_and_then_but_not_without_end():
 
 def test_requests_are_seen_one_step_late_or_when_flags_are_read_and_saving_once():
     asked = [False, True, False, False]
-    sync = StepSync(lambda: len(asked) < 3, save_requested=lambda: asked.pop(0))
+    sync = StepSync(lambda: len(asked) < 4, save_requested=lambda: asked.pop(0))
     seen = []
     for step in range(1, 5):
         do_step(sync, step)
