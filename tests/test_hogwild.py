@@ -10,7 +10,7 @@ from typing import NamedTuple
 import hogwild
 import pytest
 import torch
-from experiments import curve, experiment, last, train, write_config
+from experiments import curve, experiment, last, sections, train, write_config
 from processes import Command, logged_steps
 from test_resume import killed_in_evaluation
 
@@ -27,15 +27,15 @@ from segtrain.training.step_sync import StepSync
 STEPS = 6
 
 
-def config(data, directory, parallel="hogwild", name="c.yaml", every_steps=None, **train):
-    options = experiment(
+def config(data, directory, parallel="hogwild", name="c.yaml", every_steps=None, **options):
+    values = experiment(
         data,
         augment={"crop_size": [25, 33]},
         model={"backbone": "mobilenet_v2", "head_channels": 8, "aux_channels": 8},
-        train={"steps": STEPS, "batch_size": 4, "parallel": parallel} | train,
         eval={"every_steps": every_steps},
+        **sections(**{"steps": STEPS, "batch_size": 4, "parallel": parallel} | options),
     )
-    return write_config(directory / name, options)
+    return write_config(directory / name, values)
 
 
 def counters(model):
@@ -226,9 +226,9 @@ def test_what_cannot_go_without_waiting_is_refused(options, said):
 
 
 def test_processes_divide_the_learning_rate_and_the_images(tmp_path, data):
-    settings = load_config(config(data, tmp_path, batch_size=6))
+    settings = load_config(config(data, tmp_path, batch_size=6, lr=0.02, min_lr=0.008))
     mine = config_of_process(settings, 4)
-    assert mine.optim.lr == settings.optim.lr / 4
+    assert (mine.optim.lr, mine.schedule.min_lr) == (0.005, 0.002)
     sets = [open_dataset(settings.data, split) for split in ("train", "val")]
     with pytest.raises(ConfigError, match="hogwild runs on CPUs only"):
         check_experiment(settings, *sets, device=torch.device("cuda"))

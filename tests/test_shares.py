@@ -33,7 +33,7 @@ WEIGHTS = [1.0, 2.3, 0.4, 1.7]
 def options(data, sections):
     """Augmentation, dropout, an auxiliary loss, and `sections`."""
     values = experiment(data, augment={"crop_size": [33, 41]}, model=SMALL)
-    values["train"] = {"steps": 2, "batch_size": 5, "lr": 0.02}
+    values["train"] = {"steps": 2, "batch_size": 5}
     for section, changed in copy.deepcopy(sections).items():
         values.setdefault(section, {}).update(changed)
     return values

@@ -74,7 +74,7 @@ SETTINGS = {
 
 def config_for(data, directory, setting):
     options = experiment(data)
-    options["train"] = {"lr": 0.02}
+    options["train"] = {}
     for sections in (BASE, SETTINGS[setting]):
         for section, values in copy.deepcopy(sections).items():
             options.setdefault(section, {}).update(values)
