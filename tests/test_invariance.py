@@ -8,7 +8,7 @@ from experiments import experiment, losses, train, write_config
 from segtrain.checkpoint.format import load
 from segtrain.distributed import collectives as dist
 
-STEPS = 8
+STEPS = 12
 
 
 def everything(data, precision, backbone="resnet18"):
@@ -16,11 +16,11 @@ def everything(data, precision, backbone="resnet18"):
     return experiment(
         data,
         model={"backbone": backbone},
-        augment={"crop_size": [25, 33]},
+        augment={"crop_size": [33, 41]},
         loss={
             "kind": "ohem",
             "ohem_threshold": 0.3,
-            "ohem_min_kept": 2700,  # of 4125 pixels: more than any of 2 ranks has
+            "ohem_min_kept": 4500,  # of 6765 pixels: more than any of 2 ranks has
             "class_weights": [1.0, 2.0, 0.5, 1.5],
         },
         train={"steps": STEPS, "precision": precision},
@@ -47,7 +47,7 @@ def test_ranks_train_alike_with_everything_at_once(run_ranks, tmp_path, data, ma
     options = everything(data, "float64")
     one, norms = curve(run_ranks, tmp_path, options, 1)
     assert len(one) == STEPS
-    assert one[-3:].mean() < 0.97 * one[:3].mean()
+    assert one[-5:].mean() < 0.97 * one[:5].mean()
     assert (norms > 1).any()  # so there is something to clip
     for ranks in many:
         curve_of_many, norms_of_many = curve(run_ranks, tmp_path, options, ranks)
