@@ -28,7 +28,7 @@ from segtrain.data.read.classes import SegClass, load_class_file
 from segtrain.errors import CheckpointError
 from segtrain.models import build_model
 from segtrain.norm import make_norm
-from segtrain.training.optim import build_optimizer
+from segtrain.training.optim.optimizer import build_optimizer
 from segtrain.training.state import make_state
 
 
@@ -142,6 +142,10 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, through):
         ({"format": 1, "step": 3}, "damaged: config: Field required"),
         (checkpoint_fields(step=-5), "damaged: step: Input should be greater"),
         (checkpoint_fields(shares=3), "damaged: shares: Input should be a valid dictionary"),
+        (
+            checkpoint_fields(ending={"hours": float("nan"), "evaluations": 1}),
+            r"damaged: ending\.hours: .* finite",
+        ),
         (checkpoint_fields(best={"step": 2}), r"damaged: best\.mean_iou: Field required"),
     ],
 )

@@ -20,7 +20,8 @@ from segtrain.data.sample.transforms import TrainTransform
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, make_norm
 from segtrain.training.engine import train_steps
-from segtrain.training.optim import learning_rate, parameter_groups
+from segtrain.training.optim.layers import parameter_groups
+from segtrain.training.optim.schedule import learning_rate
 from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
 from segtrain.types import Batch

@@ -5,16 +5,13 @@ import torch
 from experiments import settings
 from torch import nn
 
-from segtrain.config import LayerRule, ModelConfig, parse_config
+from segtrain.config import LayerRule, ModelConfig
 from segtrain.errors import ConfigError
 from segtrain.models import MODELS, build_model
-from segtrain.training.optim import (
-    build_optimizer,
-    learning_rate,
-    make_initial_weights,
-    parameter_groups,
-    set_learning_rate,
-)
+from segtrain.training.optim.initial_weights import make_initial_weights
+from segtrain.training.optim.layers import parameter_groups
+from segtrain.training.optim.optimizer import build_optimizer, set_learning_rate
+from segtrain.training.optim.schedule import learning_rate
 
 STEPS = 5
 OLD = ("backbone.0.weight", "backbone.0.bias", "backbone.1.weight", "backbone.1.bias")
@@ -39,7 +36,7 @@ def trained(train, loaded=OLD, steps=STEPS):
     model = TinyModel()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     start = make_initial_weights(model, train.optim, loaded)
-    optimizer = build_optimizer(model, train, start=start, loaded=loaded)
+    optimizer = build_optimizer(model, train, start=start)
     for step in range(steps):
         for name, grad in gradients(model, step).items():
             model.get_parameter(name).grad = grad
@@ -201,12 +198,6 @@ def test_momentum_has_the_correction_or_is_the_naive_form(corrected, rates):
     assert_follows(train, lambda _, weight: formula(train, weight))
 
 
-def test_the_two_forms_are_equal_under_a_constant_rate():
-    on, _ = trained(options(momentum_correction=True, poly_power=0.0))
-    off, _ = trained(options(momentum_correction=False, poly_power=0.0))
-    assert all(torch.equal(on[name], off[name]) for name in on)
-
-
 @pytest.mark.parametrize("form", ["decoupled", "held", "velocity"])
 def test_a_step_that_float16_leaves_out_changes_nothing(form):
     train = {
@@ -257,36 +248,3 @@ def test_decay_that_lacks_its_weights_is_refused():
     names = [name for name, _ in TinyModel().named_parameters()]
     with pytest.raises(ConfigError, match="new_weight_decay: has no effect: no weight starts"):
         make_initial_weights(TinyModel(), options(new_weight_decay=0.1).optim, names)
-    with pytest.raises(ValueError, match="nothing to decay toward"):
-        build_optimizer(TinyModel(), options(decay_toward="start"))
-
-
-def test_the_decay_of_pspnet_tf_can_be_written():
-    """model/network_base.py: L2-SP for old kernels, L2 with a rate of its own for new ones; with
-    consider_dilated the dilated blocks count as new. Its other modes are decay_toward zero and a
-    weight_decay of 0."""
-    text = """
-data: {layout: folders, root: x, classes: y}
-model: {backbone: resnet18, pretrained: DEFAULT}
-optim:
-  weight_decay: 1.0e-4
-  new_weight_decay: 1.0e-3
-  decay_toward: start
-  decay_norm_and_bias: false
-  layers:
-    - {names: [backbone.layer3, backbone.layer4], weight_decay: 1.0e-3, decay_toward: zero}
-"""
-    config = parse_config(text, source="c.yaml")
-    with torch.device("meta"):
-        model = build_model(config.model, num_classes=3)
-    loaded = [name for name, _ in model.named_parameters() if name.startswith("backbone.")]
-    found = {
-        name: (group["weight_decay"], group["pull"], group["toward_start"])
-        for group in parameter_groups(model, config.optim, loaded)
-        for name in group["param_names"]
-    }
-    for name, parameter in model.named_parameters():
-        old = name.startswith(("backbone.conv1", "backbone.layer1", "backbone.layer2"))
-        wanted = (0.0, 1e-4, True) if old else (1e-3, 0.0, False)
-        assert found[name] == ((0.0, 0.0, False) if parameter.dim() == 1 else wanted), name
-    assert len({found[name] for name in found}) == 3

@@ -61,12 +61,12 @@ def forward_pass(settings, watch, monkeypatch):
             monkeypatch.setattr(norm, "_check_input_dim", lambda x: types.add(x.dtype))
     with watch:
         with tracked_together():
-            sums = module(images, labels, masks)
+            sums = module(images, labels[None], masks)
             totals = step_sync.reduce(sums)
         step_sync.record(1, torch.ones((), device="cuda"), ["a"])
         sync_running_stats(model)
-        criterion.means(totals)
-        objective = criterion.objective(sums, totals)
+        criterion.means(totals[0])
+        objective = criterion.objective(sums[0], totals[0])
     return objective, model, types
 
 
@@ -94,14 +94,14 @@ PSPNET = {"arch": "pspnet", "backbone": "resnet18"}
 # Each with its batch norms, the collectives in which they meet, and the kernels of a step up to the
 # objective, without those that make constants, which stay.
 COUNTED = [
-    ("pspnet", "resnet18", "bfloat16", 26, 19, 572),
-    ("pspnet", "resnet18", "float32", 26, 19, 530),
-    ("pspnet", "resnet50", "bfloat16", 59, 51, 1007),
-    ("pspnet", "mobilenet_v3_large", "bfloat16", 52, 48, 982),
-    ("deeplabv3", "resnet18", "bfloat16", 28, 20, 461),
-    ("deeplabv3plus", "resnet18", "bfloat16", 30, 21, 490),
-    ("deeplabv3plus", "resnet50", "float32", 63, 53, 852),
-    ("deeplabv3plus", "mobilenet_v2", "bfloat16", 61, 55, 883),
+    ("pspnet", "resnet18", "bfloat16", 26, 19, 573),
+    ("pspnet", "resnet18", "float32", 26, 19, 531),
+    ("pspnet", "resnet50", "bfloat16", 59, 51, 1008),
+    ("pspnet", "mobilenet_v3_large", "bfloat16", 52, 48, 983),
+    ("deeplabv3", "resnet18", "bfloat16", 28, 20, 462),
+    ("deeplabv3plus", "resnet18", "bfloat16", 30, 21, 491),
+    ("deeplabv3plus", "resnet50", "float32", 63, 53, 853),
+    ("deeplabv3plus", "mobilenet_v2", "bfloat16", 61, 55, 884),
 ]
 
 

@@ -62,12 +62,12 @@ def used(net):
     return [p for name, p in net.named_parameters() if not name.startswith(("unused", "frozen"))]
 
 
-def summed(net, sums, *steps, overlap=True):
+def summed(net, sums, *steps):
     """The gradients summed over the ranks and the steps, all but the last step outside of it."""
     net.zero_grad(set_to_none=True)
     for step in steps[:-1]:
         net(images_of(dist.rank(), step)).backward()
-    with sums.summed(overlap=overlap):
+    with sums.collected(last=True):
         net(images_of(dist.rank(), steps[-1])).backward()
     return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
 
@@ -82,15 +82,12 @@ def rank_sums():
         "second": summed(net, sums, SAME),
         "other": summed(net, sums, OTHER),
         "accumulated": summed(net, sums, OTHER, SAME),
-        "at the end": summed(net, sums, SAME, overlap=False),
+        "at the end": summed(net, GradientSum(net.named_parameters(), overlap=False), SAME),
         "new process": summed(net, GradientSum(net.named_parameters()), SAME),
     }
     strides = [(p.grad.stride(), p.stride()) for p in used(net)]
     hooks = [name for name, p in net.named_parameters() if p._post_accumulate_grad_hooks]
-    with sums.summed():
-        pass  # gradients that exist already, in their buckets
-    zeroed = [p.grad.clone() for p in used(net)]
-    return parts, found, strides, hooks, zeroed
+    return parts, found, strides, hooks
 
 
 def bits(tensors):
@@ -102,25 +99,20 @@ def test_sums_have_the_same_bits_in_every_step_and_are_right(run_ranks, world_si
     """The oracle adds the gradients of the ranks in float64."""
     ranks = run_ranks(world_size, rank_sums)
     found = ranks[0][1]
-    for _, other, strides, hooks, zeroed in ranks:
+    for _, other, strides, hooks in ranks:
         assert {k: bits(v) for k, v in other.items()} == {k: bits(v) for k, v in found.items()}
         assert all(a == b for a, b in strides)
         assert hooks == []
-        assert all(value.isfinite().all() for value in zeroed)
-    assert bits(found["first"]) == bits(found["second"])
-    assert bits(found["first"]) == bits(found["at the end"])
-    assert bits(found["first"]) == bits(found["new process"])
+    for name in ("second", "at the end", "new process"):
+        assert bits(found[name]) == bits(found["first"]), name
     wanted = {
         step: [sum(g.double() for g in of_rank) for of_rank in zip(*parts, strict=True)]
         for step in (SAME, OTHER)
         for parts in [[rank[0][step] for rank in ranks]]
     }
     both = [a + b for a, b in zip(wanted[SAME], wanted[OTHER], strict=True)]
-    for name, values in (
-        ("first", wanted[SAME]),
-        ("other", wanted[OTHER]),
-        ("accumulated", both),
-    ):
+    expected = {"first": wanted[SAME], "other": wanted[OTHER], "accumulated": both}
+    for name, values in expected.items():
         got = [value for value in found[name] if value is not None]
         assert len(got) == 9
         assert len(found[name]) == 13
@@ -139,11 +131,11 @@ def rank_events():
         return start_sum(tensor)
 
     dist.start_sum = record
-    sums = GradientSum(net.named_parameters())
+    during, at_the_end = (GradientSum(net.named_parameters(), overlap=o) for o in (True, False))
     steps = []
-    for overlap in (True, True, False):
+    for sums in (during, during, at_the_end, at_the_end):
         net.zero_grad()
-        with sums.summed(overlap=overlap):
+        with sums.collected(last=True):
             net(images_of(dist.rank(), SAME)).backward()
             net.event("backward pass over")
         steps.append(list(net.events))
@@ -160,7 +152,7 @@ def test_buckets_are_sent_during_the_backward_pass_in_one_order(run_ranks):
     wide = [("torch.float64", 16)]
     begins, ends = ["backward in first"], ["backward pass over"]
     at_the_end = [*begins, *ends, *early, *late, *wide]
-    wanted = [at_the_end, [*early, *begins, *late, *ends, *wide], at_the_end]
+    wanted = [at_the_end, [*early, *begins, *late, *ends, *wide], at_the_end, at_the_end]
     assert run_ranks(3, rank_events) == [wanted] * 3
 
 
@@ -169,11 +161,12 @@ def rank_deviations():
     small_buckets()
     said = {}
 
-    def step(name, net, sums, *, scale=1.0):
+    def step(name, net, sums, times=1):
         net.zero_grad()
         try:
-            with sums.summed():
-                (net(images_of(dist.rank(), SAME)) * scale).backward()
+            with sums.collected(last=True):
+                for _ in range(times):
+                    net(images_of(dist.rank(), SAME)).backward()
         except RuntimeError as error:
             said[name] = str(error)
         else:
@@ -194,13 +187,7 @@ def rank_deviations():
     net = Net()
     sums = GradientSum(net.named_parameters())
     step("right", net, sums)
-    net.zero_grad()
-    try:
-        with sums.summed():
-            for _ in range(2):
-                net(images_of(dist.rank(), SAME)).backward()
-    except RuntimeError as error:
-        said["twice"] = str(error)
+    step("twice", net, sums, times=2)
     step("after twice", net, sums)
     return said
 
@@ -239,16 +226,10 @@ def rank_errors():
 
     dist.start_sum = record
     net.event = fail
-    for kind in ("in the backward pass", "before it"):
-        try:
-            if kind == "before it":
-                with sums.summed():
-                    fail(kind)
-            summed(net, sums, OTHER)
-        except ZeroDivisionError:
-            pass
-        else:
-            raise AssertionError("it went well")
+    with pytest.raises(ZeroDivisionError):
+        summed(net, sums, OTHER)
+    with pytest.raises(ZeroDivisionError), sums.collected(last=True):
+        fail("before the backward pass")
     num_sent = len(sent)
     net.event = lambda name: None
     hooks = [name for name, p in net.named_parameters() if p._post_accumulate_grad_hooks]
@@ -265,7 +246,7 @@ def test_an_error_in_a_backward_pass_does_not_disturb_the_next(run_ranks):
 def test_a_single_process_keeps_its_gradients():
     net = Net()
     wanted = local_gradients(net, SAME)
-    with GradientSum(net.named_parameters()).summed():
+    with GradientSum(net.named_parameters()).collected(last=True):
         net(images_of(0, SAME)).backward()
         mine = [p.grad for p in used(net)]
     assert all(p.grad is grad for p, grad in zip(used(net), mine, strict=True))

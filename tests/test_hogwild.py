@@ -10,7 +10,7 @@ from typing import NamedTuple
 import hogwild
 import pytest
 import torch
-from experiments import curve, experiment, last, train, write_config
+from experiments import curve, experiment, last, sections, train, write_config
 from processes import Command, logged_steps
 from test_resume import killed_in_evaluation
 
@@ -27,15 +27,15 @@ from segtrain.training.step_sync import StepSync
 STEPS = 6
 
 
-def config(data, directory, parallel="hogwild", name="c.yaml", every_steps=None, **train):
-    options = experiment(
+def config(data, directory, parallel="hogwild", name="c.yaml", every_steps=None, **options):
+    values = experiment(
         data,
         augment={"crop_size": [25, 33]},
         model={"backbone": "mobilenet_v2", "head_channels": 8, "aux_channels": 8},
-        train={"steps": STEPS, "batch_size": 4, "parallel": parallel} | train,
         eval={"every_steps": every_steps},
+        **sections(**{"steps": STEPS, "batch_size": 4, "parallel": parallel} | options),
     )
-    return write_config(directory / name, options)
+    return write_config(directory / name, values)
 
 
 def counters(model):
@@ -83,7 +83,7 @@ def test_alone_every_collective_is_that_of_one_process(run_ranks):
     assert found == [(3.0, 1, [0], (1, 0), 2, 6.0), (4.0, 1, [1], (1, 0), 2, 6.0)]
 
 
-def changed_by_the_other(_):
+def changed_by_the_other():
     layout = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     mine = [layout + dist.rank() + 1, torch.tensor(7 + dist.rank())]
     matrix, number = shared_copies(mine)
@@ -98,10 +98,10 @@ def changed_by_the_other(_):
 
 
 def test_shared_copies_hold_the_values_of_rank_0_and_changes_of_all(run_ranks):
-    assert run_ranks(2, changed_by_the_other, None) == [((1.0, 7), 99.0, 8, 480)] * 2
+    assert run_ranks(2, changed_by_the_other) == [((1.0, 7), 99.0, 8, 480)] * 2
 
 
-def lead(_):
+def lead():
     """How far rank 0 gets while rank 1 stands still."""
     sync = StepSync(lambda: False)
     never = dict.fromkeys(("stop_requested", "save_requested", "end_requested"), lambda: False)
@@ -124,7 +124,7 @@ class Done(NamedTuple):
 
 def test_nobody_runs_far_ahead(run_ranks):
     """Or a stop would wait until the slowest has caught up."""
-    assert run_ranks(2, lead, None)[0] == [11, 12, 13, 14, 15]
+    assert run_ranks(2, lead)[0] == [11, 12, 13, 14, 15]
 
 
 def meetings(stops, dues, paces):
@@ -173,16 +173,14 @@ def test_all_meet_after_the_same_step(run_ranks, stops):
         assert sum(saved for _, _, saved in one) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signals_save_and_the_run_goes_on(tmp_path, data, number):
+def test_signals_save_and_the_run_goes_on(tmp_path, data):
     run = tmp_path / "run"
     file = config(data, tmp_path, steps=400)
     with_signal = Command(tmp_path, "train", file, "--nproc", 2, "--output", run)
     with_signal.wait_for_step(run, 3)
-    os.kill(with_signal.process.pid, number)
-    if number == signal.SIGUSR1:
-        with_signal.wait_until(lambda: "as SIGUSR1 asked for" in with_signal.output)
-        os.kill(with_signal.process.pid, signal.SIGTERM)
+    os.kill(with_signal.process.pid, signal.SIGUSR1)
+    with_signal.wait_until(lambda: "as SIGUSR1 asked for" in with_signal.output)
+    os.kill(with_signal.process.pid, signal.SIGTERM)
     assert with_signal.wait() == 143, with_signal.errors
     step = last(run).step
     assert 3 <= step < 400
@@ -227,26 +225,18 @@ def test_what_cannot_go_without_waiting_is_refused(options, said):
         Config.model_validate({"data": data} | options)
 
 
-def test_each_process_needs_as_many_images_and_two(tmp_path, data):
-    settings = load_config(config(data, tmp_path, batch_size=6))
+def test_processes_divide_the_learning_rate_and_the_images(tmp_path, data):
+    settings = load_config(config(data, tmp_path, batch_size=6, lr=0.02, min_lr=0.008))
+    mine = config_of_process(settings, 4)
+    assert (mine.optim.lr, mine.schedule.min_lr) == (0.005, 0.002)
+    sets = [open_dataset(settings.data, split) for split in ("train", "val")]
+    with pytest.raises(ConfigError, match="hogwild runs on CPUs only"):
+        check_experiment(settings, *sets, device=torch.device("cuda"))
     assert batch_findings(settings, 3, 3) == []
     (found,) = batch_findings(settings, 4, 4)
     assert "6 images are not alike many for 4 processes" in found
     (found,) = batch_findings(settings, 6, 6)
     assert "use at least 12 (train.parallel: hogwild, 6 processes)" in found
-
-
-def test_devices_are_refused(tmp_path, data):
-    settings = load_config(config(data, tmp_path))
-    sets = [open_dataset(settings.data, split) for split in ("train", "val")]
-    with pytest.raises(ConfigError, match="hogwild runs on CPUs only"):
-        check_experiment(settings, *sets, device=torch.device("cuda"))
-
-
-def test_processes_divide_the_learning_rate(tmp_path, data):
-    settings = load_config(config(data, tmp_path, lr=0.02, min_lr=0.008))
-    found = config_of_process(settings, 4)
-    assert (found.optim.lr, found.schedule.min_lr) == (0.005, 0.002)
 
 
 def resumed_slowly(config, directory):
@@ -276,14 +266,15 @@ def test_nobody_trains_on_while_evaluated_weights_are_written(run_ranks, tmp_pat
     assert all(torch.equal(value, first.model[key]) for key, value in scored.model.items())
 
 
-def on_two_machines(_):
+def on_two_machines():
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     with pytest.raises(ExecutionError, match="several machines cannot share memory"):
         shared_copies([torch.zeros(1)])
+    return True
 
 
 def test_several_machines_are_refused(run_ranks):
-    run_ranks(2, on_two_machines, None)
+    assert run_ranks(2, on_two_machines) == [True, True]
 
 
 def test_the_tool_compares_both_ways(tmp_path, data):
@@ -292,10 +283,8 @@ def test_the_tool_compares_both_ways(tmp_path, data):
     arguments = ["--evaluations", "2", "--precise-batches", "1", "--json", str(written)]
     assert hogwild.main([str(file), *arguments]) == 0
     rows = [hogwild.Row(**row) for row in json.loads(written.read_text())]
-    assert [(row.way, row.images) for row in rows] == [
-        *(("sync", images) for images in (8, 16)),
-        *(("hogwild", images) for images in (8, 16)),
-    ]
+    pairs = [(way, images) for way in ("sync", "hogwild") for images in (8, 16)]
+    assert [(row.way, row.images) for row in rows] == pairs
     sync, apart = rows[:2], rows[2:]
     assert all(row.lost == 0 for row in sync)
     assert all(0 <= row.lost < 0.5 for row in apart)
@@ -304,9 +293,5 @@ def test_the_tool_compares_both_ways(tmp_path, data):
         assert row.mean_error > 0
         assert row.var_error > 0
     assert all(0 < one.seconds < two.seconds for one, two in (sync, apart))
-
-
-def test_the_tool_refuses_evaluations_that_do_not_divide_the_steps(tmp_path, data):
-    file = config(data, tmp_path, "sync", steps=4)
     with pytest.raises(ConfigError, match="--evaluations: 3 does not divide"):
         hogwild.compare(str(file), [], 2, 3, 1)

@@ -41,7 +41,7 @@ def record(tmp_path, ranks):
 
 
 @pytest.mark.parametrize("many", [(2, 3), pytest.param((4,), marks=pytest.mark.slow)])
-def test_ranks_train_alike_with_everything_at_once(run_ranks, tmp_path, data, capsys, many):
+def test_ranks_train_alike_with_everything_at_once(run_ranks, tmp_path, data, many):
     """5 images are 3 + 2, 2 + 2 + 1 and 2 + 1 + 1 + 1. Augmentation, dropout, auxiliary loss,
     mining, class weights, clipping and averaged weights are on, in float64."""
     options = everything(data, "float64")
@@ -49,17 +49,13 @@ def test_ranks_train_alike_with_everything_at_once(run_ranks, tmp_path, data, ca
     assert len(one) == STEPS
     assert one[-5:].mean() < 0.97 * one[:5].mean()
     assert (norms > 1).any()  # so there is something to clip
-    apart = 0.0
     for ranks in many:
         curve_of_many, norms_of_many = curve(run_ranks, tmp_path, options, ranks)
-        apart = max(apart, np.abs(curve_of_many / one - 1).max())
         np.testing.assert_allclose(curve_of_many, one, rtol=1e-9, atol=0)
         np.testing.assert_allclose(norms_of_many, norms, rtol=1e-7, atol=0)
         got, wanted = record(tmp_path, ranks), record(tmp_path, 1)
         for weights, expected in ((got.model, wanted.model), (got.average, wanted.average)):
             torch.testing.assert_close(weights, expected, rtol=1e-7, atol=1e-9)
-    with capsys.disabled():
-        print(f"\nfloat64, {many} ranks against 1: {STEPS} steps {apart:.1e}")
 
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "dice"])
@@ -69,8 +65,8 @@ def test_adamw_accumulation_mixing_and_another_model_do_not_see_the_ranks(
     options = experiment(
         data,
         data={"class_uniform": 0.4},
-        augment={"crop_size": [33, 41], "mixup_alpha": 3.0, "class_mix_prob": 0.5},
-        train={"steps": 4, "accumulate_steps": 2, "batch_size": 7},
+        augment={"crop_size": [25, 33], "mixup_alpha": 3.0, "class_mix_prob": 0.5},
+        train={"steps": 3, "accumulate_steps": 2, "batch_size": 7},
         optim={"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 1.0, "ema_decay": 0.9},
         model={"arch": "deeplabv3plus", "backbone": "mobilenet_v2", "aux_head": False},
         loss={"kind": kind},
@@ -96,7 +92,7 @@ def train_without(place, config, directory):
     elif place == "mining":
         from segtrain.training.losses import ohem
 
-        ohem.dist = type("Alone", (), {"all_gather": staticmethod(lambda t: t)})
+        ohem.dist = type("Alone", (), {"all_reduce_sum": staticmethod(lambda t: t)})
     elif place == "gradient":
         dist.start_sum = lambda tensor: lambda: None
     return train(config, directory)
@@ -125,7 +121,7 @@ def train_in_order(order, config, directory):
 @pytest.mark.parametrize(
     "ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
-def test_float32_runs_differ_by_rounding_only(run_ranks, tmp_path, data, capsys, ranks):
+def test_float32_runs_differ_by_rounding_only(run_ranks, tmp_path, data, ranks):
     """Rounding is amplified by training; so the yardstick is one process with the images of each
     batch in another order, which changes nothing but the order of additions."""
     options = everything(data, "float32")
@@ -140,9 +136,6 @@ def test_float32_runs_differ_by_rounding_only(run_ranks, tmp_path, data, capsys,
 
     many, _ = curve(run_ranks, tmp_path, options, ranks)
     apart = np.abs(many / one - 1)
-    with capsys.disabled():
-        print(f"\n{ranks} ranks against 1: first step {apart[0]:.1e}, {STEPS} steps ", end="")
-        print(f"{apart.max():.1e}; same images in another order: {yardstick:.1e}")
     assert apart[0] < 1e-6
     # Ranks are one more order of additions. Which of two equals comes out ahead is a coin toss, so
     # the bound leaves room for it; a real difference would show in the first step.

@@ -1,67 +1,12 @@
-"""The rules for large minibatches of arXiv:1706.02677, and the test of each.
-
-optim.large_batch sets those that are options. The last three are always so: nothing sets them.
-"""
-
-import re
-from pathlib import Path
+"""optim.large_batch sets the rules for large minibatches of arXiv:1706.02677 that are options."""
 
 import pytest
 import yaml
 from experiments import sections
 
 from segtrain.config import OptimConfig, config_to_yaml, override_config, parse_config
-from segtrain.config.experiment import Config
 from segtrain.errors import ConfigError
-from segtrain.training.optim import base_lr, learning_rate
-
-# Rule and section of the paper: the option, if it is one, and the file and name of its test.
-RULES = {
-    "linear scaling of the rate, 2.1": (
-        "optim.lr_batch_size",
-        "test_optim test_rate_scales_with_the_batch_only_if_asked",
-    ),
-    "gradual warmup, 2.2": (
-        "schedule.warmup_steps",
-        "test_large_batch test_warmup_begins_with_the_rate_of_the_small_batch",
-    ),
-    "momentum correction when the rate changes, 3": (
-        "optim.momentum_correction",
-        "test_decay test_momentum_has_the_correction_or_is_the_naive_form",
-    ),
-    "no decay on norm and bias, 5.1": (
-        "optim.decay_norm_and_bias",
-        "test_decay test_norm_and_bias_are_spared_in_every_form_of_decay",
-    ),
-    "last gamma of a residual block starts at zero, 5.1": (
-        "model.zero_init_residual",
-        "test_backbone test_residual_blocks_start_at_zero_as_torchvisions",
-    ),
-    "loss divided by the count of all ranks, 3": (
-        None,
-        "test_loss_kinds test_ranks_together_have_the_loss_of_the_whole_batch",
-    ),
-    "one shuffle for all ranks, 3": (
-        None,
-        "test_loader test_the_ranks_parts_make_the_batch_of_one_process",
-    ),
-    "gradients summed while the backward pass runs, 4": (
-        None,
-        "test_gradients test_buckets_are_sent_during_the_backward_pass_in_one_order",
-    ),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_has_its_test_and_its_option(rule):
-    option, test = RULES[rule]
-    file, name = test.split()
-    text = (Path(__file__).parent / f"{file}.py").read_text()
-    assert re.search(rf"^def {name}\(", text, flags=re.MULTILINE)
-    if option is not None:
-        section, key = option.split(".")
-        assert key in Config.model_fields[section].annotation.model_fields
-
+from segtrain.training.optim.schedule import base_lr, learning_rate
 
 DATA = "data: {layout: folders, root: x, classes: y}\n"
 
@@ -122,9 +67,12 @@ def test_what_contradicts_large_batch_is_refused(train, message):
     assert message in str(caught.value)
 
 
-def test_a_residual_that_does_not_start_at_zero_contradicts_large_batch():
+def test_other_rules_than_those_of_the_paper_contradict_large_batch():
     with pytest.raises(ConfigError, match=r"zero_init_residual: false contradicts optim\.large_b"):
         config("{large_batch: true}", "{zero_init_residual: false}")
+    # Only a file leaves options out: OptimConfig itself has a value for each.
+    with pytest.raises(ValueError, match="lr_batch_size: large_batch scales lr"):
+        OptimConfig(large_batch=True)
 
 
 def test_the_printed_config_says_what_was_chosen_and_loads_back():
@@ -135,9 +83,3 @@ def test_the_printed_config_says_what_was_chosen_and_loads_back():
     assert parse_config(text, source="d.yaml") == found
     longer = override_config(found, ["train.steps=90000"], source="d.yaml")
     assert longer.schedule.warmup_steps == 2222
-
-
-def test_a_section_made_by_hand_must_name_the_rules():
-    """Only a file leaves options out: OptimConfig itself has a value for each."""
-    with pytest.raises(ValueError, match="lr_batch_size: large_batch scales lr"):
-        OptimConfig(large_batch=True)

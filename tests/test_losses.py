@@ -12,23 +12,16 @@ from segtrain.training.losses import LOSSES, LossOptions, SegLoss
 from segtrain.types import IGNORE_INDEX, SegLogits
 
 K, H, W = 4, 5, 7
-CLASS_WEIGHTS = torch.tensor([1.0, 2.5, 0.25, 0.0])
 
 
-CPU = torch.device("cpu")
+def sums_of(logits, labels, **config):
+    """The losses and weights of a mean over pixels."""
+    return LOSSES[config["kind"]](LossOptions(LossConfig(**config))).sums(logits, labels)[:, 0]
 
 
-def cross_entropy(logits, labels, *, class_weights=None):
-    return LOSSES["cross_entropy"](LossOptions(LossConfig(), class_weights)).sums(logits, labels)
-
-
-def ohem_cross_entropy(logits, labels, *, threshold, min_kept, class_weights=None):
-    config = LossConfig(kind="ohem", ohem_threshold=threshold, ohem_min_kept=min_kept)
-    return LOSSES["ohem"](LossOptions(config, class_weights)).sums(logits, labels)
-
-
-def seg_loss(**config):
-    return SegLoss(LossConfig(**config), CPU)
+def ohem(logits, labels, threshold, min_kept):
+    options = {"ohem_threshold": threshold, "ohem_min_kept": min_kept}
+    return sums_of(logits, labels, kind="ohem", **options)
 
 
 def scene(num_images, seed=0):
@@ -46,16 +39,9 @@ def test_millions_of_pixels_are_summed_without_float32_rounding():
     logits = torch.randn((2, 3, 300, 500), generator=generator)
     labels = torch.randint(3, (2, 300, 500), generator=generator)
     pixels = F.cross_entropy(logits, labels, reduction="none").double()
-    total, _ = cross_entropy(logits, labels)
+    total, _ = sums_of(logits, labels, kind="cross_entropy")
     assert total.dtype == torch.float64
     torch.testing.assert_close(total, pixels.sum(), rtol=1e-13, atol=0)
-
-
-def test_label_weight_counts_valid_pixels_or_adds_their_class_weights():
-    labels = torch.tensor([[[0, 1, 1], [2, 3, IGNORE_INDEX]]])
-    assert seg_loss().label_weight(labels).item() == 5
-    weighted = seg_loss(class_weights=tuple(CLASS_WEIGHTS.tolist()))
-    assert weighted.label_weight(labels).item() == 1 + 2.5 + 2.5 + 0.25 + 0
 
 
 def reference_mining(logits, labels, threshold, min_kept):
@@ -70,7 +56,7 @@ def reference_mining(logits, labels, threshold, min_kept):
 def mined(logits, labels, threshold, min_kept):
     """The pixels whose gradient is not zero."""
     logits = logits.clone().requires_grad_()
-    total, weight = ohem_cross_entropy(logits, labels, threshold=threshold, min_kept=min_kept)
+    total, weight = ohem(logits, labels, threshold, min_kept)
     kept = torch.autograd.grad(total, logits)[0].abs().sum(1) > 0
     assert weight == kept.sum()
     return kept
@@ -85,21 +71,6 @@ def test_mining_keeps_the_pixels_of_mmsegmentation(threshold, min_kept):
     assert min_kept <= wanted.sum() <= (labels != IGNORE_INDEX).sum()
 
 
-def test_mining_means_over_the_pixels_kept():
-    logits, labels = scene(3)
-    kept = reference_mining(logits, labels, 0.3, 10)
-    wanted = F.cross_entropy(
-        logits, labels.masked_fill(~kept, IGNORE_INDEX), ignore_index=IGNORE_INDEX
-    )
-    total, weight = ohem_cross_entropy(logits, labels, threshold=0.3, min_kept=10)
-    torch.testing.assert_close(total / weight, wanted, rtol=1e-14, atol=0)
-
-
-def test_mining_keeps_everything_of_too_few_valid_pixels():
-    logits, labels = scene(1)
-    assert torch.equal(mined(logits, labels, 0.01, 10_000), labels != IGNORE_INDEX)
-
-
 def test_mining_keeps_all_of_equally_hard_pixels():
     """Otherwise the order in memory, and thereby the split over ranks, would choose among them."""
     logits = torch.zeros(1, K, H, W, dtype=torch.float64)
@@ -110,41 +81,6 @@ def test_mining_keeps_all_of_equally_hard_pixels():
     assert not kept[0, :2].any()
 
 
-def test_class_weights_weigh_the_mined_pixels_but_do_not_choose_them():
-    logits, labels = scene(3)
-    kept = labels.masked_fill(~reference_mining(logits, labels, 0.3, 10), IGNORE_INDEX)
-    wanted = F.cross_entropy(logits, kept, weight=CLASS_WEIGHTS.double(), ignore_index=IGNORE_INDEX)
-    total, weight = ohem_cross_entropy(
-        logits, labels, threshold=0.3, min_kept=10, class_weights=CLASS_WEIGHTS
-    )
-    torch.testing.assert_close(total / weight, wanted, rtol=1e-14, atol=0)
-
-
-def test_both_heads_have_the_configured_loss():
-    logits, labels = scene(2)
-    loss = seg_loss(class_weights=tuple(CLASS_WEIGHTS.tolist()))
-    out, aux = loss(SegLogits(logits, logits.flip(0)), labels)
-    assert torch.equal(out, cross_entropy(logits, labels, class_weights=CLASS_WEIGHTS))
-    assert torch.equal(aux, cross_entropy(logits.flip(0), labels, class_weights=CLASS_WEIGHTS))
-    assert len(loss(SegLogits(logits), labels)) == 1
-    assert loss.label_weight(labels) == out[1]
-
-
-def test_means_are_sums_over_weights_and_nan_without_an_auxiliary_head():
-    totals = torch.tensor([[6.0, 4], [3, 2]], dtype=torch.float64)
-    assert seg_loss().means(totals).tolist() == [1.5, 1.5]
-    out, aux = seg_loss().means(totals[:1])
-    assert out == 1.5
-    assert aux.isnan()
-
-
-def test_the_objective_has_the_gradient_of_the_weighted_sum_of_both_heads():
-    totals = torch.tensor([[6.0, 4], [3, 2]], dtype=torch.float64)
-    mine = torch.tensor([[2.0, 1], [1, 1]], dtype=torch.float64, requires_grad=True)
-    seg_loss(aux_weight=0.5).objective(mine, totals).backward()
-    assert mine.grad[:, 0].tolist() == [1 / 4, 0.5 / 2]
-
-
 def test_the_config_knows_the_losses_that_there_are():
     assert get_args(LossConfig.model_fields["kind"].annotation) == tuple(LOSSES)
 
@@ -153,8 +89,12 @@ def test_microbatches_share_the_number_of_pixels_to_keep():
     """Else four microbatches would keep four times as many easy pixels as the batch at once."""
     logits, labels = scene(3)
     config = LossConfig(kind="ohem", ohem_threshold=0.0, ohem_min_kept=41)
-    ((_, weight),) = SegLoss(config, CPU, microbatches=4)(SegLogits(logits), labels)
-    assert weight == 11
+    loss = SegLoss(config, torch.device("cpu"), microbatches=4)
+    sums = loss(SegLogits(logits), labels)  # (1, 2, 1)
+    assert sums[0, 1] == 11
+    out, aux = loss.means(sums)
+    assert out == sums[0, 0] / 11
+    assert aux.isnan()  # there is no auxiliary head
 
 
 def enlarged_scene(dtype, split=0):
@@ -185,7 +125,7 @@ def picks(dtype, threshold, splits):
     masks = []
     for min_kept in NUMBERS_KEPT:
         own = logits.clone().requires_grad_()
-        total, _ = ohem_cross_entropy(own, labels, threshold=threshold, min_kept=min_kept)
+        total, _ = ohem(own, labels, threshold, min_kept)
         masks.append(torch.autograd.grad(total, own)[0].abs().sum(1) > 0)
     return torch.stack(masks)  # (numbers, n, H, W)
 

@@ -330,18 +330,6 @@ def test_mixup_is_the_blend_of_both_losses_over_the_whole_batch(name):
     assert_alike(trained_losses_and_weights(made), plain_losses_and_weights(made))
 
 
-@pytest.mark.parametrize("missing", [0, 3])
-def test_batches_with_partners_and_a_config_that_mixes_belong_together(missing):
-    """Also in a later microbatch than the first."""
-    made = settings("dice", accumulate_steps=2)
-    problem = rf"step {missing // 2 + 1}: a batch has no partner_labels, .*mixup_alpha is 4\.0"
-    with pytest.raises(ValueError, match=problem):
-        trained_losses_and_weights(made, lambda number: number != missing)
-    problem = rf"step {missing + 1}: a batch has partner_labels, .*alpha is null"
-    with pytest.raises(ValueError, match=problem):
-        trained_losses_and_weights(engine_config(steps=4), lambda number: number == missing)
-
-
 def test_partners_without_weight_change_nothing():
     """An iterator may give them in all steps; the loader gives none where their weight is 0."""
     made = settings("dice")

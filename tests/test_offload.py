@@ -19,11 +19,12 @@ class Copy:
         return self.is_done
 
 
-def test_what_fits_or_is_alone_does_not_wait():
-    in_flight = InFlight(100)
-    for _ in range(4):
-        in_flight.add(Copy(), 25)
-    InFlight(100).add(Copy(), 1000)
+def test_neither_what_fits_nor_a_copy_larger_than_the_bound_waits():
+    for sizes in ((25, 25, 25, 25), (1000,)):
+        in_flight = InFlight(100)
+        for size in sizes:
+            in_flight.add(Copy(), size)
+        assert in_flight._num_bytes == sum(sizes)
 
 
 def test_a_transposed_view_of_what_came_back_is_another_tensor():

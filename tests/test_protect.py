@@ -51,21 +51,9 @@ def test_runs_beside_those_folders_are_welcome(layout):
         check_run_directory(Path(output), data(layout))
 
 
-def test_camvid_with_folders_for_images_and_labels_reads_no_folder_of_a_split():
-    Path("d/images").mkdir(parents=True)
-    assert is_refused(check_run_directory, Path("d/images/train"), data("camvid"))
-    check_run_directory(Path("d/train"), data("camvid"))
-
-
-def test_where_the_splits_lie_at_the_top_only_they_are_closed():
-    options = {"images_dir": ".", "labels_dir": "masks"}
-    assert is_refused(check_run_directory, Path("d/train/x"), data(**options))
-    assert is_refused(check_run_directory, Path("d/masks/x"), data(**options))
-    check_run_directory(Path("d/runs/my"), data(**options))
-
-
 def test_neither_points_nor_links_lead_around_it():
     Path("d/images").mkdir(parents=True)
+    check_run_directory(Path("d/train"), data("camvid"))  # whose images are all in d/images
     Path("way").symlink_to("d/images")
     assert is_refused(check_run_directory, Path("way/runs"), data())
     assert is_refused(check_run_directory, Path("d/runs/../images/x"), data(root="d/../d"))
@@ -79,8 +67,11 @@ def test_predictions_for_training_images_do_not_replace_their_labels():
     check_pictures("--output", Path("d"), ["labels/0"], data(labels_dir="masks"))
 
 
-def test_the_split_that_is_evaluated_counts_too():
+def test_where_the_splits_lie_at_the_top_only_they_are_closed_the_evaluated_one_too():
     options = {"images_dir": ".", "labels_dir": "masks"}
+    assert is_refused(check_run_directory, Path("d/train/x"), data(**options))
+    assert is_refused(check_run_directory, Path("d/masks/x"), data(**options))
+    check_run_directory(Path("d/runs/my"), data(**options))
     check_pictures("--overlays", Path("d/test"), ["0"], data(**options))
     assert is_refused(
         check_pictures, "--overlays", Path("d/test"), ["0"], data(**options), splits=["test"]

@@ -105,14 +105,14 @@ def test_the_trainer_updates_layers_together_once_a_pass(monkeypatch):
 
     def forward_backward(*_, **__):
         waiting.append(sync._waiting)
-        return torch.zeros(2)
+        return torch.zeros(1, 2)
 
     monkeypatch.setattr(microbatches, "_forward_backward", forward_backward)
-    monkeypatch.setattr(microbatches, "_loss_weights", lambda *_: [0.5, 0.5])
+    monkeypatch.setattr(microbatches, "_loss_weights", lambda *_: [torch.ones(1)] * 2)
     sums = SimpleNamespace(collected=lambda last: nullcontext())
     state = SimpleNamespace(shares=None, gradients=sums, model=nn.Identity(), wrapped=None)
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-    part = microbatches.LocalMicrobatch(images, images[:, 0], DropoutMasks())
+    part = microbatches.LocalMicrobatch(images, images[None, :, 0], DropoutMasks())
     microbatches.accumulate_gradients(state, [part, part], config(), StepSync(lambda: False))
     assert waiting == [[], []]
     assert waiting[0] is not waiting[1]

@@ -33,7 +33,7 @@ WEIGHTS = [1.0, 2.3, 0.4, 1.7]
 def options(data, sections):
     """Augmentation, dropout, an auxiliary loss, and `sections`."""
     values = experiment(data, augment={"crop_size": [33, 41]}, model=SMALL)
-    values["train"] = {"steps": 2, "batch_size": 5, "lr": 0.02}
+    values["train"] = {"steps": 2, "batch_size": 5}
     for section, changed in copy.deepcopy(sections).items():
         values.setdefault(section, {}).update(changed)
     return values
@@ -114,7 +114,6 @@ CASES = {
     },
 }
 
-# All of them on both: the slow grid.
 RANKS = dict(zip(CASES, [(2, 3), (3,), (2,), (2,), (3,), (2,), (3,)], strict=True))
 
 
@@ -146,53 +145,6 @@ def test_eight_ranks_with_an_image_or_two_each_are_one(run_ranks, tmp_path, data
     values = options(data, {"model": {"backbone": "mobilenet_v2"}, "train": train_section})
     config = write_config(tmp_path / "c.yaml", values)
     assert run(run_ranks, tmp_path, config, 8) == run(run_ranks, tmp_path, config, 1)
-
-
-def grid():
-    """Every precision with every architecture; the rest in turn."""
-    precisions = ("float32", "bfloat16", "float16", "float64")
-    archs = ("pspnet", "deeplabv3", "deeplabv3plus")
-    backbones = ("resnet18", "mobilenet_v2", "mobilenet_v3_large")
-    kinds = ("cross_entropy", "ohem", "dice")
-    for i, precision in enumerate(precisions):
-        for j, arch in enumerate(archs):
-            turn = 3 * i + j
-            adamw = {"optimizer": "adamw", "lr": 1e-3} if turn % 2 else {}
-            passes = turn % 3 + 1
-            loss = {"kind": kinds[(i + 2 * j) % 3]}
-            if loss["kind"] != "dice":
-                loss["class_weights"] = WEIGHTS
-            sections = {
-                "model": {
-                    "arch": arch,
-                    "backbone": backbones[(i + j) % 3],
-                    "recompute_norm": backbones[(i + j) % 3] == "resnet18" and i % 2 == 0,
-                },
-                "loss": loss,
-                "norm": {"precise_batches": 2} if turn % 5 == 0 else {},
-                "train": {
-                    "batch_size": 4 * passes + 1,
-                    "accumulate_steps": passes,
-                    "shares": 3 + turn % 2,
-                    "precision": precision,
-                    "channels_last": turn % 4 != 2,
-                    **adamw,
-                },
-                "optim": {
-                    "clip_grad_norm": 1.0 if turn % 2 else None,
-                    "ema_decay": 0.9 if turn % 3 else None,
-                },
-            }
-            yield pytest.param(sections, id=f"{precision}-{arch}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sections", list(grid()))
-def test_many_settings_give_the_same_bits(run_ranks, tmp_path, data, sections):
-    config = write_config(tmp_path / "c.yaml", options(data, sections))
-    one = run(run_ranks, tmp_path, config, 1)
-    for ranks in (2, 3):
-        assert run(run_ranks, tmp_path, config, ranks) == one
 
 
 def test_a_run_that_goes_on_on_other_numbers_of_ranks_ends_with_the_same_bits(
@@ -228,8 +180,7 @@ def trained_at_once(threads, config, directory):
 
 
 @pytest.mark.parametrize(
-    ("precision", "threads"),
-    [("float32", 2), *(pytest.param(p, 5, marks=pytest.mark.slow) for p in ("float32", "float16"))],
+    ("precision", "threads"), [("float32", 2), pytest.param("float16", 5, marks=pytest.mark.slow)]
 )
 def test_shares_at_the_same_time_are_shares_one_after_another(
     run_ranks, tmp_path, data, precision, threads

@@ -74,7 +74,7 @@ SETTINGS = {
 
 def config_for(data, directory, setting):
     options = experiment(data)
-    options["train"] = {"lr": 0.02}
+    options["train"] = {}
     for sections in (BASE, SETTINGS[setting]):
         for section, values in copy.deepcopy(sections).items():
             options.setdefault(section, {}).update(values)
@@ -153,7 +153,7 @@ def gradients():
     """Floats, not integers."""
     totals = {}
 
-    def take(self, index, taken, parameter):
+    def take(self, index, parameter):
         grad, parameter.grad = parameter.grad, None
         totals[index] = totals[index] + grad if index in totals else grad.clone()
 
@@ -185,15 +185,6 @@ def shares_sum():
 
 def mining():
     """The limit between hard and easy pixels is that of the rank."""
-    from segtrain.training.losses import ohem
-
-    ohem.dist = Collectives(
-        all_gather=lambda values: virtual_ranks.current().meet(values, torch.stack)
-    )
-
-
-def fraction():
-    """The limit is that of the rank."""
     from segtrain.training.losses import ohem
 
     def all_reduce_sum(tensor):
@@ -277,7 +268,6 @@ SABOTAGES = {
     "pass weights": shares_sum,
     "precise statistics": shares_sum,
     "mining": mining,
-    "fraction": fraction,
     "sorting": sorting,
     "cut": cut,
     "overflow": overflow,
@@ -317,7 +307,7 @@ def test_without_sabotage_nothing_parts(run_ranks, tmp_path, alone, setting):
         ("threads", "dice"),
         ("pass weights", "mining"),
         ("mining", "mining"),
-        ("fraction", "sorting"),
+        ("mining", "sorting"),
         ("sorting", "sorting"),
         ("overflow", "overflow"),
     ],

@@ -67,7 +67,6 @@ def test_two_thousand_steps_take_no_more_than_two_hundred(small_disk, tmp_path):
     (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
     assert command.wait() == 0, command.errors
     assert command.errors == ""
-    print(f"MB, files and processes at step 200 {early}, at step 1800 {late}")
     assert late[0] < 1.1 * early[0]
     assert late[1:] == early[1:]
     assert last(run).step == 2000

@@ -13,7 +13,7 @@ from segtrain.commands.train.setup import _load_initial
 from segtrain.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
 from segtrain.data.read.classes import load_class_file
 from segtrain.models import build_backbone, build_model
-from segtrain.training.optim import learning_rate
+from segtrain.training.optim.schedule import learning_rate
 
 FROZEN = "backbone.features.0"
 # The last steps of a one-cycle are small: what a resumed run forgets must show before.

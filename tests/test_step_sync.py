@@ -8,7 +8,7 @@ import torch
 
 from segtrain.distributed import collectives as dist
 from segtrain.errors import LostRanksError, NonFiniteError
-from segtrain.training import step_sync as step_sync_module
+from segtrain.training import step_sync
 from segtrain.training.engine import StepResult
 from segtrain.training.receipts import StepMeter
 from segtrain.training.step_sync import MAX_OVERFLOWS, StepSync
@@ -25,22 +25,18 @@ def watch(**options):
     return StepSync(lambda: False, **options)
 
 
-def do_step(step_sync, step, total=1.0, grad_norm=FINE, names=("a",)):
-    step_sync.reduce(sums(total, 4))
-    step_sync.record(step, grad_norm, list(names))
-
-
-def test_one_rank_gets_its_own_sums_back():
-    assert watch().reduce(sums(6.0, 4, aux=(3.0, 2))).tolist() == [[6, 4], [3, 2]]
+def do_step(sync, step, total=1.0, grad_norm=FINE, names=("a",)):
+    sync.reduce(sums(total, 4))
+    sync.record(step, grad_norm, list(names))
 
 
 @pytest.mark.parametrize("total", [float("nan"), float("inf"), float("-inf")])
 def test_a_bad_loss_is_raised_one_step_late_with_the_step_it_happened_in(total):
-    step_sync = watch()
-    do_step(step_sync, 6, names=["good"])
-    do_step(step_sync, 7, total, names=["bad 1", "bad 2"])
+    sync = watch()
+    do_step(sync, 6, names=["good"])
+    do_step(sync, 7, total, names=["bad 1", "bad 2"])
     with pytest.raises(NonFiniteError, match=r"^step 7: the loss is not finite\n") as error:
-        do_step(step_sync, 8, names=["next"])
+        do_step(sync, 8, names=["next"])
     assert "rank 0: images bad 1, bad 2" in str(error.value)
     assert "good" not in str(error.value)
 
@@ -58,52 +54,41 @@ def test_a_bad_loss_is_raised_one_step_late_with_the_step_it_happened_in(total):
 def test_what_is_not_finite_is_raised_at_once_and_only_once_when_asked_for(
     microbatches, grad_norm, what, overflow_allowed
 ):
-    step_sync = watch(overflow_allowed=overflow_allowed)
+    sync = watch(overflow_allowed=overflow_allowed)
     for one in microbatches:
-        step_sync.reduce(one)
-    step_sync.record(3, grad_norm, ["a"])
+        sync.reduce(one)
+    sync.record(3, grad_norm, ["a"])
     if what == "loss" or not overflow_allowed:
         with pytest.raises(NonFiniteError, match=f"step 3: the {what} is not finite"):
-            step_sync.check_finite()
-    step_sync.check_finite()
+            sync.check_finite()
+    sync.check_finite()
 
 
 @pytest.mark.fault(78)
 def test_float16_may_overflow_now_and_then_but_not_without_end():
-    step_sync = watch(overflow_allowed=True)
+    sync = watch(overflow_allowed=True)
     for step in range(1, MAX_OVERFLOWS + 1):
-        do_step(step_sync, step, grad_norm=OVERFLOW)
-    do_step(step_sync, MAX_OVERFLOWS + 1)  # one good step, and the count starts anew
+        do_step(sync, step, grad_norm=OVERFLOW)
+    do_step(sync, MAX_OVERFLOWS + 1)  # one good step, and the count starts anew
     for step in range(100, 100 + MAX_OVERFLOWS + 1):
-        do_step(step_sync, step, grad_norm=OVERFLOW)
+        do_step(sync, step, grad_norm=OVERFLOW)
     with pytest.raises(NonFiniteError, match=f"step {100 + MAX_OVERFLOWS}: .*overflows float16"):
-        step_sync.check_finite()
+        sync.check_finite()
 
 
-def test_a_stop_request_is_seen_one_step_late_or_when_settled():
-    wanted = []
-    step_sync = StepSync(lambda: bool(wanted))
-    do_step(step_sync, 1)
-    wanted.append(True)
-    do_step(step_sync, 2)
-    assert not step_sync.stopped
-    do_step(step_sync, 3)
-    assert step_sync.stopped
-
-    settled = StepSync(lambda: True)
-    do_step(settled, 1)
-    settled.check_finite()
-    assert settled.stopped
-
-
-def test_a_request_to_save_is_passed_on_once():
+def test_requests_are_seen_one_step_late_or_when_flags_are_read_and_saving_once():
     asked = [False, True, False, False]
-    step_sync = StepSync(lambda: False, save_requested=lambda: asked.pop(0))
+    sync = StepSync(lambda: len(asked) < 4, save_requested=lambda: asked.pop(0))
     seen = []
     for step in range(1, 5):
-        do_step(step_sync, step)
-        seen.append(step_sync.pop_save_request())
-    assert seen == [False, False, True, False]  # one step late
+        do_step(sync, step)
+        seen.append((sync.stopped, sync.pop_save_request()))
+    assert seen == [(False, False), (False, False), (True, True), (True, False)]
+
+    other = StepSync(lambda: True)
+    do_step(other, 1)
+    other.check_finite()
+    assert other.stopped
 
 
 def guards_of_rank():
@@ -112,19 +97,19 @@ def guards_of_rank():
     results = {}
 
     step = 0
-    step_sync = StepSync(lambda: rank == 1 and step == 3)
-    while not step_sync.stopped and step < 10:
+    sync = StepSync(lambda: rank == 1 and step == 3)
+    while not sync.stopped and step < 10:
         step += 1
-        do_step(step_sync, step)
+        do_step(sync, step)
     results["stopped after"] = step
 
     results["totals"] = watch().reduce(sums(float(rank), rank, aux=(1.0, 2))).tolist()
 
-    step_sync = watch()
-    do_step(step_sync, 1, names=[f"early {rank}"])
-    do_step(step_sync, 2, float("nan") if rank == 2 else 1.0, names=[f"now {rank}"])
+    sync = watch()
+    do_step(sync, 1, names=[f"early {rank}"])
+    do_step(sync, 2, float("nan") if rank == 2 else 1.0, names=[f"now {rank}"])
     try:
-        do_step(step_sync, 3, names=[f"late {rank}"])
+        do_step(sync, 3, names=[f"late {rank}"])
     except NonFiniteError as error:
         results["error"] = str(error)
     return results
@@ -152,7 +137,7 @@ class Event:
 
 
 def readback(reached):
-    flags = step_sync_module._Readback(torch.tensor([1.0, 2.0]))
+    flags = step_sync._Readback(torch.tensor([1.0, 2.0]))
     flags._arrived = Event(reached)
     return flags
 
@@ -208,7 +193,7 @@ def test_values_that_are_read_after_an_exchange_are_waited_for_with_a_limit(stuc
 def test_the_timeout_is_that_of_training(monkeypatch):
     """Of the step before, which `record` reads one step late."""
     monkeypatch.setattr(dist, "world_size", lambda: 2)
-    step_sync = StepSync(lambda: False, timeout_s=0.05)
-    step_sync._pending = (1, readback(lambda: False), ["a"])
+    sync = StepSync(lambda: False, timeout_s=0.05)
+    sync._pending = (1, readback(lambda: False), ["a"])
     with pytest.raises(LostRanksError):
-        step_sync.check_finite()
+        sync.check_finite()

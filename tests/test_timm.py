@@ -13,7 +13,7 @@ from segtrain.errors import CheckpointError, ConfigError
 from segtrain.models import build_backbone, build_model, timm_backbone
 from segtrain.models.pretrained import load_backbone
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d
-from segtrain.training.optim import freeze_layers
+from segtrain.training.optim.layers import freeze_layers
 
 timm = pytest.importorskip("timm", reason="needs timm: pip install '.[timm]'")
 

@@ -150,7 +150,7 @@ class _PlainSum:
     def __init__(self, state: TrainState) -> None:
         self._parameters = list(state.model.parameters())
         self._replicas = [list(replica.parameters()) for replica in state.replicas]
-        self._sum = GradientSum(state.model.named_parameters())
+        self._sum = GradientSum(state.model.named_parameters(), overlap=False)
 
     @contextmanager
     def collected(self, *, last: bool) -> Iterator[None]:
@@ -166,7 +166,7 @@ class _PlainSum:
         for parameters in self._replicas:
             for parameter in parameters:
                 parameter.grad = None
-        with self._sum.summed(overlap=False):
+        with self._sum.collected(last=True):
             pass
         return True
 

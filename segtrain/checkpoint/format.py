@@ -36,6 +36,13 @@ class BestScore(TypedDict):
     mean_iou: float
 
 
+class Ending(TypedDict):
+    """What `StopCriteria` has counted."""
+
+    hours: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # of training so far
+    evaluations: Annotated[int, Field(ge=0)]  # since the best one
+
+
 class Checkpoint(NamedTuple):
     """The contents of a checkpoint; the names of the fields are part of the file format."""
 
@@ -51,8 +58,7 @@ class Checkpoint(NamedTuple):
     data: str | None = None  # the DataFingerprint as JSON; None: the model comes from elsewhere
     shares: dict[str, Any] | None = None  # see `restore.shares_fields`
     start: dict[str, Any] | None = None  # see `restore.initial_weights_fields`
-    # "hours" (float) of training so far, and "evaluations" (int) since the best one.
-    ending: dict[str, Any] | None = None
+    ending: Ending | None = None
     centroids: str | None = None  # `Centroids.sha256` with data.class_uniform
 
 

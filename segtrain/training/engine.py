@@ -15,7 +15,8 @@ from segtrain.distributed.liveness import HostWatch
 from segtrain.norm import untracked
 from segtrain.training.measure import UPDATE, span
 from segtrain.training.microbatches import LocalMicrobatch, accumulate_gradients, local_microbatches
-from segtrain.training.optim import learning_rate, set_learning_rate
+from segtrain.training.optim.optimizer import set_learning_rate
+from segtrain.training.optim.schedule import learning_rate
 from segtrain.training.sam import sam_is_due, sam_perturbed
 from segtrain.training.share_rules import watch
 from segtrain.training.state import TrainState
@@ -59,7 +60,6 @@ def train_steps(
 
     Raises:
         NonFiniteError: the loss or the gradient of the step before was not finite.
-        ValueError: the batches are not those of `augment.mixup_alpha`; see `local_microbatches`.
     """
     train = config.train
     batches = iter(batches)
@@ -77,41 +77,35 @@ def train_steps(
             # Compiling, in the first step, may take longer than any exchange.
             with nullcontext() if is_first and train.compile else watched():
                 local = local_microbatches(state, microbatches, indices, config, device)
-                losses, digest = _gradient(state, local, config, step_sync, is_first=is_first)
+                with watch(state.model) if is_first and state.shares is not None else nullcontext():
+                    losses = _gradient(state, local, config, step_sync)
                 lr = learning_rate(config, state.step)
                 with span(UPDATE):
                     grad_norm = _update(state, lr, config.optim.clip_grad_norm)
                 names = [name for batch in microbatches for name in batch.names]
                 step_sync.record(state.step, grad_norm, names)
-            is_first = False
+            is_first, digest = False, state.gradients.digest()
             yield StepResult(state.step, losses[0], losses[1], grad_norm, lr, data_s, digest)
 
 
 def _gradient(
-    state: TrainState,
-    microbatches: list[LocalMicrobatch],
-    config: Config,
-    step_sync: StepSync,
-    *,
-    is_first: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Gives the parameters their gradients; returns losses and digest (collective).
+    state: TrainState, microbatches: list[LocalMicrobatch], config: Config, step_sync: StepSync
+) -> Tensor:
+    """Gives the parameters their gradients; returns the mean losses (2,) (collective)."""
 
-    is_first: the first step of this process.
-    """
-    with watch(state.model) if is_first and state.shares is not None else nullcontext():
+    def summed() -> Tensor:
         losses = accumulate_gradients(state, microbatches, config, step_sync)
-    while not state.gradients.finish():
-        with untracked():
-            losses = accumulate_gradients(state, microbatches, config, step_sync)
+        while not state.gradients.finish():
+            with untracked():
+                losses = accumulate_gradients(state, microbatches, config, step_sync)
+        return losses
 
+    losses = summed()
     if sam_is_due(config.optim, state.step):
         state.initial_weights.hold_gradients()  # held weights are not perturbed either
         with sam_perturbed(state.model.parameters(), config.optim.sam_rho):
-            accumulate_gradients(state, microbatches, config, step_sync)
-            while not state.gradients.finish():
-                accumulate_gradients(state, microbatches, config, step_sync)
-    return losses, state.gradients.digest()
+            summed()
+    return losses
 
 
 def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tensor:

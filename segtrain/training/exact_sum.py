@@ -72,10 +72,9 @@ class ExactGradientSum:
         self._used: set[str] | None = None  # names of the parameters that get a gradient
         device = self._parameters[0].device
         self._exponents = torch.full((len(parameters),), _FIRST_EXPONENT, device=device)
-        self._make_buckets()
-        self._start_step()
+        self._begin_anew()
 
-    def _make_buckets(self) -> None:
+    def _begin_anew(self) -> None:
         self._buckets = make_buckets(self._parameters, torch.int64)
         places = {
             parameter: (i, view)
@@ -84,6 +83,7 @@ class ExactGradientSum:
         }
         # Of each parameter: the number of its bucket, and its sum, which is a view of the bucket.
         self._bucket_of, self._sums = zip(*(places[p] for p in self._parameters), strict=True)
+        self._start_step()
 
     def _start_step(self) -> None:
         self._scales = _powers(self._exponents).unbind()
@@ -122,38 +122,26 @@ class ExactGradientSum:
         last: the last one of the step: what is complete is sent to the other ranks at once. Then
             `finish` follows (collective).
         """
-        self._sender = BucketSender(self._buckets, self._arrivals() if last else None)
+        arrivals = None  # how many gradients each bucket gets; not known in the first step
+        if last and self._used is not None:
+            used = [b for n, b in zip(self._names, self._bucket_of, strict=True) if n in self._used]
+            arrivals = [len(self._replicas) * used.count(i) for i in range(len(self._buckets))]
+        self._sender = BucketSender(self._buckets, arrivals)
         hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._take, i, set()))
+            parameter.register_post_accumulate_grad_hook(partial(self._take, i))
             for parameters in self._replicas
             for i, parameter in enumerate(parameters)
         ]
         try:
             yield
         except BaseException:
-            self._make_buckets()  # a sum under way may still write into the old ones
-            self._start_step()
+            self._begin_anew()  # a sum under way may still write into the old buckets
             raise
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _arrivals(self) -> list[int] | None:
-        """How many gradients each bucket gets in a microbatch; None: not known yet."""
-        if self._used is None:
-            return None
-        counts = [0] * len(self._buckets)
-        for name, bucket in zip(self._names, self._bucket_of, strict=True):
-            counts[bucket] += len(self._replicas) * (name in self._used)
-        return counts
-
-    def _take(self, index: int, taken: set[int], parameter: nn.Parameter) -> None:
-        if taken:
-            raise RuntimeError(
-                f"rank {dist.rank()}: {self._names[index]} got a second gradient in a "
-                "microbatch: a bucket may have been sent without it; run one backward pass"
-            )
-        taken.add(index)
+    def _take(self, index: int, parameter: nn.Parameter) -> None:
         grad, parameter.grad = parameter.grad, None
         with self._locks[index]:
             begun, self._begun[index] = self._begun[index], True
@@ -161,7 +149,7 @@ class ExactGradientSum:
                 self._sums[index], grad, self._scales[index], overwrite=not begun
             )
             torch.maximum(self._largest_views[index], largest, out=self._largest_views[index])
-        self._sender.arrived(self._bucket_of[index])
+        self._sender.arrived(self._bucket_of[index], parameter)
 
     @torch.no_grad()
     def finish(self) -> bool:
@@ -184,29 +172,26 @@ class ExactGradientSum:
         largest = torch.where(self._largest < _INFINITE, self._largest, torch.inf)
         largest = dist.all_gather(largest).amax(0)
         compare_steps(found, self._used)
-        bits = _bit_length(largest) + self._exponents
-        finite = largest.isfinite().all()
+        length = _bit_length(largest)
+        bits, finite = length + self._exponents, largest.isfinite().all()
         fallen = (bits < self._target_bits - _FALL_BITS) & (self._exponents < _EXPONENTS[1])
         again = finite & ((bits > self._most_bits) | (fallen & (largest > 0))).any()
         # Not where the largest is 0: nothing is known about the next gradient.
-        fitting = (self._target_bits - _bit_length(largest)).clamp(*_EXPONENTS)
+        fitting = (self._target_bits - length).clamp(*_EXPONENTS)
         exponents = torch.where((largest > 0) & finite, fitting, self._exponents)
         repeat = bool(again)  # the host waits for the device here, once a step
         if not repeat:
             self._last_largest = largest
-            inverse = _powers(-self._exponents)
-            self._give(torch.where(largest.isfinite(), inverse, torch.nan).unbind())
+            inverse = torch.where(largest.isfinite(), _powers(-self._exponents), torch.nan)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(self._num_threads)
+            for i, parameter in enumerate(self._parameters):
+                if self._begun[i]:
+                    parameter.grad = self._sums[i].to(parameter.dtype).mul_(inverse[i])
+            torch.set_num_threads(threads)
         self._exponents = exponents
         self._start_step()
         return not repeat
-
-    def _give(self, inverse: Sequence[Tensor]) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
-        for i, parameter in enumerate(self._parameters):
-            if self._begun[i]:
-                parameter.grad = self._sums[i].to(parameter.dtype).mul_(inverse[i])
-        torch.set_num_threads(threads)
 
 
 def replica(module: nn.Module) -> nn.Module:

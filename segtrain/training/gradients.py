@@ -7,13 +7,14 @@ every process, so a resumed run gets other bits.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 
 from segtrain.distributed import collectives as dist
+from segtrain.text import first_of
 
 # Large enough to use the whole bandwidth, and small enough for the sums of batch norms, for which
 # backward passes wait and which NCCL sends in one row with the buckets. The first bucket is
@@ -34,7 +35,7 @@ class GradientSum:
 
     Args:
         named_parameters: in the order of registration, the same on all ranks, on one device.
-        overlap: as in `summed`, for `collected`.
+        overlap: send while the last backward pass of a step runs, of which there may be only one.
     """
 
     def __init__(
@@ -47,10 +48,6 @@ class GradientSum:
         self._buckets = make_buckets(list(self._parameters.values()))
         self._used: set[str] | None = None  # names of the parameters that get a gradient
 
-    def collected(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around a microbatch; after the last one, gradients are the sums over all ranks."""
-        return self.summed(overlap=self._overlap) if last else nullcontext()
-
     def finish(self) -> bool:
         """True: the step never has to be computed again (see `ExactGradientSum.finish`)."""
         return True
@@ -59,27 +56,24 @@ class GradientSum:
         """Only exact sums leave one (see `ExactGradientSum.digest`)."""
 
     @contextmanager
-    def summed(self, *, overlap: bool = True) -> Iterator[None]:
-        """On exit the gradients are the sums over all ranks (collective).
+    def collected(self, *, last: bool) -> Iterator[None]:
+        """Around a microbatch; after the last one, gradients are sums over all ranks (collective).
 
-        Gradients of earlier backward passes, outside, are added first. If an exception leaves the
-        block, nothing is summed and the next call begins anew.
-
-        overlap: send while the backward pass runs, of which there may be only one inside.
+        If an exception leaves the block, nothing is summed and the next step begins anew.
 
         Raises:
             RuntimeError: the parameters with a gradient differ between the ranks, or from those of
                 the first step; or with `overlap` there was a second backward pass.
         """
-        if not self._buckets:
+        if not (last and self._buckets):
             yield
             return
         # In the first step it is not known which parameters get a gradient.
-        used = {self._parameters[name] for name in self._used or () if overlap}
+        used = {self._parameters[name] for name in self._used or () if self._overlap}
         followed = [[p for p in bucket.parameters if p in used] for bucket in self._buckets]
         sender = BucketSender(self._buckets, [*map(len, followed)] if used else None, Bucket.fill)
         hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(_arrived, sender, i, set()))
+            parameter.register_post_accumulate_grad_hook(partial(sender.arrived, i))
             for i, parameters in enumerate(followed)
             for parameter in parameters
         ]
@@ -102,16 +96,6 @@ class GradientSum:
         # Only this rank sees the mismatch; NaN in the last bucket stops all ranks.
         sender.finish(spoil=found != self._used)
         compare_steps(found, self._used)
-
-
-def _arrived(sender: "BucketSender", bucket: int, taken: set[int], _: nn.Parameter) -> None:
-    if taken:
-        raise RuntimeError(
-            f"rank {dist.rank()}: a parameter got a second gradient while the gradients are "
-            "summed: run one backward pass, or pass overlap=False"
-        )
-    taken.add(bucket)
-    sender.arrived(bucket)
 
 
 class Bucket:
@@ -163,13 +147,21 @@ class BucketSender:
         self._buckets = buckets if dist.world_size() > 1 else []
         self._missing, self._prepare = arrivals, prepare
         self._waits: list[Callable[[], object]] = []  # one for every bucket that was sent
+        self._arrived: set[nn.Parameter] = set()
         self._lock = threading.Lock()  # shares arrive in threads of their own
 
-    def arrived(self, bucket: int) -> None:
-        """Counts a gradient."""
-        if self._missing is None:
-            return
+    def arrived(self, bucket: int, parameter: nn.Parameter) -> None:
+        """Counts the gradient of a parameter; RuntimeError if it is the second one."""
         with self._lock:
+            if parameter in self._arrived:
+                raise RuntimeError(
+                    f"rank {dist.rank()}: a parameter of shape {tuple(parameter.shape)} got a "
+                    "second gradient in a microbatch: a bucket may have been sent without it; run "
+                    "one backward pass"
+                )
+            self._arrived.add(parameter)
+            if self._missing is None:
+                return
             self._missing[bucket] -= 1
             # The last bucket is for `finish`, which knows whether all is well.
             while len(self._waits) < len(self._buckets) - 1 and not self._missing[len(self._waits)]:
@@ -211,7 +203,7 @@ def compare_steps(found: set[str], used: set[str]) -> None:
     """Raises RuntimeError if parameters got a gradient in this step, or in the first, only."""
     if found != used:
         raise RuntimeError(
-            f"rank {dist.rank()}: {_names(found ^ used)}: got a gradient in some steps only; "
+            f"rank {dist.rank()}: {_named(found ^ used)}: got a gradient in some steps only; "
             "every step must give gradients to the same parameters"
         )
 
@@ -223,11 +215,10 @@ def compare_ranks(found: set[str]) -> None:
     if some:
         ranks = ", ".join(str(rank) for rank, names in enumerate(everyone) if not some <= names)
         raise RuntimeError(
-            f"{_names(some)}: no gradient on some ranks ({ranks}); every parameter must get a "
+            f"{_named(some)}: no gradient on some ranks ({ranks}); every parameter must get a "
             "gradient on all ranks or on none"
         )
 
 
-def _names(names: set[str]) -> str:
-    first, *others = sorted(names)
-    return f"parameter {first}" + (f" and {len(others)} more" if others else "")
+def _named(parameters: set[str]) -> str:
+    return f"parameter {first_of(sorted(parameters), 1)}"

@@ -30,14 +30,8 @@ class LocalMicrobatch(NamedTuple):
     """This rank's part of one microbatch."""
 
     images: Tensor  # (n, 3, H, W) uint8
-    labels: Tensor  # (n, H, W) uint8
+    labels: Tensor  # (S, n, H, W) uint8; S is 2 if MixUp has mixed in images with labels, else 1
     dropout: DropoutMasks  # of these n images
-    partner_labels: Tensor | None = None  # as `labels`, of the images that MixUp has mixed in
-
-    @property
-    def label_sets(self) -> list[Tensor]:
-        """The labels, and those of the images mixed in."""
-        return [self.labels] if self.partner_labels is None else [self.labels, self.partner_labels]
 
     def split(self, sizes: Sequence[int]) -> list["LocalMicrobatch"]:
         """The images in contiguous parts of these sizes."""
@@ -45,8 +39,7 @@ class LocalMicrobatch(NamedTuple):
         def cut(images: range) -> LocalMicrobatch:
             part = slice(images.start, images.stop)
             masks = (None if mask is None else mask[part] for mask in self.dropout)
-            labels, *partners = (labels[part] for labels in self.label_sets)
-            return LocalMicrobatch(self.images[part], labels, DropoutMasks(*masks), *partners)
+            return LocalMicrobatch(self.images[part], self.labels[:, part], DropoutMasks(*masks))
 
         ends = list(accumulate(sizes))
         return [cut(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
@@ -62,35 +55,16 @@ def local_microbatches(
     """This rank's parts of a step's microbatches on `device`, with their dropout masks.
 
     indices: of each microbatch, the positions in the whole batch that this rank trains on.
-
-    Raises:
-        ValueError: the batches have partner labels and `augment.mixup_alpha` is null, or they have
-            none in a step in which it mixes.
     """
-    mixes = _mixes(state, batches, config)
     parts = []
     for batch, positions in zip(batches, indices, strict=True):
-        images, labels = (t.to(device, non_blocking=True) for t in batch[:2])
-        partners = batch.partner_labels.to(device, non_blocking=True) if mixes else None
+        label_sets = [batch.labels]
+        if batch.partner_labels is not None:
+            label_sets.append(batch.partner_labels)
+        images, *label_sets = (t.to(device, non_blocking=True) for t in (batch.images, *label_sets))
         masks = _dropout_masks(state, config, positions, device)
-        parts.append(LocalMicrobatch(images, labels, masks, partners))
+        parts.append(LocalMicrobatch(images, torch.stack(label_sets), masks))
     return parts
-
-
-def _mixes(state: TrainState, batches: Sequence[Batch], config: Config) -> bool:
-    """Whether this step has the loss of MixUp, which the batches must be made for."""
-    alpha = config.augment.mixup_alpha
-    mixes = alpha is not None and seed.mixup_weight(config.seed, state.step, alpha) > 0
-    for batch in batches:
-        if alpha is None and batch.partner_labels is not None:
-            problem = "a batch has partner_labels, and augment.mixup_alpha is null"
-        elif mixes and batch.partner_labels is None:
-            problem = f"a batch has no partner_labels, and augment.mixup_alpha is {alpha}"
-        else:
-            continue
-        # The loss would be that of other images than the model sees.
-        raise ValueError(f"step {state.step + 1}: {problem}; make both for MixUp, or none")
-    return mixes
 
 
 def accumulate_gradients(
@@ -100,19 +74,14 @@ def accumulate_gradients(
     cut = [_sizes(state, config, i, len(part.images)) for i, part in enumerate(parts)]
     weights = _loss_weights(state, parts, cut, config)
     losses = torch.zeros(2, dtype=torch.float64, device=parts[0].images.device)
-    for i, (part, sizes) in enumerate(zip(parts, cut, strict=True)):
+    for part, sizes, weight in zip(parts, cut, weights, strict=True):
         # All ranks add their gradients once a step, during the last backward pass.
-        with state.gradients.collected(last=i + 1 == len(parts)), tracked_together():
+        with state.gradients.collected(last=part is parts[-1]), tracked_together():
             if len(sizes) == 1 and state.shares is None:
-                means = _forward_backward(
-                    state, state.wrapped, part, weights[i], step_sync=step_sync
-                )
+                means = _forward_backward(state, state.wrapped, part, weight, step_sync=step_sync)
             else:
-                means = _in_threads(state, part.split(sizes), weights[i], step_sync=step_sync)
-        if part.partner_labels is None:
-            losses += means * weights[i]
-        else:
-            losses += (means * weights[i].unsqueeze(1)).sum(0)
+                means = _in_threads(state, part.split(sizes), weight, step_sync=step_sync)
+        losses += (means * weight.unsqueeze(1)).sum(0)
         sync_running_stats(state.model)
     return losses
 
@@ -121,37 +90,30 @@ def _forward_backward(
     state: TrainState,
     module: nn.Module,
     part: LocalMicrobatch,
-    weight: Tensor | float,
+    weight: Tensor,
     *,
     step_sync: StepSync,
 ) -> Tensor:
-    """Adds the gradient of a part of a microbatch; returns the mean losses (2,) of all parts.
+    """Adds the gradient of a part of a microbatch; returns the mean losses (S, 2) of all parts.
 
     module: `state.wrapped` or a replica.
-    weight: that of the microbatch, from `_loss_weights`. With MixUp there is one for each set of
-        labels, and so are mean losses, (2, 2).
+    weight: that of the microbatch, (S,), from `_loss_weights`.
     """
     criterion = state.criterion
     with span(FORWARD):
         images = state.normalize(part.images.contiguous(memory_format=state.memory_format))
-        labels, *partners = (labels.long() for labels in part.label_sets)
-        sums = module(images, labels, part.dropout, *partners)
+        sums = module(images, part.labels.long(), part.dropout)
         totals = step_sync.reduce(sums)
-        if partners:
-            pairs = zip(sums, totals, strict=True)
-            objectives = torch.stack([criterion.objective(*pair) for pair in pairs])
-            objective = (objectives * weight).sum()
-            means = torch.stack([criterion.means(total) for total in totals])
-        else:
-            objective = criterion.objective(sums, totals) * weight
-            means = criterion.means(totals)
+        pairs = zip(sums, totals, strict=True)
+        objectives = torch.stack([criterion.objective(*pair) for pair in pairs])
+        means = torch.stack([criterion.means(total) for total in totals])
     with span(BACKWARD):
-        state.scaler.scale(objective).backward()
+        state.scaler.scale((objectives * weight).sum()).backward()
     return means
 
 
 def _in_threads(
-    state: TrainState, parts: list[LocalMicrobatch], weight: Tensor | float, *, step_sync: StepSync
+    state: TrainState, parts: list[LocalMicrobatch], weight: Tensor, *, step_sync: StepSync
 ) -> Tensor:
     """As `_forward_backward`, for parts that are computed apart: shares, or virtual ranks."""
     device = parts[0].images.device
@@ -186,25 +148,25 @@ def _sizes(state: TrainState, config: Config, index: int, num_images: int) -> li
 
 def _loss_weights(
     state: TrainState, parts: list[LocalMicrobatch], cut: list[list[int]], config: Config
-) -> list[Tensor | float]:
-    """What the mean losses of each microbatch count in the loss of the step (collective).
+) -> list[Tensor]:
+    """What the mean losses of each microbatch count in the loss of the step, (S,) (collective).
 
-    With MixUp (2,) float64: that of the labels and that of the partners' labels. The loss of a step
-    is (1 - m) loss(labels) + m loss(partners' labels), as in the paper (arXiv:1710.09412) and in
-    MosaicML's composer, and each of both weighs the microbatches by its own valid pixels.
+    With MixUp the loss of a step is (1 - m) loss(labels) + m loss(partners' labels), as in the
+    paper (arXiv:1710.09412) and in MosaicML's composer, and each of both weighs the microbatches by
+    its own valid pixels.
 
     cut: for each microbatch, the sizes of the parts that are computed apart.
     """
-    if parts[0].partner_labels is None:
-        return _microbatch_weights(state, [part.labels for part in parts], cut)
-    mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
-    sets = zip(*(part.label_sets for part in parts), strict=True)
-    whole = parts[0].images.new_ones((), dtype=torch.float64)
-    own, partners = (
-        [factor * whole * weight for weight in _microbatch_weights(state, labels, cut)]
-        for factor, labels in zip((1 - mixed, mixed), sets, strict=True)
-    )
-    return [torch.stack(pair) for pair in zip(own, partners, strict=True)]
+    factors = [1.0]
+    if len(parts[0].labels) == 2:
+        mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
+        factors = [1 - mixed, mixed]
+    one = parts[0].images.new_ones((), dtype=torch.float64)
+    weights = [
+        [factor * one * weight for weight in _microbatch_weights(state, labels, cut)]
+        for factor, *labels in zip(factors, *(part.labels for part in parts), strict=True)
+    ]
+    return [torch.stack(sets) for sets in zip(*weights, strict=True)]
 
 
 def _microbatch_weights(

@@ -25,7 +25,6 @@ from torch import nn
 
 from segtrain.config import OptimConfig
 from segtrain.norm import untracked
-from segtrain.training.share_rules import refuse_torchs_layers
 
 
 def sam_is_due(optim: OptimConfig, step: int) -> bool:
@@ -64,13 +63,3 @@ def _perturb(parameters: list[nn.Parameter], rho: float) -> None:
     for parameter in parameters:
         parameter.add_(torch.where(is_usable, parameter.grad * (rho / norm), 0.0))
         parameter.grad = None
-
-
-def refuse_layers(model: nn.Module) -> None:
-    """Raises ConfigError for torch's layers that would not compute the same batch twice."""
-    refuse_torchs_layers(
-        model,
-        "optim.sam_rho",
-        dropout="draws other numbers for the second gradient",
-        batch_norm="updates its running statistics for both gradients",
-    )

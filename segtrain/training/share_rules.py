@@ -23,27 +23,21 @@ from segtrain.models.resizing import resize
 from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm
 
 
-def refuse_layers(model: nn.Module) -> None:
-    """Raises ConfigError for torch's layers that break a rule; `watch` finds the others."""
-    refuse_torchs_layers(
-        model,
-        "train.shares",
-        dropout="draws from a generator that all shares have in common",
-        batch_norm="updates its running statistics in every share",
-    )
+def refuse_layers(model: nn.Module, option: str) -> None:
+    """Raises ConfigError for torch's own dropout and batch norm; `watch` finds other layers.
 
-
-def refuse_torchs_layers(model: nn.Module, option: str, *, dropout: str, batch_norm: str) -> None:
-    """Raises ConfigError for torch's own dropout and batch norm, with what each does wrong."""
+    Two forward passes for one step, which `option` asks for, would draw different dropout masks and
+    update running statistics twice.
+    """
     for name, layer in model.named_modules():
-        what = None
+        what = ""
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
-            what = f"{dropout}; take `DropoutMasks`"
-        elif isinstance(layer, _BatchNorm) and not isinstance(
+            what = "draws its own random numbers in each forward pass; take `DropoutMasks`"
+        if isinstance(layer, _BatchNorm) and not isinstance(
             layer, SyncBatchNorm | FrozenBatchNorm2d
         ):
-            what = f"{batch_norm}; make it by `norm`"
-        if what is not None:
+            what = "updates its running statistics in each forward pass; make it by `norm`"
+        if what:
             raise ConfigError(f"{option}: {name}, a {type(layer).__name__}, {what}")
 
 

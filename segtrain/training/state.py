@@ -14,17 +14,12 @@ from segtrain.errors import ConfigError
 from segtrain.models.blocks import Normalize
 from segtrain.models.precision import autocast, autocast_dtype, dtype_of
 from segtrain.norm import make_groups
-from segtrain.training import sam
 from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
-from segtrain.training.optim import (
-    InitialWeights,
-    WeightAverage,
-    build_optimizer,
-    freeze_layers,
-    make_initial_weights,
-)
+from segtrain.training.optim.initial_weights import InitialWeights, make_initial_weights
+from segtrain.training.optim.layers import freeze_layers
+from segtrain.training.optim.optimizer import WeightAverage, build_optimizer
 from segtrain.training.share_rules import fingerprint, refuse_layers
 from segtrain.types import DropoutMasks
 
@@ -41,23 +36,14 @@ class ModelWithLoss(nn.Module):
         self.criterion = criterion
         self.autocast_dtype = autocast_dtype(train)
 
-    def forward(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        dropout: DropoutMasks,
-        partner_labels: Tensor | None = None,
-    ) -> Tensor:
-        """The sums for normalized images (N, 3, H, W) and int64 labels (N, H, W) (collective).
+    def forward(self, images: Tensor, labels: Tensor, dropout: DropoutMasks) -> Tensor:
+        """The sums for normalized images (N, 3, H, W), (S, heads, ...) (collective).
 
-        partner_labels: with MixUp, labels of the same kind; then the sums of both, (2, heads, ...).
+        labels: (S, N, H, W) int64; two sets of labels with MixUp, otherwise one.
         """
         with autocast(self.autocast_dtype, images.device):
             logits = self.model(images, dropout)
-        sums = self.criterion(logits, labels)
-        if partner_labels is None:
-            return sums
-        return torch.stack([sums, self.criterion(logits, partner_labels)])
+        return torch.stack([self.criterion(logits, one_set) for one_set in labels])
 
 
 def wrap(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
@@ -147,7 +133,7 @@ def make_state(
     make_groups(model)
     initial_weights = make_initial_weights(model, optim, loaded, resumed=resumed)
     if optim.sam_rho is not None:
-        sam.refuse_layers(model)
+        refuse_layers(model, "optim.sam_rho")
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))
     criterion = SegLoss(
         config.loss, device, microbatches=train.accumulate_steps, batch_size=train.batch_size
@@ -158,7 +144,7 @@ def make_state(
     gradients = GradientSum(summed, overlap=train.virtual_ranks == 1)
     shares, replicas, digits = None, [], None
     if train.shares is not None:
-        refuse_layers(model)
+        refuse_layers(model, "train.shares")
         shares = Shares.of_this_rank(train.shares, device)
         digits = fingerprint(device, train)
         replicas = [replica(wrapped).train() for _ in range(shares.counts[dist.rank()])]
@@ -181,7 +167,7 @@ def make_state(
         arithmetic=digits,
         replicas=replicas,
         gradients=gradients,
-        optimizer=build_optimizer(model, config, start=initial_weights, loaded=loaded),
+        optimizer=build_optimizer(model, config, start=initial_weights),
         scaler=scaler,
         average=WeightAverage(model, optim.ema_decay) if optim.ema_decay else None,
         initial_weights=initial_weights,

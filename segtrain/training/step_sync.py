@@ -88,10 +88,6 @@ class StepSync:
         if newest is not None:
             self._act(*newest)
 
-    def end(self) -> None:
-        """Ends the training after this step; called by all ranks."""
-        self.ended = True
-
     def ask(self, stop: bool = False, save: bool = False, end: bool = False) -> None:
         """Stops, saves or ends after this step; called by all ranks."""
         self.stopped = self.stopped or stop

@@ -5,14 +5,11 @@ the step where the run ends: its schedule follows train.steps alone, since a sch
 the clock would train other weights on another machine, or after an interruption.
 """
 
-import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from segtrain.config import TrainConfig
-from segtrain.errors import CheckpointError
 
 
 class StopCriteria:
@@ -78,18 +75,3 @@ class StopCriteria:
     def fields(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"hours": self.hours, "evaluations": self.evaluations}
-
-
-def check_fields(saved: dict[str, Any] | None, path: Path) -> dict[str, Any] | None:
-    """`saved` as it came from a checkpoint; CheckpointError if it is damaged."""
-    if saved is None:
-        return None
-    hours, evaluations = saved.get("hours"), saved.get("evaluations")
-    if not (
-        (type(hours), type(evaluations)) == (float, int)
-        and math.isfinite(hours)
-        and hours >= 0
-        and 0 <= evaluations < 2**53
-    ):
-        raise CheckpointError(f"{path}: damaged: the hours or evaluations of the run make no sense")
-    return {"hours": hours, "evaluations": evaluations}

@@ -61,7 +61,7 @@ def evaluate(run: TrainRun) -> bool:
     if step % (config.eval.every_steps or config.train.steps) == 0:
         run.stop_criteria.count(better=better)
     if run.stop_criteria.is_out_of_patience():
-        run.step_sync.end()
+        run.step_sync.ask(end=True)
     if better:
         run.best = {"step": step, "mean_iou": scores.mean_iou}
         if dist.is_main():

@@ -27,7 +27,7 @@ from segtrain.run.pictures import training_picture
 from segtrain.run.receipts import read_receipts
 from segtrain.training.engine import train_steps
 from segtrain.training.hogwild import config_of_process
-from segtrain.training.optim import base_lr, learning_rate
+from segtrain.training.optim.schedule import base_lr, learning_rate
 from segtrain.training.receipts import StepMeter, weights_lines
 from segtrain.types import Batch
 
@@ -82,7 +82,7 @@ def train(run: TrainRun) -> None:
     if has_launcher():
         write_exit_status(None)
     if run.stop_criteria.reason():  # only the evaluation after its last step was cut short
-        run.step_sync.end()
+        run.step_sync.ask(end=True)
     run.stop_criteria.start()
     if resumption is Resumption.EVALUATION:
         _keep_cadences(run)

@@ -34,7 +34,7 @@ from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
 from segtrain.run.environment import git_revision, library_version
 from segtrain.text import printable
-from segtrain.training.optim import base_lr, learning_rate
+from segtrain.training.optim.schedule import base_lr, learning_rate
 
 
 def check_experiment(

@@ -44,11 +44,12 @@ from segtrain.run.directory import RunLock
 from segtrain.run.environment import changed_versions
 from segtrain.run.log import RunLog
 from segtrain.training.hogwild import HogwildBarrier, share_model
-from segtrain.training.optim import learning_rate, set_learning_rate
+from segtrain.training.optim.optimizer import set_learning_rate
+from segtrain.training.optim.schedule import learning_rate
 from segtrain.training.receipts import ReceiptMeter
 from segtrain.training.state import TrainState, make_state
 from segtrain.training.step_sync import StepSync
-from segtrain.training.stop_criteria import StopCriteria, check_fields
+from segtrain.training.stop_criteria import StopCriteria
 from segtrain.types import Batch
 
 # How long a resumed run waits for the hashes of the labels before its first step.
@@ -354,9 +355,9 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         notes.append(hogwild_line(dist.world_size()))
     best, evaluated, ending = None, 0, None
     if resumed is not None:
-        saved, path = resumed
-        best, evaluated, ending = saved.best, saved.evaluated, check_fields(saved.ending, path)
-        before, _ = parse_experiment(saved, path)
+        saved, _ = resumed
+        best, evaluated, ending = saved.best, saved.evaluated, saved.ending
+        before, _ = parse_experiment(*resumed)
         notes += learning_rate_lines(before, config, state.step)
     stop_criteria = StopCriteria(config.train, ending)
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.

@@ -16,7 +16,7 @@ other shares only through `segtrain.distributed.collectives`, and must not depen
 OHEM takes the k-th largest of all losses, which is the same in any order.
 
 To add a loss: a class with these two methods, one line in LOSSES (total.py), and its name in
-`LossKind` (config/experiment.py). To be one of several terms (`loss.also`) it also needs `shape`.
+`LossKind` (config/experiment.py).
 
 With train.accumulate_steps, the sums are those of one microbatch, like batch statistics. The step
 weighs the microbatches by their valid pixels (by their class weights, if there are any). That is
@@ -24,24 +24,8 @@ exact for means over pixels: cross entropy, focal, boundary_relaxation. It is no
 lovasz, which are no means over pixels, nor for ohem, which mines each microbatch for itself.
 """
 
-from segtrain.training.losses.base import Loss, LossOptions, PixelMean
-from segtrain.training.losses.cross_entropy import BoundaryRelaxation, CrossEntropy, Focal
-from segtrain.training.losses.dice import Dice
-from segtrain.training.losses.lovasz import LovaszBatch, LovaszImages
-from segtrain.training.losses.ohem import OHEM
+from segtrain.training.losses.base import LossOptions, PixelMean
+from segtrain.training.losses.cross_entropy import CrossEntropy
 from segtrain.training.losses.total import LOSSES, SegLoss
 
-__all__ = [
-    "LOSSES",
-    "OHEM",
-    "BoundaryRelaxation",
-    "CrossEntropy",
-    "Dice",
-    "Focal",
-    "Loss",
-    "LossOptions",
-    "LovaszBatch",
-    "LovaszImages",
-    "PixelMean",
-    "SegLoss",
-]
+__all__ = ["LOSSES", "CrossEntropy", "LossOptions", "PixelMean", "SegLoss"]

@@ -21,8 +21,10 @@ class LossOptions(NamedTuple):
 class Loss(Protocol):
     """A loss in two halves; see the package. Made from `LossOptions`."""
 
+    num_sums: int  # the rows of `sums`
+
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """This rank's sums, float64 and of the same shape on all ranks.
+        """This rank's sums, (num_sums, K) of each class or (num_sums, 1) of all, float64.
 
         logits: (N, K, H, W); labels: (N, H, W) int64, 0 .. K-1 or IGNORE_INDEX.
         """
@@ -30,12 +32,11 @@ class Loss(Protocol):
     def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The loss (), of the sums of all ranks; 0 if all pixels are ignored."""
 
-    def shape(self, num_classes: int) -> tuple[int, ...]:
-        """The shape of `sums`; only used where this is one of several terms (`loss.also`)."""
-
 
 class PixelMean:
     """The mean of `pixel_losses` over valid pixels: sum(w[label] * loss) / sum(w[label])."""
+
+    num_sums = 2
 
     def __init__(self, options: LossOptions) -> None:
         self.options = options
@@ -45,22 +46,22 @@ class PixelMean:
         raise NotImplementedError
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(2,): the weighted losses and the weights."""
+        """(2, 1): the weighted losses and the weights."""
         return self._weighted(self.pixel_losses(logits, labels), labels)
 
     def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The mean."""
-        total, weight = totals
+        total, weight = totals[:, 0]
         return total / torch.where(weight == 0, 1.0, weight)
-
-    def shape(self, num_classes: int) -> tuple[int, ...]:
-        """(2,)."""
-        return (2,)
 
     def _weighted(self, losses: Tensor, labels: Tensor) -> Tensor:
         weights = pixel_weights(labels, self.options.class_weights)
-        total = (losses * weights).sum(dtype=torch.float64)
-        return torch.stack([total, weights.sum(dtype=torch.float64)])
+        return column_of_sums(losses * weights, weights)
+
+
+def column_of_sums(*values: Tensor) -> Tensor:
+    """The sum of each tensor, (n, 1) float64."""
+    return torch.stack([tensor.sum(dtype=torch.float64) for tensor in values]).unsqueeze(1)
 
 
 def pixel_weights(labels: Tensor, class_weights: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segtrain.models.blocks import at_least_float32
-from segtrain.training.losses.base import PixelMean, pixel_weights
+from segtrain.training.losses.base import PixelMean, column_of_sums, pixel_weights
 from segtrain.types import IGNORE_INDEX
 
 
@@ -27,7 +27,7 @@ class CrossEntropy(PixelMean):
         return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(2,): the weighted losses and the weights."""
+        """(2, 1): the weighted losses and the weights."""
         smoothing, class_weights = self.options.config.label_smoothing, self.options.class_weights
         if smoothing == 0:
             return super().sums(logits, labels)
@@ -40,9 +40,7 @@ class CrossEntropy(PixelMean):
             reduction="none",
             label_smoothing=smoothing,
         )
-        weights = pixel_weights(labels, class_weights)
-        sums = [part.sum(dtype=torch.float64) for part in (losses, weights)]
-        return torch.stack(sums)
+        return column_of_sums(losses, pixel_weights(labels, class_weights))
 
 
 class Focal(CrossEntropy):

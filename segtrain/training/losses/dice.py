@@ -20,6 +20,8 @@ class Dice:
     ADE20K, is then this one but for an epsilon of 1e-5 pixels, and over the pixels of one rank.
     """
 
+    num_sums = 3
+
     def __init__(self, options: LossOptions) -> None:
         self._squared = options.config.dice_squared
 
@@ -39,7 +41,3 @@ class Dice:
         present = labelled > 0
         dice = 2 * overlap / torch.where(present, predicted + labelled, 1.0)
         return ((1 - dice) * present).sum() / present.sum().clamp(min=1)
-
-    def shape(self, num_classes: int) -> tuple[int, ...]:
-        """(3, K)."""
-        return (3, num_classes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segtrain.distributed import collectives as dist
 from segtrain.models.blocks import at_least_float32
-from segtrain.training.losses.base import LossOptions
+from segtrain.training.losses.base import LossOptions, column_of_sums
 from segtrain.types import IGNORE_INDEX
 
 
@@ -26,8 +26,10 @@ class LovaszImages:
     Each image has a mean over its own classes. Nothing is sorted beyond one image.
     """
 
+    num_sums = 2
+
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(2,): the losses of the images, and their number."""
+        """(2, 1): the losses of the images, and their number."""
         errors, truth, valid = _errors(logits, labels)
         with torch.no_grad():
             images = zip(errors, truth, valid, strict=True)
@@ -35,16 +37,12 @@ class LovaszImages:
         by_class = (growths * errors).sum(2, dtype=torch.float64)  # (N, K)
         present = truth.any(2)
         losses = by_class.sum(1) / present.sum(1).clamp(min=1)
-        return torch.stack([losses.sum(), valid.any(2).sum(dtype=torch.float64)])
+        return column_of_sums(losses, valid.any(2))
 
     def loss_from_sums(self, totals: Tensor) -> Tensor:
         """The mean over the images."""
-        total, images = totals
+        total, images = totals[:, 0]
         return total / images.clamp(min=1)
-
-    def shape(self, num_classes: int) -> tuple[int, ...]:
-        """(2,)."""
-        return (2,)
 
 
 class LovaszBatch:
@@ -55,6 +53,8 @@ class LovaszBatch:
     and sorts P numbers K times. With train.shares or train.virtual_ranks, each of these does
     so again.
     """
+
+    num_sums = 2
 
     def __init__(self, options: LossOptions) -> None:
         self._batch_size, self._microbatches = options.batch_size, options.microbatches
@@ -76,10 +76,6 @@ class LovaszBatch:
         losses, pixels = totals  # (K,) each
         return losses.sum() / (pixels > 0).sum().clamp(min=1)
 
-    def shape(self, num_classes: int) -> tuple[int, ...]:
-        """(2, K)."""
-        return (2, num_classes)
-
     def _growth_among_all(self, errors: Tensor, truth: Tensor, valid: Tensor) -> Tensor:
         """As `_growth`, for the pixels (n, H W) of one class, sorted with those of all ranks."""
         # One number a pixel: a sign bit says where g is 0, and -2 is beyond all errors.
@@ -99,11 +95,7 @@ class LovaszBatch:
         """The largest number of images of a rank in a microbatch: all must send equally much."""
         if self._batch_size is None:
             return here
-        parts = self._microbatches * dist.group_size()
-        most = -(-self._batch_size // parts)
-        if here > most:
-            raise ValueError(f"{here} images on a rank, and {most} is an even part of a microbatch")
-        return most
+        return -(-self._batch_size // (self._microbatches * dist.group_size()))
 
 
 def _errors(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,58 +28,46 @@ class OHEM(CrossEntropy):
     """
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(2,): the weighted losses and the weights of the hard pixels (collective)."""
+        """(2, 1): the weighted losses and the weights of the hard pixels (collective)."""
         config = self.options.config
         losses = self.pixel_losses(logits, labels)
         with torch.no_grad():
             # The loss is -log(probability), so the hardest pixels have the largest.
             hardness = losses.masked_fill(labels == IGNORE_INDEX, -math.inf)
-            threshold = config.ohem_threshold
-            if config.ohem_fraction is None:
-                min_kept = math.ceil(config.ohem_min_kept / self.options.microbatches)
-                limit = _kth_largest_of_all_ranks(hardness.flatten(), min_kept)
-            else:
-                limit = _limit_of_fraction(hardness.flatten(), config.ohem_fraction)
-                threshold = 0.0
+            threshold, fraction = config.ohem_threshold, config.ohem_fraction
+            kept = math.ceil(config.ohem_min_kept / self.options.microbatches)
+            if fraction is not None:
+                threshold, kept = 0.0, fraction
+            limit = _limit_of_largest(hardness.flatten(), kept)
             # Enlarged logits repeat along the border of an image. Which of them come out a bit
             # larger depends on the last bits of the features, and these on the split over ranks.
             limit -= _ROUNDING * torch.finfo(limit.dtype).eps * limit.abs().clamp(min=1)
             easy_loss = -math.log(threshold) if threshold > 0 else math.inf
             easy = (hardness <= easy_loss) & (hardness < limit)
-            kept = labels.masked_fill(easy, IGNORE_INDEX)
-        return self._weighted(losses, kept)
+            hard = labels.masked_fill(easy, IGNORE_INDEX)
+        return self._weighted(losses, hard)
 
 
-def _kth_largest_of_all_ranks(values: Tensor, k: int) -> Tensor:
-    """The k-th largest of all ranks' `values` together, or -inf if there are fewer."""
-    # No rank can own more than k of the k largest, so k values of each are enough.
-    largest = values.new_full((k,), -math.inf)
-    mine = values.topk(min(k, len(values)), sorted=False).values
-    largest[: len(mine)] = mine
-    # Not kthvalue, which works through all the values in a single block of CUDA threads.
-    return dist.all_gather(largest).flatten().topk(k, sorted=False).values.min()
+def _limit_of_largest(values: Tensor, kept: float) -> Tensor:
+    """The smallest of the `kept` largest of all ranks' `values`; 0 if there are fewer (collective).
 
-
-def _limit_of_fraction(values: Tensor, fraction: float) -> Tensor:
-    """The smallest of the largest `fraction` of all ranks' `values`, at least of one (collective).
-
-    Their number is known to the device only, so it cannot be the size of a tensor. Instead the
-    limit is found digit by digit, as in a radix sort, from counts of 16 KB a digit. Counts add up
-    alike in any order.
+    The limit is found digit by digit, as in a radix sort, from counts of 16 KB a digit, so that
+    ranks exchange no values. Counts add up alike in any order.
 
     values: (n,), at least 0, or -inf for those that do not count.
+    kept: how many (int), or which part of those that count, at least one (float).
     """
     # The bits of numbers that are not negative have the order of the numbers.
     integer, bits = (torch.int32, 31) if values.dtype == torch.float32 else (torch.int64, 63)
     keys = values.abs().view(integer).masked_fill(values == -math.inf, -1).sort().values
-    limit, wanted = keys.new_zeros(()), None
+    limit, wanted = keys.new_zeros(()), kept
     for shift in reversed(range(0, bits, _DIGIT_BITS)):
         num_digits = 1 << min(_DIGIT_BITS, bits - shift)
         digits = torch.arange(num_digits, dtype=integer, device=keys.device)
         edges = limit + (digits << shift)
         at_least = dist.all_reduce_sum((len(keys) - torch.searchsorted(keys, edges)).double())
-        if wanted is None:
-            wanted = (fraction * at_least[0]).floor().clamp(min=1)
+        if isinstance(wanted, float):
+            wanted = (kept * at_least[0]).floor().clamp(min=1)
         digit = ((at_least >= wanted).sum(dtype=integer) - 1).clamp(min=0)
         limit = limit + (digit << shift)
     return limit.view(values.dtype)

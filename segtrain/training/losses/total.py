@@ -1,6 +1,5 @@
 """The training loss of a config: a weighted sum of losses, for the head and the auxiliary head."""
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -27,35 +26,22 @@ LOSSES: dict[str, Callable[[LossOptions], Loss]] = {
 
 
 class WeightedSum:
-    """The sum of weight * loss over several losses; a loss in two halves itself.
-
-    Their sums travel as one matrix with K columns, each loss from a row of its own on.
-    """
+    """The sum of weight * loss over several losses; a loss in two halves itself."""
 
     def __init__(self, losses: list[Loss], weights: list[float]) -> None:
         self._losses, self._weights = losses, weights
+        self.num_sums = sum(loss.num_sums for loss in losses)
 
     def sums(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(rows, K): the sums of all losses, filled up with zeros (collective)."""
-        num_classes = logits.shape[1]
-        rows = []
-        for loss in self._losses:
-            flat = loss.sums(logits, labels).flatten()
-            rows.append(F.pad(flat, (0, -len(flat) % num_classes)))
-        return torch.cat(rows).view(-1, num_classes)
+        """(num_sums, K): the sums of all losses, with zeros beside those of all classes."""
+        rows = [loss.sums(logits, labels) for loss in self._losses]
+        return torch.cat([F.pad(part, (0, logits.shape[1] - part.shape[1])) for part in rows])
 
     def loss_from_sums(self, totals: Tensor) -> Tensor:
-        """The weighted sum of the values."""
-        num_classes = totals.shape[1]
-        shapes = [loss.shape(num_classes) for loss in self._losses]
-        rows = totals.split([-(-math.prod(shape) // num_classes) for shape in shapes])
-        values = [
-            weight * loss.loss_from_sums(part.flatten()[: math.prod(shape)].view(shape))
-            for loss, weight, part, shape in zip(
-                self._losses, self._weights, rows, shapes, strict=True
-            )
-        ]
-        return torch.stack(values).sum()
+        """The weighted sum of the losses."""
+        parts = totals.split([loss.num_sums for loss in self._losses])
+        terms = zip(self._losses, self._weights, parts, strict=True)
+        return torch.stack([w * loss.loss_from_sums(part) for loss, w, part in terms]).sum()
 
 
 class SegLoss:

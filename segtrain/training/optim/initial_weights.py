@@ -27,20 +27,15 @@ class InitialWeights:
     weights: the values at the start of those that decay pulls toward them.
     held: bool masks; where true, a weight keeps its value in every update.
     hold: what of the config decided the masks; "" if it holds nothing.
-    needs_loaded: whether the decay of a weight depends on `loaded`.
+    is_needed: whether updates depend on anything here, so that a checkpoint must hold it.
     """
 
     loaded: frozenset[str] | None
     weights: dict[str, Tensor]
     held: dict[str, Tensor]
     hold: str
-    needs_loaded: bool
+    is_needed: bool
     _holding: list[tuple[nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether updates depend on anything here, so that a checkpoint must hold it."""
-        return self.needs_loaded or self.has_held
 
     @property
     def has_held(self) -> bool:
@@ -96,9 +91,9 @@ def make_initial_weights(
     rules = [list(rule.names) for rule in optim.layers if rule.hold_zeros]
     hold = f"{rules} {optim.hold_mask}" if rules or optim.hold_mask else ""
     toward = any(x.decay_toward == "start" for x in (optim, *optim.layers))
-    needs_loaded = toward or optim.new_weight_decay is not None
+    is_needed = toward or optim.new_weight_decay is not None or hold != ""
     names = None if loaded is None else frozenset(loaded)
-    start = InitialWeights(names, weights, {}, hold, needs_loaded)
+    start = InitialWeights(names, weights, {}, hold, is_needed)
     if optim.new_weight_decay is not None and names is not None and names >= parameters.keys():
         raise ConfigError(
             "optim.new_weight_decay: has no effect: no weight starts from random numbers; remove it"
@@ -113,18 +108,15 @@ def _masks(model: nn.Module, optim: OptimConfig) -> dict[str, Tensor]:
     """Of each weight that is held somewhere, the mask; the same on all ranks (collective)."""
     masks = {} if optim.hold_mask is None else _read(Path(optim.hold_mask), model)
     for number, rule in enumerate(optim.layers):
-        if not rule.hold_zeros:
-            continue
-        found = False
-        for name, parameter in model.named_parameters():
-            # Norm layers and biases may start at 0 without being pruned.
-            if parameter.dim() <= 1 or not (parameter.requires_grad and matches(rule, name)):
-                continue
-            zeros = parameter.detach() == 0
-            if zeros.any():
-                found = True
-                masks[name] = masks[name] | zeros if name in masks else zeros
-        if not found:
+        # Norm layers and biases may start at 0 without being pruned.
+        zeros = {
+            name: parameter.detach() == 0
+            for name, parameter in model.named_parameters()
+            if parameter.dim() > 1 and parameter.requires_grad and matches(rule, name)
+        }
+        zeros = {name: mask for name, mask in zeros.items() if rule.hold_zeros and mask.any()}
+        masks |= {name: masks.get(name, mask) | mask for name, mask in zeros.items()}
+        if rule.hold_zeros and not zeros:
             raise ConfigError(
                 f"optim.layers[{number}].hold_zeros: no kernel under these names holds a 0 at the "
                 "start; name the pruned weights in model.pretrained or train.init_from"
@@ -147,12 +139,12 @@ def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
         except (safetensors.SafetensorError, OSError, KeyError) as error:
             raise ConfigError(f"{where}: cannot be read as safetensors: {error}") from None
         for name, mask in masks.items():
-            wanted = trainable.get(name)
-            if wanted is None:
+            if name not in trainable:
                 hint = close_names(name, trainable)
                 raise ConfigError(
                     f"{where}: the model trains no weight {printable(name, 60)}{hint}"
                 )
+            wanted = trainable[name]
             if mask.dtype != torch.bool or mask.shape != wanted.shape:
                 found = f"{mask.dtype} {tuple(mask.shape)}"
                 raise ConfigError(

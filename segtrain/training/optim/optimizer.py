@@ -6,7 +6,6 @@ so they are not used with hooks that change weights or velocities by themselves.
 """
 
 import copy
-from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -51,15 +50,13 @@ def build_optimizer(
     config: Config,
     *,
     start: InitialWeights | None = None,
-    loaded: Collection[str] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of the config; `set_learning_rate` gives it a rate before every step.
 
-    start: what is held, and the weights that decay pulls toward with optim.decay_toward.
-    loaded: as in `parameter_groups`.
+    start: from `make_initial_weights`; None: nothing is held, and decay pulls toward 0.
     """
     optim, lr = config.optim, base_lr(config)
-    groups = parameter_groups(model, optim, loaded)
+    groups = parameter_groups(model, optim, None if start is None else start.loaded)
     fused = _may_be_fused(model, config, groups) or None  # None: as torch chooses
     if optim.kind == "adamw":
         optimizer = torch.optim.AdamW(groups, lr, betas=optim.betas, fused=fused)
@@ -68,8 +65,6 @@ def build_optimizer(
         optimizer = torch.optim.SGD(groups, lr, **options)
         if fused:
             optimizer.register_step_pre_hook(_make_velocities)
-    if start is None and any(group["toward_start"] for group in groups):
-        raise ValueError("optim.decay_toward: without `start` there is nothing to decay toward")
     if any(group["pull"] for group in groups):
         points = {} if start is None else start.points(model)
         optimizer.register_step_pre_hook(partial(_pull, config, points))
