@@ -817,8 +817,8 @@ def test_every_misfit_is_listed(smp_state, classes):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("segmentation_head.0.bias", torch.nan, "5 of 5 values are NaN"),
-        ("segmentation_head.0.bias", 1e300, "5 of 5 values are infinite"),
+        ("segmentation_head.0.bias", torch.nan, "5 of 5 values are not finite"),
+        ("segmentation_head.0.bias", 1e300, "5 of 5 values are not finite"),
         ("encoder.bn1.running_var", -1.0, "a variance below 0: -1"),
     ],
 )

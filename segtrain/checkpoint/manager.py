@@ -237,7 +237,7 @@ def _stat(path: Path) -> tuple[int, ...]:
 
 
 def restore_config(directory: Path) -> list[str]:
-    """Writes config.yaml of the run again if it is missing or empty; returns a log line then.
+    """Writes config.yaml of the run again if it is missing; returns a log line then.
 
     CheckpointError if no checkpoint can be loaded, ExecutionError if the file cannot be written.
     """
@@ -253,4 +253,4 @@ def restore_config(directory: Path) -> list[str]:
     with files.os_errors_as(ExecutionError, lost, "cannot be written"):
         run_directory.write_config(directory, config)
     what = f"restored from {path.name}, step {checkpoint.step}"
-    return [f"warning: {lost} was missing or empty: {what}"]
+    return [f"warning: {lost} was missing: {what}"]

@@ -38,6 +38,7 @@ class RunLock:
         self._made = not self._directory.exists() or self._path.exists()
         with files.os_errors_as(ConfigError, self._directory, _UNWRITABLE):
             self._directory.mkdir(parents=True, exist_ok=True)
+        with files.os_errors_as(ConfigError, self._path, _UNWRITABLE):
             try:
                 self._handle = _locked(self._path)
             except BlockingIOError:
