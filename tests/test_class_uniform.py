@@ -19,7 +19,7 @@ from experiments import (
 )
 from scipy import ndimage
 
-from segtrain.config import AugmentConfig, Config, DataConfig
+from segtrain.config import AugmentConfig, DataConfig
 from segtrain.data import open_dataset
 from segtrain.data.sample import centroids as measuring
 from segtrain.data.sample.centroids import Centroids, label_centroids, measure_centroids
@@ -273,17 +273,6 @@ def test_labels_without_any_class_are_refused_and_verify_writes_no_file(own_data
     with pytest.raises(DataError, match="no label shows any class"):
         table(own_data, tmp_path / "c.json")
     assert list(tmp_path.iterdir()) == [own_data]
-
-
-def test_class_uniform_steps_that_end_after_the_last_step_are_refused():
-    def experiment(steps):
-        data = {"layout": "folders", "root": "x", "classes": "y", "class_uniform": 0.5}
-        data["class_uniform_steps"] = steps
-        return Config.model_validate({"data": data, "train": {"steps": 20}})
-
-    assert experiment(19).data.class_uniform_steps == 19
-    with pytest.raises(ValueError, match=r"class_uniform_steps: 20 must be smaller .* 20"):
-        experiment(20)
 
 
 def options(root):

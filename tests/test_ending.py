@@ -62,7 +62,6 @@ def test_patience_counts_the_evaluations_since_the_best():
     ("options", "said"),
     [
         ({"patience": 3, "every_steps": None}, "train.patience: has no effect with eval.every_st"),
-        ({"patience": 9}, "train.patience: 9 has no effect: there are 9 evaluations before"),
         ({"max_hours": 0.0}, "greater than 0"),
         ({"max_hours": 1.0, "shares": 2, "precise_batches": 1}, "train.max_hours: cannot go with"),
     ],
@@ -70,10 +69,6 @@ def test_patience_counts_the_evaluations_since_the_best():
 def test_what_cannot_take_effect_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         config(**options)
-
-
-def test_the_largest_patience_with_an_effect_is_taken():
-    assert config(patience=8).train.patience == 8
 
 
 def ends_on_every_rank(asking):

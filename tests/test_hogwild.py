@@ -213,8 +213,8 @@ def test_a_loss_that_is_not_finite_ends_all(tmp_path, data):
         ({"train": {"precision": "float16"}}, "precision: .* cannot go"),
         ({"loss": {"kind": "ohem"}}, "loss: ohem is about the pixels of the whole batch"),
         ({"loss": {"kind": "lovasz", "lovasz_per_image": False}}, "loss: lovasz is about"),
-        ({"norm": {"extent": 2}}, "norm: with train.parallel hogwild every process"),
-        ({"norm": {"kind": "local"}}, "norm: with train.parallel hogwild every process"),
+        ({"norm": {"extent": 2}}, "norm.extent: 2 cannot go with train.parallel"),
+        ({"norm": {"kind": "local"}}, "norm.kind: local cannot go with train.parallel"),
         ({"norm": {"precise_batches": 2}}, "norm.precise_batches: 2 cannot go with train.parallel"),
     ],
 )

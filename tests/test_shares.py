@@ -229,9 +229,9 @@ def test_a_step_that_is_computed_again_changes_nothing(run_ranks, tmp_path, data
     [
         ({"train": {"compile": True}}, "shares: 3 cannot go with compile true"),
         ({"train": {"virtual_ranks": 2}}, "shares: 3 cannot go with virtual_ranks 2"),
-        ({"norm": {"kind": "local"}}, "train.shares: with batch norm over each rank alone"),
-        ({"norm": {"extent": "node"}}, "train.shares: with batch norm over extent node"),
-        ({"norm": {"extent": 2}}, "train.shares: with batch norm over extent 2"),
+        ({"norm": {"kind": "local"}}, "norm.kind: local cannot go with train.shares"),
+        ({"norm": {"extent": "node"}}, "norm.extent: node cannot go with train.shares"),
+        ({"norm": {"extent": 2}}, "norm.extent: 2 cannot go with train.shares"),
         ({"train": {"shares": 6}}, "shares: 6 shares of a microbatch of 5 images"),
         (
             {"train": {"batch_size": 11, "accumulate_steps": 3, "shares": 4}},

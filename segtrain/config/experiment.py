@@ -177,18 +177,6 @@ class Config(Section):
                 "pooling, and batch norm needs two; use at least 2 images a microbatch "
                 "(batch_size / accumulate_steps)"
             )
-        if norm.is_batch_norm and (norm.kind, norm.extent) != ("sync", "world"):
-            extent = "each rank alone" if norm.kind == "local" else f"extent {norm.extent}"
-            if train.shares is not None:
-                yield (
-                    f"train.shares: with batch norm over {extent} the result depends on the number "
-                    "of ranks; use norm.kind sync over the world, or set train.shares to null"
-                )
-            if train.parallel == "hogwild":
-                yield (
-                    "norm: with train.parallel hogwild every process has statistics of its own, "
-                    "whatever the extent; remove norm.kind and norm.extent"
-                )
         for term in self.loss.terms if train.parallel == "hogwild" else ():
             if term.kind == "ohem" or (term.kind == "lovasz" and not term.lovasz_per_image):
                 yield (
@@ -201,18 +189,6 @@ class Config(Section):
                 "loss.also: with train.accumulate_steps microbatches are weighed by class weights, "
                 "and those of the terms differ; give all terms the same class_weights, or use "
                 "train.virtual_ranks instead"
-            )
-        if (steps := self.data.class_uniform_steps) is not None and steps >= train.steps:
-            yield (
-                f"data.class_uniform_steps: {steps} must be smaller than train.steps, "
-                f"{train.steps}; for data.class_uniform in all steps set it to null"
-            )
-        evaluations = (train.steps - 1) // (self.eval.every_steps or train.steps)
-        if self.eval.every_steps is not None and evaluations <= (train.patience or 0) > 0:
-            yield (
-                f"train.patience: {train.patience} has no effect: there are {evaluations} "
-                "evaluations before the last, of which the first is always the best so far; use a "
-                "smaller train.patience or eval.every_steps"
             )
         if None not in (train.shares, train.max_hours, norm.precise_batches):
             yield (
@@ -229,8 +205,6 @@ class Config(Section):
                 f"schedule.warmup_steps: {schedule.warmup_steps} must be smaller than train.steps, "
                 f"{steps}"
             )
-        if optim.sam_rho is not None and optim.sam_every > steps:
-            yield f"optim.sam_every: {optim.sam_every} must not be larger than train.steps, {steps}"
         scale = 1.0 if optim.lr_batch_size is None else self.train.batch_size / optim.lr_batch_size
         if schedule.min_lr > optim.lr * scale:
             words = "" if optim.lr_batch_size is None else " as scaled to train.batch_size"
@@ -293,11 +267,6 @@ def config_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def config_warnings(config: Config) -> list[str]:
-    """One line for each such option; loading refuses those that cannot have an effect."""
-    return [*_too_seldom(config), *_without_normalization(config), *_unlikely(config)]
-
-
 def wrong_units(config: Config) -> list[str]:
     """One line for `data.mean` and for `data.std` where it is in torchvision's units of 0..1.
 
@@ -324,23 +293,10 @@ def changed_normalization(trained: Config, config: Config) -> list[str]:
         line = wrong.get(f"data.{key}")
         note = f"note: data.{key}: {here} here, {there} in the training"
         lines.append(f"warning: {line}" if line else note)
-    return lines + [f"warning: {line}" for line in _without_normalization(config) if changed]
+    return lines + [f"warning: {line}" for line in config_warnings(config) if changed]
 
 
-def _too_seldom(config: Config) -> list[str]:
-    # Not refused: a short trial of a recipe, --set train.steps=100, keeps its intervals.
-    lines = []
-    for path in ("eval.every_steps", "log.every_steps", "checkpoint.keep_every_steps"):
-        name, key = path.split(".")
-        section = getattr(config, name)
-        steps = getattr(section, key)
-        default = type(section).model_fields[key].default
-        if steps is not None and steps > config.train.steps and steps != default:
-            lines.append(f"{path}: {steps} has no effect: train.steps is less")
-    return lines
-
-
-def _without_normalization(config: Config) -> list[str]:
+def config_warnings(config: Config) -> list[str]:
     """A line if pretrained weights get pixels of 0..255 as they are."""
     mean, std = config.data.mean, config.data.std
     if config.model.pretrained is None or max(std) > 1 or min(std) < 1 or max(map(abs, mean)) > 1:
@@ -349,17 +305,3 @@ def _without_normalization(config: Config) -> list[str]:
         f"data.std: {list(std)} leaves pixels at 0..255, and the weights of model.pretrained "
         "expect about -2..2; leave data.mean and data.std out for the numbers of ImageNet"
     ]
-
-
-def _unlikely(config: Config) -> list[str]:
-    lines = []
-    model, crop = config.model, config.augment.crop_size
-    if model.aux_head and config.loss.aux_weight == 0:
-        lines.append("loss.aux_weight: 0 trains the auxiliary head on nothing; set model.aux_head")
-    if model.align_corners and any((size - 1) % 8 for size in crop):
-        wanted = [round((size - 1) / 8) * 8 + 1 for size in crop]
-        lines.append(
-            f"augment.crop_size: {list(crop)} does not line up with features under "
-            f"model.align_corners; sizes of 8 k + 1, such as {wanted}, do"
-        )
-    return lines

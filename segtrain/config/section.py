@@ -131,6 +131,16 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "virtual ranks share the statistics of all; with others train.accumulate_steps is as "
             "good",
         ),
+        (
+            "norm.kind=local norm.extent",
+            "train.shares",
+            "the result would depend on the number of ranks",
+        ),
+        (
+            "norm.kind=local norm.extent",
+            "train.parallel",
+            "every process has statistics of its own",
+        ),
         ("norm.precise_batches", "train.parallel", "its processes share running statistics"),
         (
             "optim.ema_decay optim.sam_rho optim.decoupled_decay",
