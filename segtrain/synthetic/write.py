@@ -11,7 +11,7 @@ import numpy as np
 
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.distributed.machine import num_cores, process_pool
-from segtrain.errors import ConfigError, DataError
+from segtrain.errors import DataError
 from segtrain.files import parse_json, read_bytes, write_atomic
 from segtrain.synthetic.scene import draw_scene
 from segtrain.text import MAX_NAME, printable
@@ -23,7 +23,6 @@ DRAWING_VERSION = 4
 _CITIES = {"train": ("ashdown", "brookfield", "carlow"), "val": ("dunmore",)}
 _SPLIT_KEY = {"train": 1, "val": 2}
 _SCENES_PER_PROCESS = 8
-_LEAST_SIDE_PX = 32
 _MAX_SETTINGS_BYTES = 100_000
 # Noise hardly compresses: a higher level takes five times as long for a twentieth of the bytes.
 _PNG = (cv2.IMWRITE_PNG_COMPRESSION, 1)
@@ -32,8 +31,6 @@ _PNG = (cv2.IMWRITE_PNG_COMPRESSION, 1)
 def main(args: argparse.Namespace) -> int:
     """The command `segtrain data synth ROOT`; returns the exit code."""
     size = tuple(args.size)
-    if min(size) < _LEAST_SIDE_PX:
-        raise ConfigError(f"--size: expected sides of at least {_LEAST_SIDE_PX} pixels, got {size}")
     counts = {"train": args.num_train, "val": args.num_val}
     drawn = write_dataset(args.root, counts, size=size, seed=args.seed, jobs=args.jobs)
     print(
