@@ -125,7 +125,6 @@ def test_a_cpu_takes_small_windows_of_one_image_and_a_device_what_its_memory_hol
 @pytest.mark.parametrize(
     ("recipe", "num_classes", "flip"),
     [
-        ("cityscapes_deeplabv3_r101", 19, False),
         ("cityscapes_deeplabv3plus_mobilenet_v2", 19, True),
         ("ade20k_pspnet_r101_semseg", 150, True),
     ],

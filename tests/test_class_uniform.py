@@ -133,12 +133,6 @@ def test_classes_take_turns_and_each_goes_through_all_its_centroids():
     assert {times[pick] for pick, k in rows.items() if k == 2} == {105}
 
 
-def test_positions_of_the_batch_have_no_class_of_their_own():
-    at = [pick.point is not None for pick in picks(stream(0.5, batch_size=4), 700)]
-    rates = np.reshape(at, (-1, 4)).mean(0)
-    assert np.abs(rates - 0.5).max() < 0.06
-
-
 def test_after_its_steps_the_stream_is_the_plain_one_and_names_what_it_shows():
     of = stream(0.9, steps=3)
     found = picks(of, 10)

@@ -111,6 +111,9 @@ def test_the_ranks_parts_make_the_batch_of_one_process(world_size, microbatches)
 @pytest.mark.parametrize("batch_size", [1, 7, 12])
 def test_indices_of_rank_partition_every_batch_as_evenly_as_possible(batch_size):
     """Each microbatch holds the same images on any number of ranks."""
+    # Of microbatches of 4, 4 and 3 images in three shares, a rank takes whole shares.
+    assert indices_of_rank(11, 3, 0, 2, 3) == [range(3), range(4, 7), range(8, 10)]
+    assert indices_of_rank(11, 3, 1, 2, 3) == [range(3, 4), range(7, 8), range(10, 11)]
 
     def assert_cut(parts, whole):
         assert list(chain.from_iterable(parts)) == list(whole)
@@ -124,12 +127,6 @@ def test_indices_of_rank_partition_every_batch_as_evenly_as_possible(batch_size)
             cut = [indices_of_rank(batch_size, microbatches, rank, ranks) for rank in range(ranks)]
             for whole, *parts in zip(alone, *cut, strict=True):
                 assert_cut(parts, whole)
-
-
-def test_with_shares_ranks_take_whole_ones_of_every_microbatch():
-    """11 images in microbatches of 4, 4 and 3; three shares of each: 2 + 1 + 1 and 1 + 1 + 1."""
-    assert indices_of_rank(11, 3, 0, 2, 3) == [range(3), range(4, 7), range(8, 10)]
-    assert indices_of_rank(11, 3, 1, 2, 3) == [range(3, 4), range(7, 8), range(10, 11)]
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,6 @@ def test_the_picture_of_a_batch_shows_both_labels(everything):
 LOSSES = {
     "cross_entropy": {"class_weights": (0.5, 2.0, 1.0)},
     "dice": {},
-    "ohem": {"ohem_threshold": 0.3, "ohem_min_kept": 60},
 }
 
 
@@ -248,13 +247,8 @@ def mean_loss(made, logits, labels):
             if g.any():
                 scores.append(2 * (q * g).sum() / ((q * q).sum() + (g * g).sum()))
         return 1 - torch.stack(scores).mean()
-    table = None if loss.class_weights is None else torch.tensor(loss.class_weights).double()
-    if loss.kind == "cross_entropy":
-        return F.cross_entropy(logits, labels, weight=table, ignore_index=IGNORE_INDEX)
-    losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
-    losses = losses[labels != IGNORE_INDEX]
-    hard = losses[losses > -np.log(loss.ohem_threshold)]
-    return max(hard, losses.topk(loss.ohem_min_kept).values, key=len).mean()
+    table = torch.tensor(loss.class_weights).double()
+    return F.cross_entropy(logits, labels, weight=table, ignore_index=IGNORE_INDEX)
 
 
 def plain_losses_and_weights(made):
@@ -298,7 +292,6 @@ def trained_losses_and_weights(made):
 
 
 CASES = {
-    **{kind: settings(kind) for kind in LOSSES},
     "two microbatches": settings("cross_entropy", accumulate_steps=2),
     "three virtual ranks": settings("dice", virtual_ranks=3),
 }

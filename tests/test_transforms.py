@@ -48,20 +48,6 @@ def placement(size, crop, *, scale=(1.0, 1.0), start=(0, 0), pad=(0, 0), angle_d
     return Placement(rows, columns, angle_deg, flip)
 
 
-def bilinear(image, crop, factor, start):
-    """Resize then crop by definition, in float64."""
-    rows, columns = (
-        np.clip(start[i] + (np.arange(crop[i]) + 0.5) / factor[i] - 0.5, 0, image.shape[i] - 1)
-        for i in (0, 1)
-    )
-    top, left = np.floor(rows).astype(int), np.floor(columns).astype(int)
-    below, right = np.minimum(top + 1, len(image) - 1), np.minimum(left + 1, image.shape[1] - 1)
-    down, across = (rows - top)[:, None, None], (columns - left)[:, None]
-    above = image[top][:, left] * (1 - across) + image[top][:, right] * across
-    under = image[below][:, left] * (1 - across) + image[below][:, right] * across
-    return above * (1 - down) + under * down
-
-
 def test_crop_without_scaling_is_a_piece_of_the_image():
     image, label = ramps(40, 60), np.tile(np.arange(60, dtype=np.uint8), (40, 1))
     for crop_size in ((16, 24), (40, 60)):
@@ -100,16 +86,6 @@ def test_one_resampling_equals_resizing_the_whole_image_then_cropping(scale, sta
     # At its rim a crop does not look beyond its own source pixels.
     assert difference[1:-1, 1:-1].max() <= 1
     assert (resample_label(label, place) == whole_label).all()
-
-
-@pytest.mark.parametrize("scale", [0.41, 0.83, 1.27, 1.9])
-def test_any_scale_and_start_is_bilinear_interpolation_at_pixel_centres(scale):
-    image, label = picture(97, 161)
-    place = placement(label.shape, (31, 43), scale=(scale, scale), start=(13, 29))
-    crop = resample_image(image, place, fill=(0, 0, 0))
-    factor = place.rows.factor, place.columns.factor
-    expected = bilinear(image, (31, 43), factor, (13, 29))
-    assert np.abs(crop - expected)[1:-1, 1:-1].max() <= 1
 
 
 @pytest.mark.fault(68)

@@ -8,7 +8,6 @@ with their labels, are one range of bytes.
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +29,6 @@ REPAIR = "copy it again, or delete the pack and make it again"
 
 # For pydantic, `str` is no text with surrogates, and names of files may have them.
 _Text = InstanceOf[str]
-_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class SourceFile:
     name: _Text
     num_bytes: NonNegativeInt
     mtime_ns: int
-    sha256: _Hash
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -114,11 +112,6 @@ class Pack:
     ignores_color: bool
     shards: tuple[Shard, ...]
     splits: dict[_Text, PackedSplit]
-
-    def images(self) -> Iterator[PackedImage]:
-        """All images; those of a shard follow each other, in the order of its bytes."""
-        for split in self.splits.values():
-            yield from split.images
 
 
 _ADAPTER = TypeAdapter(Pack)

@@ -4,7 +4,6 @@ At each start: names and order, sizes and times. Where only the time differs, as
 contents of a few files are compared; of many, a warning says how to compare them.
 """
 
-import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -25,7 +24,8 @@ from segtrain.data.read.dataset import SegDataset, UnlabelledDataset
 from segtrain.data.read.find import Pair, first_lines
 from segtrain.data.read.layouts import list_split, scan_layout
 from segtrain.errors import ConfigError, DataError
-from segtrain.files import open_regular, os_errors_as
+from segtrain.files import os_errors_as
+from segtrain.files.manifest import sha256_of
 from segtrain.text import printable
 
 # Asking for sizes waits for the disk, not for the processor.
@@ -37,8 +37,8 @@ _WAY_OUT = "delete the pack and make it again, or read the files themselves (dat
 
 def has_content(path: Path, file: SourceFile) -> bool:
     """Whether the file at `path` has the bytes that were packed; DataError: it is unreadable."""
-    with os_errors_as(DataError, path), open_regular(path) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
+    with os_errors_as(DataError, path):
+        return sha256_of(path) == file.sha256
 
 
 def open_dataset(
