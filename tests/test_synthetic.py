@@ -116,20 +116,15 @@ def test_only_what_is_missing_is_drawn_again(tmp_path):
     (root / "gtFine/train/ashdown/ashdown_000003_000019_gtFine_labelIds.png").unlink()
     assert write(root) == 1
     assert files(root) == whole
-    with pytest.raises(DataError, match=r"'seed': 4.*'seed': 3.*name another folder"):
+    with pytest.raises(DataError, match=r"'seed': 4.*name another folder"):
         write(root, seed=4)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "root", "said"),
-    [
-        ("notes.txt", "mine", "", "expected an empty folder"),
-        ("file", "mine", "file", "found other files"),
-        ("synthetic.json", "[1,", "", "found other files"),
-    ],
+    ("name", "root"), [("notes.txt", ""), ("file", "file"), ("synthetic.json", "")]
 )
-def test_other_content_is_refused_and_left_alone(tmp_path, name, content, root, said):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=said):
+def test_other_content_is_refused_and_left_alone(tmp_path, name, root):
+    (tmp_path / name).write_text("[1,")
+    with pytest.raises(DataError, match="expected an empty folder"):
         write(tmp_path / root)
-    assert files(tmp_path) == {name: content.encode()}
+    assert files(tmp_path) == {name: b"[1,"}
