@@ -26,7 +26,7 @@ from segtrain.data.read.layouts import list_split, scan_layout
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as
 from segtrain.files.manifest import sha256_of
-from segtrain.text import printable
+from segtrain.text import first_of, printable
 
 # Asking for sizes waits for the disk, not for the processor.
 _THREADS = 16
@@ -80,10 +80,9 @@ def _open_packed(
     pack = read_pack(directory)
     packed = pack.splits.get(split)
     if packed is None:
-        held = ", ".join(printable(repr(name)) for name in pack.splits)
         raise ConfigError(
-            f"data.pack: {printable(data.pack)} holds no split {printable(repr(split))}, only "
-            f"{held}; --set data.pack=null reads the files"
+            f"data.pack: {printable(data.pack)} holds no split {split!r}, only "
+            f"{first_of(map(repr, pack.splits))}; --set data.pack=null reads the files"
         )
     if changes := _other_options(pack, packed, data, split, classes):
         listed = "\n  ".join(changes)
