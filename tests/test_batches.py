@@ -69,13 +69,6 @@ def test_a_group_is_predicted_as_its_images_are_alone(mode, flip, scales):
             assert one.is_finite
 
 
-def test_images_of_one_size_share_a_batch_wherever_they_are():
-    model = Recording()
-    predict_labels(model, images(SIZES), settings(), OUT_SIZES, BatchLimits(2, 2))
-    counts = [(shape[0], *shape[2:]) for shape in model.shapes]
-    assert counts == [(2, 21, 34), (1, 21, 34), *((1, *SIZES[i]) for i in (1, 3, 4, 5))]
-
-
 @pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.75)])
 def test_windows_of_a_view_fill_batches(scales):
     model, how = Recording(), settings(mode="slide", scales=scales)
@@ -89,6 +82,11 @@ def test_windows_of_a_view_fill_batches(scales):
 
 
 def test_a_batch_holds_no_more_pixels_than_the_limit():
+    """Images of one size share a batch, wherever they are."""
+    model = Recording()
+    predict_labels(model, images(SIZES), settings(), OUT_SIZES, BatchLimits(2, 2))
+    counts = [(shape[0], *shape[2:]) for shape in model.shapes]
+    assert counts == [(2, 21, 34), (1, 21, 34), *((1, *SIZES[i]) for i in (1, 3, 4, 5))]
     model = Recording()
     limits = BatchLimits(8, 8, 2.5 * 21 * 34)
     predict_labels(model, images(SIZES), settings(), OUT_SIZES, limits)
@@ -127,7 +125,6 @@ def test_a_cpu_takes_small_windows_of_one_image_and_a_device_what_its_memory_hol
 @pytest.mark.parametrize(
     ("recipe", "num_classes", "flip"),
     [
-        ("cityscapes_deeplabv3_r101", 19, False),
         ("cityscapes_deeplabv3plus_mobilenet_v2", 19, True),
         ("ade20k_pspnet_r101_semseg", 150, True),
     ],

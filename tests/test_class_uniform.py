@@ -23,7 +23,7 @@ from segtrain.config import AugmentConfig, DataConfig
 from segtrain.data import open_dataset
 from segtrain.data.sample import centroids as measuring
 from segtrain.data.sample.centroids import Centroids, label_centroids, measure_centroids
-from segtrain.data.sample.geometry import Placement, Span, resample_label
+from segtrain.data.sample.geometry import resample_label
 from segtrain.data.sample.stream import ClassUniform, Pick, TrainStream, image_at
 from segtrain.data.sample.transforms import draw_placement
 from segtrain.errors import DataError
@@ -84,16 +84,14 @@ def test_every_class_of_every_tile_has_a_centroid_on_it_also_at_the_border():
         assert set(tiles) == wanted
 
 
-@pytest.mark.parametrize("radius", [3, 14, 17, 70, 140])
+@pytest.mark.parametrize("radius", [3, 17, 140])
 def test_the_centroid_of_a_ring_is_the_nearest_pixel_of_it(radius):
     label = np.zeros((300, 310), np.uint8)
     cv2.circle(label, (150, 148), radius, 1)
     (_, y, x) = triples(label_centroids(label, 512))[1]
     ys, xs = np.nonzero(label)
-    assert label[y, x] == 1
-    squares = (ys - 148) ** 2 + (xs - 150) ** 2
-    assert (y - 148) ** 2 + (x - 150) ** 2 == squares.min()
-    assert (y, x) == (ys[squares.argmin()], xs[squares.argmin()])
+    nearest = ((ys - 148) ** 2 + (xs - 150) ** 2).argmin()
+    assert (y, x) == (ys[nearest], xs[nearest])
 
 
 NUM_IMAGES = 7
@@ -133,12 +131,6 @@ def test_classes_take_turns_and_each_goes_through_all_its_centroids():
     assert times.keys() == rows.keys()
     assert {times[pick] for pick, k in rows.items() if k == 0} == {30}
     assert {times[pick] for pick, k in rows.items() if k == 2} == {105}
-
-
-def test_positions_of_the_batch_have_no_class_of_their_own():
-    at = [pick.point is not None for pick in picks(stream(0.5, batch_size=4), 700)]
-    rates = np.reshape(at, (-1, 4)).mean(0)
-    assert np.abs(rates - 0.5).max() < 0.06
 
 
 def test_after_its_steps_the_stream_is_the_plain_one_and_names_what_it_shows():
@@ -182,15 +174,6 @@ def test_the_pixel_lies_anywhere_in_the_crop():
     starts = [draw_placement(augment, label, rng, point=(100, 150)) for _ in range(500)]
     assert {p.rows.start for p in starts} == set(range(81, 101))
     assert {p.columns.start for p in starts} == set(range(121, 151))
-
-
-def test_a_rotation_brings_a_pixel_where_its_crop_shows_it():
-    label = np.zeros((90, 120), np.uint8)
-    label[60:63, 80:83] = 1
-    placement = Placement(Span(90, 180, 180), Span(120, 240, 240), angle_deg=25.0)
-    ys, xs = np.nonzero(resample_label(label, placement) == 1)
-    row, column = placement.turned((61, 81))
-    np.testing.assert_allclose([ys.mean(), xs.mean()], [2 * row - 0.5, 2 * column - 0.5], atol=0.5)
 
 
 def test_without_a_pixel_the_crops_are_those_of_before():
@@ -246,23 +229,18 @@ def test_what_is_known_is_not_measured_again_unless_the_label_has_changed(
     assert len(measured) == 6 + 5 + 5
 
 
-@pytest.mark.parametrize("damage", ["digit", "cut", "list", "other classes"])
-def test_a_file_that_is_damaged_or_of_other_classes_is_not_believed(own_data, tmp_path, damage):
+def test_a_file_that_is_damaged_or_of_other_classes_is_not_believed(own_data, tmp_path):
     path = tmp_path / "c.json"
     wanted, text = table(own_data, path), path.read_text()
-    if damage == "digit":
-        content = json.loads(text)
-        next(iter(content["labels"].values()))[1] += 1
-        path.write_text(json.dumps(content))
-    elif damage == "cut":
-        path.write_text(text[:-9])
-    elif damage == "list":
-        path.write_text("[[1]]")
-    else:
-        text = "classes: [ground, plant, {name: wet, ids: [2, 3]}]\nignore_ids: [255]\n"
-        (own_data / "classes.yaml").write_text(text)
-        wanted = table(own_data, tmp_path / "other.json")
-        assert wanted[:, 0].max() == 2
+    content = json.loads(text)
+    next(iter(content["labels"].values()))[1] += 1
+    for damaged in (json.dumps(content), text[:-9], "[[1]]"):
+        path.write_text(damaged)
+        np.testing.assert_array_equal(table(own_data, path), wanted)
+    text = "classes: [ground, plant, {name: wet, ids: [2, 3]}]\nignore_ids: [255]\n"
+    (own_data / "classes.yaml").write_text(text)
+    wanted = table(own_data, tmp_path / "other.json")
+    assert wanted[:, 0].max() == 2
     np.testing.assert_array_equal(table(own_data, path), wanted)
 
 

@@ -44,7 +44,7 @@ def calls(monkeypatch):
         "segtrain.commands.predict": module,
         "segtrain.commands.export": module,
         "segtrain.synthetic": module,
-        "segtrain.commands.data_set": module,
+        "segtrain.commands.data": module,
     }
     for name, stand_in in stand_ins.items():
         parent, child = name.rsplit(".", 1)

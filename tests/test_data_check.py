@@ -450,7 +450,7 @@ def test_command_exits_with_3_and_writes_all_findings_as_json(root, capsys):
 
 
 def test_a_report_that_could_not_be_kept_is_refused_before_the_check(root, capsys, monkeypatch):
-    check = "segtrain.commands.data_set.check_data"
+    check = "segtrain.data.check.checks.check_data"
     monkeypatch.setattr(check, lambda *_, **__: pytest.fail("too late"))
     assert command(root, "--json", root / "images") == 2
     assert re.search("--json .*/images: cannot be written: is a folder", capsys.readouterr().err)

@@ -21,13 +21,10 @@ def test_bytes_and_floats_in_their_units_are_normalized_as_torchvision_does():
     assert not module.state_dict()
 
 
-def test_module_in_float64_works_in_float64():
-    expected = normalize(images(), MEAN, STD, dtype=torch.float64)
-    actual = Normalize(MEAN, STD).double()(images())
-    assert actual.dtype == torch.float64
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_memory_format_is_kept():
+def test_module_in_float64_works_in_float64_and_keeps_the_memory_format():
     nhwc = images().contiguous(memory_format=torch.channels_last)
-    assert Normalize(MEAN, STD)(nhwc).is_contiguous(memory_format=torch.channels_last)
+    expected = normalize(images(), MEAN, STD, dtype=torch.float64)
+    actual = Normalize(MEAN, STD).double()(nhwc)
+    assert actual.dtype == torch.float64
+    assert actual.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)

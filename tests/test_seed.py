@@ -12,19 +12,17 @@ def test_every_epoch_is_a_permutation_of_its_own_for_every_seed():
     assert len({tuple(order) for order in orders}) == 4
     np.random.seed(1)
     assert np.array_equal(seed.sample_order(7, 2, 50), orders[2])
+    # Order and augmentation with the same key are not one stream.
+    assert not np.array_equal(orders[0], seed.augment_rng(7, 0, 0).permutation(50))
 
 
 def test_augmentations_differ_by_seed_step_and_position():
     keys = [(s, step, place) for s in (0, 1, 2**40) for step in range(6) for place in range(6)]
     draws = {key: tuple(seed.augment_rng(*key).random(2)) for key in keys}
-    assert len(set(draws.values())) == len(keys)
+    for role in range(3):  # of the partners of a sample
+        draws |= {(role, *key): tuple(seed.partner_rng(*key, role=role).random(2)) for key in keys}
+    assert len(set(draws.values())) == 4 * len(keys)
     assert tuple(seed.augment_rng(1, 2, 3).random(2)) == draws[1, 2, 3]
-
-
-def test_uses_with_the_same_key_draw_different_numbers():
-    """Order and augmentation of (seed 5, 0) must not be one stream."""
-    order = seed.sample_order(5, 0, 64)
-    assert not np.array_equal(order, seed.augment_rng(5, 0, 0).permutation(64))
 
 
 def mask(step=0, layer=0, p=0.3, batch_size=64, channels=257):

@@ -1,7 +1,4 @@
 import pickle
-import re
-import subprocess
-import sys
 
 import cv2
 import numpy as np
@@ -9,7 +6,6 @@ import pytest
 
 from segtrain.config import AugmentConfig
 from segtrain.data.sample.geometry import Placement, Span, resample_image, resample_label
-from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.transforms import TrainTransform, draw_placement
 from segtrain.errors import ConfigError
 from segtrain.types import IGNORE_INDEX
@@ -52,20 +48,6 @@ def placement(size, crop, *, scale=(1.0, 1.0), start=(0, 0), pad=(0, 0), angle_d
     return Placement(rows, columns, angle_deg, flip)
 
 
-def bilinear(image, crop, factor, start):
-    """Resize then crop by definition, in float64."""
-    rows, columns = (
-        np.clip(start[i] + (np.arange(crop[i]) + 0.5) / factor[i] - 0.5, 0, image.shape[i] - 1)
-        for i in (0, 1)
-    )
-    top, left = np.floor(rows).astype(int), np.floor(columns).astype(int)
-    below, right = np.minimum(top + 1, len(image) - 1), np.minimum(left + 1, image.shape[1] - 1)
-    down, across = (rows - top)[:, None, None], (columns - left)[:, None]
-    above = image[top][:, left] * (1 - across) + image[top][:, right] * across
-    under = image[below][:, left] * (1 - across) + image[below][:, right] * across
-    return above * (1 - down) + under * down
-
-
 def test_crop_without_scaling_is_a_piece_of_the_image():
     image, label = ramps(40, 60), np.tile(np.arange(60, dtype=np.uint8), (40, 1))
     for crop_size in ((16, 24), (40, 60)):
@@ -104,16 +86,6 @@ def test_one_resampling_equals_resizing_the_whole_image_then_cropping(scale, sta
     # At its rim a crop does not look beyond its own source pixels.
     assert difference[1:-1, 1:-1].max() <= 1
     assert (resample_label(label, place) == whole_label).all()
-
-
-@pytest.mark.parametrize("scale", [0.41, 0.83, 1.27, 1.9])
-def test_any_scale_and_start_is_bilinear_interpolation_at_pixel_centres(scale):
-    image, label = picture(97, 161)
-    place = placement(label.shape, (31, 43), scale=(scale, scale), start=(13, 29))
-    crop = resample_image(image, place, fill=(0, 0, 0))
-    factor = place.rows.factor, place.columns.factor
-    expected = bilinear(image, (31, 43), factor, (13, 29))
-    assert np.abs(crop - expected)[1:-1, 1:-1].max() <= 1
 
 
 @pytest.mark.fault(68)
@@ -182,41 +154,17 @@ def test_same_generator_gives_the_same_bytes_whatever_was_drawn_before():
         extra=({"name": "GaussNoise"}, {"name": "RandomGamma", "args": {"p": 0.5}}),
     )
     image, label = picture(50, 70)
+    before = image.copy(), label.copy()
     forward = [transform(image, label, rng(i)) for i in range(8)]
+    transform = pickle.loads(pickle.dumps(transform))
     backward = [transform(image, label, rng(i)) for i in reversed(range(8))][::-1]
     for first, second in zip(forward, backward, strict=True):
         np.testing.assert_array_equal(first[0], second[0])
         np.testing.assert_array_equal(first[1], second[1])
+        assert first[0].flags.c_contiguous
+        assert first[1].flags.c_contiguous
     assert len({crop.tobytes() for crop, _ in forward}) == 8
-
-
-def test_fresh_process_draws_the_same_and_imports_albumentations_only_for_extra_transforms():
-    image, label = picture(50, 70)
-    plain = make(crop_size=(32, 48), scale_range=(0.5, 2.0), blur_prob=0.5, color_prob=1.0)
-    colors = make(crop_size=(32, 48), color_prob=1.0, extra=({"name": "GaussNoise"},))
-    script = """
-import pickle, sys
-import numpy as np
-image, label, plain, colors = pickle.load(sys.stdin.buffer)
-draw = lambda transform: pickle.loads(transform)(image, label, np.random.default_rng(5))
-found = [draw(plain), "albumentations" in sys.modules, draw(colors)]
-sys.stdout.buffer.write(pickle.dumps(found))
-"""
-    payload = pickle.dumps((image, label, pickle.dumps(plain), pickle.dumps(colors)))
-    command = [sys.executable, "-c", script]
-    answer = subprocess.run(command, input=payload, capture_output=True, check=True).stdout
-    first, is_imported, second = pickle.loads(answer)
-    np.testing.assert_equal(first, plain(image, label, rng(5)))
-    assert not is_imported
-    np.testing.assert_equal(second, colors(image, label, rng(5)))
-
-
-def test_inputs_are_not_changed():
-    image, label = picture(40, 60)
-    before = image.copy(), label.copy()
-    make(crop_size=(40, 60), color_prob=1.0, blur_prob=1.0)(image, label, rng())
-    np.testing.assert_array_equal(image, before[0])
-    np.testing.assert_array_equal(label, before[1])
+    np.testing.assert_equal((image, label), before)
 
 
 def test_padding_is_the_mean_colour_and_ignored_even_when_colours_change():
@@ -242,28 +190,6 @@ def test_crop_beyond_a_turned_image_is_all_padding():
     place = placement(label.shape, (10, 20), angle_deg=90.0)
     assert (resample_label(label, place) == IGNORE_INDEX).all()
     assert (resample_image(image, place, fill=(1, 2, 3)) == (1, 2, 3)).all()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_odd_sizes_give_crops_of_the_right_form_without_new_labels(seed):
-    generator = rng(seed)
-    height, width, crop_height, crop_width = (int(n) for n in generator.integers(1, 60, 4))
-    image, _ = picture(height, width)
-    label = generator.choice(np.array([0, 3, 18, 200, IGNORE_INDEX], np.uint8), (height, width))
-    transform = make(
-        crop_size=(crop_height, crop_width),
-        scale_range=(0.05, 3.0),
-        rotate_deg=180.0,
-        flip_prob=0.5,
-        max_class_share=0.5,
-    )
-    crop, crop_label = transform(image, label, generator)
-    assert crop.shape == (crop_height, crop_width, 3)
-    assert crop_label.shape == (crop_height, crop_width)
-    assert crop.dtype == crop_label.dtype == np.uint8
-    assert crop.flags.c_contiguous
-    assert crop_label.flags.c_contiguous
-    assert set(np.unique(crop_label)) <= set(np.unique(label)) | {IGNORE_INDEX}
 
 
 def test_one_class_rarely_fills_the_crop_when_its_share_is_limited():
@@ -314,11 +240,6 @@ def test_short_side_sets_the_size_that_scale_one_means():
     assert (place.rows.scaled, place.columns.scaled) == (60, 45)
 
 
-def test_image_and_label_of_different_sizes_are_refused():
-    with pytest.raises(ValueError, match=r"image \(30, 41, 3\), label \(30, 40\)"):
-        make(crop_size=(8, 8))(np.zeros((30, 41, 3), np.uint8), np.zeros((30, 40), np.uint8), rng())
-
-
 def test_blur_is_the_five_pixel_gaussian():
     image, label = picture(30, 40)
     crop, _ = make(crop_size=(30, 40), blur_prob=1.0)(image, label, rng())
@@ -333,33 +254,24 @@ def test_each_extra_transform_tosses_its_own_coin():
     )
     transform = make(crop_size=(4, 5), extra=extra)
     image, label = np.full((4, 5, 3), 200, np.uint8), np.zeros((4, 5), np.uint8)
-    results = {int(transform(image, label, rng(i))[0][0, 0, 0]) for i in range(60)}
+    found = [transform(image, label, rng(i)) for i in range(60)]
+    results = {int(crop[0, 0, 0]) for crop, _ in found}
     assert results == {200, 55, 128, 0}
+    assert not np.any([crop_label for _, crop_label in found])
 
 
-UNUSABLE = [
-    ({"name": "GausianBlur"}, "did you mean Gaussi"),
-    ({"name": "HorizontalFlip"}, "may move pixels or change labels"),
-    ({"name": "OneOf", "args": {"transforms": []}}, "ImageOnlyTransform"),
-    ({"name": "GaussNoise", "args": {"std_rang": [0.1, 0.2]}}, "arguments refused: .*std_rang'"),
-    ({"name": "GaussNoise", "args": {"std_range": [0.1, 7.0]}}, "arguments refused: .*std_range"),
-    ({"name": "Normalize"}, r"returns float32 \(16, 20, 3\): expected uint8"),
-    ({"name": "FDA"}, "fails on a crop: .*metadata"),
-]
-
-
-def test_unusable_extra_transforms_are_refused_all_at_once_with_the_reasons():
-    with pytest.raises(ConfigError) as caught:
-        extra_transforms(augment(crop_size=(16, 20), extra=tuple(extra for extra, _ in UNUSABLE)))
-    lines = str(caught.value).splitlines()
-    for i, ((extra, message), line) in enumerate(zip(UNUSABLE, lines, strict=True)):
-        assert re.match(rf"augment\.extra\[{i}\] \({extra['name']}\): .*{message}", line)
-
-
-def test_usable_extra_transforms_pass_the_check_and_change_the_crop():
-    extra = ({"name": "InvertImg", "args": {"p": 1.0}},)
-    extra_transforms(augment(extra=extra))
-    image, label = picture(12, 15)
-    crop, crop_label = make(crop_size=(12, 15), extra=extra)(image, label, rng())
-    np.testing.assert_array_equal(crop, 255 - image)
-    np.testing.assert_array_equal(crop_label, label)
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("GausianBlur", {}, "not an ImageOnlyTransform of albumentations"),
+        ("HorizontalFlip", {}, "may move pixels or change labels"),
+        ("GaussNoise", {"std_rang": (0.1, 0.2)}, "std_rang'"),
+        ("GaussNoise", {"std_range": (0.1, 7.0)}, "std_range"),
+        ("Normalize", {}, r"returns float32 \(16, 20, 3\): expected uint8"),
+        ("FDA", {}, "metadata"),
+    ],
+)
+def test_an_extra_transform_that_cannot_be_used_is_refused_with_the_reason(name, args, said):
+    extra = {"name": "InvertImg"}, {"name": name, "args": args}
+    with pytest.raises(ConfigError, match=rf"^augment\.extra\[1\] \({name}\): .*{said}"):
+        make(crop_size=(16, 20), extra=extra)

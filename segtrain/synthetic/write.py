@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import numpy as np
 
 from segtrain.data.read.concurrent import for_each_pair
 from segtrain.distributed.machine import num_cores, process_pool
-from segtrain.errors import ConfigError, DataError
-from segtrain.files import parse_json, read_bytes, write_atomic
+from segtrain.errors import DataError
+from segtrain.files import write_atomic
 from segtrain.synthetic.scene import draw_scene
-from segtrain.text import MAX_NAME, printable
+from segtrain.text import printable
 
 # Raise it when the same (seed, split, index) gives another picture than before, so that folders
 # drawn by an older segtrain are not taken for new ones.
@@ -23,8 +22,6 @@ DRAWING_VERSION = 4
 _CITIES = {"train": ("ashdown", "brookfield", "carlow"), "val": ("dunmore",)}
 _SPLIT_KEY = {"train": 1, "val": 2}
 _SCENES_PER_PROCESS = 8
-_LEAST_SIDE_PX = 32
-_MAX_SETTINGS_BYTES = 100_000
 # Noise hardly compresses: a higher level takes five times as long for a twentieth of the bytes.
 _PNG = (cv2.IMWRITE_PNG_COMPRESSION, 1)
 
@@ -32,8 +29,6 @@ _PNG = (cv2.IMWRITE_PNG_COMPRESSION, 1)
 def main(args: argparse.Namespace) -> int:
     """The command `segtrain data synth ROOT`; returns the exit code."""
     size = tuple(args.size)
-    if min(size) < _LEAST_SIDE_PX:
-        raise ConfigError(f"--size: expected sides of at least {_LEAST_SIDE_PX} pixels, got {size}")
     counts = {"train": args.num_train, "val": args.num_val}
     drawn = write_dataset(args.root, counts, size=size, seed=args.seed, jobs=args.jobs)
     print(
@@ -70,19 +65,14 @@ def write_dataset(
 
 def _claim(root: Path, settings: dict[str, object]) -> None:
     """Writes the settings into an empty folder, or checks that they are those of its content."""
-    path = root / "synthetic.json"
+    path, text = root / "synthetic.json", json.dumps(settings, indent=2) + "\n"
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         root.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(settings, indent=2) + "\n", durable=False)
-        return
-    found = None
-    with suppress(OSError, ValueError):
-        found = parse_json(read_bytes(path, _MAX_SETTINGS_BYTES))
-    if found != settings:
-        what = "other files" if found is None else f"scenes drawn with {printable(found, MAX_NAME)}"
+        write_atomic(path, text, durable=False)
+    elif not path.is_file() or path.read_bytes() != text.encode():
         raise DataError(
-            f"{root}: expected an empty folder or scenes drawn with {settings}, found {what}; "
-            "name another folder, or delete this one"
+            f"{printable(root)}: expected an empty folder, or scenes that synthetic.json says were "
+            f"drawn with {settings}; name another folder, or delete this one"
         )
 
 

@@ -253,7 +253,7 @@ def _scan_packed(
             except DataError as error:
                 scan.add_unreadable(path, error)
     try:
-        shards.check(packed, classes.num_classes)
+        shards.check(packed)
     except DataError as error:
         scan.add_unreadable(shards.path(packed), error)
         return scan

@@ -8,13 +8,12 @@ with their labels, are one range of bytes.
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, InstanceOf, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from segtrain import files
 from segtrain.errors import DataError
@@ -22,24 +21,14 @@ from segtrain.files import os_errors_as
 from segtrain.text import printable
 
 MANIFEST = "pack.json"
-# An empty file in a folder where a pack is being made.
-UNFINISHED = "unfinished"
 FORMAT = 2
 
 _MAX_BYTES = 1 << 30  # an image takes about 600 bytes
 REPAIR = "copy it again, or delete the pack and make it again"
 
 
-def _is_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("expected text")
-    return value
-
-
-# pydantic refuses text with surrogates, and names of files may have them.
-_Text = Annotated[Any, AfterValidator(_is_text)]
-_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# For pydantic, `str` is no text with surrogates, and names of files may have them.
+_Text = InstanceOf[str]
 
 
 @dataclass(frozen=True)
@@ -47,9 +36,9 @@ class SourceFile:
     """A file as it was packed. name: its path, relative to data.root. sha256: of its bytes."""
 
     name: _Text
-    num_bytes: _Count
+    num_bytes: NonNegativeInt
     mtime_ns: int
-    sha256: _Hash
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -64,13 +53,13 @@ class PackedImage:
     name: _Text
     image: SourceFile
     label: SourceFile
-    height: Annotated[int, Field(ge=1)]
-    width: Annotated[int, Field(ge=1)]
-    depth: _Count
-    orientation: _Count
-    shard: _Count
-    offset: _Count
-    crc: _Count
+    height: PositiveInt
+    width: PositiveInt
+    depth: NonNegativeInt
+    orientation: NonNegativeInt
+    shard: NonNegativeInt
+    offset: NonNegativeInt
+    crc: NonNegativeInt
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,7 +91,7 @@ class Shard:
 
     # Files named here are opened: no name may lead out of the directory.
     name: Annotated[str, Field(pattern=r"^[0-9]{5,9}\.safetensors$")]
-    num_bytes: _Count
+    num_bytes: NonNegativeInt
 
 
 @dataclass(frozen=True)
@@ -123,11 +112,6 @@ class Pack:
     ignores_color: bool
     shards: tuple[Shard, ...]
     splits: dict[_Text, PackedSplit]
-
-    def images(self) -> Iterator[PackedImage]:
-        """All images; those of a shard follow each other, in the order of its bytes."""
-        for split in self.splits.values():
-            yield from split.images
 
 
 _ADAPTER = TypeAdapter(Pack)
@@ -161,11 +145,24 @@ def read_pack(directory: Path) -> Pack:
             missing or has another size.
     """
     path = directory / MANIFEST
+    if not path.exists():
+        raise DataError(
+            f"data.pack: {printable(directory)}: no finished pack there; make one with segtrain "
+            "data pack, or read the files themselves (data.pack: null)"
+        )
     with os_errors_as(DataError, path):
-        if not path.exists():
-            raise DataError(_no_pack(directory))
         raw = files.read_bytes(path, _MAX_BYTES)
-    pack = _parse(raw, path)
+    try:
+        found = files.parse_json(raw)
+        content = found["pack"]
+        if content["format"] != FORMAT:
+            other = "a pack of another version of segtrain; make it again"
+            raise DataError(f"{printable(path)}: {other}")
+        if found["sha256"] != sha256_of(content):
+            raise ValueError("its hash differs")
+        pack = _ADAPTER.validate_python(content)
+    except (ValidationError, ValueError, LookupError, TypeError):  # also JSON that is not ours
+        raise DataError(f"{printable(path)}: damaged; {REPAIR}") from None
     for shard in pack.shards:
         check_shard(directory, shard)
     return pack
@@ -180,34 +177,3 @@ def check_shard(directory: Path, shard: Shard) -> None:
         raise DataError(
             f"{printable(path)}: a shard of {found} bytes, expected {shard.num_bytes}; {REPAIR}"
         )
-
-
-def _no_pack(directory: Path) -> str:
-    what = "no pack there" if directory.is_dir() else "no such folder"
-    if (directory / UNFINISHED).exists():
-        what = "this pack is not finished"
-    return (
-        f"data.pack: {printable(directory)}: {what}; make one with segtrain data pack, or read "
-        "the files themselves (data.pack: null)"
-    )
-
-
-def _parse(raw: bytes, path: Path) -> Pack:
-    damaged = f"{printable(path)}: damaged; {REPAIR}"
-    try:
-        found = files.parse_json(raw)
-        content = found["pack"]
-        if content["format"] != FORMAT:
-            raise DataError(
-                f"{printable(path)}: a pack of another version of segtrain; make it again"
-            )
-        is_whole = found["sha256"] == sha256_of(content)
-        pack = _ADAPTER.validate_python(content)
-    except (ValidationError, ValueError, LookupError, TypeError):  # also JSON that is not ours
-        raise DataError(damaged) from None
-    for image in pack.images():
-        shards = pack.shards[image.shard : image.shard + 1]
-        is_whole &= bool(shards) and image.offset + image.num_bytes <= shards[0].num_bytes
-    if not is_whole:
-        raise DataError(damaged)
-    return pack

@@ -4,24 +4,14 @@ At each start: names and order, sizes and times. Where only the time differs, as
 contents of a few files are compared; of many, a warning says how to compare them.
 """
 
-import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from segtrain.config import DataConfig
-from segtrain.data.pack.manifest import (
-    MANIFEST,
-    Pack,
-    PackedImage,
-    PackedSplit,
-    SourceFile,
-    read_pack,
-)
+from segtrain.data.pack.manifest import Pack, PackedImage, PackedSplit, SourceFile, read_pack
 from segtrain.data.pack.reader import PackedDataset, Shards
 from segtrain.data.pack.writer import OPTIONS, excluded_names, source_name
 from segtrain.data.read.classes import (
@@ -34,8 +24,9 @@ from segtrain.data.read.dataset import SegDataset, UnlabelledDataset
 from segtrain.data.read.find import Pair, first_lines
 from segtrain.data.read.layouts import list_split, scan_layout
 from segtrain.errors import ConfigError, DataError
-from segtrain.files import open_regular, os_errors_as
-from segtrain.text import counted, printable
+from segtrain.files import os_errors_as
+from segtrain.files.manifest import sha256_of
+from segtrain.text import first_of, printable
 
 # Asking for sizes waits for the disk, not for the processor.
 _THREADS = 16
@@ -46,8 +37,8 @@ _WAY_OUT = "delete the pack and make it again, or read the files themselves (dat
 
 def has_content(path: Path, file: SourceFile) -> bool:
     """Whether the file at `path` has the bytes that were packed; DataError: it is unreadable."""
-    with os_errors_as(DataError, path), open_regular(path) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
+    with os_errors_as(DataError, path):
+        return sha256_of(path) == file.sha256
 
 
 def open_dataset(
@@ -89,10 +80,9 @@ def _open_packed(
     pack = read_pack(directory)
     packed = pack.splits.get(split)
     if packed is None:
-        held = ", ".join(printable(repr(name)) for name in pack.splits)
         raise ConfigError(
-            f"data.pack: {printable(data.pack)} holds no split {printable(repr(split))}, only "
-            f"{held}; --set data.pack=null reads the files"
+            f"data.pack: {printable(data.pack)} holds no split {split!r}, only "
+            f"{first_of(map(repr, pack.splits))}; --set data.pack=null reads the files"
         )
     if changes := _other_options(pack, packed, data, split, classes):
         listed = "\n  ".join(changes)
@@ -130,20 +120,12 @@ def _other_options(
         for name, (before, now) in pairs.items()
         if before != now
     ]
-    try:
-        old = class_file_from_json(pack.classes)
-    except (ValidationError, ConfigError):
-        raise DataError(f"{printable(data.pack)}/{MANIFEST}: damaged class file") from None
+    old = class_file_from_json(pack.classes)
     return changes + class_differences(old, classes, data.label_format)[0]
 
 
 def _check_source(
-    data: DataConfig,
-    split: str,
-    images: Sequence[PackedImage],
-    *,
-    quoted: bool,
-    labelled: bool,
+    data: DataConfig, split: str, images: Sequence[PackedImage], *, quoted: bool, labelled: bool
 ) -> tuple[bool, list[str]]:
     """Compares the files in data.root with those that were packed.
 
@@ -178,9 +160,7 @@ def _check_source(
         raise DataError(first_lines(f"{pack}, split {split!r}: {_WAY_OUT}", problems))
     if not touched:
         return True, []
-    one = "file has another time than when it was packed"
-    many = "files have other times than when they were packed"
-    what = f"{pack}: {counted(len(touched), one, many)}"
+    what = f"{pack}: {len(touched)} files have other times than when they were packed"
     return True, [f"{what}, as after a copy; segtrain data check compares them"]
 
 
@@ -214,8 +194,7 @@ def _other_names(
     packed = [(image.name, image.image.name, image.label.name) for image in images]
     if now == packed:
         return []
-    new, old = sorted(set(now) - set(packed)), sorted(set(packed) - set(now))
-    return [
-        *(f"{printable(name)}: not in the pack, or made from other files" for name, *_ in new),
-        *(f"{printable(name)}: no longer in the split with these files" for name, *_ in old),
-    ] or ["the images have another order now"]
+    changed = sorted({name for name, *_ in set(now) ^ set(packed)})
+    return [f"{printable(name)}: added, removed or of other files since" for name in changed] or [
+        "the images have another order now"
+    ]

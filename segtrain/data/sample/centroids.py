@@ -122,27 +122,27 @@ def measure_centroids(
     """
     key = _key(dataset, tile_px)
     known = _read(path, key) if dist.is_main() else {}
+    indices = range(len(dataset)) if dist.is_main() else ()
     pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="centroids")
-    labels: list[Future[tuple[str, list[int]]]] = []
-    if dist.is_main():
-        measure = partial(_measure, dataset, tile_px, known)
-        labels = [pool.submit(measure, index) for index in range(len(dataset))]
-    table = np.empty((0, 4), np.int32)
-
-    def take() -> int:
-        nonlocal table
-        found = [label.result() for label in labels]
-        table = _table([numbers for _, numbers in found])
-        if len(table) and dict(found).keys() != known.keys() and keep(Centroids(table)):
-            _write(path, key, dict(found))
-        return len(table)
-
+    measure = partial(_measure, dataset, tile_px, known)
+    labels = [pool.submit(measure, index) for index in indices]
     try:
         while not dist.run_on_rank0(lambda: _are_done(labels)):
             pass
-        num_rows = dist.run_on_rank0(take)
     finally:
         pool.shutdown(cancel_futures=True)
+    found = [label.result() for label in labels]
+    table = _table([numbers for _, numbers in found])
+
+    def write() -> int:
+        measured = dict(found)
+        if len(table) and measured.keys() != known.keys() and keep(Centroids(table)):
+            content = {"key": key, "sha256": _hash_of(measured), "labels": measured}
+            with files.os_errors_as(ExecutionError, path, "cannot be written"):
+                files.write_atomic(path, json.dumps(content))
+        return len(table)
+
+    num_rows = dist.run_on_rank0(write)
     if num_rows == 0:
         raise DataError(f"split {dataset.split!r}: data.class_uniform: no label shows any class")
     everywhere = torch.zeros(num_rows, 4, dtype=torch.int32, device=device)
@@ -174,7 +174,7 @@ def _table(found: Sequence[list[int]]) -> np.ndarray:
     """The table of `Centroids` from what `label_centroids` found in each label."""
     parts = [np.array(numbers, np.int32).reshape(-1, 3) for numbers in found]
     images = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
-    rows = np.concatenate(parts)
+    rows = np.concatenate([np.empty((0, 3), np.int32), *parts])
     table = np.column_stack([rows[:, 0], images, rows[:, 1:]])
     return table[np.argsort(table[:, 0], kind="stable")]
 
@@ -192,12 +192,6 @@ def _read(path: Path, key: str) -> Measured:
         if [found["key"], found["sha256"]] == [key, _hash_of(found["labels"])]:
             return found["labels"]
     return {}
-
-
-def _write(path: Path, key: str, labels: Measured) -> None:
-    content = {"key": key, "sha256": _hash_of(labels), "labels": labels}
-    with files.os_errors_as(ExecutionError, path, "cannot be written"):
-        files.write_atomic(path, json.dumps(content))
 
 
 def _hash_of(labels: Measured) -> str:

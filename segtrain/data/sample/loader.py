@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import product
 
 import cv2
 import torch
 from torch.utils.data import DataLoader
 
 from segtrain.config import Config, DataConfig
-from segtrain.data.sample.stream import Sample, SampleKey, TrainStream
+from segtrain.data.sample.stream import Sample, TrainStream
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.machine import free_shared_memory, keep_freed_memory, num_cores
 from segtrain.distributed.partition import partition, parts_of_rank
@@ -103,9 +104,10 @@ def train_loader(
         UserError: from the data set, such as a DataError for a file that cannot be read.
         ExecutionError: a worker was killed or hangs.
     """
+    parts = product(range(start_step, steps), indices)
     loader = DataLoader(
         stream,
-        batch_sampler=_sample_keys(indices, start_step, steps),
+        batch_sampler=([(step, position) for position in part] for step, part in parts),
         collate_fn=_collate,
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
@@ -151,14 +153,6 @@ def _worker_died(what: str) -> ExecutionError:
         f"{what}; a killed worker is often out of memory: use fewer data.num_workers, or give the "
         "container more shared memory (/dev/shm)"
     )
-
-
-def _sample_keys(
-    indices: Sequence[Sequence[int]], start: int, steps: int
-) -> Iterator[list[SampleKey]]:
-    for step in range(start, steps):
-        for positions in indices:
-            yield [(step, position) for position in positions]
 
 
 def _collate(made: tuple[float, list[Sample]] | UserError) -> Batch | UserError:

@@ -4,8 +4,7 @@ Scale, rotation, crop and flip are drawn first and done as one resampling (`samp
 and colours change only the crop (`sample.photometric`).
 """
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,15 +46,10 @@ class TrainTransform:
         mean: tuple[float, float, float],
         short_side_px: int | None = None,
     ) -> None:
-        self._augment, self._mean, self._short_side_px = augment, mean, short_side_px
+        self._augment, self._short_side_px = augment, short_side_px
         red, green, blue = map(round, mean)
         self._fill = (red, green, blue)
         self._extra = extra_transforms(augment)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the arguments only: a loader worker builds its own albumentations."""
-        keywords = {"mean": self._mean, "short_side_px": self._short_side_px}
-        return partial(TrainTransform, **keywords), (self._augment,)
 
     def __call__(
         self,
@@ -82,8 +76,6 @@ class TrainTransform:
         point: tuple[int, int] | None = None,
     ) -> Crop:
         """The first half of a call: the geometry."""
-        if image.shape != (*label.shape, 3):
-            raise ValueError(f"image {image.shape}, label {label.shape}: expected equal (H, W)")
         placement = draw_placement(
             self._augment, label, rng, short_side_px=self._short_side_px, point=point
         )
