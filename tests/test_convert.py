@@ -21,6 +21,7 @@ import torchvision
 from experiments import lively
 from safetensors.torch import save_file
 from torch import nn
+from torchvision.models.segmentation.deeplabv3 import ASPP
 
 from segtrain import cli
 from segtrain.checkpoint import load_model
@@ -179,26 +180,6 @@ def test_semsegs_logits_are_those_of_the_converted_model(classes):
 # VainF
 
 
-class VainFASPP(nn.Module):
-    def __init__(self, rates, separable):
-        super().__init__()
-
-        def dilated(rate):
-            if not separable:
-                return nn.Conv2d(2048, 16, 3, padding=rate, dilation=rate, bias=False)
-            return Separable(2048, 16, rate)
-
-        pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), *conv_bn(2048, 1, 16))
-        branches = [nn.Sequential(*conv_bn(2048, 1, 16))]
-        branches += [nn.Sequential(dilated(r), nn.BatchNorm2d(16), nn.ReLU()) for r in rates]
-        self.convs = nn.ModuleList([*branches, pool])
-        self.project = nn.Sequential(*conv_bn(80, 1, 16), nn.Dropout(0.1))
-
-    def forward(self, x):
-        size = x.shape[-2:]
-        return self.project(torch.cat([resize(conv(x), size, False) for conv in self.convs], 1))
-
-
 class Separable(nn.Module):
     """VainF's AtrousSeparableConvolution: nothing stands between the two."""
 
@@ -211,6 +192,14 @@ class Separable(nn.Module):
         return self.body(x)
 
 
+def aspp_of(c, rates, *, separable):
+    """torchvision's, whose keys VainF and segmentation_models.pytorch share."""
+    aspp = ASPP(c, rates, 16)
+    for rate, branch in zip(rates, aspp.convs[1:] if separable else (), strict=False):
+        branch[0] = Separable(c, 16, rate)
+    return aspp
+
+
 class VainF(nn.Module):
     """DeepLabV3 or V3+ by the layout of VainF's keys."""
 
@@ -220,7 +209,7 @@ class VainF(nn.Module):
         rates = (6, 12, 18) if output_stride == 16 else (12, 24, 36)
         self.backbone = torchvision.models.resnet50(replace_stride_with_dilation=dilate)
         del self.backbone.fc
-        aspp = VainFASPP(rates, separable)
+        aspp = aspp_of(2048, rates, separable=separable)
         c = 12 + 16 if plus else 16
         conv = Separable(c, 16) if separable else nn.Conv2d(c, 16, 3, padding=1, bias=False)
         after = [conv, nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, K, 1)]
@@ -577,12 +566,6 @@ def smp_state(smp_model):
     return smp_model.float().state_dict()
 
 
-def test_smps_logits_are_those_of_the_converted_model(smp_model, classes):
-    model, config = converted(smp_model.state_dict(), classes)
-    assert (config.model.num_stages, config.model.output_stride) == (2, 8)
-    assert_equal(model, lambda dtype, x: smp_model.to(dtype)(x), (41, 66), aux=False)
-
-
 class SmpV3Plus(nn.Module):
     """The keys of DeepLabV3Plus with a ResNet-18."""
 
@@ -592,21 +575,41 @@ class SmpV3Plus(nn.Module):
         def separable(c):
             return [Separable(c, 16).body, nn.BatchNorm2d(16), nn.ReLU()]
 
-        aspp = nn.Module()
-        branches = [nn.Sequential(*separable(512)) for _ in range(3)]
-        pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), *conv_bn(512, 1, 16))
-        aspp.convs = nn.ModuleList([nn.Sequential(*conv_bn(512, 1, 16)), *branches, pool])
-        aspp.project = nn.Sequential(*conv_bn(80, 1, 16))
+        aspp = aspp_of(512, (12, 24, 36), separable=True)
+        for branch in aspp.convs[1:4]:
+            branch[0] = branch[0].body
         self.encoder, self.decoder = without_classifier(), nn.Module()
         self.decoder.aspp = nn.Sequential(aspp, *separable(16))
         self.decoder.block1 = nn.Sequential(*conv_bn(64, 1, 48))
         self.decoder.block2 = nn.Sequential(*separable(64))
         self.segmentation_head = nn.Sequential(nn.Conv2d(16, K, 1))
 
+    def forward(self, x):
+        low, _, _, y = stages(self.encoder, x)
+        y = resize(self.decoder.aspp(y), low.shape[-2:], True)
+        y = self.decoder.block2(torch.cat([y, self.decoder.block1(low)], 1))
+        return [resize(self.segmentation_head(y), x.shape[-2:], True)]
+
 
 @pytest.fixture(scope="module")
-def plus_state():
-    return lively(SmpV3Plus).state_dict()
+def plus_model():
+    return lively(SmpV3Plus)
+
+
+@pytest.fixture
+def plus_state(plus_model):
+    return plus_model.float().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "overrides"),
+    [("smp_model", 2, ()), ("plus_model", 4, ("model.output_stride=32",))],
+)
+def test_smps_logits_are_those_of_the_converted_model(kind, stages, overrides, request, classes):
+    theirs = request.getfixturevalue(kind)
+    model, config = converted(theirs.float().state_dict(), classes, *overrides)
+    assert (config.model.num_stages, config.model.output_stride) == (stages, 2 ** (stages + 1))
+    assert_equal(model, lambda dtype, x: theirs.to(dtype)(x), (41, 66), aux=False)
 
 
 # What save_pretrained of 0.6 writes.

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from segtrain.config import ModelConfig
 from segtrain.models import BACKBONES, MODELS, build_backbone, build_model
 from segtrain.models.blocks import FeatureChannels, Features
-from segtrain.models.deeplab import DeepLabV3Head, DeepLabV3PlusHead
+from segtrain.models.deeplab import DeepLabV3Head
 from segtrain.models.pspnet import adaptive_avg_pools
 from segtrain.norm import SyncBatchNorm2d
 from segtrain.types import DropoutMasks
@@ -297,50 +297,16 @@ def test_backbone_of_fewer_stages_equals_the_beginning_of_torchvisions(num_stage
     )
 
 
-def aspp_branches(aspp, x, *, norm_between):
-    """The branches in the order [1x1, dilated, global], each conv, norm, ReLU."""
-    dilated = [x] * 3
-    if len(aspp.depthwise):
-        dilated = [
-            conv_norm_relu(x, conv)
-            if norm_between
-            else F.conv2d(x, conv.weight, padding=conv.padding, dilation=conv.dilation, groups=20)
-            for conv in aspp.depthwise
-        ]
-    inputs = [x, *dilated, x.mean((2, 3), keepdim=True)]
-    out = [conv_norm_relu(y, conv) for y, conv in zip(inputs, aspp.convs, strict=True)]
-    return torch.cat([y.expand(-1, -1, 7, 11) for y in out], 1)
-
-
 def test_deeplabv3_may_join_its_branches_by_the_3x3_convolution_alone():
     head = head_of(DeepLabV3Head, arch="deeplabv3", variant="mmseg")
-    branches = aspp_branches(head.aspp, features().out, norm_between=True)
-    y = conv_norm_relu(branches, head.conv.conv)
+    x = features().out
+    inputs = [x, x, x, x, x.mean((2, 3), keepdim=True)]
+    branches = [conv_norm_relu(y, c) for y, c in zip(inputs, head.aspp.convs, strict=True)]
+    joined = torch.cat([y.expand(-1, -1, 7, 11) for y in branches], 1)
     assert head.conv.conv.weight.shape == (8, 40, 3, 3)
-    same(
-        head(features(), torch.ones(2, 8, 1, 1)),
-        F.conv2d(y, head.classifier.conv.weight, head.classifier.conv.bias),
-    )
-
-
-def test_decoder_of_smp_equals_the_formula():
-    """Nothing between the two parts of a separable convolution, one more before the features
-    are joined, and one after."""
-    options = {"arch": "deeplabv3plus", "separable": True, "align_corners": True}
-    head = head_of(DeepLabV3PlusHead, variant="smp", **options)
-
-    def separable(x, block):
-        y = F.conv2d(x, block.depthwise.weight, padding=1, groups=x.shape[1])
-        return conv_norm_relu(y, block.pointwise.conv)
-
-    low, _, out = features()
-    y = conv_norm_relu(aspp_branches(head.aspp, out, norm_between=False), head.aspp.project.conv)
-    y = separable(y, head.aspp_conv)
-    y = F.interpolate(y, size=(13, 21), mode="bilinear", align_corners=True)
-    y = separable(torch.cat([conv_norm_relu(low, head.low.conv), y], 1), head.decoder[0])
-    y = F.conv2d(y, head.classifier.conv.weight, head.classifier.conv.bias)
-    assert len(head.decoder) == 1
-    same(head(features(), torch.ones(2, 8, 1, 1)), y)
+    y = conv_norm_relu(joined, head.conv.conv)
+    expected = F.conv2d(y, head.classifier.conv.weight, head.classifier.conv.bias)
+    same(head(features(), torch.ones(2, 8, 1, 1)), expected)
 
 
 @pytest.mark.parametrize(

@@ -116,12 +116,8 @@ def _plan(
     """reads: the convolution whose input tells which stage the head reads (encoder_depth)."""
     backbone, channels = resnet_name(state, "encoder."), size(state, reads, 1)
     widths = stage_widths(backbone)
-    if channels not in widths[1:]:
-        raise CheckpointError(
-            f"{_NAME}: the decoder reads {channels} channels, and the stages of {backbone} have "
-            f"{widths}; expected one after the first"
-        )
-    stages = widths.index(channels) + 1
+    # Where no stage fits, the shapes do not either.
+    stages = widths.index(channels) + 1 if channels in widths else 4
     left_out = {f"encoder.layer{i}.": f"the head reads layer{stages}" for i in range(stages + 1, 5)}
     common = {
         "model.variant": "smp",
