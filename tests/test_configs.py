@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from itertools import islice, repeat
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from experiments import on_meta
@@ -16,7 +15,6 @@ from segtrain.checkpoint import load_model
 from segtrain.config import Config, load_config, recipes
 from segtrain.config.experiment import config_warnings
 from segtrain.data.read.classes import load_class_file
-from segtrain.data.sample.transforms import TrainTransform
 from segtrain.models import build_model
 from segtrain.norm import NormFactory, make_norm
 from segtrain.training.engine import train_steps
@@ -236,19 +234,6 @@ def test_parameter_groups_are_those_of_the_source(name):
             assert {p.dim() for p in group["params"]} == {4}
 
 
-def test_crops_are_padded_with_the_mean_and_ignored_labels():
-    """semseg pads with the mean; mmsegmentation with 0 after the mean was subtracted."""
-    for name in ("cityscapes_pspnet_r50", "cityscapes_pspnet_r50_semseg"):
-        config = load(name)
-        augment = config.augment.model_copy(update={"scale_range": (0.5, 0.5), "color_prob": 0.0})
-        transform = TrainTransform(augment, mean=config.data.mean)
-        image = np.full((64, 96, 3), 7, np.uint8)
-        crop, label = transform(image, np.zeros((64, 96), np.uint8), np.random.default_rng(0))
-        assert crop.shape[:2] == config.augment.crop_size
-        assert crop[label == 255].tolist()[:1] == [[124, 116, 104]]
-        assert (label == 0).sum() < 64 * 96 < (label == 255).sum()
-
-
 def test_the_d16_recipes_mine_as_many_pixels_as_mmsegmentation():
     for arch in ("deeplabv3", "deeplabv3plus"):
         config = load(f"cityscapes_{arch}_r101_d16")
@@ -343,19 +328,6 @@ def filled(model: nn.Module) -> nn.Module:
         else:
             tensor.fill_(1.0 if name.endswith(("weight", "running_var")) else 0.0)
     return model
-
-
-def test_the_semseg_recipe_has_semsegs_learning_rate_at_every_step():
-    """tool/train.py sets the rate of the next step, by its number, after the optimizer's step."""
-    config = load("cityscapes_pspnet_r50_semseg")
-    steps = config.train.steps
-    rate, rates = 0.01, []
-    for i in range(steps):
-        rates.append(rate)
-        rate = 0.01 * (1 - float(i + 1) / steps) ** 0.9
-    assert [learning_rate(config, step) for step in range(steps)] == pytest.approx(rates)
-    shown = [f"{rates[step]:.8f}" for step in (0, 12_400, 24_800)]
-    assert shown == ["0.01000000", "0.00694253", "0.00372041"]
 
 
 def test_own_data_marks_what_a_newcomer_must_change():

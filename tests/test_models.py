@@ -1,20 +1,20 @@
 """Heads against formulas written down again, and the contract of whole models."""
 
-from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from experiments import on_meta
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from segtrain.config import ModelConfig
-from segtrain.models import BACKBONES, MODELS, build_model
+from segtrain.models import BACKBONES, MODELS, build_backbone, build_model
 from segtrain.models.blocks import FeatureChannels, Features
-from segtrain.models.deeplab import ASPP, DeepLabV3PlusHead
-from segtrain.models.pspnet import PSPHead, PyramidPooling, adaptive_avg_pools
+from segtrain.models.deeplab import DeepLabV3Head
+from segtrain.models.pspnet import adaptive_avg_pools
 from segtrain.norm import SyncBatchNorm2d
 from segtrain.types import DropoutMasks
 
@@ -35,30 +35,6 @@ def normal(*shape, seed=1, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-@pytest.mark.parametrize("align_corners", [False, True])
-def test_psp_head_equals_the_formula(align_corners):
-    """Pyramid pooling with torch's own adaptive pooling, in the order [x, p1, p2, p3, p6]."""
-    torch.manual_seed(0)
-    config = small(align_corners=align_corners)
-    channels = FeatureChannels(low=4, aux=6, out=20)
-    head = PSPHead(config, channels, num_classes=3, norm=nn.BatchNorm2d).double().train()
-    x = normal(2, 20, 7, 11, dtype=torch.float64)
-    resize = partial(F.interpolate, size=(7, 11), mode="bilinear", align_corners=align_corners)
-    branches = [x]
-    for size, conv, norm in zip((1, 2, 3, 6), head.ppm.convs, head.ppm.norms, strict=True):
-        assert conv.weight.shape == (5, 20, 1, 1)
-        y = F.conv2d(F.adaptive_avg_pool2d(x, size), conv.weight)
-        y = F.batch_norm(y, None, None, norm.weight, norm.bias, training=True)
-        branches.append(resize(F.relu(y)))
-    y = F.conv2d(torch.cat(branches, 1), head.conv.conv.weight, padding=1)
-    y = F.relu(F.batch_norm(y, None, None, training=True))
-    mask = torch.ones(2, 8, 1, 1, dtype=torch.float64)
-    mask[0, 3] = 0
-    expected = F.conv2d(y * mask, head.classifier.conv.weight)
-    actual = head(Features(x, x, x), mask)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pooling_equals_adaptive_pooling_at_every_size(dtype, layout):
@@ -69,15 +45,6 @@ def test_pooling_equals_adaptive_pooling_at_every_size(dtype, layout):
         for pooled, size in zip(adaptive_avg_pools(x, bins), bins, strict=True):
             expected = F.adaptive_avg_pool2d(x, size)
             torch.testing.assert_close(pooled, expected, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_of_pooling_equals_that_of_adaptive_pooling(layout):
-    x = normal(2, 3, 10, 7, dtype=torch.float64).to(memory_format=layout).requires_grad_()
-    weights = [normal(2, 3, size, size, seed=size, dtype=torch.float64) for size in (2, 6)]
-    ours = sum((p * w).sum() for p, w in zip(adaptive_avg_pools(x, (2, 6)), weights, strict=True))
-    theirs = sum((F.adaptive_avg_pool2d(x, w.shape[-1]) * w).sum() for w in weights)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, x) for loss in (ours, theirs)))
 
 
 def test_pooling_is_exact_under_autocast():
@@ -113,18 +80,6 @@ def test_activations_do_not_copy_their_input(backbone):
     assert "aten::clone" not in {event.name for event in profiler.events()}
 
 
-def test_exported_pyramid_pooling_is_right_at_sizes_it_was_not_traced_with():
-    torch.manual_seed(0)
-    module = PyramidPooling(8, (1, 2, 3, 6), norm=nn.BatchNorm2d, align_corners=False).eval()
-    height, width = torch.export.Dim("height", min=2), torch.export.Dim("width", min=2)
-    program = torch.export.export(
-        module, (normal(1, 8, 9, 12),), dynamic_shapes=({2: height, 3: width},)
-    )
-    for size in ((9, 12), (5, 31), (40, 2)):
-        x = normal(1, 8, *size)
-        torch.testing.assert_close(program.module()(x), module(x), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -148,8 +103,7 @@ def test_every_parameter_learns_and_logits_have_the_size_of_the_image(options):
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("output_stride", [8, 16, 32])
+@pytest.mark.parametrize(("arch", "output_stride"), list(zip(ARCHS, (8, 16, 32), strict=True)))
 def test_images_of_any_size_are_accepted(arch, output_stride):
     model = built(small(arch, output_stride=output_stride)).eval()
     with torch.no_grad():
@@ -158,7 +112,22 @@ def test_images_of_any_size_are_accepted(arch, output_stride):
             assert logits.out.shape == (1, 5, height, width)
 
 
+@pytest.mark.parametrize(
+    ("output_stride", "rates"), [(8, [12, 24, 36]), (16, [6, 12, 18]), (32, [3, 6, 9])]
+)
+def test_aspp_rates_follow_the_stride(output_stride, rates):
+    for separable in (False, True):
+        config = small("deeplabv3", output_stride=output_stride, separable=separable)
+        aspp = on_meta(lambda: build_model(config, num_classes=5)).head.aspp  # noqa: B023
+        dilated = aspp.depthwise if separable else aspp.convs[1:4]
+        assert [conv.dilation for conv in dilated] == [(rate, rate) for rate in rates]
+        assert {conv.groups for conv in dilated} == {320 if separable else 1}
+
+
 def test_auxiliary_head_runs_in_training_only_and_its_keys_stay():
+    without = built(small().model_copy(update={"aux_head": False})).train()
+    assert without(normal(2, 3, 32, 40)).aux is None
+    assert without.dropout_channels == (8, None)
     model = built(small()).train()
     x = normal(2, 3, 32, 40)
     keys = list(model.state_dict())
@@ -166,13 +135,6 @@ def test_auxiliary_head_runs_in_training_only_and_its_keys_stay():
     assert model.eval()(x).aux is None
     assert list(model.state_dict()) == keys
     assert any(key.startswith("aux_head.") for key in keys)
-
-
-def test_model_without_auxiliary_head_has_none():
-    model = built(small().model_copy(update={"aux_head": False, "aux_channels": 256})).train()
-    assert model.aux_head is None
-    assert model(normal(2, 3, 32, 40)).aux is None
-    assert model.dropout_channels == (8, None)
 
 
 @pytest.mark.parametrize(("option", "table"), [("arch", MODELS), ("backbone", BACKBONES)])
@@ -191,10 +153,10 @@ def test_heads_that_run_together_have_the_logits_of_separate_calls():
         torch.testing.assert_close(logits, alone, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_norm_kinds_share_their_keys(arch):
+def test_norm_kinds_share_their_keys():
     def keys(norm):
-        return list(on_meta(lambda: built(small(arch, "resnet18"), norm=norm)).state_dict())
+        config = small("deeplabv3plus", "resnet18")
+        return list(on_meta(lambda: built(config, norm=norm)).state_dict())
 
     assert keys(SyncBatchNorm2d) == keys(nn.BatchNorm2d)
 
@@ -247,15 +209,6 @@ def test_model_without_dropout_asks_for_no_masks():
     torch.testing.assert_close(model(x), model(x), rtol=0, atol=0)
 
 
-def test_aligned_corners_put_feature_pixels_on_image_pixels():
-    """An input of 8 k + 1, as semseg's 713: every eighth logit is one of the network's own."""
-    model = built(small(align_corners=True)).eval()
-    x = normal(1, 3, 41, 57)
-    with torch.no_grad():
-        own = model.head(model.backbone(x), None)
-        torch.testing.assert_close(model(x).out[..., ::8, ::8], own, rtol=1e-5, atol=1e-6)
-
-
 def test_logits_are_float32_under_autocast_and_float64_stays():
     model = built(small()).train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -264,59 +217,114 @@ def test_logits_are_float32_under_autocast_and_float64_stays():
     assert model.double()(normal(2, 3, 32, 40).double()).out.dtype == torch.float64
 
 
-@pytest.mark.parametrize(
-    ("output_stride", "rates"), [(8, [12, 24, 36]), (16, [6, 12, 18]), (32, [3, 6, 9])]
-)
-@pytest.mark.parametrize("separable", [False, True])
-def test_aspp_rates_follow_the_stride(output_stride, rates, separable):
-    config = small("deeplabv3", output_stride=output_stride, separable=separable)
-    aspp = on_meta(lambda: build_model(config, num_classes=5)).head.aspp
-    dilated = aspp.depthwise if separable else aspp.convs[1:4]
-    assert [conv.dilation for conv in dilated] == [(rate, rate) for rate in rates]
-    assert {conv.groups for conv in dilated} == {320 if separable else 1}
-
-
-def test_separable_aspp_equals_the_formula():
-    torch.manual_seed(0)
-    config = ModelConfig(arch="deeplabv3", separable=True, aspp_rates=(2, 3))
-    aspp = ASPP(config, 6, 4, norm=nn.BatchNorm2d, project_kernel=1).double().eval()
-    x = normal(1, 6, 9, 7, dtype=torch.float64)
-    scale = (1 + 1e-5) ** -0.5  # of an untrained norm layer in evaluation
-    branches = [F.conv2d(x, aspp.convs[0].weight)]
-    for i, rate in enumerate((2, 3)):
-        y = F.conv2d(x, aspp.depthwise[i].weight, padding=rate, dilation=rate, groups=6)
-        branches.append(F.conv2d(F.relu(y * scale), aspp.convs[i + 1].weight))
-    mean = F.conv2d(F.adaptive_avg_pool2d(x, 1), aspp.convs[3].weight)
-    branches.append(F.interpolate(mean, size=(9, 7)))
-    joined = torch.cat([F.relu(y * scale) for y in branches], 1)
-    expected = F.relu(F.conv2d(joined, aspp.project.conv.weight) * scale)
-    torch.testing.assert_close(aspp(x), expected, rtol=0, atol=1e-12)
-
-
-def test_decoder_joins_low_level_features_first():
-    torch.manual_seed(0)
-    config = ModelConfig(arch="deeplabv3plus", head_channels=8, low_level_channels=3)
-    channels = FeatureChannels(low=4, aux=6, out=10)
-    head = DeepLabV3PlusHead(config, channels, num_classes=5, norm=nn.BatchNorm2d).eval()
-    assert head.decoder[0].conv.weight.shape == (8, 3 + 8, 3, 3)
-    head.decoder[0].conv.weight.data[:, :3] = 0
-    low, out = normal(1, 4, 16, 24), normal(1, 10, 8, 12)
-    first = head(Features(low, low, out), None)
-    assert first.shape == (1, 5, 16, 24)
-    torch.testing.assert_close(head(Features(-low, low, out), None), first, rtol=0, atol=0)
-
-
-def test_semseg_pspnet_has_its_known_extent():
-    """61 norm layers of 29,568 channels: semseg's PSPNet-50."""
-    config = ModelConfig(stem="64-64-128", variant="semseg", align_corners=True)
-    model = on_meta(lambda: build_model(config, num_classes=19))
-    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert (len(norms), sum(m.num_features for m in norms)) == (61, 29_568)
-
-
 def test_convolutions_and_classifiers_start_with_the_variance_of_their_recipe():
     head = built(ModelConfig(backbone="resnet18")).head
     weight = head.conv.conv.weight  # He: 2 / fan_out
     assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.02)
     assert head.classifier.conv.weight.std().item() == pytest.approx(0.01, rel=0.1)
     assert head.classifier.conv.bias.tolist() == [0] * 5
+
+
+# Forms that weights of other programs need, against formulas written down again.
+
+
+def head_of(kind, **options):
+    torch.manual_seed(0)
+    channels = FeatureChannels(low=4, aux=6, out=20)
+    made = kind(small(backbone="resnet18", **options), channels, num_classes=3, norm=nn.BatchNorm2d)
+    return made.double().train()
+
+
+def features():
+    low, out = (normal(2, *shape, dtype=torch.float64) for shape in ((4, 13, 21), (20, 7, 11)))
+    return Features(low, out, out)
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def conv_norm_relu(x, conv, **geometry):
+    y = F.conv2d(x, conv.weight, padding=conv.padding, dilation=conv.dilation, groups=conv.groups)
+    return F.relu(F.batch_norm(y, None, None, training=True))
+
+
+def test_averaging_shortcut_is_the_mean_of_two_by_two_pixels_and_a_convolution():
+    """At an odd border it is the mean of the pixels that there are."""
+    torch.manual_seed(0)
+    backbone = build_backbone(
+        small(backbone="resnet18", stem="32-32-64-avgpool", output_stride=32)
+    ).double()
+    block = backbone.layer2[0].eval()
+    x = torch.randn(2, 64, 7, 9, dtype=torch.float64)
+    padded = F.pad(x, (0, 1, 0, 1), value=float("nan"))
+    blocks = padded.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2)
+    shortcut = block.downsample[2](F.conv2d(blocks.nanmean(-1), block.downsample[1].weight))
+    y = F.relu(block.bn1(F.conv2d(x, block.conv1.weight, stride=2, padding=1)))
+    y = block.bn2(F.conv2d(y, block.conv2.weight, padding=1))
+    with torch.no_grad():
+        same(block(x.clone()), F.relu(y + shortcut))
+
+
+def test_weights_of_strided_shortcuts_are_refused_by_averaging_ones():
+    """Their keys differ, as in mmsegmentation and timm: equal keys would load without a word."""
+    strided = on_meta(lambda: build_backbone(small(backbone="resnet18", stem="32-32-64")))
+    pooled = on_meta(lambda: build_backbone(small(backbone="resnet18", stem="32-32-64-avgpool")))
+    assert "layer2.0.downsample.0.weight" in strided.state_dict()
+    assert "layer2.0.downsample.0.weight" not in pooled.state_dict()
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_backbone_of_fewer_stages_equals_the_beginning_of_torchvisions(num_stages):
+    torch.manual_seed(0)
+    reference = torchvision.models.resnet18().double().eval()
+    stride = 2 ** (num_stages + 1)
+    model = small(backbone="resnet18", num_stages=num_stages, output_stride=stride)
+    backbone = on_meta(lambda: build_backbone(model))
+    state = {k: v for k, v in reference.state_dict().items() if k in backbone.state_dict()}
+    assert len(state) == len(backbone.state_dict())
+    backbone.load_state_dict(state, assign=True)
+    backbone.eval()
+    x = torch.randn(1, 3, 41, 66, dtype=torch.float64)
+    with torch.no_grad():
+        y = reference.maxpool(F.relu(reference.bn1(reference.conv1(x))))
+        stages = [y := getattr(reference, f"layer{i}")(y) for i in range(1, num_stages + 1)]
+        got = backbone(x)
+    same(got, Features(stages[0], stages[-2], stages[-1]))
+    assert backbone.channels == tuple(f.shape[1] for f in got)
+    assert all(
+        key.startswith(backbone.classifier_keys) for key in set(reference.state_dict()) - set(state)
+    )
+
+
+def test_deeplabv3_may_join_its_branches_by_the_3x3_convolution_alone():
+    head = head_of(DeepLabV3Head, arch="deeplabv3", variant="mmseg")
+    x = features().out
+    inputs = [x, x, x, x, x.mean((2, 3), keepdim=True)]
+    branches = [conv_norm_relu(y, c) for y, c in zip(inputs, head.aspp.convs, strict=True)]
+    joined = torch.cat([y.expand(-1, -1, 7, 11) for y in branches], 1)
+    assert head.conv.conv.weight.shape == (8, 40, 3, 3)
+    y = conv_norm_relu(joined, head.conv.conv)
+    expected = F.conv2d(y, head.classifier.conv.weight, head.classifier.conv.bias)
+    same(head(features(), torch.ones(2, 8, 1, 1)), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backbone": "mobilenet_v2", "stem": "64-64-128"}, "stem: has no effect"),
+        ({"backbone": "mobilenet_v2", "num_stages": 3}, "num_stages: has no effect"),
+        ({"num_stages": 3, "multi_grid": (1, 2)}, "multi_grid: has no effect"),
+        ({"arch": "deeplabv3", "ppm_channels": 8}, "ppm_channels: has no effect"),
+        (
+            {"backbone": "mobilenet_v2", "zero_init_residual": True},
+            "zero_init_residual: has no eff",
+        ),
+        ({"pretrained": "DEFAULT", "zero_init_residual": True}, "with pretrained DEFAULT"),
+        # The feature maps would be larger, and the dilations of the head those of smaller ones.
+        ({"num_stages": 2, "output_stride": 16}, "num_stages 2 ends at stride 8"),
+    ],
+)
+def test_option_that_cannot_act_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**{"backbone": "resnet18"} | options)

@@ -127,44 +127,35 @@ def images(height, width):
     return torch.randn(2, 3, height, width, generator=generator)
 
 
-def compare(name, theirs, ours, x):
-    """`theirs` and `ours`, functions of images, agree in float32 and float64."""
-    shares = []
+def compare(name, theirs, path, x, *, aux):
+    """`theirs`, a function of images, agrees with the checkpoint at `path` in both precisions.
+
+    aux: the logits of the auxiliary head too.
+    """
+    model, shares = load_model(path).model, []
     for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        model.to(dtype)
         with torch.no_grad():
-            expected = [y.to(torch.float64) for y in theirs(dtype, x.to(dtype))]
-            got = [y.to(torch.float64) for y in ours(dtype, x.to(dtype))]
-        assert len(expected) == len(got)
+            expected = theirs(dtype, x.to(dtype))
+            got = [model(x.to(dtype)).out]
+            if aux:
+                raw = model.aux_head(model.backbone(x.to(dtype)), None)
+                got.append(resize(raw, x, model))
         for e, g in zip(expected, got, strict=True):
             assert e.shape == g.shape
             assert e.std() > 1e-3
-            share = ((e - g).abs().max() / e.abs().max()).item()
+            share = ((e.double() - g.double()).abs().max() / e.abs().max()).item()
             assert share < limit, (name, dtype, share)
             shares.append(share)
     print(f"{name:<72} {' '.join(f'{share:.0e}' for share in shares)}")
 
 
-def our_logits(path, *, aux):
-    model = load_model(path).model
-
-    def run(dtype, x):
-        model.to(dtype)
-        logits = [model(x).out]
-        if aux:
-            raw = model.aux_head(model.backbone(x), None)
-            logits.append(
-                F.interpolate(raw, x.shape[-2:], mode="bilinear", align_corners=model.align_corners)
-            )
-        return logits
-
-    return run
+def resize(y, x, model):
+    return F.interpolate(y, x.shape[-2:], mode="bilinear", align_corners=model.align_corners)
 
 
-def mmseg_model(registry, config):
-    """The model of a config file, with K classes, plain batch norm and no pretrained weights."""
-    from mmengine.config import Config
-
-    cfg = Config(config) if isinstance(config, dict) else Config.fromfile(config)
+def mmseg_model(registry, cfg):
+    """The model of a config, with K classes, plain batch norm and no pretrained weights."""
     model = cfg.model.to_dict()
     model["pretrained"] = None
     model["data_preprocessor"] = None
@@ -173,45 +164,40 @@ def mmseg_model(registry, config):
         if part != "backbone":
             model[part]["num_classes"] = K
             model[part].pop("sampler", None)
-    return registry.build(model), cfg
+    return enliven(registry.build(model))
 
 
-def mmseg_logits(model):
-    def run(dtype, x):
-        model.to(dtype)
-        meta = [{"img_shape": tuple(x.shape[-2:])}] * len(x)
-        raw = model.auxiliary_head(model.extract_feat(x))
-        aux = F.interpolate(raw, x.shape[-2:], mode="bilinear", align_corners=model.align_corners)
-        return [model.encode_decode(x, meta), aux]
-
-    return run
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_converted_model_equals_mmsegmentations(config, mmseg, tmp_path, classes):
-    """With the config in the file, as mmengine writes it.
+@pytest.mark.parametrize(
+    ("config", "is_v1d"), [*((config, False) for config in CONFIGS), (CONFIGS[0], True)]
+)
+def test_converted_model_equals_mmsegmentations(config, is_v1d, mmseg, tmp_path, classes):
+    """With the config in the file, as mmengine writes it; ResNetV1d without.
 
     So wide that a kernel of the largest rate, 36, reaches from one feature to another.
     """
+    from mmengine.config import Config
+
     registry, folder = mmseg
-    model, cfg = mmseg_model(registry, str(folder / config))
-    enliven(model)
+    cfg = Config.fromfile(str(folder / config))
+    if is_v1d:
+        cfg.model.backbone.type = "ResNetV1d"
+    model = mmseg_model(registry, cfg)
+    meta = {} if is_v1d else {"cfg": cfg.pretty_text, "mmseg_version": "1.2.2"}
     path = tmp_path / "theirs.pth"
-    meta = {"cfg": cfg.pretty_text, "mmseg_version": "1.2.2"}
     torch.save({"meta": meta, "state_dict": model.state_dict()}, path)
-    converted = convert_file(path, tmp_path / "ours.pt", classes=classes)
-    # Cityscapes' images have the size that most of its configs resize them to.
-    side = 512 if "ade20k" in config else 1025 if "769" in config else None
-    assert converted.config.data.short_side_px == side
-    if "769" in config:
-        assert converted.config.model.align_corners
-        assert converted.config.eval.mode == "slide"
-    compare(
-        Path(config).stem,
-        mmseg_logits(model),
-        our_logits(tmp_path / "ours.pt", aux=True),
-        images(33, 306),
-    )
+    made = convert_file(path, tmp_path / "ours.pt", classes=classes).config
+    side = 512 if "ade20k" in config else 1025 if "769" in config else 1024
+    assert made.data.short_side_px == (None if is_v1d else side)
+    assert (made.model.align_corners, made.eval.mode == "slide") == ("769" in config,) * 2
+
+    def theirs(dtype, x):
+        model.to(dtype)
+        raw = model.auxiliary_head(model.extract_feat(x))
+        shapes = [{"img_shape": tuple(x.shape[-2:])}] * len(x)
+        return [model.encode_decode(x, shapes), resize(raw, x, model)]
+
+    name = f"{Path(config).stem}{' ResNetV1d' * is_v1d}"
+    compare(name, theirs, tmp_path / "ours.pt", images(33, 306), aux=True)
 
 
 def three_updates(name, losses_of, theirs, ours_path, plan):
@@ -275,11 +261,12 @@ def three_updates(name, losses_of, theirs, ours_path, plan):
 def test_three_updates_equal_mmsegmentations(config, mmseg, tmp_path, classes):
     """With its own losses; weights, running statistics and losses, in float64."""
     registry, folder = mmseg
+    from mmengine.config import Config
     from mmengine.structures import PixelData
     from mmseg.structures import SegDataSample
 
-    theirs, cfg = mmseg_model(registry, str(folder / config))
-    enliven(theirs)
+    cfg = Config.fromfile(str(folder / config))
+    theirs = mmseg_model(registry, cfg)
     meta = {"meta": {"cfg": cfg.pretty_text}}
     path = tmp_path / "theirs.pth"
     torch.save({**meta, "state_dict": theirs.state_dict()}, path)
@@ -308,25 +295,6 @@ def test_three_updates_equal_smps(arch, smp, tmp_path, classes):
     three_updates(f"smp {arch}", losses_of, theirs, tmp_path / "ours.pt", plan)
 
 
-def test_converted_resnet_v1d_without_a_config_equals_mmsegmentations(mmseg, tmp_path, classes):
-    registry, folder = mmseg
-    from mmengine.config import Config
-
-    cfg = Config.fromfile(str(folder / CONFIGS[0]))
-    cfg.model.backbone.type = "ResNetV1d"
-    model, _ = mmseg_model(registry, cfg._cfg_dict.to_dict())
-    enliven(model)
-    path = tmp_path / "theirs.pth"
-    torch.save({"meta": {}, "state_dict": model.state_dict()}, path)
-    convert_file(path, tmp_path / "ours.pt", classes=classes)
-    compare(
-        "pspnet ResNetV1d",
-        mmseg_logits(model),
-        our_logits(tmp_path / "ours.pt", aux=True),
-        images(33, 306),
-    )
-
-
 def test_deeplabv3_with_the_keys_of_earlier_versions_is_read(smp, tmp_path, classes):
     """They had no names, and smp renames them when it loads them."""
     model = enliven(smp.DeepLabV3("resnet18", encoder_weights=None, classes=K))
@@ -344,8 +312,9 @@ def test_deeplabv3_with_the_keys_of_earlier_versions_is_read(smp, tmp_path, clas
     compare(
         "DeepLabV3 of earlier versions",
         lambda dtype, x: [theirs.to(dtype)(x)],
-        our_logits(tmp_path / "ours.pt", aux=False),
+        tmp_path / "ours.pt",
         images(32, 320),
+        aux=False,
     )
 
 
@@ -360,6 +329,7 @@ def test_converted_model_equals_smps(arch, options, overrides, smp, tmp_path, cl
     compare(
         name,
         lambda dtype, x: [model.to(dtype)(x)],
-        our_logits(tmp_path / "ours.pt", aux=False),
+        tmp_path / "ours.pt",
         images(32, 608),
+        aux=False,
     )

@@ -102,7 +102,9 @@ def test_a_checkpoint_is_a_plain_file(pipe, tmp_path):
             function(path)
     for suffix in ("pth", "safetensors"):
         path = pipe(f"w.{suffix}")
-        with pytest.raises(CheckpointError, match=f"{path}: no such file, or not a regular one"):
+        with pytest.raises(
+            CheckpointError, match=f"{path}: expected a file of weights, found a pipe"
+        ):
             load_backbone(build_backbone(ModelConfig(backbone="resnet18")), str(path))
 
 

@@ -49,8 +49,6 @@ def test_whole_classifier_is_loaded_and_its_last_layer_reported(
     path = saved(tmp_path / "weights.pth", classifier_state)
     report = load_backbone(backbone, path)
     assert_filled(backbone, classifier_state)
-    assert report.loaded == len(classifier_state) - 2
-    assert report.ignored == CLASSIFIER
     assert report.random == ()
     assert report.lines() == [
         f"pretrained  {path}  120 tensors",
@@ -58,26 +56,17 @@ def test_whole_classifier_is_loaded_and_its_last_layer_reported(
     ]
 
 
-def test_safetensors_file_is_loaded(tmp_path, classifier_state, backbone):
-    save_file(classifier_state, tmp_path / "weights.safetensors")
-    load_backbone(backbone, str(tmp_path / "weights.safetensors"))
-    assert_filled(backbone, classifier_state)
-
-
-def test_state_under_a_key_and_a_prefix_is_found(tmp_path, classifier_state, backbone):
+def test_state_under_a_key_with_prefixes_is_found(tmp_path, classifier_state, backbone):
+    """As is the backbone of a segmentation model, without its heads."""
     state = {f"module.{key}": value for key, value in classifier_state.items()}
     load_backbone(backbone, saved(tmp_path / "w.pth", {"epoch": 3, "state_dict": state}))
     assert_filled(backbone, classifier_state)
-
-
-def test_backbone_of_a_segmentation_model_is_taken_without_its_heads(
-    tmp_path, classifier_state, backbone
-):
-    state = {f"backbone.{k}": v for k, v in classifier_state.items() if k not in CLASSIFIER}
+    state = {f"backbone.{k}": v + 1 for k, v in classifier_state.items() if k not in CLASSIFIER}
     heads = {"head.conv.weight": torch.ones(1), "aux_classifier.4.bias": torch.ones(1)}
-    report = load_backbone(backbone, saved(tmp_path / "w.pth", state | heads))
-    assert_filled(backbone, classifier_state)
-    assert report.ignored == tuple(heads)
+    save_file(state | heads, tmp_path / "w.safetensors")
+    report = load_backbone(backbone, str(tmp_path / "w.safetensors"))
+    assert_filled(backbone, {key: value + 1 for key, value in classifier_state.items()})
+    assert set(report.ignored) == set(heads)
 
 
 def test_every_misfit_is_in_one_message_and_nothing_is_loaded(tmp_path, classifier_state, backbone):
@@ -127,7 +116,6 @@ def test_weights_with_the_same_deep_stem_leave_nothing_random(tmp_path):
     target = backbone_of("resnet18", stem="64-64-128")
     report = load_backbone(target, saved(tmp_path / "w.pth", state))
     assert report.random == ()
-    assert report.lines()[1:] == ["pretrained  23 batch counters not in the file, set to 0"]
     torch.testing.assert_close(target.state_dict(), source.state_dict(), rtol=0, atol=0)
 
 
@@ -143,10 +131,12 @@ def test_mobilenet_v2_reports_the_convolution_it_leaves_out(tmp_path):
     ("spec", "error", "message"),
     [
         ("IMAGENET22K", ConfigError, r"'IMAGENET22K' .* resnet18 \(IMAGENET1K_V1, DEFAULT\)"),
-        ("absent.pth", CheckpointError, r"absent\.pth: no such file"),
-        ("code.pth", CheckpointError, "holds more than weights"),
+        ("absent.pth", CheckpointError, r"absent\.pth: .*, no such file"),
+        ("code.pth", CheckpointError, "holds more than tensors"),
         ("epoch.pth", CheckpointError, "other values under epoch"),
         ("cut.pth", CheckpointError, r"cut\.pth"),
+        ("empty.pth", CheckpointError, r"empty\.pth"),
+        ("text.safetensors", CheckpointError, r"text\.safetensors"),
     ],
 )
 def test_what_holds_no_weights_is_refused(
@@ -156,17 +146,10 @@ def test_what_holds_no_weights_is_refused(
     torch.save({"conv1.weight": pathlib.PurePosixPath("x")}, "code.pth")
     torch.save(classifier_state | {"epoch": 7}, "epoch.pth")
     pathlib.Path("cut.pth").write_bytes(pathlib.Path("epoch.pth").read_bytes()[:-5000])
+    pathlib.Path("empty.pth").touch()
+    pathlib.Path("text.safetensors").write_text("not a checkpoint at all, only text")
     with pytest.raises(error, match=message):
         load_backbone(backbone, spec)
-
-
-@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
-def test_damaged_file_is_refused(tmp_path, backbone, name):
-    path = tmp_path / name
-    for content in (b"", b"not a checkpoint at all, only text"):
-        path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=name):
-            load_backbone(backbone, str(path))
 
 
 @pytest.fixture
@@ -182,16 +165,18 @@ def published(tmp_path, monkeypatch, classifier_state):
     return local
 
 
-@pytest.mark.parametrize("spec", ["IMAGENET1K_V1", "DEFAULT"])
-def test_named_weights_are_fetched(published, classifier_state, backbone, spec):
-    report = load_backbone(backbone, spec)
+def test_named_weights_are_fetched(published, classifier_state, backbone):
+    report = load_backbone(backbone, "DEFAULT")
     assert_filled(backbone, classifier_state)
     assert report.source == published.as_uri()
 
 
-def test_fetched_weights_with_a_wrong_hash_are_refused(published, backbone):
+def test_fetched_weights_with_a_wrong_hash_or_out_of_reach_are_refused(published, backbone):
     published.write_bytes(published.read_bytes() + b"x")
-    with pytest.raises(CheckpointError, match=r"cannot load .*: invalid hash value"):
+    with pytest.raises(CheckpointError, match=r"cannot be fetched: invalid hash value"):
+        load_backbone(backbone, "IMAGENET1K_V1")
+    published.unlink()
+    with pytest.raises(CheckpointError, match=r"fetch the file by hand and set model\.pretrained"):
         load_backbone(backbone, "IMAGENET1K_V1")
 
 
@@ -202,11 +187,5 @@ def test_fetched_weights_that_were_damaged_since_are_refused(published, backbone
     content = bytearray(copy.read_bytes())
     content[len(content) // 2] ^= 0x40
     copy.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"Bad CRC-32.*; delete its copy"):
-        load_backbone(backbone, "IMAGENET1K_V1")
-
-
-def test_weights_out_of_reach_say_how_to_fetch_them_by_hand(published, backbone):
-    published.unlink()
-    with pytest.raises(CheckpointError, match=r"fetch it by hand and set model\.pretrained"):
+    with pytest.raises(CheckpointError, match=rf"{copy.name}: .*Bad CRC-32"):
         load_backbone(backbone, "IMAGENET1K_V1")

@@ -59,7 +59,10 @@ def test_the_run_directory_has_the_name_of_the_config(capsys):
     assert "segtrain: runs/camvid_small: holds a run already" in capsys.readouterr().err
 
 
-def test_a_file_of_that_name_goes_first_and_it_is_said():
+def test_a_file_of_that_name_goes_first_and_a_folder_does_not_count():
+    Path("demo").mkdir()
+    assert recipes.find("demo").path == CONFIGS / "demo.yaml"
+    Path("demo").rmdir()
     Path("demo").write_text("seed: 1\n")
     assert recipes.find("demo") == (
         Path("demo"),
@@ -67,18 +70,11 @@ def test_a_file_of_that_name_goes_first_and_it_is_said():
     )
 
 
-def test_a_folder_of_that_name_does_not_count():
-    Path("demo").mkdir()
-    assert recipes.find("demo").path == CONFIGS / "demo.yaml"
-
-
-@pytest.mark.parametrize("suffix", [".yaml", ".yml"])
-def test_a_name_is_refused_where_a_file_beside_may_be_meant(suffix):
-    """Who has copied demo to demo.yaml and changed it would else train the wrong one."""
-    Path(f"demo{suffix}").write_text("seed: 1\n")
-    said = refusal("demo")
-    assert f"demo{suffix} lies in this folder; write demo{suffix} to use it" in said
-    assert recipes.find(f"demo{suffix}") == (Path(f"demo{suffix}"), "")
+def test_a_name_is_refused_where_a_file_beside_may_be_meant():
+    """Who has copied demo to demo.yml and changed it would else train the wrong one."""
+    Path("demo.yml").write_text("seed: 1\n")
+    assert "demo.yml lies in this folder; write demo.yml to use it" in refusal("demo")
+    assert recipes.find("demo.yml") == (Path("demo.yml"), "")
 
 
 @pytest.mark.parametrize(
@@ -86,9 +82,7 @@ def test_a_name_is_refused_where_a_file_beside_may_be_meant(suffix):
     [
         ("camvid_smal", "comes with segtrain; did you mean camvid_small?"),
         ("my", "comes with segtrain; did you mean my.yaml?"),
-        ("zebra", "comes with segtrain; see 'segtrain config list'"),
         ("configs/demo.yaml", "comes with segtrain; did you mean demo?"),
-        ("demo.yaml", "comes with segtrain; did you mean demo?"),
         ("myy.yaml", "comes with segtrain; did you mean my.yaml?"),
         ("deep/folder/zebra.yaml", "comes with segtrain; see 'segtrain config list'"),
         (".", "expected a config file, such as my.yaml, or a name from 'segtrain config list'"),
@@ -98,12 +92,6 @@ def test_an_unknown_name_gets_what_is_like_it(text, ending):
     Path("my.yaml").touch()
     assert refusal(text).startswith(f"{text}: ")
     assert refusal(text).endswith(ending)
-
-
-def test_names_that_no_file_can_have_are_refused_by_reading_them():
-    for text in ("x" * 300, "a\0b"):
-        with pytest.raises(ConfigError, match="cannot be read: "):
-            load_config(recipes.find(text).path)
 
 
 def test_the_list_has_a_line_for_every_config(capsys):
@@ -137,9 +125,7 @@ def test_a_copy_is_the_config_and_says_which_lines_to_change(capsys):
     [
         ("demo", "there.yaml", "there.yaml: exists already; choose another name"),
         ("demo", "folder", "folder: expected a name that ends in .yaml"),
-        ("demo", "copy", "copy: expected a name that ends in .yaml"),
         ("demo", "no/copy.yaml", "no/copy.yaml: cannot be written: no such file or directory"),
-        ("dmo", "copy.yaml", "dmo: no config of this name comes with segtrain; did you mean demo?"),
         ("x", "copy.yaml", "x: no config of this name comes with segtrain; expected one of ade20k"),
     ],
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from segtrain.checkpoint.format import Checkpoint, experiment_fields, save
 from segtrain.checkpoint.restore import load_weights
-from segtrain.config import Config, DataConfig, ModelConfig, override_config
+from segtrain.config import Config, DataConfig, override_config
 from segtrain.config.loading import yaml_value
 from segtrain.convert import mmseg, semseg, smp, torchvision, vainf
 from segtrain.convert.classes import Choice, choose_classes
@@ -25,7 +25,6 @@ from segtrain.text import MAX_NAME, first_of, printable
 PROGRAMS: dict[str, Callable[[State, Mapping[str, Any]], Plan]] = {
     "ppm.features.0.1.weight": semseg.plan,
     "decode_head.conv_seg.weight": mmseg.plan,
-    "decode_head.0.conv_seg.weight": mmseg.plan,  # several heads: refused by their names
     "segmentation_head.0.weight": smp.plan,
     "classifier.aspp.convs.0.0.weight": vainf.plan,
     # Before torchvision's, with which it ends.
@@ -35,18 +34,6 @@ PROGRAMS: dict[str, Callable[[State, Mapping[str, Any]], Plan]] = {
 """A key that only files of one program have, and the function that makes the plan of the state
 dict and what the file stores beside it."""
 
-# Keys of what is not read, and what to say of it.
-_OTHERS = {
-    "head.classifier.conv.weight": "a bare state dict of segtrain; a checkpoint holds its config "
-    "too: use the one that training wrote",
-    "classifier.cbr.0.weight": "torchvision's LRASPP, which segtrain does not have",
-    "classifier.4.weight": "torchvision's FCN, which segtrain does not have",
-    "psa.conv6.0.weight": "semseg's PSANet, which segtrain does not have",
-    "cls.0.weight": "semseg's PSPNet without its pyramid (use_ppm), which segtrain does not have",
-    "fc.weight": "a classifier of images, without a head for segmentation; name it in "
-    "model.pretrained",
-    "layer1.0.conv1.weight": "a backbone without a head; name it in model.pretrained",
-}
 # Counters of averages (torch.optim.swa_utils, mmengine's EMAHook), which no model has.
 _COUNTERS = ("n_averaged", "steps")
 
@@ -96,13 +83,11 @@ def _marker(keys: Sequence[str]) -> tuple[str, str]:
             )
         if prefixes:
             return marker, prefixes[0]
-    for marker, what in _OTHERS.items():
-        if any(f".{key}".endswith(f".{marker}") for key in keys):
-            raise CheckpointError(f"this is {what}")
     raise CheckpointError(
         "the keys are those of no model that is read: DeepLabV3 of torchvision; PSPNet of semseg; "
         "PSPNet, DeepLabV3 and DeepLabV3+ of mmsegmentation and segmentation_models.pytorch; "
-        f"DeepLabV3 and DeepLabV3+ of VainF; found {first_of(sorted(keys))}"
+        "DeepLabV3 and DeepLabV3+ of VainF (a backbone alone is for model.pretrained); "
+        f"found {first_of(sorted(keys))}"
     )
 
 
@@ -137,7 +122,7 @@ def make_config(plan: Plan, classes: str, overrides: Sequence[str]) -> Config:
         config = Config.model_validate(sections)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(map(str, first["loc"]))
         what = printable(f"{where}: {first['msg']}", 3 * MAX_NAME)
         raise CheckpointError(
             f"the file describes a model that segtrain does not have: {what}"
@@ -155,10 +140,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if _key(text) == "data.classes":
             raise ConfigError("--set data.classes: write --classes, which names the channels")
         if not _key(text).startswith(_SECTIONS):
-            raise ConfigError(
-                f"--set {text}: is for training; convert takes model.*, data.*, augment.*, eval.* "
-                "and norm.*"
-            )
+            raise ConfigError(f"--set {text}: is for training; only {', '.join(_SECTIONS)} are not")
 
 
 def _key(override: str) -> str:
@@ -167,73 +149,57 @@ def _key(override: str) -> str:
 
 def model_lines(config: Config) -> list[str]:
     """The options of the model and of its input that differ from the defaults, by sections."""
+    model = {"arch": config.model.arch, "backbone": config.model.backbone}
+    model |= config.model.model_dump(exclude_defaults=True)
+    about_input = {"mean", "std", "short_side_px"}
+    data = config.data.model_dump(include=about_input, exclude_defaults=True)
     lines = []
-    for section, keys in (
-        ("model", list(ModelConfig.model_fields)),
-        ("data", ["mean", "std", "short_side_px"]),
-    ):
-        options = getattr(config, section)
-        changed = {
-            f"  {key}: {yaml_value(value)}"
-            for key in keys
-            if (value := getattr(options, key)) != type(options).model_fields[key].default
-            or key in ("arch", "backbone")
-        }
-        lines += [f"{section}:", *changed] if changed else []
+    for section, options in (("model", model), ("data", data)):
+        lines += [f"{section}:"] if options else []
+        lines += [f"  {key}: {yaml_value(value)}" for key, value in options.items()]
     return lines
 
 
 def translate(found: Found, wanted: State) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of the file under the keys of `wanted`, and lines about the others.
+    """The tensors of the file under the keys of `wanted`, and lines about those left out.
 
     wanted: a state dict that may be on "meta".
 
     Raises:
         CheckpointError: a tensor is missing, has another shape or found no place; all of them.
     """
-    weights, used, counters = {}, {}, 0
+    weights, used = {}, set()
     missing, misfits, placeless, left_out = [], [], [], {}
     for key, own in wanted.items():
         theirs = found.plan.their_key(key)
         tensor = found.state.get(theirs)
         if tensor is None and key.endswith("num_batches_tracked"):
             weights[key] = torch.zeros(own.shape, dtype=own.dtype)
-            counters += 1
         elif tensor is None:
             missing.append(f"{theirs} (for {key})")
         else:
-            used[theirs] = _name(tensor.dtype)
+            used.add(theirs)
             weights[key] = found.plan.rotated(key, tensor)
             # A quantized weight in integers would be another number.
             if tensor.shape != own.shape or tensor.is_floating_point() != own.is_floating_point():
-                there, here = (f"{tuple(t.shape)} of {_name(t.dtype)}" for t in (tensor, own))
+                there, here = (f"{tuple(t.shape)} of {t.dtype}" for t in (tensor, own))
                 misfits.append(f"{theirs}: {there}, and {key} has {here}")
     for key in (*(key for key in found.state if key not in used), *found.outside):
         whys = [why for start, why in found.plan.left_out.items() if key.startswith(start)]
         (left_out.setdefault(whys[0], []) if whys else placeless).append(key)
     kinds = {"missing": missing, "of another shape or kind": misfits, "without a place": placeless}
-    lines = [f"  {len(keys)} {kind}: {first_of(keys)}" for kind, keys in kinds.items() if keys]
-    if placeless:
-        lines.append("  --ignore PREFIX leaves out keys that are no part of the model")
-    if lines:
+    if any(kinds.values()):
+        lines = [f"  {len(keys)} {kind}: {first_of(keys)}" for kind, keys in kinds.items() if keys]
         raise CheckpointError(
             f"by its keys this is a file of {found.plan.source}, but not all of it fits a model of "
-            "segtrain:\n" + "\n".join(lines)
+            "segtrain (--ignore PREFIX leaves out what is no part of the model):\n"
+            + "\n".join(lines)
         )
-    left_out |= {"--ignore": list(found.ignored)} if found.ignored else {}
-    lines = [
+    left_out |= {"--ignore": found.ignored} if found.ignored else {}
+    return weights, [
         f"left out    {len(keys)} tensors ({why}): {first_of(keys)}"
         for why, keys in left_out.items()
     ]
-    if counters:
-        lines.append(f"counters    {counters} batch counters not in the file, set to 0")
-    if dtypes := set(used.values()) - {_name(own.dtype) for own in wanted.values()}:
-        lines.append(f"dtype       {', '.join(sorted(dtypes))} in the file, float32 here")
-    return weights, lines
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Converted(NamedTuple):
@@ -241,7 +207,6 @@ class Converted(NamedTuple):
 
     model: SegModel
     config: Config
-    classes: Choice
     lines: list[str]
 
 
@@ -276,15 +241,12 @@ def convert_file(
     source = read_file(path, entry)
     try:
         found = detect(source.state, source.beside, ignored)
-        if "model.aux_head=false" in ["".join(text.split()) for text in overrides]:
-            found = found._replace(plan=found.plan.without_aux_head())
-        choice = choose_classes(
-            found.plan, classes, class_order, own=output.with_suffix(".classes.yaml")
-        )
-        if choice.text is not None and Path(choice.spec).exists() and not overwrite:
+        own = output.with_suffix(".classes.yaml")
+        choice = choose_classes(found.plan, classes, class_order, own=own)
+        if choice.text is not None and own.exists() and not overwrite:
             raise ConfigError(
-                f"{choice.spec}: exists, and would be replaced by the names in the file; name it "
-                "in --classes to use it, or pass --overwrite"
+                f"{own}: exists, and would be replaced by the names in the file; name it in "
+                "--classes to use it, or pass --overwrite"
             )
         config = make_config(found.plan, choice.spec, overrides)
         model, translated = load_plan(found, choice, config)
@@ -293,7 +255,7 @@ def convert_file(
     if choice.text is not None:
         with os_errors_as(ExecutionError, choice.spec, "cannot be written"):
             output.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(Path(choice.spec), choice.text)
+            write_atomic(own, choice.text)
     checkpoint = Checkpoint(
         step=0,
         **experiment_fields(config, choice.classes),
@@ -304,8 +266,8 @@ def convert_file(
         best=None,
     )
     save(output, checkpoint)
-    lines = _report(source, found, translated, choice, config, overrides)
-    return Converted(model, config, choice, lines)
+    lines = _report(source, found, choice, config, overrides)
+    return Converted(model, config, [*lines, *translated, *found.plan.notes, *choice.lines])
 
 
 def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, list[str]]:
@@ -314,12 +276,9 @@ def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, l
     Raises:
         CheckpointError: not all of it fits, or a number is not finite.
     """
-    options = {"num_classes": choice.classes.num_classes, "norm": make_inference_norm(config.norm)}
-    try:
-        with torch.device("meta"):
-            model = build_model(config.model, **options)
-    except (RuntimeError, OverflowError):  # the number of bytes overflows
-        raise CheckpointError("its shapes are those of a model too large for any machine") from None
+    norm = make_inference_norm(config.norm)
+    with torch.device("meta"):
+        model = build_model(config.model, num_classes=choice.classes.num_classes, norm=norm)
     weights, lines = translate(found, model.state_dict())
     for key, value in weights.items():
         if choice.order is not None and ".classifier." in key:
@@ -329,39 +288,28 @@ def load_plan(found: Found, choice: Choice, config: Config) -> tuple[SegModel, l
 
 
 def _report(
-    source: SourceFile,
-    found: Found,
-    translated: list[str],
-    choice: Choice,
-    config: Config,
-    overrides: Sequence[str],
+    source: SourceFile, found: Found, choice: Choice, config: Config, overrides: Sequence[str]
 ) -> list[str]:
-    """What was read, decided and left out, a line each."""
-    plan, model, data = found.plan, config.model, config.data
+    """What was read, and which options the file and its program decide, a line each."""
+    plan, model = found.plan, config.model
     where = f" under {source.entry}" if source.entry else ""
     if found.prefix:
         where += f", keys without '{printable(found.prefix)}'"
-    side = f", short side {data.short_side_px} px" if data.short_side_px else ""
     lines = [
         f"source      {plan.source}: {len(source.state)} tensors{where}",
         f"model       {model.arch} {model.backbone}, {choice.classes.num_classes} classes of "
         f"{choice.classes.name}",
-        f"input       RGB of 0..255, mean {data.mean}, std {data.std}{side}",
     ]
-    decided = {
-        **dict.fromkeys(plan.assumed, "assumed"),
-        **dict.fromkeys(plan.stated, "stated"),
-        **dict.fromkeys(sorted(map(_key, overrides)), "set"),
-    }
-    for kind, about in (
-        ("stated", "by the config of the file"),
-        ("assumed", f"the file does not say; the defaults of {plan.source}, --set changes them"),
-        ("set", "by --set"),
+    overridden = set(map(_key, overrides))
+    for kind, keys, about in (
+        ("stated", plan.stated.keys(), "by the config of the file"),
+        (
+            "assumed",
+            [key for key in plan.assumed if key not in plan.stated],
+            f"the file does not say; the defaults of {plan.source}, --set changes them",
+        ),
     ):
-        options = [key.split(".") for key, by in decided.items() if by == kind]
+        options = [key.split(".") for key in keys if key not in overridden]
         shown = [f"{s}.{key}={yaml_value(getattr(getattr(config, s), key))}" for s, key in options]
         lines += [f"{kind:<11} {' '.join(shown)} ({about})"] if shown else []
-    lines += translated
-    lines += [f"note        {note}" for note in (*source.notes, *plan.notes)]
-    lines += [f"warning: {warning}" for warning in plan.warnings]
-    return [*lines, *choice.lines]
+    return lines

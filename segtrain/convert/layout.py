@@ -1,8 +1,8 @@
 """What a file of another program becomes, and the parts that several programs share."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,7 +36,7 @@ class Plan:
     rotations: by the beginning of our key.
     left_out: why keys of theirs with this beginning have no place here.
     drops_zero: the labels' id 0 is ignored, and class i has id i + 1.
-    notes: further lines for the report; warnings: those that may change predictions.
+    notes: further lines for the report.
     """
 
     source: str
@@ -48,10 +48,8 @@ class Plan:
     rotations: Mapping[str, Rotation] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
-    palette: tuple[tuple[int, int, int], ...] = ()
     drops_zero: bool = False
     notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
     def options(self) -> Options:
         """All options; what keys decide cannot be stated or assumed otherwise."""
@@ -65,13 +63,6 @@ class Plan:
                     theirs = theirs.replace("*", match[1]).replace("+", str(int(match[1]) + 1))
                 return f"{theirs}.{key[match.end() :]}".removeprefix(".")
         return None
-
-    def without_aux_head(self) -> "Plan":
-        """The same model without its auxiliary head, whose keys are left out."""
-        found = {k: v for k, v in self.found.items() if not k.startswith("model.aux_")}
-        theirs = [f"{theirs}." for ours, theirs in self.keys.items() if ours.startswith("aux_head")]
-        left_out = {**self.left_out, **dict.fromkeys(theirs, "--set model.aux_head=false")}
-        return replace(self, found={**found, "model.aux_head": False}, left_out=left_out)
 
     def rotated(self, key: str, tensor: Tensor) -> Tensor:
         """`tensor` of the file for our `key`, its channels in the order of segtrain."""
@@ -88,10 +79,7 @@ def size(state: State, key: str, dim: int = 0) -> int:
         CheckpointError: it is missing, or has no such dimension.
     """
     if key not in state:
-        raise CheckpointError(
-            f"missing: {key}, whose shape decides the model; the file is not whole, --ignore took "
-            "it, or this is another model"
-        )
+        raise CheckpointError(f"missing: {key}, whose shape decides the model")
     shape = tuple(state[key].shape)
     if dim >= len(shape) or shape[dim] == 0:
         raise CheckpointError(f"{key}: expected a convolution's weight, found the shape {shape}")
@@ -107,17 +95,17 @@ def accepting(any_value: str, **values: tuple[Any, ...]) -> Accepted:
     return {**dict.fromkeys(any_value.split()), **values}
 
 
-def misfits(place: str, given: Mapping[Any, Any], accepted: Accepted) -> list[str]:
-    """What stands in the dict at `place` and is not understood, by its full name."""
-    problems = []
+def misfits(place: str, given: Any, accepted: Accepted) -> Iterator[str]:
+    """What stands in the dict `given`, which is that at `place`, and is not understood."""
+    if not isinstance(given, dict):
+        yield f"{place}: expected a dict, found {short(given)}"
+        return
     for key, value in given.items():
         where = f"{place}.{printable(key, MAX_NAME)}"
         if key not in accepted:
-            problems.append(f"{where}: {short(value)}: segtrain does not know this key")
+            yield f"{where}: {short(value)}: segtrain does not know this key"
         elif (values := accepted[key]) is not None and value not in values:
-            expected = " or ".join(map(repr, values))
-            problems.append(f"{where}: expected {expected}, found {short(value)}")
-    return problems
+            yield f"{where}: expected {' or '.join(map(repr, values))}, found {short(value)}"
 
 
 def short(value: Any) -> str:
@@ -144,9 +132,8 @@ def resnet_name(state: State, prefix: str) -> str:
     for name, known in DEPTHS.items():
         if known == (depths, bottleneck):
             return name
-    kind = "bottlenecks" if bottleneck else "blocks"
     raise CheckpointError(
-        f"the backbone has {list(depths)} {kind} under {prefix}layer1 to layer4; expected one of "
+        f"the backbone has {list(depths)} blocks under {prefix}layer1 to layer4; expected one of "
         f"{', '.join(DEPTHS)}"
     )
 

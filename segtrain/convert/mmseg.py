@@ -19,7 +19,6 @@ from segtrain.convert.layout import (
     resnet_name,
     size,
 )
-from segtrain.errors import CheckpointError
 
 
 def _modules(keys: Keys) -> Keys:
@@ -66,33 +65,19 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
     """
     meta = beside.get("meta")
     meta = meta if isinstance(meta, Mapping) else {}
-    config = mmseg_config.parsed(meta)
-    if not {_PYRAMID_KEY, "decode_head.aspp_modules.0.conv.weight"} & state.keys():
-        raise CheckpointError(
-            "mmsegmentation with another head than PSPHead, ASPPHead and DepthwiseSeparableASPPHead"
-        )
     head, keys, rotations = _head(state)
     conv, classifier = "auxiliary_head.convs.0.conv.weight", "auxiliary_head.conv_seg.weight"
     found = {**_backbone(state), **head, **aux_options(state, conv, classifier)}
-    stated = mmseg_config.stated(config, found)
-    names, palette = mmseg_config.classes(meta)
+    stem = deep_stem("backbone.stem") if "model.stem" in found else {}
     return Plan(
         "mmsegmentation",
         size(state, "decode_head.conv_seg.weight"),
         found,
-        {
-            **keys,
-            **(deep_stem("backbone.stem") if "model.stem" in found else {}),
-            "backbone": "backbone",
-        },
-        stated=stated.options,
+        {**keys, **stem, "backbone": "backbone"},
         assumed=_PYRAMID if found["model.arch"] == "pspnet" else _ASSUMED,
         rotations=rotations,
-        class_names=names,
-        palette=palette,
-        notes=stated.notes,
-        warnings=stated.warnings,
-        drops_zero=stated.drops_zero,
+        class_names=mmseg_config.class_names(meta),
+        **mmseg_config.stated(meta, found),
     )
 
 
@@ -129,8 +114,6 @@ def _head(state: State) -> tuple[Options, Keys, dict[str, Rotation]]:
     found["model.separable"] = separable
     if "decode_head.sep_bottleneck.0.depthwise_conv.conv.weight" not in state:
         return found | {"model.arch": "deeplabv3"}, keys, {"head.conv.conv.weight": rotate}
-    if not separable:
-        raise CheckpointError("mmsegmentation's sep_bottleneck without a separable ASPP")
     low = size(state, "decode_head.c1_bottleneck.conv.weight")
     found |= {"model.arch": "deeplabv3plus", "model.low_level_channels": low}
     rotations = {

@@ -1,14 +1,14 @@
 """The config and the classes that mmsegmentation stores in a checkpoint.
 
 The config is Python source. It is parsed, never run: only literals and dict(...) are understood.
-Each key of the model and of its test pipeline is understood, or the config is refused by it. What
-moves pixels and cannot be converted is a warning.
+Each key of the model is understood, or the config is refused by it. What the test pipeline does
+and cannot be converted is a warning.
 """
 
 import ast
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from segtrain.convert.layout import Options, accepting, misfits, short
 from segtrain.errors import CheckpointError
@@ -16,9 +16,9 @@ from segtrain.errors import CheckpointError
 Config = dict[str, Any]
 _MAX_CHARACTERS = 1_000_000
 _HEADS = {
-    "PSPHead": "pspnet",
-    "ASPPHead": "deeplabv3",
-    "DepthwiseSeparableASPPHead": "deeplabv3plus",
+    "pspnet": "PSPHead",
+    "deeplabv3": "ASPPHead",
+    "deeplabv3plus": "DepthwiseSeparableASPPHead",
 }
 # (strides, dilations) of the four stages, and the output stride; the last one is the default.
 _STRIDES = {
@@ -26,56 +26,36 @@ _STRIDES = {
     ((1, 2, 2, 1), (1, 1, 1, 2)): 16,
     ((1, 2, 2, 2), (1, 1, 1, 1)): 32,
 }
-_FLAG = (False, True)
-_NONE = (None,)
 _CONV = (None, {"type": "Conv2d"})
-# Keys with any value are read elsewhere, or the shapes of the tensors decide them, or they change
-# no prediction. A key that is missing has one of the values here, but for `_AUX_DEFAULTS`.
-_HEAD_KEYS = (
+# Keys with any value are read elsewhere, or the keys and shapes of the tensors decide them, or they
+# change no prediction. A key that is missing has one of the values here.
+_HEAD = accepting(
     "type in_channels channels num_classes out_channels norm_cfg act_cfg dropout_ratio init_cfg "
-    "loss_decode sampler ignore_index "
-    "threshold "  # of one channel, which is refused
+    "loss_decode sampler ignore_index threshold pool_scales dilations c1_in_channels c1_channels "
+    "num_convs kernel_size concat_input",
+    in_index=(3, -1),
+    input_transform=(None,),
+    conv_cfg=_CONV,
+    align_corners=(False, True),
 )
 _KEYS = {
     "model": accepting(
         "backbone decode_head auxiliary_head data_preprocessor test_cfg pretrained init_cfg "
         "train_cfg",
         type=("EncoderDecoder",),
-        neck=_NONE,
+        neck=(None,),
     ),
     "backbone": accepting(
-        "depth strides dilations multi_grid norm_cfg act_cfg stem_channels base_channels "
-        "init_cfg pretrained zero_init_residual frozen_stages norm_eval with_cp stage_with_dcn "
-        "deep_stem avg_down",
+        "depth strides dilations contract_dilation multi_grid norm_cfg act_cfg stem_channels "
+        "base_channels init_cfg pretrained zero_init_residual frozen_stages norm_eval with_cp "
+        "stage_with_dcn deep_stem avg_down in_channels num_stages dcn plugins",
         type=("ResNet", "ResNetV1c", "ResNetV1d"),
         style=("pytorch",),
-        in_channels=(3,),
-        num_stages=(4,),
         out_indices=((0, 1, 2, 3),),
         conv_cfg=_CONV,
-        dcn=_NONE,
-        plugins=_NONE,
-        contract_dilation=_FLAG,
     ),
-    "decode_head": accepting(
-        _HEAD_KEYS + "pool_scales dilations c1_in_channels c1_channels",
-        in_index=(3, -1),
-        input_transform=_NONE,
-        conv_cfg=_CONV,
-        align_corners=_FLAG,
-    ),
-    "auxiliary_head": accepting(
-        _HEAD_KEYS,
-        type=("FCNHead",),
-        in_index=(2, -2),
-        input_transform=_NONE,
-        num_convs=(1,),
-        kernel_size=(3,),
-        concat_input=(False,),
-        dilation=(1,),
-        conv_cfg=_CONV,
-        align_corners=_FLAG,
-    ),
+    "decode_head": _HEAD,
+    "auxiliary_head": {**_HEAD, "type": ("FCNHead",), "in_index": (2, -2), "dilation": (1,)},
     "test_cfg": accepting("crop_size stride type", mode=("whole", "slide")),
     "data_preprocessor": accepting(
         "mean std bgr_to_rgb rgb_to_bgr "
@@ -84,127 +64,90 @@ _KEYS = {
         test_cfg=(None, {}),
     ),
 }
-_AUX_DEFAULTS = {"in_index": -1, "num_convs": 2, "concat_input": True}
 _NORM = accepting("requires_grad momentum", type=("BN", "SyncBN", "BN2d", "MMSyncBN"), eps=(1e-5,))
 _ACTIVATION = accepting("inplace", type=("ReLU",))
-# Steps of a test pipeline that change no pixel. tifffile gives RGB, the others BGR.
+# Steps of a test pipeline that change no pixel.
 _IN_PLACE = ("LoadAnnotations", "PackSegInputs", "ImageToTensor", "Collect", "DefaultFormatBundle")
-_LOADING = ("LoadImageFromFile", "LoadImageFromNDArray")
 _LOAD = accepting(
     "type to_float32 ignore_empty backend_args file_client_args",
     color_type=("color", "color_ignore_orientation"),
-    imdecode_backend=("cv2", "pillow", "turbojpeg"),
+    imdecode_backend=("cv2", "pillow", "turbojpeg"),  # which give BGR
 )
-# Those that move pixels, and leave their values.
-_MOVING = ("Resize", "RandomFlip", "Pad", "MultiScaleFlipAug", "CenterCrop", "ResizeShortestEdge")
-_NORMALIZE = accepting("type mean std to_rgb")
 _RESIZE = accepting(
     "type scale clip_object_border",
     keep_ratio=(True,),
     interpolation=("bilinear",),
     backend=("cv2",),
 )
-_CITYSCAPES = "CityscapesDataset", (1024, 2048)
-# Longer images than this many short sides are rare enough for the README alone.
-_USUAL_ASPECT = 4
+_STEPS = {
+    "Normalize": accepting("type mean std to_rgb"),
+    "LoadImageFromFile": _LOAD,
+    "LoadImageFromNDArray": _LOAD,
+}
 # Data sets whose reduce_zero_label is true by default.
 _ZERO_IS_IGNORED = frozenset(
     ("ADE20KDataset", "PascalContextDataset59", "PotsdamDataset", "ISPRSDataset", "LoveDADataset")
 )
 
 
-class Stated(NamedTuple):
-    """What a config says.
+def stated(meta: Mapping[str, Any], found: Options) -> dict[str, Any]:
+    """What the config in `meta` says: `stated`, `notes` and `drops_zero` of a `Plan`.
 
-    notes, warnings: lines for the report.
-    drops_zero: whether id 0 of the labels is ignored, and class i has id i + 1.
-    """
-
-    options: Options
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    drops_zero: bool = False
-
-
-def stated(config: Config | str | None, found: Options) -> Stated:
-    """What a config says.
-
-    config: of `parsed`.
     found: what the keys of the file decide.
 
     Raises:
         CheckpointError: the config describes a model that segtrain cannot build, or another one
             than the keys do.
     """
-    if config is None:
-        return Stated({}, ("the file holds no config of mmsegmentation",))
+    text = next((meta[key] for key in ("cfg", "config") if isinstance(meta.get(key), str)), None)
+    if text is None:
+        return {"notes": ("note        the file holds no config of mmsegmentation",)}
+    config = _parsed(text)
     if isinstance(config, str):
-        return Stated(
-            {},
-            warnings=(
-                f"the config in the file cannot be read ({config}): the options of its model, its "
-                "images and the ids of its labels (reduce_zero_label) are assumed; compare them",
-            ),
+        warning = (
+            f"warning: the config in the file cannot be read ({config}): the options of its model, "
+            "its images and the ids of its labels (reduce_zero_label) are assumed; compare them"
         )
+        return {"notes": (warning,)}
     model = config["model"]
     sections = {
-        "backbone": model.get("backbone") or {},
-        "decode_head": model.get("decode_head") or {},
-        "auxiliary_head": model.get("auxiliary_head") or {},
-        "test_cfg": model.get("test_cfg") or config.get("test_cfg") or {},
-        "data_preprocessor": model.get("data_preprocessor")
-        or config.get("data_preprocessor")
-        or {},
+        name: model.get(name) or config.get(name) or {} for name in _KEYS if name != "model"
     }
-    problems = [
-        f"{key}: expected a dict, found {short(value)}"
-        for key, value in sections.items()
-        if not isinstance(value, dict)
-    ]
-    images = Stated({})
-    if not problems:
-        problems += _model_problems(model, sections, found)
-        images, more = _images(sections["data_preprocessor"], *_test_pipeline(config))
+    problems = list(misfits("model", model, _KEYS["model"]))
+    for name, section in sections.items():
+        problems += misfits(name, section, _KEYS[name])
+    options, warnings = {}, []
+    if all(isinstance(section, dict) for section in sections.values()):
+        problems += _model_problems(sections, found)
+        options, warnings, more = _images(sections["data_preprocessor"], _test_steps(config))
         problems += more
     if problems:
         raise CheckpointError("\n  ".join(["the config in the file does not fit:", *problems]))
-    window, warnings = _window(sections["test_cfg"])
-    return Stated(
-        _model_options(sections, found) | images.options | window,
-        warnings=(*images.warnings, *warnings),
-        drops_zero=_drops_zero(config),
-    )
+    window, more = _window(sections["test_cfg"])
+    return {
+        "stated": _model_options(sections, found) | options | window,
+        "notes": tuple(f"warning: {line}" for line in (*warnings, *more)),
+        "drops_zero": _drops_zero(config),
+    }
 
 
-def classes(
-    meta: Mapping[str, Any],
-) -> tuple[tuple[str, ...], tuple[tuple[int, int, int], ...]]:
-    """The names and colours of the classes that `meta` stores; () if it has none."""
+def class_names(meta: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the classes that `meta` stores; () if it has none."""
     stored = meta.get("dataset_meta")
     stored = stored if isinstance(stored, Mapping) else meta
     names = stored.get("classes", stored.get("CLASSES"))
-    palette = stored.get("palette", stored.get("PALETTE"))
-    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
-        return (), ()
-    colors = palette if isinstance(palette, list | tuple) else ()
-    fits = all(
-        isinstance(c, list | tuple) and len(c) == 3 and all(type(v) is int for v in c)
-        for c in colors
-    )
-    return tuple(names), tuple(map(tuple, colors)) if fits and len(colors) == len(names) else ()
+    is_names = isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)
+    return tuple(names) if is_names else ()
 
 
 # Reading the source
 
 
-def parsed(meta: Mapping[str, Any]) -> Config | str | None:
-    """The values of the config in `meta`; why it cannot be read; or None if there is none.
+def _parsed(text: str) -> Config | str:
+    """The values of the config `text`, or why it cannot be read.
 
     mmcv and mmengine write configs anew, as assignments of literals.
     """
-    texts = (meta[key] for key in ("cfg", "config") if isinstance(meta.get(key), str))
-    if (text := next(texts, None)) is None:
-        return None
     if len(text) > _MAX_CHARACTERS:
         return "it is too long"
     values: Config = {}
@@ -214,7 +157,7 @@ def parsed(meta: Mapping[str, Any]) -> Config | str | None:
                 case ast.Assign(targets=[ast.Name(id=name)]):
                     values.pop(name, None)
                     with suppress(ValueError, TypeError):  # no literal
-                        values[name] = ast.literal_eval(_Literals().visit(node.value))
+                        values[name] = _literal(node.value)
                 case _:  # such as model['backbone']['dilations'] = ..., or model.update(...)
                     return f"line {node.lineno} assigns no variable"
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -222,60 +165,45 @@ def parsed(meta: Mapping[str, Any]) -> Config | str | None:
     return values if isinstance(values.get("model"), dict) else "it has no model of literals"
 
 
-class _Literals(ast.NodeTransformer):
-    """Makes a dict display of dict(...), and tuples of lists."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        names = [keyword.arg for keyword in node.keywords]
-        is_dict = isinstance(node.func, ast.Name) and node.func.id == "dict"
-        if not is_dict or node.args or None in names:
-            return ast.Name("more than a literal", ast.Load())
-        keys = [ast.Constant(name) for name in names]
-        return ast.Dict(keys, [keyword.value for keyword in node.keywords])
-
-    def visit_List(self, node: ast.List) -> ast.AST:
-        self.generic_visit(node)
-        return ast.Tuple(node.elts, ast.Load())
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal or dict(...), lists as tuples; ValueError: it is more."""
+    match node:
+        case ast.Call(func=ast.Name(id="dict"), args=[], keywords=pairs):
+            if any(pair.arg is None for pair in pairs):
+                raise ValueError("dict(**more)")
+            return {pair.arg: _literal(pair.value) for pair in pairs}
+        case ast.Dict(keys=keys, values=values):
+            return {ast.literal_eval(k): _literal(v) for k, v in zip(keys, values, strict=True)}
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return tuple(map(_literal, items))
+    return ast.literal_eval(node)
 
 
 # The model
 
 
-def _model_problems(model: Config, sections: dict[str, dict], found: Options) -> Iterator[str]:
+def _model_problems(sections: dict[str, dict], found: Options) -> Iterator[str]:
     """What is not as segtrain's models are, or not as the keys are."""
     backbone, head, auxiliary, *_ = sections.values()
-    yield from misfits("model", model, _KEYS["model"])
-    if auxiliary:
-        sections = sections | {"auxiliary_head": _AUX_DEFAULTS | auxiliary}
-        if bool(auxiliary.get("align_corners")) != bool(head.get("align_corners")):
-            yield "align_corners: differs between decode_head and auxiliary_head"
+    if auxiliary and bool(auxiliary.get("align_corners")) != bool(head.get("align_corners")):
+        yield "align_corners: differs between decode_head and auxiliary_head"
     for name, section in sections.items():
-        yield from misfits(name, section, _KEYS[name])
-        for key, default, accepted in (
-            ("norm_cfg", {}, _NORM),
-            ("act_cfg", {"type": "ReLU"}, _ACTIVATION),
-        ):
-            inner = section.get(key, default)
-            if inner is None and key == "norm_cfg":
-                continue  # the keys tell
-            if isinstance(inner, dict):
-                yield from misfits(f"{name}.{key}", inner, accepted)
-            else:
-                yield f"{name}.{key}: expected a dict, found {short(inner)}"
-    for where, stated_value, by_keys in (
-        ("backbone.depth", f"resnet{backbone.get('depth', '')}", found["model.backbone"]),
-        ("decode_head.type", _HEADS.get(str(head.get("type"))), found["model.arch"]),
+        if section.get("norm_cfg") is not None:  # without, the keys tell
+            yield from misfits(f"{name}.norm_cfg", section["norm_cfg"], _NORM)
+        yield from misfits(f"{name}.act_cfg", section.get("act_cfg", {}), _ACTIVATION)
+    for where, there, by_keys in (
+        ("backbone.depth", f"resnet{backbone.get('depth')}", found["model.backbone"]),
+        ("decode_head.type", head.get("type"), _HEADS[found["model.arch"]]),
     ):
-        if stated_value != by_keys:
-            yield f"{where}: {short(stated_value)}, and the keys are those of {by_keys}"
-    stride = next((s for key, s in _STRIDES.items() if key == _geometry(backbone)), None)
-    if stride is None:
+        if there != by_keys:
+            yield f"{where}: {short(there)}, and the keys are those of {by_keys}"
+    geometry = _geometry(backbone)
+    if geometry not in list(_STRIDES):  # not by hash: what stands there may have none
         yield (
-            f"backbone.strides and dilations {_geometry(backbone)}: segtrain dilates only stages "
-            f"without a stride; expected one of {list(_STRIDES)}"
+            f"backbone.strides and dilations {geometry}: segtrain dilates only stages without a "
+            f"stride; expected one of {list(_STRIDES)}"
         )
-    elif stride < 32 and not backbone.get("contract_dilation", False):
+    elif geometry != list(_STRIDES)[-1] and not backbone.get("contract_dilation"):
         yield "backbone.contract_dilation: expected True where a stage is dilated, found False"
     dilations = head.get("dilations", (1, 6, 12, 18))
     if not isinstance(dilations, tuple) or dilations[:1] != (1,):
@@ -310,23 +238,16 @@ def _is_pair(value: Any) -> bool:
 # The images and their labels, of version 1 or 0
 
 
-def _test_pipeline(config: Config) -> tuple[list[dict[str, Any]] | None, Any]:
-    """The steps of the test images, and the type of their data set.
-
-    Of several data sets in one all steps, one after another.
-    """
+def _test_steps(config: Config) -> list[dict[str, Any]] | None:
+    """The steps of the test images; of several data sets in one all steps, one after another."""
     loader, data = config.get("test_dataloader"), config.get("data")
-    for place in (
-        loader.get("dataset") if isinstance(loader, dict) else None,
-        data.get("test") if isinstance(data, dict) else None,
-        {"pipeline": config.get("test_pipeline"), "type": config.get("dataset_type")},
-    ):
+    test = data.get("test") if isinstance(data, dict) else None
+    for place in (loader, test, {"pipeline": config.get("test_pipeline")}):
         found = [steps for steps in _values(place, "pipeline") if isinstance(steps, tuple)]
         if found:
-            kind = place.get("type") if isinstance(place, dict) else None
             different = [steps for i, steps in enumerate(found) if steps not in found[:i]]
-            return [step for steps in different for step in _flattened(steps)], kind
-    return None, None
+            return [step for steps in different for step in _flattened(steps)]
+    return None
 
 
 def _flattened(steps: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
@@ -350,41 +271,32 @@ def _flattened(steps: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _images(
-    own: dict[str, Any], steps: list[dict[str, Any]] | None, kind: Any
-) -> tuple[Stated, list[str]]:
-    """The options of test images, and problems.
+    own: dict[str, Any], steps: list[dict[str, Any]] | None
+) -> tuple[Options, list[str], list[str]]:
+    """The options of test images, warnings and problems.
 
     Mean and std are those of the steps that run, or of the model's `data_preprocessor`; not of the
     variable `img_norm_cfg`: a config that replaces it leaves inherited steps as they were.
     """
     if steps is None and not own:
-        lines = ("no test pipeline in the config: ImageNet's mean and std are assumed",)
-        return Stated({}, warnings=lines), []
-    warnings = (
-        [] if steps is not None else ["the config names no test pipeline: images keep their size"]
-    )
-    normalizations, problems, options = [], [], {}
+        return {}, ["no test pipeline in the config: ImageNet's mean and std are assumed"], []
+    options, problems, warnings = {}, [], []
+    if steps is None:
+        warnings = ["the config names no test pipeline: images keep their size"]
+    normalizations = []
     for step in steps or ():
         name = step.get("type")
         if name == "Normalize":
             normalizations.append((step.get("mean"), step.get("std"), step.get("to_rgb", True)))
-            problems += misfits(f"test_pipeline.{name}", step, _NORMALIZE)
-        elif name == "Resize" and not options and (sides := _sides(step)):
-            side, bound = sides
-            if (kind, sides) == _CITYSCAPES:
-                continue  # as these images are stored
-            options["data.short_side_px"] = side
-            if bound < _USUAL_ASPECT * side:
-                warnings.append(
-                    f"the test pipeline also keeps the long side at most {bound} px: images longer "
-                    f"than {bound / side:.2f} short sides are larger here"
-                )
-        elif name in _LOADING:
-            problems += misfits(f"test_pipeline.{name}", step, _LOAD)
-        elif name in _MOVING:
-            warnings.append(f"the test pipeline has {short(step)}, which is not converted")
+        if name in _STEPS:
+            problems += misfits(f"test_pipeline.{name}", step, _STEPS[name])
+        elif name == "Resize" and not options and _keeps_ratio(step):
+            # mmcv.imrescale multiplies by min(long / max(h, w), short / min(h, w)).
+            options["data.short_side_px"], most = sides = sorted(step["scale"])
+            if most < 4 * sides[0]:  # longer images are rare
+                warnings.append(f"the test pipeline also keeps the long side at most {most} px")
         elif name not in _IN_PLACE:
-            problems.append(f"test_pipeline: segtrain has no step {short(step)}")
+            warnings.append(f"the test pipeline has {short(step)}, which is not converted")
     if own.get("mean") is not None or own.get("bgr_to_rgb"):
         normalizations.append((own.get("mean"), own.get("std"), own.get("bgr_to_rgb")))
     if len(normalizations) != 1 or normalizations[0][2] is not True:
@@ -394,39 +306,31 @@ def _images(
         )
     else:
         options |= {"data.mean": normalizations[0][0], "data.std": normalizations[0][1]}
-    return Stated(options, warnings=tuple(warnings)), problems
+    return options, warnings, problems
 
 
-def _sides(step: dict[str, Any]) -> tuple[int, int] | None:
-    """The short and the long side of a Resize that keeps the ratio; None: it is another one.
-
-    mmcv.imrescale multiplies by min(long / max(h, w), short / min(h, w)).
-    """
-    fits = _is_pair(step.get("scale")) and "keep_ratio" in step and not misfits("", step, _RESIZE)
-    return (min(step["scale"]), max(step["scale"])) if fits else None
+def _keeps_ratio(step: dict[str, Any]) -> bool:
+    """Whether a Resize is understood; one of version 1 does not keep the ratio by default."""
+    fits = _is_pair(step.get("scale")) and "keep_ratio" in step
+    return fits and not any(misfits("", step, _RESIZE))
 
 
 def _window(test: dict[str, Any]) -> tuple[Options, list[str]]:
     """The sliding window, if the model is evaluated with one; and warnings."""
+    crop, stride = test.get("crop_size"), test.get("stride")
     if test.get("mode") != "slide":
         return {}, []
-    crop, stride = test.get("crop_size"), test.get("stride")
-    fits = _is_pair(crop) and _is_pair(stride)
-    if not fits or any(s > c for s, c in zip(stride, crop, strict=True)):
-        return {}, [
-            f"the sliding window of the config is not converted: crop_size {short(crop)}, stride "
-            f"{short(stride)}; expected two pairs, and no stride above its side; --set "
-            "eval.mode=slide, eval.crop_size and eval.overlap give one",
-        ]
-    high, wide = (round(1 - s / c, 4) for s, c in zip(stride, crop, strict=True))
-    overlap = max(high, wide)
-    options = {"eval.mode": "slide", "eval.crop_size": crop, "eval.overlap": overlap}
-    # Strides are rounded to whole pixels.
-    if all(abs(c * (1 - overlap) - s) < 1 for s, c in zip(stride, crop, strict=True)):
-        return options, []
-    return options, [
-        f"the windows overlap by {high:g} of their height and {wide:g} of their width there; "
-        f"eval.overlap is for both: the larger one, {overlap:g}",
+    if _is_pair(crop) and _is_pair(stride):
+        high, wide = (round(1 - s / c, 4) for s, c in zip(stride, crop, strict=True))
+        # One overlap is for both sides, and strides are rounded to whole pixels.
+        overlap = max(high, wide)
+        if overlap >= 0 and all(
+            abs(c * (1 - overlap) - s) < 1 for s, c in zip(stride, crop, strict=True)
+        ):
+            return {"eval.mode": "slide", "eval.crop_size": crop, "eval.overlap": overlap}, []
+    return {}, [
+        f"the sliding window of the config is not converted: crop_size {short(crop)}, stride "
+        f"{short(stride)}; --set eval.mode=slide, eval.crop_size and eval.overlap give one"
     ]
 
 

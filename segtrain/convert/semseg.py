@@ -19,9 +19,12 @@ KEYS = {
 }
 # model/pspnet.py.
 _ASSUMED = {"model.output_stride": 8, "model.align_corners": True, "model.ppm_bins": (1, 2, 3, 6)}
-# The crop and the long side of test images by the number of classes: Cityscapes, VOC, ADE20K; by
-# test_h and base_size of config/*/*_pspnet*.yaml.
-_TESTS = {19: ("713", "2048 px"), 21: ("473", "512 px"), 150: ("473", "512 px")}
+# How its tool/test.py evaluates.
+_WINDOW = (
+    "note        semseg evaluates with a sliding window of its training crop and a mirrored image: "
+    "--set eval.mode=slide --set 'eval.crop_size=[N, N]' --set eval.flip=true, N and M being "
+    "test_h and base_size of its config; it resizes images to a long side of M px before"
+)
 
 
 def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
@@ -35,21 +38,4 @@ def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
         **aux_options(state, "aux.0.weight", "aux.4.weight"),
     }
     num_classes = size(state, "cls.4.weight")
-    return Plan("semseg", num_classes, found, KEYS, assumed=_ASSUMED, notes=_notes(num_classes))
-
-
-def _notes(num_classes: int) -> tuple[str, ...]:
-    """How its tool/test.py evaluates."""
-    crop, long_side = _TESTS.get(num_classes, ("N", "base_size"))
-    unknown = ", N being test_h of its config" if crop == "N" else ""
-    window = (
-        "semseg evaluates with a sliding window of its training crop and a mirrored image: --set "
-        f"eval.mode=slide --set 'eval.crop_size=[{crop}, {crop}]' --set eval.flip=true{unknown}"
-    )
-    if long_side == "2048 px":  # as the images of Cityscapes are stored
-        return (window,)
-    resize = (
-        f"semseg resizes test images to a long side of {long_side}, for which segtrain has no "
-        "option: resize the images before"
-    )
-    return (window, resize)
+    return Plan("semseg", num_classes, found, KEYS, assumed=_ASSUMED, notes=(_WINDOW,))

@@ -15,16 +15,14 @@ from segtrain.convert.layout import (
     count_children,
     misfits,
     resnet_name,
-    short,
     size,
 )
 from segtrain.convert.read import CONFIG_JSON
 from segtrain.errors import CheckpointError
 from segtrain.models.resnet import stage_widths
-from segtrain.text import MAX_NAME, printable
 
 _NAME = "segmentation_models.pytorch"
-_CLASSES = {"PSPNet": "pspnet", "DeepLabV3": "deeplabv3", "DeepLabV3Plus": "deeplabv3plus"}
+_CLASSES = {"pspnet": "PSPNet", "deeplabv3": "DeepLabV3", "deeplabv3plus": "DeepLabV3Plus"}
 _RATES = (12, 24, 36)
 COMMON_KEYS = {"head.classifier.conv": "segmentation_head.0", "backbone": "encoder"}
 PSPNET_KEYS = {
@@ -43,12 +41,15 @@ PLUS_KEYS = {
     "head.decoder.0.pointwise.conv": "decoder.block2.0.1",
     "head.decoder.0.pointwise.norm": "decoder.block2.1",
 }
+# Parameters of the constructors of 0.3 to 0.6 that change no prediction, are read elsewhere, or are
+# decided by the shapes.
+_ANY = (
+    "encoder_weights psp_dropout decoder_aspp_dropout aux_params decoder_atrous_rates "
+    "decoder_use_norm psp_use_batchnorm classes in_channels encoder_depth psp_out_channels "
+    "decoder_channels decoder_aspp_separable upsampling"
+)
 # Activations that give each pixel one class, as segtrain's softmax does.
-_CLASSES_EXCLUDE = (None, "identity", "softmax", "softmax2d", "logsoftmax", "argmax", "argmax2d")
-# Parameters of the constructors of 0.3 to 0.6 that change no prediction: where training started,
-# dropout, and the classifier of whole images, whose keys are left out; and those read elsewhere.
-_NO_EFFECT = "encoder_weights psp_dropout decoder_aspp_dropout aux_params"
-_READ = "encoder_name activation decoder_atrous_rates decoder_use_norm psp_use_batchnorm"
+_ACTIVATIONS = (None, "identity", "softmax", "softmax2d", "logsoftmax", "argmax", "argmax2d")
 # What segtrain's batch norm is, by the parameters of torch's. The momentum acts in training only.
 _NORM = accepting(
     "momentum", type=("batchnorm",), eps=(1e-5,), affine=(True,), track_running_stats=(True,)
@@ -64,54 +65,30 @@ def plan(state: State, beside: Mapping[str, Any]) -> Plan:
         CheckpointError: an encoder or decoder that segtrain does not have, or the config is that of
             another model, or says what segtrain does not know.
     """
-    made = _by_keys(state)
+    if "decoder.psp.blocks.0.pool.1.0.weight" in state:
+        made = _pspnet(state)
+    elif "decoder.aspp.0.convs.0.0.weight" in state:
+        made = _deeplabv3plus(state)
+    else:
+        made = _deeplabv3(state)
     config = beside.get(CONFIG_JSON)
     if not isinstance(config, dict) or config.get("_model_class") is None:
         return made
-    stated = _stated(config, made)
-    activation = config.get("activation")
-    if activation in _CLASSES_EXCLUDE:
-        return replace(made, stated=stated)
-    warning = (
-        f"{CONFIG_JSON} has activation {short(activation)}: such classes may overlap; segtrain "
-        "reads the same logits by softmax, and gives each pixel one class"
-    )
-    return replace(made, stated=stated, warnings=(warning,))
+    return replace(made, stated=_stated(config, made.found))
 
 
-def _stated(config: dict[str, Any], made: Plan) -> Options:
-    """The options in `config`, of which every key is known and agrees with `made`."""
-    found, kind, encoder = made.found, str(config["_model_class"]), config.get("encoder_name")
-    if (_CLASSES.get(kind), encoder) != (found["model.arch"], found["model.backbone"]):
-        raise CheckpointError(
-            f"{CONFIG_JSON} beside the file is that of {printable(kind, MAX_NAME)} "
-            f"{printable(encoder, MAX_NAME)}, and the keys are those of {found['model.arch']} "
-            f"{found['model.backbone']}; move it away if it is no part of the model"
-        )
-    options: Options = {}
-    depth, width = found["model.num_stages"] + 1, found["model.head_channels"]
-    plus = kind == "DeepLabV3Plus"
-    if config.get("encoder_output_stride") in (8, 16):
-        options["model.output_stride"] = min(config["encoder_output_stride"], 2**depth)
-    if "decoder_atrous_rates" in config:
-        rates = config["decoder_atrous_rates"]
-        options["model.aspp_rates"] = tuple(rates) if isinstance(rates, list) else rates
-    # Another factor gives a map of another size than the image. None: DeepLabV3 takes it itself.
-    factor = 4 if plus else {**made.assumed, **options}["model.output_stride"]
+def _stated(config: dict[str, Any], found: Options) -> Options:
+    """The options in `config`, of which every key is known and agrees with `found`."""
     accepted = accepting(
-        f"{_NO_EFFECT} {_READ}",
-        classes=(made.num_classes,),
-        in_channels=(3,),
-        encoder_depth=(depth,),
+        _ANY,
+        _model_class=(_CLASSES[found["model.arch"]],),
+        encoder_name=(found["model.backbone"],),
         encoder_output_stride=(8, 16),
-        psp_out_channels=(width,),
-        decoder_channels=(width,),
-        decoder_aspp_separable=(plus,),
-        upsampling=(factor, None),
+        activation=_ACTIVATIONS,
     )
-    # The constructor drops the others.
-    given = {key: value for key, value in config.items() if not key.startswith("_")}
-    problems = misfits(CONFIG_JSON, given, accepted)
+    # The constructor drops others with an underscore.
+    given = {k: v for k, v in config.items() if k in accepted or not k.startswith("_")}
+    problems = list(misfits(CONFIG_JSON, given, accepted))
     for key in ("decoder_use_norm", "psp_use_batchnorm"):
         norm = config.get(key, True)
         if not isinstance(norm, dict):
@@ -119,31 +96,18 @@ def _stated(config: dict[str, Any], made: Plan) -> Options:
         problems += misfits(f"{CONFIG_JSON}.{key}", norm, _NORM)
     if problems:
         raise CheckpointError(
-            f"{CONFIG_JSON} describes another model than segtrain would build; remove there what "
-            "changes no prediction:\n  " + "\n  ".join(problems)
+            f"{CONFIG_JSON} beside the file describes another model than segtrain would build; "
+            "remove there what changes no prediction, or move it away if it is no part of the "
+            "model:\n  " + "\n  ".join(problems)
         )
+    options: Options = {}
+    if "encoder_output_stride" in config:
+        smallest = 2 ** (found["model.num_stages"] + 1)
+        options["model.output_stride"] = min(config["encoder_output_stride"], smallest)
+    if "decoder_atrous_rates" in config:
+        rates = config["decoder_atrous_rates"]
+        options["model.aspp_rates"] = tuple(rates) if isinstance(rates, list) else rates
     return options
-
-
-def _by_keys(state: State) -> Plan:
-    if "encoder.features.18.0.weight" in state:
-        raise CheckpointError(
-            f"{_NAME}'s heads read the 1280 channels of MobileNetV2's features.18, and segtrain's "
-            "the 320 before it: no option makes these equal; the ResNets are read"
-        )
-    if "encoder.layer1.0.conv1.weight" not in state:
-        first = next((key for key in state if key.startswith("encoder.")), "none")
-        raise CheckpointError(
-            f"{_NAME} with an encoder whose first key is {printable(first, MAX_NAME)}; segtrain "
-            "has resnet18, 34, 50 and 101"
-        )
-    if "decoder.psp.blocks.0.pool.1.0.weight" in state:
-        return _pspnet(state)
-    if "decoder.aspp.0.convs.0.0.weight" in state:
-        return _deeplabv3plus(state)
-    if "decoder.aspp.convs.0.0.weight" in state or "decoder.0.convs.0.0.weight" in state:
-        return _deeplabv3(state)
-    raise CheckpointError(f"{_NAME} with another decoder than PSPNet, DeepLabV3 and DeepLabV3Plus")
 
 
 def _plan(
@@ -152,14 +116,8 @@ def _plan(
     """reads: the convolution whose input tells which stage the head reads (encoder_depth)."""
     backbone, channels = resnet_name(state, "encoder."), size(state, reads, 1)
     widths = stage_widths(backbone)
-    if channels not in widths[1:]:
-        raise CheckpointError(
-            f"{_NAME}: the decoder reads {channels} channels, and the stages of {backbone} have "
-            f"{widths}; expected one after the first"
-        )
-    stages = widths.index(channels) + 1
-    if "classification_head.3.weight" in state:
-        more["notes"] = ("classification_head classifies whole images, which segtrain does not",)
+    # Where no stage fits, the shapes do not either.
+    stages = widths.index(channels) + 1 if channels in widths else 4
     left_out = {f"encoder.layer{i}.": f"the head reads layer{stages}" for i in range(stages + 1, 5)}
     common = {
         "model.variant": "smp",
@@ -198,12 +156,6 @@ def _deeplabv3(state: State) -> Plan:
     old = "decoder.0.convs.0.0.weight" in state
     where, conv, norm = ("0", "1", "2") if old else ("aspp", "conv", "bn")
     where = f"decoder.{where}"
-    if f"{where}.convs.1.0.0.weight" in state:
-        raise CheckpointError(
-            f"{_NAME}'s DeepLabV3 with decoder_aspp_separable has a separable ASPP and a whole 3x3 "
-            "convolution after it; model.separable makes both separable: no option makes these "
-            "equal"
-        )
     width = size(state, f"{where}.project.0.weight")
     return _plan(
         state,
@@ -220,12 +172,6 @@ def _deeplabv3(state: State) -> Plan:
 
 def _deeplabv3plus(state: State) -> Plan:
     where = "decoder.aspp.0"
-    if f"{where}.convs.1.0.0.weight" not in state:
-        raise CheckpointError(
-            f"{_NAME}'s DeepLabV3Plus without decoder_aspp_separable has a whole ASPP and "
-            "separable convolutions after it; model.separable makes both separable: no option "
-            "makes these equal"
-        )
     width = size(state, f"{where}.project.0.weight")
     found: Options = {
         "model.arch": "deeplabv3plus",

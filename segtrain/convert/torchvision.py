@@ -38,8 +38,7 @@ def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
         {**aspp(state, "classifier.0"), **KEYS},
         assumed=_MOBILENET if mobilenet else _RESNET,
         notes=(
-            "torchvision's dropout is 0.5 after the ASPP; here it is model.dropout at the end",
-            "torchvision's transforms antialias where they shrink an image to 520 px, and "
-            "data.short_side_px does not: the predictions of larger images differ a little",
+            "note        torchvision's transforms antialias where they shrink an image to 520 px, "
+            "and data.short_side_px does not: the predictions of larger images differ a little",
         ),
     )

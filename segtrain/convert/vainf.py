@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from segtrain.convert.layout import Options, Plan, State, aspp, resnet_name, size
-from segtrain.errors import CheckpointError
 
 V3_KEYS = {
     "head.conv.depthwise": "classifier.classifier.1.body.0",
@@ -32,17 +31,7 @@ _ASSUMED = {"model.output_stride": 16, "model.align_corners": False}
 
 
 def plan(state: State, _beside: Mapping[str, Any]) -> Plan:
-    """The plan for a state dict with backbone. and classifier.classifier.
-
-    Raises:
-        CheckpointError: a backbone that segtrain does not have.
-    """
-    if any(key.startswith("backbone.high_level_features.") for key in state):
-        raise CheckpointError(
-            "VainF's MobileNetV2 pads the input of every block before its first 1x1 convolution, "
-            "and segtrain's after it as torchvision's does: no option makes these equal; the "
-            "ResNets are read"
-        )
+    """The plan for a state dict with backbone. and classifier.classifier."""
     plus = "classifier.aspp.project.0.weight" in state
     where = "classifier.aspp" if plus else "classifier.classifier.0"
     separable = any(".body.0." in key for key in state)

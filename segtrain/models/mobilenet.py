@@ -1,7 +1,5 @@
 """torchvision's MobileNetV2 and MobileNetV3-Large without their classifiers, dilated."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -13,49 +11,29 @@ from segtrain.norm import NormFactory
 # V3's pretrained weights belong to this eps (torchvision, mobilenetv3.py): under 1e-5, channels of
 # tiny variance come out several times too large.
 _V3_EPS = 1e-3
-
-
-class _Parts(NamedTuple):
-    """What is used of torchvision's `features`: the first `num_layers`.
-
-    low, aux: positions of the last layer of stride 4, and of the last one before the stage that
-        brings stride 32.
-    """
-
-    num_layers: int
-    low: int
-    aux: int
-    channels: FeatureChannels
-    classifier_keys: tuple[str, ...]
-
-
-_PARTS = {
-    # As in VainF and mmsegmentation, without features.18: it widens to 1280 channels for the
-    # classifier of ImageNet.
-    "mobilenet_v2": _Parts(
-        18, 3, 13, FeatureChannels(24, 96, 320), ("classifier.", "features.18.")
-    ),
-    "mobilenet_v3_large": _Parts(17, 3, 12, FeatureChannels(24, 112, 960), ("classifier.",)),
-}
+_LOW = 3  # the last layer of stride 4
 
 
 class MobileNet(nn.Module):
     """The convolutional part of the MobileNet that `model` describes: images to `Features`.
 
-    The norm layers of V3 get eps 1e-3, whatever `norm` chooses.
+    The norm layers of V3 get eps 1e-3, whatever `norm` chooses. V2 is, as in VainF and
+    mmsegmentation, without features.18: it widens to 1280 channels for the classifier of ImageNet.
     """
 
+    classifier_keys: tuple[str, ...] = ("classifier.", "features.18.")
     stem_keys: tuple[str, ...] = ()
 
     def __init__(self, model: ModelConfig, *, norm: NormFactory = nn.BatchNorm2d) -> None:
         super().__init__()
         self.name = name = model.backbone
         form = form_of(model)
-        num_layers, self._low, self._aux, self.channels, self.classifier_keys = _PARTS[name]
+        # The positions of the last layer, and of that before the stage that brings stride 32.
+        is_v3 = name == "mobilenet_v3_large"
+        num_layers, self._aux = (17, form.mobilenet_v3_aux) if is_v3 else (18, 13)
         self.features = _torchvision_features(name, norm)[:num_layers]
-        if name == "mobilenet_v3_large":
-            self._aux = form.mobilenet_v3_aux
-            self.channels = self.channels._replace(aux=self.features[self._aux].out_channels)
+        places = (_LOW, self._aux, num_layers - 1)
+        self.channels = FeatureChannels(*(self.features[i].out_channels for i in places))
         for module in self.modules():
             if isinstance(module, nn.ReLU6 | nn.Hardswish):
                 # Their gradient needs the input: in place, torch would copy it first.
@@ -78,7 +56,7 @@ class MobileNet(nn.Module):
         x = low = aux = images
         for i, layer in enumerate(self.features):
             x = layer(x)
-            if i == self._low:
+            if i == _LOW:
                 low = x
             if i == self._aux:
                 aux = x

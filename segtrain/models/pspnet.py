@@ -28,29 +28,18 @@ from segtrain.norm import NormFactory
 class PyramidPooling(nn.Module):
     """The input beside its averages over grids of several sizes, each through a 1x1 convolution.
 
-    Concatenated as [x, p1, p2, ...] (semseg, mmsegmentation), every p with `channels` channels;
-    None: in_channels // len(bins).
-
-    global_norm: False: the branch of bin 1 has a bias instead of a norm, as in
-        segmentation_models.pytorch; its statistics would be those of one value an image.
+    Concatenated as [x, p1, p2, ...] (semseg, mmsegmentation). In segmentation_models.pytorch's form
+    the branch of bin 1 has a bias instead of a norm, whose statistics would be of one value an
+    image.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        bins: Sequence[int],
-        *,
-        norm: NormFactory,
-        align_corners: bool,
-        global_norm: bool = True,
-        channels: int | None = None,
-    ) -> None:
+    def __init__(self, model: ModelConfig, in_channels: int, *, norm: NormFactory) -> None:
         super().__init__()
-        width = channels or in_channels // len(bins)
-        self.bins = tuple(bins)
-        self.align_corners = align_corners
-        self.out_channels = in_channels + width * len(bins)
-        has_norm = [global_norm or b > 1 for b in bins]
+        self.bins = model.ppm_bins
+        self.align_corners = model.align_corners
+        width = model.ppm_channels or in_channels // len(self.bins)
+        self.out_channels = in_channels + width * len(self.bins)
+        has_norm = [form_of(model).pyramid_global_norm or b > 1 for b in self.bins]
         self.convs = nn.ModuleList(
             conv2d(in_channels, width, 1, bias=not normed) for normed in has_norm
         )
@@ -62,8 +51,8 @@ class PyramidPooling(nn.Module):
         convolved = [conv(y) for conv, y in zip(self.convs, pooled, strict=True)]
         pairs = list(zip(convolved, self.norms, strict=True))
         # Without the branch that has no norm the others still share one collective.
-        normed = [pair for pair in pairs if not isinstance(pair[1], nn.Identity)]
-        together = iter(norm_relu_together(normed) if normed else ())
+        normed = (pair for pair in pairs if not isinstance(pair[1], nn.Identity))
+        together = iter(norm_relu_together(normed))
         activated = [F.relu(y) if isinstance(n, nn.Identity) else next(together) for y, n in pairs]
         size = x.shape[-2:]
         resized = [resize(y, size, align_corners=self.align_corners) for y in activated]
@@ -81,14 +70,7 @@ class PSPHead(Head):
     ) -> None:
         super().__init__()
         form, width = form_of(model), model.head_channels or 512
-        self.ppm = PyramidPooling(
-            channels.out,
-            model.ppm_bins,
-            norm=norm,
-            align_corners=model.align_corners,
-            global_norm=form.pyramid_global_norm,
-            channels=model.ppm_channels,
-        )
+        self.ppm = PyramidPooling(model, channels.out, norm=norm)
         self.conv = ConvNormReLU(self.ppm.out_channels, width, form.pyramid_join, norm=norm)
         kernel = form.pyramid_classifier
         self.classifier = Classifier(width, num_classes, dropout=model.dropout, kernel=kernel)

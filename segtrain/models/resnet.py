@@ -62,17 +62,15 @@ class _ConvChain(nn.Module):
             self.add_module(f"bn{i}", norm(width))
             in_channels = width
 
-    @property
-    def last_norm(self) -> nn.Module:
-        """The norm after the last convolution."""
-        return getattr(self, f"bn{self._length}")
-
     def run_chain(self, x: Tensor) -> tuple[Tensor, nn.Module]:
         """The input of the last norm, and this norm."""
         x, norm = self.conv1(x), self.bn1
         for i in range(2, self._length + 1):
             conv = getattr(self, f"conv{i}")
-            x = _norm_relu_conv(x, norm, conv, recompute=self.recompute_norm)
+            if self.recompute_norm:
+                x = norm_relu_conv(x, norm, conv)
+            else:
+                x = conv(F.relu(norm(x), inplace=True))
             norm = getattr(self, f"bn{i}")
         return x, norm
 
@@ -156,8 +154,10 @@ class ResNet(_ConvChain):
             self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
         self._num_stages = model.num_stages
         if model.zero_init_residual:
-            for block in (module for module in self.modules() if isinstance(module, _Block)):
-                nn.init.zeros_(block.last_norm.weight)
+            last = "bn3.weight" if bottleneck else "bn2.weight"
+            for name, weight in self.named_parameters():
+                if name.startswith("layer") and name.endswith(last):
+                    nn.init.zeros_(weight)
 
     def forward(self, images: Tensor) -> Features:
         """Features of normalized images (N, 3, H, W)."""
@@ -170,12 +170,6 @@ class ResNet(_ConvChain):
         if self._num_stages > 3:
             aux, out = out, self.layer4(out)
         return Features(low, aux, out)
-
-
-def _norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: bool) -> Tensor:
-    if recompute:
-        return norm_relu_conv(x, norm, conv)
-    return conv(F.relu(norm(x), inplace=True))
 
 
 def _stage(

@@ -16,6 +16,7 @@ from segtrain.config.messages import did_you_mean
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import FeatureChannels, Features
 from segtrain.norm import NormFactory
+from segtrain.text import MAX_NAME, printable
 
 PREFIX = "timm/"
 # What timm raises for what a network cannot do; there is no class for it.
@@ -129,22 +130,19 @@ def _features_only(model: ModelConfig) -> nn.Module:
     arch, options = _timm_name(model.backbone), {}
     if model.output_stride != 32:
         options["output_stride"] = model.output_stride
-    reasons = []
     # The "getter" keeps the keys of the network below `model`. MobileNets have only a class of
     # their own, with the same keys at its top.
     for wrapper in ({"feature_cls": "getter"}, {}):
         try:
             network = _timm().create_model(arch, features_only=True, **options, **wrapper)
             _try(network)
-        except _UNABLE as error:
-            reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
-        else:
             return network
-    smaller = "" if model.output_stride == 32 else "model.output_stride 32 or "
+        except _UNABLE as error:
+            reason = str(error)
     raise ConfigError(
         f"model.backbone: {model.backbone} cannot give features at output stride "
-        f"{model.output_stride} for images of any size (timm: {reasons[0]}); try {smaller}another "
-        "network"
+        f"{model.output_stride} for images of any size (timm: {printable(reason, MAX_NAME)}); try "
+        "another stride or another network"
     )
 
 
@@ -152,9 +150,8 @@ def _try(network: nn.Module) -> None:
     """Raises an error unless images of odd sizes give features of the channels promised."""
     shapes = copy.deepcopy(network).to("meta").eval()
     features = shapes(torch.empty(2, 3, 65, 97, device="meta"))
-    for feature, channels, stride in zip(
-        features, network.feature_info.channels(), network.feature_info.reduction(), strict=True
-    ):
+    info = network.feature_info
+    for feature, channels, stride in zip(features, info.channels(), info.reduction(), strict=True):
         if feature.dim() != 4 or feature.shape[1] != channels or feature.shape[2] < 65 // stride:
             raise ValueError(f"features of shape {tuple(feature.shape)} at stride {stride}")
 
@@ -195,10 +192,8 @@ def _run_after_norm(norm: nn.Module, _: Any, output: Tensor) -> Tensor:
 
 def _refuse_random_layers(network: nn.Module, name: str) -> None:
     for path, layer in network.named_modules():
-        rate = getattr(layer, "drop_prob", None) or (
-            layer.p if isinstance(layer, nn.modules.dropout._DropoutNd) else 0
-        )
-        if rate:
+        is_dropout = isinstance(layer, nn.modules.dropout._DropoutNd)
+        if getattr(layer, "drop_prob", None) or (is_dropout and layer.p):
             raise ConfigError(
                 f"model.backbone: {name}: {path}, a {type(layer).__name__}, draws random numbers "
                 "that depend on the rank; use another network"

@@ -189,7 +189,7 @@ def load_class_file(
         path = _find(name_or_path)
     text = read_text(path)
     try:
-        classes = _parse(text, path)
+        classes = parse_class_file(text, path)
         if label_format == "colors":
             _check_given_colors(classes, path)
     except ConfigError:
@@ -289,7 +289,12 @@ class _StoredClassFile(_ClassFileEntry):
     name: str
 
 
-def _parse(text: str, path: Path) -> ClassFile:
+def parse_class_file(text: str, path: Path) -> ClassFile:
+    """The class file with this `text`; `path` gives its name, and the place of its mistakes.
+
+    Raises:
+        ConfigError: one line for every mistake in it.
+    """
     document = scan_yaml(text, source=printable(path), example=_EXAMPLE)
     mistakes, data = list(document.mistakes), document.data
     if isinstance(data.get("classes"), list):
