@@ -48,12 +48,9 @@ def test_names_alone_are_enough(tmp_path):
     assert found.ignore_color == (224, 224, 192)
 
 
-def test_a_default_color_is_never_one_that_is_given(tmp_path):
+def test_defaults_give_way_to_what_is_given(tmp_path):
     found = load(tmp_path, "classes: [a, {name: b, color: [0, 0, 0]}, c]")
     assert found.palette == [(128, 0, 0), (0, 0, 0), (0, 128, 0)]
-
-
-def test_255_is_not_ignored_where_it_is_a_class(tmp_path):
     found = load(tmp_path, "classes: [{name: no, ids: [0]}, {name: cell, ids: [255]}]")
     assert found.ignore_ids == ()
     assert found.train_id_of == {0: 0, 255: 1}
@@ -251,21 +248,12 @@ def test_a_checkpoint_keeps_further_colors_and_no_key_that_is_unused():
     [
         ("cityscape", r"named 'cityscape'; did you mean cityscapes\?$"),
         ("zzz", "expected one of ade20k, camvid, camvid_colors, cityscapes, voc, or a path"),
-        # The folders they share do not make two paths alike.
-        ("TMP/clases.yaml", r"^data\.classes: .*; did you mean .*/classes\.yaml\?$"),
-        ("TMP/zebra.yaml", r"zebra\.yaml: cannot be read: no such file$"),
+        ("TMP/zebra.yaml", r"zebra\.yaml: cannot be read: no such file"),
     ],
 )
 def test_a_file_that_is_not_there_is_named_with_the_nearest(tmp_path, name, said):
-    (tmp_path / "classes.yaml").write_text("classes: [a]\n")
     with pytest.raises(ConfigError, match=said):
         load_class_file(name.replace("TMP", str(tmp_path)))
-
-
-def test_a_file_of_any_ending_is_a_path(tmp_path, monkeypatch):
-    (tmp_path / "names.txt").write_text("classes: [a, b]\n")
-    monkeypatch.chdir(tmp_path)
-    assert load_class_file("names.txt").names == ("a", "b")
 
 
 def test_labels_in_colours_need_the_colour_of_each_class(tmp_path):
@@ -275,8 +263,6 @@ def test_labels_in_colours_need_the_colour_of_each_class(tmp_path):
         "classes:\n- {name: road, color: [0, 0, 0]}\n- crack\n- {name: sky, ids: [9]}\n"
     )
     assert load_class_file(str(path)).num_classes == 3
-    with pytest.raises(ConfigError, match="2 of 3 classes have no `color`: crack, sky; give each"):
+    with pytest.raises(ConfigError, match="these classes have no `color`: crack, sky") as caught:
         load_class_file(str(path), label_format="colors")
-    with pytest.raises(ConfigError, match="its lines are not shown") as caught:
-        load_class_file(str(path), label_format="colors", quoted=False)
-    assert "crack" not in str(caught.value)
+    assert caught.value.quotes == "data.classes"

@@ -33,7 +33,7 @@ def check(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set)
 
     def find() -> CheckResult:
-        result = check_data(config, jobs=args.jobs)
+        result = check_data(config.data, jobs=args.jobs)
         placed = [
             replace(finding, text=with_places(finding.text, args.config, args.set))
             for finding in result.findings
