@@ -40,15 +40,11 @@ def test_a_full_class_file(tmp_path):
     assert found.ignore_color == (9, 9, 9)
 
 
-def test_names_alone_are_enough(tmp_path):
+def test_names_alone_are_enough_and_defaults_give_way_to_what_is_given(tmp_path):
     found = load(tmp_path, "classes: [background, crack, spalling]")
     assert [one.ids for one in found.classes] == [(0,), (1,), (2,)]
     assert found.palette == [(0, 0, 0), (128, 0, 0), (0, 128, 0)]
-    assert found.ignore_ids == (IGNORE_INDEX,)
-    assert found.ignore_color == (224, 224, 192)
-
-
-def test_defaults_give_way_to_what_is_given(tmp_path):
+    assert (found.ignore_ids, found.ignore_color) == ((IGNORE_INDEX,), (224, 224, 192))
     found = load(tmp_path, "classes: [a, {name: b, color: [0, 0, 0]}, c]")
     assert found.palette == [(128, 0, 0), (0, 0, 0), (0, 128, 0)]
     found = load(tmp_path, "classes: [{name: no, ids: [0]}, {name: cell, ids: [255]}]")
@@ -63,10 +59,6 @@ SUCH_AS = "such as 'classes: [background, crack]'"
     ("text", "lines"),
     [
         ("classes:\n- a\n- b\n- a\n", ["4: classes[2].name: a is also the name of class 0"]),
-        (
-            "classes:\n- {name: a, ids: [1]}\n- {name: b, ids: [2, 1]}\n",
-            ["3: classes[1].ids: 1 is also an id of a"],
-        ),
         (
             "classes: [a, b]\nignore_ids: [1, 5, 5]\n",
             [
@@ -84,10 +76,6 @@ SUCH_AS = "such as 'classes: [background, crack]'"
                 "1: classes: a category is given for some classes, but not for b; give all one, "
                 "or none"
             ],
-        ),
-        (
-            "classes: [a]\nignore_color: [0, 0, 0]\n",
-            ["2: ignore_color: [0, 0, 0] is also the color of a"],
         ),
         (
             "classes:\n- {name: a, color: [256, 0, 0]}\n- {name: b, ids: [-1]}\n- {nam: c}\n- 5\n",

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import zipfile
@@ -137,15 +136,6 @@ def test_the_order_and_the_names_do_not_depend_on_the_disk(tmp_path, monkeypatch
     found = files.walk(root, hidden=False)
     listed = [str((place / name).relative_to(root)) for place, names in found for name in names]
     assert listed == ["itself", "z", "b/1", "c/2", "x/4", "x/deep/3"]
-
-
-def test_a_new_file_is_not_executable(tmp_path):
-    old = os.umask(0o022)
-    try:
-        files.open_regular(tmp_path / "log", "a").close()
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o644
 
 
 def flip_a_weight(path):

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from segtrain.config import DataConfig
-from segtrain.data.read.layouts import LAYOUTS, instance_files, list_split
+from segtrain.data.read.layouts import LAYOUTS, list_split
 from segtrain.errors import DataError
 
 
@@ -283,23 +283,13 @@ def test_a_list_file_in_another_encoding_or_without_images_is_refused(tmp_path, 
         list_pairs(write_list(tmp_path, content), "train.txt")
 
 
-def cityscapes_files(root, kind, split, *names):
-    for name in names:
-        touch(root, f"leftImg8bit/{split}/{name}_leftImg8bit.png")
-        touch(root, f"{kind}/{split}/{name}_{kind}_labelIds.png")
-        touch(root, f"{kind}/{split}/{name}_{kind}_labelTrainIds.png")
-
-
 def test_joined_splits_keep_their_order_and_their_names_apart(tmp_path):
-    cityscapes_files(tmp_path, "gtFine", "train", "ulm/ulm_1")
-    cityscapes_files(tmp_path, "gtCoarse", "train_extra", "bonn/bonn_1", "bonn/bonn_2")
+    files = [fine("ulm/1"), *(fine(f"bonn/{i}", "gtCoarse", "train_extra") for i in "12")]
+    touch(tmp_path, *(file for pair in files for file in pair[:2]))
     pairs = list_pairs(config(tmp_path, "cityscapes"), "train+train_extra")
-    assert [pair.name for pair in pairs] == [
-        *("train/ulm/ulm_1", "train_extra/bonn/bonn_1", "train_extra/bonn/bonn_2")
-    ]
-    assert [pair.label.name for pair in pairs] == [
-        "ulm_1_gtFine_labelIds.png",
-        *(f"bonn_{i}_gtCoarse_labelIds.png" for i in (1, 2)),
+    names = ["train/ulm/1", "train_extra/bonn/1", "train_extra/bonn/2"]
+    assert relative_pairs(tmp_path, pairs) == [
+        (*file[:2], name) for file, name in zip(files, names, strict=True)
     ]
 
 
@@ -315,16 +305,6 @@ def test_excluded_images_are_left_out_of_training_alone(tmp_path):
     ):
         with pytest.raises(DataError, match=text):
             list_pairs(config(tmp_path, "folders", train_exclude=names), "train")
-
-
-def test_each_label_of_cityscapes_has_an_instance_map(tmp_path):
-    cityscapes_files(tmp_path, "gtFine", "val", "ulm/ulm_1", "ulm/ulm_2")
-    data = config(tmp_path, "cityscapes")
-    pairs = list_pairs(data, "val")
-    assert instance_files(data, pairs) == [
-        tmp_path / f"gtFine/val/ulm/ulm_{i}_gtFine_instanceIds.png" for i in (1, 2)
-    ]
-    assert instance_files(config(tmp_path, "folders"), pairs) == []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from segtrain.data.check.findings import (
     ONE_SPLIT,
     Finding,
     file_findings,
-    listing_findings,
     refuse_errors,
     shared_image_findings,
     split_findings,
@@ -162,7 +161,11 @@ def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Findin
         return [Finding("warning", split, "pack", line) for line in dataset.warnings], dataset
     listing = scan_layout(data, split)
     dataset = SegDataset(listing.pairs, classes, split=split, label_format=data.label_format)
-    return list(listing_findings(split, listing)), dataset
+    found = [Finding("warning", split, "files", note) for note in listing.notes]
+    if problems := listing.problems:
+        text = f"files that are missing or named wrongly: {len(problems)}"
+        found.append(Finding("error", split, "files", text, problems))
+    return found, dataset
 
 
 def _split_line(scan: SplitScan) -> str:

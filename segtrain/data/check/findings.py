@@ -8,7 +8,7 @@ from typing import Literal
 from segtrain.data.check.dark_images import find_darkness
 from segtrain.data.check.scan import Palette, SplitScan
 from segtrain.data.read.classes import ClassFile, Color
-from segtrain.data.read.find import MAX_SHOWN, Listing
+from segtrain.data.read.find import MAX_SHOWN
 from segtrain.data.read.labels import looks_like_train_ids, unknown_colors, unknown_ids
 from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, counted, first_of, printable
@@ -45,15 +45,6 @@ def refuse_errors(findings: Iterable[Finding]) -> None:
     lines = [line for found in findings if found.severity == "error" for line in found.lines()]
     if lines:
         raise DataError("\n".join(lines))
-
-
-def listing_findings(split: str, listing: Listing) -> Iterator[Finding]:
-    """About the names of the files."""
-    if problems := listing.problems:
-        text = f"files that are missing or named wrongly: {len(problems)}"
-        yield Finding("error", split, "files", text, problems)
-    for note in listing.notes:
-        yield Finding("warning", split, "files", note)
 
 
 def split_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
