@@ -111,6 +111,18 @@ def test_what_is_no_file_or_no_folder_is_an_error_and_not_waited_for(tmp_path, m
         list(files.walk(tmp_path / "file", hidden=True))
 
 
+def listed_by_the_disk(monkeypatch, *, reverse):
+    """From here on folders are listed in this order."""
+    walk = os.walk
+
+    def listed(top, **options):
+        for here, folders, names in walk(top, **options):
+            folders.sort(reverse=reverse)
+            yield here, folders, sorted(names, reverse=reverse)
+
+    monkeypatch.setattr(os, "walk", listed)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_order_and_the_names_do_not_depend_on_the_disk(tmp_path, monkeypatch, reverse):
     """Two links to one folder, a link beside what it leads to, and a loop."""
@@ -125,14 +137,7 @@ def test_the_order_and_the_names_do_not_depend_on_the_disk(tmp_path, monkeypatch
     (root / "x").symlink_to(outside)
     (root / ".hidden").mkdir()
     (root / ".hidden" / "5").touch()
-    walk = os.walk
-
-    def as_the_disk_lists(top, **options):
-        for here, folders, names in walk(top, **options):
-            folders.sort(reverse=reverse)
-            yield here, folders, sorted(names, reverse=reverse)
-
-    monkeypatch.setattr(os, "walk", as_the_disk_lists)
+    listed_by_the_disk(monkeypatch, reverse=reverse)
     found = files.walk(root, hidden=False)
     listed = [str((place / name).relative_to(root)) for place, names in found for name in names]
     assert listed == ["itself", "z", "b/1", "c/2", "x/4", "x/deep/3"]

@@ -1,6 +1,5 @@
 """Pipes and devices in the place of files: refused at once, never waited for."""
 
-import argparse
 import os
 import signal
 
@@ -11,7 +10,6 @@ from experiments import small, write_config
 from segtrain.checkpoint.format import load
 from segtrain.checkpoint.loading import load_initial, resolve
 from segtrain.checkpoint.manager import CheckpointManager
-from segtrain.commands.evaluate import open_split
 from segtrain.config import DataConfig, ModelConfig, load_config
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.layouts import list_split
@@ -135,46 +133,6 @@ def test_drawn_scenes_are_described_by_a_plain_file(pipe, tmp_path):
     pipe("synthetic.json")
     with pytest.raises(DataError):
         write_dataset(tmp_path, {"train": 1, "val": 1}, size=(32, 32), seed=0, jobs=1)
-
-
-# What a checkpoint names is not shown: it may come from elsewhere and name any file.
-
-
-SECRET = "root:$6$secret: x\nadmin:$6$secret: y\n"
-
-
-def evaluated(data, split, *by_user):
-    args = argparse.Namespace(set=[f"{key}=x" for key in by_user], split=None, no_labels=False)
-    return open_split(args, data, split)
-
-
-@pytest.mark.parametrize("content", [SECRET, "classes:\n- {name: secret, ids: secret}\n", "secret"])
-def test_a_class_file_that_a_checkpoint_names_is_not_shown(tmp_path, content):
-    path = tmp_path / "shadow"
-    path.write_text(content)
-    data = DataConfig(layout="folders", root=str(tmp_path), classes=str(path))
-    with pytest.raises(ConfigError, match=r"data.classes: .*--set data.classes=") as caught:
-        evaluated(data, "val")
-    assert "secret" not in str(caught.value)
-    with pytest.raises(ConfigError, match=f"{path}:"):
-        evaluated(data, "val", "data.classes")
-    path.unlink()
-    with pytest.raises(ConfigError, match=r"shadow: cannot be read: no such file"):
-        evaluated(data, "val")
-
-
-@pytest.mark.parametrize("layout", ["list", "voc"])
-def test_a_list_file_that_a_checkpoint_names_is_not_shown(tmp_path, layout):
-    data = voc(tmp_path).model_copy(update={"layout": layout})
-    folder = tmp_path if layout == "list" else tmp_path / "ImageSets/Segmentation"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "own.txt").write_text("secret line\nof secret\n../secret\n")
-    split = "own.txt" if layout == "list" else "own"
-    with pytest.raises(DataError, match=r"data.eval_split: .*--set data.eval_split=") as caught:
-        evaluated(data, split)
-    assert "secret" not in str(caught.value)
-    with pytest.raises(DataError, match="secret"):
-        evaluated(data, split, "data.eval_split")
 
 
 def test_a_picture_does_not_take_the_place_of_a_pipe(pipe):

@@ -71,7 +71,7 @@ def run_eval(args: argparse.Namespace) -> int:
     loaded = load_model(args.checkpoint, device=device)
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
     split = args.split or config.data.eval_split
-    dataset = open_split(args, config.data, split)
+    dataset = _open_split(args, config.data, split)
 
     # 2. What cannot work is refused before it takes time.
     num_classes = loaded.classes.num_classes
@@ -175,7 +175,7 @@ def set_after_training(
     return config
 
 
-def open_split(args: argparse.Namespace, data: DataConfig, split: str) -> SegDataset:
+def _open_split(args: argparse.Namespace, data: DataConfig, split: str) -> SegDataset:
     """As `open_dataset`; no message shows what is in a text file that the checkpoint names.
 
     A checkpoint from elsewhere can name any file of this machine.
