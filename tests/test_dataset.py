@@ -87,9 +87,10 @@ def test_a_damaged_training_image_can_be_left_out_by_the_option_that_is_named(tm
     assert kept[0].shape == (5, 8, 3)
 
 
-def test_reading_data_needs_no_torch():
+def test_reading_data_needs_no_torch_and_class_files_need_no_opencv():
     code = (
-        "import sys; from segtrain.data import open_dataset; import segtrain.commands.data_set;"
+        "import sys, segtrain.data.read.classes; assert not {'cv2', 'torch'} & set(sys.modules);"
+        "from segtrain.data import open_dataset; import segtrain.commands.data_set;"
         "assert 'torch' not in sys.modules and 'albumentations' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
