@@ -59,17 +59,26 @@ def test_counts_sizes_and_moments_are_those_of_numpy(data):
     rgb = np.concatenate([image.reshape(-1, 3) for image, _ in train]).astype(float)
     np.testing.assert_allclose(found["rgb_mean"], rgb.mean(0), rtol=1e-13)
     np.testing.assert_allclose(found["rgb_std"], rgb.std(0), rtol=1e-13)
+    other = measured(config, "--split", "val")["classes"].values()
+    assert [c["pixels"] for c in other] == pixels_of([pairs[7][1]]).tolist()
 
 
-def test_class_weights_are_those_of_the_formulas(data):
-    """To the four digits that are printed; the absent class has weight 1."""
+@pytest.mark.parametrize("beta", [0.99, 0, None])
+def test_class_weights_are_those_of_the_formulas(data, beta):
+    """To the four digits that are printed; the absent class has weight 1.
+
+    With the paper's beta, 0.9999, classes of millions of pixels would all have weight 1.
+    """
     config, pairs = data
-    found = measured(config, "--beta", "0.99")["class_weights"]
+    numbers = measured(config, *([] if beta is None else ["--beta", str(beta)]))
+    found = numbers["class_weights"]
     labels = [label for _, label in pairs[:7]]
     n = pixels_of(labels)[:3]
+    beta = 1 - 1 / n.mean() if beta is None else beta
+    assert numbers["effective_number_beta"] == beta
     beside = [sum((x != 255).sum() for x in labels if (x == k).any()) for k in range(3)]
     frequency = n / np.array(beside)
-    effective = (1 - 0.99) / (1 - 0.99 ** n.astype(float))
+    effective = (1 - beta) / (1 - beta ** n.astype(float))
     wanted = {
         "median_frequency": np.median(frequency) / frequency,
         "inverse_frequency": n.sum() / (3 * n),
@@ -80,25 +89,6 @@ def test_class_weights_are_those_of_the_formulas(data):
     for name, weights in wanted.items():
         np.testing.assert_allclose(found[name][:3], weights, rtol=6e-4, err_msg=name)
         assert name == "enet" or found[name][3] == 1
-    assert measured(config, "--beta", "0")["class_weights"]["effective_number"] == [1, 1, 1, 1]
-
-
-def test_the_default_beta_is_near_one_but_not_the_inverse_frequency(data):
-    """With the paper's 0.9999, classes of millions of pixels would all have weight 1."""
-    config, pairs = data
-    found = measured(config)
-    n = pixels_of([label for _, label in pairs[:7]])[:3].astype(float)
-    assert found["effective_number_beta"] == 1 - 1 / n.mean()
-    raw = 1 / (1 - (1 - 1 / n.mean()) ** n)
-    np.testing.assert_allclose(
-        found["class_weights"]["effective_number"][:3], raw / raw.mean(), rtol=6e-4
-    )
-
-
-def test_another_split_can_be_named(data):
-    config, pairs = data
-    found = measured(config, "--split", "val")
-    assert [c["pixels"] for c in found["classes"].values()] == pixels_of([pairs[7][1]]).tolist()
 
 
 def test_the_printed_line_is_accepted_as_class_weights(data, capsys):

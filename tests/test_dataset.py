@@ -57,25 +57,20 @@ def test_dataset_survives_the_way_to_a_loader_process_in_200_bytes_a_pair(tmp_pa
     np.testing.assert_array_equal(copy[1][1], dataset[1][1])
 
 
-@pytest.mark.fault(51)
-def test_label_of_another_size_is_refused_with_both_sizes(tmp_path):
+@pytest.mark.fault(51, 67)
+def test_a_label_of_another_size_or_that_vanishes_is_refused(tmp_path):
     write_split(tmp_path, "train", [(5, 8)])
     Image.fromarray(np.zeros((5, 9), np.uint8)).save(tmp_path / "labels/train/0.png")
     expected = (
         r"labels/train/0\.png: label 5x9, image .*images/train/0\.png 5x8: "
         r"sizes \(height x width\) must be equal; EXIF orientation is ignored"
     )
-    with pytest.raises(DataError, match=expected):
-        open_dataset(config(tmp_path), "train")[0]
-
-
-@pytest.mark.fault(67)
-def test_file_that_vanishes_during_training_is_named(tmp_path):
-    write_split(tmp_path, "train", [(5, 8), (5, 8)])
     dataset = open_dataset(config(tmp_path), "train")
-    (tmp_path / "labels/train/1.png").unlink()
-    with pytest.raises(DataError, match=r"labels/train/1\.png: cannot be read: no such file"):
-        dataset[1]
+    with pytest.raises(DataError, match=expected):
+        dataset[0]
+    (tmp_path / "labels/train/0.png").unlink()
+    with pytest.raises(DataError, match=r"labels/train/0\.png: cannot be read: no such file"):
+        dataset[0]
 
 
 def test_a_damaged_training_image_can_be_left_out_by_the_option_that_is_named(tmp_path):

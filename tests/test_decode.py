@@ -85,26 +85,23 @@ def test_a_label_gives_the_stored_ids_at_every_depth_and_not_the_colours(saved, 
         np.testing.assert_array_equal(decode.read_raw_label(path), ids)
 
 
-def test_train_ids_are_positions_whatever_the_ids_of_the_classes(saved):
-    classes = class_file(7, 8, 0, ignore=(1, 255))
-    path = saved(png(np.array([[0, 1, 2, 255]]), GREY, 8))
-    assert read_label(path, classes, "train_ids").tolist() == [[0, 1, 2, 255]]
-    assert classes.write_ids == [7, 8, 0]
-
-
 @pytest.mark.fault(56)
 @pytest.mark.parametrize(
-    ("depth", "values", "train_ids"),
+    ("depth", "label_format", "values", "train_ids"),
     [
-        (8, [7, 8, 4, 9, 7, 255], [1, 0, 0, 255, 1, 255]),
-        (16, [7, 1000, 4, 232, 7, 255], [1, 2, 0, 255, 1, 255]),
+        (8, "ids", [7, 8, 4, 9, 7, 255], [1, 0, 0, 255, 1, 255]),
+        (16, "ids", [7, 1000, 4, 232, 7, 255], [1, 2, 0, 255, 1, 255]),
+        (8, "train_ids", [0, 1, 2, 255, 2, 1], [0, 1, 2, 255, 2, 1]),
     ],
 )
-def test_raw_ids_become_train_ids(saved, depth, values, train_ids):
-    path = saved(png(np.array([values[:3], values[3:]]), GREY, depth))
-    label = read_label(path, class_file((8, 4), 7, 1000, ignore=(9, 232, 255)))
+def test_raw_ids_become_train_ids(saved, depth, label_format, values, train_ids):
+    classes = class_file((8, 4), 7, 1000, ignore=(9, 232, 255))
+    label = read_label(
+        saved(png(np.array([values[:3], values[3:]]), GREY, depth)), classes, label_format
+    )
     assert label.dtype == np.uint8
     assert label.flatten().tolist() == train_ids
+    assert classes.write_ids == [8, 7, 1000]
 
 
 @pytest.mark.fault(52)
@@ -131,12 +128,9 @@ def test_an_unknown_id_is_noticed_even_if_the_classes_take_all_train_ids(saved, 
     [
         ([0, 255], class_file(0, 1), "0/255 mask"),
         ([0, 1, 255], class_file(7, 8, ignore=(0, 1)), "look like train ids"),
-        ([0, 1, 255], class_file(0, 1), r"to ignore, write `ignore_ids: \[255\]` there"),
+        ([0, 1, 255], class_file(0, 1), r"to ignore them, write `ignore_ids: \[255\]` there"),
         ([0, 1, 255], class_file(0, 1, ignore=(9,)), r"write `ignore_ids: \[9, 255\]` there"),
         ([0, 2], class_file(0, 1, ignore=(255,)), r"write `ignore_ids: \[255, 2\]` there"),
-        ([0, 254], class_file(0, 1, ignore=(255,)), r"write `ignore_ids: \[255, 254\]` there"),
-        (range(20, 50), class_file(0, 1), r"or add them to `ignore_ids: \[\]` there"),
-        ([7, 26, 33], class_file(*range(19), ignore=(255,)), "Cityscapes labelIds"),
         ([1, 2, 3], class_file(0, 1, 2), "count from 1"),
         (range(256), class_file(0, 1), "resizing with interpolation"),
     ],
@@ -160,11 +154,7 @@ def rgb(*colors):
     ("content", "label_format", "message"),
     [
         (png(random_values(8, (5, 11, 3)), RGB, 8), "ids", "is RGB, expected one channel"),
-        (png(random_values(8, (5, 11, 3)), RGB, 8), "ids", "set data.label_format: colors"),
-        (png(random_values(16, (5, 11, 3)), RGB, 16), "ids", "is RGB, expected one channel"),
         (png(random_values(8, (5, 11, 4)), RGBA, 8), "ids", "is RGBA, expected one channel"),
-        (png(random_values(8, (5, 11, 2)), GREY_ALPHA, 8), "ids", "is LA but grey, expected ids"),
-        (png(rgb([7, 7, 7], [2, 2, 2]), RGB, 8), "ids", "is RGB but grey, expected ids"),
         (jpeg(smooth_image()[..., 0]), "ids", "not a PNG file"),
         (png(random_values(16, (5, 11, 3)), RGB, 16), "colors", "is 16-bit RGB; expected 8-bit"),
         (
@@ -218,14 +208,11 @@ def test_png_image_of_any_kind_becomes_8_bit_rgb(saved, color_type, depth):
     np.testing.assert_array_equal(image, np.broadcast_to(color >> (depth - 8), (5, 11, 3)))
 
 
-def test_palette_image_becomes_its_colors(saved):
+def test_a_palette_image_becomes_its_colours_and_a_jpeg_keeps_the_order_of_channels(saved):
     colors = random_values(8, (16, 3)).astype(np.uint8)
     values = random_values(4)
     image = decode.read_image(saved(png(values, PALETTE, 4, extra=[(b"PLTE", colors.tobytes())])))
     np.testing.assert_array_equal(image, colors[values])
-
-
-def test_jpeg_image_keeps_the_order_of_channels(saved):
     expected = smooth_image()
     image = decode.read_image(saved(jpeg(expected, quality=95, subsampling=0), "x.jpg"))
     assert np.abs(image.astype(int) - expected).max() <= 6
@@ -263,33 +250,19 @@ def test_jpeg_that_ends_early_is_refused(saved):
 
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label])
-def test_png_cut_anywhere_is_refused(saved, read):
-    data = png(random_values(8, (20, 30)), GREY, 8)
-    for end in (4, 20, 40, len(data) // 2, len(data) - 13, len(data) - 12, len(data) - 1):
-        with pytest.raises(DataError, match=r"x\.png"):
-            read(saved(data[:end]))
-
-
-@pytest.mark.fault(59)
-@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label])
-def test_no_flipped_bit_in_a_png_goes_unnoticed(saved, read):
+def test_no_cut_or_flipped_bit_in_a_png_goes_unnoticed_and_no_other_file_is_a_picture(saved, read):
     data = png(random_values(8, (6, 9)), GREY, 8)
+    broken = [
+        data[:end] for end in (4, 20, 40, len(data) // 2, *(len(data) - n for n in (13, 12, 1)))
+    ]
     for place in range(8, len(data), 3):  # all but the signature
         damaged = bytearray(data)
         damaged[place] ^= 1 << (place % 8)
+        broken.append(bytes(damaged))
+    broken += [b"", b"hello, this is text\n", data[:8], b"\xff\xd8\xff\xe0", b"GIF89a" * 9]
+    for content in broken:
         with pytest.raises(DataError, match=r"x\.png"):
-            read(saved(bytes(damaged)))
-
-
-@pytest.mark.fault(59)
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"hello, this is text\n", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0", b"GIF89a" * 9],
-)
-@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label])
-def test_what_is_no_picture_is_refused_by_name(saved, read, data):
-    with pytest.raises(DataError, match=r"x\.png"):
-        read(saved(data))
+            read(saved(content))
 
 
 @pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label, decode.read_header])
@@ -310,21 +283,14 @@ def test_what_is_no_file_is_refused_by_name(tmp_path, read, make, said):
 @pytest.mark.fault(62)
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("side", [9_500, 14_000, 1 << 30])
-@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label, decode.read_header])
-def test_decompression_bomb_is_refused_from_its_header(saved, read, side):
-    path = saved(png(np.zeros((1, 8), int), GREY, 1, size=(side, side)))
-    with pytest.raises(DataError, match=r"x\.png: more than 89,478,485 pixels"):
-        read(path)
-
-
-@pytest.mark.fault(62)
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(
-    ("side", "said"),
-    [(9_500, "damaged image"), (14_000, "more than 178,956,970 pixels"), (1 << 30, "more than")],
+    "read", [decode.read_image, decode.read_raw_label, decode.read_header, read_photo]
 )
-def test_predict_reads_images_of_twice_the_size_and_no_bomb(saved, side, said):
-    """The bytes of this file hold one row, so what passes the check is damaged."""
+def test_decompression_bomb_is_refused_from_its_header(saved, read, side):
+    """Predictions are made of images up to twice the size; here the pixels of these are missing."""
+    said = "more than 178,956,970 pixels" if read is read_photo else "more than 89,478,485 pixels"
+    if read is read_photo and side == 9_500:
+        said = "damaged image"
     path = saved(png(np.zeros((1, 8), int), GREY, 1, size=(side, side)))
     with pytest.raises(DataError, match=rf"x\.png: {said}"):
-        read_photo(path)
+        read(path)

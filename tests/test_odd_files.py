@@ -9,38 +9,16 @@ from pathlib import Path
 import pytest
 from experiments import last, losses, refusal, small, train, write_config
 
-
-def nothing(path):
-    """As after a loss of power."""
-    path.write_bytes(b"")
-
-
-def garbage(path):
-    path.write_bytes(b"\xff[\0{" * 100)
-
-
-def brackets(path):
-    """More than Python's stack holds; each `json.loads` of it is a RecursionError."""
-    path.write_bytes(b"[" * 200_000 + b'"eval/mIoU"\n')
-
-
-def no_target(path):
-    path.symlink_to("nowhere")
-
-
-def bad_disk(path):
-    """A plain file that opens, and whose first byte cannot be read: [Errno 5]."""
-    path.symlink_to("/proc/self/mem")
-
-
 KINDS: dict[str, Callable[[Path], object]] = {
     "folder": Path.mkdir,
     "pipe": os.mkfifo,
-    "link": no_target,
-    "bad disk": bad_disk,
-    "empty": nothing,
-    "garbage": garbage,
-    "brackets": brackets,
+    "link": lambda path: path.symlink_to("nowhere"),
+    # A plain file that opens, and whose first byte cannot be read: [Errno 5].
+    "bad disk": lambda path: path.symlink_to("/proc/self/mem"),
+    "empty": Path.touch,  # as after a loss of power
+    "garbage": lambda path: path.write_bytes(b"\xff[\0{" * 100),
+    # More than Python's stack holds; each `json.loads` of it is a RecursionError.
+    "brackets": lambda path: path.write_bytes(b"[" * 200_000 + b'"eval/mIoU"\n'),
 }
 ALL = tuple(KINDS)
 
@@ -65,28 +43,19 @@ REFUSED = {
 }
 
 
-def replaced(run, copy, name, kind):
-    """`copy` becomes `run` with something else under `name`."""
-    shutil.copytree(run, copy)
-    path = copy / name
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-    KINDS[kind](path)
-
-
 def resumed(run, cases, config, where):
     """How resuming the run ends in each case, in one process; what hangs ends it."""
     found = {}
     for number, (name, kind) in enumerate(cases):
-        copy = where / str(number)
-        replaced(run, copy, name, kind)
+        copy = Path(shutil.copytree(run, where / str(number)))
+        if (copy / name).is_dir():
+            shutil.rmtree(copy / name)
+        (copy / name).unlink(missing_ok=True)
+        KINDS[kind](copy / name)
         signal.alarm(100)
-        ended = refusal(train, config, copy, True)
+        ended, log = refusal(train, config, copy, True), ""
         signal.alarm(0)
         assert list(copy.rglob("*.tmp")) == [], (name, kind)
-        log = ""
         if ended is None:
             assert last(copy).step == 3, (name, kind)
             assert name == "metrics.jsonl" or len(losses(copy)) == 3, (name, kind)

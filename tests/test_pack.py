@@ -19,7 +19,7 @@ from safetensors import safe_open
 from test_fingerprint import on_a_machine_of_its_own
 
 from segtrain.cli import main as segtrain
-from segtrain.config import Config, DataConfig
+from segtrain.config import DataConfig
 from segtrain.data import open_dataset
 from segtrain.data.check.checks import check_data
 from segtrain.data.check.stats import measure
@@ -307,7 +307,7 @@ def test_a_pack_is_enough_without_its_files(root, packed):
     dataset = open_dataset(packed, "train")
     assert_same_items(dataset, expected)
     assert [line for line in dataset.warnings if "are not noticed" in line]
-    assert check_data(Config(data=packed), jobs=1).ok
+    assert check_data(packed, jobs=1).ok
 
 
 def test_a_root_with_other_images_is_not_taken_for_a_root_without(root, packed):
@@ -335,8 +335,10 @@ def test_a_change_that_keeps_size_and_time_is_found_by_data_check(root, packed):
     same_size(label)
     os.utime(label, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert open_dataset(packed, "train").warnings == []
-    (found,) = errors_of(check_data(Config(data=packed), jobs=1))
-    assert f"{label}: changed since it was packed" in found.places[0]
+    (found,) = errors_of(check_data(packed, jobs=1))
+    assert found.places == [
+        f"{label}: changed since it was packed; delete the pack and make it again"
+    ]
 
 
 # Shards that change.
@@ -379,7 +381,7 @@ def test_a_flipped_bit_is_noticed_at_the_first_touch(packed, monkeypatch):
 
 @pytest.mark.fault(95)
 def test_data_check_reads_the_pack(root, packed):
-    expected, found = (check_data(Config(data=data), jobs=1) for data in (data_of(root), packed))
+    expected, found = (check_data(data, jobs=1) for data in (data_of(root), packed))
     assert found.ok
     for one, other in zip(expected.scans, found.scans, strict=True):
         np.testing.assert_array_equal(one.pixels, other.pixels)
@@ -390,7 +392,7 @@ def test_data_check_reads_the_pack(root, packed):
 
     image = open_dataset(packed, "val").images[1]
     flip_bit(shards(packed)[image.shard], image.offset + image.num_bytes - 1)
-    (found,) = errors_of(check_data(Config(data=packed), jobs=1))
+    (found,) = errors_of(check_data(packed, jobs=1))
     assert found.kind == "unreadable"
     assert "image w is not what was packed" in found.places[0]
 

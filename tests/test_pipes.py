@@ -11,7 +11,6 @@ from segtrain.checkpoint.format import load
 from segtrain.checkpoint.loading import load_initial, resolve
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.config import DataConfig, ModelConfig, load_config
-from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.layouts import list_split
 from segtrain.errors import CheckpointError, ConfigError, DataError, ExecutionError
@@ -136,44 +135,6 @@ def test_drawn_scenes_are_described_by_a_plain_file(pipe, tmp_path):
     pipe("synthetic.json")
     with pytest.raises(DataError):
         write_dataset(tmp_path, {"train": 1, "val": 1}, size=(32, 32), seed=0, jobs=1)
-
-
-# What a checkpoint names is not shown: it may come from elsewhere and name any file.
-
-
-SECRET = "root:$6$secret: x\nadmin:$6$secret: y\n"
-
-
-@pytest.mark.parametrize("content", [SECRET, "classes:\n- {name: secret, ids: secret}\n", "secret"])
-def test_a_class_file_that_a_checkpoint_names_is_not_shown(tmp_path, content):
-    path = tmp_path / "shadow"
-    path.write_text(content)
-    data = DataConfig(layout="folders", root=str(tmp_path), classes=str(path))
-    with pytest.raises(ConfigError, match=f"data.classes: {path}: .*--set data.classes=") as caught:
-        open_dataset(data, "val", hidden={"data.classes"})
-    assert "secret" not in str(caught.value)
-    with pytest.raises(ConfigError, match=f"{path}:"):
-        open_dataset(data, "val")
-
-
-@pytest.mark.parametrize("layout", ["list", "voc"])
-def test_a_list_file_that_a_checkpoint_names_is_not_shown(tmp_path, layout):
-    data = voc(tmp_path).model_copy(update={"layout": layout})
-    folder = tmp_path if layout == "list" else tmp_path / "ImageSets/Segmentation"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "own.txt").write_text("secret line\nof secret\n../secret\n")
-    split = "own.txt" if layout == "list" else "own"
-    with pytest.raises(DataError, match=r"problems with a list file .*--split") as caught:
-        open_dataset(data, split, hidden={"data.eval_split"})
-    assert "secret" not in str(caught.value)
-    with pytest.raises(DataError, match="secret"):
-        open_dataset(data, split)
-
-
-def test_a_missing_class_file_is_named_as_ever(tmp_path):
-    data = DataConfig(layout="folders", root=str(tmp_path), classes=str(tmp_path / "no.yaml"))
-    with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read: no such file"):
-        open_dataset(data, "val", hidden={"data.classes"})
 
 
 def test_a_picture_does_not_take_the_place_of_a_pipe(pipe):

@@ -260,7 +260,7 @@ def test_nothing_is_written_through_links_or_into_pipes(run, tmp_path):
 
 def test_predictions_into_the_folder_of_the_images_are_refused(run, tmp_path):
     save(tmp_path / "out" / "a.png", photo(8, 9))
-    with pytest.raises(DataError, match=r"out: lies in --output, .* choose another directory"):
+    with pytest.raises(DataError, match=r"out: no images \(.*\) in it, except in --output"):
         run(tmp_path / "out")
 
 

@@ -136,7 +136,7 @@ def test_a_data_set_of_fewer_images_than_ranks_is_trained_on_all_the_same(run_ra
     config = write_config(tmp_path / "c.yaml", small(root, train={"steps": 2}))
     assert run_ranks(2, train, config, run) == [0, 0]
     assert len(losses(run)) == last(run).step == 2
-    said = "warning: 1 image is left out: .bmp is not read, only JPEG and PNG; convert to PNG: "
+    said = "warning: 1 image is left out, only JPEG and PNG are read: "
     assert f"{said}{root / 'images/train/0.bmp'}\n" in (run / "train.log").read_text()
 
 

@@ -37,15 +37,9 @@ def test_a_config_trains_into_the_run_directory_of_its_name():
 
 
 @pytest.mark.parametrize("text", ["runs/my", "runs/my/", "runs/my/config.yaml"])
-@pytest.mark.parametrize("output", [None, "runs/my", "runs/../runs/my/"])
+@pytest.mark.parametrize("output", [None, "runs/../runs/my/"])
 def test_a_run_is_resumed_by_its_directory_or_the_config_in_it(text, output):
     assert target(text, resume=True, output=output) == ("runs/my/config.yaml", "runs/my")
-
-
-def test_inside_of_a_run_its_directory_is_a_point(run, monkeypatch):
-    monkeypatch.chdir(run)
-    assert target(".", resume=True) == ("config.yaml", ".")
-    assert refusal("config.yaml")[1] == "to go on with the run: segtrain train . --resume"
 
 
 @pytest.mark.parametrize("text", ["runs/my", "runs/my/config.yaml"])
@@ -82,11 +76,16 @@ def test_a_config_of_that_name_outside_of_a_run_is_a_config():
     assert target("config.yaml", resume=True) == ("config.yaml", "runs/config")
 
 
-def test_a_run_goes_before_a_shipped_config_of_its_name(run, monkeypatch):
+def test_a_run_goes_before_a_shipped_config_of_its_name_and_in_it_its_directory_is_a_point(
+    run, monkeypatch
+):
     run.rename("runs/demo")
     monkeypatch.chdir("runs")
     assert target("demo", resume=True) == ("demo/config.yaml", "demo")
     assert refusal("demo")[0] == "demo: expected a config, found a run"
+    monkeypatch.chdir("demo")
+    assert target(".", resume=True) == ("config.yaml", ".")
+    assert refusal("config.yaml")[1] == "to go on with the run: segtrain train . --resume"
 
 
 def test_a_folder_without_a_run_is_refused():
@@ -98,7 +97,7 @@ def test_a_folder_without_a_run_is_refused():
     assert line.startswith("runs/mistyped: no such")
 
 
-@pytest.mark.parametrize("content", [None, "", "\0" * 300])
+@pytest.mark.parametrize("content", [None, "\0" * 300])
 @pytest.mark.parametrize("text", ["runs/my", "runs/my/config.yaml"])
 def test_a_run_whose_config_is_lost_is_resumed_by_its_directory_too(run, text, content):
     """After a loss of power; what it said stands in the checkpoints."""

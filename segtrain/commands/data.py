@@ -28,7 +28,7 @@ def check(args: argparse.Namespace) -> int:
     from segtrain.data.check.checks import CheckResult, check_data
 
     def find() -> CheckResult:
-        result = check_data(config, jobs=args.jobs)
+        result = check_data(config.data, jobs=args.jobs)
         placed = [
             replace(finding, text=with_places(finding.text, args.config, args.set))
             for finding in result.findings

@@ -16,10 +16,9 @@ import numpy as np
 from segtrain import files, text
 from segtrain.checkpoint import load_model
 from segtrain.checkpoint.dataset_guard import eval_differences
-from segtrain.config import Config, override_config
+from segtrain.config import Config, DataConfig, override_config
 from segtrain.config.experiment import changed_normalization
 from segtrain.data import open_dataset
-from segtrain.data.check.checks import dark_warnings
 from segtrain.data.read.classes import (
     ClassFile,
     class_differences,
@@ -31,7 +30,14 @@ from segtrain.data.read.protect import check_pictures
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
-from segtrain.errors import EXIT_OK, CheckpointError, ConfigError, DataError, ExecutionError
+from segtrain.errors import (
+    EXIT_OK,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ExecutionError,
+    UserError,
+)
 from segtrain.evaluation.dataset import Prediction, evaluate_dataset
 from segtrain.evaluation.inference import InferenceSettings
 from segtrain.evaluation.report import InstanceCounts, make_report
@@ -65,8 +71,7 @@ def run_eval(args: argparse.Namespace) -> int:
     loaded = load_model(args.checkpoint, device=device)
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
     split = args.split or config.data.eval_split
-    hidden = _named_by_checkpoint(args)
-    dataset = open_dataset(config.data, split, hidden=hidden, labelled=not args.no_labels)
+    dataset = _open_split(args, config.data, split)
 
     # 2. What cannot work is refused before it takes time.
     num_classes = loaded.classes.num_classes
@@ -91,10 +96,9 @@ def run_eval(args: argparse.Namespace) -> int:
             if not args.no_labels:
                 found = eval_differences(loaded, config.data, dataset)
                 differences = stack.enter_context(closing(found))
-            warnings = [*eval_precision_warnings(config, device), *dark_warnings(dataset)]
             _warn(changed_normalization(loaded.config, config))
             _warn(next(differences, []))
-            _warn(f"warning: {line}" for line in warnings)
+            _warn(f"warning: {line}" for line in eval_precision_warnings(config, device))
 
         # 4. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
@@ -171,11 +175,22 @@ def set_after_training(
     return config
 
 
-def _named_by_checkpoint(args: argparse.Namespace) -> set[str]:
-    """The files whose lines no message may show: a checkpoint from elsewhere can name any file."""
-    by_user = {text.partition("=")[0].strip() for text in args.set}
-    by_user |= {"data.eval_split"} if args.split else set()
-    return {"data.classes", "data.eval_split"} - by_user
+def _open_split(args: argparse.Namespace, data: DataConfig, split: str) -> SegDataset:
+    """As `open_dataset`; no message shows what is in a text file that the checkpoint names.
+
+    A checkpoint from elsewhere can name any file of this machine.
+    """
+    try:
+        return open_dataset(data, split, labelled=not args.no_labels)
+    except UserError as error:
+        by_user = {text.partition("=")[0].strip() for text in args.set}
+        by_user |= {"data.eval_split"} if args.split else set()
+        if error.quotes in {"", *by_user}:
+            raise
+        raise type(error)(
+            f"{error.quotes}: mistakes in the file that the checkpoint names, or in what that "
+            f"lists; they are shown if you name it yourself, by --set {error.quotes}=..."
+        ) from None
 
 
 def _check_classes(trained: ClassFile, data: ClassFile) -> None:

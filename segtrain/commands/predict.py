@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from segtrain.checkpoint.loading import load_model
 from segtrain.commands.evaluate import set_after_training
-from segtrain.data.check.dark_images import Brightness, brightness, lost_bits, whole_split_problem
+from segtrain.data.check.dark_images import Brightness, brightness, find_darkness
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.concurrent import prefetch
 from segtrain.data.read.find import first_lines
@@ -235,10 +235,8 @@ def _summarize(notes: Sequence[Notes], output: Path) -> None:
     if turned := sum(note.turned for note in notes):
         asks = counted(turned, "of them asks", "of them ask")
         print(f"{asks} for a rotation by EXIF; it was ignored, as in training")
-    if lost := [light for light in lights if light.lost]:
-        print(f"warning: {lost_bits(lost)}, if these are not just dark: {lost[0].name}")
-    elif problem := whole_split_problem(lights):
-        print(f"warning: such as {lights[0].name}: {problem}")
+    if dark := find_darkness(lights):
+        print(f"warning: {dark.text}: {dark.names[0]}")
     if infinite := sum(not note.is_finite for note in notes):
         print(
             f"warning: the scores of {counted(infinite, 'image', 'images')} are not finite, and "

@@ -2,27 +2,24 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
-from segtrain.config import Config, DataConfig
+from segtrain.config import DataConfig
 from segtrain.data.check.findings import (
     ONE_SPLIT,
     Finding,
-    brightness_findings,
     file_findings,
-    listing_findings,
     refuse_errors,
     shared_image_findings,
     split_findings,
-    training_findings,
 )
-from segtrain.data.check.scan import SplitScan, scan_image, scan_label, scan_pair, scan_split
+from segtrain.data.check.scan import SplitScan, scan_label, scan_pair, scan_split
 from segtrain.data.check.stats import class_column, counts_of, table_lines
 from segtrain.data.pack.opening import open_dataset
 from segtrain.data.read.classes import ClassFile, load_class_file, read_by
@@ -98,7 +95,7 @@ class CheckResult:
         return json.dumps(content, indent=2)
 
 
-def check_data(config: Config, jobs: int | None = None) -> CheckResult:
+def check_data(data: DataConfig, jobs: int | None = None) -> CheckResult:
     """All findings of the training and the evaluation split.
 
     jobs: processes; None: one for each core that this process may use.
@@ -107,7 +104,6 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         ConfigError: the class file is missing or wrong.
         ExecutionError: a process was killed.
     """
-    data = config.data
     classes = load_class_file(data.classes, label_format=data.label_format)
     findings: list[Finding] = []
     datasets = []
@@ -115,11 +111,7 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         try:
             found, dataset = _open(data, split, classes)
         except DataError as error:
-            finding = Finding("error", split, "split", str(error))
-            if findings and findings[-1].text == finding.text:  # such as a wrong data.root
-                findings.pop()
-                finding = replace(finding, split="")
-            findings.append(finding)
+            findings.append(Finding("error", split, "split", str(error)))
             continue
         findings += found
         datasets.append(dataset)
@@ -127,8 +119,6 @@ def check_data(config: Config, jobs: int | None = None) -> CheckResult:
         scans = [scan_split(dataset, pool, compare=True) for dataset in datasets]
     for scan in scans:
         findings += split_findings(scan, read_by(classes, data.label_format))
-        if scan.split == data.train_split:
-            findings += training_findings(scan, config)
     findings += shared_image_findings(scans, is_one_split=data.train_split == data.eval_split)
     return CheckResult(classes.name, classes.names, scans, findings)
 
@@ -160,24 +150,8 @@ def check_split(dataset: SegDataset) -> list[str]:
     kinds = _KINDS if _can_tell_train_ids(dataset) else _KINDS - {"train ids"}
     classes = read_by(dataset.classes, dataset.label_format)
     found = [one for one in split_findings(scan, classes) if one.kind in kinds]
-    # Other labels may all agree.
-    refuse_errors(one for one in found if one.kind != "palettes")
+    refuse_errors(found)
     return _lines(found)
-
-
-def dark_warnings(dataset: SegDataset) -> list[str]:
-    """Warnings about dark images of `dataset`, from a sample of at most 64.
-
-    A pack brings its own. Images that cannot be read give no warning: reading them later fails
-    with a message.
-    """
-    if dataset.is_packed:
-        return []
-    work = partial(scan_image, num_classes=dataset.classes.num_classes)
-    scan = _scanned(dataset, work, _spread(dataset.pairs))
-    if scan.unreadable:
-        return []
-    return _lines(one for one in brightness_findings(scan) if one.kind == "faint")
 
 
 def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Finding], SegDataset]:
@@ -187,7 +161,11 @@ def _open(data: DataConfig, split: str, classes: ClassFile) -> tuple[list[Findin
         return [Finding("warning", split, "pack", line) for line in dataset.warnings], dataset
     listing = scan_layout(data, split)
     dataset = SegDataset(listing.pairs, classes, split=split, label_format=data.label_format)
-    return list(listing_findings(split, listing)), dataset
+    found = [Finding("warning", split, "files", note) for note in listing.notes]
+    if problems := listing.problems:
+        text = f"files that are missing or named wrongly: {len(problems)}"
+        found.append(Finding("error", split, "files", text, problems))
+    return found, dataset
 
 
 def _split_line(scan: SplitScan) -> str:
@@ -232,7 +210,7 @@ def _read_headers(pair: Pair, num_classes: int, label_format: str) -> tuple[Spli
         if problem := label_mode_problem(label.mode, label_format):
             raise DataError(problem)
         if problem := size_problem(pair, image.size, label.size):
-            scan.size_problems.append(problem)
+            scan.places["sizes"][""].append(problem)
     except DataError as error:
         scan.add_unreadable(path, error)
     return scan, depth
@@ -244,24 +222,17 @@ def _scan_sample(dataset: SegDataset, depths: Sequence[int]) -> SplitScan:
     deep = [i for i, depth in enumerate(depths) if depth > 8]
     indices = dict.fromkeys([*_spread(range(len(dataset))), *_spread(deep)])
     work = partial(scan_pair, classes=classes, label_format=label_format, count_rgb=False)
-    scan = _scanned(dataset, work, (dataset.pairs[i] for i in indices))
+    scan = SplitScan(dataset.split, len(dataset), classes.num_classes)
+    with ThreadPoolExecutor(_DECODING_THREADS) as pool:
+        for found in pool.map(work, (dataset.pairs[i] for i in indices)):
+            scan.add(found)
     # With a single class any model scores 100 %. Only all labels together can tell.
     for i in range(len(dataset)):
         is_single = classes.num_classes > 1 and np.count_nonzero(scan.pixels) < 2
-        if not is_single or scan.unknown or scan.unreadable:
+        if not is_single or scan.unknown or scan.places["unreadable"]:
             break
         if i not in indices:
             scan.add(scan_label(dataset.pairs[i], classes, label_format))
-    return scan
-
-
-def _scanned(
-    dataset: SegDataset, work: Callable[[Pair], SplitScan], pairs: Iterable[Pair]
-) -> SplitScan:
-    scan = SplitScan(dataset.split, len(dataset), dataset.classes.num_classes)
-    with ThreadPoolExecutor(_DECODING_THREADS) as pool:
-        for found in pool.map(work, pairs):
-            scan.add(found)
     return scan
 
 

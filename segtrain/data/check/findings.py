@@ -5,23 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from segtrain.config import Config
-from segtrain.data.check.dark_images import lost_bits, whole_split_problem
+from segtrain.data.check.dark_images import find_darkness
 from segtrain.data.check.scan import Palette, SplitScan
 from segtrain.data.read.classes import ClassFile, Color
-from segtrain.data.read.find import MAX_SHOWN, extra_labels_text, left_out_text
-from segtrain.data.read.labels import (
-    looks_like_train_ids,
-    single_class,
-    train_ids,
-    unknown_colors,
-    unknown_ids,
-)
-from segtrain.data.read.layouts import Listing
+from segtrain.data.read.find import MAX_SHOWN
+from segtrain.data.read.labels import looks_like_train_ids, unknown_colors, unknown_ids
 from segtrain.errors import DataError
 from segtrain.text import MAX_NAME, counted, first_of, printable
+from segtrain.types import IGNORE_INDEX
 
 ONE_SPLIT = "data.train_split and data.eval_split are the same: scores are of training images"
 _REPAIR = "if the colours are right and the indices are not, set data.label_format: colors"
@@ -56,33 +47,18 @@ def refuse_errors(findings: Iterable[Finding]) -> None:
         raise DataError("\n".join(lines))
 
 
-def listing_findings(split: str, listing: Listing) -> Iterator[Finding]:
-    """About the names of the files."""
-    if problems := listing.problems:
-        text = f"files that are missing or named wrongly: {len(problems)}"
-        yield Finding("error", split, "files", text, problems)
-    words = "name clashes", "names clash", "on some file systems"
-    yield from _warning(split, "names", listing.warnings, *words)
-    for note in listing.notes:
-        yield Finding("warning", split, "labels", note)
-    for kind, text_of, files in (
-        ("formats", left_out_text, listing.left_out),
-        ("extra labels", extra_labels_text, listing.extra_labels),
-    ):
-        if files:
-            yield Finding("warning", split, kind, text_of(files), list(map(printable, files)))
-
-
 def split_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     """About the files of one split, whatever it is used for."""
     yield from file_findings(scan)
     if scan.unknown:
         yield _unknown_values(scan, classes)
     words = "label holds", "labels hold", "nothing but ignored pixels"
-    yield from _warning(scan.split, "all ignored", scan.all_ignored, *words)
+    yield from _warning(scan.split, "all ignored", scan.places["all ignored"][""], *words)
     words = "image carries", "images carry", "an EXIF orientation, which is ignored"
-    yield from _warning(scan.split, "orientation", scan.turned, *words)
-    yield from brightness_findings(scan)
+    yield from _warning(scan.split, "orientation", scan.places["orientation"][""], *words)
+    if dark := find_darkness(scan.brightness):
+        severity = "error" if dark.is_all else "warning"
+        yield Finding(severity, scan.split, "faint", dark.text, dark.names)
     yield from _palette_findings(scan, classes)
     yield from _class_findings(scan, classes)
 
@@ -90,7 +66,7 @@ def split_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
 def file_findings(scan: SplitScan) -> Iterator[Finding]:
     """About files that cannot be read, and labels whose size is not that of the image."""
     single = []
-    for reason, files in scan.unreadable.items():
+    for reason, files in scan.places["unreadable"].items():
         if files[1:]:
             # Such as a wrong setting: it is wrong for all files.
             text = f"{len(files)} files cannot be read: {reason}"
@@ -100,59 +76,17 @@ def file_findings(scan: SplitScan) -> Iterator[Finding]:
     if single:
         text = f"files that cannot be read: {len(single)}"
         yield Finding("error", scan.split, "unreadable", text, single)
-    if problems := scan.size_problems:
+    if problems := scan.places["sizes"][""]:
         what = counted(len(problems), "label differs from its", "labels differ from their")
         yield Finding("error", scan.split, "sizes", f"{what} image in size", problems)
 
 
-def brightness_findings(scan: SplitScan) -> Iterator[Finding]:
-    """About images that are dark or of a single colour."""
-    images = scan.brightness
-    lost = [image for image in images if image.lost]
-    if problem := whole_split_problem(images):
-        places = [image.name for image in lost or images]
-        yield Finding("error", scan.split, "faint", problem, places)
-        return
-    if lost:
-        text = f"{lost_bits(lost)}, if these are not just dark"
-        yield Finding("warning", scan.split, "faint", text, [image.name for image in lost])
-    flat = [image.name for image in images if image.flat]
-    words = "image is", "images are", "of a single colour"
-    yield from _warning(scan.split, "single colour", flat, *words)
-
-
-def training_findings(scan: SplitScan, config: Config) -> Iterator[Finding]:
-    """About the training split: images smaller than the crop, or fewer than a batch."""
-    crop_size, short_side = config.augment.crop_size, config.data.short_side_px
-    sizes = np.array(list(scan.sizes.elements())).reshape(-1, 2)
-    if short_side:
-        sizes = sizes * short_side / sizes.min(axis=1, keepdims=True)
-    small = int((sizes.round() < crop_size).any(axis=1).sum())
-    if small:
-        text = (
-            f"{small} of {len(sizes)} images are smaller than augment.crop_size {list(crop_size)} "
-            f"and are padded; the median size is {np.median(sizes, axis=0).astype(int).tolist()}"
-        )
-        yield Finding("warning", scan.split, "small", text)
-    batch = config.train.batch_size
-    if 0 < scan.num_pairs < batch:
-        text = (
-            f"images: {scan.num_pairs}, fewer than train.batch_size {batch}: a batch repeats some"
-        )
-        yield Finding("warning", scan.split, "few", text)
-
-
 def shared_image_findings(scans: Sequence[SplitScan], *, is_one_split: bool) -> Iterator[Finding]:
-    """About images that occur more than once, in one split or in both."""
+    """About images that are in both splits."""
     if is_one_split:
         yield Finding("warning", "", "one split", ONE_SPLIT)
-    for scan in scans:
-        groups = [names for names in scan.digests.values() if names[1:]]
-        copies = [first_of(names, separator=" = ") for names in groups]
-        words = "image occurs", "images occur", "more than once"
-        yield from _warning(scan.split, "copies", copies, *words)
     if len(scans) == 2:
-        first, second = (scan.digests for scan in scans)
+        first, second = (scan.places["images"] for scan in scans)
         shared = [
             f"{printable(names[0])} = {printable(second[digest][0])}"
             for digest, names in first.items()
@@ -177,10 +111,9 @@ def _unknown_values(scan: SplitScan, classes: ClassFile) -> Finding:
         text = unknown_colors(scan.unknown, classes)
     places = []
     for value, num_pixels in scan.unknown.most_common():
-        labels = scan.unknown_labels[value]
+        labels = scan.places["values"][value]
         where = counted(len(labels), "label", "labels")
-        first = ", ".join(map(printable, labels[:3]))
-        places.append(f"{value}: {num_pixels} pixels in {where}, first {first}")
+        places.append(f"{value}: {num_pixels} pixels in {where}: {first_of(labels, 3)}")
     return Finding("error", scan.split, "values", text, places)
 
 
@@ -190,13 +123,22 @@ def _class_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     present = [name for name, pixels in zip(classes.names, scan.pixels, strict=True) if pixels]
     absent = [name for name in classes.names if name not in present]
     if classes.num_classes > 1 and len(present) < 2 and not scan.unknown:
-        text = single_class(present, is_mask=set(scan.values) == {0, 255})
+        text = (
+            f"classes that occur: {first_of(present) or 'none'}; all other pixels are ignored: "
+            "check ids and ignore_ids in the class file"
+        )
+        if set(scan.values) == {0, 255}:
+            text += "; for a 0/255 mask give the foreground `ids: [255]` and set `ignore_ids: []`"
         yield Finding("error", scan.split, "one class", text)
     elif absent:
         text = f"{len(absent)} of {classes.num_classes} classes never occur"
         yield Finding("warning", scan.split, "absent", text, absent)
     if looks_like_train_ids(scan.values, classes):
-        yield Finding("warning", scan.split, "train ids", train_ids(scan.values))
+        text = (
+            f"no label holds an id above {max(i for i in scan.values if i != IGNORE_INDEX)}, "
+            "although the class file goes further: these may be train ids"
+        )
+        yield Finding("warning", scan.split, "train ids", text)
 
 
 def _palette_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
@@ -213,9 +155,8 @@ def _palette_findings(scan: SplitScan, classes: ClassFile) -> Iterator[Finding]:
     for problem, places in contradictions.items():
         labels = counted(len(places), "label", "labels")
         yield Finding("error", scan.split, "palette", f"in {labels} {problem}", places)
-    moved, is_permutation = _moved_colors(scan.palettes)
-    if moved:
-        yield Finding("error" if is_permutation else "warning", scan.split, "palettes", moved)
+    if moved := _moved_color(scan.palettes):
+        yield Finding("warning", scan.split, "palettes", moved)
 
 
 def _contradiction(palette: Palette, classes: ClassFile) -> str:
@@ -238,26 +179,20 @@ def _contradiction(palette: Palette, classes: ClassFile) -> str:
     )
 
 
-def _moved_colors(labels: Mapping[str, Palette]) -> tuple[str, bool]:
-    """Names two labels with one colour at different indices, and whether all colours are equal.
+def _moved_color(labels: Mapping[str, Palette]) -> str:
+    """Names two labels with one colour at different indices; empty if there are none.
 
-    Empty if there are none: palettes that only have different colours are no mistake.
+    Palettes that only have different colours are no mistake.
     """
-    found = ""
-    first: dict[int | frozenset[Color], str] = {}  # label with this index, or with these colours
+    first: dict[int, tuple[str, Color]] = {}  # the first label with an index, and its colour
     for name, palette in labels.items():
-        index = {color: i for i, color in palette.items()}
-        colors = frozenset(index)
-        for other in dict.fromkeys(first.setdefault(key, name) for key in (colors, *palette)):
-            for i, color in labels[other].items():
-                if palette.get(i, color) == color or color not in index:
-                    continue
-                text = (
-                    f"labels have the same colours at different indices: {list(color)} is {i} in "
-                    f"{printable(other)} and {index[color]} in {printable(name)}, and ids are the "
-                    f"indices; were the palettes made file by file? {_REPAIR}"
+        index_of = {color: i for i, color in palette.items()}
+        for i, here in palette.items():
+            other, there = first.setdefault(i, (name, here))
+            if there != here and there in index_of:
+                return (
+                    f"labels have the same colours at different indices: {list(there)} is {i} in "
+                    f"{printable(other)} and {index_of[there]} in {printable(name)}, and ids are "
+                    f"the indices; were the palettes made file by file? {_REPAIR}"
                 )
-                if set(labels[other].values()) == colors:
-                    return text, True
-                found = found or text
-    return found, False
+    return ""

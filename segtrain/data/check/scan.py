@@ -26,6 +26,7 @@ from segtrain.text import printable
 Palette = Mapping[int, Color]
 # A raw id, or an RGB colour where labels hold colours.
 Value = int | Color
+_KINDS = ("unreadable", "sizes", "values", "all ignored", "orientation", "images")
 
 
 @dataclass
@@ -38,12 +39,10 @@ class SplitScan:
     sizes: number of images of each (height, width).
     values: pixels of each raw id; empty where labels hold colours.
     unknown: pixels of each id or colour that the class file does not name.
-    unknown_labels: the labels that hold it.
-    unreadable: the files that cannot be used, by the reason.
-    turned: images with an EXIF orientation.
-    digests: names of the images by the hash of their file.
     palettes: the colours of the ids that occur, by the name of the label.
     rgb: (3, 256) int64, pixels of each red, green and blue value; zeros unless asked for.
+    places: files or names of images by the kind of finding, and for some kinds by what is found:
+        unreadable files by the reason, labels by the unknown value, images by the hash of the file.
     """
 
     split: str
@@ -56,15 +55,12 @@ class SplitScan:
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     values: Counter[int] = field(default_factory=Counter)
     unknown: Counter[Value] = field(default_factory=Counter)
-    unknown_labels: dict[Value, list[str]] = field(default_factory=lambda: defaultdict(list))
-    unreadable: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    size_problems: list[str] = field(default_factory=list)
-    turned: list[str] = field(default_factory=list)
-    all_ignored: list[str] = field(default_factory=list)
-    digests: dict[bytes, list[str]] = field(default_factory=lambda: defaultdict(list))
     brightness: list[Brightness] = field(default_factory=list)
     palettes: dict[str, Palette] = field(default_factory=dict)
     rgb: np.ndarray = field(default_factory=lambda: np.zeros((3, 256), np.int64))
+    places: dict[str, dict[Value | str | bytes, list[str]]] = field(
+        default_factory=lambda: {kind: defaultdict(list) for kind in _KINDS}
+    )
 
     def __post_init__(self, num_classes: int) -> None:
         self.pixels, self.images, self.pixels_beside = np.zeros((3, num_classes), np.int64)
@@ -79,40 +75,33 @@ class SplitScan:
         self.sizes.update(pair.sizes)
         self.values.update(pair.values)
         self.unknown.update(pair.unknown)
-        self.size_problems += pair.size_problems
-        self.turned += pair.turned
-        self.all_ignored += pair.all_ignored
         self.brightness += pair.brightness
         self.palettes |= pair.palettes
-        for mine, theirs in (
-            (self.unknown_labels, pair.unknown_labels),
-            (self.unreadable, pair.unreadable),
-            (self.digests, pair.digests),
-        ):
-            for key, names in theirs.items():
-                mine[key] += names
+        for kind, found in pair.places.items():
+            for what, names in found.items():
+                self.places[kind][what] += names
 
     def add_unreadable(self, path: Path, error: DataError) -> None:
         """Notes that the file at `path` cannot be used; the text of `error` may start with it."""
         place = printable(path)
-        self.unreadable[str(error).removeprefix(f"{place}: ")].append(place)
+        self.places["unreadable"][str(error).removeprefix(f"{place}: ")].append(place)
 
     def add_image(
         self,
         name: str,
         image: np.ndarray,
         digest: bytes,
-        *,
         depth: int,
         orientation: int,
+        *,
         count_rgb: bool,
     ) -> None:
         """Adds an image (H, W, 3) uint8 whose file has this hash, depth and EXIF orientation."""
-        self.digests[digest].append(name)
+        self.places["images"][digest].append(name)
         self.sizes[image.shape[:2]] += 1
         self.brightness.append(brightness(image, depth, name))
         if orientation != 1:
-            self.turned.append(name)
+            self.places["orientation"][""].append(name)
         if count_rgb:
             self.rgb += [np.bincount(image[..., c].ravel(), minlength=256) for c in range(3)]
 
@@ -124,7 +113,7 @@ class SplitScan:
         self.pixels_beside += (pixels > 0) * num_valid
         self.ignored_pixels += num_pixels - num_valid
         if not num_valid and not self.unknown:
-            self.all_ignored.append(name)
+            self.places["all ignored"][""].append(name)
 
 
 def scan_split(
@@ -160,14 +149,7 @@ def scan_split(
 
 def scan_pair(pair: Pair, classes: ClassFile, label_format: str, count_rgb: bool) -> SplitScan:
     """What one pair holds; count_rgb: also count `SplitScan.rgb`."""
-    scan = scan_image(pair, classes.num_classes, count_rgb=count_rgb)
-    scan.add(scan_label(pair, classes, label_format, scan.sizes))
-    return scan
-
-
-def scan_image(pair: Pair, num_classes: int, *, count_rgb: bool = False) -> SplitScan:
-    """What the image of one pair holds."""
-    scan = SplitScan("", 1, num_classes)
+    scan = SplitScan("", 1, classes.num_classes)
     try:
         data = decode.read_bytes(pair.image)
         digest = hashlib.blake2b(data, digest_size=16).digest()
@@ -175,9 +157,10 @@ def scan_image(pair: Pair, num_classes: int, *, count_rgb: bool = False) -> Spli
         header = decode.decode_header(data, pair.image)
     except DataError as error:
         scan.add_unreadable(pair.image, error)
-        return scan
-    facts = {"depth": header.depth, "orientation": header.orientation}
-    scan.add_image(pair.name, image, digest, **facts, count_rgb=count_rgb)
+    else:
+        facts = header.depth, header.orientation
+        scan.add_image(pair.name, image, digest, *facts, count_rgb=count_rgb)
+    scan.add(scan_label(pair, classes, label_format, scan.sizes))
     return scan
 
 
@@ -192,20 +175,11 @@ def scan_label(
         scan.add_unreadable(pair.label, error)
         return scan
     scan.add_label(pair.name, pixels, shape[0] * shape[1])
-    scan.unknown_labels.update({value: [pair.name] for value in scan.unknown})
+    for value in scan.unknown:
+        scan.places["values"][value].append(pair.name)
     problems = [size_problem(pair, size, shape) for size in image_sizes]
-    scan.size_problems += filter(None, problems)
+    scan.places["sizes"][""] += filter(None, problems)
     return scan
-
-
-def used_palette(colors: list[Color], values: Iterable[int]) -> dict[int, Color]:
-    """The colours of those `values` that the palette `colors` of a label names.
-
-    Empty for a grey ramp, where each colour only repeats its index.
-    """
-    if all(color == (i, i, i) for i, color in enumerate(colors)):
-        return {}
-    return {i: colors[i] for i in sorted(values) if i < len(colors)}
 
 
 def _count_label(
@@ -228,8 +202,11 @@ def _count_label(
             scan.unknown[raw_id] = count
         elif train_id < classes.num_classes:
             pixels[train_id] += count
-    if palette := used_palette(decode.decode_palette(data, pair.label), scan.values):
-        scan.palettes[pair.name] = palette
+    colors = decode.decode_palette(data, pair.label)
+    # In a grey ramp each colour only repeats its index.
+    if any(color != (i, i, i) for i, color in enumerate(colors)):
+        used = (i for i in sorted(scan.values) if i < len(colors))
+        scan.palettes[pair.name] = {i: colors[i] for i in used}
     return label.shape, pixels
 
 
@@ -258,9 +235,8 @@ def _scan_packed(
         scan.add_unreadable(shards.path(packed), error)
         return scan
     image, label = split_rows(shards.rows(packed))
-    digest = bytes.fromhex(packed.image.sha256)
-    facts = {"depth": packed.depth, "orientation": packed.orientation}
-    scan.add_image(pair.name, image, digest, **facts, count_rgb=count_rgb)
+    facts = bytes.fromhex(packed.image.sha256), packed.depth, packed.orientation
+    scan.add_image(pair.name, image, *facts, count_rgb=count_rgb)
     pixels = np.bincount(label.ravel(), minlength=256)[: classes.num_classes]
     scan.add_label(pair.name, pixels, label.size)
     return scan

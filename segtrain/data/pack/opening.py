@@ -6,7 +6,7 @@ contents of a few files are compared; of many, a warning says how to compare the
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,13 +41,9 @@ def has_content(path: Path, file: SourceFile) -> bool:
         return sha256_of(path) == file.sha256
 
 
-def open_dataset(
-    data: DataConfig, split: str, *, hidden: Collection[str] = (), labelled: bool = True
-) -> SegDataset:
+def open_dataset(data: DataConfig, split: str, *, labelled: bool = True) -> SegDataset:
     """The images and labels of `split`, listed and complete, not yet read; of a pack if asked.
 
-    hidden: "data.classes" for a class file, "data.eval_split" for a list file, if messages must
-        show none of its lines: a checkpoint names it, not the user.
     labelled: False for a split without labels; in a pack, all their pixels are ignored.
 
     Raises:
@@ -56,25 +52,22 @@ def open_dataset(
         DataError: no such split, no images, or files missing, all of them counted; or there is no
             pack, it is damaged or older than its files.
     """
-    classes = load_class_file(
-        data.classes, label_format=data.label_format, quoted="data.classes" not in hidden
-    )
-    quoted = "data.eval_split" not in hidden
+    classes = load_class_file(data.classes, label_format=data.label_format)
     if data.pack is not None:
-        return _open_packed(data, split, classes, quoted=quoted, labelled=labelled)
-    listing = list_split(data, split, quoted=quoted, labelled=labelled)
+        return _open_packed(data, split, classes, labelled=labelled)
+    listing = list_split(data, split, labelled=labelled)
     return (SegDataset if labelled else UnlabelledDataset)(
         listing.pairs,
         classes,
         split=split,
         label_format=data.label_format,
-        warnings=listing.warnings_of_start(),
+        warnings=listing.notes,
         may_exclude=split == data.train_split,
     )
 
 
 def _open_packed(
-    data: DataConfig, split: str, classes: ClassFile, *, quoted: bool, labelled: bool
+    data: DataConfig, split: str, classes: ClassFile, *, labelled: bool
 ) -> PackedDataset:
     directory = Path(os.path.expanduser(data.pack))
     pack = read_pack(directory)
@@ -91,7 +84,7 @@ def _open_packed(
             "  make another pack with segtrain data pack, or read the files themselves "
             "(data.pack: null)"
         )
-    is_there, warnings = _check_source(data, split, packed.images, quoted=quoted, labelled=labelled)
+    is_there, warnings = _check_source(data, split, packed.images, labelled=labelled)
     root = Path(os.path.expanduser(data.root))
     return PackedDataset(
         [Pair(root / x.image.name, root / x.label.name, x.name) for x in packed.images],
@@ -125,7 +118,7 @@ def _other_options(
 
 
 def _check_source(
-    data: DataConfig, split: str, images: Sequence[PackedImage], *, quoted: bool, labelled: bool
+    data: DataConfig, split: str, images: Sequence[PackedImage], *, labelled: bool
 ) -> tuple[bool, list[str]]:
     """Compares the files in data.root with those that were packed.
 
@@ -155,7 +148,7 @@ def _check_source(
         touched = []
     problems = [f"{printable(p)}: {what}" for what in (_GONE, _CHANGED) for p, _ in by_state[what]]
     if labelled and not problems:
-        problems = _other_names(data, split, images, quoted=quoted)
+        problems = _other_names(data, split, images)
     if problems:
         raise DataError(first_lines(f"{pack}, split {split!r}: {_WAY_OUT}", problems))
     if not touched:
@@ -183,13 +176,11 @@ def _has_images(data: DataConfig, split: str) -> bool:
         return False
 
 
-def _other_names(
-    data: DataConfig, split: str, images: Sequence[PackedImage], *, quoted: bool
-) -> list[str]:
+def _other_names(data: DataConfig, split: str, images: Sequence[PackedImage]) -> list[str]:
     """How the split, listed now, differs from `images`."""
     now = [
         (pair.name, source_name(pair.image, data.root), source_name(pair.label, data.root))
-        for pair in list_split(data, split, quoted=quoted).pairs
+        for pair in list_split(data, split).pairs
     ]
     packed = [(image.name, image.image.name, image.label.name) for image in images]
     if now == packed:

@@ -171,15 +171,11 @@ _EXAMPLE = "classes: [background, crack]"
 _IGNORE_COLORS = ((0, 0, 0), (224, 224, 192), (255, 255, 255))
 
 
-def load_class_file(
-    name_or_path: str, *, label_format: str = "ids", quoted: bool = True
-) -> ClassFile:
+def load_class_file(name_or_path: str, *, label_format: str = "ids") -> ClassFile:
     """The class file of a known data set (`cityscapes`, `camvid`, `voc`, `ade20k`) or at a path.
 
     label_format: with "colors" the file must give the colour of each class. A default colour could
         stand for another class in the labels.
-    quoted: whether messages may quote the file. False where a checkpoint names it: a checkpoint
-        from elsewhere can name any file of this machine.
 
     Raises:
         ConfigError: no such file, or one line for every mistake in it.
@@ -189,28 +185,10 @@ def load_class_file(
         path = _find(name_or_path)
     text = read_text(path)
     try:
-        classes = parse_class_file(text, path)
-        if label_format == "colors":
-            _check_given_colors(classes, path)
-    except ConfigError:
-        if quoted:
-            raise
-        raise ConfigError(
-            f"data.classes: {printable(path)}: not a class file, or it has mistakes; "
-            "the checkpoint names it, so its lines are not shown; --set data.classes=PATH shows "
-            "them, or names another file"
-        ) from None
-    return classes
-
-
-def _check_given_colors(classes: ClassFile, path: Path) -> None:
-    missing = [c.name for i, c in enumerate(classes.classes) if i not in classes.given_colors]
-    if missing:
-        raise ConfigError(
-            f"data.classes: {printable(path)}: data.label_format is colors, and {len(missing)} of "
-            f"{classes.num_classes} classes have no `color`: {first_of(missing)}; give each class "
-            "its colour in the labels, such as {name: crack, color: [255, 0, 0]}"
-        )
+        return parse_class_file(text, path, label_format)
+    except ConfigError as error:
+        error.quotes = "data.classes"
+        raise
 
 
 def class_file_from_json(text: str) -> ClassFile:
@@ -242,18 +220,11 @@ def _find(name_or_path: str) -> Path:
         known = _known_files()
         if name_or_path in known:
             return known[name_or_path]
-        expected = f"; expected one of {', '.join(sorted(known))}, or a path ending in .yaml"
+        expected = f"; expected one of {', '.join(known_names())}, or a path ending in .yaml"
         hint = did_you_mean(name_or_path, known_names()) or expected
         name = printable(name_or_path, MAX_NAME)
         raise ConfigError(f"data.classes: no class file named '{name}'{hint}")
-    if path.exists():
-        return path
-    beside = {p.stem: p for end in ("*.yaml", "*.yml") for p in path.parent.glob(end)}
-    hint = did_you_mean(path.stem, {stem: printable(p) for stem, p in beside.items()})
-    if not path.is_absolute():
-        here = printable(Path.cwd())
-        hint += f" (looked for from {here}; --set data.classes=PATH names another)"
-    raise ConfigError(f"data.classes: {printable(path)}: cannot be read: no such file{hint}")
+    return path
 
 
 class _Section(BaseModel):
@@ -289,11 +260,10 @@ class _StoredClassFile(_ClassFileEntry):
     name: str
 
 
-def parse_class_file(text: str, path: Path) -> ClassFile:
+def parse_class_file(text: str, path: Path, label_format: str = "ids") -> ClassFile:
     """The class file with this `text`; `path` gives its name, and the place of its mistakes.
 
-    Raises:
-        ConfigError: one line for every mistake in it.
+    label_format: as in `load_class_file`.
     """
     document = scan_yaml(text, source=printable(path), example=_EXAMPLE)
     mistakes, data = list(document.mistakes), document.data
@@ -308,6 +278,10 @@ def parse_class_file(text: str, path: Path) -> ClassFile:
     elif not mistakes:
         classes = _resolve(entry, path.stem)
         mistakes += _repeated(classes)
+        missing = [c.name for c in entry.classes if c.color is None]
+        if missing and label_format == "colors":
+            what = "data.label_format is colors, and these classes have no `color`"
+            mistakes.append(Mistake(("classes",), f"{what}: {first_of(missing)}"))
         if not mistakes:
             return classes
     raise ConfigError("\n".join(report(mistakes, document.places, source=document.source)))

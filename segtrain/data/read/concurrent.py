@@ -21,7 +21,6 @@ from segtrain.text import printable
 T = TypeVar("T")
 R = TypeVar("R")
 
-_PLAIN_EVERY_S = 15  # where there is no terminal
 _CHUNK = 8
 # Each process needs enough pairs to pay for its start.
 _PAIRS_PER_PROCESS = 128
@@ -86,11 +85,10 @@ def for_each_pair(
         ExecutionError: a process was killed.
     """
     results = map(function, pairs) if pool is None else pool.map(function, pairs, chunksize=_CHUNK)
-    seconds = 0.1 if sys.stderr.isatty() else _PLAIN_EVERY_S
-    bar = tqdm(results, printable(what), len(pairs), unit="pair", leave=False, delay=seconds)
-    bar.mininterval = seconds
+    every_s = 0.1 if sys.stderr.isatty() else 15
+    options = {"unit": "pair", "leave": False, "delay": every_s, "mininterval": every_s}
     try:
-        yield from bar
+        yield from tqdm(results, printable(what), len(pairs), **options)
     except BrokenProcessPool as error:
         raise ExecutionError(
             "a process was killed, probably for lack of memory; use fewer --jobs"

@@ -120,9 +120,8 @@ def decode_raw_label(data: bytes, path: str | Path) -> np.ndarray:
     """`read_raw_label` of `data`."""
     with _opened_label(data, path) as (image, depth):
         raw = np.array(image)
-    if image.mode not in _ID_MODES:
-        grey = image.mode == "LA" or bool((raw[..., :1] == raw[..., :3]).all())
-        raise DataError(f"{printable(path)}: {label_mode_problem(image.mode, 'ids', grey=grey)}")
+    if problem := label_mode_problem(image.mode, "ids"):
+        raise DataError(f"{printable(path)}: {problem}")
     if image.mode == "L" and depth in _GREY_STEP:
         return raw // np.uint8(_GREY_STEP[depth])
     return raw.astype(np.uint8 if depth <= 8 else np.uint16, copy=False)
@@ -191,17 +190,12 @@ def exif_orientation(image: Image.Image) -> int:
     return orientation if 1 <= orientation <= 8 else 1
 
 
-def label_mode_problem(mode: str, label_format: str, *, grey: bool = False) -> str:
-    """Why a label of Pillow's `mode` cannot be read in this format; empty if it can.
-
-    grey: the colour channels are known to be equal.
-    """
+def label_mode_problem(mode: str, label_format: str) -> str:
+    """Why a label of Pillow's `mode` cannot be read in this format; empty if it can."""
     if label_format == "colors":
         return "" if mode in _COLOR_MODES else f"the label is {mode}; expected 8-bit RGB colours"
     if mode in _ID_MODES:
         return ""
-    if grey:
-        return f"the label is {mode} but grey, expected ids; save it with one channel"
     return (
         f"the label is {mode}, expected one channel of class ids; for labels in colours give each "
         "class its `color` in the class file and set data.label_format: colors"

@@ -32,6 +32,7 @@ _LABEL_THREADS = 8
 class SplitFingerprint:
     """One split. Its pairs are cut into blocks of neighbours; every block has one hash of a kind.
 
+    pairs_per_hash: the smallest power of two that gives at most 64 hashes.
     files: hashes of the names and sizes of images and labels.
     labels: hashes of the contents of the labels; None if these have not been read.
     """
@@ -73,18 +74,14 @@ def fingerprint_from_json(text: str) -> DataFingerprint:
     return _ADAPTER.validate_json(text)
 
 
-def hash_files(
-    dataset: SegDataset, root: str, *, pairs_per_hash: int | None = None
-) -> SplitFingerprint:
+def hash_files(dataset: SegDataset, root: str) -> SplitFingerprint:
     """The fingerprint of `dataset` in data.root, without the contents of its labels.
-
-    pairs_per_hash: None: the smallest power of two that gives at most 64 hashes.
 
     Raises:
         DataError: a file is gone, or its size cannot be read.
     """
-    size = pairs_per_hash or 1
-    while pairs_per_hash is None and size * _MAX_HASHES < len(dataset):
+    size = 1
+    while size * _MAX_HASHES < len(dataset):
         size *= 2
     # The join adds a slash at the end.
     prefix = os.fsencode(os.path.join(str(Path(os.path.expanduser(root))), ""))
@@ -150,23 +147,18 @@ class LabelHashing:
         return b"" if self._stopped.is_set() else dataset.hashed_label(index).digest
 
 
-def file_difference(
-    before: SplitFingerprint, now: SplitFingerprint, dataset: SegDataset, root: str
-) -> str:
+def file_difference(before: SplitFingerprint, now: SplitFingerprint, dataset: SegDataset) -> str:
     """How the names, sizes or order of the files differ from `before`; empty if they do not.
 
-    now: the fingerprint of `dataset` at `root`.
+    now: the fingerprint of `dataset`.
     """
-    if before.num_pairs == now.num_pairs and before.files == now.files:
-        return ""
-    if before.pairs_per_hash != now.pairs_per_hash:
-        now = hash_files(dataset, root, pairs_per_hash=before.pairs_per_hash)
-    block = next(iter(_differing(before.files, now.files)), 0)
-    what = "names, sizes or order of the files differ"
     if before.num_pairs != now.num_pairs:
-        what = f"{before.num_pairs} images there, {now.num_pairs} now"
-    images = [pair.image for pair in dataset.pairs]
-    where = _files_of_block(images, block, now.pairs_per_hash)
+        return f"split {dataset.split}: {before.num_pairs} images there, {now.num_pairs} now"
+    differing = _differing(before.files, now.files)
+    if not differing:
+        return ""
+    where = _files_of_block([pair.image for pair in dataset.pairs], differing[0], now)
+    what = "names, sizes or order of the files differ"
     return f"split {dataset.split}: {what}; the first difference is {where}"
 
 
@@ -180,20 +172,18 @@ def label_difference(before: SplitFingerprint, labels: Sequence[str], dataset: S
     if not differing:
         return ""
     paths = [pair.label for pair in dataset.pairs]
-    where = _files_of_block(paths, differing[0], before.pairs_per_hash)
+    where = _files_of_block(paths, differing[0], before)
     many = f"{len(differing)} " if before.pairs_per_hash == 1 else ""
     return f"split {dataset.split}: {many}labels hold something else; the first is {where}"
 
 
 def _differing(before: Sequence[str], now: Sequence[str]) -> list[int]:
-    """The indices of the blocks that differ or that one side does not have."""
+    """The indices of the blocks that differ."""
     return [i for i, (old, new) in enumerate(zip_longest(before, now)) if old != new]
 
 
-def _files_of_block(paths: Sequence[Path], block: int, pairs_per_hash: int) -> str:
-    files = paths[block * pairs_per_hash : (block + 1) * pairs_per_hash]
-    if not files:
-        return f"after {printable(paths[-1])}, which is the last one now"
+def _files_of_block(paths: Sequence[Path], block: int, split: SplitFingerprint) -> str:
+    files = [paths[i] for i in _blocks(len(paths), split.pairs_per_hash)[block]]
     if len(files) == 1:
         return printable(files[0])
     return f"among the {len(files)} from {printable(files[0])} to {printable(files[-1])}"

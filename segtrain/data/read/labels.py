@@ -1,6 +1,6 @@
 """Train ids from what label files hold: raw ids or colours, by the tables of a class file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 from segtrain.data.read.classes import ClassFile, Color, read_by
 from segtrain.data.read.decode import decode_colors, decode_raw_label, read_bytes
 from segtrain.errors import DataError
-from segtrain.text import MAX_NAME, first_of, printable
+from segtrain.text import first_of, printable
 from segtrain.types import IGNORE_INDEX
 
 _MAX_SHOWN = 10
@@ -151,7 +151,6 @@ def _pack(colors: np.ndarray) -> np.ndarray:
     return packed
 
 
-_CITYSCAPES_CLASSES, _LAST_CITYSCAPES_ID = 19, 33
 # More unknown ids than this come from a photograph or from resizing with interpolation.
 _MANY_VALUES = 64
 
@@ -161,39 +160,21 @@ def _repair_for_ids(found: set[int], unknown: set[int], class_file: ClassFile) -
     num_classes = class_file.num_classes
     if 255 in unknown and found <= {0, 255}:
         return "this is a 0/255 mask: give the foreground class `ids: [255]` in the class file"
-    if unknown == {255}:
-        if looks_like_train_ids(found, class_file):
-            return (
-                f"these look like train ids (0..{num_classes - 1} and 255), but the class file "
-                "wants the raw ids: use the files with raw ids (Cityscapes: labelIds, not "
-                "labelTrainIds)"
-            )
-        return f"if 255 marks pixels to ignore, write {_ignoring(class_file, [255])} there"
+    if unknown == {255} and looks_like_train_ids(found, class_file):
+        return (
+            f"these look like train ids (0..{num_classes - 1} and 255), but the class file wants "
+            "raw ids: set data.label_format: train_ids, or use the files with raw ids"
+        )
     if len(unknown) > _MANY_VALUES:
         return "so many values come from a photograph, JPEG, or resizing with interpolation"
-    at_zero, others = _counts_from_zero(class_file), unknown - {255}
-    if at_zero and num_classes == _CITYSCAPES_CLASSES and max(others) <= _LAST_CITYSCAPES_ID:
-        return (
-            "these look like Cityscapes labelIds: set data.classes: cityscapes and "
-            "data.label_format: ids"
-        )
-    if at_zero and others == {num_classes} and 0 not in found:
+    if _counts_from_zero(class_file) and unknown - {255} == {num_classes} and 0 not in found:
         return (
             "the files seem to count from 1, the class file from 0: give the classes `ids: [1]` "
             f"to `ids: [{num_classes}]` there"
         )
-    are_few = len(unknown) <= _MAX_SHOWN
-    ignored = ", if they are to be ignored, write" if are_few else " add them to"
-    listed = _ignoring(class_file, unknown if are_few else ())
-    return f"give them a class there, or{ignored} {listed} there"
-
-
-def _ignoring(class_file: ClassFile, ids: Iterable[int]) -> str:
-    """The line for the class file that ignores `ids` and all that is ignored now.
-
-    A list in the file replaces the default, [255], so the line must repeat it.
-    """
-    return f"`ignore_ids: {[*class_file.ignore_ids, *sorted(ids)]}`"
+    # A list in the file replaces the default, [255], so the line must repeat it.
+    ignored = [*class_file.ignore_ids, *sorted(unknown)]
+    return f"give them a class there, or, to ignore them, write `ignore_ids: {ignored}` there"
 
 
 def looks_like_train_ids(found: Iterable[int], class_file: ClassFile) -> bool:
@@ -204,28 +185,6 @@ def looks_like_train_ids(found: Iterable[int], class_file: ClassFile) -> bool:
     # A class with id 255 is the foreground of a 0/255 mask, not a raw id.
     last = max((i for c in class_file.classes for i in c.ids if i != 255), default=0)
     return max(ids) < class_file.num_classes <= last
-
-
-def train_ids(ids: Iterable[int]) -> str:
-    """A warning about `ids` that look like train ids."""
-    return (
-        f"no label holds an id above {max(i for i in ids if i != 255)}, although the class file "
-        "goes further: these may be train ids where raw ids are expected"
-    )
-
-
-def single_class(present: Sequence[str], *, is_mask: bool) -> str:
-    """Why labels with the classes `present`, at most one, cannot be what is meant.
-
-    is_mask: whether the labels are masks of 0 and 255.
-    """
-    occurs = f"only '{printable(present[0], MAX_NAME)}' ever" if present else "no class ever"
-    text = (
-        f"{occurs} occurs; every other pixel is ignored: check ids and ignore_ids in the class file"
-    )
-    if is_mask:
-        text += ". For a 0/255 mask give the foreground `ids: [255]` and set `ignore_ids: []`"
-    return text
 
 
 def _counts_from_zero(class_file: ClassFile) -> bool:

@@ -8,7 +8,6 @@ is wrong with single files goes into `Listing.problems`, so that all of it is re
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from segtrain.data.read.find import (
 from segtrain.data.read.lists import list_file_words, list_pairs
 from segtrain.errors import DataError
 from segtrain.files import os_errors_as
-from segtrain.text import printable
+from segtrain.text import first_of, printable
 
 Scan = Callable[[Path, DataConfig, str, bool], Listing]
 """(root, data, split, labelled) -> the listing of the split.
@@ -44,21 +43,16 @@ class Layout(NamedTuple):
     folders: (root, data, split) -> the folders below `root` that `scan` searches; nothing may be
         written there.
     instances: the file with the instances of a label, if the data set has such files.
-    has_list_file: whether a text file lists the split, so that messages may quote its lines.
     """
 
     scan: Scan
     folders: Callable[[Path, DataConfig, str], Sequence[str]]
     instances: Callable[[Path], Path] | None = None
-    has_list_file: bool = False
 
 
-def list_split(
-    data: DataConfig, split: str, *, quoted: bool = True, labelled: bool = True
-) -> Listing:
+def list_split(data: DataConfig, split: str, *, labelled: bool = True) -> Listing:
     """The listing of `split`, which has no problems.
 
-    quoted: whether messages may show lines of a text file that lists the split.
     labelled: False for a split without labels: each pair has its image twice.
 
     Raises:
@@ -66,14 +60,11 @@ def list_split(
             the first ten shown.
     """
     listing = scan_layout(data, split, labelled=labelled)
-    title = f"{printable(data.root)}, split {split!r}"
-    if listing.problems and not quoted and LAYOUTS[data.layout].has_list_file:
-        raise DataError(
-            f"{title}: problems with a list file and what it names: {len(listing.problems)}; the "
-            "checkpoint names that file, so none is shown; --split shows them"
-        )
     if listing.problems:
-        raise DataError(first_lines(title, listing.problems))
+        title = f"{printable(data.root)}, split {split!r}"
+        error = DataError(first_lines(title, listing.problems))
+        error.quotes = "data.eval_split" if data.layout in ("list", "voc") else ""
+        raise error
     return listing
 
 
@@ -100,11 +91,7 @@ def scan_layout(data: DataConfig, split: str, *, labelled: bool = True) -> Listi
 
 
 def split_parts(data: DataConfig, split: str) -> list[str]:
-    """The splits that `split` joins: "a+b" is ["a", "b"].
-
-    Raises:
-        DataError: a name is empty.
-    """
+    """The splits that `split` joins: "a+b" is ["a", "b"]; DataError: a name is empty."""
     if data.layout == "list" or "+" not in split:  # the name of a list file may hold one
         return [split]
     parts = split.split("+")
@@ -127,22 +114,16 @@ def _join_listings(parts: Sequence[str], listings: Sequence[Listing]) -> Listing
             both = f"{printable(first[pair.image])} and {printable(pair.name)}"
             problems.append(f"{both} are one image; name each split once")
         first.setdefault(pair.image, pair.name)
-    rest = zip(*(listing[2:] for listing in listings), strict=True)
-    return Listing(pairs, problems, *(list(chain.from_iterable(kind)) for kind in rest))
+    return Listing(pairs, problems, [note for listing in listings for note in listing.notes])
 
 
 def _without_excluded(listing: Listing, data: DataConfig) -> Listing:
-    """`listing`, of the training split, without the images of `data.train_exclude`.
-
-    Raises:
-        DataError: a name is not in it.
-    """
-    names, excluded = {pair.name for pair in listing.pairs}, set(data.train_exclude)
-    if unknown := sorted(excluded - names):
-        hint = f"; names look like {printable(min(names))}" if names else ""
+    """`listing`, of the training split, without the images of `data.train_exclude`."""
+    names, excluded = [pair.name for pair in listing.pairs], set(data.train_exclude)
+    if unknown := excluded - set(names):
         raise DataError(
-            f"data.train_exclude: no image {printable(unknown[0])} in split "
-            f"{data.train_split!r}{hint}"
+            f"data.train_exclude: no image {printable(min(unknown))} in split "
+            f"{data.train_split!r}; its images: {first_of(names, 3)}"
         )
     pairs = [pair for pair in listing.pairs if pair.name not in excluded]
     return listing._replace(pairs=pairs)
@@ -162,13 +143,11 @@ def _mirrored(
     labelled: bool,
     images: tuple[str, str],
     labels: tuple[str, str],
-    *,
-    image_end: str = "",
-    label_end: str = "",
+    **ends: str,
 ) -> Listing:
     """A split in two folders of the same form, each given as a folder below `root` and a split.
 
-    image_end, label_end: as for `match_folders`.
+    ends: `image_end` and `label_end` of `match_folders`.
     """
     images_dir = split_folder(root, *images)
     labels_dir = split_folder(root, *labels) if labelled else None
@@ -177,7 +156,7 @@ def _mirrored(
             f"{printable(images_dir)}: images and labels lie in one folder; "
             "separate them, or name every pair in a text file (data.layout: list)"
         )
-    return match_folders(images_dir, labels_dir, image_end=image_end, label_end=label_end)
+    return match_folders(images_dir, labels_dir, **ends)
 
 
 _CITYSCAPES_LABELS = {"ids": "labelIds", "train_ids": "labelTrainIds", "colors": "color"}
@@ -201,12 +180,8 @@ def _cityscapes(root: Path, data: DataConfig, split: str, labelled: bool) -> Lis
     )
     if labelled and (kind, split) == ("gtCoarse", "val"):
         note = "split 'val' is read from gtCoarse: the benchmark scores the labels of gtFine"
-        return listing._replace(notes=[note])
+        return listing._replace(notes=[note, *listing.notes])
     return listing
-
-
-def _cityscapes_instances(label: Path) -> Path:
-    return label.with_name(f"{label.stem.rpartition('_')[0]}_instanceIds.png")
 
 
 def _camvid(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
@@ -220,12 +195,6 @@ def _camvid(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing
     found = files_by_name(folder, (LABEL_SUFFIX,)) if folder.is_dir() else []
     is_original = bool(found) and all(name.endswith("_L") for name in found)
     return _mirrored(root, labelled, images, labels, label_end="_L" if is_original else "")
-
-
-def _camvid_folders(root: Path, data: DataConfig, split: str) -> Sequence[str]:
-    if (root / "images").is_dir():
-        return ("images", "labels")
-    return (split, f"{split}annot", f"{split}_labels")
 
 
 def _ade20k(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
@@ -247,11 +216,9 @@ def _voc(root: Path, data: DataConfig, split: str, labelled: bool) -> Listing:
     for name in sorted(names):
         image, label = images.get(name), labels.get(name)
         if not image:
-            path = root / "JPEGImages" / name
-            problems.append(f"{printable(name)}: no image {printable(path)}.jpg")
+            problems.append(f"no image {printable(root / 'JPEGImages' / name)}.jpg")
         elif not label:
-            path = folder / name
-            problems.append(f"{printable(image[0])}: no label {printable(path)}{LABEL_SUFFIX}")
+            problems.append(f"{printable(image[0])}: no label {printable(folder / name)}.png")
         else:
             pairs.append(Pair(image[0], label[0], name))
     notes = []
@@ -277,19 +244,19 @@ LAYOUTS: dict[str, Layout] = {
     "cityscapes": Layout(
         _cityscapes,
         lambda *_: ("leftImg8bit", "gtFine", "gtCoarse"),
-        instances=_cityscapes_instances,
+        lambda label: label.with_name(f"{label.stem.rpartition('_')[0]}_instanceIds.png"),
     ),
-    "camvid": Layout(_camvid, _camvid_folders),
+    "camvid": Layout(
+        _camvid,
+        lambda root, data, split: ("images", "labels", split, f"{split}annot", f"{split}_labels"),
+    ),
     "voc": Layout(
         _voc,
         lambda *_: ("JPEGImages", "SegmentationClass", "SegmentationClassAug", "ImageSets"),
-        has_list_file=True,
     ),
     "ade20k": Layout(_ade20k, lambda *_: ("images", "annotations")),
     "folders": Layout(_folders, lambda root, data, split: (data.images_dir, data.labels_dir)),
     "list": Layout(
-        lambda root, data, split, labelled: list_pairs(root / split, root),
-        lambda *_: (),
-        has_list_file=True,
+        lambda root, data, split, labelled: list_pairs(root / split, root), lambda *_: ()
     ),
 }

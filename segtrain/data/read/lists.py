@@ -8,10 +8,8 @@ import csv
 import os
 import posixpath
 import re
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from itertools import chain
 from pathlib import Path
 
 from segtrain.data.read.find import (
@@ -30,36 +28,6 @@ _MAX_BYTES = 256 << 20  # some two million lines
 _QUOTED = re.compile(r'"[^"]*"')
 
 
-class PairTable(Sequence[Pair]):
-    """Pairs of image and label below one folder, in about 100 bytes each instead of a thousand.
-
-    Each name is that of the image without its suffix.
-    """
-
-    def __init__(self, root: Path, images: Sequence[str], labels: Sequence[str]) -> None:
-        """images, labels: paths relative to the root, normalized."""
-        self._root = root
-        self._text = bytearray()  # all paths, each image before its label
-        self._ends = array("Q")  # of each path in it
-        for path in chain.from_iterable(zip(images, labels, strict=True)):
-            self._text += path.encode()
-            self._ends.append(len(self._text))
-
-    def __len__(self) -> int:
-        return len(self._ends) // 2
-
-    def __getitem__(self, index: int | slice) -> Pair | list[Pair]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        row = range(len(self))[index]
-        image, label = self._path(2 * row), self._path(2 * row + 1)
-        return Pair(self._root / image, self._root / label, image.rpartition(".")[0])
-
-    def _path(self, index: int) -> str:
-        start = self._ends[index - 1] if index else 0
-        return self._text[start : self._ends[index]].decode()
-
-
 def list_pairs(path: Path, root: Path) -> Listing:
     """The images and labels that the list file at `path` names, in its order.
 
@@ -69,8 +37,7 @@ def list_pairs(path: Path, root: Path) -> Listing:
     if not path.is_file():
         texts = sorted(file.name for suffix in ("txt", "csv") for file in root.glob(f"*.{suffix}"))
         raise DataError(f"{printable(path)}: no such list file; {there_are('text files', texts)}")
-    images: dict[str, tuple[str, int]] = {}  # path and line, by name
-    labels: list[str] = []
+    found: dict[str, Pair] = {}
     first_user: dict[str, str] = {}  # of each label
     problems, shared = [], []
 
@@ -97,27 +64,22 @@ def list_pairs(path: Path, root: Path) -> Listing:
         problem = problem or file_problem(image, IMAGE_SUFFIXES)
         problem = problem or file_problem(label, (LABEL_SUFFIX,))
         name = image.rpartition(".")[0]
-        if not problem and name in images:
-            other, first = images[name]
-            both = f"{printable(root / other)} and {printable(root / image)} have one name"
-            same = f"{printable(image)}: already on line {first}"
-            problem = same if image == other else f"{both}; rename one"
+        if not problem and name in found:
+            problem = f"{printable(image)}: already listed, or another image of this name"
         if problem:
             problems.append(f"{printable(path)}:{line}: {problem}")
             continue
-        images[name] = image, line
-        labels.append(label)
+        found[name] = Pair(root / image, root / label, name)
         if name != (user := first_user.setdefault(label, name)):
             shared.append(f"{root / label} by {user} and {name}")
     # As a rule a line was copied and changed in one column.
     notes = [f"labels are used by several images: {first_of(shared, 3)}"] if shared else []
-    pairs = PairTable(root, [image for image, _ in images.values()], labels)
-    return Listing(pairs, problems, case_clashes(images), notes=notes)
+    return Listing(list(found.values()), problems, [*notes, *case_clashes(found)])
 
 
 def list_file_words(path: Path) -> tuple[list[str], list[str]]:
     """The names in a file, one a line, and the problems of its other lines."""
-    first_line: dict[str, int] = {}
+    names: dict[str, None] = {}
     problems = []
     for number, name in _lines(path):
         place, shown = f"{printable(path)}:{number}", f"'{printable(name, MAX_NAME)}'"
@@ -126,11 +88,11 @@ def list_file_words(path: Path) -> tuple[list[str], list[str]]:
                 f"{place}: expected one image name without folder and suffix, found {shown}; "
                 "layout 'list' reads lines of an image and a label"
             )
-        elif name in first_line:
-            problems.append(f"{place}: {shown} is already on line {first_line[name]}")
+        elif name in names:
+            problems.append(f"{place}: {shown} is already listed")
         else:
-            first_line[name] = number
-    return list(first_line), problems
+            names[name] = None
+    return list(names), problems
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -91,36 +91,28 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[Source
             found.append(Source(given, given.stem))
             if given.suffix.lower() not in SUFFIXES:
                 problems.append(f"{place}: expected an image ({kinds})")
-        elif _is_below(given, output):
-            problems.append(
-                f"{place}: lies in --output, where predictions are no input; choose another "
-                "directory for them"
-            )
         else:
             for path in _files_below(given, output):
                 if path.suffix.lower() in SUFFIXES:
                     name = path.relative_to(given).with_suffix("").as_posix()
                     found.append(Source(path, name))
                 elif path.name[0] != ".":
-                    others[path.suffix.lower()] += 1
+                    others[path.suffix.lower() or "without suffix"] += 1
             if len(found) == num_before:
-                problems.append(f"{place}: no images ({kinds}) in it")
+                problems.append(f"{place}: no images ({kinds}) in it, except in --output")
     if problems:
         raise DataError(first_lines("input", problems))
-    counts = sorted(others.items(), key=lambda pair: (-pair[1], pair[0]))
-    shown = first_of(f"{n} {suffix or 'without suffix'}" for suffix, n in counts)
+    shown = first_of(f"{n} {suffix}" for suffix, n in others.most_common())
     skipped = f"skipped {counted(others.total(), 'file', 'files')}: {shown}; read are {kinds}"
     return _with_unique_names(found), skipped if others else ""
 
 
 def _files_below(folder: Path, output: Path) -> Iterator[Path]:
+    output = output.resolve()
     with os_errors_as(DataError):
-        for here, files in walk(folder, hidden=True):
-            yield from (path for name in files if not _is_below(path := here / name, output))
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return path.resolve().is_relative_to(folder.resolve())
+        for here, names in walk(folder, hidden=True):
+            files = (here / name for name in names)
+            yield from (file for file in files if not file.resolve().is_relative_to(output))
 
 
 def _with_unique_names(found: Iterable[Source]) -> list[Source]:

@@ -14,7 +14,7 @@ from segtrain.text import printable
 def check_run_directory(directory: Path, data: DataConfig, *, example: str = "runs/my") -> None:
     """Refuses a run, or a pack, in a folder that is searched for images or labels, to any depth."""
     splits = [data.train_split, data.eval_split]
-    _refuse("--output", directory, _searched(data, splits, {_real(directory)}), example)
+    _refuse("--output", directory, _searched(data, splits, {directory.resolve()}), example)
 
 
 def check_pictures(
@@ -27,7 +27,7 @@ def check_pictures(
     splits: further splits that are read.
     """
     splits = [data.train_split, data.eval_split, *splits]
-    targets = {_real(output / above) for above in {"", *map(os.path.dirname, names)}}
+    targets = {(output / above).resolve() for above in {"", *map(os.path.dirname, names)}}
     folders = [*_searched(data, splits, targets), *_listed(data, splits, targets)]
     _refuse(option, output, folders, "predictions")
 
@@ -48,10 +48,10 @@ def _searched(data: DataConfig, splits: Sequence[str], targets: Collection[Path]
     for split in (part for whole in splits for part in split_parts(data, whole)):
         for name in LAYOUTS[data.layout].folders(root, data, split):
             folder = root / name
-            if _real(root).is_relative_to(_real(folder)):
+            if root.resolve().is_relative_to(folder.resolve()):
                 # images_dir may be ".", and runs often lie in the data set's folder.
                 folder /= split
-            if any(target.is_relative_to(_real(folder)) for target in targets):
+            if any(target.is_relative_to(folder.resolve()) for target in targets):
                 found.append(folder)
     return found
 
@@ -63,8 +63,4 @@ def _listed(data: DataConfig, splits: Sequence[str], targets: Collection[Path]) 
         with suppress(DataError):  # what cannot be read needs no protection
             pairs = scan_layout(data, split).pairs
             folders |= {path.parent for pair in pairs for path in pair[:2]}
-    return [folder for folder in folders if _real(folder) in targets]
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
+    return [folder for folder in folders if folder.resolve() in targets]
