@@ -8,14 +8,15 @@ import torch.nn.functional as F
 from experiments import sections
 from torch import nn
 
-from segtrain.config import Config, DataConfig, LossConfig, ModelConfig
+from segtrain.config import Config, DataConfig, LossConfig, ModelConfig, NormConfig
 from segtrain.data.sample.loader import indices_of_rank
 from segtrain.distributed import collectives as dist
+from segtrain.distributed.partition import partition
 from segtrain.models import DropoutChannels
 from segtrain.training.engine import train_steps
 from segtrain.training.state import make_state
 from segtrain.training.step_sync import StepSync
-from segtrain.types import IGNORE_INDEX, Batch, SegLogits
+from segtrain.types import IGNORE_INDEX, Batch, DropoutMasks, SegLogits
 
 CPU = torch.device("cpu")
 K, H, W, N = 3, 6, 9, 5
@@ -41,12 +42,13 @@ class TwoHeads(nn.Module):
         return SegLogits(self.head(features), self.aux_head(features))
 
 
-def config(*, loss=None, **train):
+def config(*, loss=None, norm=None, dropout=0.0, **train):
     options = {"steps": 6, "batch_size": N, "lr": 0.5, "precision": "float64"} | train
     return Config(
         data=DataConfig(layout="folders", root="nowhere", classes="nothing"),
-        model=ModelConfig(dropout=0.0),
+        model=ModelConfig(dropout=dropout),
         loss=LossConfig(**(loss or {})),
+        norm=NormConfig(**(norm or {})),
         **sections(**options),
     )
 
@@ -90,9 +92,9 @@ def weights(state):
     return copy.deepcopy(state.model.state_dict())
 
 
-def trained(settings):
+def trained(settings, make_state=new_state):
     """The results of all steps as numbers, and the weights at the end."""
-    state = new_state(settings)
+    state = make_state(settings)
     results = [
         (r.step, r.loss.item(), r.aux_loss.item(), r.grad_norm.item(), r.lr)
         for r in run(settings, state)
@@ -100,30 +102,49 @@ def trained(settings):
     return results, weights(state)
 
 
-def plain_loop(settings):
-    """The same without any of segtrain's parts."""
+def plain_loop(settings, make_model=TwoHeads, masks=lambda step: torch.ones(N)):
+    """The same without any of segtrain's parts but the dropout masks, which are given."""
     train, optim, loss = settings.train, settings.optim, settings.loss
-    model = TwoHeads().double()
+    model = make_model().double()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=1.0, momentum=optim.momentum, weight_decay=optim.weight_decay
     )
     mean = torch.tensor(settings.data.mean).double().view(3, 1, 1)
     std = torch.tensor(settings.data.std).double().view(3, 1, 1)
     weights = None if loss.class_weights is None else torch.tensor(loss.class_weights).double()
+    options = {"weight": weights, "ignore_index": IGNORE_INDEX, "reduction": "sum"}
+
+    def gradient(images, labels, mask):
+        optimizer.zero_grad()
+        # A loss of 1 for each valid pixel, times the weight of its class.
+        whole = F.nll_loss(torch.full((N, K, H, W), -1.0).double(), labels, **options)
+        total = torch.zeros(2).double()
+        for i in range(train.accumulate_steps):
+            mine = list(partition(N, train.accumulate_steps, i))
+            heads = model((images[mine].double() - mean) / std, DropoutMasks(mask[mine]))
+            losses = [F.cross_entropy(head, labels[mine], **options) / whole for head in heads]
+            (losses[0] + loss.aux_weight * losses[1]).backward()
+            total += torch.stack(losses).detach()
+        return total.tolist()
+
     results = []
     for step in range(train.steps):
-        images, labels = whole_batch(step)
         lr = optim.lr * (1 - step / train.steps) ** 0.9
         optimizer.param_groups[0]["lr"] = lr
-        optimizer.zero_grad()
-        out, aux = (
-            F.cross_entropy(logits, labels.long(), weight=weights, ignore_index=IGNORE_INDEX)
-            for logits in model((images.double() - mean) / std)
-        )
-        (out + loss.aux_weight * aux).backward()
+        images, labels = whole_batch(step)
+        batch = images, labels.long(), masks(step)
+        out, aux = gradient(*batch)
+        if optim.sam_rho is not None and step % optim.sam_every == optim.sam_every - 1:
+            before = copy.deepcopy(model.state_dict())
+            norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p += optim.sam_rho * p.grad / norm
+            gradient(*batch)
+            model.load_state_dict(before)
         norm = nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad_norm or 1e9)
         optimizer.step()
-        results.append((step + 1, out.item(), aux.item(), norm.item(), lr))
+        results.append((step + 1, out, aux, norm.item(), lr))
     return results, model.state_dict()
 
 
