@@ -14,7 +14,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.models import build_model
 from segtrain.norm import cuda_kernels, make_norm, sync_running_stats
 from segtrain.training.losses import SegLoss
-from segtrain.training.state import wrap
+from segtrain.training.state import ModelWithLoss
 from segtrain.training.step_sync import StepSync
 from segtrain.types import DropoutMasks
 
@@ -38,7 +38,7 @@ def backward_pass(settings, watch):
     model.train().to(memory_format=torch.channels_last)
     dist.make_groups([(0, 1)])
     criterion = SegLoss(settings.loss, torch.device("meta"), batch_size=2 * RANKS)
-    module = wrap(model, criterion, settings.train)
+    module = ModelWithLoss(model, criterion, settings.train)
     images, labels = fake_batch("meta")
     channels = model.dropout_channels
     masks = DropoutMasks(*(torch.ones(2, c, 1, 1, device="meta") for c in channels))

@@ -12,7 +12,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.models.precision import autocast_dtype, dtype_of
 from segtrain.norm import SyncBatchNorm, sync_running_stats, tracked_together
 from segtrain.training.losses import SegLoss
-from segtrain.training.state import wrap
+from segtrain.training.state import ModelWithLoss
 from segtrain.training.step_sync import StepSync
 from segtrain.types import DropoutMasks
 
@@ -50,7 +50,7 @@ def forward_pass(settings, watch, monkeypatch):
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     types = set()
     criterion = SegLoss(settings.loss, torch.device("cuda"), batch_size=2 * RANKS)
-    module = wrap(model, criterion, settings.train)
+    module = ModelWithLoss(model, criterion, settings.train)
     images, labels = fake_batch()
     images = images.to(dtype_of(settings.train), memory_format=torch.channels_last)
     channels = model.dropout_channels

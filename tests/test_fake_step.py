@@ -1,20 +1,22 @@
-"""What surrounds the passes of a step, on a CUDA device that does not exist."""
+"""Losses and what surrounds the passes of a step, on a CUDA device that does not exist.
 
-from contextlib import nullcontext
+Nothing in them may make the host wait.
+"""
+
 from types import SimpleNamespace
 
 import pytest
 import torch
 from experiments import sections
-from fake_device import config
+from fake_device import RANKS, K, config, fake_batch
 from torch import Tensor, nn
 
-from segtrain.distributed import offload
 from segtrain.training import microbatches
 from segtrain.training.engine import _update
 from segtrain.training.losses import SegLoss
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer
-from segtrain.types import Batch
+from segtrain.training.step_sync import StepSync
+from segtrain.types import Batch, SegLogits
 
 UPDATES = [
     {},
@@ -53,23 +55,6 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
     assert fused == [f"_fused_{optim.kind}_"]
 
 
-def test_a_copy_to_the_host_is_counted_as_in_flight(fake, monkeypatch):
-    """The stream and its event are stubs; the copy is an operation like any other."""
-    counted = []
-    stream = SimpleNamespace(wait_stream=lambda _: None)
-    in_flight = SimpleNamespace(add=lambda event, size: counted.append(size))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
-    monkeypatch.setattr(offload, "InFlight", lambda: in_flight)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    x = torch.ones(3, 5, device="cuda")
-    with fake:
-        on_host = offload.CudaCopies(x.device).to_host(x)
-    assert on_host.host.device.type == "cpu"
-    assert counted == [60]
-
-
 @pytest.mark.parametrize("mixup_alpha", [None, 0.4])
 def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alpha):
     settings = config(train={"accumulate_steps": 2}, augment={"mixup_alpha": mixup_alpha})
@@ -92,3 +77,38 @@ def test_moving_the_batch_and_weighing_its_passes_makes_no_wait(fake, mixup_alph
     tensors += [mask for part in parts for mask in part.dropout if mask is not None]
     assert len(tensors) == 8
     assert {t.device.type for t in tensors} == {"cuda"}
+
+
+LOSSES = [
+    {"kind": "cross_entropy", "class_weights": (1.0,) * K, "label_smoothing": 0.1},
+    {"kind": "ohem", "ohem_min_kept": 40},
+    {"kind": "ohem", "ohem_fraction": 0.2},
+    {"kind": "dice"},
+    {"kind": "focal", "class_weights": (1.0,) * K},
+    {"kind": "lovasz"},
+    {"kind": "lovasz", "lovasz_per_image": False},
+    {"kind": "boundary_relaxation"},
+    {"kind": "cross_entropy", "also": ({"kind": "dice", "weight": 3.0}, {"kind": "lovasz"})},
+]
+
+
+def loss_of(settings, device):
+    criterion = SegLoss(settings.loss, torch.device(device), batch_size=2 * RANKS)
+    _, labels = fake_batch(device)
+    logits = [torch.rand(2, K, 65, 73, device=device, requires_grad=True) for _ in range(2)]
+    return criterion, logits, labels
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: "-".join(map(str, loss.values())))
+def test_no_loss_and_no_backward_pass_makes_the_host_wait(fake, loss):
+    criterion, logits, labels = loss_of(config(loss=loss), "cuda")
+    with fake:
+        sums = criterion(SegLogits(*logits), labels)
+        criterion.objective(sums, StepSync(lambda: False).reduce(sums))
+        assert criterion.means(sums).shape == (2,)
+        criterion.label_weight(labels)
+    # Where autograd works and reading a value is an error.
+    criterion, logits, labels = loss_of(config(loss=loss), "meta")
+    sums = criterion(SegLogits(*logits), labels)
+    criterion.objective(sums, StepSync(lambda: False).reduce(sums)).backward()
+    assert all(one.grad.shape == one.shape for one in logits)

@@ -86,23 +86,20 @@ def rank_sums():
         "new process": summed(net, GradientSum(net.named_parameters()), SAME),
     }
     strides = [(p.grad.stride(), p.stride()) for p in used(net)]
-    hooks = [name for name, p in net.named_parameters() if p._post_accumulate_grad_hooks]
-    return parts, found, strides, hooks
+    return parts, found, strides
 
 
 def bits(tensors):
     return [None if t is None else t.numpy().tobytes() for t in tensors]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sums_have_the_same_bits_in_every_step_and_are_right(run_ranks, world_size):
+def test_sums_have_the_same_bits_in_every_step_and_are_right(run_ranks):
     """The oracle adds the gradients of the ranks in float64."""
-    ranks = run_ranks(world_size, rank_sums)
+    ranks = run_ranks(3, rank_sums)
     found = ranks[0][1]
-    for _, other, strides, hooks in ranks:
+    for _, other, strides in ranks:
         assert {k: bits(v) for k, v in other.items()} == {k: bits(v) for k, v in found.items()}
         assert all(a == b for a, b in strides)
-        assert hooks == []
     for name in ("second", "at the end", "new process"):
         assert bits(found[name]) == bits(found["first"]), name
     wanted = {
@@ -188,7 +185,6 @@ def rank_deviations():
     sums = GradientSum(net.named_parameters())
     step("right", net, sums)
     step("twice", net, sums, times=2)
-    step("after twice", net, sums)
     return said
 
 
@@ -196,61 +192,12 @@ def test_ranks_with_other_parameters_are_told(run_ranks):
     """Nobody waits for ever, and nobody goes on with a wrong sum."""
     ranks = run_ranks(3, rank_deviations)
     for said in ranks:
-        assert said["at first"] == (
-            "parameter unused.weight: no gradient on some ranks (0, 2); every parameter must get a "
-            "gradient on all ranks or on none"
-        )
+        assert said["at first"] == "unused.weight: got a gradient on some ranks only"
         assert "got a second gradient" in said["twice"]
-        assert bits(said["after twice"]) == bits(said["right"])
     for name in ("one more", "one less"):
-        assert ranks[1][name].startswith("rank 1: parameter unused.weight: got a gradient in some")
+        assert ranks[1][name] == "rank 1: unused.weight: got a gradient in some steps only"
         for rank in (0, 2):
             assert any(value.isnan().any() for value in ranks[rank][name])
-
-
-def rank_errors():
-    """An error in the backward pass of all ranks, after some buckets have been sent."""
-    small_buckets()
-    net = Net()
-    sums = GradientSum(net.named_parameters())
-    wanted = summed(net, sums, SAME)
-    sent = []
-    start_sum = dist.start_sum
-
-    def record(tensor):
-        sent.append(tensor.numel())
-        return start_sum(tensor)
-
-    def fail(name):
-        raise ZeroDivisionError(name)
-
-    dist.start_sum = record
-    net.event = fail
-    with pytest.raises(ZeroDivisionError):
-        summed(net, sums, OTHER)
-    with pytest.raises(ZeroDivisionError), sums.collected(last=True):
-        fail("before the backward pass")
-    num_sent = len(sent)
-    net.event = lambda name: None
-    hooks = [name for name, p in net.named_parameters() if p._post_accumulate_grad_hooks]
-    return num_sent, hooks, wanted, summed(net, sums, SAME)
-
-
-def test_an_error_in_a_backward_pass_does_not_disturb_the_next(run_ranks):
-    for num_sent, hooks, wanted, found in run_ranks(2, rank_errors):
-        assert num_sent >= 2
-        assert hooks == []
-        assert bits(found) == bits(wanted)
-
-
-def test_a_single_process_keeps_its_gradients():
-    net = Net()
-    wanted = local_gradients(net, SAME)
-    with GradientSum(net.named_parameters()).collected(last=True):
-        net(images_of(0, SAME)).backward()
-        mine = [p.grad for p in used(net)]
-    assert all(p.grad is grad for p, grad in zip(used(net), mine, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
 
 
 def rank_weights():
@@ -260,23 +207,14 @@ def rank_weights():
     )
     net[1].running_mean.fill_(dist.rank())
     share_weights(net)
-    said = None
-    try:
+    with pytest.raises(ConfigError, match="the ranks have different models"):
         share_weights(nn.Conv2d(3, 4, 1 + dist.rank() // 2))
-    except ConfigError as error:
-        said = str(error)
-    return net.state_dict(), said
+    return net.state_dict()
 
 
 def test_all_ranks_begin_with_the_weights_of_rank_0(run_ranks):
-    states, said = zip(*run_ranks(3, rank_weights), strict=True)
     torch.manual_seed(0)
     drawn = nn.Conv2d(3, 4, 3)
-    for state in states:
+    for state in run_ranks(3, rank_weights):
         assert torch.equal(state["0.weight"], drawn.weight)
         assert torch.equal(state["1.running_mean"], torch.zeros(4))
-    assert set(said) == {
-        "the ranks have different models: weight (4, 3, 1, 1) torch.float32 on rank 0, "
-        "weight (4, 3, 2, 2) torch.float32 on rank 2; start all ranks with the same config and "
-        "version of segtrain"
-    }

@@ -1,21 +1,27 @@
+"""The optimizer: groups, rules for chosen layers, decay and momentum against their formulas."""
+
 import copy
 
 import pytest
+import safetensors.torch
 import torch
 from experiments import settings
-from fake_device import NoWaits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segtrain.checkpoint.restore import restore_optimizer
-from segtrain.config import LayerRule
+from segtrain.config import LayerRule, ModelConfig, parse_config
+from segtrain.errors import ConfigError
+from segtrain.models import MODELS, build_model
+from segtrain.norm import FrozenBatchNorm2d, SyncBatchNorm2d, precise_statistics
 from segtrain.training.optim import optimizer as optimizer_module
-from segtrain.training.optim.layers import parameter_groups
+from segtrain.training.optim.initial_weights import make_initial_weights
+from segtrain.training.optim.layers import freeze_layers, parameter_groups
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer, set_learning_rate
-from segtrain.training.optim.schedule import base_lr, learning_rate, poly
+from segtrain.training.optim.schedule import learning_rate
 
 
-class TinyModel(nn.Module):
+class OneOfEach(nn.Module):
     """Has one of everything: norm, biases, a shared and a frozen parameter."""
 
     def __init__(self):
@@ -28,22 +34,6 @@ class TinyModel(nn.Module):
         self.backbone_frozen = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
 
 
-def test_poly_falls_from_one_to_zero():
-    assert poly(0, 100) == 1
-    assert poly(100, 100) == 0
-    assert poly(50, 100) == pytest.approx(0.5358867312681466)  # 0.5 ** 0.9
-    assert poly(75, 100, power=2) == 0.0625
-    with pytest.raises(ValueError, match=r"step 101 is outside \[0, 100\]"):
-        poly(101, 100)
-
-
-def test_rate_scales_with_the_batch_only_if_asked():
-    assert base_lr(settings(lr=0.01, batch_size=24)) == 0.01
-    assert base_lr(settings(lr=0.01, batch_size=24, lr_batch_size=16)) == pytest.approx(0.015)
-    train = settings(lr=0.01, batch_size=24, lr_batch_size=16, steps=4, poly_power=1.0)
-    assert learning_rate(train, 2) == pytest.approx(0.0075)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -53,7 +43,7 @@ def test_rate_scales_with_the_batch_only_if_asked():
     ],
 )
 def test_every_trainable_parameter_is_in_one_group(options):
-    model = TinyModel()
+    model = OneOfEach()
     groups = parameter_groups(model, settings(weight_decay=0.3, **options).optim)
     grouped = [id(p) for group in groups for p in group["params"]]
     assert len(grouped) == len(set(grouped))
@@ -68,7 +58,7 @@ def group_of(groups, parameter):
 
 
 def test_only_the_backbone_keeps_the_plain_rate():
-    model = TinyModel()
+    model = OneOfEach()
     groups = parameter_groups(model, settings(head_lr_mult=10.0).optim)
     assert {group_of(groups, p)["lr_mult"] for p in model.backbone.parameters()} == {1.0}
     assert {group_of(groups, p)["lr_mult"] for p in model.head.parameters()} == {10.0}
@@ -79,7 +69,7 @@ def test_only_the_backbone_keeps_the_plain_rate():
 
 
 def test_weight_average_is_the_loop_over_its_formula():
-    model = TinyModel()
+    model = OneOfEach()
     average = WeightAverage(model, decay=0.5)
     wanted = {name: value.clone().double() for name, value in model.state_dict().items()}
     for step in range(1, 13):
@@ -102,11 +92,11 @@ def test_weight_average_is_the_loop_over_its_formula():
 def fused_on_cpu(monkeypatch, **options):
     """The optimizer that a CUDA device would have, with torch's fused kernels for CPUs."""
     monkeypatch.setattr(optimizer_module, "_may_be_fused", lambda *_: True)
-    model = TinyModel()
+    model = OneOfEach()
     return model, build_optimizer(model, settings(**options))
 
 
-def gradients(model, value=None):
+def set_gradients(model, value=None):
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -116,12 +106,12 @@ def gradients(model, value=None):
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_the_fused_optimizer_steps_as_the_other(monkeypatch, name):
-    plain = TinyModel()
+    plain = OneOfEach()
     other = build_optimizer(plain, settings(optimizer=name))
     model, optimizer = fused_on_cpu(monkeypatch, optimizer=name)
     for _ in range(3):
         for one, update in ((plain, other), (model, optimizer)):
-            gradients(one)
+            set_gradients(one)
             update.step()
     assert optimizer.param_groups[0]["fused"]
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -137,7 +127,7 @@ def test_a_first_step_that_overflows_leaves_nothing_in_a_fused_optimizer(monkeyp
     )
     model, optimizer = fused_on_cpu(monkeypatch, optimizer=name, precision="float16")
     before = copy.deepcopy(model.state_dict())
-    gradients(model, torch.inf)
+    set_gradients(model, torch.inf)
     optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
     optimizer.step()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
@@ -159,35 +149,452 @@ def test_a_first_step_that_overflows_leaves_nothing_in_a_fused_optimizer(monkeyp
 )
 def test_on_cuda_the_kernels_are_fused_unless_hooks_could_not_be_left_out(options, fused):
     with FakeTensorMode(), torch.device("cuda"):
-        optimizer = build_optimizer(TinyModel(), settings(**options))
+        optimizer = build_optimizer(OneOfEach(), settings(**options))
     assert bool(optimizer.param_groups[0]["fused"]) == fused
-    on_cpu = build_optimizer(TinyModel(), settings(**options))
+    on_cpu = build_optimizer(OneOfEach(), settings(**options))
     assert on_cpu.param_groups[0]["fused"] is None
 
 
 def test_a_checkpoint_of_a_cpu_goes_on_with_fused_kernels_and_back(monkeypatch):
     model, fused = fused_on_cpu(monkeypatch, optimizer="adamw")
-    gradients(model)
+    set_gradients(model)
     fused.step()
     monkeypatch.undo()
-    plain = build_optimizer(TinyModel(), settings(optimizer="adamw"))
+    plain = build_optimizer(OneOfEach(), settings(optimizer="adamw"))
     restore_optimizer(plain, fused.state_dict())
     assert plain.param_groups[0]["fused"] is None
     saved = plain.state_dict()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
-        on_device = build_optimizer(TinyModel(), settings(optimizer="adamw"))
+        on_device = build_optimizer(OneOfEach(), settings(optimizer="adamw"))
         restore_optimizer(on_device, saved)
     # The kernel reads the counters on the device.
     assert {state["step"].device.type for state in on_device.state.values()} == {"cuda"}
 
 
-def test_the_average_takes_in_all_counters_by_one_operation():
+class TinyModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Conv2d(3, 3, 3), SyncBatchNorm2d(3)) for _ in range(2)]
+        self.backbone = nn.Sequential(*blocks)
+        self.head = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+def rules(*entries, **train):
+    return settings(layers=tuple(LayerRule(**entry) for entry in entries), **train)
+
+
+def found(model, train, key):
+    groups = parameter_groups(model, train.optim)
+    return {name: group[key] for group in groups for name in group["param_names"]}
+
+
+def test_a_rule_is_for_weights_and_for_modules_and_stars_fit_anything():
+    train = rules(
+        {"names": ("backbone.0",), "lr_mult": 0.1},
+        {"names": ("*.bias", "head.weight"), "lr_mult": 3.0},
+        {"names": ("backbone.1.?.weight",), "weight_decay": 0.5},
+    )
+    rates = found(TinyModel(), train, "lr_mult")
+    kernel_and_norm = ["backbone.{}.0.weight", "backbone.{}.1.weight"]
+    assert {n for n, x in rates.items() if x == 0.1} == {n.format(0) for n in kernel_and_norm}
+    assert {n for n, x in rates.items() if x == 3.0} >= {"head.weight", "head.bias"}
+    assert rates["backbone.0.0.bias"] == 3.0  # of two rules the later one
+    decays = found(TinyModel(), train, "weight_decay")
+    assert {n for n, x in decays.items() if x == 0.5} == {n.format(1) for n in kernel_and_norm}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("backbone.2", "; did you mean backbone.1?"),
+        ("haed", "; did you mean head?"),
+        ("xyz", "of the model"),
+    ],
+)
+def test_a_pattern_that_fits_nothing_is_refused_with_close_names(pattern, hint):
+    train = rules({"names": ("head",), "lr_mult": 2.0}, {"names": (pattern,), "freeze": True})
+    with pytest.raises(
+        ConfigError, match=r"optim\.layers\[1\]\.names: .* fits no weight"
+    ) as caught:
+        freeze_layers(TinyModel(), train.optim)
+    assert hint in str(caught.value)
+
+
+def test_frozen_weights_and_the_statistics_of_their_norms_stay():
+    """Also through training mode, momentum, decay, averaging and precise statistics. A later rule
+    thaws, and a norm with one trained weight is tracked."""
+    train = rules(
+        {"names": ("backbone",), "freeze": True}, {"names": ("backbone.1.?.bias",), "freeze": False}
+    )
     model = TinyModel()
-    average = WeightAverage(model, 0.9)
-    for layer in (model.backbone[1], model.head[1]):
-        layer.num_batches_tracked.fill_(5)
-    with NoWaits() as operations:
-        average.update(model, 3)
-    assert [name for name in operations.seen if name == "copy_"] == []
-    layers = average.model.backbone[1], average.model.head[1]
-    assert [int(layer.num_batches_tracked) for layer in layers] == [5, 5]
+    freeze_layers(model, train.optim)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    pairs = [f"backbone.0.{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")]
+    assert frozen == [*pairs, "backbone.1.0.weight", "backbone.1.1.weight"]
+    before = copy.deepcopy(model.state_dict())
+    optimizer, average = build_optimizer(model, train), WeightAverage(model, 0.9)
+    model.train()
+    for step in range(3):
+        model(torch.randn(4, 3, 9, 9)).square().mean().backward()
+        optimizer.step()
+        average.update(model, step + 1)
+    precise_statistics(model, [torch.randn(4, 3, 9, 9)])
+    assert isinstance(model.backbone[0][1], FrozenBatchNorm2d)
+    for state in (model.state_dict(), average.model.state_dict()):
+        for name, value in state.items():
+            stays = name in frozen or name.startswith("backbone.0.1.")
+            assert torch.equal(value, before[name]) == stays, name
+    assert type(model.backbone[1][1]) is SyncBatchNorm2d
+    assert model.backbone[1][1].num_batches_tracked == 3
+
+
+OPTIMIZERS = [
+    {"lr": 0.1, "weight_decay": 0.1},
+    {"lr": 0.1, "weight_decay": 0.1, "nesterov": True, "decoupled_decay": True},
+    {"lr": 0.1, "weight_decay": 0.1, "optimizer": "adamw"},
+    {"lr": 0.1, "weight_decay": 0.1, "decay_toward": "start"},
+]
+
+
+def train_pruned(train, prune, steps=4):
+    """A model after some steps, before them, and its average; `prune` is called at the start."""
+    model = TinyModel()
+    prune(model)
+    before = copy.deepcopy(model)
+    freeze_layers(model, train.optim)
+    start = make_initial_weights(model, train.optim, None)
+    optimizer, average = build_optimizer(model, train, start=start), WeightAverage(model, 0.9)
+    for step in range(steps):
+        model(torch.randn(4, 3, 9, 9)).square().mean().backward()
+        start.hold_gradients()
+        set_learning_rate(optimizer, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update(model, step + 1)
+    return model, before, average.model, optimizer
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+def test_pruned_kernels_stay_zero_and_the_others_move(options):
+    def prune(model):
+        with torch.no_grad():
+            model.backbone[0][0].weight[1] = 0
+            model.head.weight[0, 1] = 0
+
+    train = rules({"names": ("backbone", "head"), "hold_zeros": True}, **options)
+    model, before, average, optimizer = train_pruned(train, prune)
+    for name, weight in model.named_parameters():
+        was = before.get_parameter(name)
+        held = (was == 0) & (was.dim() > 1)
+        for now in (weight, average.get_parameter(name)):
+            assert torch.equal(now == 0, held), name  # biases that start at 0 move too
+        state = optimizer.state[weight]
+        for key in {"momentum_buffer", "exp_avg"} & state.keys():
+            assert (state[key][held] == 0).all(), name
+    assert (before.backbone[0][0].weight == 0).sum() == 27
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+def test_a_mask_holds_weights_at_their_value(options, tmp_path):
+    masks = {
+        "head.bias": torch.tensor([True, False]),
+        "backbone.1.0.weight": torch.rand(3, 3, 3, 3) < 0.5,
+        "backbone.1.1.weight": torch.tensor([False, False, True]),
+    }
+    safetensors.torch.save_file(masks, tmp_path / "held.safetensors")
+    train = settings(hold_mask=str(tmp_path / "held.safetensors"), **options)
+    model, before, average, _ = train_pruned(train, lambda _: None)
+    for name, held in masks.items():
+        for one in (model, average):
+            still = one.get_parameter(name) == before.get_parameter(name)
+            assert torch.equal(still, held), name
+
+
+MISFITS = {
+    "the model has no trained weight": {"head.wieght": torch.ones(2, 3, 1, 1).bool()},
+    "found torch.bool torch.Size([3]), the model": {"head.bias": torch.ones(3).bool()},
+    "found torch.float32 torch.Size([2]), the model": {"head.bias": torch.ones(2)},
+}
+
+
+def test_a_mask_that_does_not_fit_is_refused(tmp_path):
+    path = tmp_path / "held.safetensors"
+
+    def refusal():
+        with pytest.raises(ConfigError) as caught:
+            make_initial_weights(TinyModel(), settings(hold_mask=str(path)).optim, None)
+        return str(caught.value)
+
+    path.write_bytes(b"nothing")
+    assert "cannot be read as safetensors" in refusal()
+    for message, masks in MISFITS.items():
+        safetensors.torch.save_file(masks, path)
+        assert message in refusal()
+
+
+@pytest.mark.parametrize(
+    ("use", "rule", "message"),
+    [
+        (make_initial_weights, {"names": ("head",), "hold_zeros": True}, "hold_zeros: no kernel"),
+        (freeze_layers, {"names": ("head",), "freeze": True}, "head.weight: would stay at random"),
+    ],
+)
+def test_a_rule_without_anything_to_act_on_is_refused(use, rule, message):
+    loaded = ["backbone"] if "random" in message else None
+    with pytest.raises(ConfigError, match=message):
+        use(TinyModel(), rules(rule).optim, loaded)
+
+
+DATA = "data: {layout: folders, root: x, classes: y}\n"
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("layers: [{names: [head]}]", "nothing is said about these weights; set one of freeze"),
+        (
+            "layers: [{names: [a], freeze: true, lr_mult: 2.0}]",
+            "lr_mult: has no effect with freeze",
+        ),
+        (
+            "layers: [{names: [a], freeze: true}]",
+            "name some in model.pretrained",
+        ),
+        ("decay_toward: start", "optim.decay_toward: is about weights that are loaded"),
+    ],
+)
+def test_a_rule_that_cannot_be_meant_is_refused(train, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(f"{DATA}optim: {{{train}}}\n", source="c.yaml")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("c.yaml:2: optim.")
+
+
+# Decay and momentum.
+
+STEPS = 5
+OLD = [name for name, _ in TinyModel().named_parameters() if name.startswith("backbone")]
+
+
+def gradients(model, step):
+    """Some that depend on the weights, as those of a loss do: of sum(w**3 / 3 + step w)."""
+    return {name: p.detach() ** 2 + step for name, p in model.named_parameters()}
+
+
+def trained(train):
+    """The weights after some steps with `train`, and those before; the head is new."""
+    model = TinyModel().double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    start = make_initial_weights(model, train.optim, OLD)
+    optimizer = build_optimizer(model, train, start=start)
+    for step in range(STEPS):
+        for name, grad in gradients(model, step).items():
+            model.get_parameter(name).grad = grad
+        set_learning_rate(optimizer, learning_rate(train, step))
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, before
+
+
+def assert_follows(train, formula):
+    """`formula(name, start)` gives the weights after the steps."""
+    found, before = trained(train)
+    for name, weight in found.items():
+        wanted = formula(name, before[name])
+        torch.testing.assert_close(weight, wanted, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def options(**changes):
+    return settings(**{"steps": STEPS, "lr": 0.02, "weight_decay": 0.3} | changes)
+
+
+@pytest.mark.parametrize("toward", ["zero", "start"])
+def test_decoupled_sgd_is_composers(toward):
+    """DecoupledSGDW: momentum; w -= lr / initial_lr * decay * (w - s); w -= lr * momentum."""
+    train = options(
+        decoupled_decay=True,
+        momentum=0.8,
+        head_lr_mult=10.0,
+        warmup_steps=2,
+        decay_toward=toward,
+    )
+
+    def formula(name, weight):
+        target = (
+            weight
+            if toward == "start" and name.startswith("backbone")
+            else torch.zeros_like(weight)
+        )
+        factor = 1.0 if name.startswith("backbone") else 10.0
+        buffer = torch.zeros_like(weight)
+        for step in range(STEPS):
+            lr = learning_rate(train, step)
+            buffer = 0.8 * buffer + weight**2 + step
+            weight = weight - lr / 0.02 * 0.3 * (weight - target) - lr * factor * buffer
+        return weight
+
+    assert_follows(train, formula)
+
+
+@pytest.mark.parametrize(
+    ("decoupled", "toward"), [(d, t) for d in (True, False) for t in ("zero", "start")]
+)
+def test_decay_of_adamw_is_the_formula(decoupled, toward):
+    """By lr as torch's (arXiv:1711.05101 with its schedule in lr), or by lr / initial_lr as
+    composer's DecoupledAdamW."""
+    train = options(optimizer="adamw", decoupled_decay=decoupled, decay_toward=toward)
+
+    def formula(name, weight):
+        target = (
+            weight
+            if toward == "start" and name.startswith("backbone")
+            else torch.zeros_like(weight)
+        )
+        first = second = torch.zeros_like(weight)
+        for step in range(STEPS):
+            lr = learning_rate(train, step)
+            gradient = weight**2 + step
+            weight = weight - (lr / 0.02 if decoupled else lr) * 0.3 * (weight - target)
+            first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+            root = (second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8
+            weight = weight - lr * first / (1 - 0.9 ** (step + 1)) / root
+        return weight
+
+    assert_follows(train, formula)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_l2_sp_is_the_gradient_of_its_penalty(nesterov):
+    """arXiv:1802.01483, equation 2: alpha / 2 |w - w0|^2 for old weights, beta / 2 |w|^2 for new.
+
+    The oracle is torch's SGD without decay on the loss with the penalty.
+    """
+    train = options(decay_toward="start", new_weight_decay=0.7, nesterov=nesterov)
+    model = TinyModel().double()
+    starts = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=nesterov)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = 0.0
+        for name, p in model.named_parameters():
+            old = name.startswith("backbone")
+            away = p - starts[name] if old else p
+            loss = loss + (p**3 / 3 + step * p).sum()
+            loss = loss + (0.3 if old else 0.7) / 2 * away.square().sum()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = learning_rate(train, step)
+        optimizer.step()
+    found, _ = trained(train)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.detach(), rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("arch", MODELS)
+@pytest.mark.parametrize("backbone", ["resnet18", "mobilenet_v2", "mobilenet_v3_large"])
+def test_without_norm_and_bias_only_kernels_of_convolutions_decay(arch, backbone):
+    """PSPNet-TF decays what is named weights: the kernels of convolutions."""
+    with torch.device("meta"):
+        model = build_model(ModelConfig(arch=arch, backbone=backbone), num_classes=3)
+    kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv2d)}
+    groups = parameter_groups(model, settings(decay_norm_and_bias=False).optim)
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    assert decayed == kernels
+
+
+def test_norm_and_bias_are_spared_in_every_form_of_decay():
+    train = options(decay_norm_and_bias=False, decay_toward="start", new_weight_decay=0.7)
+    (kernels, spared) = (set(), set())
+    for group in parameter_groups(TinyModel(), train.optim, OLD):
+        (kernels if group["weight_decay"] or group["pull"] else spared).update(group["param_names"])
+    assert kernels == {"backbone.0.0.weight", "backbone.1.0.weight", "head.weight"}
+    assert len(spared) == 7
+
+
+def velocity_form(*, corrected):
+    """(10) of arXiv:1706.02677, section 3: v = m v + lr g; w -= v; correction: v = m lr'/lr v."""
+
+    def formula(train, weight):
+        velocity, before = torch.zeros_like(weight), None
+        for step in range(STEPS):
+            lr = learning_rate(train, step)
+            gradient = weight**2 + step + 0.3 * weight
+            factor = lr / before if corrected and before is not None else 1.0
+            velocity, before = 0.9 * factor * velocity + lr * gradient, lr
+            weight = weight - velocity
+        return weight
+
+    return formula
+
+
+# A rate that rises, falls by steps, and falls smoothly.
+RATES = [
+    {"warmup_steps": 3, "poly_power": 0.0},
+    {"warmup_steps": 3, "warmup_start": 0.0},
+    {"schedule": "step", "milestones": (2,)},
+    {"poly_power": 0.9},
+]
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("corrected", [True, False])
+def test_momentum_has_the_correction_or_is_the_naive_form(corrected, rates):
+    if corrected and rates.get("warmup_start") == 0:
+        pytest.skip("from a rate of 0 the correction is 0 / 0")
+    train = options(momentum_correction=corrected, **rates)
+    formula = velocity_form(corrected=corrected)
+    assert_follows(train, lambda _, weight: formula(train, weight))
+
+
+@pytest.mark.parametrize("form", ["decoupled", "held", "velocity"])
+def test_a_step_that_float16_leaves_out_changes_nothing(form):
+    train = {
+        "decoupled": options(decoupled_decay=True),
+        "held": options(layers=(LayerRule(names=("head",), hold_zeros=True),)),
+        "velocity": options(momentum_correction=False),
+    }[form]
+    model = TinyModel()
+    with torch.no_grad():
+        model.head.weight[0] = 0
+    start = make_initial_weights(model, train.optim, None)
+    optimizer = build_optimizer(model, train, start=start)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(()))
+    states = []
+    for infinite in (False, True):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, torch.inf if infinite else 1.0)
+        set_learning_rate(optimizer, 0.01 if infinite else 0.02)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        buffers = [s["momentum_buffer"] for s in optimizer.state.values()]
+        states.append([t.detach().clone() for t in (*model.parameters(), *buffers)])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    if form == "velocity":
+        assert {group["velocity_lr"] for group in optimizer.param_groups} == {0.02}
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"weight_decay": 0.0, "decoupled_decay": True}, "decoupled_decay: has no effect"),
+        ({"weight_decay": 0.0, "decay_toward": "start"}, "decay_toward: has no effect"),
+        ({"optimizer": "adamw", "momentum_correction": False}, "momentum_correction: has no"),
+        ({"momentum": 0.0, "momentum_correction": False}, "momentum_correction: has no"),
+    ],
+)
+def test_a_form_without_effect_is_refused(train, message):
+    with pytest.raises(ValueError, match=message):
+        options(**train)
+
+
+def test_decay_that_lacks_its_weights_is_refused():
+    toward = options(layers=(LayerRule(names=("head",), decay_toward="start"),))
+    with pytest.raises(ConfigError, match=r"decay_toward start: head\.weight starts from random"):
+        make_initial_weights(TinyModel(), toward.optim, OLD)
+    names = [name for name, _ in TinyModel().named_parameters()]
+    with pytest.raises(ConfigError, match="new_weight_decay: has no effect: no weight starts"):
+        make_initial_weights(TinyModel(), options(new_weight_decay=0.1).optim, names)

@@ -4,29 +4,23 @@ import copy
 from contextlib import contextmanager
 
 import pytest
+import test_engine
 import torch
-import torch.nn.functional as F
-from experiments import (
-    experiment,
-    sections,
-    trained_bits,
-    write_config,
-)
-from test_engine import CPU, K, N, run, whole_batch
+from test_engine import CPU, K, N, assert_same_training, plain_loop, run, trained
 from torch import nn
 
 from segtrain import seed
-from segtrain.config import Config, DataConfig, LayerRule, ModelConfig, NormConfig
-from segtrain.distributed.partition import partition
+from segtrain.config import LayerRule
 from segtrain.errors import NonFiniteError
 from segtrain.models import DropoutChannels
 from segtrain.norm import make_norm
 from segtrain.training import engine
 from segtrain.training.sam import sam_perturbed
 from segtrain.training.state import make_state
-from segtrain.types import IGNORE_INDEX, SegLogits
+from segtrain.types import SegLogits
 
 CHANNELS, P = 4, 0.5
+SAM = {"steps": 4, "lr": 0.3, "sam_rho": 0.4, "dropout": P}
 
 
 class Small(nn.Module):
@@ -40,118 +34,56 @@ class Small(nn.Module):
         self.backbone = nn.Conv2d(3, CHANNELS, 3, padding=1, bias=False)
         self.bn = norm(CHANNELS)
         self.head = nn.Conv2d(CHANNELS, K, 1)
+        self.aux_head = nn.Conv2d(CHANNELS, K, 1)
 
     def forward(self, images, dropout):
         features = torch.tanh(self.bn(self.backbone(images)))
-        return SegLogits(self.head(features * dropout.out.to(features)))
+        return SegLogits(self.head(features * dropout.out.to(features)), self.aux_head(features))
 
 
-def config(*, norm=None, **train):
-    options = {"steps": 4, "batch_size": N, "lr": 0.3, "precision": "float64", "sam_rho": 0.4}
-    return Config(
-        data=DataConfig(layout="folders", root="nowhere", classes="nothing"),
-        model=ModelConfig(dropout=P, aux_head=False),
-        norm=NormConfig(**(norm or {})),
-        **sections(**options | train),
-    )
+def config(**options):
+    return test_engine.config(**SAM | options)
 
 
 def new_state(settings):
     return make_state(Small(make_norm(settings.norm)), settings, CPU)
 
 
-def trained(settings):
-    """Loss and norm of each step, and the state dict at the end."""
-    state = new_state(settings)
-    numbers = [[r.loss.item(), r.grad_norm.item()] for r in run(settings, state)]
-    return torch.tensor(numbers, dtype=torch.float64), state.model.state_dict()
-
-
-def naive(settings):
-    """The same without any of segtrain's parts but the dropout masks, which are given."""
-    train, optim = settings.train, settings.optim
-    model = Small(nn.BatchNorm2d).double()
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=1.0, momentum=optim.momentum, weight_decay=optim.weight_decay
-    )
-    mean = torch.tensor(settings.data.mean).double().view(3, 1, 1)
-    std = torch.tensor(settings.data.std).double().view(3, 1, 1)
-    numbers = []
-    for step in range(train.steps):
-        optimizer.param_groups[0]["lr"] = optim.lr * (1 - step / train.steps) ** 0.9
-        images, labels = whole_batch(step)
-        mask = seed.dropout_mask(0, step, 0, batch_size=N, channels=CHANNELS, p=P).double()
-        valid = (labels != IGNORE_INDEX).sum()
-
-        def gradient(images=images, labels=labels, mask=mask, valid=valid):
-            optimizer.zero_grad()
-            total = 0.0
-            for i in range(train.accumulate_steps):
-                mine = list(partition(N, train.accumulate_steps, i))
-                features = torch.tanh(
-                    model.bn(model.backbone((images[mine].double() - mean) / std))
-                )
-                logits = model.head(features * mask[mine])
-                losses = F.cross_entropy(
-                    logits, labels[mine].long(), ignore_index=IGNORE_INDEX, reduction="sum"
-                )
-                (losses / valid).backward()
-                total += (losses / valid).item()
-            return total
-
-        loss = gradient()
-        if optim.sam_rho is not None and step % optim.sam_every == optim.sam_every - 1:
-            before = copy.deepcopy(model.state_dict())
-            norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p += optim.sam_rho * p.grad / norm
-            gradient()
-            model.load_state_dict(before)
-        limit = optim.clip_grad_norm or 1e9
-        norm = nn.utils.clip_grad_norm_(model.parameters(), limit).item()
-        optimizer.step()
-        numbers.append([loss, norm])
-    return torch.tensor(numbers, dtype=torch.float64), model.state_dict()
+def masks(step):
+    return seed.dropout_mask(0, step, 0, batch_size=N, channels=CHANNELS, p=P).double()
 
 
 SETTINGS = {
     "every step": config(),
     "every second step, clipped": config(sam_every=2, clip_grad_norm=0.05, weight_decay=0.1),
     "two passes": config(accumulate_steps=2),
+    "virtual ranks": config(virtual_ranks=2),
+    "shares": config(shares=3),
 }
-CUTS = {"virtual ranks": config(virtual_ranks=2), "shares": config(shares=3)}
 
 
-def assert_same_training(found, wanted):
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-9, atol=0)
-    for name, value in wanted[1].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-12, msg=name)
-
-
-def trainings(settings):
+def trainings():
     """On a rank: every training, and the running statistics of one step with SAM and without."""
     statistics = {}
     for kind in ({"kind": "local"}, {"kind": "local", "running": "mean"}, {"kind": "sync"}):
         found = []
         for rho in (None, 0.4):
             one = config(norm=kind, sam_rho=rho, steps=1)
-            _, weights = trained(one)
+            _, weights = trained(one, new_state)
             found.append({k: v for k, v in weights.items() if k.startswith("bn.running")})
             found[-1]["count"] = weights["bn.num_batches_tracked"]
         statistics[str(kind)] = found
-    return {name: trained(one) for name, one in settings.items()}, statistics
+    return {name: trained(one, new_state) for name, one in SETTINGS.items()}, statistics
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_any_number_of_ranks_is_the_naive_loop_over_the_whole_batch(run_ranks, world_size):
-    """5 images are 3 + 2 or 2 + 2 + 1, and a pass of 2 images is too small for 3 ranks. Running
-    statistics move once a step, at w: bit for bit those of a step without SAM."""
-    settings = {k: v for k, v in SETTINGS.items() if world_size < 3 or "passes" not in k}
-    settings |= CUTS if world_size < 3 else {"shares": CUTS["shares"]}
-    for found, statistics in run_ranks(world_size, trainings, settings):
-        for name, one in settings.items():
-            assert_same_training(found[name], naive(one))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_any_number_of_ranks_is_the_plain_loop_over_the_whole_batch(run_ranks, world_size):
+    """5 images are 3 + 2. Running statistics move once a step, at w: bit for bit those of a step
+    without SAM."""
+    for found, statistics in run_ranks(world_size, trainings):
+        for name, one in SETTINGS.items():
+            wanted = plain_loop(one, lambda: Small(nn.BatchNorm2d), masks)
+            assert_same_training(found[name], wanted)
         for plain, with_sam in statistics.values():
             assert plain["count"] == with_sam["count"] == 1
             assert all(torch.equal(value, with_sam[name]) for name, value in plain.items())
@@ -222,27 +154,6 @@ def test_a_float16_step_whose_gradients_overflow_is_skipped(numbers):
 def test_options_without_effect_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         config(**options)
-
-
-def whole_run(data, **options):
-    """A training of MobileNetV2 with augmentation and dropout."""
-    return experiment(
-        data,
-        augment={"crop_size": [25, 33]},
-        model={"backbone": "mobilenet_v2", "head_channels": 8, "aux_channels": 8},
-        **sections(
-            **{"steps": 2, "batch_size": 5, "precision": "float32", "sam_rho": 0.2} | options
-        ),
-    )
-
-
-def test_with_shares_any_number_of_ranks_gives_the_same_bits(run_ranks, tmp_path, data):
-    """Two gradients a step need two exponents a step; the first of all is computed twice."""
-    options = whole_run(data, shares=3, sam_every=2, clip_grad_norm=1.0, ema_decay=0.9, steps=3)
-    config = write_config(tmp_path / "c.yaml", options)
-    found = [run_ranks(n, trained_bits, config, tmp_path / f"{n}")[0] for n in (1, 3)]
-    assert found[0] == found[1]
-    assert len(found[0]["train/loss"]) == 3
 
 
 def test_held_weights_do_not_climb(monkeypatch):

@@ -28,8 +28,8 @@ def test_layers_that_depend_on_when_they_run_are_refused_by_name(layer, option):
 @pytest.mark.parametrize(
     ("layer", "what"),
     [
-        (nn.RReLU(), "draws from torch's generator"),
-        (nn.InstanceNorm2d(3, track_running_stats=True), "its buffer 0.running_mean while"),
+        (nn.RReLU(), "changes torch's random numbers"),
+        (nn.InstanceNorm2d(3, track_running_stats=True), "changes the buffer 0.running_mean"),
     ],
 )
 def test_other_layers_are_seen_in_the_first_step(layer, what):

@@ -22,57 +22,35 @@ LENGTHS = (1, 3, 513, MAX_BYTES // 8)
 def sums(seed):
     """Of many tensors of all types and lengths, in turn; and through gloo, which is the oracle."""
     generator = torch.Generator().manual_seed(seed + dist.rank())
-    shared, through_gloo = [], []
+    shared, through_gloo, gathered = [], [], []
     for round_ in range(60):
         dtype, length = DTYPES[round_ % 3], LENGTHS[round_ % 4]
         values = torch.randint(-9, 9, (length,), generator=generator).to(dtype)
         assert dist._shared_sum.takes(values)
         if round_ % 7 == dist.rank():
             time.sleep(0.005)  # each is late now and then
-        wanted = values.clone()
+        wanted, rows = values.clone(), [values.clone() for _ in range(dist.world_size())]
         torch.distributed.all_reduce(wanted)
+        torch.distributed.all_gather(rows, values)
+        gathered.append((dist._shared_sum.gather(values), torch.stack(rows)))
         result = dist.all_reduce_sum(values)
         assert result is values
         shared.append(result.clone())
         through_gloo.append(wanted)
     floats = dist.all_reduce_sum(torch.randn(100, generator=generator, dtype=torch.float64))
-    return shared, through_gloo, floats
+    return shared, through_gloo, gathered, floats
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sums_are_those_of_gloo_and_the_same_bits_on_every_rank(run_ranks, num_ranks):
+def test_sums_and_gathered_rows_are_those_of_gloo(run_ranks, num_ranks):
+    """Bit for bit on every rank; rows are copies, which sums that follow do not change."""
     results = run_ranks(num_ranks, sums, 0)
-    for shared, through_gloo, floats in results:
-        assert len(shared) == 60
+    for shared, through_gloo, gathered, floats in results:
+        assert len(shared) == len(gathered) == 60
         for mine, wanted in zip(shared, through_gloo, strict=True):
             assert torch.equal(mine, wanted)  # small whole numbers: exact in any order
-        assert torch.equal(floats, results[0][2])
-
-
-def gathered():
-    """Through shared memory; and through gloo, which is the oracle."""
-    generator = torch.Generator().manual_seed(dist.rank())
-    pairs = []
-    for round_ in range(30):
-        dtype, length = DTYPES[round_ % 3], LENGTHS[round_ % 4]
-        values = torch.randn(length, generator=generator, dtype=torch.float64).mul(9).to(dtype)
-        if round_ % 7 == dist.rank():
-            time.sleep(0.005)
-        wanted = [torch.empty_like(values) for _ in range(dist.world_size())]
-        torch.distributed.all_gather(wanted, values)
-        mine = values.clone()
-        rows = dist._shared_sum.gather(mine)
-        assert torch.equal(mine, values)
-        pairs.append((rows, torch.stack(wanted)))
-    # They are copies: sums that follow do not change them.
-    return pairs
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_what_is_gathered_is_what_gloo_gathers(run_ranks, num_ranks):
-    for pairs in run_ranks(num_ranks, gathered):
-        assert len(pairs) == 30
-        assert all(torch.equal(rows, wanted) for rows, wanted in pairs)
+        assert all(torch.equal(rows, wanted) for rows, wanted in gathered)
+        assert torch.equal(floats, results[0][3])
 
 
 def routes():

@@ -9,8 +9,6 @@ import torch
 from segtrain.distributed import collectives as dist
 from segtrain.errors import LostRanksError, NonFiniteError
 from segtrain.training import step_sync
-from segtrain.training.engine import StepResult
-from segtrain.training.receipts import StepMeter
 from segtrain.training.step_sync import MAX_OVERFLOWS, StepSync
 
 NAN = float("nan")
@@ -166,34 +164,3 @@ def test_a_signal_is_seen_while_the_host_waits_for_the_device(monkeypatch):
     finally:
         sender.join()
         signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture
-def stuck_device(monkeypatch):
-    """The CUDA device of one of two ranks; an exchange on it does not end."""
-    stuck = Event(lambda: False)
-    stuck.record = lambda: None
-    monkeypatch.setattr(torch.cuda, "Event", lambda: stuck)
-    monkeypatch.setattr(dist, "world_size", lambda: 2)
-    dist.use_timeout(None, wait_s=0.05)
-    yield torch.device("cuda", 0)
-    dist.use_timeout(None, wait_s=600.0)
-
-
-def test_values_that_are_read_after_an_exchange_are_waited_for_with_a_limit(stuck_device):
-    with pytest.raises(LostRanksError):
-        dist.wait_for_device(stuck_device)
-    meter = StepMeter(4, stuck_device)
-    meter.update(StepResult(1, *torch.ones(3), 0.1, 0.0))
-    with pytest.raises(LostRanksError):
-        meter.read()
-    dist.wait_for_device(torch.device("cpu"))
-
-
-def test_the_timeout_is_that_of_training(monkeypatch):
-    """Of the step before, which `record` reads one step late."""
-    monkeypatch.setattr(dist, "world_size", lambda: 2)
-    sync = StepSync(lambda: False, timeout_s=0.05)
-    sync._pending = (1, readback(lambda: False), ["a"])
-    with pytest.raises(LostRanksError):
-        sync.check_finite()

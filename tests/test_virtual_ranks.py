@@ -14,28 +14,10 @@ from memory import ClonesAsHost, LiveBytes
 from segtrain.checkpoint.format import load
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
-from segtrain.distributed.offload import saved_on_host
+from segtrain.distributed.offload import InFlight, offload, reload, saved_on_host
 from segtrain.distributed.virtual_ranks import VirtualRanks
 from segtrain.training import microbatches
 from segtrain.training.state import make_state
-
-
-def test_the_slots_take_turns_and_meet_in_order():
-    log = []
-
-    def work():
-        mine = virtual_ranks.slot()
-        log.append(("begins", mine))
-        total = virtual_ranks.current().meet(
-            mine + 1, lambda parts: (log.append("adds"), sum(parts))[1]
-        )
-        log.append(("has", mine))
-        return total * virtual_ranks.current().meet(mine, list)[mine]
-
-    assert VirtualRanks(3).run([work] * 3) == [0, 6, 12]
-    begins, has = [("begins", i) for i in range(3)], [("has", i) for i in range(3)]
-    assert log == [*begins, "adds", *has]
-    assert virtual_ranks.current() is None
 
 
 def test_sums_count_every_slot_and_results_are_each_ones_own():
@@ -51,6 +33,7 @@ def test_sums_count_every_slot_and_results_are_each_ones_own():
     assert a.tolist() == [3.0] * 3
     assert b.tolist() == [4.0] * 3
     assert rows.tolist() == [[0], [1]]
+    assert virtual_ranks.current() is None
 
 
 class Running:
@@ -148,33 +131,17 @@ def run(run_ranks, tmp_path, data, ranks, virtual, sections):
     return np.array(losses(tmp_path / name)), load(tmp_path / name / "checkpoints/last.pt")
 
 
-@pytest.mark.parametrize(
-    ("sections", "splits"),
-    [
-        ({"train": {"batch_size": 8, "steps": 3}}, ((1, 8), (2, 4))),
-        # Uneven shares, mining, class weights, clipping, microbatches, recomputation.
-        (
-            {
-                "train": {"batch_size": 11, "steps": 3, "accumulate_steps": 2},
-                "optim": {"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 0.5},
-                "loss": {"kind": "ohem", "ohem_min_kept": 2000, "class_weights": [1, 2, 0.5, 0]},
-                "model": {"backbone": "resnet18", "recompute_norm": True},
-            },
-            ((1, 3), (2, 2)),
-        ),
-    ],
-)
-def test_virtual_ranks_on_any_number_of_ranks_equal_the_whole_batch(
-    run_ranks, tmp_path, data, sections, splits
-):
-    """Augmentation, dropout, the auxiliary loss and an average of the weights are on."""
+def test_virtual_ranks_on_any_number_of_ranks_equal_the_whole_batch(run_ranks, tmp_path, data):
+    """Uneven shares, microbatches, mining, recomputation, augmentation, dropout, both heads."""
     sections = {
         "augment": {"crop_size": [25, 33]},
-        "model": {"backbone": "mobilenet_v2"},
-    } | sections
-    sections["optim"] = {"ema_decay": 0.9} | sections.get("optim", {})
+        "model": {"backbone": "resnet18", "recompute_norm": True},
+        "train": {"batch_size": 11, "steps": 3, "accumulate_steps": 2},
+        "optim": {"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 0.5, "ema_decay": 0.9},
+        "loss": {"kind": "ohem", "ohem_min_kept": 2000, "class_weights": [1, 2, 0.5, 0]},
+    }
     whole, record = run(run_ranks, tmp_path, data, 1, 1, sections)
-    for ranks, virtual in splits:
+    for ranks, virtual in ((1, 3), (2, 2)):
         parts, other = run(run_ranks, tmp_path, data, ranks, virtual, sections)
         np.testing.assert_allclose(parts, whole, rtol=1e-9, atol=0)
         for weights, wanted in ((other.model, record.model), (other.average, record.average)):
@@ -242,3 +209,45 @@ def test_what_has_been_on_the_host_is_what_it_was(tmp_path, data):
     _, gradient = peak_of_a_step(data, tmp_path, 6, 3, "float64", size=65)
     _, wanted = peak_of_a_step(data, tmp_path, 6, 1, "float64", size=65)
     assert (gradient - wanted).norm() < 1e-9 * wanted.norm()
+
+
+class Copy:
+    """An event of a copy that is done when the test says so."""
+
+    def __init__(self):
+        self.is_done = False
+
+    def query(self):
+        return self.is_done
+
+
+def test_a_transposed_view_of_what_came_back_is_another_tensor():
+    """It has the same memory and the same shape; only its strides tell."""
+    square = torch.randn(200, 200)
+    with saved_on_host(torch.device("cpu"), copies=ClonesAsHost()):
+        back = reload(offload(square))
+        assert torch.equal(reload(offload(back)), square)
+        assert torch.equal(reload(offload(back.T)), square.T)
+
+
+def test_the_host_waits_for_the_oldest_copies_until_all_fit():
+    InFlight(100).add(Copy(), 1000)  # a copy larger than the bound does not wait
+    in_flight, copies = InFlight(100), [Copy() for _ in range(4)]
+    for copy in copies[:3]:
+        in_flight.add(copy, 40 if copy is copies[0] else 30)
+    added = threading.Event()
+
+    def add():
+        in_flight.add(copies[3], 45)
+        added.set()
+
+    # 40 + 30 + 30 + 45: the first done, 105 are left.
+    thread = threading.Thread(target=add, daemon=True)
+    thread.start()
+    copies[2].is_done = True  # not the oldest: copies of one stream end in order
+    assert not added.wait(0.2)
+    copies[0].is_done = True
+    assert not added.wait(0.2)
+    copies[1].is_done = True
+    assert added.wait(30)
+    thread.join()

@@ -170,7 +170,7 @@ def restore_initial_weights(state: TrainState, saved: dict[str, Any] | None) -> 
         )
     for name, value in initial.weights.items():
         value.copy_(saved["weights"][name])
-    if initial.has_held:
+    if initial.hold:
         parameters = dict(state.model.named_parameters())
         initial.held = {n: mask.to(parameters[n].device) for n, mask in saved["held"].items()}
         initial.hold_from_now(state.model)

@@ -393,7 +393,7 @@ def _receipt_differences(there: Receipt, here: Receipt, state: TrainState) -> li
         if before != now:
             lines.append(f"{field}: {_number(before)} there, {_number(now)} now")
     # What is nearest to the loss comes first in the backward pass.
-    names = state.gradients.names[::-1]
+    names = list(state.gradients.exponents)[::-1]
     gradients = [_named(names, unpack(r.gradients, GRADIENT)[::-1]) for r in (there, here)]
     lines += _tensors("gradients", *gradients, which="the nearest to the loss")
     return lines + _weights_differences(there, (here.weights, here.average), state)

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,14 +30,11 @@ from segtrain.training.gradients import BucketSender, compare_ranks, compare_ste
 
 # All shares together stay below 2**62: a largest value is known as a power of two only.
 _SUM_BITS = 62
-# Above the largest value of the step before: room for a larger one in the next. Below: how far it
-# may fall.
+# How much larger than in the step before the largest value may be, and how much smaller.
 _ROOM_BITS, _FALL_BITS = 8, 10
-_FIRST_EXPONENT, _EXPONENTS = 0, (-90, 126)
+_EXPONENTS = (-90, 126)  # the least and the largest
 # What is not below this, in float64, counts as infinite: no exponent brings it into range.
 _INFINITE = 2.0**128
-# On a CPU so many values at a time go through all operations, while they are in its cache.
-_CHUNK = 1 << 16
 
 
 class ExactGradientSum:
@@ -49,7 +45,6 @@ class ExactGradientSum:
         replicas: of the model, from `replica`, one for each share of this rank.
         shares: how many each rank has, in the order of ranks.
         microbatches: backward passes of each share in a step.
-        num_threads: for the work after the last microbatch; any number gives the same bits.
     """
 
     def __init__(
@@ -59,7 +54,6 @@ class ExactGradientSum:
         *,
         shares: Sequence[int],
         microbatches: int,
-        num_threads: int = 1,
     ) -> None:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(parameters), list(parameters.values())
@@ -68,13 +62,9 @@ class ExactGradientSum:
         # The most bits of one share's values, and those of the largest one in the next step.
         self._most_bits = _SUM_BITS - (sum(shares) * microbatches - 1).bit_length()
         self._target_bits = self._most_bits - _ROOM_BITS
-        self._num_threads = num_threads
         self._used: set[str] | None = None  # names of the parameters that get a gradient
         device = self._parameters[0].device
-        self._exponents = torch.full((len(parameters),), _FIRST_EXPONENT, device=device)
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
+        self._exponents = torch.zeros(len(parameters), dtype=torch.int64, device=device)
         self._buckets = make_buckets(self._parameters, torch.int64)
         places = {
             parameter: (i, view)
@@ -93,19 +83,16 @@ class ExactGradientSum:
         self._begun = [False] * len(self._parameters)
 
     @property
-    def names(self) -> list[str]:
-        """The parameters, in the order of `digest`."""
-        return list(self._names)
-
-    @property
     def exponents(self) -> dict[str, int]:
-        """That of each parameter for the next step, by name: a part of the training state."""
+        """That of each parameter for the next step, by name: a part of the training state.
+
+        In the order of `digest`.
+        """
         return dict(zip(self._names, self._exponents.tolist(), strict=True))
 
     @exponents.setter
     def exponents(self, exponents: dict[str, int]) -> None:
-        values = [exponents[name] for name in self._names]
-        self._exponents.copy_(torch.tensor(values))
+        self._exponents.copy_(torch.tensor([exponents[name] for name in self._names]))
         self._start_step()
 
     def digest(self) -> Tensor:
@@ -132,23 +119,24 @@ class ExactGradientSum:
             for parameters in self._replicas
             for i, parameter in enumerate(parameters)
         ]
-        try:
-            yield
-        except BaseException:
-            self._begin_anew()  # a sum under way may still write into the old buckets
-            raise
-        finally:
-            for hook in hooks:
-                hook.remove()
+        yield
+        for hook in hooks:
+            hook.remove()
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
+        # The gradient is left alone: where a parameter was only reshaped and added, autograd still
+        # needs its memory.
         grad, parameter.grad = parameter.grad, None
+        low, high = grad.aminmax()  # NaN if there is one
+        scaled = grad * self._scales[index]  # exact: by a power of two
         with self._locks[index]:
-            begun, self._begun[index] = self._begun[index], True
-            largest = _add_fixed_point(
-                self._sums[index], grad, self._scales[index], overwrite=not begun
-            )
-            torch.maximum(self._largest_views[index], largest, out=self._largest_views[index])
+            if self._begun[index]:
+                self._sums[index].add_(scaled.to(torch.int64))
+            else:
+                self._sums[index].copy_(scaled)
+            self._begun[index] = True
+            largest = self._largest_views[index]
+            torch.maximum(largest, torch.maximum(-low, high), out=largest)
         self._sender.arrived(self._bucket_of[index], parameter)
 
     @torch.no_grad()
@@ -183,12 +171,9 @@ class ExactGradientSum:
         if not repeat:
             self._last_largest = largest
             inverse = torch.where(largest.isfinite(), _powers(-self._exponents), torch.nan)
-            threads = torch.get_num_threads()
-            torch.set_num_threads(self._num_threads)
             for i, parameter in enumerate(self._parameters):
                 if self._begun[i]:
                     parameter.grad = self._sums[i].to(parameter.dtype).mul_(inverse[i])
-            torch.set_num_threads(threads)
         self._exponents = exponents
         self._start_step()
         return not repeat
@@ -204,64 +189,6 @@ def replica(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     return copy.deepcopy(module, memo)
-
-
-def _add_fixed_point(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> Tensor:
-    """Adds trunc(grad * scale) to `total`, int64 of the same shape, or overwrites it.
-
-    `scale` is a power of two, so the product is exact. `grad` is left alone: where a
-    parameter was only reshaped and added, autograd still needs its memory.
-
-    Returns the largest absolute value of `grad` (), NaN if there is one.
-    """
-    if grad.device.type == "cpu" and _same_layout(total, grad):
-        return _add_in_chunks(_memory(total), _memory(grad), scale, overwrite=overwrite)
-    largest = _largest(grad)
-    scaled = grad * scale
-    if overwrite:
-        total.copy_(scaled)
-    else:
-        total.add_(scaled.to(torch.int64))
-    return largest
-
-
-def _add_in_chunks(total: Tensor, grad: Tensor, scale: Tensor, *, overwrite: bool) -> Tensor:
-    """`_add_fixed_point` for vectors on a CPU, each part of them while it is in the cache."""
-    largest = []
-    sums, buffer = total.numpy(), grad.new_empty(min(_CHUNK, len(grad)))
-    # Numbers that are not finite are told by the largest, and their sum is thrown away.
-    with np.errstate(invalid="ignore"):
-        for start in range(0, len(grad), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            values = grad[part]
-            largest.append(_largest(values))
-            scaled = torch.mul(values, scale, out=buffer[: len(values)]).numpy()
-            if overwrite:
-                sums[part] = scaled
-            else:
-                # NumPy converts some thousands at a time, without a tensor of integers between.
-                np.add(sums[part], scaled, sums[part], dtype=np.int64, casting="unsafe")
-    return torch.stack(largest).amax()
-
-
-def _largest(values: Tensor) -> Tensor:
-    low, high = values.aminmax()
-    return torch.maximum(-low, high)
-
-
-def _same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether both hold their elements in the same order and without gaps."""
-    if a.is_contiguous() and b.is_contiguous():
-        return True
-    nhwc = torch.channels_last
-    return (
-        a.dim() == 4 and a.is_contiguous(memory_format=nhwc) and b.is_contiguous(memory_format=nhwc)
-    )
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    """The elements of a tensor without gaps, (n,), in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _bit_length(values: Tensor) -> Tensor:

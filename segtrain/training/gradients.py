@@ -59,8 +59,6 @@ class GradientSum:
     def collected(self, *, last: bool) -> Iterator[None]:
         """Around a microbatch; after the last one, gradients are sums over all ranks (collective).
 
-        If an exception leaves the block, nothing is summed and the next step begins anew.
-
         Raises:
             RuntimeError: the parameters with a gradient differ between the ranks, or from those of
                 the first step; or with `overlap` there was a second backward pass.
@@ -77,18 +75,9 @@ class GradientSum:
             for i, parameters in enumerate(followed)
             for parameter in parameters
         ]
-        try:
-            yield
-            self._finish(sender)
-        except BaseException:
-            # An all_reduce under way may still write into the old buckets.
-            self._buckets = make_buckets(list(self._parameters.values()))
-            raise
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _finish(self, sender: "BucketSender") -> None:
+        yield
+        for hook in hooks:
+            hook.remove()
         found = {name for name, p in self._parameters.items() if p.grad is not None}
         if self._used is None:
             compare_ranks(found)
@@ -156,8 +145,7 @@ class BucketSender:
             if parameter in self._arrived:
                 raise RuntimeError(
                     f"rank {dist.rank()}: a parameter of shape {tuple(parameter.shape)} got a "
-                    "second gradient in a microbatch: a bucket may have been sent without it; run "
-                    "one backward pass"
+                    "second gradient in a microbatch; run one backward pass"
                 )
             self._arrived.add(parameter)
             if self._missing is None:
@@ -202,10 +190,8 @@ def make_buckets(
 def compare_steps(found: set[str], used: set[str]) -> None:
     """Raises RuntimeError if parameters got a gradient in this step, or in the first, only."""
     if found != used:
-        raise RuntimeError(
-            f"rank {dist.rank()}: {_named(found ^ used)}: got a gradient in some steps only; "
-            "every step must give gradients to the same parameters"
-        )
+        names = first_of(sorted(found ^ used), 1)
+        raise RuntimeError(f"rank {dist.rank()}: {names}: got a gradient in some steps only")
 
 
 def compare_ranks(found: set[str]) -> None:
@@ -213,12 +199,4 @@ def compare_ranks(found: set[str]) -> None:
     everyone = [set(names) for names in dist.all_gather_object(sorted(found))]
     some = set.union(*everyone) - set.intersection(*everyone)
     if some:
-        ranks = ", ".join(str(rank) for rank, names in enumerate(everyone) if not some <= names)
-        raise RuntimeError(
-            f"{_named(some)}: no gradient on some ranks ({ranks}); every parameter must get a "
-            "gradient on all ranks or on none"
-        )
-
-
-def _named(parameters: set[str]) -> str:
-    return f"parameter {first_of(sorted(parameters), 1)}"
+        raise RuntimeError(f"{first_of(sorted(some), 1)}: got a gradient on some ranks only")

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -65,29 +64,21 @@ def _shared_bytes(size: int) -> mmap.mmap:
     """
     if dist.local_world_size() != dist.world_size():
         raise ExecutionError("processes of several machines cannot share memory")
-    mapped: list[mmap.mmap] = []
-    what = f"the processes cannot share {size / 1e6:.1f} MB of memory"
-    refused = partial(os_errors_as, ExecutionError, "train.parallel hogwild", what)
     with ExitStack() as stack:
 
         def make() -> str:
-            with refused():
-                if not hasattr(os, "memfd_create"):
-                    raise OSError("only Linux has memory without a name")
+            what = f"the processes cannot share {size / 1e6:.1f} MB of memory"
+            with os_errors_as(ExecutionError, "train.parallel hogwild", what):
                 handle = os.memfd_create("segtrain", os.MFD_CLOEXEC)
                 stack.callback(os.close, handle)
                 # Reserves the memory now: later, a lack of it would end the process by SIGBUS.
                 os.posix_fallocate(handle, 0, size)
             return f"/proc/{os.getpid()}/fd/{handle}"
 
-        path = dist.run_on_rank0(make)
-
-        def open_here() -> None:
-            with refused(), open(path, "r+b") as file:
-                mapped.append(mmap.mmap(file.fileno(), size))
-
-        dist.run_on_all_ranks(open_here)
-    return mapped[0]
+        with open(dist.run_on_rank0(make), "r+b") as file:
+            memory = mmap.mmap(file.fileno(), size)
+        dist.barrier()  # rank 0 closes its handle
+    return memory
 
 
 def share_model(model: nn.Module) -> None:

@@ -161,34 +161,32 @@ def _loss_weights(
     if len(parts[0].labels) == 2:
         mixed = seed.mixup_weight(config.seed, state.step, config.augment.mixup_alpha) / 256
         factors = [1 - mixed, mixed]
-    one = parts[0].images.new_ones((), dtype=torch.float64)
     weights = [
-        [factor * one * weight for weight in _microbatch_weights(state, labels, cut)]
+        factor * _microbatch_weights(state, labels, cut)
         for factor, *labels in zip(factors, *(part.labels for part in parts), strict=True)
     ]
-    return [torch.stack(sets) for sets in zip(*weights, strict=True)]
+    return list(torch.stack(weights, 1))
 
 
 def _microbatch_weights(
     state: TrainState, labels: Sequence[Tensor], cut: list[list[int]]
-) -> list[Tensor | float]:
-    """The fraction of the step's valid pixels, over all ranks, that lies in each microbatch.
+) -> Tensor:
+    """The fraction of the step's valid pixels, over all ranks, that lies in each microbatch, (M,).
 
     labels: of this rank, in each microbatch; cut: as in `_loss_weights`.
     """
     if len(labels) == 1:
-        return [1.0]
+        return torch.ones(1, dtype=torch.float64, device=labels[0].device)
     weight = state.criterion.label_weight
     if state.shares is None:
-        weights = [weight(one.long()) for one in labels]
-        weights = dist.all_reduce_sum(torch.stack(weights))
+        weights = dist.all_reduce_sum(torch.stack([weight(one.long()) for one in labels]))
     else:
         parts = [one.split(sizes) for one, sizes in zip(labels, cut, strict=True)]
         shares = zip(*parts, strict=True)  # the labels of each in all microbatches
         weights = [torch.stack([weight(label.long()) for label in share]) for share in shares]
         weights = state.shares.sum(torch.stack(weights))
     whole = weights.sum()
-    return list(weights / torch.where(whole == 0, 1.0, whole))
+    return weights / torch.where(whole == 0, 1.0, whole)
 
 
 def _dropout_masks(

@@ -30,15 +30,13 @@ def refuse_layers(model: nn.Module, option: str) -> None:
     update running statistics twice.
     """
     for name, layer in model.named_modules():
-        what = ""
-        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
-            what = "draws its own random numbers in each forward pass; take `DropoutMasks`"
-        if isinstance(layer, _BatchNorm) and not isinstance(
-            layer, SyncBatchNorm | FrozenBatchNorm2d
-        ):
-            what = "updates its running statistics in each forward pass; make it by `norm`"
-        if what:
-            raise ConfigError(f"{option}: {name}, a {type(layer).__name__}, {what}")
+        is_own_norm = isinstance(layer, SyncBatchNorm | FrozenBatchNorm2d)
+        is_dropout = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
+        if is_dropout or (isinstance(layer, _BatchNorm) and not is_own_norm):
+            raise ConfigError(
+                f"{option}: {name}, a {type(layer).__name__}, draws random numbers or updates "
+                "statistics in each forward pass; take `DropoutMasks`, and make norms by `norm`"
+            )
 
 
 @contextmanager
@@ -47,32 +45,24 @@ def watch(model: nn.Module) -> Iterator[None]:
 
     Those of synchronized batch norm are changed in order.
     """
-    generators, before = _generators(), {k: v.clone() for k, v in _buffers(model).items()}
+    before = {name: value.clone() for name, value in _common(model).items()}
     yield
-    if any(not torch.equal(a, b) for a, b in zip(generators, _generators(), strict=True)):
-        raise ConfigError(
-            "train.shares: the model or the loss draws from torch's generator, which all shares "
-            "have in common; let random numbers be arguments, as `DropoutMasks` is, or set "
-            "train.shares to null"
-        )
-    for name, buffer in _buffers(model).items():
-        if name not in before or not torch.equal(before[name], buffer):
+    for name, value in _common(model).items():
+        if name not in before or not torch.equal(before[name], value):
             raise ConfigError(
-                f"train.shares: the model changes its buffer {name} while it computes a share; "
-                "only the layers that `norm` makes may do that; set train.shares to null otherwise"
+                f"train.shares: computing a share changes {name}, which all shares have in common; "
+                "let random numbers be arguments, as `DropoutMasks` is, keep statistics only in "
+                "layers that `norm` makes, or set train.shares to null"
             )
 
 
-def _generators() -> list[Tensor]:
-    states = [torch.get_rng_state()]
+def _common(model: nn.Module) -> dict[str, Tensor]:
+    """The state of torch's generators, and the buffers that no share may change."""
+    states = {"torch's random numbers": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        f"{path}.{name}": buffer
+        states["random numbers of the device"] = torch.cuda.get_rng_state()
+    return states | {
+        f"the buffer {path}.{name}": buffer
         for path, layer in model.named_modules()
         if not isinstance(layer, SyncBatchNorm)
         for name, buffer in layer.named_buffers(recurse=False)
@@ -100,14 +90,19 @@ def fingerprint(device: torch.device, train: TrainConfig) -> str:
         layout = torch.channels_last if train.channels_last else torch.contiguous_format
         return values.to(memory_format=layout).requires_grad_() if values.dim() == 4 else values
 
+    def normalized(x: Tensor) -> Tensor:
+        return F.relu(F.batch_norm(x, None, None, training=True))
+
     images, kernels = random(2, 16, 29, 37), [random(*shape) for shape in _KERNEL_SHAPES]
     labels = torch.randint(9, (2, 58, 74), generator=generator).to(device)
     with autocast(autocast_dtype(train), device):
         x = F.conv2d(images, kernels[0], padding=2, dilation=2)
-        x = F.conv2d(F.relu(_normalized(x)), kernels[1], padding=1, groups=32)
-        x = F.conv2d(F.relu(_normalized(x)), kernels[2])
-        x = x + resize(_pooled(x), x.shape[2:], align_corners=False)
-        logits = F.conv2d(F.relu(_normalized(x)), kernels[3])
+        x = F.conv2d(normalized(x), kernels[1], padding=1, groups=32)
+        x = F.conv2d(normalized(x), kernels[2])
+        # On CUDA torch's own pooling has no deterministic backward pass.
+        pooled = F.adaptive_avg_pool2d(x, 3) if x.is_cpu else adaptive_avg_pools(x, (3,))[0]
+        x = x + resize(pooled, x.shape[2:], align_corners=False)
+        logits = F.conv2d(normalized(x), kernels[3])
     logits = resize(logits.to(dtype), labels.shape[1:], align_corners=False)
     losses = F.cross_entropy(logits, labels, reduction="none")
     gradients = torch.autograd.grad(losses.sum(dtype=torch.float64), [images, *kernels])
@@ -115,12 +110,3 @@ def fingerprint(device: torch.device, train: TrainConfig) -> str:
     for values in (logits.detach(), losses.detach(), *gradients):
         digest.update(values.contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _pooled(x: Tensor) -> Tensor:
-    # torch's own operator has no deterministic backward pass on CUDA.
-    return F.adaptive_avg_pool2d(x, 3) if x.is_cpu else adaptive_avg_pools(x, (3,))[0]
-
-
-def _normalized(x: Tensor) -> Tensor:
-    return F.batch_norm(x, None, None, training=True)

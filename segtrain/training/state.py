@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,8 @@ from segtrain.types import DropoutMasks
 class ModelWithLoss(nn.Module):
     """A model and its loss: a rank's part of a batch in, its sums of the loss out.
 
-    Compiling both together lets torch fuse them and skip the logits at full size.
+    Compiling both together lets torch fuse them and skip the logits at full size. The parameters
+    stay those of `model`: checkpoints, averages and evaluation use it alone.
     """
 
     def __init__(self, model: nn.Module, criterion: SegLoss, train: TrainConfig) -> None:
@@ -46,18 +46,6 @@ class ModelWithLoss(nn.Module):
         return torch.stack([self.criterion(logits, one_set) for one_set in labels])
 
 
-def wrap(model: nn.Module, criterion: SegLoss, train: TrainConfig) -> nn.Module:
-    """`model` with `criterion` as one module, compiled if `train` says so.
-
-    The parameters stay those of `model`: checkpoints, averages and evaluation use it alone.
-    """
-    module = ModelWithLoss(model, criterion, train)
-    if not train.compile:
-        return module
-    # Only the microbatches of a step differ in size, and a graph with open sizes is slower.
-    return torch.compile(module, fullgraph=True, dynamic=False)
-
-
 def share_weights(model: nn.Module) -> None:
     """Gives all ranks the weights and statistics of rank 0 (collective).
 
@@ -68,15 +56,11 @@ def share_weights(model: nn.Module) -> None:
     """
     state = model.state_dict()
     layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in state.items()]
-    first, *others = dist.all_gather_object(layout)
-    for rank, other in enumerate(others, start=1):
-        pairs = zip_longest(first, other, fillvalue="nothing")
-        expected, found = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
-        if found != expected:
-            raise ConfigError(
-                f"the ranks have different models: {expected} on rank 0, {found} on rank {rank}; "
-                "start all ranks with the same config and version of segtrain"
-            )
+    if len({str(one) for one in dist.all_gather_object(layout)}) > 1:
+        raise ConfigError(
+            "the ranks have different models; start all ranks with the same config and version of "
+            "segtrain"
+        )
     dist.broadcast_from_rank0(state.values())
 
 
@@ -138,7 +122,10 @@ def make_state(
     criterion = SegLoss(
         config.loss, device, microbatches=train.accumulate_steps, batch_size=train.batch_size
     )
-    wrapped = wrap(model, criterion, train)
+    wrapped = ModelWithLoss(model, criterion, train)
+    if train.compile:
+        # Only the microbatches of a step differ in size, and a graph with open sizes is slower.
+        wrapped = torch.compile(wrapped, fullgraph=True, dynamic=False)
     # Virtual ranks have a backward pass each, so their gradients wait for the end.
     summed = [] if train.parallel == "hogwild" else model.named_parameters()
     gradients = GradientSum(summed, overlap=train.virtual_ranks == 1)
@@ -149,11 +136,7 @@ def make_state(
         digits = fingerprint(device, train)
         replicas = [replica(wrapped).train() for _ in range(shares.counts[dist.rank()])]
         gradients = ExactGradientSum(
-            model,
-            replicas,
-            shares=shares.counts,
-            microbatches=train.accumulate_steps,
-            num_threads=shares.at_once,
+            model, replicas, shares=shares.counts, microbatches=train.accumulate_steps
         )
     scaler = torch.amp.GradScaler(device.type, enabled=train.precision == "float16")
     scaler.scale(torch.zeros((), device=device))  # makes its tensors; shares would do it at once

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from segtrain.config import OptimConfig
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError
-from segtrain.text import printable
-from segtrain.training.optim.layers import close_names, matches, parameter_groups
+from segtrain.text import MAX_NAME, printable
+from segtrain.training.optim.layers import matches, parameter_groups
 
 
 @dataclass
@@ -36,11 +36,6 @@ class InitialWeights:
     hold: str
     is_needed: bool
     _holding: list[tuple[nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
-
-    @property
-    def has_held(self) -> bool:
-        """Whether the config holds any weight."""
-        return self.hold != ""
 
     def points(self, model: nn.Module) -> dict[nn.Parameter, Tensor]:
         """The values that decay pulls toward; `restore` of a checkpoint fills the same tensors."""
@@ -132,26 +127,17 @@ def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
     masks: dict[str, Tensor] = {}
 
     def read() -> list[str]:
-        if not path.is_file():
-            raise ConfigError(f"{where}: no such file, or not a regular one")
         try:
             masks.update(safetensors.torch.load_file(path))
         except (safetensors.SafetensorError, OSError, KeyError) as error:
             raise ConfigError(f"{where}: cannot be read as safetensors: {error}") from None
         for name, mask in masks.items():
-            if name not in trainable:
-                hint = close_names(name, trainable)
+            shape = trainable[name].shape if name in trainable else "no trained weight"
+            if (mask.dtype, mask.shape) != (torch.bool, shape):
                 raise ConfigError(
-                    f"{where}: the model trains no weight {printable(name, 60)}{hint}"
+                    f"{where}: {printable(name, MAX_NAME)}: found {mask.dtype} {mask.shape}, "
+                    f"the model has {shape}; masks are torch.bool"
                 )
-            wanted = trainable[name]
-            if mask.dtype != torch.bool or mask.shape != wanted.shape:
-                found = f"{mask.dtype} {tuple(mask.shape)}"
-                raise ConfigError(
-                    f"{where}: {name}: expected torch.bool {tuple(wanted.shape)}, found {found}"
-                )
-        if not any(mask.any() for mask in masks.values()):
-            raise ConfigError(f"{where}: holds nothing: all values are false")
         return sorted(masks)
 
     names = dist.run_on_rank0(read)

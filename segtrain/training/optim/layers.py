@@ -1,7 +1,6 @@
 """What each weight is subject to: learning rate, decay, or nothing at all (frozen)."""
 
-import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import LayerRule, OptimConfig
+from segtrain.config.messages import did_you_mean
 from segtrain.errors import ConfigError
 from segtrain.norm import freeze_statistics
 from segtrain.text import MAX_NAME, first_of, printable
@@ -93,36 +93,6 @@ def matches(rule: LayerRule, name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def check_layers(model: nn.Module, optim: OptimConfig) -> None:
-    """Raises ConfigError if optim.layers has a pattern that fits no parameter, or no effect."""
-    parameters = dict(model.named_parameters())
-    names = list(parameters)
-    for number, rule in enumerate(optim.layers):
-        for pattern in rule.names:
-            one = rule.model_copy(update={"names": (pattern,)})
-            if not any(matches(one, name) for name in names):
-                raise ConfigError(
-                    f"optim.layers[{number}].names: {printable(pattern, MAX_NAME)} fits no weight "
-                    f"of the model{close_names(pattern, names)}"
-                )
-        kernels = [n for n in names if matches(rule, n) and not _norm_or_bias(n, parameters[n])]
-        if rule.weight_decay and not (kernels or optim.decay_norm_and_bias):
-            raise ConfigError(
-                f"optim.layers[{number}].weight_decay: has no effect: its names fit norms and "
-                "biases alone, which optim.decay_norm_and_bias false spares the decay"
-            )
-
-
-def close_names(wrong: str, names: Iterable[str]) -> str:
-    """`; did you mean ...?` with weights or modules of similar names; "" if there are none."""
-    names = list(names)
-    modules = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
-    choices = sorted({*names, *modules})
-    # Stars would count as letters.
-    similar = difflib.get_close_matches(wrong.replace("*", "").strip("."), choices, n=3)
-    return f"; did you mean {' or '.join(similar)}?" if similar else ""
-
-
 def freeze_layers(
     model: nn.Module, optim: OptimConfig, loaded: Collection[str] | None = None
 ) -> None:
@@ -135,10 +105,19 @@ def freeze_layers(
     loaded: the names of the weights that come from a file; None: all.
 
     Raises:
-        ConfigError: a pattern fits nothing, a frozen weight is random, or all weights are frozen.
+        ConfigError: a pattern fits nothing, or a frozen weight is random.
     """
-    check_layers(model, optim)
     names = [name for name, _ in model.named_parameters()]
+    modules = {name.rsplit(".", depth)[0] for name in names for depth in range(name.count(".") + 1)}
+    for number, rule in enumerate(optim.layers):
+        for pattern in rule.names:
+            one = rule.model_copy(update={"names": (pattern,)})
+            if not any(matches(one, name) for name in names):
+                hint = did_you_mean(pattern.replace("*", "").strip("."), modules)
+                raise ConfigError(
+                    f"optim.layers[{number}].names: {printable(pattern, MAX_NAME)} fits no weight "
+                    f"of the model{hint}"
+                )
     frozen = {name for name in names if _of_rules("freeze", name, optim, False)}
     random = sorted(frozen.difference(loaded)) if loaded is not None else []
     if random:
@@ -149,8 +128,6 @@ def freeze_layers(
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
-    if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("optim.layers: freeze: all weights are frozen; nothing is left to train")
     for path, layer in list(model.named_modules()):
         own = list(layer.parameters(recurse=False))
         if isinstance(layer, _BatchNorm) and own and not any(p.requires_grad for p in own):

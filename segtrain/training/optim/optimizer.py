@@ -72,7 +72,7 @@ def build_optimizer(
         for group in optimizer.param_groups:
             group["velocity_lr"] = None
         optimizer.register_step_pre_hook(_keep_velocity)
-    if start is not None and start.has_held:
+    if start is not None and start.hold:
         optimizer.register_step_post_hook(lambda *_: start.hold_weights())
     return optimizer
 

@@ -10,42 +10,6 @@ from segtrain.config import Config
 _CYCLE_START_DIV, _CYCLE_END_DIV = 25.0, 1e4
 
 
-def poly(step: int, total: int, power: float = 0.9) -> float:
-    """Fraction of the base learning rate at `step`, in [0, 1].
-
-    (1 - step / total) ** power, as in PSPNet (arXiv:1612.01105, section 5).
-
-    Raises:
-        ValueError: `step` outside [0, total].
-    """
-    if not 0 <= step <= total:
-        raise ValueError(f"step {step} is outside [0, {total}]")
-    return (1 - step / total) ** power
-
-
-def cosine(step: int, total: int) -> float:
-    """Fraction of the base learning rate at `step`, in [0, 1].
-
-    (1 + cos(pi * step / total)) / 2, as in arXiv:1608.03983, equation 5, without restarts.
-    """
-    return (1 + math.cos(math.pi * step / total)) / 2
-
-
-def one_cycle(
-    step: int, total: int, *, rise: float, start: float, peak: float, end: float
-) -> float:
-    """From `start` to `peak` in the first `rise` of the steps, then to `end`, along cosines.
-
-    The one-cycle policy (arXiv:1708.07120) in two phases, as torch's OneCycleLR with anneal "cos".
-    """
-    turn = rise * total - 1
-    if step <= turn:
-        done, a, b = step / turn, start, peak
-    else:
-        done, a, b = (step - turn) / (total - 1 - turn), peak, end
-    return b + (a - b) / 2 * (1 + math.cos(math.pi * done))
-
-
 def base_lr(config: Config) -> float:
     """The backbone's learning rate after warmup, scaled with the batch size if the config says so.
 
@@ -71,17 +35,26 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def _scheduled(config: Config, step: int) -> float:
-    """The learning rate without warmup."""
+    """The learning rate without warmup.
+
+    poly: (1 - t) ** power, as in PSPNet (arXiv:1612.01105, section 5), for t from 0 to 1.
+    cosine: (1 + cos(pi t)) / 2, as in arXiv:1608.03983, equation 5, without restarts.
+    one_cycle: arXiv:1708.07120 in two phases along cosines, as torch's OneCycleLR.
+    """
     lr, train, schedule = base_lr(config), config.train, config.schedule
     if schedule.kind == "one_cycle":
-        start = lr / _CYCLE_START_DIV
-        end = start / _CYCLE_END_DIV
-        return one_cycle(step, train.steps, rise=schedule.cycle_rise, start=start, peak=lr, end=end)
+        start, turn = lr / _CYCLE_START_DIV, schedule.cycle_rise * train.steps - 1
+        if step <= turn:
+            done, a, b = step / turn, start, lr
+        else:
+            done, a, b = (step - turn) / (train.steps - 1 - turn), lr, start / _CYCLE_END_DIV
+        return b + (a - b) / 2 * (1 + math.cos(math.pi * done))
     if schedule.kind == "step":
         return lr * schedule.milestone_factor ** bisect_right(schedule.milestones or (), step)
     begin = schedule.warmup_steps if schedule.after_warmup else 0
     done, total = max(step - begin, 0), train.steps - begin
-    fraction = (
-        poly(done, total, schedule.poly_power) if schedule.kind == "poly" else cosine(done, total)
-    )
+    if schedule.kind == "poly":
+        fraction = (1 - done / total) ** schedule.poly_power
+    else:
+        fraction = (1 + math.cos(math.pi * done / total)) / 2
     return schedule.min_lr + (lr - schedule.min_lr) * fraction
