@@ -93,7 +93,9 @@ def test_deterministic_training_gives_cublas_the_workspace_that_it_needs(monkeyp
     config = Config(
         data={"layout": "voc", "root": "nowhere", "classes": "voc"}, train={"deterministic": True}
     )
-    monkeypatch.setenv(name, ":16:8")
+    monkeypatch.setenv(name, found or "")
+    if found is None:
+        monkeypatch.delenv(name)
     try:
         make_repeatable(config, torch.device("cuda"))
         assert os.environ[name] == used
@@ -150,9 +152,6 @@ def test_a_dead_worker_is_named_with_pinned_memory_too(error):
     with pytest.raises(ExecutionError, match=message) as found, worker_failures():
         raise error
     assert "Trace" not in str(found.value)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), FileNotFoundError("a.png")])
-def test_other_errors_stay_what_they_are(error):
-    with pytest.raises(type(error), match=str(error)), worker_failures():
-        raise error
+    other = type(error)("a.png")
+    with pytest.raises(type(error), match=r"a\.png"), worker_failures():
+        raise other
