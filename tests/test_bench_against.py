@@ -10,7 +10,6 @@ import against_start
 import pytest
 from against_data import samples, write_scenes
 from against_models import CASES, MMSEG, PACKAGES, SEGTRAIN, SMP, TORCHVISION, missing, work
-from against_report import Row, markdown
 from against_steps import evaluation, training
 from bench_against import main
 
@@ -79,11 +78,6 @@ def test_the_tool_measures_and_names_missing_peers(none_installed, tmp_path, cap
     }
     assert "smp: not installed (segmentation_models_pytorch)" in table
     assert "mmseg: not installed (mmseg, mmengine, mmcv)" in table
-
-
-def test_ratios_are_medians_of_the_rounds():
-    rows = [Row("net", SEGTRAIN, "images/s", (2.0, 4.0)), Row("net", "x", "images/s", (1.0, 3.0))]
-    assert "|  | x | 2 | 1 to 3 | 0.62 |" in markdown({"train": rows}, {})
 
 
 def test_the_first_step_of_a_command_is_noticed(tmp_path):

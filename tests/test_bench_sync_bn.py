@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from contextlib import ExitStack
 from unittest import mock
 
@@ -12,14 +11,10 @@ import torch
 import torch.nn.functional as F
 from bench_sync_bn import (
     LOCAL,
-    SEGTRAIN,
-    Case,
     UnsharedBatchNorm2d,
-    median_ratios,
-    time_layers,
     time_steps,
 )
-from rounds import estimate, measure, turn
+from rounds import estimate
 from sync_bn_schemes import SCHEMES, SchemeBatchNorm2d
 
 from segtrain.distributed import collectives as dist
@@ -86,13 +81,8 @@ RUNS = [*((name, (2, 2)) for name in SCHEMES), *((name, (1, 3)) for name in EXAC
 
 def everything():
     """What the tests below ask of a rank, in one process group."""
-    cases = [Case((2, 3, 4, 5), "channels_last")]
-    return {
-        "schemes": [run_part(*run) for run in RUNS],
-        "late": times_of_a_late_rank(),
-        "layers": time_layers(CPU, cases, 1, 0.0, True),
-        "steps": time_steps(CPU, "resnet18", 2, (40, 56), 1),
-    }
+    steps = time_steps(CPU, "resnet18", 2, (40, 56), 1)
+    return {"schemes": [run_part(*run) for run in RUNS], "steps": steps}
 
 
 @pytest.fixture(scope="module")
@@ -129,44 +119,6 @@ def test_the_layer_that_sends_nothing_equals_batch_norm():
 def test_interval_of_a_median_lies_between_order_statistics(count, low, high):
     values = list(range(1, count + 1))
     assert estimate(values[::-1]) == ((count + 1) / 2, low, high)
-
-
-def test_turns_cancel_a_drift():
-    assert [turn("AB", i) for i in range(4)] == [list("AB"), list("BA"), list("BA"), list("AB")]
-    for name in "ABC":
-        assert sum(turn("ABC", i).index(name) for i in range(6)) == 6
-
-
-LATE_MS = 300
-
-
-def times_of_a_late_rank():
-    contenders = {
-        "late": lambda: time.sleep(dist.rank() * LATE_MS / 1e3),
-        "meets": lambda: dist.all_reduce_sum(torch.ones(1)),
-    }
-    return measure(contenders, device=CPU, rounds=1, warmup=1)
-
-
-def test_a_round_takes_as_long_as_its_slowest_rank_and_waits_for_it_before(ranks):
-    first, second = (rank["late"] for rank in ranks)
-    assert first == second
-    assert first["late"][0] >= LATE_MS
-    assert first["meets"][0] < LATE_MS / 2
-
-
-def test_ratios_are_medians_over_the_shapes():
-    cases = [
-        Case((1,), "contiguous", {LOCAL: [1, 2], SEGTRAIN: [2, 6]}),
-        Case((2,), "contiguous", {LOCAL: [1, 4], SEGTRAIN: [1, 4]}),
-        Case((3,), "contiguous", {LOCAL: [2, 1], SEGTRAIN: [8, 2]}),
-    ]
-    assert median_ratios(cases, SEGTRAIN) == [2, 2]
-
-
-def test_all_contenders_stand_side_by_side(ranks):
-    (case,) = ranks[0]["layers"]
-    assert case.times.keys() == {LOCAL, SEGTRAIN, *SCHEMES}
 
 
 def test_steps_of_training_are_timed(ranks):

@@ -79,27 +79,9 @@ def test_groups_are_batches_unless_ranks_would_divide_them_unevenly():
     assert group_size(500, SETTINGS, BatchLimits(1, 4)) == 1
 
 
-@pytest.mark.parametrize("batch_size", [2, 3, 100])
-@pytest.mark.parametrize("mode", ["whole", "slide"])
-def test_batches_count_and_show_what_single_images_do(mode, batch_size):
-    single = replace(SETTINGS, mode=mode, crop_size=(6, 8), batch_size=1)
-    seen = {1: [], batch_size: []}
-    counts = [
-        evaluate(
-            RedImages(8), settings=replace(single, batch_size=n), callbacks=[seen[n].append]
-        ).counts
-        for n in seen
-    ]
-    assert torch.equal(*counts)
-    for one, batched in zip(*seen.values(), strict=True):
-        assert one.index == batched.index
-        assert all(map(np.array_equal, one[1:], batched[1:]))
-
-
-@pytest.mark.parametrize("mode", ["whole", "slide"])
-def test_batches_are_the_same_on_any_number_of_ranks(mode, monkeypatch):
+def test_batches_are_the_same_on_any_number_of_ranks(monkeypatch):
     """A kernel may compute an image in another way where others are beside it."""
-    settings = replace(SETTINGS, mode=mode, crop_size=(6, 8), batch_size=2)
+    settings = replace(SETTINGS, mode="whole", batch_size=2)
 
     class Equal(RedImages):
         def __getitem__(self, index):
@@ -157,24 +139,18 @@ def test_scores_that_are_not_finite_are_warned_of(capsys):
     assert "finite" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 9])
-def test_shares_of_the_ranks_add_up_to_the_whole(world_size, monkeypatch):
-    whole = evaluate(RedImages(7))
-    total, seen = ConfusionMatrix(CLASSES), []
-    monkeypatch.setattr(dist, "world_size", lambda: world_size)
-    for rank in range(world_size):
-        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
-        matrix = evaluate(RedImages(7), callbacks=[lambda p: seen.append(p.index)])
-        total.counts += matrix.counts
-    assert sorted(seen) == list(range(7))
-    assert torch.equal(total.counts, whole.counts)
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_predictions_come_in_order_with_their_image_and_are_summed_once(num_threads, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_threads", "mode", "batch_size"),
+    [(1, "whole", None), (3, "whole", 4), (2, "slide", 4), (2, "slide", 100)],
+)
+def test_predictions_come_in_order_with_their_image_and_are_summed_once(
+    num_threads, mode, batch_size, monkeypatch
+):
     sums, seen, expected = [], [], ConfusionMatrix(CLASSES)
     monkeypatch.setattr(dist, "all_reduce_sum", sums.append)
-    matrix = evaluate(RedImages(6), num_threads=num_threads, callbacks=[seen.append])
+    settings = replace(SETTINGS, mode=mode, crop_size=(6, 8), batch_size=batch_size)
+    options = {"num_threads": num_threads, "callbacks": [seen.append]}
+    matrix = evaluate(RedImages(6), settings=settings, **options)
     assert [p.index for p in seen] == list(range(6))
     for p in seen:
         image, label = RedImages(6)[p.index]
@@ -212,29 +188,24 @@ def test_memory_does_not_grow_with_the_number_of_images(num_images):
     assert 4 <= max(most) <= 8
 
 
-def test_a_model_is_evaluated_and_gets_its_modes_back_even_after_an_error():
+def test_after_an_error_the_model_has_its_modes_back_and_no_thread_is_left():
     class Broken(RedImages):
         def __getitem__(self, index):
             if index == 3:
                 raise DataError("3.png: damaged")
             return super().__getitem__(index)
 
-    model, seen = RedModel(), []
+    def fail(_):
+        raise RuntimeError("the disk is full")
+
+    model, seen, before = RedModel(), [], threading.active_count()
+    with pytest.raises(RuntimeError, match="disk"):
+        evaluate(RedImages(9), model, num_threads=4, callbacks=[fail])
     with pytest.raises(DataError, match=r"3\.png: damaged"):
         evaluate(Broken(9), model, callbacks=[lambda p: seen.append(p.index)])
     assert seen == [0, 1, 2]
     assert set(model.modes) == {False}
     assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)
-
-
-def test_no_thread_is_left_behind():
-    before = threading.active_count()
-
-    def fail(_):
-        raise RuntimeError("the disk is full")
-
-    with pytest.raises(RuntimeError, match="disk"):
-        evaluate(RedImages(9), num_threads=4, callbacks=[fail])
     assert threading.active_count() == before
 
 

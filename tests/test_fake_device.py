@@ -72,9 +72,7 @@ def forward_pass(settings, watch, monkeypatch):
 
 NORMS = [
     {"kind": "local"},
-    {"kind": "local", "running": "mean"},
     {"kind": "local", "running": "rank0"},
-    {"kind": "sync", "extent": 2},
     {"kind": "sync", "extent": 2, "running": "mean"},
     {"kind": "frozen"},
     {"kind": "group"},
@@ -99,8 +97,6 @@ COUNTED = [
     ("pspnet", "resnet50", "bfloat16", 59, 51, 1008),
     ("pspnet", "mobilenet_v3_large", "bfloat16", 52, 48, 983),
     ("deeplabv3", "resnet18", "bfloat16", 28, 20, 462),
-    ("deeplabv3plus", "resnet18", "bfloat16", 30, 21, 491),
-    ("deeplabv3plus", "resnet50", "float32", 63, 53, 853),
     ("deeplabv3plus", "mobilenet_v2", "bfloat16", 61, 55, 884),
 ]
 

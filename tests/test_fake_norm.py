@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 import torch
 from fake_device import fake_ranks, stub_context
-from torch import nn
 
-from segtrain.norm import SyncBatchNorm2d, norm_relu_conv, normalize_together, tracked_together
+from segtrain.norm import SyncBatchNorm2d, normalize_together, tracked_together
 from segtrain.norm.functional import NormInput, _NormReLUConv, _SyncBatchNorms
 
 FORWARD = [
@@ -121,24 +120,14 @@ def test_running_statistics_cost_the_same_for_any_number_of_layers(fake, num_lay
     assert len(fake.collectives) == num_layers
 
 
-@pytest.mark.parametrize("ranks", [8, 64, 1024])
-def test_what_is_sent_does_not_grow_with_the_ranks(ranks):
-    with fake_ranks(ranks) as watch, torch.no_grad():
+def test_what_is_sent_does_not_grow_with_the_ranks():
+    with fake_ranks(1024) as watch, torch.no_grad():
         layers = [SyncBatchNorm2d(8, device="cuda") for _ in range(2)]
         normalize_together([(layer_input(), layer) for layer in layers])
         with watch:
             normalize_together([(layer_input(), layer) for layer in layers])
     assert watch.collectives == ["allreduce_"]
     assert watch.launches.count("batch_norm_elemt") == 2
-
-
-def test_three_modules_become_one_function(fake):
-    norm = SyncBatchNorm2d(8, device="cuda")
-    conv = nn.Conv2d(8, 4, 1, bias=False, device="cuda")
-    with fake, torch.no_grad():
-        y = norm_relu_conv(layer_input(), norm, conv)
-    assert y.shape == (2, 4, 5, 7)
-    assert fake.collectives == ["allreduce_"]
 
 
 def test_what_a_compiler_sees_it_has_rules_for(fake, monkeypatch):

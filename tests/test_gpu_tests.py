@@ -51,13 +51,15 @@ def test_without_a_device_nothing_passes():
 
 # Whole commands, and float16, of which CPUs know little.
 SLOW = "test_commands or pack or exported or say_what or large-float16 or float16_trains"
+# Tests of test_norm.py, which a CPU runs there.
+KNOWN = "any_split or empty_on_all or half_precision or one_value or slices"
 
 
 def test_layers_and_steps_run_on_a_cpu(tmp_path):
-    files = [f"tests/gpu/test_{name}.py" for name in ("norm", "steps", "throughput", "evaluation")]
-    found = on_the_cpu(tmp_path, *files, "-k", f"not ({SLOW})")
+    files = [f"tests/gpu/test_{name}.py" for name in ("norm", "steps", "throughput")]
+    found = on_the_cpu(tmp_path, *files, "-k", f"not ({SLOW} or {KNOWN})")
     assert {test["outcome"] for test in found.values()} == {"passed", "skipped"}
-    assert len(found) >= 30
+    assert len(found) >= 20
     (step,) = (test for name, test in found.items() if "[large-bfloat16]" in name)
     assert step["figures"]["nn.BatchNorm2d: ms"] > 0
 
@@ -99,7 +101,7 @@ def test_leaves_a_process():
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     open("left", "w").write(str(child.pid))
 
-@pytest.mark.gpu(limit_s=12)
+@pytest.mark.gpu(limit_s=6)
 def test_hangs():
     print("so far", flush=True)
     time.sleep(300)
@@ -129,6 +131,6 @@ def test_a_crash_or_a_hang_ends_no_other_test(tmp_path):
     assert "3 failed, 2 passed" in output
     assert "test_endings.py::test_passes: passed, {'figures': {'x': 1.5}}" in output
     assert "ended with -11" in output
-    assert "killed after 12 s; its output ends:\n" in output
+    assert "killed after 6 s; its output ends:\n" in output
     assert "so far" in output
     assert not is_alive(int((tmp_path / "left").read_text()))

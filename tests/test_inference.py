@@ -235,13 +235,6 @@ def test_short_side_is_the_smaller_side_and_the_scale_multiplies_it():
     assert view_size((1023, 2047), None, 0.5) == (512, 1024)
 
 
-def test_float32_model_gives_float32_near_the_float64_result(local):
-    exact = predict_probabilities(local, image(), settings(scales=(0.5, 1.0)), (30, 40))
-    actual = predict_probabilities(local.float(), image(), settings(scales=(0.5, 1.0)), (30, 40))
-    assert actual.dtype == torch.float32
-    close(actual.double(), exact, atol=1e-5)
-
-
 @pytest.mark.parametrize("mode", ["whole", "slide"])
 def test_autocast_computes_in_low_and_averages_in_full_precision(local, mode):
     seen = []
@@ -295,13 +288,3 @@ def test_settings_follow_the_config():
     assert how.crop_size == (224, 288)
     own = config(eval=EvalConfig(crop_size=(96, 128)))
     assert InferenceSettings.from_config(own).crop_size == (96, 128)
-
-
-def test_description_names_everything_that_changes_the_numbers():
-    how = settings(mode="slide", flip=True, scales=(0.5, 1.0), short_side_px=360)
-    assert how.describe() == (
-        "sliding window 8x12, overlap 0.33; short side 360 px; scale 0.5 1; with flip"
-    )
-    assert settings(autocast=torch.bfloat16).describe() == (
-        "whole image; scale 1; no flip; bfloat16 autocast"
-    )

@@ -27,8 +27,6 @@ from segtrain.distributed.liveness import (
 )
 from segtrain.distributed.machine import is_alive
 
-NOBODY = 65534
-
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
@@ -41,12 +39,6 @@ def root(tmp_path, monkeypatch):
     return folder
 
 
-def write_everything():
-    beat("training", 7)
-    write_exit_status(3)
-    return is_first_to_print("words")
-
-
 def read_everything(root):
     return read_exit_statuses(root), read_heartbeats(root)
 
@@ -54,32 +46,18 @@ def read_everything(root):
 def test_what_is_written_is_read_and_is_for_this_user_alone(root):
     old = os.umask(0)
     try:
-        assert write_everything()
+        beat("training", 7)
+        write_exit_status(3)
+        asked = [is_first_to_print(words) for words in ("no such file", "no such file", "another")]
     finally:
         os.umask(old)
+    assert asked == [True, False, True]  # the same message is printed once
     (status,), (rank,) = read_everything(root)
     assert (status.rank, status.code) == (0, 3)
     assert rank[:4] == (0, os.getpid(), "training", 7)
     # The others could read the files, but cannot enter the folders.
     folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
     assert [path for path in folders if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
-
-
-@pytest.mark.parametrize("planted", ["of another user", "open to all", "a link"])
-def test_a_folder_that_another_user_could_have_planted_is_left_alone(root, tmp_path, planted):
-    """Under the name of one that a cleaner of /tmp has removed."""
-    if os.geteuid() != 0:
-        pytest.skip("giving a folder to another user takes root")
-    if planted == "of another user":
-        os.chown(root, NOBODY, NOBODY)
-    elif planted == "open to all":
-        root.chmod(0o777)
-    else:
-        root.rename(tmp_path / "elsewhere")
-        root.symlink_to(tmp_path / "elsewhere")
-    assert write_everything()  # better printed twice than never
-    assert list(root.iterdir()) == []
-    assert read_everything(root) == ([], [])
 
 
 def test_records_that_make_no_sense_are_passed_over(root):
@@ -93,20 +71,6 @@ def test_records_that_make_no_sense_are_passed_over(root):
     assert isinstance(read_heartbeats(root)[0], Heartbeat)
 
 
-def test_a_folder_that_was_removed_is_made_again_by_the_launcher_alone(root):
-    root.rmdir()
-    assert write_everything()
-    assert read_everything(root) == ([], [])
-    assert not root.exists()
-    with Watchdog(root):
-        deadline = time.monotonic() + 20
-        while not root.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert write_everything()
-    (status,), (rank,) = read_everything(root)
-    assert (status.code, rank.step) == (3, 7)
-
-
 def test_only_the_last_attempt_counts(root, monkeypatch):
     for attempt, code in (("9", 6), ("10", 0)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
@@ -114,11 +78,6 @@ def test_only_the_last_attempt_counts(root, monkeypatch):
         write_exit_status(code)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert [(status.rank, status.code) for status in read_exit_statuses(root)] == [(0, 0)]
-
-
-def test_the_same_message_is_printed_by_a_single_rank(root):
-    asked = [is_first_to_print(words) for words in ("no such file", "no such file", "another")]
-    assert asked == [True, False, True]
 
 
 def test_the_watchdog_ends_ranks_of_its_own_launcher_only(root, monkeypatch):
@@ -138,29 +97,17 @@ def test_the_watchdog_ends_ranks_of_its_own_launcher_only(root, monkeypatch):
         os.kill(other, signal.SIGKILL)
 
 
-@pytest.fixture
-def given_up(monkeypatch):
-    """How long the ranks had waited that were given up."""
-    waits = []
-    monkeypatch.setattr(liveness, "_give_up", waits.append)
-    return waits
-
-
-def test_a_step_without_an_exchange_is_given_up(given_up):
-    with HostWatch(0.2, dist.last_exchange) as watch, watch.step():
-        time.sleep(0.6)
-    assert given_up[0] >= 0.25
-
-
-def test_a_step_that_gets_on_is_not_and_between_steps_there_is_time(given_up, monkeypatch):
+def test_a_step_that_gets_on_is_not_given_up_and_between_steps_there_is_time(monkeypatch):
+    given_up = []
+    monkeypatch.setattr(liveness, "_give_up", given_up.append)
     monkeypatch.setattr(dist, "_num_processes", lambda group: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: tensor)
-    with HostWatch(1, dist.last_exchange) as watch:
+    with HostWatch(0.8, dist.last_exchange) as watch:
         with watch.step():
             for _ in range(6):
-                time.sleep(0.25)
+                time.sleep(0.2)
                 dist.all_reduce_sum(torch.ones(1))
-        time.sleep(1.5)
+        time.sleep(1.2)
     assert given_up == []
 
 

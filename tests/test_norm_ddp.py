@@ -91,7 +91,6 @@ def accumulation(net, model, mine):
 LOOPS = [
     (six_steps, HALVES, False),
     (six_steps, UNEVEN, True),
-    (two_forwards, UNEVEN, False),
     (two_forwards, UNEVEN, True),
     (accumulation, UNEVEN, False),
 ]
@@ -101,7 +100,7 @@ def steps_of_all():
     """What the tests compare, in one process group: starting ranks costs a second."""
     dtypes = (torch.bfloat16, torch.float16)
     autocast = {dtype: autocast_step(dtype) for dtype in dtypes}
-    return [state_of(*loop) for loop in LOOPS], autocast, overflowing()
+    return [state_of(*loop) for loop in LOOPS], autocast
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def ranks(run_ranks):
 @pytest.mark.parametrize("number", range(len(LOOPS)))
 def test_loops_of_other_people_equal_one_process(ranks, number):
     """Parameters and statistics of the ranks have the same bits, whoever sends them or not."""
-    one, other = (states[number] for states, *_ in ranks)
+    one, other = (states[number] for states, _ in ranks)
     wanted = state_of(LOOPS[number][0])
     torch.testing.assert_close(one, wanted, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(other, one, rtol=0, atol=0)
@@ -131,37 +130,8 @@ def autocast_step(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_near_one_process(ranks, dtype):
     wanted, statistics = autocast_step(dtype)
-    for gradients, buffers in (autocast[dtype] for _, autocast, _ in ranks):
+    for gradients, buffers in (autocast[dtype] for _, autocast in ranks):
         for got, expected in zip(gradients, wanted, strict=True):
             assert got.dtype == torch.float32
             assert (got - expected).norm() <= 0.03 * expected.norm()
         torch.testing.assert_close(buffers, statistics, rtol=0.01, atol=1e-3)
-
-
-def overflowing():
-    """Three steps, the second of which overflows on rank 1 alone; weights and scale after each."""
-    net = small_net(SyncBatchNorm2d).float()
-    model, optimizer = replicated(net, False), sgd(net)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    history = []
-    for step in range(3):
-        huge = 1e38 if (step, dist.rank()) == (1, 1) else 1.0
-        loss = objective(model, batch(step)[UNEVEN[dist.rank()]].float())
-        scaler.scale(loss * huge).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-        history.append((weights, scaler.get_scale(), list(net.buffers())))
-    return history
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
-    first, second = (history for *_, history in ranks)
-    for (a, scale, buffers), (b, other_scale, _) in zip(first, second, strict=True):
-        assert torch.equal(a, b)
-        assert scale == other_scale
-        assert all(buffer.isfinite().all() for buffer in buffers)
-    assert [scale for _, scale, _ in first] == [1024.0, 512.0, 512.0]
-    assert torch.equal(first[0][0], first[1][0])
-    assert not torch.equal(first[1][0], first[2][0])

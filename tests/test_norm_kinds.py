@@ -27,7 +27,6 @@ from segtrain.norm import (
     describe_norm,
     make_inference_norm,
     make_norm,
-    normalize_together,
     sync_running_stats,
 )
 
@@ -47,10 +46,10 @@ def close(a, b, atol=1e-12):
 WAYS = list(itertools.product(("rank0", "mean", "pooled"), (0.1, None)))
 
 
-def two_steps(extent):
-    """Outputs, the gradient and the buffers of a layer for each of WAYS to track."""
+def two_steps(extents):
+    """Outputs, the gradient and the buffers of a layer for each extent and each of WAYS."""
     found = []
-    for running, momentum in WAYS:
+    for extent, (running, momentum) in itertools.product(extents, WAYS):
         layer = PartialBatchNorm2d(C, extent=extent, running=running, momentum=momentum).double()
         x = X[ROWS[dist.world_size()][dist.rank()]].clone().requires_grad_()
         outputs = []
@@ -85,14 +84,21 @@ def tracked(parts, running, momentum):
     return running_mean, running_var
 
 
-@pytest.mark.parametrize(("ranks", "extent"), [(3, 1), (4, 2), (3, 2)])
-def test_groups_normalize_by_themselves_and_track_together(run_ranks, ranks, extent):
+@pytest.mark.parametrize(("ranks", "extents"), [(3, (1, 2)), (4, (2,))])
+def test_groups_normalize_by_themselves_and_track_together(run_ranks, ranks, extents):
+    results = run_ranks(ranks, two_steps, extents)
+    for i, extent in enumerate(extents):
+        of_extent = [found[i * len(WAYS) : (i + 1) * len(WAYS)] for found in results]
+        compare_with_torch(of_extent, ranks, extent)
+
+
+def compare_with_torch(results, ranks, extent):
     groups = [range(first, min(first + extent, ranks)) for first in range(0, ranks, extent)]
     x = X.clone().requires_grad_()
     parts = [torch.cat([x[ROWS[ranks][rank]] for rank in group]) for group in groups]
     outputs = [torch.cat([y for y, *_ in batch_norm_of(parts, scale)]) for scale in (1.0, 2.0)]
     sum(y.pow(3).sum() for y in outputs).backward()
-    for rank, found in enumerate(run_ranks(ranks, two_steps, extent)):
+    for rank, found in enumerate(results):
         rows = ROWS[ranks][rank]
         for way, (ys, grad, buffers) in zip(WAYS, found, strict=True):
             close(ys, [y.detach()[rows] for y in outputs])
@@ -101,49 +107,21 @@ def test_groups_normalize_by_themselves_and_track_together(run_ranks, ranks, ext
             close(buffers, [mean, var, torch.tensor(2)], atol=1e-11)
 
 
-def coalesced():
-    """Groups of two of four: the branches share a collective, and nothing else changes."""
-    x = X[ROWS[4][dist.rank()]].float()
-    layers = [PartialBatchNorm2d(C, extent=2) for _ in range(4)]
-    separate = [layers[0](x), layers[1](x + 1)]
-    together = normalize_together([(x, layers[2]), (x + 1, layers[3])])
-    sync_running_stats(nn.ModuleList(layers))
-    buffers = [list(layer.buffers()) for layer in (layers[2], layers[0])]
-    return [t.detach() for t in together], [t.detach() for t in separate], *buffers
-
-
-def test_branches_of_a_group_share_a_collective(run_ranks):
-    for together, separate, shared_buffers, buffers in run_ranks(4, coalesced):
-        close(together, separate, atol=0)
-        close(shared_buffers, buffers, atol=0)
-
-
-def empty_groups(extent):
+def empty_groups():
     """Rank 0 (with `extent` 2 also rank 1) never has an image; the others' have mean 5."""
     found = {}
-    for running in ("rank0", "mean", "pooled"):
+    for extent, running in itertools.product((1, 2), ("rank0", "mean", "pooled")):
         layer = PartialBatchNorm2d(3, extent=extent, running=running)
         generator = torch.Generator().manual_seed(dist.rank())
-        for _ in range(60):
+        for _ in range(50):
             images = 4 if dist.rank() >= extent else 0
             x = (5 + 2 * torch.randn(images, 3, 9, 9, generator=generator)).requires_grad_()
             layer(x).sum().backward()
             assert x.grad.shape == x.shape
             sync_running_stats(layer)
         assert layer.weight.grad.isfinite().all()
-        found[running] = layer.running_mean, layer.running_var
-    return found
-
-
-@pytest.mark.parametrize("extent", [1, 2])
-def test_a_group_without_values_has_no_say(run_ranks, extent):
-    for found in run_ranks(3, empty_groups, extent):
-        untouched = torch.zeros(3), torch.ones(3)  # rank 0's group sees nothing
-        torch.testing.assert_close(found["rank0"], untouched, rtol=0, atol=0)
-        for running in ("mean", "pooled"):
-            mean, var = found[running]
-            torch.testing.assert_close(mean, torch.full((3,), 5.0), rtol=0.05, atol=0)
-            torch.testing.assert_close(var, torch.full((3,), 4.0), rtol=0.1, atol=0)
+        found[extent, running] = layer.running_mean, layer.running_var
+    return found, unsettled()
 
 
 def unsettled():
@@ -159,8 +137,14 @@ def unsettled():
     return said, layer(torch.randn(2, 3, 4, 4)).shape
 
 
-def test_statistics_that_were_not_settled_are_not_used(run_ranks):
-    for said, shape in run_ranks(2, unsettled):
+def test_empty_groups_have_no_say_and_unsettled_statistics_are_not_used(run_ranks):
+    for found, (said, shape) in run_ranks(3, empty_groups):
+        for (_, running), (mean, var) in found.items():
+            if running == "rank0":  # whose group sees nothing
+                close([mean, var], [torch.zeros(3), torch.ones(3)], atol=0)
+            else:
+                torch.testing.assert_close(mean, torch.full((3,), 5.0), rtol=0.05, atol=0)
+                torch.testing.assert_close(var, torch.full((3,), 4.0), rtol=0.1, atol=0)
         assert said.startswith("1 batches have not reached the running statistics")
         assert shape == (2, 3, 4, 4)
 
@@ -213,32 +197,13 @@ def test_the_config_chooses_the_layer_and_says_so(options, layer, words):
     close(plain.eval()(x), made.eval()(x), atol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"kind": "local", "extent": 2}, "extent"),
-        ({"running": "mean"}, "running"),
-        ({"kind": "group", "momentum": 0.5}, "momentum"),
-        ({"kind": "frozen", "precise_batches": 2}, "precise_batches"),
-        ({"num_groups": 8}, "num_groups"),
-    ],
-)
-def test_options_without_effect_are_refused(options, key):
-    with pytest.raises(ValueError, match=f"{key}: has no effect"):
-        NormConfig(**options)
-
-
-@pytest.mark.parametrize(
-    "norm", [{"extent": 2, "running": "mean"}, {"kind": "group", "num_groups": 4}], ids=str
-)
-def test_every_kind_trains_and_is_evaluated_alike_on_all_ranks(run_ranks, tmp_path, data, norm):
+def test_groups_train_and_are_evaluated_alike_on_all_ranks(run_ranks, tmp_path, data):
     """Ranks with running statistics of their own would score their shares by different models.
 
     Of three ranks in groups of two the last is alone, as with `kind: local`.
     """
-    options = experiment(
-        data, norm=norm, train={"steps": 2, "precision": "float32", "batch_size": 6}
-    )
+    numbers = {"steps": 2, "precision": "float32", "batch_size": 6}
+    options = experiment(data, norm={"extent": 2, "running": "mean"}, train=numbers)
     config = write_config(tmp_path / "c.yaml", options)
     assert run_ranks(3, train, config, tmp_path / "run") == [0] * 3
     assert np.isfinite(losses(tmp_path / "run")).all()

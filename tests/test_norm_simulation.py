@@ -14,7 +14,6 @@ from norm_simulation import (
     running_average,
     simulate,
     standard_error,
-    table,
 )
 
 from segtrain.distributed import collectives as dist
@@ -42,19 +41,6 @@ def test_simulated_statistics_have_the_exact_law(setting):
             assert law.sd == pytest.approx(wanted.sd, rel=4 * math.sqrt(relative) / 2, abs=1e-8)
 
 
-def test_exact_laws_by_hand():
-    """Variance 12.4^2 = 153.76; the average of momentum 0.1 keeps 1/19 of a variance."""
-    rank0, mean, pooled = (exact(Setting(100), kind).var for kind in ESTIMATES)
-    assert [law.expectation for law in (rank0, mean, pooled)] == pytest.approx([153.76] * 3)
-    assert rank0.sd == pytest.approx(153.76 * math.sqrt(2 / 99 / 19))
-    assert mean.sd == pytest.approx(rank0.sd / 2)
-    assert pooled.sd == pytest.approx(153.76 * math.sqrt(2 / 399 / 19))
-    # Means of -1.342, -0.447, 0.447 and 1.342 standard deviations: squares that add up to 4.
-    apart = exact(Setting(100, spread=1.0), "pooled").var
-    assert apart.expectation == pytest.approx(153.76 * (1 + 100 * 4 / 399))
-    assert exact(Setting(100, spread=1.0), "mean").var == mean
-
-
 def tracked(values):
     """Running means and variances of real layers, by kind, on this rank's part of `values`."""
     layers = {kind: PartialBatchNorm2d(1, running=kind).double() for kind in ESTIMATES}
@@ -73,10 +59,3 @@ def test_the_simulation_tracks_what_the_layers_track(run_ranks):
             mean = running_average(batches[kind].mean, 0.0)[-1]
             var = running_average(batches[kind].var, 1.0)[-1]
             assert statistics == pytest.approx((mean, var), rel=1e-12)
-
-
-def test_the_table_has_a_row_for_every_setting():
-    lines = list(table([Setting(1), Setting(100), Setting(4, 1.0, True)], num_batches=50))
-    assert lines[2].startswith("| 1 | 0 sd | none of one value | none of one value | ")
-    assert lines[3].count("(1.000)") == 3
-    assert lines[4].startswith("| 4 | 1 sd, drawn every step | ")

@@ -13,18 +13,12 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from segtrain.distributed.rendezvous import (
-    SECRET_VARIABLE,
     SignedBackend,
     is_loopback,
     listening_store,
     shared_secret,
 )
 from segtrain.errors import ConfigError, ExecutionError
-
-
-@pytest.fixture(autouse=True)
-def no_variable(monkeypatch):
-    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
 
 
 def backends(*secrets, run_ids=("run", "run")):
@@ -77,11 +71,6 @@ def test_the_first_machine_writes_a_key_for_its_user_alone(tmp_path):
     assert shared_secret(tmp_path / "another" / ".secret") != secret
 
 
-def other_mode(path):
-    shared_secret(path)
-    path.chmod(0o640)
-
-
 def other_user(path):
     if os.geteuid() != 0:
         pytest.skip("giving a file to another user takes root")
@@ -97,7 +86,7 @@ def link(path):
 @pytest.mark.parametrize(
     "make",
     [
-        other_mode,
+        lambda path: (shared_secret(path), path.chmod(0o640)),
         other_user,
         link,
         Path.mkdir,
@@ -112,19 +101,6 @@ def test_a_key_that_others_could_have_written_or_read_is_refused_without_waiting
     said = r"only this user may read \(mode 600\)|key that the machines share: (is a|too many)"
     with pytest.raises((ConfigError, ExecutionError), match=said):
         shared_secret(path)
-
-
-def test_the_key_may_come_from_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv(SECRET_VARIABLE, "a long random text of our own")
-    secret = shared_secret(tmp_path / ".secret")
-    assert not (tmp_path / ".secret").exists()
-    monkeypatch.setenv(SECRET_VARIABLE, "another long random text of ours")
-    assert shared_secret(tmp_path / ".secret") != secret
-    monkeypatch.setenv(SECRET_VARIABLE, os.fsdecode(b"abcdefghijklmnopqrst\xff\xfe"))
-    assert len(shared_secret(tmp_path / ".secret")) == 32
-    monkeypatch.setenv(SECRET_VARIABLE, "short")
-    with pytest.raises(ConfigError, match="expected at least 16 characters"):
-        shared_secret(tmp_path / ".secret")
 
 
 def test_a_store_listens_at_the_address_asked_for_only():

@@ -18,7 +18,7 @@ from segtrain.types import DropoutMasks
 
 
 def pays():
-    return mock.patch.object(sync, "_pays", return_value=True)
+    return mock.patch.object(sync, "takes", return_value=True)
 
 
 def followed(together):

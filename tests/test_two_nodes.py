@@ -112,27 +112,6 @@ def test_a_stranger_can_stop_a_run_of_two_machines_but_not_run_code(start, tmp_p
     assert stat.S_IMODE((run / ".secret").stat().st_mode) == 0o600
 
 
-@pytest.mark.slow
-def test_statistics_within_a_machine_are_local_where_it_has_one_rank(
-    run_ranks, start, tmp_path, data
-):
-    """The ranks are started by somebody else: torchrun's variables are there."""
-    config = write_config(tmp_path / "node.yaml", small(data, extent="node"))
-    shared = {
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": ADDRESS.format(1),
-        "MASTER_PORT": PORT,
-    }
-    arguments = ["train", config, "--output", tmp_path / "two"]
-    finished([start(node, *arguments, RANK=str(node), **shared) for node in range(2)])
-
-    local = write_config(tmp_path / "local.yaml", small(data, kind="local"))
-    assert run_ranks(2, train, local, tmp_path / "one") == [0, 0]
-    assert_same_training(tmp_path / "two", tmp_path / "one")
-
-
 def long(data):
     return experiment(
         data,

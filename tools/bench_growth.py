@@ -159,7 +159,7 @@ def _of_steps(options: argparse.Namespace) -> Iterator[str]:
         changes = settings(
             data__root=root / "scenes",
             train__steps=options.steps,
-            train__warmup_steps=0,
+            schedule__warmup_steps=0,
             augment__crop_size=[33, 33],
             eval__every_steps=options.steps // 10,
             log__every_steps=1,

@@ -21,13 +21,17 @@ NUM_CLASSES = 19
 _BLOCK = 16  # pixels of one label side by side
 
 
-def config_of(size: tuple[int, int], images: int, *, model: dict[str, Any], **train: Any) -> Config:
-    """An experiment without data, of more steps than anyone takes; `images` of all ranks."""
-    # A low rate, or random images may make the weights infinite.
+def config_of(
+    size: tuple[int, int], images: int, *, model: dict[str, Any], lr: float = 1e-3, **train: Any
+) -> Config:
+    """An experiment without data, of more steps than anyone takes; `images` of all ranks.
+
+    lr: a low rate, or random images may make the weights infinite.
+    """
     options = {"steps": 10**6, "batch_size": images} | train
     data = {"layout": "folders", "root": "unused", "classes": "unused"}
     return Config(
-        data=data, model=model, train=options, optim={"lr": 1e-3}, augment={"crop_size": size}
+        data=data, model=model, train=options, optim={"lr": lr}, augment={"crop_size": size}
     )
 
 

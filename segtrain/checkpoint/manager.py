@@ -47,7 +47,6 @@ class CheckpointManager:
         self._entries: dict[str, Entry] = {}  # what each file should be
         self._verified: dict[str, tuple[int, ...]] = {}  # the `_stat` of files that match
         self._manifest: bytes | None = None  # as this process last saw or wrote it
-        self.warnings: list[str] = []  # from `clean_up`
 
     def save_last(self, checkpoint: Checkpoint) -> None:
         """Replaces last.pt; the old one becomes previous.pt."""
@@ -90,9 +89,6 @@ class CheckpointManager:
             self._entries[name] = (matching or entries)[-1]
             if matching:
                 self._verified[name] = stat
-            elif name == BEST:  # `newest` looks at the others
-                what = "is damaged or not what this run wrote; the next better model replaces it"
-                self.warnings.append(f"warning: {path} {what}")
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that loads, if any, and what is wrong with newer ones.
@@ -144,7 +140,7 @@ class CheckpointManager:
                     _set_aside(self.directory / keep_as)
             self._manifest = manifest.write(self.directory, pending)
             if keep_as is not None:
-                _link_or_rename(path, self.directory / keep_as)
+                path.replace(self.directory / keep_as)
                 self._set_entry(keep_as, old)
             temporary.replace(path)
             self._set_entry(name, entry)
@@ -213,17 +209,6 @@ def _set_aside(path: Path) -> None:
         number += 1
     path.rename(aside)
     say(f"warning: {path} was not as this run wrote it; it is kept as {aside.name}")
-
-
-def _link_or_rename(path: Path, other: Path) -> None:
-    """Hard-links `other` to `path`; renames `path` where links are unsupported."""
-    with files.temporary(other) as draft:
-        try:
-            draft.hardlink_to(path)
-        except OSError:
-            path.replace(other)
-        else:
-            draft.replace(other)
 
 
 def _step(kept: str) -> int:

@@ -91,6 +91,7 @@ def restore(state: TrainState, checkpoint: Checkpoint, path: Path) -> None:
             raise CheckpointError(f"{path}: holds no average of the weights (optim.ema_decay)")
         load_weights(state.average.model, checkpoint.average, path)
     try:
+        _check_finite(checkpoint.optimizer["state"])
         restore_optimizer(state.optimizer, checkpoint.optimizer)
         restore_initial_weights(state, checkpoint.start)
         # The run may not have used float16 before; a new scaler finds its scale within some steps.
@@ -169,9 +170,12 @@ def restore_initial_weights(state: TrainState, saved: dict[str, Any] | None) -> 
             "run; start a new one with train.init_from"
         )
     for name, value in initial.weights.items():
+        _check_shape(name, saved["weights"][name], value.shape)
         value.copy_(saved["weights"][name])
     if initial.hold:
         parameters = dict(state.model.named_parameters())
+        for name, mask in saved["held"].items():
+            _check_shape(name, mask, parameters[name].shape)
         initial.held = {n: mask.to(parameters[n].device) for n, mask in saved["held"].items()}
         initial.hold_from_now(state.model)
 
@@ -213,11 +217,26 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
     }
     state = {i: states[name] for i, name in enumerate(own) if name in states}
     _restore_velocity_rates(groups, saved)
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for parameter, values in optimizer.state.items():
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for i, values in state.items():
         for name, value in values.items():
-            if not (name == "step" or value is None or value.shape == parameter.shape):
-                raise ValueError(f"{name} for weights of shape {tuple(parameter.shape)}")
+            if value is not None:  # that of SGD without momentum
+                _check_shape(name, value, () if name == "step" else parameters[i].shape)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError for another shape, which torch might broadcast."""
+    if value.shape != shape:
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, found {tuple(value.shape)}")
+
+
+def _check_finite(states: dict[int, dict[str, Tensor | None]]) -> None:
+    """Raises ValueError: an infinite second moment would keep its weight where it is."""
+    for values in states.values():
+        for name, value in values.items():
+            if value is not None and not value.isfinite().all():
+                raise ValueError(f"{name} is not finite")
 
 
 def _restore_velocity_rates(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:

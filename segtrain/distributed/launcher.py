@@ -44,7 +44,7 @@ class Machines(NamedTuple):
 
     num: int
     endpoint: str  # HOST:PORT where their launchers meet
-    node_rank: int | None  # of this machine; 0 serves the endpoint; None: torch compares names
+    node_rank: int  # of this machine; 0 serves the endpoint
     run_id: str  # names the run, if several meet at the same endpoint
     secret_file: Path  # the key of the run (see `shared_secret`)
 
@@ -139,7 +139,6 @@ def _launch_config(
         )
     host, _, port = machines.endpoint.rpartition(":")
     host = host.strip("[]")
-    serves = {} if machines.node_rank is None else {"is_host": str(machines.node_rank == 0)}
     all_here = rendezvous.is_loopback(host)  # several launchers on one machine
     return LaunchConfig(
         min_nodes=machines.num,
@@ -147,7 +146,10 @@ def _launch_config(
         run_id=machines.run_id,
         rdzv_backend=rendezvous.MACHINES,
         rdzv_endpoint=machines.endpoint,
-        rdzv_configs={**serves, "secret_file": str(machines.secret_file)},
+        rdzv_configs={
+            "is_host": str(machines.node_rank == 0),
+            "secret_file": str(machines.secret_file),
+        },
         local_addr=host if all_here else machine.address_toward(host, int(port)),
         **options,
     )

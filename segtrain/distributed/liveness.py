@@ -9,7 +9,6 @@ import atexit
 import json
 import os
 import signal
-import stat
 import sys
 import threading
 import time
@@ -44,18 +43,10 @@ def store_file() -> Path | None:
     return _attempt_folder() / "store" if has_launcher() and ONE_MACHINE in os.environ else None
 
 
-def _check_owner(root: Path) -> None:
-    # Where a cleaner of /tmp has removed the folder, another user can put one of the same name.
-    found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise PermissionError(f"{root}: other users can write here")
-
-
 def _attempt_folder() -> Path:
     """This attempt's folder, created if missing; only the launcher creates the one around it."""
-    root = Path(os.environ[FOLDER_VARIABLE])
-    _check_owner(root)
-    folder = root / os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    folder = Path(os.environ[FOLDER_VARIABLE]) / attempt
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
@@ -81,8 +72,7 @@ def _write_record(suffix: str, *values: Any) -> None:
 def _read_records(root: Path, suffix: str, kind: Callable[..., T]) -> list[T]:
     """`kind` of each rank's values in the last attempt; skips what is no record."""
     records = []
-    with suppress(OSError):
-        _check_owner(root)
+    with suppress(OSError):  # a cleaner of /tmp may remove the folder meanwhile
         for path in _last_attempt(root).glob(f"*{suffix}"):
             with suppress(OSError, ValueError, TypeError):
                 records.append(kind(*json.loads(path.read_bytes())))

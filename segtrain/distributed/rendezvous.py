@@ -36,44 +36,26 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     Token,
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.elastic.rendezvous.utils import (
-    _matches_machine_hostname,
-    parse_rendezvous_endpoint,
-)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from segtrain.errors import ConfigError, ExecutionError
+from segtrain.files import os_errors_as
 from segtrain.text import say
 
-# Holds the key as text, for machines that cannot share it as a file.
-SECRET_VARIABLE = "SEGTRAIN_SECRET"
 _SECRET_BYTES = 32
-_MIN_CHARACTERS = 16
 
 
 def shared_secret(path: Path) -> bytes:
-    """The key of a run: from SEGTRAIN_SECRET, else from the file `path`, which is made if missing.
+    """The key of a run, from the file `path`, which is made if missing.
 
     Raises:
-        ConfigError: others could have read or written the file, or the variable is too short.
+        ConfigError: others could have read or written the file.
         ExecutionError: the file cannot be written or read.
     """
-    text = os.environ.get(SECRET_VARIABLE)
-    if text is not None:
-        if len(text) < _MIN_CHARACTERS:
-            raise ConfigError(
-                f"environment: {SECRET_VARIABLE}: expected at least {_MIN_CHARACTERS} characters, "
-                f"the same on all machines, got {len(text)}"
-            )
-        return hashlib.sha256(os.fsencode(text)).digest()
-    try:
+    with os_errors_as(ExecutionError, path, "the key that the machines share"):
         if not os.path.lexists(path):
             _create(path)
         return _read(path)
-    except OSError as error:
-        raise ExecutionError(
-            f"{path}: the key that the machines share: {(error.strerror or str(error)).lower()}; "
-            f"give all machines the same long random text in {SECRET_VARIABLE} instead"
-        ) from error
 
 
 def _create(path: Path) -> None:
@@ -99,7 +81,7 @@ def _read(path: Path) -> bytes:
         if not is_key or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise ConfigError(
                 f"{path}: expected a key of segtrain that only this user may read (mode 600); "
-                f"remove it, or set {SECRET_VARIABLE} on all machines"
+                "remove it on all machines"
             )
         return os.read(handle, _SECRET_BYTES)
     finally:
@@ -109,7 +91,6 @@ def _read(path: Path) -> bytes:
 # Names of the two kinds of rendezvous, for torch's LaunchConfig.
 ONE_MACHINE, MACHINES = "segtrain-one-machine", "segtrain-machines"
 
-_DEFAULT_PORT = 29400
 _BACKLOG = 2048
 _STORE_TIMEOUT = timedelta(seconds=60)
 _DIGEST_BYTES = 32  # of SHA-256
@@ -210,25 +191,19 @@ def _machines(params: RendezvousParameters) -> RendezvousHandler:
 
 def _meeting_store(params: RendezvousParameters) -> Store:
     """The store at the meeting point: served by this machine or by another."""
-    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=_DEFAULT_PORT)
-    serves = params.get_as_bool("is_host")
-    if serves or (serves is None and _matches_machine_hostname(host)):
-        try:
-            store, exposed = listening_store(host, port)
-        except (OSError, RuntimeError) as error:
-            if serves:
-                raise RendezvousConnectionError(f"cannot listen there: {error}") from error
-        else:
-            if exposed:
-                say(
-                    f"warning: --rdzv-endpoint {host}: no address of this machine for others; "
-                    "listening on every interface"
-                )
-            return store
+    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=0)
     try:
-        return TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
-    except (ValueError, RuntimeError) as error:
+        if not params.get_as_bool("is_host"):
+            return TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
+        store, exposed = listening_store(host, port)
+    except (OSError, ValueError, RuntimeError) as error:
         raise RendezvousConnectionError(str(error).splitlines()[0]) from error
+    if exposed:
+        say(
+            f"warning: --rdzv-endpoint {host}: no address of this machine for others; "
+            "listening on every interface"
+        )
+    return store
 
 
 def listening_store(host: str, port: int) -> tuple[TCPStore, bool]:

@@ -25,7 +25,6 @@ def precise_statistics(
     batches: Iterable[T] | Iterable[Sequence[T]],
     forward: Callable[[T], Any] | None = None,
     *,
-    group: dist.Group | None = None,
     shares: Shares | None = None,
 ) -> int:
     """Sets every running mean and variance to that of all values in all `batches` (collective).
@@ -74,7 +73,7 @@ def precise_statistics(
                 run(batch)
             else:
                 shares.run([partial(run_part, part) for part in batch])
-    _set(layers, sums, group, shares)
+    _set(layers, sums, shares)
     return len(layers)
 
 
@@ -91,16 +90,14 @@ def _accumulate(
     mine[layer] = mine[layer] + payload if layer in mine else payload
 
 
-def _set(
-    layers: list[_BatchNorm], sums: _Sums, group: dist.Group | None, shares: Shares | None
-) -> None:
+def _set(layers: list[_BatchNorm], sums: _Sums, shares: Shares | None) -> None:
     """One collective for all layers; those that saw no value on any rank keep what they had."""
     sizes = [2 * layer.num_features + 1 for layer in layers]
     for mine in sums:
         for layer, size in zip(layers, sizes, strict=True):
             mine.setdefault(layer, layer.running_mean.new_zeros(size, dtype=torch.float64))
     rows = torch.stack([torch.cat([mine[layer] for layer in layers]) for mine in sums])
-    whole = dist.all_reduce_sum(rows[0], group) if shares is None else shares.sum(rows)
+    whole = dist.all_reduce_sum(rows[0]) if shares is None else shares.sum(rows)
     for layer, part in zip(layers, whole.split(sizes), strict=True):
         mean, var, count = unpacked_moments(part)
         if count > 0:

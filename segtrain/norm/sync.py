@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from segtrain.distributed import collectives as dist
 from segtrain.distributed import virtual_ranks
 from segtrain.distributed.collectives import ProcessGroup
-from segtrain.norm.cuda_kernels import constant
+from segtrain.norm.cuda_kernels import constant, takes
 from segtrain.norm.functional import Moments, NormInput, norm_relu_conv2d, sync_batch_norms
 from segtrain.norm.kernels import unbiased
 
@@ -96,7 +96,7 @@ class SyncBatchNorm(_BatchNorm):
         # Virtual ranks share the layer and see the same statistics.
         if self.running_mean is None or not is_tracked() or virtual_ranks.slot() != 0:
             return
-        if _waiting is not None and self.momentum is not None and _pays(moments.mean):
+        if _waiting is not None and self.momentum is not None and takes(moments.mean):
             _waiting.append((self, moments))
             return
         mean, var, count = moments
@@ -257,11 +257,7 @@ def as_ranks(group: Any) -> tuple[int, ...] | Literal["node"] | None:
 
 
 def until_all_end(
-    batches: Iterable[T],
-    empty: T,
-    *,
-    group: dist.Group | None = None,
-    device: torch.device | str = "cpu",
+    batches: Iterable[T], empty: T, *, device: torch.device | str = "cpu"
 ) -> Iterator[T]:
     """Yields this rank's `batches`, then `empty` until all ranks have no more (collective).
 
@@ -276,7 +272,7 @@ def until_all_end(
     iterator, end = iter(batches), object()
     while True:
         batch = next(iterator, end)
-        if not dist.all_reduce_sum(torch.tensor(float(batch is not end), device=device), group):
+        if not dist.all_reduce_sum(torch.tensor(float(batch is not end), device=device)):
             return
         yield empty if batch is end else batch
 
@@ -309,10 +305,6 @@ def tracked_together() -> Iterator[None]:
             _follow(list(now), list(now.values()))
     finally:
         _waiting = None
-
-
-def _pays(mean: Tensor) -> bool:
-    return mean.device.type == "cuda" and not torch.compiler.is_compiling()
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ def test_the_demo_reaches_its_score_whole_and_on_two_virtual_ranks(device, figur
     options = settings(data__root=draw_scenes(tmp_path / "scenes", *numbers, size))
     options += settings(log__every_steps=1)
     if not is_cuda:
-        options += settings(augment__crop_size=size, train__steps=3, train__warmup_steps=1)
+        options += settings(augment__crop_size=size, train__steps=3, schedule__warmup_steps=1)
     losses, scores = {}, {}
     for ranks in (1, 2):
         run = tmp_path / str(ranks)
@@ -52,8 +52,8 @@ def test_deterministic_training_is_bitwise_the_same_after_a_kill(device, figures
         augment__crop_size=size,
         augment__scale_range=[0.5, 1.5],
         train__steps=steps,
-        train__warmup_steps=2,
-        train__ema_decay=0.9,
+        schedule__warmup_steps=2,
+        optim__ema_decay=0.9,
         log__every_steps=1,
         checkpoint__every_steps=steps // 4,
     )

@@ -469,7 +469,7 @@ def _find_checkpoint(
 ) -> Resumed | None:
     """The newest checkpoint that is whole; None where training begins (collective)."""
 
-    def newest() -> tuple[str | None, list[str], list[str]]:
+    def newest() -> tuple[str | None, list[str]]:
         checkpoints.clean_up()
         path, problems = checkpoints.newest() if request.resume else (None, [])
         if path is None and run_directory.has_evaluated(request.directory):
@@ -477,10 +477,10 @@ def _find_checkpoint(
             raise CheckpointError(
                 f"{request.directory}: {what}; put one back, or start anew by --output"
             )
-        return path and path.name, problems, checkpoints.warnings
+        return path and path.name, problems
 
-    name, problems, warnings = dist.run_on_rank0(newest)
-    notes += [f"warning: {problem}" for problem in problems] + warnings
+    name, problems = dist.run_on_rank0(newest)
+    notes += [f"warning: {problem}" for problem in problems]
     if name is None:
         return None
     path = checkpoints.directory / name
