@@ -46,8 +46,8 @@ ALL = tuple(KINDS)
 
 # What the run ends with: 0, or an exit code and what is said.
 GOES_ON = {
-    "config.yaml": ("link", "empty"),
-    "environment.json": ("link", "bad disk", "empty", "garbage", "brackets"),
+    "config.yaml": ("link",),
+    "environment.json": ALL,
     "metrics.jsonl": ALL,
     "train.log": ("folder", "pipe", "link", "empty", "garbage"),
     ".lock": ("empty", "garbage"),
@@ -58,8 +58,7 @@ GOES_ON = {
     "checkpoints/manifest.json": ("link",),
 }
 REFUSED = {
-    "config.yaml": (2, ("folder", "pipe", "bad disk", "garbage")),
-    "environment.json": (2, ("folder", "pipe")),
+    "config.yaml": (2, ("folder", "pipe", "bad disk", "empty", "garbage")),
     ".lock": (2, ("folder", "pipe", "link", "bad disk")),
     "checkpoints": (2, ("pipe", "link", "bad disk", "empty", "garbage")),
     "checkpoints/manifest.json": (4, ("folder", "pipe", "bad disk", "empty", "garbage")),
@@ -119,7 +118,7 @@ CASES = [(name, kind) for name, kinds in GOES_ON.items() for kind in kinds]
 CASES += [(name, kind) for name, (_, kinds) in REFUSED.items() for kind in kinds]
 # One of each cause; going on takes a second.
 FEW = [
-    *(("config.yaml", "empty"), ("metrics.jsonl", "folder"), ("train.log", "pipe")),
+    *(("config.yaml", "link"), ("metrics.jsonl", "folder"), ("train.log", "pipe")),
     *(("environment.json", "brackets"), ("metrics.jsonl", "brackets")),
     *(("checkpoints/last.pt", "bad disk"), ("checkpoints/best.pt", "folder")),
     *((name, kinds[0]) for name, (_, kinds) in REFUSED.items()),
@@ -139,7 +138,7 @@ def test_whatever_lies_in_a_run_directory_there_is_a_message_or_the_run_goes_on(
             if name.endswith("/last.pt"):
                 assert "previous.pt instead, step 2" in log
             if name == "config.yaml":
-                assert "config.yaml was missing or empty: restored from last.pt, step 2" in log
+                assert "changed    config.yaml: missing there, the config of this command" in log
             if name in ("metrics.jsonl", "checkpoints/best.pt") and kind == "folder":
                 assert log.count(f"{Path(name).name} ") >= 1
                 assert "warning: " in log
