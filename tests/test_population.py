@@ -397,7 +397,9 @@ def stand_in(calls, diverging=()):
     return run_segtrain
 
 
-def test_members_left_alone_exchange_nothing(tmp_path, experiment, monkeypatch, capsys):
+def test_a_diverged_member_takes_over_unless_all_are_left_alone(
+    tmp_path, experiment, monkeypatch, capsys
+):
     calls, directory = [], tmp_path / "alone"
     programs(monkeypatch, stand_in(calls, [("member_0", 2)]))
     assert run(experiment, directory, "--alone") == 0
@@ -409,20 +411,12 @@ def test_members_left_alone_exchange_nothing(tmp_path, experiment, monkeypatch, 
     assert "best: member_1, mIoU 0.2656 at step 4" in capsys.readouterr().out
     assert run(experiment, directory, "--resume") == 0
     assert exchanges_of(directory) == {2: [], 4: []}
-
-
-def test_a_diverged_member_counts_as_the_worst_and_goes_on(tmp_path, experiment, monkeypatch):
-    calls, directory = [], tmp_path / "run"
-    programs(monkeypatch, stand_in(calls, [("member_0", 2)]))
-    assert run(experiment, directory) == 0
-    assert calls == [
-        ("member_0", 2, False),
-        ("member_1", 2, False),
-        ("member_0", 4, True),  # with the weights of the other
-        ("member_1", 4, True),
-    ]
-    assert rows_of(directory)[0][2] is None
-    assert exchanges_of(directory)[2] == [(0, 1)]
+    # With an exchange it counts as the worst, and goes on with the weights of the other.
+    calls.clear()
+    assert run(experiment, tmp_path / "run") == 0
+    assert calls[2:] == [("member_0", 4, True), ("member_1", 4, True)]
+    assert rows_of(tmp_path / "run")[0][2] is None
+    assert exchanges_of(tmp_path / "run")[2] == [(0, 1)]
 
 
 def test_members_train_at_the_same_time_with_the_same_exchanges(tmp_path, experiment, monkeypatch):
@@ -539,12 +533,10 @@ def test_what_cannot_be_a_population_is_refused(tmp_path, experiment, arguments,
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "variables", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}]
-)
+@pytest.mark.parametrize("variables", ["RANK WORLD_SIZE", "SLURM_STEP_ID SLURM_NTASKS"])
 def test_ranks_of_other_launchers_are_refused(tmp_path, experiment, variables, monkeypatch, capsys):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    for name in variables.split():
+        monkeypatch.setenv(name, "2")
     assert run(experiment, tmp_path / "run") == 2
     assert "torchrun or srun has started this as one of several ranks" in capsys.readouterr().err
 
