@@ -562,15 +562,13 @@ def test_the_readmes_script_predicts_as_segtrain_does(
 def test_the_readmes_script_takes_the_size_of_a_file_for_one_size(
     readme_script, tmp_path, monkeypatch, capsys
 ):
-    tiny = loaded_model(Tiny())
-    file = tmp_path / "my.onnx"
-    export_graph(tiny, file, format="onnx", normalize="uint8", argmax=True, size=(48, 64))
+    tiny, shown = loaded_model(Tiny()), tmp_path / "resized.png"
+    options = {"normalize": "uint8", "argmax": True, "size": (48, 64)}
+    export_graph(tiny, tmp_path / "my.onnx", format="onnx", **options)
     save_photo(tmp_path / "photo.png", 75, 101)
     resized = cv2.resize(read(tmp_path / "photo.png").astype(np.float32), (64, 48)).round()
-    assert cv2.imwrite(str(tmp_path / "resized.png"), resized)
-    assert_script_predicts(
-        readme_script, tiny, tmp_path, monkeypatch, capsys, shown=tmp_path / "resized.png"
-    )
+    assert cv2.imwrite(str(shown), resized)
+    assert_script_predicts(readme_script, tiny, tmp_path, monkeypatch, capsys, shown=shown)
 
 
 @pytest.mark.parametrize(
