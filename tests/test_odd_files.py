@@ -60,7 +60,7 @@ GOES_ON = {
 REFUSED = {
     "config.yaml": (2, ("folder", "pipe", "bad disk", "empty", "garbage")),
     ".lock": (2, ("folder", "pipe", "link", "bad disk")),
-    "checkpoints": (2, ("pipe", "link", "bad disk", "empty", "garbage")),
+    "checkpoints": (4, ("pipe", "link", "bad disk", "empty", "garbage")),
     "checkpoints/manifest.json": (4, ("folder", "pipe", "bad disk", "empty", "garbage")),
 }
 
