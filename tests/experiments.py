@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +320,10 @@ def lively(build, *, seed=1, dtype=torch.float32):
             if layer.bias is not None:
                 torch.nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
     return module.eval()
+
+
+def fill(disk: Path) -> None:
+    """Leaves no byte free on a small disk."""
+    with (disk / "other").open("wb", buffering=0) as other, suppress(OSError):
+        while other.write(bytes(4096)):
+            pass

@@ -6,19 +6,16 @@ import struct
 import subprocess
 import sys
 import termios
-from contextlib import suppress
 
 import numpy as np
 import pytest
-from experiments import small, train, write_config, write_data
+from experiments import fill, small, train, write_config, write_data
 from processes import REPOSITORY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from segtrain.config import Config
 from segtrain.run import console
 from segtrain.run.console import ProgressBar, progress_words, say
-from segtrain.run.directory import MAIN_OPTIONS, flat
 from segtrain.run.log import RunLog
 from segtrain.run.receipts import Receipt
 
@@ -42,12 +39,6 @@ def run_python(code, **options):
     return subprocess.run([sys.executable, "-c", code], env=environ, text=True, **options)
 
 
-def fill(disk):
-    with (disk / "other").open("wb", buffering=0) as other, suppress(OSError):
-        while other.write(bytes(4096)):
-            pass
-
-
 def test_values_go_to_json_and_tensorboard_which_reads_all_back(tmp_path):
     with RunLog(tmp_path, enabled=True) as run:
         run.text("config", "train:\n  lr: 0.1\n")
@@ -56,7 +47,7 @@ def test_values_go_to_json_and_tensorboard_which_reads_all_back(tmp_path):
         run.scalars(3, {"train/loss": float("nan"), "train/lr": float("inf")})
         run.scalars(3, {"eval/mIoU": 0.25})
         options = {"optim.lr": 0.1, "augment.crop_size": [3, 4], "model.pretrained": None}
-        run.hparams(options, {"mIoU": 0.25}, 3, first=["optim.lr"])
+        run.hparams(options, {"mIoU": 0.25}, 3)
     assert lines(tmp_path) == [
         {"step": 2, "train/loss": 0.5, "train/lr": 0.1},
         {"step": 3, "train/loss": None, "train/lr": None},
@@ -69,6 +60,11 @@ def test_values_go_to_json_and_tensorboard_which_reads_all_back(tmp_path):
     assert b"    train:\n      lr: 0.1" in text.tensor_proto.string_val[0]
     assert points(read, "train/lr")[0] == (2, 0.1)
     assert points(read, "hparam/mIoU") == points(read, "eval/mIoU") == [(3, 0.25)]
+    content = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    values = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert set(values) == set(options)
+    assert values["optim.lr"].number_value == 0.1
+    assert values["augment.crop_size"].string_value == "[3, 4]"
 
 
 def test_any_ranks_show_the_same_pictures_of_the_whole_split(run_ranks, tmp_path):
@@ -88,43 +84,8 @@ def test_any_ranks_show_the_same_pictures_of_the_whole_split(run_ranks, tmp_path
     assert pictures[0] == pictures[1]
 
 
-def hparams_table(directory):
-    """The columns of TensorBoard's table of hyperparameters, from its own backend."""
-    from tensorboard.backend.event_processing import data_provider, plugin_event_multiplexer
-    from tensorboard.context import RequestContext
-    from tensorboard.plugins.base_plugin import TBContext
-    from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment
-
-    runs = plugin_event_multiplexer.EventMultiplexer().AddRunsFromDirectory(str(directory))
-    runs.Reload()
-    provider = data_provider.MultiplexerDataProvider(runs, str(directory))
-    backend = backend_context.Context(TBContext(data_provider=provider))
-    request = api_pb2.GetExperimentRequest()
-    table = get_experiment.Handler(RequestContext(), backend, "", request).run()
-    return [column.name for column in table.hparam_infos], [m.name.tag for m in table.metric_infos]
-
-
-def test_the_table_of_hyperparameters_begins_with_the_main_options(tmp_path):
-    """TensorBoard sorts by name, takes the columns of one run, and first shows five."""
-    for name, changes in (("a", {}), ("b", {"optim": {"ema_decay": 0.9}, "seed": 3})):
-        options = {"data": {"layout": "camvid", "root": "x", "classes": "camvid"}} | changes
-        with RunLog(tmp_path / name, enabled=True) as run:
-            all_options = flat(Config.model_validate(options))
-            run.hparams(all_options, {"mIoU": 0.5}, 3, first=MAIN_OPTIONS)
-    columns, metrics = hparams_table(tmp_path)
-    assert metrics == ["hparam/mIoU"]
-    assert columns[:6] == sorted(MAIN_OPTIONS)
-    # The columns are those of one run: they must include what other runs changed.
-    assert sorted(columns) == sorted(all_options)
-    metadata = board(tmp_path / "b").summary_metadata
-    content = metadata["_hparams_/session_start_info"].plugin_data.content
-    values = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert values["optim.ema_decay"].number_value == 0.9
-    assert values["seed"].number_value == 3
-
-
 def test_values_after_the_step_of_resumption_are_dropped(tmp_path):
-    """A killed run has logged steps after its last checkpoint."""
+    """A killed run has logged steps after its last checkpoint, and may evaluate the last again."""
     with RunLog(tmp_path, enabled=True) as run:
         for step in range(1, 8):
             run.scalars(step, {"train/loss": 1.0})
@@ -138,13 +99,9 @@ def test_values_after_the_step_of_resumption_are_dropped(tmp_path):
         run.scalars(1, {"train/loss": 3.0})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 3.0}]
     assert points(board(tmp_path), "train/loss") == [(1, 3.0)]
-
-
-def test_a_repeated_evaluation_is_logged_once(tmp_path):
-    """The checkpoint of step 4 was written before the evaluation of step 4."""
     with RunLog(tmp_path, enabled=True) as run:
-        for step, values in [(2, "eval/mIoU"), (4, "train/loss"), (4, "eval/mIoU")]:
-            run.scalars(step, {values: 1.0})
+        for step, tag in [(2, "eval/mIoU"), (4, "train/loss"), (4, "eval/mIoU")]:
+            run.scalars(step, {tag: 1.0})
     with RunLog(tmp_path, enabled=True, start_step=4, evaluated_step=2) as run:
         run.begin()
     kept = [(2, "eval/mIoU"), (4, "train/loss")]
@@ -182,7 +139,7 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
         run.scalars(1, {"a": 1.0})
         run.picture(1, "a", np.zeros((2, 2, 3), dtype=np.uint8))
         run.text("a", "b")
-        run.hparams({}, {}, 1, first=[])
+        run.hparams({}, {}, 1)
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
 
@@ -236,9 +193,6 @@ def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(monkeypat
     assert said.err == ""
     wanted = [f"train {step}/100  loss 0.5" for step in (93, 96, 99, 100)]
     assert said.out.splitlines() == wanted
-
-
-def test_before_the_first_evaluation_there_is_no_score():
     values = {"train/loss": 0.5, "train/lr": 1e-10, "images_per_s": 3.0}
     assert progress_words(values, None) == ["loss 0.5000", "lr 1.0e-10", "3.0 img/s"]
 

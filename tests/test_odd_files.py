@@ -107,7 +107,7 @@ def test_whatever_lies_in_a_run_directory_there_is_a_message_or_the_run_goes_on(
             if name.endswith("/last.pt"):
                 assert "previous.pt instead, step 2" in log
             if name == "config.yaml":
-                assert "config.yaml was missing: restored from last.pt, step 2" in log
+                assert "changed    config.yaml: missing there, the config of this command" in log
             if name in ("metrics.jsonl", "checkpoints/best.pt") and kind == "folder":
                 assert log.count(f"{Path(name).name} ") >= 1
                 assert "warning: " in log

@@ -42,23 +42,18 @@ def test_each_class_gets_its_colour_and_ignored_pixels_theirs():
     ]
 
 
-def test_overlay_mixes_by_opacity_and_leaves_ignored_pixels_clear():
-    image = np.full((2, 3, 3), 100, dtype=np.uint8)
-    picture = overlay(image, LABEL, PALETTE, alpha=0.25)
-    assert picture[0, 0].tolist() == [107, 91, 107]
-    assert picture[1, 0].tolist() == [100, 100, 100]
-    assert np.array_equal(overlay(image, LABEL, PALETTE, alpha=0.0), image)
-
-
-def test_overlay_leaves_a_black_class_clear():
+def test_overlay_mixes_by_opacity_and_leaves_ignored_pixels_and_a_black_class_clear():
     """Tinted with black, the background would be half as bright."""
     image, label = noise(4, 6), labels(4, 6)
+    label[0, 0] = IGNORE_INDEX
     palette = [(0, 0, 0), (0, 200, 0), (0, 0, 1)]
-    picture = overlay(image, label, palette)
-    assert np.array_equal(picture[label == 0], image[label == 0])
+    picture = overlay(image, label, palette, alpha=0.25)
+    clear = (label == 0) | (label == IGNORE_INDEX)
+    assert np.array_equal(picture[clear], image[clear])
     for i in (1, 2):  # nearly black is a colour
-        expected = image[label == i] / 2 + np.array(palette[i]) / 2
+        expected = image[label == i] * 0.75 + np.array(palette[i]) * 0.25
         assert np.abs(picture[label == i] - expected).max() <= 1
+    assert np.array_equal(overlay(image, label, palette, alpha=0.0), image)
 
 
 def test_errors_are_red_and_ignored_pixels_are_grey():
@@ -88,11 +83,14 @@ def opencv(request, monkeypatch):
         pytest.skip("needs OpenCV 5")
 
 
-def test_names_in_letters_that_a_font_may_lack_get_their_number(opencv):
-    assert class_labels(["road", "50 %"]) == ["road", "50 %"]
-    assert class_labels(["road", "हिन्दी"]) == ["0 road", "1 हिन्दी"]
-    for name in ("Straße", "砂", "مدينة"):
-        assert legend([name], PALETTE[:1]).shape[1] == 640
+@pytest.mark.parametrize("width", [45, 90])
+def test_names_that_are_cut_or_in_letters_that_a_font_lacks_stay_different(opencv, width):
+    for names in (["a long name of a class 1", "a long name of a class 2"], ["हिन्दी", "مدينة"]):
+        picture = legend(class_labels(names), [(9, 9, 9)] * 2, width)
+        assert picture.shape[1] == width
+        rows = [picture[4 + 20 * i : 24 + 20 * i].tobytes() for i in range(2)]
+        assert rows[0] != rows[1]
+    assert class_labels(["road", "砂"]) == ["0 road", "1 砂"]
 
 
 def test_all_letters_of_a_line_are_on_it(opencv):
@@ -100,17 +98,6 @@ def test_all_letters_of_a_line_are_on_it(opencv):
     assert mask.any(axis=0).sum() > 30
     assert not mask[0].any()
     assert not mask[-1].any()
-
-
-@pytest.mark.parametrize("size", [(40, 60), (700, 90), (300, 1200)])
-def test_panel_holds_four_pictures_of_at_most_the_largest_side(size):
-    picture = panel(
-        noise(*size), labels(*size), labels(*size, 1), palette=PALETTE, names=NAMES, max_side_px=300
-    )
-    shrink = min(1, 300 / max(size))
-    height, width = (round(side * shrink) for side in size)
-    assert picture.shape[1] == 4 * width + 3 * 6
-    assert picture.shape[0] > height
 
 
 def test_panel_shows_title_image_errors_and_their_colours_in_their_places():
@@ -128,6 +115,8 @@ def test_panel_shows_title_image_errors_and_their_colours_in_their_places():
     colors = error_map(np.array([[0, 0, IGNORE_INDEX]], np.uint8), np.array([[1, 0, 0]], np.uint8))
     key = legend(words, colors[0].tolist(), plain.shape[1])
     assert np.array_equal(plain[-len(key) :], key)
+    tall = panel(noise(700, 90), labels(700, 90), labels(700, 90), palette=PALETTE, names=NAMES)
+    assert tall.shape[1] == 4 * 66 + 3 * 6  # 512 px high
 
 
 @pytest.mark.parametrize(
@@ -159,20 +148,12 @@ def test_confusion_of_any_number_of_classes_is_drawn(num_classes):
     assert max(picture.shape) < 1500
 
 
-@pytest.mark.parametrize(
-    "picture", [noise(5, 7), labels(5, 7), labels(5, 7).astype(np.uint16) * 20_000]
-)
-def test_written_pictures_are_read_back_as_they_were(picture, tmp_path):
+def test_written_pictures_are_read_back_as_they_were(tmp_path):
     path = tmp_path / "new folder" / ("ö" * 125 + ".png")  # 254 bytes; a disk takes 255
-    write_png(path, picture)
-    assert np.array_equal(np.array(Image.open(path)), picture)
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_path_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ExecutionError, match=r"file/a\.png: cannot write"):
-        write_png(tmp_path / "file" / "a.png", noise(2, 3))
+    for picture in (noise(5, 7), labels(5, 7), labels(5, 7).astype(np.uint16) * 20_000):
+        write_png(path, picture)
+        assert np.array_equal(np.array(Image.open(path)), picture)
+        assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_picture_replaces_a_link_and_not_its_target(tmp_path):
@@ -193,18 +174,3 @@ def test_a_picture_is_written_whole_or_not_at_all(small_disk):
         write_png(small_disk / "a.png", noise(200, 300))
     assert np.array(Image.open(small_disk / "a.png")).shape == (2, 3, 3)
     assert sorted(path.name for path in small_disk.iterdir()) == ["a.png", "other"]
-
-
-@pytest.mark.parametrize("width", [45, 60, 90])
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["class 2", "class 3", "class 4"],
-        ["a long name of a class 1", "a long name of a class 2", "a"],
-    ],
-)
-def test_names_that_are_cut_stay_different(opencv, names, width):
-    picture = legend(names, [(9, 9, 9)] * 3, width)
-    assert picture.shape[1] == width
-    rows = [picture[4 + 20 * i : 24 + 20 * i].tobytes() for i in range(3)]
-    assert len(set(rows)) == 3

@@ -127,7 +127,9 @@ def test_a_run_directory_holds_plain_files(pipe, tmp_path, data):
     pipe("run/environment.json")
     assert changed_versions(tmp_path / "run") == []
     pipe("run/config.yaml")
-    with pytest.raises(ConfigError, match=r"holds a config\.yaml that no run has written"):
+    (tmp_path / "run/checkpoints").mkdir()
+    (tmp_path / "run/checkpoints/last.pt").touch()
+    with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read: not a regular file"):
         run_directory.check_directory(tmp_path / "run", config, resume=True)
 
 

@@ -250,12 +250,10 @@ def test_nothing_is_written_through_links_or_into_pipes(run, tmp_path):
     (out / "overlays" / "a.png").symlink_to(tmp_path / "important")
     assert run(path, overwrite=True) == 0
     assert (tmp_path / "important").read_text() == "precious"
-    for name in ("legend.png", "overlays/a.png"):
-        (out / name).unlink()
-        os.mkfifo(out / name)
-        with pytest.raises(ConfigError, match=rf"--output .*{name}: is a pipe; remove it"):
-            run(path, overwrite=True)
-        (out / name).unlink()
+    (out / "overlays" / "a.png").unlink()
+    os.mkfifo(out / "overlays" / "a.png")
+    with pytest.raises(ExecutionError, match=r"overlays/a\.png: .*: is a pipe; remove it"):
+        run(path, overwrite=True)
 
 
 def test_predictions_into_the_folder_of_the_images_are_refused(run, tmp_path):

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
@@ -156,13 +155,6 @@ def refusal(line):
     return None
 
 
-def test_all_readmes_are_found():
-    assert {"README.md", "configs/README.md", "segtrain/norm/README.md"} <= {
-        str(path.relative_to(ROOT)) for path in READMES
-    }
-    assert len(READMES) >= 9
-
-
 @every_readme
 def test_the_parser_takes_every_command(readme):
     refused = {line: refusal(line) for line in commands(readme)}
@@ -181,16 +173,10 @@ def test_every_command_is_run_here_or_has_a_reason():
     assert found - listed == set(), "run them here, or say why not"
     assert listed - found == set(), "no README has these any more"
     assert set(RUN) & set(NOT_RUN) == set()
-
-
-def test_commands_that_are_not_run_name_recipes_and_options_that_exist():
     for line in NOT_RUN:
         args = cli._parser().parse_args(shlex.split(line)[1:])
-        name = getattr(args, "config", None)
-        if name in recipes.names():
-            load_config(recipes.find(name).path, args.set)
-        else:
-            assert name in (None, "my.yaml", "config.yaml", "RUN", "runs/my")
+        if getattr(args, "config", None) in recipes.names():
+            load_config(recipes.find(args.config).path, args.set)
 
 
 def test_the_commands_and_the_code_run(forkserver, tmp_path):
@@ -245,11 +231,21 @@ def run_all(directory, lines, codes):
 
 
 @every_readme
-def test_named_modules_exist(readme):
+def test_named_modules_files_options_and_targets_exist(readme):
     """The code blocks, which import what they need, run above."""
     for name in spans(readme):
         if match := re.match(r"(segtrain(?:\.[a-z_]+)+)", name):
             assert exists_in_python(match[1]), name
+    for word in code_words(readme):
+        if re.fullmatch(r"(tests|tools|configs|segtrain|\.ci)/[\w./-]*|[\w/]+\.(py|md)", word):
+            assert (ROOT / word).exists() or (readme.parent / word).exists(), word
+        match = re.match(r"'?([a-z]+)\.([a-z_]+)(?=$|[:=])", word)
+        if match and match[1] in SECTIONS and not word.endswith((".log", ".txt")):
+            assert match[2] in SECTIONS[match[1]], word
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = re.findall(r"(?:^|(?<=`))make ([a-z-]+)", "\n".join(shell_lines(readme)), re.M)
+    named += [match[1] for span in spans(readme) if (match := re.match("make ([a-z-]+)", span))]
+    assert set(named) <= targets
 
 
 def exists_in_python(name):
@@ -293,44 +289,10 @@ def anchors(readme):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@every_readme
-def test_named_files_exist(readme):
-    for word in code_words(readme):
-        if re.fullmatch(r"(tests|tools|configs|segtrain|\.ci)/[\w./-]*|[\w/]+\.(py|md)", word):
-            assert (ROOT / word).exists() or (readme.parent / word).exists(), word
-
-
-@every_readme
-def test_tools_of_other_commits_are_there(readme):
-    for code, commit in OF_COMMIT.findall(readme.read_text()):
-        (tool,) = re.findall(r"tools/\w+\.py", code)
-        if not in_git(commit):
-            pytest.skip(f"this copy of the repository has no commit {commit}")
-        assert in_git(f"{commit}:{tool}"), code
-
-
-def in_git(name):
-    """Whether the repository has this object."""
-    try:
-        return not subprocess.run(
-            ["git", "cat-file", "-e", name], cwd=ROOT, capture_output=True
-        ).returncode
-    except FileNotFoundError:  # no git here
-        return False
-
-
 def code_words(readme):
     """The words of all code spans and of shell lines, but not of messages."""
     lines = [line for line in shell_lines(readme) if not line.startswith("segtrain: ")]
     return [word for text in (*spans(readme), *lines) for word in text.split()]
-
-
-@every_readme
-def test_options_of_configs_exist(readme):
-    for word in code_words(readme):
-        match = re.match(r"'?([a-z]+)\.([a-z_]+)(?=$|[:=])", word)
-        if match and match[1] in SECTIONS and not word.endswith((".log", ".txt")):
-            assert match[2] in SECTIONS[match[1]], word
 
 
 @every_readme
@@ -358,15 +320,8 @@ def options_of_segtrain():
     return found
 
 
-@every_readme
-def test_targets_of_make_exist(readme):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = re.findall(r"(?:^|(?<=`))make ([a-z-]+)", "\n".join(shell_lines(readme)), re.M)
-    named += [match[1] for span in spans(readme) if (match := re.match("make ([a-z-]+)", span))]
-    assert set(named) <= targets
-
-
 def test_the_first_readme_is_short_and_leads_to_all_others():
+    assert len(READMES) >= 9
     links = re.findall(r"\]\(([^)#\s]+)", prose(ROOT / "README.md"))
     others = {str(path.relative_to(ROOT)) for path in READMES} - {"README.md"}
     assert others <= set(links)

@@ -97,13 +97,11 @@ def test_a_folder_without_a_run_is_refused():
     assert line.startswith("runs/mistyped: no such")
 
 
-@pytest.mark.parametrize("content", [None, "\0" * 300])
 @pytest.mark.parametrize("text", ["runs/my", "runs/my/config.yaml"])
-def test_a_run_whose_config_is_lost_is_resumed_by_its_directory_too(run, text, content):
-    """After a loss of power; what it said stands in the checkpoints."""
-    (run / "checkpoints").mkdir()
-    (run / "checkpoints" / "last.pt").touch()
+def test_a_run_whose_config_is_lost_needs_another(run, text):
     (run / "config.yaml").unlink()
-    if content is not None:
-        (run / "config.yaml").write_text(content)
-    assert target(text, resume=True) == ("runs/my/config.yaml", "runs/my")
+    again = "segtrain train CONFIG --output runs/my --resume"
+    assert refusal(text, resume=True) == [
+        f"runs/my/config.yaml: missing; to go on with a config of your own: {again}"
+    ]
+    assert target("my.yaml", resume=True, output="runs/my") == ("my.yaml", "runs/my")

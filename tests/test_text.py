@@ -18,7 +18,7 @@ from segtrain.errors import CheckpointError, ConfigError, DataError, UserError
 from segtrain.metrics import ConfusionMatrix, score_table
 from segtrain.run.console import say
 from segtrain.run.log import RunLog
-from segtrain.run.pictures import confusion_picture, legend, panel
+from segtrain.run.pictures import class_labels, confusion_picture, legend, panel
 from segtrain.text import MAX_NAME, name_problem, printable, printable_lines
 
 # Clears the screen, turns the direction of the line, ends it, and is 300 kB long.
@@ -116,7 +116,7 @@ def test_pictures_are_drawn_with_any_names():
     """A line end in a name stops Pillow, and a long one takes all memory."""
     palette = [(i, 0, 0) for i in range(4)]
     image, label = np.zeros((8, 9, 3), np.uint8), np.zeros((8, 9), np.uint8)
-    assert legend(["a\nb", *HOSTILE[1:]], palette).shape[1] == 640
+    assert legend(class_labels(["a\nb", *HOSTILE[1:]]), palette).shape[1] == 640
     assert max(confusion_picture(np.eye(4), HOSTILE).shape) < 30 * MAX_NAME
     for title in ("a\nb", HOSTILE[3]):
         panel(image, label, label, palette=palette, names=HOSTILE, title=title)

@@ -17,14 +17,11 @@ from segtrain.checkpoint.format import (
     Checkpoint,
     load,
     num_bytes,
-    parse_experiment,
     write_temporary,
 )
-from segtrain.checkpoint.loading import check_sizes
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.files import manifest
 from segtrain.files.manifest import MANIFEST, Entry
-from segtrain.run import directory as run_directory
 from segtrain.run.console import say
 
 PREVIOUS = "previous.pt"
@@ -219,23 +216,3 @@ def _stat(path: Path) -> tuple[int, ...]:
     """Numbers that change when the file is written or replaced."""
     status = path.lstat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def restore_config(directory: Path) -> list[str]:
-    """Writes config.yaml of the run again if it is missing; returns a log line then.
-
-    CheckpointError if no checkpoint can be loaded, ExecutionError if the file cannot be written.
-    """
-    if not run_directory.has_lost_config(directory):
-        return []
-    lost = directory / run_directory.CONFIG
-    path, _ = CheckpointManager(directory / run_directory.CHECKPOINTS, keep_limit=1).newest()
-    if path is None:
-        raise CheckpointError(f"{lost}: missing, and so are the checkpoints; start a new run")
-    checkpoint = load(path)
-    config, classes = parse_experiment(checkpoint, path)
-    check_sizes(checkpoint, config, classes, path)
-    with files.os_errors_as(ExecutionError, lost, "cannot be written"):
-        run_directory.write_config(directory, config)
-    what = f"restored from {path.name}, step {checkpoint.step}"
-    return [f"warning: {lost} was missing: {what}"]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from segtrain import __version__
-from segtrain.cli.table import COMMANDS, GROUPS, Command
+from segtrain.cli.table import COMMANDS, GROUPS
 from segtrain.commands import exit_code
 from segtrain.text import printable
 
@@ -90,14 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         if group not in parents:
             of_group = parents[""].add_parser(group, help=GROUPS[group])
             parents[group] = of_group.add_subparsers(**listed)
-        _add_arguments(parents[group].add_parser(name, **command.texts), command)
+        of_command = parents[group].add_parser(name, **command.texts)
+        of_command.set_defaults(function=command.function)
+        groups = {"": of_command}
+        for argument in command.arguments:
+            if argument.group not in groups:
+                groups[argument.group] = of_command.add_argument_group(argument.group)
+            groups[argument.group].add_argument(argument.name, **argument.options)
     return parser
-
-
-def _add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
-    groups = {"": parser}
-    for argument in command.arguments:
-        if argument.group not in groups:
-            groups[argument.group] = parser.add_argument_group(argument.group)
-        groups[argument.group].add_argument(argument.name, **argument.options)
-    parser.set_defaults(function=command.function)

@@ -1,6 +1,8 @@
 """The command line as a table: every command, its function, its texts and its arguments."""
 
 import argparse
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,45 +59,30 @@ def _integer(text: str, *, least: int) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    """An integer of at least 1."""
-    return _integer(text, least=1)
+positive, non_negative = partial(_integer, least=1), partial(_integer, least=0)
 
 
-def non_negative(text: str) -> int:
-    """An integer of at least 0."""
-    return _integer(text, least=0)
+def _fraction_below_1(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < 1:
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number of at least 0 and below 1: '{text}'")
 
 
-def fraction_below_1(text: str) -> float:
-    """A number of at least 0 and below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0 and below 1: '{text}'")
-    return value
-
-
-def steps(text: str) -> tuple[int | None, int | None]:
+def _steps(text: str) -> tuple[int | None, int | None]:
     """First and last step of `A:B`, each None where it is left out; `A` is one step."""
     first, colon, last = text.partition(":")
-    if not colon:
-        last = first  # one step
-    steps = tuple(positive(number) if number else None for number in (first, last))
+    steps = tuple(positive(x) if x else None for x in (first, last if colon else first))
     if None not in steps and steps[0] > steps[1]:
         raise argparse.ArgumentTypeError(f"expected A up to B, got '{text}'")
     return steps
 
 
-def processes(text: str) -> int | str:
-    """An integer of at least 1, or auto."""
+def _processes(text: str) -> int | str:
     return text if text == "auto" else positive(text)
 
 
-def endpoint(text: str) -> str:
-    """HOST:PORT, checked."""
+def _endpoint(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got '{text}'")
@@ -113,7 +100,7 @@ _NPROC = _argument(
     "--nproc",
     "processes on this machine (default: auto, one for each GPU, or one)",
     "N|auto",
-    processes,
+    _processes,
     default="auto",
 )
 _DEVICE = _argument(
@@ -163,7 +150,7 @@ COMMANDS = (
         _of_machines(
             "--node-rank", "number of this machine; 0 serves the meeting point", "R", non_negative
         ),
-        _of_machines("--rdzv-endpoint", "meeting point on machine 0", "HOST:PORT", endpoint),
+        _of_machines("--rdzv-endpoint", "meeting point on machine 0", "HOST:PORT", _endpoint),
         _of_machines("--rdzv-id", "name of the job, where several meet at the same point", "ID"),
         _of_machines(
             "--max-restarts",
@@ -285,7 +272,7 @@ COMMANDS = (
             "first and last step, counted from 1, or one step (default: from the newest "
             "checkpoint before B; to the last receipt)",
             "A:B",
-            steps,
+            _steps,
             default=(None, None),
         ),
         _settings("data.root=/elsewhere/data, data.pack=null"),
@@ -430,7 +417,7 @@ COMMANDS = (
             "--beta",
             "of the effective number of pixels (default: 1 - 1 / pixels of a mean class)",
             "B",
-            fraction_below_1,
+            _fraction_below_1,
         ),
         _DATA_SETTINGS,
         _JOBS,

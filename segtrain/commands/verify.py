@@ -7,7 +7,7 @@ run directory and no lock is taken: the run may still be training.
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
-from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
+from segtrain.checkpoint.format import Checkpoint, load
 from segtrain.checkpoint.manager import kept_checkpoints
 from segtrain.checkpoint.restore import initial_weights_fields
 from segtrain.commands.train.evaluate import take_precise_statistics
@@ -42,9 +42,9 @@ from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, say
 from segtrain.run.receipts import GRADIENT, WEIGHT, Receipt, read_receipts, unpack
-from segtrain.text import MAX_NAME, first_of, printable
+from segtrain.text import MAX_NAME, printable
 from segtrain.training.engine import train_steps
-from segtrain.training.receipts import ReceiptMeter, hash_tensor, weights_fields, weights_lines
+from segtrain.training.receipts import ReceiptMeter, hash_tensor, weights_lines
 from segtrain.training.state import TrainState
 from segtrain.training.step_sync import StepSync
 
@@ -53,7 +53,6 @@ _SETTABLE = (
     *("data.root", "data.classes", "data.pack", "data.num_workers", "data.prefetch"),
     "train.timeout_s",
 )
-_MAX_NAMES = 64  # images of a step that are listed
 
 
 class Plan(NamedTuple):
@@ -107,18 +106,15 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def _config(run: Path, overrides: Sequence[str]) -> Config:
     """The run's own config; ConfigError if it promises no bits."""
-    foreign = [text for text in overrides if text.partition("=")[0].strip() not in _SETTABLE]
-    if foreign:
-        what = f"the run decides this; verify takes {', '.join(_SETTABLE)}"
-        raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
-    path = run / run_directory.CONFIG
-    if not path.is_file():
-        raise ConfigError(f"{run}: no run to verify: there is no {run_directory.CONFIG} in it")
-    config = load_config(path, overrides)
+    for text in overrides:
+        if text.partition("=")[0].strip() not in _SETTABLE:
+            what = f"the run decides this; verify takes {', '.join(_SETTABLE)}"
+            raise ConfigError(f"--set {text}: {what}")
+    config = load_config(run / run_directory.CONFIG, overrides)
     if config.train.shares is None:
         raise ConfigError(
-            f"{run}: trained without train.shares: its steps can be repeated up to rounding only, "
-            "and it has no receipts; to verify a run later, start it with --set train.shares=N"
+            f"{run}: trained without train.shares, so it has no receipts; to verify a run later, "
+            "start it with --set train.shares=N"
         )
     return config
 
@@ -153,18 +149,16 @@ def _plan(
     start_step, start = _start(kept, before=first or last)
     if start is None and oldest > 1:
         raise ConfigError(
-            f"{run}: its receipts begin with step {oldest}, because its config was changed "
-            "there or it had no train.shares before, and no checkpoint between that step and the "
-            "steps to verify is kept; checkpoint.keep_every_steps keeps some"
+            f"{run}: its config was changed at step {oldest}, where its receipts begin, and there "
+            "is no checkpoint between that step and the steps to verify"
         )
     first = first or start_step + 1
     # Not a list: there may be no end to the steps that are asked for.
     missing = next((step for step in range(first, last + 1) if step not in receipts), None)
     if missing is not None:
         raise ConfigError(
-            f"--steps: {run} has receipts of {len(receipts)} steps, {oldest} to {newest}, "
-            f"but none of step {missing} (not done yet, or its line in "
-            f"{run_directory.RECEIPTS} is missing or damaged); choose other steps by --steps A:B"
+            f"--steps: {run} has receipts of {len(receipts)} steps, {oldest} to {newest}, but none "
+            f"of step {missing}; choose other steps by --steps A:B"
         )
     between = [(step, path) for step, path in kept if start_step < step <= last]
     # Now rather than hours later, when the replay comes to their step.
@@ -209,18 +203,12 @@ def _set_up(
     known = start
     if known is None and plan.kept:
         step, name = plan.kept[0]
-        with suppress(CheckpointError):  # damaged, or replaced since; that is met again later
-            known = _load_alike(checkpoints / name, step)
+        known = _load_alike(checkpoints / name, step)
     # 2. The data and the state.
     train_set, eval_set = open_data(config, device, notes)
     state = build_state(config, device, start, train_set, notes)
     # 3. What differs from the run is told, not refused: perhaps it is what is looked for.
     notes += other_arithmetic(state, known and known.checkpoint, "expect differences")
-    if known is not None:
-        before, _ = parse_experiment(*known)
-        changes = run_directory.config_differences(before, config)
-        where = f"warning: the config has changed since {known.path.name}"
-        notes += [f"{where}: {line}" for line in changes]
     data = DatasetGuard((train_set, eval_set), config.data.root, known, accept_changes=True)
     stack.callback(data.close)
     data.start(DATA_PATIENCE_S)
@@ -274,7 +262,6 @@ def _replay(this: Replay) -> None:
     _say(f"verify     {steps}, from {plan.start or 'the beginning'}, {ranks}")
     with_weights = {step for step, receipt in this.receipts.items() if receipt.weights is not None}
     meter = this.receipt_meter(with_weights.__contains__) if dist.is_main() else None
-    _end_if(this, lambda: _start_differs(this))
     _follow_evaluation(this)
     stream = this.batches(state.step, plan.last)
     results = train_steps(
@@ -329,26 +316,11 @@ def _follow_evaluation(this: Replay) -> bool:
     return True
 
 
-def _start_differs(this: Replay) -> list[str]:
-    """How the weights that the replay starts from differ from the receipt of their step."""
-    receipt = this.receipts.get(this.state.step)
-    # Precise statistics come after the receipt.
-    if receipt is None or (this.evaluated and this.config.norm.precise_batches is not None):
-        return []
-    lines = _weights_differences(receipt, weights_fields(this.state), this.state)
-    what = f"{this.plan.start}: not what the receipt of its step, {receipt.step}, says"
-    return [what, *lines] if lines else []
-
-
 def _receipts_differ(this: Replay, meter: ReceiptMeter) -> list[str]:
     for here in meter.take_receipts():
         there = this.receipts.get(here.step)
         # Steps before the first one that was asked for may have none.
         if there is not None and (lines := _receipt_differences(there, here, this.state)):
-            if there.samples == here.samples and there.loss != here.loss:
-                names = first_of(this.stream().names_of_step(here.step - 1), _MAX_NAMES)
-                what = "perhaps pixels changed under the same name and size; it used"
-                lines.append(f"{what} {names}")
             return [f"step {here.step} differs from its receipt", *lines]
     return []
 
@@ -395,19 +367,10 @@ def _receipt_differences(there: Receipt, here: Receipt, state: TrainState) -> li
     # What is nearest to the loss comes first in the backward pass.
     names = list(state.gradients.exponents)[::-1]
     gradients = [_named(names, unpack(r.gradients, GRADIENT)[::-1]) for r in (there, here)]
-    lines += _tensors("gradients", *gradients, which="the nearest to the loss")
-    return lines + _weights_differences(there, (here.weights, here.average), state)
-
-
-def _weights_differences(
-    there: Receipt, here: tuple[str | None, str | None], state: TrainState
-) -> list[str]:
-    """A line for each of the fields `weights` and `average` that differs from the receipt's."""
-    if there.weights is None:
-        return []
-    lines, names = [], list(state.model.state_dict())
-    fields = ("weights", "average"), (there.weights, there.average), here
-    for field, *packed in zip(*fields, strict=True):
+    lines += _tensors("gradients", *gradients)
+    names = list(state.model.state_dict())
+    for field in ("weights", "average") if there.weights is not None else ():
+        packed = getattr(there, field), getattr(here, field)
         lines += _tensors(field, *(_named(names, unpack(text, WEIGHT)) for text in packed))
     return lines
 
@@ -420,12 +383,9 @@ def _checkpoint_differences(checkpoint: Checkpoint, state: TrainState) -> list[s
     if checkpoint.optimizer is not None:
         saved = checkpoint.optimizer, state.optimizer.state_dict()
         lines += _tensors("optimizer", *(_moments(one, state) for one in saved))
-        exponents = (checkpoint.shares or {}).get("exponents") or {}
-        lines += _tensors("exponents", exponents, state.gradients.exponents)
         started = (checkpoint.start or {}, initial_weights_fields(state) or {})
         kinds = [{kind: one.get(kind, {}) for kind in ("weights", "held")} for one in started]
         lines += _tensors("start", *map(_flat, kinds))
-        lines += _tensors("loss scale", checkpoint.scaler or {}, state.scaler.state_dict())
     return lines
 
 
@@ -450,19 +410,14 @@ def _named(names: Sequence[str], values: Sequence[int]) -> dict[str, int | None]
     return dict(zip_longest(names, values, fillvalue=None))
 
 
-def _tensors(
-    what: str, before: Mapping[str, Any], now: Mapping[str, Any], *, which: str = "the first"
-) -> list[str]:
+def _tensors(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A line if the values of any names differ."""
     names = list(dict.fromkeys([*now, *before]))
     differing = [name for name in names if not _is_equal(before.get(name), now.get(name))]
     if not differing:
         return []
-    if len(differing) == len(names) > 1:
-        return [f"{what}: all {len(names)} tensors differ"]
-    verb = "differs" if len(differing) == 1 else "differ"
     first = printable(differing[0], 2 * MAX_NAME)
-    return [f"{what}: {len(differing)} of {len(names)} tensors {verb}; {which} is {first}"]
+    return [f"{what}: {len(differing)} of {len(names)} tensors differ; the first is {first}"]
 
 
 def _is_equal(before: object, now: object) -> bool:

@@ -124,13 +124,9 @@ class Format(NamedTuple):
 
 def require_onnx() -> None:
     """Raises ConfigError, with the command that installs it, if an ONNX package is missing."""
-    needed = _ONNX_PACKAGES.items()
-    missing = [f"'{n}>={least}'" for n, least in needed if importlib.util.find_spec(n) is None]
-    if missing:
-        raise ConfigError(
-            "--format onnx: needs packages that are not installed; run  pip install "
-            + " ".join(missing)
-        )
+    if missing := [name for name in _ONNX_PACKAGES if importlib.util.find_spec(name) is None]:
+        wanted = " ".join(f"'{name}>={_ONNX_PACKAGES[name]}'" for name in missing)
+        raise ConfigError(f"--format onnx: needs other packages; run  pip install {wanted}")
 
 
 def _write_onnx(

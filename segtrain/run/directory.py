@@ -5,7 +5,7 @@ import fcntl
 import os
 import shlex
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,12 +39,25 @@ class RunLock:
         with files.os_errors_as(ConfigError, self._directory, _UNWRITABLE):
             self._directory.mkdir(parents=True, exist_ok=True)
         with files.os_errors_as(ConfigError, self._path, _UNWRITABLE):
+            # A link would put the lock elsewhere.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._handle = os.open(self._path, flags, 0o644)
             try:
-                self._handle = _locked(self._path)
+                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                use = f"in use by {_holder(self._path)}"
-                repair = "wait for it to end, or choose another directory by --output"
-                raise ConfigError(f"{self._directory}: {use}; {repair}") from None
+                holder = os.read(self._handle, 200).decode(errors="replace").strip()
+                os.close(self._handle)
+                raise ConfigError(
+                    f"{self._directory}: in use by {printable(holder or 'another run')}; wait for "
+                    "it to end, or choose another directory by --output"
+                ) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            os.truncate(self._handle, 0)
+            with suppress(OSError):  # a full disk; the name is only for people
+                name = f"process {os.getpid()} on {socket.gethostname()}\n"
+                os.write(self._handle, name.encode())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,63 +68,6 @@ class RunLock:
                 if self._made:
                     self._directory.rmdir()
         os.close(self._handle)
-
-
-def _locked(path: Path) -> int:
-    """A handle of the lock file at `path`; BlockingIOError if another process has locked it."""
-    # A link would put the lock elsewhere.
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    with ExitStack() as on_error:
-        on_error.callback(os.close, handle)
-        _lock(handle, fcntl.LOCK_EX)
-        # Between open and lock, another run may have ended and removed the file.
-        if files.is_same_file(handle, path):
-            os.truncate(handle, 0)
-            with suppress(OSError):  # a full disk; the name is only for people
-                os.write(handle, f"{_this_process()}\n".encode())
-            on_error.pop_all()
-            return handle
-    return _locked(path)
-
-
-def _lock(handle: int, kind: int) -> bool:
-    """Locks an open file without waiting; False where the file system has no locks."""
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
-
-
-def use_by_others(directory: Path) -> str | None:
-    """Which other process uses `directory`, and what to do; None if there is none."""
-    path = directory / LOCK
-    try:
-        with files.open_regular(path) as file:
-            if _lock(file.fileno(), fcntl.LOCK_SH):
-                return None
-        # Without locks, nothing tells whether the process has ended.
-        remedy = f"if it has ended, delete {path}"
-    except BlockingIOError:
-        remedy = "wait for it to end"
-    except OSError:
-        return None
-    holder = _holder(path)
-    return None if holder == _this_process() else f"in use by {holder}; {remedy}"
-
-
-def _holder(path: Path) -> str:
-    """What the process that holds the lock wrote into the file."""
-    with suppress(OSError):
-        if text := files.read_bytes(path)[:200].decode(errors="replace").strip():
-            return printable(text)
-    return "another run"
-
-
-def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 CONFIG, METRICS, LOG = "config.yaml", "metrics.jsonl", "train.log"
@@ -128,10 +84,6 @@ _HARMLESS = (
     *("log.", "checkpoint."),
 )
 
-# The options by which people compare runs.
-_TRAIN_OPTIONS = ("train.batch_size", "optim.lr", "train.steps")
-MAIN_OPTIONS = ("model.arch", "model.backbone", "seed", *_TRAIN_OPTIONS)
-
 
 def check_directory(
     directory: Path, config: Config, *, resume: bool, accept_changes: bool = False
@@ -140,23 +92,19 @@ def check_directory(
 
     A new run may replace a run that has saved no checkpoint; with `resume` too. Returns the
     differences from the config of the resumed run, one line per option; only `accept_changes` lets
-    it go on with any.
+    it go on with any. If that config is missing, `config` counts, and this is the only line.
 
     Raises:
-        ConfigError: it holds a run with checkpoints or a live one, or data is read from there; with
-            `resume`, the config of the run that has saved them differs.
+        ConfigError: it holds a run with checkpoints, or data is read from there; with `resume`, the
+            config of the run that has saved them differs.
     """
     files.check_utf8(directory)
     if not (resume and has_saved(directory)):
         _check_new(directory, config)
         return []
-    if has_lost_config(directory):
-        return []  # `recovery.restore_config` writes it again
-    try:
-        differences = config_differences(load_config(directory / CONFIG), config)
-    except ConfigError as error:
-        repair = "if this file is damaged, move it away: --resume restores it from the checkpoint"
-        raise ConfigError(f"{error}\n  {repair}") from None
+    if not (directory / CONFIG).exists():
+        return [f"{CONFIG}: missing there, the config of this command now"]
+    differences = config_differences(load_config(directory / CONFIG), config)
     if differences and not accept_changes:
         listed = "\n  ".join(differences)
         raise ConfigError(
@@ -170,9 +118,7 @@ def check_directory(
 
 def is_run(directory: Path) -> bool:
     """Whether a run was started in `directory`; config.yaml alone may be anybody's."""
-    if not ((directory / ENVIRONMENT).exists() or (directory / CHECKPOINTS / MANIFEST).exists()):
-        return False
-    return (directory / CONFIG).is_file() or has_lost_config(directory)
+    return (directory / ENVIRONMENT).exists() or (directory / CHECKPOINTS / MANIFEST).exists()
 
 
 def has_saved(directory: Path) -> bool:
@@ -187,11 +133,6 @@ def has_evaluated(directory: Path) -> bool:
     """Whether the run in `directory` had an evaluation, before which it saves a checkpoint."""
     metrics = directory / METRICS
     return metrics.is_file() and b'"eval/mIoU"' in metrics.read_bytes()
-
-
-def has_lost_config(directory: Path) -> bool:
-    """Whether config.yaml is missing and a checkpoint can restore it."""
-    return not (directory / CONFIG).exists() and any((directory / CHECKPOINTS).glob("*.pt"))
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -209,8 +150,8 @@ def write_description(directory: Path, config: Config, devices: list[str]) -> No
     """
     with files.os_errors_as(ConfigError, directory, _UNWRITABLE):
         directory.mkdir(parents=True, exist_ok=True)
+        # First: a config.yaml without it does not count as a run's.
         files.write_atomic(directory / ENVIRONMENT, environment_json(devices))
-        # Last: the directory counts as a run once it has a config.
         write_config(directory, config)
 
 
@@ -224,14 +165,11 @@ def _check_new(directory: Path, config: Config) -> None:
     check_run_directory(directory, config.data)
     if has_saved(directory):
         problem = "holds a run already; go on with it by --resume, move it away"
-    elif not (directory / CONFIG).exists():
-        return
-    elif is_run(directory):
-        problem = use_by_others(directory)
-    else:
+    elif (directory / CONFIG).exists() and not is_run(directory):
         problem = f"holds a {CONFIG} that no run has written; move it away"
-    if problem:
-        raise ConfigError(f"{directory}: {problem}, or choose another directory by --output")
+    else:
+        return
+    raise ConfigError(f"{directory}: {problem}, or choose another directory by --output")
 
 
 def config_differences(old: Config, new: Config) -> list[str]:

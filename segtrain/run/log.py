@@ -9,7 +9,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -119,15 +119,8 @@ class RunLog:
         indented = "\n".join("    " + line for line in printable_lines(text, len(text) + 1))
         self._to_board(lambda: self._board.add_text(tag, indented))
 
-    def hparams(
-        self,
-        options: Mapping[str, Any],
-        scores: Mapping[str, float],
-        step: int,
-        *,
-        first: Collection[str],
-    ) -> None:
-        """Adds a row to TensorBoard's table of hyperparameters; columns `first` come first.
+    def hparams(self, options: Mapping[str, Any], scores: Mapping[str, float], step: int) -> None:
+        """Adds a row to TensorBoard's table of hyperparameters.
 
         Give all options, also defaults: TensorBoard takes the columns from one of the runs.
         """
@@ -138,7 +131,17 @@ class RunLog:
         }
         # Tags of their own: the curve of the score already has a point at this step.
         named = {f"hparam/{name}": score for name, score in scores.items()}
-        self._to_board(lambda: _write_hparams(self._board, plain, named, step, first))
+
+        def write() -> None:
+            from torch.utils.tensorboard.summary import hparams
+
+            # As SummaryWriter.add_hparams, but into the same event file.
+            for summary in hparams(plain, named):
+                self._board.file_writer.add_summary(summary, step)
+            for name, score in named.items():
+                self._board.add_scalar(name, score, step)
+
+        self._to_board(write)
 
     def _open_board(self, purge_step: int) -> None:
         # Slow to import, and only rank 0 needs it.
@@ -205,23 +208,3 @@ def _drop_later(path: Path, step: int, evaluated_step: int) -> None:
     text = "".join(kept).encode()
     if text != content:
         write_atomic(path, text)
-
-
-def _write_hparams(
-    board: Any, options: dict[str, Any], scores: dict[str, float], step: int, first: Collection[str]
-) -> None:
-    """As SummaryWriter.add_hparams, but into the same event file and with ordered columns."""
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-    from torch.utils.tensorboard.summary import hparams
-
-    experiment, *session = hparams(options, scores)
-    plugin = experiment.value[0].metadata.plugin_data
-    data = HParamsPluginData.FromString(plugin.content)
-    # TensorBoard sorts by name, but options marked as different between runs come first.
-    for column in data.experiment.hparam_infos:
-        column.differs = column.name in first
-    plugin.content = data.SerializeToString()
-    for summary in (experiment, *session):
-        board.file_writer.add_summary(summary, step)
-    for name, score in scores.items():
-        board.add_scalar(name, score, step)

@@ -1,7 +1,7 @@
 """Labels and predictions as pictures for people: TensorBoard, `segtrain eval` and `predict`.
 
 OpenCV 5 has Latin, Greek, Cyrillic, Chinese, Japanese and Korean letters; for older versions there
-is Pillow's font, which has ASCII. Names in other letters get the number of their class.
+is Pillow's font, which has ASCII. Names in other letters are told apart by their numbers.
 
 Every picture is an (H, W, 3) uint8 RGB array. Labels are (H, W) uint8 train ids or IGNORE_INDEX.
 """
@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from segtrain.data.read.classes import ClassFile
 from segtrain.errors import ConfigError, ExecutionError
-from segtrain.files import NotRegularError, check_replaceable, os_errors_as, write_atomic
+from segtrain.files import check_replaceable, os_errors_as, write_atomic
 from segtrain.text import MAX_NAME, first_of, printable
 from segtrain.types import IGNORE_INDEX, Batch
 
@@ -47,13 +47,10 @@ def text_mask(text: str, size_px: int) -> np.ndarray:
 
 
 def class_labels(names: Sequence[str]) -> list[str]:
-    """A label for each class: its name, or `numbered_labels` where the font may lack a letter."""
-    shown = [printable(name, MAX_NAME) for name in names]
-    return shown if all(map(str.isascii, shown)) else numbered_labels(names)
+    """A label for each class: its position in the class file, from 0, and its name.
 
-
-def numbered_labels(names: Sequence[str]) -> list[str]:
-    """A label for each class: its position in the class file, from 0, and its name."""
+    Numbers tell names apart that are cut, or in letters that the font lacks.
+    """
     return [f"{i} {printable(name, MAX_NAME)}" for i, name in enumerate(names)]
 
 
@@ -98,15 +95,9 @@ def error_map(label: np.ndarray, pred: np.ndarray) -> np.ndarray:
     return picture
 
 
-def legend(names: Sequence[str], palette: Sequence[Rgb], width: int = 640) -> np.ndarray:
-    """The color and the name of each class, in as many columns as fit into `width` pixels.
-
-    If a name must be cut, every name gets its number: cut names must not look alike.
-    """
-    labels = class_labels(names)
-    column_px = max(_text_width(label) for label in labels) + _LINE_PX + 3 * _GAP_PX
-    if column_px > width:
-        labels, column_px = numbered_labels(names), width
+def legend(labels: Sequence[str], palette: Sequence[Rgb], width: int = 640) -> np.ndarray:
+    """Colors and what they mean, in as many columns as fit into `width` pixels."""
+    column_px = max(map(_text_width, labels)) + _LINE_PX + 3 * _GAP_PX
     num_rows = math.ceil(len(labels) / max(1, width // column_px))
     picture = Image.new("RGB", (width, num_rows * _LINE_PX + _GAP_PX), WHITE)
     draw = ImageDraw.Draw(picture)
@@ -150,7 +141,7 @@ def panel(
     headers = [_header([printable(title, 2 * MAX_NAME)], row.shape[1], step_px=0)] if title else []
     headers.append(_header(list(parts), row.shape[1], step_px=width + _GAP_PX))
     keys = [
-        legend(names, palette, row.shape[1]),
+        legend(class_labels(names), palette, row.shape[1]),
         legend(list(_ERRORS), list(_ERRORS.values()), row.shape[1]),
     ]
     return np.vstack([*headers, row, *keys])
@@ -170,7 +161,7 @@ def training_picture(batch: Batch, classes: ClassFile) -> np.ndarray:
         labels = (overlay(pixels, one[i].numpy(), classes.palette, alpha=0.6) for one in sets)
         columns.append(np.pad(np.vstack([pixels, *labels]), ((0, 4), (0, 4), (0, 0))))
     row = np.hstack(columns)
-    return np.vstack([row, legend(classes.names, classes.palette, row.shape[1])])
+    return np.vstack([row, legend(class_labels(classes.names), classes.palette, row.shape[1])])
 
 
 def confusion_picture(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -215,7 +206,6 @@ def write_png(path: Path, picture: np.ndarray) -> None:
 
     ExecutionError if the disk is full, or `path` cannot be written or is no regular file.
     """
-    # Encoded in memory, because cv2.imwrite only returns False when the disk is full.
     _write(path, to_png(picture))
 
 
@@ -229,7 +219,10 @@ def write_indexed_png(path: Path, indices: np.ndarray, palette: Sequence[Rgb]) -
 
 
 def to_png(picture: np.ndarray) -> bytes:
-    """The file of a picture, or of a label of one channel (uint8 or uint16)."""
+    """The file of a picture, or of a label of one channel (uint8 or uint16).
+
+    In memory, because cv2.imwrite only returns False when the disk is full.
+    """
     if picture.ndim == 3:
         picture = cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)
     ok, data = cv2.imencode(".png", picture)
@@ -279,7 +272,6 @@ def _text(
 
 
 KINDS = LABELS, COLORS, OVERLAYS = "labels", "colors", "overlays"
-_LEGEND = "legend.png"
 
 
 def file_names(names: Sequence[str]) -> list[str]:
@@ -288,16 +280,7 @@ def file_names(names: Sequence[str]) -> list[str]:
 
 
 def check_output(output: Path, names: Sequence[str], *, overwrite: bool) -> None:
-    """ConfigError if a directory cannot take the predictions, or already holds some of them."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output {printable(output)}: is a file; expected a directory")
-    for path in (output / name for name in (_LEGEND, *file_names(names))):
-        try:
-            check_replaceable(path)
-        except NotRegularError as error:
-            raise ConfigError(f"--output {printable(path)}: {error.strerror}") from None
-        except OSError:
-            continue  # the folder cannot be read; writing will say so
+    """ConfigError if a directory already holds some of the predictions."""
     labels = (output / LABELS / f"{name}.png" for name in names)
     there = [path for path in labels if os.path.lexists(path)]
     if there and not overwrite:
@@ -313,7 +296,7 @@ def raw_ids(classes: ClassFile) -> np.ndarray:
 
 def write_legend(output: Path, classes: ClassFile) -> None:
     """Writes the colour and name of each class."""
-    write_png(output / _LEGEND, legend(classes.names, classes.palette))
+    write_png(output / "legend.png", legend(class_labels(classes.names), classes.palette))
 
 
 def write_prediction(

@@ -56,19 +56,12 @@ def unpack(text: str | None, dtype: np.dtype) -> list[int]:
 def read_receipts(path: Path) -> dict[int, Receipt]:
     """The receipts in the file by step; damaged lines and a line cut short are left out.
 
-    So are all lines of a step that contradict each other.
-
     Raises:
         OSError: it cannot be read.
     """
     lines = read_bytes(path).decode(errors="replace").splitlines(keepends=True)
     found = [_parse(line) for line in lines if line.endswith("\n")]
-    receipts: dict[int, Receipt] = {}
-    contradicted = set()
-    for receipt in filter(None, found):
-        if receipts.setdefault(receipt.step, receipt) != receipt:
-            contradicted.add(receipt.step)
-    return {step: receipt for step, receipt in receipts.items() if step not in contradicted}
+    return {receipt.step: receipt for receipt in filter(None, found)}
 
 
 def _parse(line: str) -> Receipt | None:

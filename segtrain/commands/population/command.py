@@ -24,20 +24,10 @@ from segtrain.config.messages import did_you_mean
 from segtrain.data.read.protect import check_run_directory
 from segtrain.distributed import slurm
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
-from segtrain.run.directory import LOCK, RunLock, config_differences, flat, has_saved
+from segtrain.run.directory import LOCK, RunLock, config_differences, flat
 from segtrain.text import say
 
 MEMBERS, PERTURB = 4, ("optim.lr", "optim.weight_decay")
-
-# They decide how a run is watched and scored, not what it learns.
-_NO_SEARCH = ("data.mean", "data.std", "eval.", "log.", "checkpoint.")
-_NO_SEARCH += ("train.max_hours", "train.timeout_s")
-
-_NO_EXCHANGE = {
-    "shares": "receipts could not tell of weights that a member takes over",
-    "patience": "members that end at different steps cannot be compared",
-    "max_hours": "members that end at different steps cannot be compared",
-}
 
 
 def main(args: argparse.Namespace) -> int:
@@ -47,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
             "environment: torchrun or srun has started this as one of several ranks, and each "
             "would train the whole population; start it once, and --nproc gives each member ranks"
         )
-    directory, history = _resumed(args) if args.resume else _new(args)
+    directory, history = _population(args)
     show_warnings(history.config)
     with RunLock(directory):
         record.write(directory, history)
@@ -65,62 +55,43 @@ def main(args: argparse.Namespace) -> int:
     return code
 
 
-def _new(args: argparse.Namespace, config: Config | None = None) -> tuple[Path, History]:
-    """The directory and the beginning of a new population; ConfigError if it cannot be."""
-    if (Path(args.config) / FILE).exists():
-        again = f"segtrain population {shlex.quote(args.config)} --resume"
-        raise ConfigError(f"{args.config}: holds a population; to go on with it: {again}")
-    config, directory = config or load_named(args), _directory(args)
-    if wrong := wrong_units(config):
-        raise ConfigError("\n".join(wrong))
-    every = args.every or config.eval.every_steps
-    if every is None:
-        raise ConfigError("--every: is needed where eval.every_steps is null")
-    for key, why in _NO_EXCHANGE.items():
-        if getattr(config.train, key) is not None:
-            raise ConfigError(f"train.{key}: {why}; set train.{key} to null")
-    start = Start(
-        members=args.members or MEMBERS,
-        every=every,
-        perturb=args.perturb or list(PERTURB),
-        alone=args.alone,
-        config=_with_cadences(config, every),
-    )
-    _check(start)
-    files.check_utf8(directory)
-    check_run_directory(directory, config.data)
-    if _has_saved(directory):
-        raise ConfigError(
-            f"{directory}: holds a population already; go on with it by --resume, or choose "
-            "another directory by --output"
-        )
-    # A killed process may leave its lock.
-    foreign = directory.is_dir() and any(path.name != LOCK for path in directory.iterdir())
-    if foreign and not (directory / FILE).exists():
-        raise ConfigError(f"{directory}: is not empty; choose another directory by --output")
-    return directory, History(start)
+def _population(args: argparse.Namespace) -> tuple[Path, History]:
+    """The directory and the history of the population to begin or to go on with.
 
-
-def _resumed(args: argparse.Namespace) -> tuple[Path, History]:
-    """The directory and the history of the population to go on with; a new one if there is none.
-
-    CONFIG may be that directory. What else is given must be what the population was started with;
-    only options that change no weights, such as data.root, may differ.
+    With --resume, CONFIG may be the directory.
 
     Raises:
         CheckpointError: population.jsonl is damaged.
-        ConfigError: the arguments are others.
+        ConfigError: it cannot be a population, or is not the one that was started.
     """
-    if (Path(args.config) / FILE).exists():
-        directory = args.output or Path(args.config)
+    directory = Path(args.config)
+    if args.resume and (directory / FILE).exists():
         history = read(directory)
         config = override_config(history.config, args.set, source=str(directory / FILE))
-    else:
-        config, directory = load_named(args), _directory(args)
-        if not _has_saved(directory):
-            say(f"{directory}: nothing to resume; a new population starts")
-            return _new(args, config)
-        history = read(directory)
+        return directory, _resumed(directory, history, args, config)
+    config = load_named(args)
+    ending = "alone" if args.alone else "population"
+    directory = args.output or Path("runs") / f"{Path(args.config).stem}_{ending}"
+    if args.resume and (directory / FILE).exists():
+        return directory, _resumed(directory, read(directory), args, config)
+    if args.resume:
+        say(f"{directory}: nothing to resume; a new population starts")
+    start = _start(args, config)
+    files.check_utf8(directory)
+    check_run_directory(directory, config.data)
+    # A killed process may leave its lock.
+    if directory.is_dir() and any(path.name != LOCK for path in directory.iterdir()):
+        raise ConfigError(
+            f"{directory}: is not empty; go on with a population by --resume, or choose another "
+            "directory by --output"
+        )
+    return directory, History(start)
+
+
+def _resumed(
+    directory: Path, history: History, args: argparse.Namespace, config: Config
+) -> History:
+    """`history` with `config`, whose changes must be such that alter no weights, as data.root."""
     start, config = history.start, _with_cadences(config, history.start.every)
     differences = [
         f"--{name}: {getattr(start, name)} there, {value} now"
@@ -135,22 +106,7 @@ def _resumed(args: argparse.Namespace) -> tuple[Path, History]:
             f"started: segtrain population {shlex.quote(str(directory))} --resume"
         )
     history.config = config
-    return directory, history
-
-
-def _directory(args: argparse.Namespace) -> Path:
-    ending = "alone" if args.alone else "population"
-    return args.output or Path("runs") / f"{Path(args.config).stem}_{ending}"
-
-
-def _has_saved(directory: Path) -> bool:
-    """Whether a member of the population in `directory` ever saved a checkpoint."""
-    if not (directory / FILE).exists():
-        return False
-    history = read(directory)
-    rows = [row for past in history.rounds for row in past.rows.values()]
-    members = [directory / f"member_{member}" for member in range(history.members)]
-    return any(row.mean_iou is not None for row in rows) or any(map(has_saved, members))
+    return history
 
 
 def _with_cadences(config: Config, every: int) -> Config:
@@ -159,17 +115,32 @@ def _with_cadences(config: Config, every: int) -> Config:
     return with_options(config, {"eval.every_steps": every, "checkpoint.every_steps": saved})
 
 
-def _check(start: Start) -> None:
-    """Refuses what cannot be a population."""
-    if start.members < 2:
-        raise ConfigError(f"--members: expected at least 2, got {start.members}")
-    if start.every >= (steps := start.config.train.steps):
-        raise ConfigError(f"--every: {start.every} must be smaller than train.steps, {steps}")
-    if len(set(start.perturb)) < len(start.perturb):
-        raise ConfigError("--perturb: names an option twice")
-    for key in start.perturb:
-        if problem := _problem_of(key, start.config):
+def _start(args: argparse.Namespace, config: Config) -> Start:
+    """What a new population is started with; ConfigError if it cannot be one."""
+    if wrong := wrong_units(config):
+        raise ConfigError("\n".join(wrong))
+    every, members = args.every or config.eval.every_steps, args.members or MEMBERS
+    if every is None:
+        raise ConfigError("--every: is needed where eval.every_steps is null")
+    if every >= config.train.steps:
+        raise ConfigError(f"--every: {every} must be smaller than train.steps")
+    if members < 2:
+        raise ConfigError(f"--members: expected at least 2, got {members}")
+    # Receipts know nothing of weights taken over; the others let members end at different steps.
+    for key in ("shares", "patience", "max_hours"):
+        if getattr(config.train, key) is not None:
+            raise ConfigError(f"train.{key}: has no place in a population; set it to null")
+    perturb = args.perturb or list(PERTURB)
+    for key in perturb:
+        if problem := _problem_of(key, config):
             raise ConfigError(f"--perturb {key}: {problem}")
+    return Start(
+        members=members,
+        every=every,
+        perturb=perturb,
+        alone=args.alone,
+        config=_with_cadences(config, every),
+    )
 
 
 def _problem_of(key: str, config: Config) -> str | None:
@@ -177,8 +148,6 @@ def _problem_of(key: str, config: Config) -> str | None:
     options = flat(config)
     if key not in options:
         return f"no such option{did_you_mean(key, list(options))}"
-    if key.startswith(_NO_SEARCH):
-        return "does not change what a member learns"
     value = options[key]
     if type(value) is not float or value == 0:
         return f"is {value!r} here; expected a number with a fraction, not 0, such as optim.lr"

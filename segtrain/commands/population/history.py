@@ -23,8 +23,6 @@ from segtrain.text import printable
 FILE = "population.jsonl"
 FACTORS = (0.8, 1.2)
 
-_MAX_BYTES = 64 << 20
-
 Options = dict[str, float]
 """The values of the options that are searched, by their full names."""
 
@@ -86,20 +84,19 @@ class History:
 
     def __init__(self, start: Start) -> None:
         self.start, self.config, self.members = start, start.config, start.members
-        self.events: list[Event] = []
         steps = start.config.train.steps
         self.rounds = [Round(step) for step in (*range(start.every, steps, start.every), steps)]
 
     def add(self, event: Event) -> None:
         """Takes a line; LookupError if it is of no round or no member."""
-        this = next((past for past in self.rounds if past.step == event.step), None)
-        if this is None or (isinstance(event, Row) and not 0 <= event.member < self.members):
-            raise LookupError(f"a round or member that the population does not have: {event}")
-        self.events.append(event)
-        if isinstance(event, Row):
-            this.rows[event.member] = event
-        else:
-            this.exchange = event.exchange
+        for past in self.rounds:
+            if past.step == event.step and isinstance(event, Exchange):
+                past.exchange = event.exchange
+                return
+            if past.step == event.step and 0 <= event.member < self.members:
+                past.rows[event.member] = event
+                return
+        raise LookupError(f"a round or member that the population does not have: {event}")
 
     def options_of(self, member: int, number: int) -> Options:
         """The options with which `member` trains in round `number`, counted from 0."""
@@ -204,7 +201,11 @@ def table(history: History) -> list[str]:
 def write(directory: Path, history: History) -> None:
     """Writes population.jsonl, whole; ExecutionError if it cannot."""
     lines: list[_Line] = [history.start.model_copy(update={"config": history.config})]
-    text = "".join(line.model_dump_json() + "\n" for line in [*lines, *history.events])
+    for past in history.rounds:
+        lines += past.rows.values()
+        if past.exchange is not None:
+            lines.append(Exchange(step=past.step, exchange=past.exchange))
+    text = "".join(line.model_dump_json() + "\n" for line in lines)
     with files.os_errors_as(ExecutionError, directory / FILE, "cannot be written"):
         files.write_atomic(directory / FILE, text)
 
@@ -213,17 +214,11 @@ def read(directory: Path) -> History:
     """The population in `directory`; CheckpointError if its file cannot be read or is damaged."""
     path = directory / FILE
     with files.os_errors_as(CheckpointError, path):
-        first, *others = files.read_bytes(path, _MAX_BYTES).removesuffix(b"\n").split(b"\n")
-    history = None
+        first, *others = files.read_bytes(path, 64 << 20).removesuffix(b"\n").split(b"\n")
     try:
         history = History(Start.model_validate_json(first))
         for line in others:
             history.add(_EVENT.validate_json(line))
     except (ValidationError, LookupError) as error:
-        number = 1 if history is None else len(history.events) + 2
-        what = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            what = printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
-        raise CheckpointError(f"{path}:{number}: damaged: {what}") from None
+        raise CheckpointError(f"{path}: damaged: {printable(error, 300)}") from None
     return history

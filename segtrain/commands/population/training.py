@@ -15,8 +15,7 @@ from queue import SimpleQueue
 import torch
 
 from segtrain import files
-from segtrain.checkpoint.format import LAST, load
-from segtrain.checkpoint.manager import CheckpointManager
+from segtrain.checkpoint.format import LAST
 from segtrain.commands.launch import safe_path
 from segtrain.commands.population import history as record
 from segtrain.commands.population.history import Event, Exchange, History, Row, with_options
@@ -82,7 +81,9 @@ class Population:
         members = [member for member in range(history.members) if member not in this.rows]
         going_on = [member for member in members if not history.has_diverged(member, number)]
         for member in going_on if number else ():
-            self._check_checkpoints(member)
+            if not run_directory.has_saved(run := self._run(member)):  # it would be trained anew
+                what = "its checkpoints have been removed; put them back"
+                raise CheckpointError(f"{run}: {what}, or start a new population by --output")
         for member in set(members) - set(going_on):
             self._record(member, number, EXIT_NON_FINITE)
 
@@ -129,23 +130,6 @@ class Population:
         words = "has diverged" if value is None else f"mIoU {value:.4f}"
         values = "  ".join(f"{key} {option:g}" for key, option in options.items())
         say(f"step {step}  {run.name}  {words}  {values}")
-
-    def _check_checkpoints(self, member: int) -> None:
-        """Refuses a member that would be trained anew, or from weights before its last takeover."""
-        folder = self._run(member) / run_directory.CHECKPOINTS
-        path, _ = CheckpointManager(folder, keep_limit=1).newest()
-        found = 0 if path is None else load(path).step
-        exchanges = [event for event in self._history.events if isinstance(event, Exchange)]
-        wanted = max(
-            (past.step for past in exchanges for one in past.exchange if one.member == member),
-            default=1,
-        )
-        if found < wanted:
-            raise CheckpointError(
-                f"{folder}: expected a checkpoint of step {wanted} or later, found "
-                f"{f'step {found}' if found else 'none'}; put it back, or start a new population "
-                "by --output"
-            )
 
     def _exchange(self, number: int) -> None:
         """The exchange after a round, unless it was done before an interruption."""

@@ -145,8 +145,7 @@ def _finish(run: TrainRun) -> None:
         save.save(run)
     if run.receipts is not None:
         run.log.lines(weights_lines(state))
-    options, first = run_directory.flat(config), run_directory.MAIN_OPTIONS
-    run.log.hparams(options, {"mIoU": run.mean_iou}, state.step, first=first)
+    run.log.hparams(run_directory.flat(config), {"mIoU": run.mean_iou}, state.step)
     if state.step < config.train.steps:
         run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])
 

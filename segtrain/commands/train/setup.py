@@ -15,7 +15,7 @@ from segtrain import seed
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
 from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
 from segtrain.checkpoint.loading import load_initial
-from segtrain.checkpoint.manager import CheckpointManager, restore_config
+from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
 from segtrain.commands.train.preflight import (
     check_experiment,
@@ -454,14 +454,13 @@ def _keeping_together(
 def _take_directory(request: TrainRequest, stack: ExitStack) -> tuple[list[str], list[str]]:
     """Locks the directory on rank 0; returns notes, and what differs from the run's own config."""
     stack.enter_context(RunLock(request.directory))
-    restored = restore_config(request.directory) if request.resume else []
     changes = run_directory.check_directory(
         request.directory,
         request.config,
         resume=request.resume,
         accept_changes=request.accept_changes,
     )
-    return [*restored, *(f"changed    {change}" for change in changes)], changes
+    return [f"changed    {change}" for change in changes], changes
 
 
 def _find_checkpoint(

@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     if target.note and is_first:
         say(target.note)
     args.output = target.directory  # the launcher keeps the key of the ranks there
-    config = _load(args, target)
+    config = load_config(target.config, args.set)
     # 2. Do the options fit together?
     _check_options(args, config)
     resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
@@ -65,17 +65,6 @@ def main(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in ("accept_changes", "requeue", "until")}
     device = device_for(args.device)
     return run(TrainRequest(config, target.directory, device, resume=resume, **options))
-
-
-def _load(args: argparse.Namespace, target: Target) -> Config:
-    """The config; that of a run which lost its file comes from a checkpoint."""
-    is_own = target.config == target.directory / run_directory.CONFIG
-    if args.resume and is_own and run_directory.has_lost_config(target.directory):
-        from segtrain.checkpoint.manager import restore_config
-
-        for line in restore_config(target.directory):
-            say(line)
-    return load_config(target.config, args.set)
 
 
 def _check_options(args: argparse.Namespace, config: Config) -> None:
@@ -107,6 +96,9 @@ def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
         return Target(config, output)
     # A checkpoint is refused: training resumes from the newest, whichever is named.
     if resume and not elsewhere and not text.endswith(_CHECKPOINT):
+        if not config.exists():
+            again = f"segtrain train CONFIG --output {shlex.quote(str(run))} --resume"
+            raise ConfigError(f"{config}: missing; to go on with a config of your own: {again}")
         return Target(config, run)
     new = output if elsewhere else Path("runs") / f"{run.resolve().name}_2"
     kind = "a checkpoint" if text.endswith(_CHECKPOINT) else "a run"
