@@ -581,7 +581,7 @@ def test_a_disk_that_is_too_small_or_becomes_full_is_told(root, tmp_path, monkey
         patch.setattr(shutil, "disk_usage", lambda _: disk)
         assert pack(root, tmp_path / "p") == 6
     said = capsys.readouterr()
-    assert "pack of 5 of split train and 2 of split val: 0.0 MB in 1 shard; 0.0 MB" in said.out
+    assert "pack of 5 of split train and 2 of split val: 0.0 MB; 0.0 MB" in said.out
     assert "the disk is too small" in said.err
     assert not list((tmp_path / "p").glob("*"))
     with monkeypatch.context() as patch:

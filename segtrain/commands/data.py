@@ -1,32 +1,19 @@
-"""`segtrain data`: check, pack, stats."""
+"""`segtrain data`: check, pack, stats. A wrong config is refused before heavy imports."""
 
 import argparse
+from functools import partial
+from importlib import import_module
 
 from segtrain.commands.config import load_named
 from segtrain.config.experiment import wrong_units
 from segtrain.errors import ConfigError
 
 
-def check(args: argparse.Namespace) -> int:
-    """`segtrain data check`: refuses a wrong config before anything heavy is imported."""
-    if found := wrong_units(load_named(args)):
+def _run(name: str, args: argparse.Namespace) -> int:
+    found = wrong_units(load_named(args))
+    if name == "check" and found:
         raise ConfigError("\n".join(found))
-    from segtrain.commands import data_set
-
-    return data_set.check(args)
+    return getattr(import_module("segtrain.commands.data_set"), name)(args)
 
 
-def pack(args: argparse.Namespace) -> int:
-    """`segtrain data pack`: refuses a wrong config before anything heavy is imported."""
-    load_named(args)
-    from segtrain.commands import data_set
-
-    return data_set.pack(args)
-
-
-def stats(args: argparse.Namespace) -> int:
-    """`segtrain data stats`: refuses a wrong config before anything heavy is imported."""
-    load_named(args)
-    from segtrain.commands import data_set
-
-    return data_set.stats(args)
+check, pack, stats = (partial(_run, name) for name in ("check", "pack", "stats"))

@@ -23,17 +23,16 @@ from segtrain.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, Executio
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.run.console import say
 from segtrain.run.directory import RunLock
-from segtrain.text import counted, printable, printable_lines
+from segtrain.text import printable, printable_lines
 
 R = TypeVar("R", CheckResult, SplitStats)
 
 
 def check(args: argparse.Namespace) -> int:
     """The exit code: 0 without errors (warnings are allowed), else 3."""
-    config = load_config(args.config, args.set)
 
     def find() -> CheckResult:
-        result = check_data(config, jobs=args.jobs)
+        result = check_data(load_config(args.config, args.set), jobs=args.jobs)
         placed = [
             replace(finding, text=with_places(finding.text, args.config, args.set))
             for finding in result.findings
@@ -120,14 +119,7 @@ def _announce(directory: Path, pack: Pack, datasets: Sequence[SegDataset]) -> No
     counts = " and ".join(f"{len(d)} of split {printable(d.split)}" for d in datasets)
     needed = sum(shard.num_bytes for shard in pack.shards)
     free = shutil.disk_usage(directory).free
-    many = counted(len(pack.shards), "shard", "shards")
-    say(f"pack of {counts}: {_size(needed)} in {many}; {_size(free)} are free")
+    size = f"{needed / 1e6:,.1f} MB; {free / 1e6:,.1f} MB are free"
+    say(f"pack of {counts}: {size}")
     if needed > free:
-        raise ExecutionError(
-            f"{printable(directory)}: the disk is too small: {_size(needed)} are needed, "
-            f"{_size(free)} are free"
-        )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+        raise ExecutionError(f"{printable(directory)}: the disk is too small for {size}")

@@ -40,7 +40,12 @@ def main(args: argparse.Namespace) -> int:
     args.output = target.directory  # the launcher keeps the key of the ranks there
     config = _load(args, target)
     # 2. Do the options fit together?
-    _check_options(args, config)
+    if args.accept_changes and not args.resume:
+        raise ConfigError("--accept-changes: serves only --resume")
+    if args.requeue and "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
+    if args.until is not None and args.until > config.train.steps:
+        raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
     resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     wrong = wrong_units(config)
     if wrong and not (resume and run_directory.has_saved(target.directory)):
@@ -76,16 +81,6 @@ def _load(args: argparse.Namespace, target: Target) -> Config:
         for line in restore_config(target.directory):
             say(line)
     return load_config(target.config, args.set)
-
-
-def _check_options(args: argparse.Namespace, config: Config) -> None:
-    """Raises ConfigError for options that do not fit together."""
-    if args.accept_changes and not args.resume:
-        raise ConfigError("--accept-changes: serves only --resume")
-    if args.requeue and "SLURM_JOB_ID" not in os.environ:
-        raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
-    if args.until is not None and args.until > config.train.steps:
-        raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
 
 
 def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
@@ -125,7 +120,4 @@ def _run_of(text: str) -> Path | None:
         path = path.parent
     elif text.endswith(_CHECKPOINT):
         path = path.parent.parent
-    try:
-        return path if run_directory.is_run(path) else None
-    except (OSError, ValueError):  # no name that a file can have
-        return None
+    return path if run_directory.is_run(path) else None
