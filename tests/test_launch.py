@@ -19,11 +19,7 @@ from segtrain.commands import launch
 from segtrain.commands.launch import adopt_environment
 from segtrain.distributed import launcher, slurm
 from segtrain.distributed.launcher import exit_code_of
-from segtrain.distributed.liveness import (
-    FOLDER_VARIABLE,
-    ExitStatus,
-    Heartbeat,
-)
+from segtrain.distributed.liveness import FOLDER_VARIABLE, ExitStatus, Heartbeat
 from segtrain.errors import ConfigError
 
 TORCHRUN = {
@@ -80,10 +76,9 @@ def without(found, *names):
     [
         *(
             (without(TORCHRUN, name), rf"set but not {name}: .*--nproc")
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+            for name in ("RANK", "MASTER_PORT")
         ),
         (TORCHRUN | {"RANK": "2"}, "RANK: expected less than WORLD_SIZE=2, got 2"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK: expected a number, got '-1'"),
         (TORCHRUN | {"MASTER_PORT": "auto"}, "MASTER_PORT: expected a number, got 'auto'"),
         (without(SRUN, "SLURM_LOCALID", "SLURM_JOB_ID"), "SLURM_JOB_ID, SLURM_LOCALID are missing"),
     ],
@@ -161,13 +156,9 @@ def notes(*codes):
         ((0, 0), {}, None, 0),
         (("lost", 3), {0: 6, 1: 3}, None, 3),  # the cause, whoever ended first
         (("lost", 3), {0: 6}, None, 3),
-        ((5, 5), {1: 5}, None, 5),
-        (("lost", 1), {1: 1}, None, 1),
         (("lost", None), {1: -signal.SIGKILL}, None, 6),
         (("lost", "lost"), {0: 6}, None, 6),
         ((143, 143), {}, None, 143),  # one rank was asked to stop, and all did
-        ((143, 143), {}, signal.SIGTERM, 143),
-        ((143, 143), {}, signal.SIGHUP, 143),
         ((130, 130), {}, signal.SIGINT, 130),
         ((), {}, signal.SIGTERM, 143),  # before training
         ((None, None), {}, signal.SIGINT, 130),  # the second Ctrl-C
@@ -195,7 +186,6 @@ KILLED = {1: -signal.SIGKILL}
         ((130, 130), {}, signal.SIGINT, {}, 130, ""),
         ((), {}, signal.SIGINT, {}, 130, "interrupted"),
         ((), {}, signal.SIGTERM, {}, 143, "terminated"),
-        (("lost",) * 2, {}, signal.SIGTERM, {"trained": True}, 6, "the ranks lost each other"),
         (("lost", 143), {}, signal.SIGTERM, {"trained": True}, 143, ""),
         (("lost", "lost"), {}, signal.SIGTERM, {}, 143, "terminated"),  # nothing was to be saved
         (
