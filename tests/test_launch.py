@@ -1,6 +1,5 @@
 """Ranks started by the real command, and the exit code of a run."""
 
-import argparse
 import os
 import shutil
 import signal
@@ -15,9 +14,8 @@ from experiments import small, write_config, write_data
 from processes import REPOSITORY, Command, logged_steps
 
 from segtrain.checkpoint.format import load
-from segtrain.commands import launch
 from segtrain.commands.launch import adopt_environment
-from segtrain.distributed import launcher, slurm
+from segtrain.distributed import slurm
 from segtrain.distributed.launcher import exit_code_of
 from segtrain.distributed.liveness import FOLDER_VARIABLE, ExitStatus, Heartbeat
 from segtrain.errors import ConfigError
@@ -116,30 +114,6 @@ def test_the_ranks_of_this_machine_are_counted_from_srun_s_list(listed, node, ta
     environ = SRUN | {"MASTER_ADDR": "localhost", "SLURM_NODEID": node}
     environ["SLURM_STEP_TASKS_PER_NODE"] = listed
     assert slurm.variables(environ)["LOCAL_WORLD_SIZE"] == tasks
-
-
-@pytest.mark.parametrize(("node", "serves"), [(0, {"is_host": "True"}), (1, {"is_host": "False"})])
-def test_machine_0_serves_the_meeting_point(monkeypatch, node, serves):
-    """torch would compare names, and give every launcher that is told no id one of its own."""
-    args = argparse.Namespace(
-        argv=["train"],
-        nnodes=2,
-        node_rank=node,
-        rdzv_endpoint="127.0.0.1:29400",
-        rdzv_id=None,
-        max_restarts=0,
-        output="runs/x",
-    )
-    started = []
-    monkeypatch.setattr(launcher, "run_ranks", lambda *_, **options: started.append(options))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    launch.start_ranks(args, 3)
-    config = launcher._launch_config(3, folder=Path("/tmp"), **started[0])
-    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 3)
-    assert (config.rdzv_endpoint, config.run_id) == ("127.0.0.1:29400", "segtrain")
-    assert serves.items() <= config.rdzv_configs.items()
-    assert config.rdzv_configs["secret_file"] == "runs/x/.secret"
-    assert config.local_addr == "127.0.0.1"  # all launchers are on this machine
 
 
 def notes(*codes):

@@ -124,8 +124,8 @@ def test_unreadable_images_are_named_at_the_end_and_the_others_done(run, tmp_pat
         os.mkfifo(folder / name)
     with pytest.raises(DataError, match="5 of 13 images") as refusal:
         run(folder, folder / "pipe.png", folder / "pipe.bmp")
-    named = ("cut.png", "empty.jpg", "text.tif", "pipe.png: not a regular", "pipe.bmp: not a reg")
-    assert all(name in str(refusal.value) for name in named)
+    assert str(refusal.value).count(": cannot be read: not a regular file") == 2
+    assert all(name in str(refusal.value) for name in ("cut.png", "empty.jpg", "text.tif"))
     assert names(tmp_path / "out/labels") == [f"good {i}.png" for i in range(8)]
 
 
@@ -148,21 +148,6 @@ def test_images_that_share_batches_are_predicted_as_alone(run, tmp_path, monkeyp
         pictures.append([read(path).tolist() for path in written])
     assert pictures[0] == pictures[1]
     assert max(shape[0] for shape in shapes) == (2 if mode == "whole" else 3)
-
-
-def test_groups_end_where_settings_change_and_before_they_take_much_memory(monkeypatch):
-    monkeypatch.setattr(predict, "_MOST_BYTES", 1000)
-    photos = [
-        predict.Photo(i, None, torch.zeros(size, 10, 3, dtype=torch.uint8), how)
-        for i, (size, how) in enumerate(
-            [(1, "a"), (1, "a"), (1, "b"), (1, "b"), (50, "b"), (1, "b")]
-        )
-    ]
-    groups = [[photo.index for photo in group] for group in predict.groups_of(photos, 3)]
-    assert groups == [[0, 1], [2, 3, 4], [5]]
-    photos[3] = photos[3]._replace(pixels=photos[4].pixels)
-    groups = [[photo.index for photo in group] for group in predict.groups_of(photos, 9)]
-    assert groups == [[0, 1], [2, 3], [4], [5]]
 
 
 def test_images_without_finite_scores_are_warned_of(run, tmp_path, capsys):

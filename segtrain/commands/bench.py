@@ -197,18 +197,20 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
     )
     if dist.is_main() and notes:
         say("\n".join(notes))
-    chosen: list[str] = []
+
+    def tell(line: str) -> None:
+        if dist.is_main():
+            say(line)
+
     steps = train_steps(
         state,
-        with_chosen_workers(this, config.train.steps, chosen.append),
+        with_chosen_workers(this, config.train.steps, tell),
         config,
         device=device,
         indices=this.indices(),
         step_sync=this.step_sync,
     )
     _take(steps, _warmup(config), device)
-    if dist.is_main() and chosen:
-        say(chosen[0])
     # 1. The time that counts: nobody listens.
     step_s, data_s = _take(steps, num_steps, device)
     # 2. Its parts: on a device, the clock waits for it at every border.

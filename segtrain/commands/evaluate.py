@@ -65,7 +65,9 @@ def run_eval(args: argparse.Namespace) -> int:
     loaded = load_model(args.checkpoint, device=device)
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
     split = args.split or config.data.eval_split
-    hidden = _named_by_checkpoint(args)
+    # No message may show lines of files that the checkpoint alone names: it may be a stranger's.
+    by_user = {text.partition("=")[0].strip() for text in args.set}
+    hidden = {"data.classes", *([] if args.split else ["data.eval_split"])} - by_user
     dataset = open_dataset(config.data, split, hidden=hidden, labelled=not args.no_labels)
 
     # 2. What cannot work is refused before it takes time.
@@ -161,13 +163,6 @@ def set_after_training(
         raise ConfigError("\n".join(f"--set {text}: {what}" for text in foreign))
     check_eval_precision(overrides, config)
     return config
-
-
-def _named_by_checkpoint(args: argparse.Namespace) -> set[str]:
-    """The files whose lines no message may show: a checkpoint from elsewhere can name any file."""
-    by_user = {text.partition("=")[0].strip() for text in args.set}
-    by_user |= {"data.eval_split"} if args.split else set()
-    return {"data.classes", "data.eval_split"} - by_user
 
 
 def _check_same_step(checkpoint: str | Path, step: int) -> None:

@@ -55,7 +55,6 @@ from segtrain.types import Batch
 DATA_PATIENCE_S = 5.0
 # A receipt has hashes of all weights this often, where a checkpoint is kept, and at the end.
 _DIGEST_STEPS = 100
-_OTHER_WEIGHTS = "the weights will not be bit for bit those of the run without the interruption"
 # With these cuBLAS computes the same bits in every run; with others, torch refuses to.
 _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
@@ -171,21 +170,16 @@ def build_state(
     return state
 
 
-def other_arithmetic(state: TrainState, saved: Checkpoint | None, consequence: str) -> list[str]:
+def other_arithmetic(state: TrainState, saved: Checkpoint | None) -> list[str]:
     """Warnings that bits may differ although train.shares is set (collective)."""
     digits = dist.all_gather_object(state.arithmetic)
     others = [str(rank) for rank, other in enumerate(digits) if other != digits[0]]
-    by, findings = "(another processor, device or version)", []
+    findings = []
     if others:
-        findings.append(
-            f"ranks {', '.join(others)} compute other bits than rank 0 {by}: weights depend on "
-            "which rank has which share"
-        )
+        findings.append(f"ranks {', '.join(others)} compute other bits than rank 0")
     if saved is not None and saved.shares and saved.shares.get("arithmetic") != digits[0]:
-        findings.append(
-            f"this machine computes other bits than the one that trained {by}: {consequence}"
-        )
-    return [f"warning: {finding}" for finding in findings]
+        findings.append("this machine computes other bits than the one that trained")
+    return [f"warning: {found} (other processor, device or version)" for found in findings]
 
 
 def _load_initial(
@@ -337,7 +331,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     #    random ones.
     state = build_state(config, device, resumed, train_set, notes)
     if state.shares is not None:
-        notes += other_arithmetic(state, saved, _OTHER_WEIGHTS)
+        notes += other_arithmetic(state, saved)
     if config.train.parallel == "hogwild":
         share_model(state.model)
         notes.append(hogwild_line(dist.world_size()))
