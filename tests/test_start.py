@@ -123,7 +123,7 @@ def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_pa
         what, line = said.splitlines()
         assert what.endswith("last.pt differs from the weights of its step, 4")
         assert line.strip().startswith("start: 1 of ")
-        assert line.endswith("weights of backbone.features.3.conv.2.weight")
+        assert "backbone.features.3.conv.2.weight" in line
 
 
 def refusals(config, run):

@@ -21,7 +21,6 @@ from segtrain.distributed.partition import batch_findings, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
-from segtrain.run.environment import git_revision, library_version
 from segtrain.text import printable
 from segtrain.training.optim.schedule import base_lr, learning_rate
 
@@ -124,10 +123,7 @@ def start_lines(
     epochs = train.steps * train.batch_size / len(train_set.pairs)
     parameters = sum(p.numel() for p in model.parameters())
     return [
-        # library_version imports nothing: torchvision would take two seconds.
-        f"segtrain {__version__}  torch {torch.__version__}"
-        f"  torchvision {library_version('torchvision') or 'none'}"
-        f"  git {git_revision() or 'none'}",
+        f"segtrain {__version__}  torch {torch.__version__}",
         f"devices    {ranks} x {devices[0]}, {precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {batch}",
