@@ -163,9 +163,7 @@ def assert_same_training(found, wanted, *, tolerance=1e-10):
     assert max(differences(found, wanted)) <= tolerance
 
 
-def test_a_step_of_pspnet_is_one_graph_and_that_of_the_whole_batch(
-    run_ranks, tmp_path, data, capsys
-):
+def test_a_step_of_pspnet_is_one_graph_and_that_of_the_whole_batch(run_ranks, tmp_path, data):
     """Images 3 + 2, with auxiliary loss and dropout, in float64."""
     config = write_config(tmp_path / "c.yaml", experiment(data, train={"steps": 4}))
     (wanted,) = run_ranks(1, trained, config, resnet_model)
@@ -176,9 +174,6 @@ def test_a_step_of_pspnet_is_one_graph_and_that_of_the_whole_batch(
         assert breaks == {}
         # 26 layers: three shortcuts, three grids of the PPM and the auxiliary head share.
         assert collectives == {"forward": [19], "backward": [19]}
-        with capsys.disabled():
-            words = "loss {:.0e}, gradients {:.0e}, weights and statistics {:.0e}"
-            print(f"\ntraced, 2 ranks: {words.format(*differences(found, wanted))}", end="")
 
 
 VARIANTS = {
@@ -312,7 +307,6 @@ def test_the_command_trains_with_generated_code_as_without(run_ranks, tmp_path, 
     done = subprocess.run([*map(str, [*command, *options])], cwd=REPOSITORY, timeout=1800)
     assert done.returncode == 0
     found, wanted = (np.array(losses(tmp_path / name)) for name in ("compiled", "plain"))
-    print(f"\ngenerated code against none: {np.abs(found / wanted - 1).max():.0e}", end="")
     np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=0)
     ours, theirs = (
         load(tmp_path / name / "checkpoints/last.pt").model for name in ("compiled", "plain")
