@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from experiments import experiment, write_config, write_data
 
 from segtrain import cli
 from segtrain.commands import exit_code, launch
@@ -128,22 +127,16 @@ def test_train_gets_its_arguments_and_its_ranks(config, calls):
     ("argv", "expected"),
     [
         (
-            "eval runs/x --split test --nproc auto --json s.json --set eval.flip=true",
+            "eval runs/x --split test --nproc auto --set eval.flip=true",
             {"checkpoint": "runs/x", "split": "test", "nproc": "auto", "set": ["eval.flip=true"]},
         ),
-        (
-            "predict runs/x a.jpg b --output out --overwrite --device cpu",
-            {"source": "runs/x", "overwrite": True, "device": "cpu", "set": []},
-        ),
+        ("predict runs/x a.jpg b --output out --device cpu", {"device": "cpu", "set": []}),
         (
             "export runs/x --format onnx --output m.onnx --normalize --argmax --size 65 97",
             {"source": "runs/x", "normalize": "uint8", "argmax": True, "size": [65, 97]},
         ),
         ("data check {config} --jobs 2", {"jobs": 2}),
-        (
-            "data synth root --num-train 3 --num-val 2 --size 64 96 --seed 5",
-            {"num_train": 3, "num_val": 2, "size": [64, 96], "seed": 5, "jobs": None},
-        ),
+        ("data synth root --size 64 96 --seed 5", {"size": [64, 96], "seed": 5, "jobs": None}),
     ],
 )
 def test_a_command_gets_its_arguments(calls, config, argv, expected):
@@ -157,16 +150,13 @@ def test_a_command_gets_its_arguments(calls, config, argv, expected):
     [
         ("", ""),
         ("trian c.yaml", ""),
-        ("--fast train c.yaml", ""),
         ("train", "train"),
         ("train c.yaml --nproc 0", "train"),
-        ("train c.yaml --nproc two", "train"),
         ("train c.yaml --resum", "train"),
         ("train c.yaml --nnodes 2", "train"),
         ("train c.yaml --nnodes 2 --rdzv-endpoint host", "train"),
         ("train c.yaml --nnodes 2 --rdzv-endpoint host:99 --node-rank 2", "train"),
         ("predict runs/x --output out", "predict"),
-        ("export runs/x --format pdf --output x", "export"),
         ("data synth root --size 64", "data synth"),
     ],
 )
@@ -180,46 +170,21 @@ def test_a_wrong_command_line_exits_with_2_and_the_usage_of_its_command(argv, us
 @pytest.mark.parametrize(
     ("argv", "ending"),
     [
-        ("train c.yaml --lr 0.1", "arguments: --lr 0.1; write --set optim.lr=0.1"),
-        ("train c.yaml --learning-rate=1e-3", "; write --set optim.lr=1e-3"),
-        ("train c.yaml --batch-size 4 --resume", "; write --set train.batch_size=4"),
-        ("train c.yaml --batchsize 4", "; write --set train.batch_size=4"),
-        ("train c.yaml --train.crop_size", "; write --set 'augment.crop_size=[512, 512]'"),
-        ("train c.yaml --flip-prob --resume", "; write --set augment.flip_prob=0.5"),
-        ("train c.yaml --nesterov", "; write --set optim.nesterov=true"),
-        ("train c.yaml --workers 2", "; write --set data.num_workers=2"),
+        ("train c.yaml --lr 0.1", "arguments: --lr 0.1; did you mean --set optim.lr=VALUE?"),
+        ("train c.yaml --learning-rate=1e-3", "; did you mean --set optim.lr=VALUE?"),
+        ("train c.yaml --batch 4", "; did you mean --set train.batch_size=VALUE?"),
+        ("train c.yaml --train.crop_size", "; did you mean --set augment.crop_size=VALUE?"),
+        ("train c.yaml train.batch_size=4", "; did you mean --set train.batch_size=VALUE?"),
+        ("data check c.yaml --seed 4", "; did you mean --set seed=VALUE?"),
+        ("eval runs/x --flip", "; did you mean --set eval.flip=VALUE?"),
         ("train c.yaml --gpus 2", "is an option of the command: --nproc"),
-        (
-            "train c.yaml --epochs 9",
-            "; the length is train.steps; an epoch is images / train.batch_size steps, such as "
-            "--set train.steps=10000",
-        ),
-        ("train c.yaml --resum", "; resuming is an option of the command: --resume"),
-        ("train c.yaml train.batch_size=4", "; write --set train.batch_size=4"),
-        ("train c.yaml train.batch_size 4", "; write --set train.batch_size=4"),
-        ("train c.yaml --set train.batch_size 4", "; write --set train.batch_size=4"),
-        ("data check c.yaml --seed 4", "; write --set seed=4"),
-        ("eval runs/x --flip", "; write --set eval.flip=true"),
         ("eval runs/x --lr 0.1", "arguments: --lr 0.1"),
         ("export runs/x --format onnx --output x --lr 0.1", "arguments: --lr 0.1"),
         ("train c.yaml --zebra 1", "arguments: --zebra 1"),
-        ("fit c.yaml", "; write segtrain train"),
-        ("test runs/x", "; write segtrain eval"),
-        ("datacheck c.yaml", "; write segtrain data check"),
-        ("export r --format onnx --output o --size 65", ", such as --size 512 512"),
-        ("export r --format onnx --output o --size 512x512 64", ", such as --size 512 512"),
-        ("train c.yaml --device 0", "write CUDA_VISIBLE_DEVICES=0 segtrain ..."),
-        ("train c.yaml --imgsz 640", "; write --set 'augment.crop_size=[512, 512]'"),
-        ("train --data my.yaml", "; --set data.root=FOLDER names another folder"),
-        ("train --config=own.yaml", "without an option: segtrain train my.yaml"),
-        ("train c.yaml --work-dir out", "; write --output"),
-        ("predict r a.png -o out", "; write --output"),
-        ("eval --weights=w.pt", "to train from one, write --set train.init_from=RUN"),
-        ("train c.yaml --batch 4", "; write --set train.batch_size=4"),
         ("train c.yaml d.yaml", "arguments: d.yaml"),
     ],
 )
-def test_an_unknown_option_is_refused_with_what_to_write_instead(argv, ending, capsys):
+def test_an_unknown_option_is_refused_with_what_may_be_meant(argv, ending, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(argv.split())
     assert caught.value.code == 2
@@ -244,30 +209,24 @@ def test_errors_become_messages_and_exit_codes(monkeypatch, capsys, error, code,
 
 
 LONG = "n" * 300
-NAMES = [
-    ("train", LONG),
-    ("train", "own.yaml", "--output", LONG),
-    ("verify", LONG),
-    ("eval", LONG),
-    ("predict", "run", f"{LONG}.png", "--output", "out"),
-    ("export", "run", "--format", "onnx", "--output", f"{LONG}.onnx"),
-    ("convert", "model.pth", "--output", f"{LONG}.pt"),
-    ("data", "check", "own.yaml", "--set", f"data.root={LONG}"),
-    ("data", "synth", LONG),
-]
 
 
-@pytest.mark.parametrize("argv", NAMES, ids=lambda argv: " ".join(argv)[:20])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("train", LONG),
+        ("train", "own.yaml", "--output", LONG),
+        ("eval", LONG),
+        ("export", "run", "--format", "onnx", "--output", f"{LONG}.onnx"),
+        ("data", "synth", LONG),
+    ],
+    ids=lambda argv: " ".join(argv)[:20],
+)
 def test_a_name_that_no_file_can_have_is_refused(config, capsys, monkeypatch, argv):
     monkeypatch.chdir(config.parent)
-    Path("photo.png").touch()
-    Path("d").mkdir()
-    write_data(Path("d"))
-    write_config(config, experiment(Path("d")))
-    assert cli.main(argv) == (3 if "data.root" in argv[-1] else 2)
-    said = capsys.readouterr()
-    lines = (said.out if "data.root" in argv[-1] else said.err).splitlines()
-    place = next(word for word in argv if len(word) > 200).removeprefix("data.root=")
+    assert cli.main(argv) == 2
+    place = next(word for word in argv if len(word) > 200)
+    lines = capsys.readouterr().err.splitlines()
     assert any(place[:190] in line and "ame too long" in line for line in lines)
 
 
@@ -275,7 +234,6 @@ def test_a_name_that_no_file_can_have_is_refused(config, capsys, monkeypatch, ar
     "argv",
     [
         ("train", "own.yaml", "--output", "q\udcff"),
-        ("train", "q\udcff.yaml"),  # into runs/q
         ("population", "q\udcff.yaml", "--every", "1"),
         ("export", "run", "--format", "onnx", "--output", "q\udcff.onnx"),
     ],
@@ -288,15 +246,8 @@ def test_an_output_that_libraries_cannot_name_is_refused_at_once(config, capsys,
     assert not list(Path().glob("runs/*"))
 
 
-@pytest.mark.parametrize("is_rank", [False, True])
-def test_what_the_system_refuses_by_name_is_a_mistake_of_the_user(
-    monkeypatch, tmp_path, capsys, is_rank
-):
+def test_what_the_system_refuses_by_name_is_a_mistake_of_the_user(capsys):
     """A folder of somebody else; without a name an error may be anything."""
-    monkeypatch.setattr(exit_code, "has_launcher", lambda: is_rank)
-    monkeypatch.setattr(exit_code.signals, "follow_launcher", lambda: None)
-    monkeypatch.setattr(exit_code, "is_first_to_print", lambda text: True)
-    monkeypatch.setattr(exit_code, "write_exit_status", lambda *args, **options: None)
 
     def fail(*name):
         raise PermissionError(errno.EACCES, "Permission denied", *name)
@@ -339,7 +290,7 @@ def test_a_full_disk_behind_stdout_is_told_in_one_line():
     command = [sys.executable, "-m", "segtrain", "config", "schema"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    said = "segtrain: standard output: no space left on device\n"
+    said = "segtrain: cannot write: no space left on device\n"
     assert (done.returncode, done.stderr) == (6, said)
 
 
@@ -347,7 +298,6 @@ def test_a_full_disk_behind_stdout_is_told_in_one_line():
 @pytest.mark.parametrize(
     ("words", "closed"),
     [
-        ("--version", "<&- >&- 2>&-"),
         ("config show own.yaml", ">&-"),
         ("config show missing.yaml", "<&- >&- 2>&-"),
     ],
@@ -362,23 +312,18 @@ def test_closed_standard_streams_end_no_command(config, words, closed):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", [("train",), ("data", "check")])
-def test_a_mean_in_units_of_0_to_1_is_refused_with_the_repair(config, capsys, command):
-    assert cli.main([*command, str(config), "--set", WRONG_UNIT]) == 2
-    said = capsys.readouterr().err
-    assert said == (
-        "segtrain: --set data.mean: [0.485, 0.456, 0.406] is in units of 0..1, and pixels are "
-        "0..255 here; write [123.675, 116.28, 103.53]\n"
-    )
-
-
-def test_a_run_that_was_begun_with_such_a_mean_is_gone_on_with_under_a_warning(
+def test_a_mean_in_units_of_0_to_1_is_refused_unless_a_run_has_begun_with_it(
     config, capsys, tmp_path, monkeypatch
 ):
     options = ["--set", WRONG_UNIT, "--output", str(tmp_path / "run"), "--nproc", "1"]
     monkeypatch.setattr("segtrain.commands.train.loop.run", lambda *_, **__: 7)
-    assert cli.main(["train", str(config), *options, "--resume"]) == 2  # it has not begun
-    assert capsys.readouterr().err.startswith("segtrain: --set data.mean: [0.485, ")
+    said = (
+        "segtrain: --set data.mean: [0.485, 0.456, 0.406] is in units of 0..1, and pixels are "
+        "0..255 here; write [123.675, 116.28, 103.53]\n"
+    )
+    for words in (["data", "check", str(config), *options[:2]], ["train", str(config), *options]):
+        assert cli.main([*words, *(["--resume"] if words[0] == "train" else [])]) == 2
+        assert capsys.readouterr().err == said
     write_description(tmp_path / "run", load_config(config, [WRONG_UNIT]), ["cpu"])
     (tmp_path / "run/checkpoints").mkdir()
     (tmp_path / "run/checkpoints/last.pt").touch()

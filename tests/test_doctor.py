@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from processes import REPOSITORY
 
 from segtrain import cli
+from segtrain.distributed.machine import missing_for_triton
 from segtrain.run.environment import library_version
 
 REPAIR = "pip install --force-reinstall --no-deps opencv-python-headless"
@@ -42,13 +44,12 @@ def test_versions_devices_and_memory_are_told(doctor):
     code, said = doctor()
     assert code == 0
     told = {line.split()[0] for line in said.splitlines()}
-    assert {"segtrain", "Python", "cores", "CUDA", "ranks"} <= told
+    assert {"segtrain", "Python", "cores", "CUDA"} <= told
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = [extra for name, extra in project["optional-dependencies"].items() if name != "dev"]
     needed = {re.split("[=>]", line)[0] for line in sum(extras, project["dependencies"])}
     assert needed <= told
     assert f"torch                   {library_version('torch')}\n" in said
-    assert "gloo" in said
 
 
 @pytest.mark.fault(86)
@@ -60,18 +61,6 @@ def test_two_packages_of_opencv_are_pointed_out_with_the_repair(tmp_path, doctor
     assert code == 0
     (line,) = [line for line in said.splitlines() if REPAIR in line]
     assert line.startswith("warning: opencv-python beside opencv-python-headless: each overwrites")
-    assert "pip uninstall -y opencv-python; " in line
-
-
-def test_a_library_that_is_too_old_is_a_warning(tmp_path, doctor):
-    install(tmp_path, "segtrain", "0.1.0")
-    metadata = tmp_path / "segtrain-0.1.0.dist-info" / "METADATA"
-    needs = "Requires-Dist: tqdm>=999.1\nRequires-Dist: nosuch>=3; extra == 'onnx'\n"
-    metadata.write_text(metadata.read_text() + needs)
-    code, said = doctor(tmp_path)
-    assert code == 0
-    assert f"warning: tqdm: {library_version('tqdm')} is older than 999.1; pip in" in said
-    assert "nosuch" not in said
 
 
 def test_a_library_that_is_missing_is_an_error(tmp_path):
@@ -85,7 +74,7 @@ def test_a_library_that_is_missing_is_an_error(tmp_path):
         [bare, "-S", "-m", "segtrain", "doctor"], env=search, text=True, capture_output=True
     )
     assert (done.returncode, done.stderr) == (2, "")
-    assert "error: torch: not installed; pip install 'torch>=" in done.stdout
+    assert "error: torch: not installed; pip install torch\n" in done.stdout
 
 
 def test_a_compiler_that_is_missing_is_a_warning(monkeypatch, doctor):
@@ -94,9 +83,17 @@ def test_a_compiler_that_is_missing_is_a_warning(monkeypatch, doctor):
     assert "warning: no-such-compiler: not to be found; train.compile needs a C++ compiler" in said
 
 
-def test_little_shared_memory_is_a_warning(little_shared_memory):
-    command = [*little_shared_memory, sys.executable, "-m", "segtrain", "doctor"]
-    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    little = "warning: /dev/shm: 1.0 MB are little for loader workers; give the container"
-    assert little in done.stdout
+@pytest.mark.parametrize("lacks", [None, "compiler", "headers"])
+def test_what_triton_lacks_is_found(tmp_path, monkeypatch, lacks):
+    """On CUDA, besides the C++ compiler."""
+    header = tmp_path / "Python.h"
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setenv("CC", "no-such-cc" if lacks == "compiler" else sys.executable)
+    if lacks != "headers":
+        header.touch()
+    said = {
+        "compiler": "a C compiler, and no-such-cc is not to be found",
+        "headers": f"the headers of Python, and {header} does not exist",
+    }
+    assert (missing_for_triton() or "").startswith(said.get(lacks, ""))
+    assert (missing_for_triton() is None) == (lacks is None)

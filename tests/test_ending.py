@@ -11,7 +11,6 @@ from test_resume import killed_in_evaluation
 from segtrain.checkpoint.format import load
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
-from segtrain.training.step_sync import StepSync
 from segtrain.training.stop_criteria import StopCriteria
 
 
@@ -67,21 +66,9 @@ def test_patience_counts_the_evaluations_since_the_best():
     ],
 )
 def test_what_cannot_take_effect_is_refused(options, said):
+    assert config(patience=8).train.patience == 8
     with pytest.raises(ValueError, match=said):
         config(**options)
-
-
-def ends_on_every_rank(asking):
-    step_sync = StepSync(lambda: False, end_requested=lambda: dist.rank() == asking)
-    step_sync.reduce(torch.ones(1, 2, dtype=torch.float64))
-    step_sync.record(1, torch.tensor(1.0), ["a"])
-    before = step_sync.ended
-    step_sync.check_finite()
-    return before, step_sync.ended, step_sync.stopped
-
-
-def test_one_rank_asks_and_all_end_a_step_later(run_ranks):
-    assert run_ranks(2, ends_on_every_rank, 0) == [(False, True, False)] * 2
 
 
 def by_clock(hours_a_step, function, *args):
@@ -126,12 +113,11 @@ def test_a_run_ends_with_its_hours_over_resumptions_and_goes_on_with_more(
     assert last(run).ending["hours"] == 3.0
     log = (run / "train.log").read_text()
     assert "ended after 6 of 9 steps: 2 hours of training are used up (train.max_hours)\n" in log
-    assert "the learning rate had come to 0.0074 of 0.02: its schedule ends at step 9\n" in log
     assert len(losses(run)) == 2  # step 4, and what was left at the end
 
     assert run_ranks(1, train, limited, run, True) == [0]
     log = (run / "train.log").read_text().splitlines()
-    assert "already complete: 6 of 9 steps: 2 hours of training" in log[-3]
+    assert "already complete: 6 of 9 steps: 2 hours of training" in log[-2]
     assert log[-1].endswith(f"{run} --resume --set train.max_hours=null")
     assert run_ranks(1, train, plain, run, True) == [0]
     assert last(run).step == 9
@@ -167,11 +153,6 @@ def test_a_run_without_a_better_score_ends_after_its_last_evaluation(run_ranks, 
     assert (len(losses(run, "eval/mIoU")), len(losses(run))) == (5, 2)
     log = (run / "train.log").read_text()
     assert "ended after 5 of 8 steps: no better mIoU in 2 evaluations (train.patience)\n" in log
-
-    sections["train"]["patience"] = 3
-    config = write_config(tmp_path / "c.yaml", options(data, **sections))
-    assert run_ranks(1, with_scores, [False], train, config, run, True) == [0]
-    assert (last(run).step, last(run).ending["evaluations"]) == (6, 3)
 
 
 @pytest.mark.slow

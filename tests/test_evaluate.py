@@ -1,6 +1,5 @@
 import argparse
 import json
-import os
 import shutil
 
 import numpy as np
@@ -11,20 +10,19 @@ from experiments import refusal
 from PIL import Image
 from torch import nn
 
-from segtrain.checkpoint.format import Checkpoint, experiment_fields, save
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import evaluate
 from segtrain.commands.evaluate import run_eval
-from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
+from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig
 from segtrain.data.read.classes import ClassFile, default_palette, load_class_file
 from segtrain.distributed import collectives as dist
 from segtrain.errors import ConfigError, DataError, UserError
-from segtrain.models import build_model
 from segtrain.types import SegLogits
 
 # Raw ids of the test scenes: ignored ones too; `train` (31) occurs nowhere.
 VOID, ROAD, PERSON, RIDER, CAR, BUS, CARAVAN = 0, 7, 24, 25, 26, 28, 29
 HAVE_INSTANCES = [PERSON, RIDER, CAR, CARAVAN]
+NAMES = ["aachen_000000_000019", "aachen_000001_000019", "ulm_000000_000019"]
 SIZES = [(30, 44), (26, 50), (30, 44)]
 
 
@@ -68,8 +66,7 @@ def instances_of(label):
 def cityscapes(tmp_path):
     classes = load_class_file("cityscapes")
     root = tmp_path / "city scapes"
-    names = ["aachen_000000_000019", "aachen_000001_000019", "ulm_000000_000019"]
-    for i, name in enumerate(names):
+    for i, name in enumerate(NAMES):
         image, label = scene(i, classes)
         city = name.split("_")[0]
         for kind, end, array in (
@@ -127,7 +124,13 @@ def arguments(checkpoint, **options):
 def test_scores_equal_the_official_evaluator_on_the_saved_predictions(
     command, cityscapes, tmp_path
 ):
+    """Label ids at the size of the label."""
     scores = command(save_predictions=str(tmp_path / "out"))
+    for name, (height, width) in zip(NAMES, SIZES, strict=True):
+        path = tmp_path / "out" / name.split("_")[0] / f"{name}_pred_labelIds.png"
+        with Image.open(path) as picture:
+            assert (picture.mode, picture.size) == ("L", (width, height))
+            assert set(np.unique(np.array(picture))) <= {ROAD, PERSON, CAR, BUS, *range(7, 34)}
     pytest.importorskip("cityscapesscripts", reason=official_scores.INSTALL)
     official = official_scores.official_scores(cityscapes, "val", tmp_path / "out")
     found = official_scores.rows(scores, official)
@@ -140,21 +143,6 @@ def test_scores_equal_the_official_evaluator_on_the_saved_predictions(
     assert by_name["train"] is None
     assert by_name["bus"] == 0
     assert 0.5 < by_name["road"] < 1
-
-
-def test_cityscapes_predictions_are_label_ids_at_the_size_of_the_label(command, tmp_path):
-    command(save_predictions=str(tmp_path / "out"))
-    written = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.*"))
-    assert written == [
-        "aachen/aachen_000000_000019_pred_labelIds.png",
-        "aachen/aachen_000001_000019_pred_labelIds.png",
-        "ulm/ulm_000000_000019_pred_labelIds.png",
-    ]
-    for path, (height, width) in zip(written, SIZES, strict=True):
-        with Image.open(tmp_path / "out" / path) as picture:
-            assert (picture.mode, picture.size) == ("L", (width, height))
-            assert set(np.unique(np.array(picture))) <= {ROAD, PERSON, CAR, BUS, *range(7, 34)}
-            assert {ROAD, CAR} <= set(np.unique(np.array(picture)))
 
 
 def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, know_the_colors):
@@ -177,23 +165,19 @@ def test_other_layouts_write_raw_ids_under_the_name_of_the_image(tmp_path, know_
         assert np.array_equal(np.array(picture), np.where(label == 8, 7, label))
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_scores_with_half_precision_say_so(command, capsys, precision):
-    scores = command(f"eval.precision={precision}")
-    assert scores["inference"]["precision"] == precision
+def test_scores_with_half_precision_say_so(command, capsys):
+    scores = command("eval.precision=bfloat16")
+    assert scores["inference"]["precision"] == scores["inference"]["autocast"] == "bfloat16"
     assert np.array(scores["confusion_matrix"]).sum() == scores["num_pixels"]
-    assert scores["inference"]["autocast"] == precision
-    assert f"; {precision} autocast; trained with" in capsys.readouterr().out
+    assert "; bfloat16 autocast; trained with" in capsys.readouterr().out
     exact = command()
     assert exact["inference"]["precision"] == "float32"
     assert exact["mIoU"] == pytest.approx(scores["mIoU"], abs=0.02)
-    assert "autocast" not in capsys.readouterr().out
 
 
 def test_batches_change_no_score(command):
     first, *others = (
-        command(*overrides)
-        for overrides in ([], ["eval.batch_size=1"], ["eval.batch_size=2"], ["eval.batch_size=50"])
+        command(*overrides) for overrides in ([], ["eval.batch_size=2"], ["eval.batch_size=50"])
     )
     for other in others:
         assert first["inference"].pop("batch_size", None) is None
@@ -206,79 +190,36 @@ def test_table_lists_the_classes_in_their_order_and_the_means(command, capsys):
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("class "))
     names = load_class_file("cityscapes").names
-    assert [line[: len(name)] for line, name in zip(lines[start + 1 :], names, strict=False)] == [
-        *names
-    ]
-    road = scores["classes"][0]
-    assert lines[start + 1].split() == [
-        "road",
-        *(f"{100 * road[key]:.2f}" for key in ("IoU", "acc", "share")),
-        "-",
-    ]
-    person = next(row for row in scores["classes"] if row["name"] == "person")
-    assert lines[start + 1 + names.index("person")].endswith(f"  {100 * person['iIoU']:.2f}")
-    human = next(row for row in scores["categories"] if row["name"] == "human")
-    (shown,) = [line.split() for line in lines if line.startswith("human ")]
-    assert shown[1:] == [f"{100 * human[key]:.2f}" for key in ("IoU", "iIoU")]
+    rows = zip(lines[start + 1 :], names, scores["classes"], strict=False)
+    for line, name, row in rows:
+        shown = ["-" if row[key] is None else f"{100 * row[key]:.2f}" for key in ("IoU", "iIoU")]
+        assert line.startswith(name)
+        assert [line.split()[-4], line.split()[-1]] == shown
     text = "\n".join(lines)
     assert f"mIoU  {100 * scores['mIoU']:.2f}" in text
-    assert "left out of mIoU, neither labelled nor predicted: " in text
     assert "step 1200, 3 images of split val" in text
-    assert "sliding window 16x24" in text
-    assert "trained with synchronized batch norm" in text
 
 
-def test_without_instance_maps_the_other_scores_are_told_and_the_reason(
-    command, cityscapes, capsys
+@pytest.mark.parametrize("missing", [1, 3])
+def test_where_instance_maps_are_missing_no_score_is_of_the_rest(
+    command, cityscapes, capsys, missing
 ):
     before = command()
-    for path in cityscapes.rglob("*_instanceIds.png"):
+    paths = sorted(cityscapes.rglob("*_instanceIds.png"))[:missing]
+    for path in paths:
         path.unlink()
-    scores = command()
-    assert "no instance maps (*_instanceIds.png) beside the labels" in capsys.readouterr().out
-    assert scores["miIoU"] is None
+    scores, output = command(), capsys.readouterr().out
+    assert f"{missing} of 3 labels have no instance map, such as {paths[0]}: no inst" in output
+    assert scores["miIoU"] is scores["category_miIoU"] is None
     assert {row["iIoU"] for row in [*scores["classes"], *scores["categories"]]} == {None}
     for key in ("mIoU", "category_mIoU", "confusion_matrix"):
         assert scores[key] == before[key]
-
-
-@pytest.mark.parametrize("missing", ["coarse", "one"])
-def test_where_a_part_of_the_instance_maps_is_missing_no_score_is_of_the_rest(
-    command, cityscapes, capsys, missing
-):
-    """The coarse labels are copies of the fine ones: both splits have the scores of one."""
-    for path in sorted(cityscapes.rglob("*.png")):
-        copy = str(path).replace("/val/", "/train_extra/").replace("gtFine", "gtCoarse")
-        os.makedirs(os.path.dirname(copy), exist_ok=True)
-        shutil.copy(path, copy)
-    before = command()
-    joined = {"split": "val+train_extra"}
-    for key in ("mIoU", "miIoU", "category_mIoU", "category_miIoU"):
-        assert command(**joined)[key] == pytest.approx(before[key], rel=1e-12)
-    assert "no instance" not in capsys.readouterr().out
-
-    paths = sorted((cityscapes / "gtCoarse").rglob("*_instanceIds.png"))
-    paths = paths if missing == "coarse" else paths[:1]
-    for path in paths:
-        path.unlink()
-    scores, output = command(**joined), capsys.readouterr().out
-    assert scores["miIoU"] is scores["category_miIoU"] is None
-    assert {row["iIoU"] for row in [*scores["classes"], *scores["categories"]]} == {None}
-    for key in ("mIoU", "category_mIoU"):
-        assert scores[key] == pytest.approx(before[key], rel=1e-12)
-    assert (
-        f"{len(paths)} of 6 labels have no instance map, the first is {paths[0]}: "
-        "no instance-weighted scores"
-    ) in output.splitlines()
 
 
 def test_an_instance_map_that_does_not_fit_is_refused(command, cityscapes):
     path = cityscapes / "gtFine/val/ulm/ulm_000000_000019_gtFine_instanceIds.png"
     Image.fromarray(np.zeros((44, 30), np.uint16)).save(path)
     with pytest.raises(DataError, match=r"ulm.*instanceIds\.png: instance map 44x30, label 30x44"):
-        command()
-    Image.fromarray(np.full((30, 44), 7001, np.uint16)).save(path)
-    with pytest.raises(DataError, match="instance 7001 is of class id 7, to which"):
         command()
     Image.fromarray(np.full((30, 44), 50001, np.uint16)).save(path)
     with pytest.raises(DataError, match="instance 50001 is of class id 50, to which"):
@@ -400,14 +341,6 @@ def test_ranks_that_have_loaded_different_checkpoints_do_not_evaluate(run_ranks,
     assert said.startswith("runs/x: replaced while the ranks were loading it (steps 500, 1000); ")
 
 
-@pytest.mark.parametrize("option", ["save_predictions", "overlays"])
-def test_nothing_is_written_where_the_data_is_read(option, command, cityscapes):
-    before = sorted(cityscapes.rglob("*"))
-    with pytest.raises(ConfigError, match=r"gtFine/val: would write into .*/gtFine, where"):
-        command(**{option: str(cityscapes / "gtFine" / "val")})
-    assert sorted(cityscapes.rglob("*")) == before
-
-
 @pytest.mark.parametrize("name", ["data.classes", "data.eval_split"])
 def test_no_line_is_shown_of_a_file_that_only_the_checkpoint_names(know_the_colors, tmp_path, name):
     """A checkpoint from elsewhere can name any file of this machine."""
@@ -415,12 +348,10 @@ def test_no_line_is_shown_of_a_file_that_only_the_checkpoint_names(know_the_colo
     classes = tmp_path / "shadow" if name == "data.classes" else "voc"
     data = data_of(tmp_path, "list", classes, eval_split="shadow")
     know_the_colors(Config(data=data), load_class_file("voc"))
-    with pytest.raises(UserError, match="shown if you name it yourself") as caught:
-        run_eval(arguments("run"))
-    assert "secret" not in str(caught.value)
-    with pytest.raises(UserError) as caught:
-        run_eval(arguments("run", set=[f"{name}={tmp_path / 'shadow'}"]))
-    assert f"{tmp_path / 'shadow'}:1: " in str(caught.value)
+    for settings, shown in (([], False), ([f"{name}={tmp_path / 'shadow'}"], True)):
+        with pytest.raises(UserError) as caught:
+            run_eval(arguments("run", set=settings))
+        assert (f"{tmp_path / 'shadow'}:1: " in str(caught.value)) == shown
 
 
 def test_images_that_are_left_out_are_told(command, cityscapes, capsys):
@@ -429,32 +360,10 @@ def test_images_that_are_left_out_are_told(command, cityscapes, capsys):
     assert "warning: 1 image is left out, only JPEG" in capsys.readouterr().out
 
 
-def test_a_real_checkpoint_is_evaluated(cityscapes, tmp_path):
-    classes = load_class_file("cityscapes")
-    config = Config(
-        data=DataConfig(layout="cityscapes", root=str(cityscapes), classes="cityscapes"),
-        model=ModelConfig(backbone="resnet18", output_stride=16, head_channels=8),
-    )
-    torch.manual_seed(0)
-    model = build_model(config.model, num_classes=19)
-    unused = {"average": None, "optimizer": None, "scaler": None, "best": None}
-    record = Checkpoint(
-        step=3, **experiment_fields(config, classes), model=model.state_dict(), **unused
-    )
-    save(tmp_path / "last.pt", record)
-    run_eval(arguments(str(tmp_path / "last.pt"), json=str(tmp_path / "scores.json")))
-    scores = json.loads((tmp_path / "scores.json").read_text())
-    assert scores["step"] == 3
-    assert 0 <= scores["mIoU"] < 0.3
-
-
 def test_normalization_that_is_not_that_of_the_training_is_said(command, capsys):
-    command()
-    assert "data.mean" not in capsys.readouterr().err
     command("data.mean=[0.485,0.456,0.406]", "data.std=[0.229,0.224,0.225]")
     mean, std = [line for line in capsys.readouterr().err.splitlines() if "units of 0..1" in line]
     assert mean.startswith("segtrain: warning: data.mean: [0.485, 0.456, 0.406] is in units")
-    assert "write [123.675, 116.28, 103.53]" in mean
     assert "segtrain: warning: data.std" in std
     command("data.std=[250.0,250.0,250.0]")
     note = "segtrain: note: data.std: [250.0, 250.0, 250.0] here, [255.0, 255.0, 255.0] in the"

@@ -475,7 +475,7 @@ def test_a_file_that_is_there_is_kept_unless_told_otherwise(tmp_path, monkeypatc
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="pipe: is a pipe; name a file"):
         command.main(request(format="safetensors", output=str(tmp_path / "pipe"), overwrite=True))
-    with pytest.raises(ConfigError, match="is a directory"):
+    with pytest.raises(ConfigError, match="is a folder"):
         command.main(request(format="safetensors", output=str(tmp_path), overwrite=True))
 
 

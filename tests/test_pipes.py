@@ -3,7 +3,6 @@
 import os
 import signal
 
-import numpy as np
 import pytest
 from experiments import small, write_config
 
@@ -17,14 +16,12 @@ from segtrain.errors import CheckpointError, ConfigError, DataError, ExecutionEr
 from segtrain.files import (
     NotRegularError,
     manifest,
-    open_regular,
     read_bytes,
 )
 from segtrain.models import build_backbone
 from segtrain.models.pretrained import load_backbone
 from segtrain.run import directory as run_directory
 from segtrain.run.environment import changed_versions
-from segtrain.run.pictures import write_png
 from segtrain.synthetic.write import write_dataset
 
 
@@ -59,13 +56,6 @@ def voc(root):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
     return DataConfig(layout="voc", root=str(root), classes="voc")
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_only_plain_files_are_opened(tmp_path, make):
-    make(tmp_path / "x")
-    with pytest.raises(OSError, match=r"regular|directory"), open_regular(tmp_path / "x"):
-        pass
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path):

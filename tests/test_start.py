@@ -8,10 +8,9 @@ import torch
 from experiments import bits, last, refusal, small, stopped_after, train, write_config
 from test_verify import change_checkpoint, verify
 
-from segtrain.checkpoint.format import Checkpoint, experiment_fields, load, save
+from segtrain.checkpoint.format import load
 from segtrain.commands.train.setup import _load_initial
-from segtrain.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
-from segtrain.data.read.classes import load_class_file
+from segtrain.config import Config, DataConfig, ModelConfig, load_config
 from segtrain.models import build_backbone, build_model
 from segtrain.training.optim.schedule import learning_rate
 
@@ -81,25 +80,19 @@ def test_frozen_and_held_weights_keep_the_values_of_the_file(alone, pruned):
                 assert (weights[key][~held] != 0).all()
     assert sum(mask.sum().item() for mask in found.start["held"].values()) > 1000
 
-
-def test_the_step_sets_the_rate_and_leaves_held_weights_out(alone):
     config = load_config(alone[0])
-    found = last(alone[1])
     groups = found.optimizer["param_groups"]
     names = [name for group in groups for name in group["param_names"]]
     for group in groups:
         assert group["lr"] == learning_rate(config, 3) * group["lr_mult"] == group["velocity_lr"]
-    assert {group["lr_mult"] for group in groups} == {1.0, 0.5}
     for name, mask in found.start["held"].items():
         buffer = found.optimizer["state"][names.index(name)]["momentum_buffer"]
         assert torch.equal(buffer == 0, mask)
 
-
-def test_the_checkpoint_holds_what_decay_pulls_toward(alone, pruned):
-    found = last(alone[1]).start
-    kernels = {k for k, v in pruned[1].items() if k.endswith("weight") and v.dim() > 1}
-    assert found["weights"].keys() == {key for key in kernels if not key.startswith(FROZEN)}
-    assert all(torch.equal(value, pruned[1][key]) for key, value in found["weights"].items())
+    kept = found.start["weights"]
+    kernels = {k for k, v in start.items() if k.endswith("weight") and v.dim() > 1}
+    assert kept.keys() == {key for key in kernels if not key.startswith(FROZEN)}
+    assert all(torch.equal(value, start[key]) for key, value in kept.items())
     assert load(alone[1] / "checkpoints" / "best.pt").start is None
 
 
@@ -114,35 +107,8 @@ def test_a_run_goes_on_with_the_same_bits_on_other_ranks_without_the_file(
     stopped = last(tmp_path / "run")
     assert stopped.step < 4
     mine.unlink()
-    shutil.copytree(tmp_path / "run", tmp_path / "forgetful")
     assert run_ranks(2, train, config, tmp_path / "run", True) == [0, 0]
     assert bits(last(tmp_path / "run")) == bits(last(alone[1]))
-
-    for field, broken in (("start", forgetful_start), ("velocity", forgetful_velocity)):
-        other = tmp_path / field
-        shutil.copytree(tmp_path / "forgetful", other)
-        assert run_ranks(1, broken, config, other) == [0]
-        assert bits(last(other))["model"] != bits(last(alone[1]))["model"], field
-
-
-def forgetful_start(config, directory):
-    """Goes on toward the weights of the checkpoint instead of those of the start."""
-    from segtrain.checkpoint import restore
-
-    def restore_initial_weights(state, saved):
-        parameters = dict(state.model.named_parameters())
-        for name, value in state.initial_weights.weights.items():
-            value.copy_(parameters[name].detach())
-
-    restore.restore_initial_weights = restore_initial_weights
-    return train(config, directory, resume=True)
-
-
-def forgetful_velocity(config, directory):
-    from segtrain.checkpoint import restore
-
-    restore._restore_velocity_rates = lambda *_: None
-    return train(config, directory, resume=True)
 
 
 def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_path, alone):
@@ -157,50 +123,44 @@ def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_pa
         what, line = said.splitlines()
         assert what.endswith("last.pt differs from the weights of its step, 4")
         assert line.strip().startswith("start: 1 of ")
-        assert line.endswith("the first is backbone.features.3.conv.2.weight of weights")
+        assert "backbone.features.3.conv.2.weight" in line
 
 
 def refusals(config, run):
-    """What resuming says if the starting weights are gone or damaged in some way."""
+    """What resuming says if the starting weights are damaged in some way."""
     from segtrain.checkpoint.restore import restore
     from segtrain.commands.train.setup import make_state
     from segtrain.norm import make_norm
 
     config, checkpoint = load_config(config), last(run)
-    norm = make_norm(config.norm)
-    model = build_model(config.model, num_classes=4, norm=norm)
-    loaded = checkpoint.start["loaded"]
-    state = make_state(model, config, torch.device("cpu"), loaded=loaded, resumed=True)
+    model = build_model(config.model, num_classes=4, norm=make_norm(config.norm))
     start = checkpoint.start
-    name = next(iter(start["weights"]))
-    less = {k: v for k, v in start["weights"].items() if k != name}
-    cases = {
-        "none": None,
-        "shape": {**start, "weights": {**start["weights"], name: torch.zeros(2)}},
-        "kind": {**start, "held": 3},
-        "less": {**start, "weights": less},
-        "hold": {**start, "hold": ""},
-        "precision": {**start, "weights": {k: v.double() for k, v in start["weights"].items()}},
-    }
-    return {
-        case: refusal(restore, state, checkpoint._replace(start=saved), run / "last.pt")
-        for case, saved in cases.items()
-    }
+    state = make_state(model, config, torch.device("cpu"), loaded=start["loaded"], resumed=True)
+    name, *others = start["weights"]
+    cases = (
+        {"weights": {key: start["weights"][key].double() for key in (name, *others)}},
+        {"weights": {key: start["weights"][key] for key in others}},
+        {"weights": start["weights"] | {name: torch.zeros(2)}},
+        {"hold": ""},
+    )
+    saved = (checkpoint._replace(start=start | case) for case in cases)
+    return [refusal(restore, state, one, run / "last.pt") for one in saved]
 
 
-def test_a_start_that_is_gone_or_damaged_is_refused(run_ranks, alone):
-    (found,) = run_ranks(1, refusals, *alone)
-    assert found.pop("precision") is None  # train.precision may change
-    assert {kind for kind, _, _ in found.values()} == {"CheckpointError"}
-    assert {code for _, code, _ in found.values()} == {4}
-    for case, words in (
-        ("none", "does not hold the weights that the run started from"),
-        ("less", "does not hold the weights that the run started from"),
-        ("hold", "hold_zeros and hold_mask need: these cannot change in the middle of a run"),
-        ("shape", "the state of training is damaged"),
-        ("kind", "the state of training is damaged"),
+def test_a_start_that_is_damaged_is_refused(run_ranks, alone):
+    ((other_precision, *found),) = run_ranks(1, refusals, *alone)
+    assert other_precision is None  # train.precision may change
+    for (kind, code, said), words in zip(
+        found,
+        (
+            "does not hold the weights that the run started from",
+            "the state of training is damaged",
+            "hold_zeros and hold_mask need: these cannot change in the middle of a run",
+        ),
+        strict=True,
     ):
-        assert words in found[case][2], case
+        assert (kind, code) == ("CheckpointError", 4)
+        assert words in said
 
 
 def test_weights_that_no_file_has_are_new_layers(tmp_path):
@@ -217,17 +177,3 @@ def test_weights_that_no_file_has_are_new_layers(tmp_path):
     kernels = {name for name in loaded if before[name].dim() > 1}
     assert moved == kernels
     assert all(name.startswith("backbone.layer") for name in kernels)
-
-    classes = load_class_file("camvid")
-    none = dict.fromkeys(("average", "optimizer", "scaler", "best"))
-    fields = experiment_fields(config, classes)
-    save(tmp_path / "a.pt", Checkpoint(1, model=model.state_dict(), **fields, **none))
-    other = build_model(deep, num_classes=3)
-    train = TrainConfig(init_from=str(tmp_path / "a.pt"))
-    _, loaded = _load_initial(other, Config(data=data, model=deep, train=train), ())
-    names = {name for name, _ in other.named_parameters()}
-    assert names - set(loaded) == {
-        f"{head}.classifier.conv.{kind}"
-        for head in ("head", "aux_head")
-        for kind in ("weight", "bias")
-    }

@@ -123,15 +123,6 @@ def killed_before_evaluation(config, directory):
         train(config, directory)
 
 
-def test_ranks_pause_after_the_same_step(run_ranks, tmp_path, alone):
-    config, whole = alone
-    run = tmp_path / "run"
-    assert run_ranks(2, train, config, run, until=3) == [0, 0]
-    assert last(run).step == 3
-    assert receipts(run) == receipts(whole)[:3]
-    assert losses(run) == losses(whole)[:3]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -47,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser that keeps the line breaks of its texts and takes no abbreviated options."""
 
-    _words: Sequence[str] = ()
-
     def __init__(self, **kwargs) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**kwargs, allow_abbrev=False)
@@ -57,12 +55,11 @@ class _Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse's `parse_args`: the parser of the command refuses, with its own usage."""
-        self._words = [*self.prog.split()[1:], *(args or ())]
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             from segtrain.commands.hints import instead_of
 
-            hint = instead_of(unknown, self._words)
+            hint = instead_of(unknown, [*self.prog.split()[1:], *(args or ())])
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         nodes, rank = getattr(found, "nnodes", 1), getattr(found, "node_rank", None)
         if nodes > 1 and (found.rdzv_endpoint is None or rank is None):
@@ -73,10 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with 2; the message may quote what was typed or pasted."""
-        from segtrain.commands.hints import after_error
-
-        hint = after_error(message, self._words)
-        super().error(printable(message + hint))
+        super().error(printable(message))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -58,7 +58,6 @@ class Report(NamedTuple):
     data_s: float  # of these, waiting for the loader
     parted_step_s: float  # a step while its parts were timed
     parts_s: dict[str, float]
-    sample_s: float  # one sample in one process
     workers: int  # of the loader, for each rank
     flops_of_image: float  # forward and backward, convolutions and matrix products
     peak_flops: float  # a second, of all ranks together, in matrix products
@@ -81,15 +80,13 @@ def lines_of(report: Report) -> Iterator[str]:
     height, width = report.crop_size
     yield (
         f"device     {report.ranks} x {report.device}, {report.precision}, batch "
-        f"{report.batch_size} of {height}x{width}"
+        f"{report.batch_size} of {height}x{width}, {report.workers} loader workers a rank"
     )
     rate = f"{report.images_per_s:.1f} images/s, mean of {report.steps} steps"
     yield f"step       {_ms(report.step_s)}, {rate}"
     yield f"parts      of steps in which they were timed, {_ms(report.parted_step_s)} each"
     for name, seconds in report.parts_s.items():
         yield f"  {name:<15}{_ms(seconds):>9} {seconds / report.parted_step_s:>6.1%}"
-    workers = f"{report.workers} loader workers a rank"
-    yield f"sample     {_ms(report.sample_s)} in one process; {workers}"
     yield (
         f"arithmetic {report.flops_of_image / 1e9:.1f} GFLOP an image, {report.flops / 1e12:.3f} "
         f"TFLOP/s: {report.flops / report.peak_flops:.0%} of the {report.peak_flops / 1e12:.3f} of "
@@ -110,8 +107,7 @@ def limit_of(report: Report) -> str:
     if data > max(_MUCH_DATA, communication):
         return (
             f"the loader: {data:.0%} of the step is spent waiting for it; more data.num_workers, "
-            "or auto, if cores are idle, a pack (segtrain data pack), smaller images, or "
-            "fewer changes of colour"
+            "a pack (segtrain data pack), or fewer changes of colour"
         )
     if communication > _MUCH_COMMUNICATION:
         return (
@@ -123,15 +119,10 @@ def limit_of(report: Report) -> str:
             f"arithmetic: {arithmetic:.0%} of what large matrix products reach; lower precision, "
             "a smaller model or crop, or more devices"
         )
+    cause = f"memory traffic or other programs: arithmetic is at {arithmetic:.0%} of its peak"
     if busy < _LITTLE_BUSY:
-        return (
-            f"the host: kernels run only {busy:.0%} of the time, the device waits for the next; "
-            "larger crops or batches, or train.compile"
-        )
-    return (
-        f"memory traffic, small operations or other programs: arithmetic is at {arithmetic:.0%} of "
-        "what large matrix products reach; bfloat16, larger crops or batches, or train.compile"
-    )
+        cause = f"the host: kernels run only {busy:.0%} of the time"
+    return f"{cause}; bfloat16, larger crops or batches, or train.compile"
 
 
 def _ms(seconds: float) -> str:
@@ -140,7 +131,6 @@ def _ms(seconds: float) -> str:
 
 _WARMUP = 5  # steps: libraries choose kernels, the allocator gets its memory
 _PROFILED = 3  # steps in a trace
-_SAMPLES = 8  # timed alone, after one that is not
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -157,12 +147,12 @@ def run_bench(args: argparse.Namespace) -> int:
         keep_freed_memory()
     group = process_group(device, timeout_s=config.train.timeout_s)
     with group, float32_products(config.train):
+        if args.profile is not None:
+            check_utf8(args.profile)
         for option, file in (("--json", args.json), ("--profile", args.profile)):
             if file is not None and dist.is_main():
                 with os_errors_as(ConfigError, f"{option} {file}", "cannot be written"):
                     check_output(file)
-        if args.profile is not None:
-            check_utf8(args.profile)
         make_repeatable(config, device)
         with worker_failures():
             report = _measure(config, device, args.steps, args.profile)
@@ -207,18 +197,20 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
     )
     if dist.is_main() and notes:
         say("\n".join(notes))
-    chosen: list[str] = []
+
+    def tell(line: str) -> None:
+        if dist.is_main():
+            say(line)
+
     steps = train_steps(
         state,
-        with_chosen_workers(this, config.train.steps, chosen.append),
+        with_chosen_workers(this, config.train.steps, tell),
         config,
         device=device,
         indices=this.indices(),
         step_sync=this.step_sync,
     )
     _take(steps, _warmup(config), device)
-    if dist.is_main() and chosen:
-        say(chosen[0])
     # 1. The time that counts: nobody listens.
     step_s, data_s = _take(steps, num_steps, device)
     # 2. Its parts: on a device, the clock waits for it at every border.
@@ -250,7 +242,6 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
         data_s=max(values[1] for values in everywhere),
         parted_step_s=slowest[2],
         parts_s=slowest[3],
-        sample_s=_seconds_of_a_sample(this),
         workers=this.num_workers(),
         flops_of_image=flops,
         peak_flops=sum(values[4] for values in everywhere),
@@ -267,15 +258,3 @@ def _take(steps: Iterator[StepResult], number: int, device: torch.device) -> tup
     waited = sum(result.data_s for result in islice(steps, number))
     synchronize(device)
     return (time.perf_counter() - began) / number, waited / number
-
-
-def _seconds_of_a_sample(this: TrainContext) -> float:
-    """What one sample takes in this process: reading, decoding, augmenting."""
-    stream = this.stream()
-    first = this.config.train.steps
-    stream[first, 0]
-    began = time.perf_counter()
-    for i in range(_SAMPLES):
-        step, position = divmod(i + 1, this.config.train.batch_size)
-        stream[first + step, position]
-    return (time.perf_counter() - began) / _SAMPLES

@@ -3,11 +3,9 @@
 import argparse
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires
 
 from segtrain import __version__
 from segtrain.distributed.machine import (
@@ -21,8 +19,6 @@ from segtrain.errors import EXIT_CONFIG, EXIT_OK
 from segtrain.run.environment import LIBRARIES, library_version
 from segtrain.text import printable
 
-# Docker's default for a container, which holds a few batches.
-_LITTLE_MEMORY_BYTES = 64 << 20
 _REQUIRED = (*LIBRARIES, "pydantic", "pyyaml", "safetensors", "tensorboard", "tqdm")
 _OPTIONAL = dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "segtrain export --format onnx")
 _OPTIONAL["timm"] = "model.backbone: timm/NAME"
@@ -52,35 +48,21 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "C++ compiler", compiler()[1] or "none"
     if library_version("torch") is not None:
         import torch
-        from torch import distributed
 
         devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         yield "CUDA devices", ", ".join(devices) or "none"
-        if distributed.is_available():
-            yield "ranks talk by", "gloo, NCCL" if distributed.is_nccl_available() else "gloo"
 
 
 def _problems() -> Iterator[str]:
-    for name, floor in _needed().items():
-        found = library_version(name)
-        if found is None and name not in _OPTIONAL:
-            yield f"error: {name}: not installed; pip install '{name}>={floor or 0}'"
-        elif found is not None and _numbers(found) < _numbers(floor):
-            repair = f"pip install --upgrade '{name}>={floor}'"
-            yield f"warning: {name}: {found} is older than {floor}; {repair}"
+    for name in _REQUIRED:
+        if library_version(name) is None:
+            yield f"error: {name}: not installed; pip install {name}"
     if library_version("opencv-python") and library_version("opencv-python-headless"):
         yield (
             "warning: opencv-python beside opencv-python-headless: each overwrites the other; "
             "pip uninstall -y opencv-python; "
             "pip install --force-reinstall --no-deps opencv-python-headless"
         )
-    if SHARED_MEMORY.is_dir():
-        total = shutil.disk_usage(SHARED_MEMORY).total
-        if total < _LITTLE_MEMORY_BYTES:
-            yield (
-                f"warning: {SHARED_MEMORY}: {total / 1e6:.1f} MB are little for loader workers; "
-                "give the container more (docker run --shm-size 8g), or set data.num_workers to 0"
-            )
     if library_version("torch") is not None:
         import torch
 
@@ -91,18 +73,3 @@ def _problems() -> Iterator[str]:
     name, path = compiler()
     if path is None:
         yield f"warning: {name}: not to be found; train.compile needs a C++ compiler (CXX names it)"
-
-
-def _needed() -> dict[str, str]:
-    """The least version of every library that segtrain uses, from its own metadata."""
-    try:
-        lines = requires("segtrain") or []
-    except PackageNotFoundError:  # run from its sources
-        lines = []
-    found = [re.match(r"([\w.-]+)\s*[>=]=\s*([\d.]+)", line) for line in lines]
-    floors = {one[1]: one[2] for one in found if one is not None}
-    return {name: floors.get(name, "") for name in (*_REQUIRED, *_OPTIONAL)}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -5,8 +5,7 @@ Every rank runs this on its part of the images and writes pictures of them; rank
 
 import argparse
 import json
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,7 @@ from segtrain.checkpoint.dataset_guard import eval_differences
 from segtrain.config import Config, DataConfig, override_config
 from segtrain.config.experiment import changed_normalization
 from segtrain.data import open_dataset
-from segtrain.data.read.classes import (
-    ClassFile,
-    class_differences,
-    default_palette,
-)
+from segtrain.data.read.classes import class_differences, default_palette
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.read.layouts import instance_files
 from segtrain.data.read.protect import check_pictures
@@ -66,7 +61,12 @@ def run_eval(args: argparse.Namespace) -> int:
         num_overlays, no_labels.
     """
     # 1. The model, the experiment and the data.
-    _check_options(args)
+    if args.no_labels:
+        for option, value in (("--json", args.json), ("--overlays", args.overlays)):
+            if value:
+                raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")
+        if not args.save_predictions:
+            raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
     device = device_for(args.device)
     loaded = load_model(args.checkpoint, device=device)
     config = set_after_training(loaded.config, args.set, _SETTABLE, source=str(args.checkpoint))
@@ -75,7 +75,11 @@ def run_eval(args: argparse.Namespace) -> int:
 
     # 2. What cannot work is refused before it takes time.
     num_classes = loaded.classes.num_classes
-    _check_classes(loaded.classes, dataset.classes)
+    if loaded.classes.names != dataset.classes.names:
+        (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
+        raise DataError(
+            f"{difference}; evaluate with the class file of the training, --set data.classes=..."
+        )
     check_windows(config, num_classes, device, dist.local_world_size())
     writers = picture_writers(args, dataset, config, split)
     instances, why_not = (None, []) if args.no_labels else _instances(dataset, config)
@@ -96,9 +100,10 @@ def run_eval(args: argparse.Namespace) -> int:
             if not args.no_labels:
                 found = eval_differences(loaded, config.data, dataset)
                 differences = stack.enter_context(closing(found))
-            _warn(changed_normalization(loaded.config, config))
-            _warn(next(differences, []))
-            _warn(f"warning: {line}" for line in eval_precision_warnings(config, device))
+            lines = [*changed_normalization(loaded.config, config), *next(differences, [])]
+            warnings = (f"warning: {line}" for line in eval_precision_warnings(config, device))
+            for line in (*lines, *warnings):
+                text.say(line)
 
         # 4. All ranks predict and count.
         settings = InferenceSettings.from_config(config)
@@ -130,32 +135,20 @@ def run_eval(args: argparse.Namespace) -> int:
                 "inference": settings.to_dict() | {"precision": for_evaluation(config).precision},
                 "norm": norm,
             }
-            lines = [f"warning: {warning}" for warning in dataset.warnings]
-            if not args.no_labels:
-                lines += [*report.lines(), *why_not]
-            lines += [
+            for line in (
+                *(f"warning: {warning}" for warning in dataset.warnings),
+                *([] if args.no_labels else [*report.lines(), *why_not]),
                 f"{args.checkpoint}, step {loaded.step}, {len(dataset)} images of split {split}",
                 f"{settings.describe()}; trained with {norm}",
-            ]
-            for line in lines:
+            ):
                 say(line)
-            _warn(next(differences, []))
+            for line in next(differences, []):
+                text.say(line)
             if args.json:
                 content = json.dumps(scores, indent=2, allow_nan=False) + "\n"
                 with os_errors_as(ExecutionError, args.json, "the scores cannot be written"):
                     files.write_output(Path(args.json), content)
     return EXIT_OK
-
-
-def _check_options(args: argparse.Namespace) -> None:
-    """Refuses what needs labels where there are none."""
-    if not args.no_labels:
-        return
-    for option, value in (("--json", args.json), ("--overlays", args.overlays)):
-        if value:
-            raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")
-    if not args.save_predictions:
-        raise ConfigError("--no-labels: there is nothing to score; add --save-predictions DIR")
 
 
 def set_after_training(
@@ -193,15 +186,6 @@ def _open_split(args: argparse.Namespace, data: DataConfig, split: str) -> SegDa
         ) from None
 
 
-def _check_classes(trained: ClassFile, data: ClassFile) -> None:
-    """Refuses a data set whose train ids mean other classes than the model's."""
-    if trained.names != data.names:
-        (difference,), _ = class_differences(trained, data, "ids")
-        raise DataError(
-            f"{difference}; evaluate with the class file of the training, --set data.classes=..."
-        )
-
-
 def _check_same_step(checkpoint: str | Path, step: int) -> None:
     """Refuses ranks with different models: each has opened the file by itself (collective)."""
     steps = sorted(set(dist.all_gather_object(step)))
@@ -212,16 +196,8 @@ def _check_same_step(checkpoint: str | Path, step: int) -> None:
         )
 
 
-def _warn(lines: Iterable[str]) -> None:
-    for line in lines:
-        text.say(line)
-
-
 def _instances(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | None, list[str]]:
-    """What counts instances; None if it cannot, and then a line that says why.
-
-    No line if the data set has no instances at all.
-    """
+    """What counts instances, or None and why: no line if the data set has no instances at all."""
     paths = instance_files(config.data, dataset.pairs)
     if not paths or not any(c.instance_px for c in dataset.classes.classes):
         return None, []
@@ -229,13 +205,8 @@ def _instances(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | No
     if not missing:
         return InstanceCounts(dataset.classes, paths), []
     # A mean over the other images would look like the score of the whole split.
-    reason = "no instance maps (*_instanceIds.png) beside the labels"
-    if len(missing) < len(paths):
-        reason = (
-            f"{len(missing)} of {len(paths)} labels have no instance map, the first is "
-            f"{printable(missing[0])}"
-        )
-    return None, [f"{reason}: no instance-weighted scores"]
+    count = f"{len(missing)} of {len(paths)} labels have no instance map"
+    return None, [f"{count}, such as {printable(missing[0])}: no instance-weighted scores"]
 
 
 Writer = Callable[[Prediction], None]
@@ -253,8 +224,6 @@ def picture_writers(
     for option, folder in folders.items():
         with os_errors_as(ConfigError, f"{option} {folder}", "cannot make this folder"):
             folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise ConfigError(f"{option} {folder}: this folder cannot be written")
     writers = []
     if folder := folders.get("--save-predictions"):
         writers.append(_prediction_writer(folder, dataset, layout=config.data.layout))
@@ -267,8 +236,8 @@ def picture_writers(
 def _prediction_writer(folder: Path, dataset: SegDataset, *, layout: str) -> Writer:
     """Writes a PNG of raw class ids, at the size of the label, under the name of the image.
 
-    For the layout `cityscapes` its evaluation server expects <city>_<sequence>_<frame>*.png,
-    anywhere below the folder. That of `voc` expects indices into VOC's palette.
+    The evaluation server of Cityscapes expects <city>_<sequence>_<frame>*.png anywhere below the
+    folder; that of VOC indices into VOC's palette.
     """
     ending = "_pred_labelIds.png" if layout == "cityscapes" else ".png"
     ids = raw_ids(dataset.classes)

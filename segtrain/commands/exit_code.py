@@ -8,7 +8,6 @@ import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib import import_module
 
 from segtrain.distributed import liveness, signals
@@ -60,30 +59,13 @@ def reader_has_left() -> bool:
     return left
 
 
-def stdout_problem() -> str | None:
-    """Why stdout cannot be written; it becomes /dev/null then. None: it can be written."""
-    try:
-        # Write, do not flush: Python may have dropped the text that it could not write.
-        os.write(sys.stdout.fileno(), b"\n")
-    except OSError as error:
-        _discard_stdout()
-        return (error.strerror or str(error)).lower()
-    return None
-
-
 def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # With these errors a name is wrong: too long, in a folder of somebody else, not in UTF-8.
 _WRONG_NAMES = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EILSEQ)
-
-
-@dataclass
-class _Outcome:
-    """What a command came to: its exit code, which errors replace."""
-
-    code: int = EXIT_INTERNAL
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
@@ -91,20 +73,48 @@ def run(command: Callable[..., int] | str, *args: argparse.Namespace) -> int:
 
     command: called with `args`; as text "module:name" of segtrain, which is imported first.
     """
-    outcome = _Outcome()
-    told = _told_by_a_rank if has_launcher() else _told
-    with told(outcome), _told_where(*args):
-        if isinstance(command, str):
-            module, name = command.split(":")
-            command = getattr(import_module(f"segtrain.{module}"), name)
-        outcome.code = command(*args)
-        sys.stdout.flush()
-    liveness.deferred_abort(outcome.code)  # after an error all has been told by now
-    return outcome.code
+    code, consequence, is_rank = EXIT_INTERNAL, False, has_launcher()
+    if is_rank:
+        signals.follow_launcher()
+    try:
+        with _with_place(*args):
+            if isinstance(command, str):
+                module, name = command.split(":")
+                command = getattr(import_module(f"segtrain.{module}"), name)
+            code = command(*args)
+            sys.stdout.flush()
+    except UserError as error:
+        code = error.exit_code
+        consequence = is_rank and isinstance(error, LostRanksError)
+        # What all ranks have to say is said once.
+        if not is_rank or (not consequence and is_first_to_print(str(error))):
+            say(str(error))
+    except KeyboardInterrupt:
+        say("interrupted")
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not reader_has_left():
+            raise
+        code = EXIT_PIPE  # not success: the output that is lost may have reported a failure
+    except OSError as error:
+        # Only errors without a file name can come from stdout.
+        if is_rank or error.errno not in _FULL or error.filename is not None:
+            raise
+        _discard_stdout()
+        say(f"cannot write: {(error.strerror or str(error)).lower()}")
+        code = EXIT_SYSTEM
+    finally:
+        if is_rank:
+            write_exit_status(code, consequence=consequence)
+    # A rank that stopped because it was asked to has not failed: torch elastic must not restart it.
+    if is_rank and code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+        code = EXIT_OK
+    liveness.deferred_abort(code)  # after an error all has been told by now
+    return code
 
 
 @contextmanager
-def _told_where(args: argparse.Namespace | None = None) -> Iterator[None]:
+def _with_place(args: argparse.Namespace | None = None) -> Iterator[None]:
     """Makes an error about an option say where it is written: file and line, or --set.
 
     A name that the system refuses, wherever it is met, is a mistake of the user too: even to ask
@@ -128,47 +138,3 @@ def _told_where(args: argparse.Namespace | None = None) -> Iterator[None]:
         # The name alone may fill a screen.
         name, reason = printable(os.fsdecode(error.filename), 2 * MAX_NAME), error.strerror or ""
         raise ConfigError(f"{name}: {reason[:1].lower()}{reason[1:]}") from None
-
-
-@contextmanager
-def _told(outcome: _Outcome) -> Iterator[None]:
-    """Prints an error that is not of segtrain itself, and sets its exit code."""
-    try:
-        yield
-    except UserError as error:
-        say(str(error))
-        outcome.code = error.exit_code
-    except KeyboardInterrupt:
-        say("interrupted")
-        outcome.code = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        if not reader_has_left():
-            raise
-        # Not success: the output that is lost may have reported a failure.
-        outcome.code = EXIT_PIPE
-    except OSError as error:
-        # Only errors without a file name can come from stdout.
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        problem = stdout_problem() if is_full and error.filename is None else None
-        if problem is None:
-            raise
-        say(f"standard output: {problem}")
-        outcome.code = EXIT_SYSTEM
-
-
-@contextmanager
-def _told_by_a_rank(outcome: _Outcome) -> Iterator[None]:
-    """The same in a rank of the launcher: what all ranks have to say is said once."""
-    signals.follow_launcher()
-    consequence = False
-    try:
-        yield
-    except UserError as error:
-        outcome.code, consequence = error.exit_code, isinstance(error, LostRanksError)
-        if not consequence and is_first_to_print(str(error)):
-            say(str(error))
-    finally:
-        write_exit_status(outcome.code, consequence=consequence)
-    # A rank that stopped because it was asked to has not failed: torch elastic must not restart it.
-    if outcome.code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-        outcome.code = EXIT_OK

@@ -23,7 +23,7 @@ _ENDINGS = {
 def main(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
     output = Path(args.output)
-    check_utf8(output)
+    check_output(output, overwrite=args.overwrite)
     _check_request(args, output)
     loaded = load_model(args.source)
     if args.format == "safetensors":
@@ -48,14 +48,17 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Refuses a name that libraries cannot write, a folder or device, and what is to be kept."""
+    check_utf8(output)
+    if output.exists() and not output.is_file():  # replacing a device would take it from everyone
+        raise ConfigError(f"--output {output}: is {kind_of(output)}; name a file")
+    if output.exists() and not overwrite:
+        raise ConfigError(f"--output {output}: exists; choose another name or pass --overwrite")
+
+
 def _check_request(args: argparse.Namespace, output: Path) -> None:
     problems = []
-    if output.is_dir():
-        problems.append(f"--output {output}: is a directory; name the file")
-    elif output.exists() and not output.is_file():  # replacing it would take it from everyone
-        problems.append(f"--output {output}: is {kind_of(output)}; name a file")
-    elif output.exists() and not args.overwrite:
-        problems.append(f"--output {output}: exists; choose another name or pass --overwrite")
     meant = [name for name, ends in _ENDINGS.items() if output.suffix.lower() in ends]
     if meant and args.format not in meant:
         problems.append(

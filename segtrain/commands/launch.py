@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -22,22 +23,7 @@ SECRET_FILE = ".secret"
 _GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def evaluate(args: argparse.Namespace) -> int:
-    """`segtrain eval` as a rank, alone, or as the launcher of ranks; returns the exit code."""
-    return _on_this_machine(args, "evaluate:run_eval")
-
-
-def verify(args: argparse.Namespace) -> int:
-    """`segtrain verify`, likewise."""
-    return _on_this_machine(args, "verify:run_verify")
-
-
-def bench(args: argparse.Namespace) -> int:
-    """`segtrain bench`, likewise."""
-    return _on_this_machine(args, "bench:run_bench")
-
-
-def _on_this_machine(args: argparse.Namespace, place: str) -> int:
+def _on_this_machine(place: str, args: argparse.Namespace) -> int:
     """Starts ranks, or is one and calls the function `module:name` of this folder."""
     if not adopt_environment():
         num_ranks = num_ranks_here(args.nproc)
@@ -47,6 +33,12 @@ def _on_this_machine(args: argparse.Namespace, place: str) -> int:
         signal.signal(signal.SIGTERM, signals.exit_at_once)
     module, name = place.split(":")
     return getattr(import_module(f"segtrain.commands.{module}"), name)(args)
+
+
+# Each runs its command as a rank, alone, or as the launcher of ranks; returns the exit code.
+evaluate = partial(_on_this_machine, "evaluate:run_eval")
+verify = partial(_on_this_machine, "verify:run_verify")
+bench = partial(_on_this_machine, "bench:run_bench")
 
 
 def adopt_environment(environ: Mapping[str, str] = os.environ) -> bool:

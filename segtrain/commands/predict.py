@@ -34,7 +34,6 @@ from segtrain.evaluation.settings import (
     BatchLimits,
     InferenceSettings,
     SettingsBySize,
-    Size,
     batch_limits,
 )
 from segtrain.evaluation.windows import num_windows
@@ -61,18 +60,12 @@ _MOST_BYTES = 100 << 20
 
 
 class Notes(NamedTuple):
-    """What the command says about an image at the end.
+    """What the command says about an image at the end."""
 
-    problem: why it cannot be read; empty if it can.
-    turned: EXIF asks for a rotation.
-    light: how bright it is; None without an image.
-    is_finite: whether its scores are; else its prediction means nothing.
-    """
-
-    problem: str = ""
-    turned: bool = False
+    problem: str = ""  # why it cannot be read
+    turned: bool = False  # EXIF asks for a rotation
     light: Brightness | None = None
-    is_finite: bool = True
+    is_finite: bool = True  # whether its scores are; else its prediction means nothing
 
 
 class Photo(NamedTuple):
@@ -82,11 +75,6 @@ class Photo(NamedTuple):
     source: Source
     pixels: Tensor
     settings: InferenceSettings
-
-    @property
-    def size(self) -> Size:
-        """(height, width)."""
-        return self.pixels.shape[:2]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -202,7 +190,7 @@ def _predict(
     model: nn.Module, group: list[Photo], transfer: Transfer, limits: BatchLimits
 ) -> list[LabelMap]:
     """The predictions for a group of images; on CUDA they are only asked for."""
-    settings, sizes = group[0].settings, [photo.size for photo in group]
+    settings, sizes = group[0].settings, [photo.pixels.shape[:2] for photo in group]
     slides = settings.mode == "slide"
     total = sum(num_windows(size, settings) for size in sizes) if slides else 0
     bar = ProgressBar(total, 0, "windows", enabled=total > 1, unit="window", last_line=False)
@@ -216,14 +204,10 @@ def _predict(
         if not is_out_of_memory(error):
             raise
         height, width = max(sizes, key=math.prod)
-        how = "smaller windows: --set eval.crop_size=[HEIGHT,WIDTH]"
-        if not slides:
-            how = "windows: --set eval.mode=slide"
-        if limits.num_images > 1:
-            how = f"smaller batches: --set eval.batch_size=1, or {how}"
         raise ExecutionError(
             f"{printable(group[0].source.path)}: {height}x{width} px do not fit into the memory of "
-            f"{transfer.device}; use {how}"
+            f"{transfer.device}; use --set eval.batch_size=1, eval.mode=slide, or a smaller "
+            "eval.crop_size"
         ) from error
 
 

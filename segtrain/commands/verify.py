@@ -208,7 +208,7 @@ def _set_up(
     train_set, eval_set = open_data(config, device, notes)
     state = build_state(config, device, start, train_set, notes)
     # 3. What differs from the run is told, not refused: perhaps it is what is looked for.
-    notes += other_arithmetic(state, known and known.checkpoint, "expect differences")
+    notes += other_arithmetic(state, known and known.checkpoint)
     data = DatasetGuard((train_set, eval_set), config.data.root, known, accept_changes=True)
     stack.callback(data.close)
     data.start(DATA_PATIENCE_S)

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
@@ -25,36 +24,10 @@ MEASURED_STEPS = _WARMUP + 8
 _MARGIN = 1.5
 
 
-class Choice(NamedTuple):
-    """What was measured and chosen.
-
-    workers, most: loader processes, and how many there may be. images: of this rank in a step.
-    sample_s: a sample in one process. step_s: without waiting for the loader.
-    """
-
-    workers: int
-    most: int
-    images: int
-    sample_s: float
-    step_s: float
-
-    def line(self) -> str:
-        """What to log."""
-        line = (
-            f"loader     {self.workers} of at most {self.most} workers a rank "
-            f"(data.num_workers auto): a sample takes one {self.sample_s * 1e3:.1f} ms, a step of "
-            f"{self.images} images {self.step_s * 1e3:.1f} ms"
-        )
-        if self.images * self.sample_s > self.workers * self.step_s:
-            line += "; they are slower than the step: segtrain data pack makes reading faster"
-        return line
-
-
 class Measurement:
-    """Takes in the first MEASURED_STEPS steps of a process; the median of those after a warm-up.
+    """Of the first MEASURED_STEPS steps of a process; the median of those after a warm-up counts.
 
-    On a device a step lasts until the device is done. The host does not wait for it before the
-    choice: the marks lie in the queue of the device.
+    On a device a step lasts until the device is done; the host does not wait for it meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,15 +36,15 @@ class Measurement:
         self._steps: list[tuple] = []  # began, ended, made_s, images
 
     def start(self) -> None:
-        """A step has a batch; that of its last microbatch counts."""
+        """A step has its last batch."""
         self._began = self._mark()
 
     def stop(self, made_s: float, images: int) -> None:
-        """It asks for the next one. One process takes `made_s` seconds for its images."""
+        """It asks for the next one; a process made those of its `images` in `made_s` seconds."""
         self._steps.append((self._began, self._mark(), made_s, images))
 
-    def choice(self, most: int) -> Choice:
-        """How many workers keep ahead of the steps, 1 .. `most`."""
+    def choice(self, most: int) -> tuple[int, str]:
+        """How many workers keep ahead of the steps, 1 .. `most`, and a line for the log."""
         dist.wait_for_device(self._device)  # which may wait for a rank that is gone
         measured = self._steps[_WARMUP:]
         sample_s = median(made_s / images for *_, made_s, images in measured)
@@ -81,8 +54,12 @@ class Measurement:
         else:
             step_s = median(ended - began for began, ended, *_ in measured)
         images = max(images for *_, images in measured)
-        needed = math.ceil(_MARGIN * images * sample_s / step_s)
-        return Choice(max(1, min(most, needed)), most, images, sample_s, step_s)
+        workers = max(1, min(most, math.ceil(_MARGIN * images * sample_s / step_s)))
+        return workers, (
+            f"loader     {workers} of at most {most} workers a rank (data.num_workers auto): a "
+            f"sample takes one {sample_s * 1e3:.1f} ms, a step of {images} images "
+            f"{step_s * 1e3:.1f} ms"
+        )
 
     def _mark(self) -> float | torch.cuda.Event:
         if self._device.type != "cuda":
@@ -114,10 +91,9 @@ def with_chosen_workers(
                     measurement.start()
                     yield batch
                 measurement.stop(made_s, images)
-            choice = measurement.choice(most)
-            tell(choice.line())
-            run.auto_workers = choice.workers
-            if choice.workers != before:
+            run.auto_workers, line = measurement.choice(most)
+            tell(line)
+            if run.auto_workers != before:
                 batches.close()
                 batches = run.batches(chosen, stop)
         yield from batches

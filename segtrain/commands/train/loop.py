@@ -4,7 +4,6 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from enum import Enum
 from itertools import islice
 from signal import SIGUSR1, Signals
 
@@ -24,10 +23,8 @@ from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, progress_words, score_text
 from segtrain.run.pictures import training_picture
-from segtrain.run.receipts import read_receipts
 from segtrain.training.engine import train_steps
 from segtrain.training.hogwild import config_of_process
-from segtrain.training.optim.schedule import base_lr, learning_rate
 from segtrain.training.receipts import StepMeter, weights_lines
 from segtrain.types import Batch
 
@@ -46,32 +43,9 @@ def run(request: TrainRequest) -> int:
             return _leave(this) if this.step_sync.stopped else EXIT_OK
 
 
-class Resumption(Enum):
-    """What is left of a run when it has been set up; decided once, by `_resumption`."""
-
-    COMPLETE = "nothing"
-    PAUSED = "nothing up to the step of --until"
-    EVALUATION = "first of all the evaluation of the newest step, which was cut short"
-    STEPS = "steps, or the evaluation after the last one"
-
-
-def _resumption(run: TrainRun) -> Resumption:
-    if _completion(run):
-        return Resumption.COMPLETE
-    if _evaluation_is_left(run):
-        return Resumption.EVALUATION
-    if run.state.step >= run.last_step and run.last_step < run.config.train.steps:
-        return Resumption.PAUSED
-    return Resumption.STEPS
-
-
 def train(run: TrainRun) -> None:
     """Trains, evaluates and saves until the end, or until asked to stop (collective)."""
-    resumption = _resumption(run)
-    if resumption in (Resumption.COMPLETE, Resumption.PAUSED):
-        lines = [f"already at step {run.state.step}", _to_train_on(run)]
-        if resumption is Resumption.COMPLETE:
-            lines = [f"already complete: {_completion(run)}, {score_text(run.best)}", *_way_on(run)]
+    if lines := _nothing_left(run):
         if run.changes:
             lines.append("note: nothing was done: the changes above were not used and are not kept")
         run.log.lines(lines)
@@ -84,12 +58,22 @@ def train(run: TrainRun) -> None:
     if run.stop_criteria.reason():  # only the evaluation after its last step was cut short
         run.step_sync.ask(end=True)
     run.stop_criteria.start()
-    if resumption is Resumption.EVALUATION:
+    if _evaluation_is_left(run):
         _keep_cadences(run)
     if run.state.step < run.last_step and not (run.step_sync.ended or run.step_sync.stopped):
         with worker_failures():
             _train_steps(run)
     _finish(run)
+
+
+def _nothing_left(run: TrainRun) -> list[str]:
+    """What to log of a run that is complete, or has come to the step of --until; else empty."""
+    if done := _completion(run):
+        return [f"already complete: {done}, {score_text(run.best)}", *_way_on(run)]
+    is_paused = run.last_step <= run.state.step and run.last_step < run.config.train.steps
+    if is_paused and not _evaluation_is_left(run):
+        return [f"already at step {run.state.step}", _to_train_on(run)]
+    return []
 
 
 def _train_steps(run: TrainRun) -> None:
@@ -103,9 +87,6 @@ def _train_steps(run: TrainRun) -> None:
         step_sync=run.step_sync,
     )
     meter = StepMeter(config.train.batch_size, run.device)
-    # Receipts of another config are not of the same mean.
-    if run.receipts is not None and not run.changes:
-        _count_unlogged(run, meter)
     liveness.beat("training", state.step)
     if meeting is not None:
         steps = meeting.steps(steps)
@@ -168,15 +149,9 @@ def _completion(run: TrainRun) -> str:
 
 
 def _way_on(run: TrainRun) -> list[str]:
-    """Lines for a run that ended before train.steps: its learning rate, and how it goes on."""
-    step, config = run.state.step, run.config
-    if step >= config.train.steps:
-        return []
-    return [
-        f"the learning rate had come to {learning_rate(config, step):.2g} of "
-        f"{base_lr(config):.2g}: its schedule ends at step {config.train.steps}",
-        f"{_to_train_on(run)} --set {run.stop_criteria.key}=null",
-    ]
+    """How a run goes on that ended before train.steps."""
+    more = run.state.step < run.config.train.steps
+    return [f"{_to_train_on(run)} --set {run.stop_criteria.key}=null"] if more else []
 
 
 def _to_train_on(run: TrainRun) -> str:
@@ -201,21 +176,6 @@ def _log_means(run: TrainRun, meter: StepMeter, bar: ProgressBar) -> None:
     run.log.scalars(run.state.step, values)
     save.flush_receipts(run)
     bar.describe(*progress_words(values, run.best))
-
-
-def _count_unlogged(run: TrainRun, meter: StepMeter) -> None:
-    """Lets the first line after an interruption be the mean of all steps since the line before."""
-    every_steps, step = run.config.log.every_steps, run.state.step
-    unlogged = range(step - step % every_steps + 1, step + 1)
-    try:
-        receipts = read_receipts(run.directory / run_directory.RECEIPTS)
-    except OSError:
-        return  # there is none yet, or something else lies there
-    if not all(number in receipts for number in unlogged):
-        return
-    for receipt in (receipts[number] for number in unlogged):
-        aux_loss = "nan" if receipt.aux_loss is None else receipt.aux_loss
-        meter.update_earlier(*map(float.fromhex, (receipt.loss, aux_loss, receipt.grad_norm)))
 
 
 def _keep_cadences(run: TrainRun) -> None:

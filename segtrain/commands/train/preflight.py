@@ -12,27 +12,15 @@ from segtrain.config import Config
 from segtrain.data.check.checks import quick_check
 from segtrain.data.read.classes import ClassFile
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.sample.loader import (
-    bytes_in_flight,
-    first_workers,
-    indices_of_rank,
-    largest_microbatch,
-)
+from segtrain.data.sample.loader import bytes_in_flight, first_workers
 from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import (
-    SHARED_MEMORY,
-    compiler,
-    free_shared_memory,
-    missing_for_triton,
-    semaphore_problem,
-)
+from segtrain.distributed.machine import SHARED_MEMORY, free_shared_memory
 from segtrain.distributed.partition import batch_findings, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
 from segtrain.norm import describe_norm
-from segtrain.run.environment import git_revision, library_version
 from segtrain.text import printable
 from segtrain.training.optim.schedule import base_lr, learning_rate
 
@@ -59,7 +47,7 @@ def check_experiment(
                 f"{config.data.classes}"
             )
     if config.train.compile:
-        findings += _compile_findings(device)
+        findings += _cache_findings()
     if findings:
         raise ConfigError("\n".join(findings))
     # 2. Each machine has its own memory.
@@ -72,16 +60,7 @@ def check_experiment(
     return dist.run_on_rank0(lambda: quick_check(train_set, eval_set))
 
 
-def _compile_findings(device: torch.device) -> list[str]:
-    name, path = compiler()
-    if path is None:
-        return [
-            f"train.compile: needs a C++ compiler, and {name} is not to be found; install it, "
-            "name another one in the environment variable CXX, or set train.compile to false"
-        ]
-    missing = missing_for_triton() if device.type == "cuda" else None
-    if missing is not None:
-        return [f"train.compile: on CUDA needs {missing}, or set train.compile to false"]
+def _cache_findings() -> list[str]:
     from torch._inductor.runtime.runtime_utils import cache_dir
 
     # torch runs the code in its cache without asking who wrote it. The cache is in the temporary
@@ -109,17 +88,13 @@ def _device_memory_finding(config: Config, num_classes: int, device: torch.devic
 def _shared_memory_finding(config: Config) -> str | None:
     """Why the loader's batches may not fit; a worker that finds no space dies by SIGBUS."""
     workers, free = first_workers(config), free_shared_memory()
-    if workers and (problem := semaphore_problem()):
-        return f"{problem}; loader workers need one: make it writable, or set data.num_workers: 0"
-    ranks, images = dist.local_world_size(), largest_microbatch(config)
-    needed = ranks * bytes_in_flight(config, workers)
+    needed = dist.local_world_size() * bytes_in_flight(config, workers)
     if workers == 0 or free is None or needed <= free:
         return None
     return (
-        f"{SHARED_MEMORY}: the loader's batches take up to {needed / 1e6:.1f} MB ({ranks} ranks x "
-        f"{workers} workers x {config.data.prefetch} batches of {images} images) "
-        f"and {free / 1e6:.1f} MB are free; use fewer data.num_workers, a smaller data.prefetch, "
-        "or give the container more shared memory (docker run --shm-size)"
+        f"{SHARED_MEMORY}: the loader's batches take up to {needed / 1e6:.1f} MB and "
+        f"{free / 1e6:.1f} MB are free; use fewer data.num_workers, a smaller data.prefetch, or "
+        "give the container more shared memory (docker run --shm-size)"
     )
 
 
@@ -134,51 +109,36 @@ def start_lines(
 ) -> list[str]:
     """The experiment in at most 15 lines, for the log; `step`: updates done already."""
     train, ranks = config.train, len(devices)
-    precision = "float32, with TF32 if the device has it"
-    if train.precision != "tf32":
-        precision = train.precision
+    precision = "float32 or TF32" if train.precision == "tf32" else train.precision
     weights = f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
     if step:
         weights = "from the checkpoint"
     elif train.init_from is not None:
         weights = f"of {train.init_from}"
+    height, width = config.augment.crop_size
+    batch = f"{train.batch_size} images of {height}x{width}"
+    if train.accumulate_steps > 1:
+        batch += f" in {train.accumulate_steps} microbatches"
+    first, end = (learning_rate(config, number) for number in (0, train.steps - 1))
     epochs = train.steps * train.batch_size / len(train_set.pairs)
     parameters = sum(p.numel() for p in model.parameters())
     return [
-        # library_version imports nothing: torchvision would take two seconds.
-        f"segtrain {__version__}  torch {torch.__version__}"
-        f"  torchvision {library_version('torchvision') or 'none'}"
-        f"  git {git_revision() or 'none'}",
+        f"segtrain {__version__}  torch {torch.__version__}",
         f"devices    {ranks} x {devices[0]}, {precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
-        f"batch      {_batch_words(config, ranks)}",
+        f"batch      {batch}",
         f"norm       {_norm_words(config, ranks)}",
         f"data       {len(train_set.pairs)} training and {len(eval_set.pairs)} evaluation images, "
         f"{train_set.classes.num_classes} classes",
         f"model      {config.model.arch} on {config.model.backbone}, output stride "
         f"{config.model.output_stride}, {parameters / 1e6:.1f} M parameters",
         f"weights    {weights}",
-        f"lr         {_lr_words(config)}",
+        f"lr         {first:.3g} -> {base_lr(config):.3g} -> {end:.3g}, {config.schedule.kind}, "
+        f"{config.optim.kind}",
         f"steps      {train.steps}, {epochs:.1f} epochs"
         + (f", going on after step {step}" if step else ""),
         f"run        {directory}",
         f"curves     tensorboard --logdir {directory}",
-    ]
-
-
-def learning_rate_lines(before: Config, now: Config, step: int) -> list[str]:
-    """A line for the log if the learning rate after `step` does not follow the one before it.
-
-    before: what these steps were trained with. Another train.steps moves the whole schedule.
-    """
-    if not 0 < step < now.train.steps:
-        return []
-    last = learning_rate(before, step - 1)
-    if last == learning_rate(now, step - 1):
-        return []
-    return [
-        f"changed    learning rate: {last:.3g} in step {step}, the last one, "
-        f"{learning_rate(now, step):.3g} in the next"
     ]
 
 
@@ -187,48 +147,24 @@ def hogwild_line(processes: int) -> str:
     if processes == 1:
         return "warning: train.parallel hogwild is about several processes; this is only one"
     return (
-        f"parallel   hogwild: {processes} processes change the same weights without waiting, each "
-        f"with 1/{processes} of the batch and of the learning rate; loss, norm and learning rate "
-        "of rank 0 are logged; another run ends with other weights"
+        f"parallel   hogwild: {processes} processes change the same weights without waiting; what "
+        "is logged is of rank 0, and another run ends with other weights"
     )
 
 
 def class_uniform_lines(sampling: ClassUniform, classes: ClassFile) -> list[str]:
     """Lines for the log: how many centroids there are, and which classes have none."""
     by_class = sampling.centroids.by_class
-    numbers = [len(rows) for rows in by_class.values()]
     until = "" if sampling.steps is None else f" up to step {sampling.steps}"
     lines = [
-        f"sampling   {100 * sampling.fraction:g}% class-uniform{until}: {len(numbers)} classes "
-        f"with {min(numbers):,} to {max(numbers):,} centroids each, {sum(numbers):,} in all"
+        f"sampling   {100 * sampling.fraction:g}% class-uniform{until}: {len(by_class)} classes "
+        f"with {sum(map(len, by_class.values())):,} centroids"
     ]
-    absent = [name for i, name in enumerate(classes.names) if i not in by_class]
-    if absent:
-        lines.append(
-            "warning: data.class_uniform: no training label shows "
-            f"{printable(', '.join(absent))}: such a class is left out"
-        )
+    if absent := [name for i, name in enumerate(classes.names) if i not in by_class]:
+        names = printable(", ".join(absent))
+        said = f"no training label shows {names}: such a class is left out"
+        lines.append(f"warning: data.class_uniform: {said}")
     return lines
-
-
-def _batch_words(config: Config, ranks: int) -> str:
-    train = config.train
-    cut = (train.batch_size, train.accumulate_steps)
-    sizes = [
-        sum(map(len, indices_of_rank(*cut, rank, ranks, train.shares))) for rank in range(ranks)
-    ]
-    split = f"{ranks} x {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
-    height, width = config.augment.crop_size
-    words = f"{split} = {train.batch_size} images of {height}x{width}"
-    if train.shares is not None:
-        words += f", computed in {train.shares} shares"
-    if train.virtual_ranks > 1:
-        words += f", each rank's by {train.virtual_ranks} virtual ranks"
-    if train.accumulate_steps > 1:
-        words += (
-            f" in {train.accumulate_steps} microbatches, batch statistics within a microbatch only"
-        )
-    return words
 
 
 def _norm_words(config: Config, ranks: int) -> str:
@@ -238,29 +174,3 @@ def _norm_words(config: Config, ranks: int) -> str:
     kind = "batch norm, each process alone" if hogwild else describe_norm(config.norm)
     images = smallest_batch(config, ranks, dist.local_world_size())
     return f"{kind}; statistics over {images} images"
-
-
-def _weights_words(config: Config, step: int) -> str:
-    if step:
-        return "from the checkpoint"
-    if config.train.init_from is not None:
-        return f"of {config.train.init_from}"
-    return f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
-
-
-def _lr_words(config: Config) -> str:
-    optim, schedule, lr = config.optim, config.schedule, base_lr(config)
-    parts = [f"{learning_rate(config, 0):.3g}"]
-    if warm := schedule.warmup_steps:
-        parts.append(f"{learning_rate(config, warm):.3g} at step {warm}")
-    if schedule.kind == "one_cycle":
-        parts.append(f"{lr:.3g} after {schedule.cycle_rise:.0%} of the steps")
-    parts.append(f"{learning_rate(config, config.train.steps - 1):.3g} at the end")
-    words = f"{' -> '.join(parts)}, {schedule.kind}, {optim.kind}"
-    if optim.head_lr_mult != 1:
-        words += f", heads x {optim.head_lr_mult:g}"
-    if optim.sam_rho is not None:
-        words += f", SAM rho {optim.sam_rho:g} every {optim.sam_every} steps"
-    if optim.lr_batch_size is not None:
-        words += f" ({optim.lr:g} for {optim.lr_batch_size} images, scaled to {lr:.3g})"
-    return words

@@ -13,7 +13,7 @@ import torch
 
 from segtrain import seed
 from segtrain.checkpoint.dataset_guard import DatasetGuard, Resumed
-from segtrain.checkpoint.format import Checkpoint, load, parse_experiment
+from segtrain.checkpoint.format import Checkpoint, load
 from segtrain.checkpoint.loading import load_initial
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.checkpoint.restore import check_changes, restore
@@ -21,7 +21,6 @@ from segtrain.commands.train.preflight import (
     check_experiment,
     class_uniform_lines,
     hogwild_line,
-    learning_rate_lines,
     start_lines,
 )
 from segtrain.config import Config, config_to_yaml
@@ -56,7 +55,6 @@ from segtrain.types import Batch
 DATA_PATIENCE_S = 5.0
 # A receipt has hashes of all weights this often, where a checkpoint is kept, and at the end.
 _DIGEST_STEPS = 100
-_OTHER_WEIGHTS = "the weights will not be bit for bit those of the run without the interruption"
 # With these cuBLAS computes the same bits in every run; with others, torch refuses to.
 _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
@@ -169,36 +167,19 @@ def build_state(
         last_update = min(state.step, config.train.steps) - 1
         if last_update >= 0:
             set_learning_rate(state.optimizer, learning_rate(config, last_update))
-    notes += _layer_lines(state)
     return state
 
 
-def _layer_lines(state: TrainState) -> list[str]:
-    """Log lines about what is not trained."""
-    lines = []
-    if frozen := [p.numel() for p in state.model.parameters() if not p.requires_grad]:
-        lines.append(f"frozen     {sum(frozen)} weights in {len(frozen)} tensors (optim.layers)")
-    if held := [int(mask.sum()) for mask in state.initial_weights.held.values()]:
-        lines.append(f"held       {sum(held)} weights in {len(held)} tensors keep their value")
-    return lines
-
-
-def other_arithmetic(state: TrainState, saved: Checkpoint | None, consequence: str) -> list[str]:
+def other_arithmetic(state: TrainState, saved: Checkpoint | None) -> list[str]:
     """Warnings that bits may differ although train.shares is set (collective)."""
     digits = dist.all_gather_object(state.arithmetic)
-    others = [rank for rank, other in enumerate(digits) if other != digits[0]]
-    warnings = []
+    others = [str(rank) for rank, other in enumerate(digits) if other != digits[0]]
+    findings = []
     if others:
-        warnings.append(
-            f"warning: ranks {', '.join(map(str, others))} compute other bits than rank 0 (another "
-            "processor, device or version): weights depend on which rank has which share"
-        )
+        findings.append(f"ranks {', '.join(others)} compute other bits than rank 0")
     if saved is not None and saved.shares and saved.shares.get("arithmetic") != digits[0]:
-        warnings.append(
-            "warning: this machine computes other bits than the one that trained (another "
-            f"processor, device or version): {consequence}"
-        )
-    return warnings
+        findings.append("this machine computes other bits than the one that trained")
+    return [f"warning: {found} (other processor, device or version)" for found in findings]
 
 
 def _load_initial(
@@ -339,6 +320,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     checkpoints = CheckpointManager(folder, keep_limit=limit)
     # 2. The checkpoint to go on from, if there is one.
     resumed = _find_checkpoint(checkpoints, request, notes)
+    saved = resumed and resumed.checkpoint
     # 3. The data; does it fit the config and this machine?
     train_set, eval_set = open_data(config, device, notes)
     lines = precision_warnings(config.train, device)
@@ -349,17 +331,12 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
     #    random ones.
     state = build_state(config, device, resumed, train_set, notes)
     if state.shares is not None:
-        notes += other_arithmetic(state, resumed and resumed.checkpoint, _OTHER_WEIGHTS)
+        notes += other_arithmetic(state, saved)
     if config.train.parallel == "hogwild":
         share_model(state.model)
         notes.append(hogwild_line(dist.world_size()))
-    best, evaluated, ending = None, 0, None
-    if resumed is not None:
-        saved, _ = resumed
-        best, evaluated, ending = saved.best, saved.evaluated, saved.ending
-        before, _ = parse_experiment(*resumed)
-        notes += learning_rate_lines(before, config, state.step)
-    stop_criteria = StopCriteria(config.train, ending)
+    evaluated = 0 if saved is None else saved.evaluated
+    stop_criteria = StopCriteria(config.train, saved and saved.ending)
     # 5. Is the data that of the checkpoint? Labels are hashed while training runs.
     data = DatasetGuard(
         (train_set, eval_set), config.data.root, resumed, accept_changes=request.accept_changes
@@ -377,8 +354,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         notes += class_uniform_lines(class_uniform, train_set.classes)
     notes += others
     changes += others
-    # 7. Directory and log say what this run is. A resumed run changes them at its first step: until
-    #    then they tell what the run was.
+    # 7. Directory and log say what this run is; a resumed run changes them at its first step.
     devices = dist.all_gather_object(device_name(device))
     earlier = dist.run_on_rank0(lambda: _lines_on_earlier_run(request, resumed))
     notes += earlier
@@ -414,7 +390,7 @@ def set_up(request: TrainRequest, stack: ExitStack) -> TrainRun:
         log=log,
         signal_flags=signal_flags,
         class_uniform=class_uniform,
-        best=best,
+        best=saved and saved.best,
         evaluated=evaluated,
         stop_criteria=stop_criteria,
         meeting=meeting,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from segtrain.commands import launch
 from segtrain.commands.config import show_warnings
-from segtrain.config import Config, load_config, recipes
+from segtrain.config import load_config, recipes
 from segtrain.config.experiment import wrong_units
 from segtrain.distributed.partition import batch_findings
 from segtrain.errors import ConfigError
@@ -40,7 +40,12 @@ def main(args: argparse.Namespace) -> int:
     args.output = target.directory  # the launcher keeps the key of the ranks there
     config = load_config(target.config, args.set)
     # 2. Do the options fit together?
-    _check_options(args, config)
+    if args.accept_changes and not args.resume:
+        raise ConfigError("--accept-changes: serves only --resume")
+    if args.requeue and "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
+    if args.until is not None and args.until > config.train.steps:
+        raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
     resume = args.resume or any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     wrong = wrong_units(config)
     if wrong and not (resume and run_directory.has_saved(target.directory)):
@@ -65,16 +70,6 @@ def main(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in ("accept_changes", "requeue", "until")}
     device = device_for(args.device)
     return run(TrainRequest(config, target.directory, device, resume=resume, **options))
-
-
-def _check_options(args: argparse.Namespace, config: Config) -> None:
-    """Raises ConfigError for options that do not fit together."""
-    if args.accept_changes and not args.resume:
-        raise ConfigError("--accept-changes: serves only --resume")
-    if args.requeue and "SLURM_JOB_ID" not in os.environ:
-        raise ConfigError("--requeue: this is no SLURM job (SLURM_JOB_ID is not set)")
-    if args.until is not None and args.until > config.train.steps:
-        raise ConfigError(f"--until: {args.until} is more than train.steps, {config.train.steps}")
 
 
 def resolve_run(text: str, *, resume: bool, output: Path | None) -> Target:
@@ -117,7 +112,4 @@ def _run_of(text: str) -> Path | None:
         path = path.parent
     elif text.endswith(_CHECKPOINT):
         path = path.parent.parent
-    try:
-        return path if run_directory.is_run(path) else None
-    except (OSError, ValueError):  # no name that a file can have
-        return None
+    return path if run_directory.is_run(path) else None
