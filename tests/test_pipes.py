@@ -12,7 +12,7 @@ from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.config import DataConfig, ModelConfig, load_config
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.layouts import list_split
-from segtrain.errors import CheckpointError, ConfigError, DataError, ExecutionError
+from segtrain.errors import CheckpointError, ConfigError, DataError
 from segtrain.files import (
     NotRegularError,
     manifest,
@@ -127,10 +127,3 @@ def test_drawn_scenes_are_described_by_a_plain_file(pipe, tmp_path):
     pipe("synthetic.json")
     with pytest.raises(DataError):
         write_dataset(tmp_path, {"train": 1, "val": 1}, size=(32, 32), seed=0, jobs=1)
-
-
-def test_a_picture_does_not_take_the_place_of_a_pipe(pipe):
-    path = pipe("overlays/0.png")
-    with pytest.raises(ExecutionError, match=r"0\.png: cannot write the picture: is a pipe; "):
-        write_png(path, np.zeros((2, 3, 3), np.uint8))
-    assert path.is_fifo()
