@@ -37,7 +37,17 @@ def test_too_little_shared_memory_is_refused_at_the_start(tmp_path, data, little
     assert command.wait() == 0, command.errors
 
 
-def test_pools_of_processes_do_without_semaphores(tmp_path, no_shared_memory):
+def test_without_semaphores_workers_are_refused_and_pools_do_without(
+    tmp_path, data, no_shared_memory
+):
+    options = small(data, data={"num_workers": 1}, train={"steps": 2})
+    config, output = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
+    command = Command(tmp_path, "train", config, "--output", output, wrapper=no_shared_memory)
+    assert command.wait() == 2, command.errors
+    (line,) = command.errors.splitlines()
+    assert line.startswith("segtrain: /dev/shm: no semaphore can be made there: ")
+    assert "make it writable, or set data.num_workers: 0" in line
+
     counts = ("--num-train", 9, "--num-val", 1, "--size", 64, 64, "--jobs", 2)
     command = Command(tmp_path, "data", "synth", tmp_path / "s", *counts, wrapper=no_shared_memory)
     assert command.wait() == 0, command.errors

@@ -16,7 +16,11 @@ from segtrain.data.sample.loader import bytes_in_flight, first_workers
 from segtrain.data.sample.photometric import extra_transforms
 from segtrain.data.sample.stream import ClassUniform
 from segtrain.distributed import collectives as dist
-from segtrain.distributed.machine import SHARED_MEMORY, free_shared_memory
+from segtrain.distributed.machine import (
+    SHARED_MEMORY,
+    free_shared_memory,
+    semaphore_problem,
+)
 from segtrain.distributed.partition import batch_findings, smallest_batch
 from segtrain.errors import ConfigError
 from segtrain.models.memory import training_finding, window_finding
@@ -88,6 +92,8 @@ def _device_memory_finding(config: Config, num_classes: int, device: torch.devic
 def _shared_memory_finding(config: Config) -> str | None:
     """Why the loader's batches may not fit; a worker that finds no space dies by SIGBUS."""
     workers, free = first_workers(config), free_shared_memory()
+    if workers and (problem := semaphore_problem()):
+        return f"{problem}; loader workers need one: make it writable, or set data.num_workers: 0"
     needed = dist.local_world_size() * bytes_in_flight(config, workers)
     if workers == 0 or free is None or needed <= free:
         return None
