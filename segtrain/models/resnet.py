@@ -67,10 +67,7 @@ class _ConvChain(nn.Module):
         x, norm = self.conv1(x), self.bn1
         for i in range(2, self._length + 1):
             conv = getattr(self, f"conv{i}")
-            if self.recompute_norm:
-                x = norm_relu_conv(x, norm, conv)
-            else:
-                x = conv(F.relu(norm(x), inplace=True))
+            x = _norm_relu_conv(x, norm, conv, recompute=self.recompute_norm)
             norm = getattr(self, f"bn{i}")
         return x, norm
 
@@ -170,6 +167,12 @@ class ResNet(_ConvChain):
         if self._num_stages > 3:
             aux, out = out, self.layer4(out)
         return Features(low, aux, out)
+
+
+def _norm_relu_conv(x: Tensor, norm: nn.Module, conv: nn.Conv2d, *, recompute: bool) -> Tensor:
+    if recompute:
+        return norm_relu_conv(x, norm, conv)
+    return conv(F.relu(norm(x), inplace=True))
 
 
 def _stage(

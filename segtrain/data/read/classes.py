@@ -29,7 +29,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from segtrain.config.messages import KeyPath, Mistake, did_you_mean, report, validate
 from segtrain.config.strict_yaml import read_text, scan_yaml
 from segtrain.errors import ConfigError
-from segtrain.files import os_errors_as
 from segtrain.text import MAX_NAME, first_of, name_problem, printable
 from segtrain.types import IGNORE_INDEX
 
@@ -180,10 +179,11 @@ def load_class_file(name_or_path: str, *, label_format: str = "ids") -> ClassFil
     Raises:
         ConfigError: no such file, or one line for every mistake in it.
     """
-    # A name may be too long, or its folder without permission.
-    with os_errors_as(ConfigError, f"data.classes: {name_or_path}"):
-        path = _find(name_or_path)
-    text = read_text(path)
+    path = _find(name_or_path)
+    try:
+        text = read_text(path)
+    except ConfigError as error:
+        raise ConfigError(f"data.classes: {error}") from None
     try:
         return parse_class_file(text, path, label_format)
     except ConfigError as error:
