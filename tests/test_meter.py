@@ -58,3 +58,17 @@ def test_reading_begins_anew(clock):
     assert values["time/step_s"] == 2.0
     with pytest.raises(ValueError, match="no step"):
         meter.read()
+
+
+def test_steps_before_an_interruption_count_in_the_means_but_not_in_the_time(clock):
+    meter = StepMeter(8, torch.device("cpu"))
+    meter.update_earlier(1.0, 5.0, 2.0)
+    meter.update_earlier(2.0, 6.0, 3.0)
+    meter.update(result(6.0, aux=7.0, norm=4.0))
+    clock.now += 3
+    values = meter.read()
+    assert [values[f"train/{name}"] for name in ("loss", "aux_loss", "grad_norm")] == [3, 6, 3]
+    assert values["time/step_s"] == 3
+    meter.update(result(1.0))
+    clock.now += 1
+    assert meter.read()["train/loss"] == 1.0

@@ -27,6 +27,7 @@ class StepMeter:
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self._batch_size, self._device = batch_size, device
         self._results: list[StepResult] = []
+        self._earlier: list[Tensor] = []
         self._since = time.perf_counter()
 
     def update(self, result: StepResult) -> None:
@@ -37,6 +38,11 @@ class StepMeter:
     def num_steps(self) -> int:
         """Steps since the last `read`."""
         return len(self._results)
+
+    def update_earlier(self, loss: float, aux_loss: float, grad_norm: float) -> None:
+        """Takes in the numbers of a step before an interruption, for the next means."""
+        numbers = torch.tensor([loss, aux_loss, grad_norm], dtype=torch.float64)
+        self._earlier.append(numbers.to(self._device))
 
     def skip(self, seconds: float) -> None:
         """Leaves out time that was spent on something else than training."""
@@ -51,7 +57,8 @@ class StepMeter:
         results, self._results = self._results, []
         if not results:
             raise ValueError("no step to read")
-        means = sum(map(_numbers, results)) / len(results)
+        numbers, self._earlier = [*self._earlier, *map(_numbers, results)], []
+        means = sum(numbers) / len(numbers)
         dist.wait_for_device(self._device)
         loss, aux_loss, grad_norm = means.tolist()
         now = time.perf_counter()

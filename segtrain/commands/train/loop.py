@@ -3,7 +3,7 @@
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import islice
 from signal import SIGUSR1, Signals
 
@@ -23,6 +23,7 @@ from segtrain.models.precision import float32_products
 from segtrain.run import directory as run_directory
 from segtrain.run.console import ProgressBar, progress_words, score_text
 from segtrain.run.pictures import training_picture
+from segtrain.run.receipts import Receipt, read_receipts
 from segtrain.training.engine import train_steps
 from segtrain.training.hogwild import config_of_process
 from segtrain.training.receipts import StepMeter, weights_lines
@@ -87,6 +88,9 @@ def _train_steps(run: TrainRun) -> None:
         step_sync=run.step_sync,
     )
     meter = StepMeter(config.train.batch_size, run.device)
+    # Receipts of another config are not of the same mean.
+    if run.receipts is not None and not run.changes:
+        _count_unlogged(run, meter)
     liveness.beat("training", state.step)
     if meeting is not None:
         steps = meeting.steps(steps)
@@ -176,6 +180,19 @@ def _log_means(run: TrainRun, meter: StepMeter, bar: ProgressBar) -> None:
     run.log.scalars(run.state.step, values)
     save.flush_receipts(run)
     bar.describe(*progress_words(values, run.best))
+
+
+def _count_unlogged(run: TrainRun, meter: StepMeter) -> None:
+    """Lets the first line after an interruption be the mean of all steps since the line before."""
+    every_steps, step = run.config.log.every_steps, run.state.step
+    unlogged = range(step - step % every_steps + 1, step + 1)
+    receipts: dict[int, Receipt] = {}
+    with suppress(OSError):  # there is no file yet
+        receipts = read_receipts(run.directory / run_directory.RECEIPTS)
+    if all(number in receipts for number in unlogged):
+        for one in (receipts[number] for number in unlogged):
+            numbers = one.loss, "nan" if one.aux_loss is None else one.aux_loss, one.grad_norm
+            meter.update_earlier(*map(float.fromhex, numbers))
 
 
 def _keep_cadences(run: TrainRun) -> None:
