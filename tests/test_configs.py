@@ -12,7 +12,7 @@ from experiments import on_meta
 from torch import nn
 
 from segtrain.checkpoint import load_model
-from segtrain.config import Config, load_config, recipes
+from segtrain.config import Config, load_config, parse_config, recipes
 from segtrain.config.experiment import config_warnings
 from segtrain.data.read.classes import load_class_file
 from segtrain.models import build_model
@@ -352,3 +352,13 @@ def test_weights_that_come_with_a_config_are_of_it(tmp_path, monkeypatch):
             if isinstance(layer, nn.BatchNorm2d):
                 assert layer.running_var.min() > 0
                 assert layer.running_mean.abs().max() > 0
+
+
+def test_the_optional_lines_of_own_data_are_options():
+    """A newcomer takes away the # of a line that offers an option."""
+    lines = next(path for path in CONFIGS if path.stem == "own_data").read_text().splitlines()
+    offered = [i for i, line in enumerate(lines) if re.match(r"  # [a-z_]+: \S", line)]
+    assert offered
+    for i in offered:
+        taken = [*lines[:i], lines[i].replace("# ", "", 1), *lines[i + 1 :]]
+        parse_config("\n".join(taken), source=f"own_data.yaml with line {i + 1}")

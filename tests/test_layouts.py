@@ -201,7 +201,7 @@ def test_oddities_of_names_are_notes(tmp_path, files, note):
         ("folders", "t\nx", ["images/a.png"], "no split 't\\nx'; there are no splits"),
         ("folders", "t", ["images/t/.x", "labels/t/a.png"], "*.jpeg|.jpg|.png, found no files"),
         ("folders", "t", ["images/t/a.tif", "labels/t/a"], "*.jpeg|.jpg|.png, found a.tif"),
-        ("folders", "t", ["images/t/a.jpg", "labels/t/a.jpg"], "which JPEG would have changed"),
+        ("folders", "t", ["images/t/a.jpg", "labels/t/a.jpg"], "JPEG changes ids"),
         ("folders", "t", ["images/t/a.jpg", "images/t/a.png", "labels/t/a.png"], "have one name"),
         ("folders same", "t", ["images/t/a.png"], "images and labels lie in one folder"),
         ("cityscapes", "train+gtCoarse/train", CITYSCAPES, "and gtCoarse/train/u/1 are one image"),

@@ -11,6 +11,7 @@ from segtrain.config.data import AugmentConfig, DataConfig
 from segtrain.config.model import ModelConfig, NormConfig
 from segtrain.config.optim import OptimConfig, ScheduleConfig
 from segtrain.config.section import (
+    NEEDS,
     Fraction,
     FractionBelow1,
     NonNegativeFloat,
@@ -80,8 +81,8 @@ class BaseLoss(Section):
 
     @property
     def takes_class_weights(self) -> bool:
-        """Whether this kind of loss uses its class_weights."""
-        return self.kind not in ("dice", "lovasz")
+        """Whether this kind of loss uses its class_weights: what NEEDS says."""
+        return f"kind={self.kind}" in NEEDS["BaseLoss"]["class_weights"].split()
 
 
 class LossTerm(BaseLoss):

@@ -1,8 +1,8 @@
 """Ranks, groups of ranks, and the collectives that segtrain needs.
 
-Every function is the identity in a single process, so callers never branch on the number of ranks.
+Every function works in a single process too, so callers never branch on the number of ranks.
 All ranks must call a function marked "Collective." in the same order, or they wait until the
-timeout. Only this room imports torch.distributed.
+timeout. Only this folder imports torch.distributed.
 """
 
 import json
@@ -74,11 +74,11 @@ def alone() -> Iterator[None]:
     other (train.parallel hogwild).
     """
     global _is_alone
-    _is_alone = True
+    before, _is_alone = _is_alone, True
     try:
         yield
     finally:
-        _is_alone = False
+        _is_alone = before
 
 
 def group_size(group: Group | None = None) -> int:

@@ -174,6 +174,7 @@ class Machines(DynamicRendezvousHandler):
         self._shared_tcp_store_server = self._bootstrap_store_info = None
         return super().next_rendezvous()
 
+    # Called by the base class.
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return listening_store(master_addr, master_port)[0]
 

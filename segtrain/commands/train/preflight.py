@@ -90,7 +90,7 @@ def _device_memory_finding(config: Config, num_classes: int, device: torch.devic
 
 
 def _shared_memory_finding(config: Config) -> str | None:
-    """Why the loader's batches may not fit; a worker that finds no space dies by SIGBUS."""
+    """Why loader workers cannot share memory; one that finds no space dies by SIGBUS."""
     workers, free = first_workers(config), free_shared_memory()
     if workers and (problem := semaphore_problem()):
         return f"{problem}; loader workers need one: make it writable, or set data.num_workers: 0"

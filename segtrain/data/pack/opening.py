@@ -1,7 +1,7 @@
 """Opens a split of a data set, from its files or from a pack of them.
 
-At each start: names and order, sizes and times. Where only the time differs, as after a copy, the
-contents of a few files are compared; of many, a warning says how to compare them.
+Of a pack, at each start: names and order, sizes and times. Where only the time differs, as after a
+copy, the contents of a few files are compared; of many, a warning says how to compare them.
 """
 
 import os

@@ -140,8 +140,7 @@ def match_folders(
         labels = files_by_name(labels_dir, (LABEL_SUFFIX,), label_end)
         if not labels and not files_by_name(labels_dir, (LABEL_SUFFIX,)):
             # From JPEG the stored ids are gone: a PNG made of it would be wrong, and not look so.
-            what = "labels, which JPEG would have changed, as"
-            return Listing([], [_none_of(labels_dir, what, LABEL_SUFFIX)])
+            return Listing([], [_none_of(labels_dir, "labels (JPEG changes ids) as", LABEL_SUFFIX)])
     pairs, problems, missing = [], [], []
     for name, files in images.items():
         for found in (files, labels.get(name, [])):

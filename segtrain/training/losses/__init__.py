@@ -15,8 +15,8 @@ With train.shares the same happens once for each share instead of each rank. `su
 other shares only through `segtrain.distributed.collectives`, and must not depend on their order:
 OHEM takes the k-th largest of all losses, which is the same in any order.
 
-To add a loss: a class with these two methods, one line in LOSSES (total.py), and its name in
-`LossKind` (config/experiment.py).
+To add a loss: a class with these two methods, one line in LOSSES (total.py), its name in `LossKind`
+(config/experiment.py), and which options serve it in NEEDS (config/section.py).
 
 With train.accumulate_steps, the sums are those of one microbatch, like batch statistics. The step
 weighs the microbatches by their valid pixels (by their class weights, if there are any). That is
