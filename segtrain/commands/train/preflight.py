@@ -126,6 +126,8 @@ def start_lines(
     if train.accumulate_steps > 1:
         batch += f" in {train.accumulate_steps} microbatches"
     first, end = (learning_rate(config, number) for number in (0, train.steps - 1))
+    # At the first step, after a warmup, at the last step.
+    rates = dict.fromkeys(f"{rate:.3g}" for rate in (first, base_lr(config), end))
     epochs = train.steps * train.batch_size / len(train_set.pairs)
     parameters = sum(p.numel() for p in model.parameters())
     return [
@@ -139,8 +141,7 @@ def start_lines(
         f"model      {config.model.arch} on {config.model.backbone}, output stride "
         f"{config.model.output_stride}, {parameters / 1e6:.1f} M parameters",
         f"weights    {weights}",
-        f"lr         {first:.3g} -> {base_lr(config):.3g} -> {end:.3g}, {config.schedule.kind}, "
-        f"{config.optim.kind}",
+        f"lr         {' -> '.join(rates)}, {config.schedule.kind}, {config.optim.kind}",
         f"steps      {train.steps}, {epochs:.1f} epochs"
         + (f", going on after step {step}" if step else ""),
         f"run        {directory}",
