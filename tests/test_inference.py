@@ -60,7 +60,7 @@ def predict_probabilities(model, picture, how, out_size):
     return scores.softmax(1) if gives_logits else scores
 
 
-def close(actual, expected, atol=1e-12):
+def assert_close(actual, expected, atol=1e-12):
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 
@@ -83,14 +83,14 @@ def test_whole_image_is_softmax_of_the_resized_logits(local, out_size, align_cor
         local(view_of(image())).out, out_size, mode="bilinear", align_corners=align_corners
     )
     actual = predict_probabilities(local, image(), settings(align_corners=align_corners), out_size)
-    close(actual, logits.softmax(1))
+    assert_close(actual, logits.softmax(1))
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_label_is_the_most_probable_class_and_probabilities_sum_to_one(local, way):
     for out_size in ((21, 34), (37, 50)):
         probs = predict_probabilities(local, image(), settings(**way), out_size)
-        close(probs.sum(1), torch.ones(1, *out_size, dtype=torch.float64))
+        assert_close(probs.sum(1), torch.ones(1, *out_size, dtype=torch.float64))
         label = predict_label(local, image(), settings(**way), out_size)
         assert label.dtype == torch.uint8
         assert torch.equal(label, probs[0].argmax(0).to(torch.uint8))
@@ -100,14 +100,14 @@ def test_label_is_the_most_probable_class_and_probabilities_sum_to_one(local, wa
 def test_result_does_not_depend_on_the_size_of_tiles(local, way, monkeypatch):
     whole = predict_probabilities(local, image(), settings(**way), (47, 61))
     monkeypatch.setattr(windows, "TILE_ELEMENTS", 3 * CLASSES * 61)
-    close(predict_probabilities(local, image(), settings(**way), (47, 61)), whole)
+    assert_close(predict_probabilities(local, image(), settings(**way), (47, 61)), whole)
 
 
 @pytest.mark.parametrize("size", [(21, 34), (8, 12), (5, 34), (21, 7), (3, 4)])
 def test_windows_of_a_pixelwise_model_equal_the_whole_image(pixelwise, size):
     picture = image(*size)
     whole = predict_probabilities(pixelwise, picture, settings(), size)
-    close(predict_probabilities(pixelwise, picture, settings(mode="slide"), size), whole)
+    assert_close(predict_probabilities(pixelwise, picture, settings(mode="slide"), size), whole)
 
 
 def sums_in_one_map(model, view, how):
@@ -203,7 +203,7 @@ def test_flip_makes_the_mirrored_image_give_the_mirrored_result(local):
     how = settings(flip=True)
     result = predict_probabilities(local, image(), how, (21, 34))
     mirrored = predict_probabilities(local, image().flip(3), how, (21, 34))
-    close(mirrored.flip(3), result)
+    assert_close(mirrored.flip(3), result)
     plain = predict_probabilities(local, image(), settings(), (21, 34))
     assert (plain - result).abs().max() > 0.01
 
@@ -219,13 +219,13 @@ def test_scales_are_averaged_with_equal_weight(local, mode, flip):
     together = predict_probabilities(
         local, image(), settings(mode=mode, flip=flip, scales=scales), (25, 40)
     )
-    close(together, torch.stack(single).mean(0))
+    assert_close(together, torch.stack(single).mean(0))
 
 
 def test_views_are_resized_from_the_stored_image_once(local):
     predict_label(local, image(), settings(short_side_px=42, scales=(0.75,)), (21, 34))
     expected = functional.interpolate(view_of(image()), (32, 51), mode="bilinear")
-    close(local.inputs[0], expected)
+    assert_close(local.inputs[0], expected)
 
 
 def test_short_side_is_the_smaller_side_and_the_scale_multiplies_it():
@@ -244,7 +244,7 @@ def test_autocast_computes_in_low_and_averages_in_full_precision(local, mode):
     assert set(seen) == {torch.bfloat16}
     assert actual.dtype == torch.float32
     full = predict_probabilities(local, image(), settings(mode=mode, flip=True), (21, 34))
-    close(actual, full, atol=0.02)
+    assert_close(actual, full, atol=0.02)
 
 
 def test_no_graph_is_kept_and_the_model_can_train_afterwards(local):

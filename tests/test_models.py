@@ -240,7 +240,7 @@ def features():
     return Features(low, out, out)
 
 
-def same(actual, expected):
+def assert_same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
@@ -263,7 +263,7 @@ def test_averaging_shortcut_is_the_mean_of_two_by_two_pixels_and_a_convolution()
     y = F.relu(block.bn1(F.conv2d(x, block.conv1.weight, stride=2, padding=1)))
     y = block.bn2(F.conv2d(y, block.conv2.weight, padding=1))
     with torch.no_grad():
-        same(block(x.clone()), F.relu(y + shortcut))
+        assert_same(block(x.clone()), F.relu(y + shortcut))
 
 
 def test_weights_of_strided_shortcuts_are_refused_by_averaging_ones():
@@ -290,7 +290,7 @@ def test_backbone_of_fewer_stages_equals_the_beginning_of_torchvisions(num_stage
         y = reference.maxpool(F.relu(reference.bn1(reference.conv1(x))))
         stages = [y := getattr(reference, f"layer{i}")(y) for i in range(1, num_stages + 1)]
         got = backbone(x)
-    same(got, Features(stages[0], stages[-2], stages[-1]))
+    assert_same(got, Features(stages[0], stages[-2], stages[-1]))
     assert backbone.channels == tuple(f.shape[1] for f in got)
     assert all(
         key.startswith(backbone.classifier_keys) for key in set(reference.state_dict()) - set(state)
@@ -306,7 +306,7 @@ def test_deeplabv3_may_join_its_branches_by_the_3x3_convolution_alone():
     assert head.conv.conv.weight.shape == (8, 40, 3, 3)
     y = conv_norm_relu(joined, head.conv.conv)
     expected = F.conv2d(y, head.classifier.conv.weight, head.classifier.conv.bias)
-    same(head(features(), torch.ones(2, 8, 1, 1)), expected)
+    assert_same(head(features(), torch.ones(2, 8, 1, 1)), expected)
 
 
 @pytest.mark.parametrize(

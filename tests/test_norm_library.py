@@ -40,7 +40,7 @@ def summed_gradients(module):
     return [dist.all_reduce_sum(p.grad.clone()) for p in module.parameters()]
 
 
-def close(a, b, atol=1e-12):
+def assert_close(a, b, atol=1e-12):
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
@@ -80,9 +80,9 @@ def checkpointed_steps():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_activation_checkpointing_changes_neither_gradients_nor_buffers(run_ranks, ranks):
     for found in run_ranks(ranks, checkpointed_steps):
-        close(found[True, None], found[False, None], atol=1e-10)
+        assert_close(found[True, None], found[False, None], atol=1e-10)
         for virtual, reentrant in itertools.product((False, True), repeat=2):
-            close(found[virtual, reentrant], found[virtual, None], atol=0)
+            assert_close(found[virtual, reentrant], found[virtual, None], atol=0)
             assert found[virtual, reentrant][2][2] == 1  # num_batches_tracked
 
 
@@ -122,8 +122,8 @@ def test_ranks_with_fewer_batches_go_on_with_empty_ones(three_ranks):
         model(batch).pow(3).sum().backward()
     for _, gradients, buffers in results:
         for got, p in zip(gradients, model.parameters(), strict=True):
-            close(got, p.grad, atol=1e-10)
-        close(buffers, list(model.buffers()))
+            assert_close(got, p.grad, atol=1e-10)
+        assert_close(buffers, list(model.buffers()))
 
 
 def updated():
@@ -136,7 +136,7 @@ def test_torchs_update_of_statistics_takes_the_values_of_all_ranks(three_ranks):
     model = convert(net(), to="local")
     torch.optim.swa_utils.update_bn([IMAGES], model)
     for buffers in three_ranks["updated"]:  # of 1, 0 and 4 images
-        close(buffers, list(model.buffers()))
+        assert_close(buffers, list(model.buffers()))
 
 
 def precise():
@@ -146,20 +146,20 @@ def precise():
     batches = [mine()[:1], mine()] if dist.rank() else [mine(), mine()[:1]]
     assert precise_statistics(model, batches) == 2
     assert [layer.training for layer in model] == [False, True, True, True, True]
-    close(before, list(model.parameters()), atol=0)
+    assert_close(before, list(model.parameters()), atol=0)
     return list(model.buffers())
 
 
 def test_precise_statistics_are_those_of_all_values_of_all_ranks(two_ranks):
     """The first layer's input does not depend on statistics, so its moments are known."""
     first, second = two_ranks["precise"]
-    close(first, second, atol=0)
+    assert_close(first, second, atol=0)
     model = net()
     seen = torch.cat([IMAGES[0:2], IMAGES[0:1], IMAGES[2:3], IMAGES[2:5]])
     x = F.conv2d(seen, model[0].weight)
     mean, var, tracked = first[:3]
-    close(mean, x.mean((0, 2, 3)))
-    close(var, x.transpose(0, 1).reshape(4, -1).var(1))
+    assert_close(mean, x.mean((0, 2, 3)))
+    assert_close(var, x.transpose(0, 1).reshape(4, -1).var(1))
     assert tracked == 0
 
 
