@@ -127,7 +127,8 @@ def small(root: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """Few weights; augmentation, dropout and an average of the weights."""
     train = {"precision": "float32"} | sections.pop("train", {})
     optim = {"ema_decay": 0.9} | sections.pop("optim", {})
-    sizes = {"augment": {"crop_size": [33, 41]}, "model": {"backbone": "mobilenet_v2"}}
+    model = {"backbone": "resnet18", "num_stages": 2, "output_stride": 8}
+    sizes = {"augment": {"crop_size": [33, 41]}, "model": model}
     return experiment(root, **sizes | sections, train=train, optim=optim)
 
 
@@ -219,7 +220,7 @@ def assert_same_state(one: Any, other: Any) -> None:
     assert one.step == other.step
     for field in ("model", "average", "optimizer"):
         a, b = _tensors(getattr(one, field)), _tensors(getattr(other, field))
-        assert len(a) > 100
+        assert len(a) > 50
         assert a.keys() == b.keys()
         assert [key for key in a if not torch.equal(a[key], b[key])] == []
 

@@ -27,22 +27,20 @@ RECEIPT = Receipt(1, "00", "0x1p-1", None, "0x1p+1", "AAA=")
 
 def test_receipts_are_equal_on_any_ranks_and_after_resuming(run_ranks, tmp_path, data):
     config = write_config(tmp_path / "c.yaml", small(data, **OPTIONS))
-    for ranks in (1, 3):
-        assert set(run_ranks(ranks, train, config, tmp_path / f"{ranks}")) == {0}
-    run_ranks(2, stopped_after, 1, config, tmp_path / "cut")
+    assert run_ranks(1, train, config, tmp_path / "whole") == [0]
+    run_ranks(3, stopped_after, 1, config, tmp_path / "cut")
     saved = load(tmp_path / "cut/checkpoints/last.pt").step
     assert 1 <= saved < STEPS
     # Later lines are of a run that was killed, the last one in the middle of a line.
     with (tmp_path / "cut/receipts.jsonl").open("a") as file:
         file.write(RECEIPT._replace(step=saved + 1).line() + '\n{"step": ')
     run_ranks(1, train, config, tmp_path / "cut", resume=True)
-    files = {name: tmp_path / name / "receipts.jsonl" for name in ("1", "3", "cut")}
-    whole = files["1"].read_bytes()
-    assert [name for name, file in files.items() if file.read_bytes() != whole] == []
-    receipts = read_receipts(files["1"])
+    cut, whole = (tmp_path / name / "receipts.jsonl" for name in ("cut", "whole"))
+    assert cut.read_bytes() == whole.read_bytes()
+    receipts = read_receipts(whole)
     assert list(receipts) == [1, 2, 3, 4]
     assert [step for step, one in receipts.items() if one.weights and one.average] == [2, 4]
-    check_content(receipts, tmp_path / "1", data)
+    check_content(receipts, tmp_path / "whole", data)
 
 
 def check_content(receipts, run, data):

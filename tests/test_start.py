@@ -14,7 +14,7 @@ from segtrain.config import Config, DataConfig, ModelConfig, load_config
 from segtrain.models import build_backbone, build_model
 from segtrain.training.optim.schedule import learning_rate
 
-FROZEN = "backbone.features.0"
+FROZEN = "backbone.layer1.0"
 # The last steps of a one-cycle are small: what a resumed run forgets must show before.
 EVERYTHING = {
     "train": {"steps": 4, "batch_size": 6, "shares": 3, "accumulate_steps": 2},
@@ -28,7 +28,7 @@ EVERYTHING = {
         "decay_norm_and_bias": False,
         "layers": [
             {"names": [FROZEN], "freeze": True},
-            {"names": ["backbone.features.17", "head"], "lr_mult": 0.5},
+            {"names": ["backbone.layer2.1", "head"], "lr_mult": 0.5},
             {"names": ["backbone"], "hold_zeros": True},
         ],
     },
@@ -41,9 +41,9 @@ EVERYTHING = {
 def pruned(tmp_path_factory):
     """A file with a pruned backbone, and its state dict."""
     torch.manual_seed(3)
-    backbone = build_backbone(ModelConfig(backbone="mobilenet_v2"))
+    backbone = build_backbone(ModelConfig(backbone="resnet18", num_stages=2, output_stride=8))
     state = backbone.state_dict()
-    for key in ("features.5.conv.0.0.weight", "features.9.conv.0.0.weight"):
+    for key in ("layer1.1.conv1.weight", "layer2.0.conv2.weight"):
         state[key][torch.rand(state[key].shape) < 0.5] = 0
     path = tmp_path_factory.mktemp("pruned") / "pruned.pth"
     torch.save(state, path)
@@ -113,7 +113,7 @@ def test_a_run_goes_on_with_the_same_bits_on_other_ranks_without_the_file(
 
 def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_path, alone):
     def change(checkpoint):
-        checkpoint.start["weights"]["backbone.features.3.conv.2.weight"].view(-1)[5] += 1e-6
+        checkpoint.start["weights"]["backbone.layer2.0.conv1.weight"][5, 0, 0, 0] += 1e-6
 
     run = tmp_path / "run"
     shutil.copytree(alone[1], run)
@@ -123,7 +123,7 @@ def test_the_run_is_verified_and_a_changed_start_alone_differs(run_ranks, tmp_pa
         what, line = said.splitlines()
         assert what.endswith("last.pt differs from the weights of its step, 4")
         assert line.strip().startswith("start: 1 of ")
-        assert "backbone.features.3.conv.2.weight" in line
+        assert "backbone.layer2.0.conv1.weight" in line
 
 
 def refusals(config, run):

@@ -135,8 +135,8 @@ def test_virtual_ranks_on_any_number_of_ranks_equal_the_whole_batch(run_ranks, t
     """Uneven shares, microbatches, mining, recomputation, augmentation, dropout, both heads."""
     sections = {
         "augment": {"crop_size": [25, 33]},
-        "model": {"backbone": "resnet18", "recompute_norm": True},
-        "train": {"batch_size": 11, "steps": 3, "accumulate_steps": 2},
+        "model": {"num_stages": 2, "output_stride": 8, "recompute_norm": True},
+        "train": {"batch_size": 11, "steps": 2, "accumulate_steps": 2},
         "optim": {"kind": "adamw", "lr": 1e-3, "clip_grad_norm": 0.5, "ema_decay": 0.9},
         "loss": {"kind": "ohem", "ohem_min_kept": 2000, "class_weights": [1, 2, 0.5, 0]},
     }
@@ -160,7 +160,8 @@ def peak_of_a_step(data, tmp_path, batch_size, virtual, precision="float32", siz
     from segtrain.types import DropoutMasks
 
     train = {"batch_size": batch_size, "precision": precision}
-    options = experiment(data, train=train, model={"dropout": 0.0})
+    model = {"num_stages": 2, "output_stride": 8, "dropout": 0.0}
+    options = experiment(data, train=train, model=model)
     options["train"]["virtual_ranks"] = virtual
     config = load_config(write_config(tmp_path / f"{batch_size}.yaml", options))
     torch.manual_seed(0)
