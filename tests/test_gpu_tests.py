@@ -7,9 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import conftest
 import pytest
 from processes import REPOSITORY
 
@@ -68,16 +66,6 @@ def test_layers_and_steps_run_on_a_cpu(tmp_path):
 def test_commands_and_float16_run_on_a_cpu(tmp_path):
     found = on_the_cpu(tmp_path, "tests/gpu", "-k", SLOW)
     assert [test["outcome"] for test in found.values()] == ["passed"] * 10
-
-
-@pytest.mark.parametrize(("markexpr", "left_out"), [("", "gpu"), ("gpu", "test_norm.py")])
-def test_either_these_tests_are_imported_or_the_others(markexpr, left_out):
-    config = SimpleNamespace(getoption={"markexpr": markexpr}.get)
-    tests = REPOSITORY / "tests"
-    for name in ("gpu", "test_norm.py"):
-        ignored = conftest.pytest_ignore_collect(tests / name, config)
-        assert bool(ignored) == (name == left_out)
-    assert conftest.pytest_ignore_collect(tests / "gpu/test_norm.py", config) is None
 
 
 ENDINGS = """

@@ -102,18 +102,17 @@ def test_a_task_of_srun_becomes_a_rank(environ, monkeypatch):
 
 
 def test_two_steps_of_a_job_do_not_meet():
-    alone = SRUN | {"MASTER_ADDR": "localhost"}
-    ports = {slurm.variables(alone | {"SLURM_STEP_ID": str(i)})["MASTER_PORT"] for i in range(4)}
-    assert len(ports) == 4
+    steps = (SRUN | {"MASTER_ADDR": "localhost", "SLURM_STEP_ID": str(i)} for i in range(4))
+    assert len({slurm.variables(step)["MASTER_PORT"] for step in steps}) == 4
 
 
 @pytest.mark.parametrize(
     ("listed", "node", "tasks"), [("4(x2),3", "2", "3"), ("4(x2),3", "1", "4"), ("", "0", "1")]
 )
 def test_the_ranks_of_this_machine_are_counted_from_srun_s_list(listed, node, tasks):
-    environ = SRUN | {"MASTER_ADDR": "localhost", "SLURM_NODEID": node}
-    environ["SLURM_STEP_TASKS_PER_NODE"] = listed
-    assert slurm.variables(environ)["LOCAL_WORLD_SIZE"] == tasks
+    task = {"SLURM_NODEID": node, "SLURM_STEP_TASKS_PER_NODE": listed}
+    found = slurm.variables(SRUN | task | {"MASTER_ADDR": "localhost"})
+    assert found["LOCAL_WORLD_SIZE"] == tasks
 
 
 def notes(*codes):
@@ -122,24 +121,6 @@ def notes(*codes):
         ExitStatus(rank, 6 if code == "lost" else code, code == "lost", time=float(rank))
         for rank, code in enumerate(codes)
     ]
-
-
-@pytest.mark.parametrize(
-    ("codes", "statuses", "stopped_by", "wanted"),
-    [
-        ((0, 0), {}, None, 0),
-        (("lost", 3), {0: 6, 1: 3}, None, 3),  # the cause, whoever ended first
-        (("lost", 3), {0: 6}, None, 3),
-        ((143, 143), {}, None, 143),  # one rank was asked to stop, and all did
-        ((None, None), {}, signal.SIGINT, 130),  # the second Ctrl-C
-        ((None, 143), {}, signal.SIGTERM, 6),  # it had to be killed
-        ((6, "lost"), {}, signal.SIGTERM, 6),  # the disk was full when it was to save
-        ((), {0: -signal.SIGTERM}, None, 143),
-        ((), {0: 1}, None, 6),
-    ],
-)
-def test_the_exit_code_is_that_of_the_cause(codes, statuses, stopped_by, wanted):
-    assert exit_code_of(notes(*codes), statuses, stopped_by) == wanted
 
 
 def hung(rank):
@@ -152,6 +133,14 @@ KILLED = {1: -signal.SIGKILL}
 @pytest.mark.parametrize(
     ("codes", "failures", "stopped_by", "options", "code", "said"),
     [
+        ((0, 0), {}, None, {}, 0, ""),
+        (("lost", 3), {0: 6, 1: 3}, None, {}, 3, ""),  # the cause, whoever ended first
+        ((143, 143), {}, None, {}, 143, ""),  # one rank was asked to stop, and all did
+        ((None, None), {}, signal.SIGINT, {}, 130, "interrupted"),  # the second Ctrl-C
+        ((None, 143), {}, signal.SIGTERM, {}, 6, "rank 0 did not stop in 120 s and was killed"),
+        ((6, "lost"), {}, signal.SIGTERM, {}, 6, ""),  # the disk was full when it was to save
+        ((), {0: -signal.SIGTERM}, None, {}, 143, ""),
+        ((), {0: 1}, None, {}, 6, "rank 0 exited with 1"),
         # Ranks that stop after a step tell it themselves; those of eval and verify just end.
         ((130, 130), {}, signal.SIGINT, {}, 130, ""),
         ((), {}, signal.SIGINT, {}, 130, "interrupted"),
@@ -180,7 +169,7 @@ KILLED = {1: -signal.SIGKILL}
         (("lost", "lost"), {0: 6}, None, {"one_machine": True}, 6, "the ranks lost each other;"),
     ],
 )
-def test_what_no_rank_could_say_is_said_once(
+def test_the_exit_code_is_that_of_the_cause_and_what_no_rank_could_say_is_said_once(
     codes, failures, stopped_by, options, code, said, capsys
 ):
     assert exit_code_of(notes(*codes), failures, stopped_by, **options) == code

@@ -234,8 +234,7 @@ def test_a_killed_loader_worker_is_told_in_one_line(tmp_path, data):
     config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
     command = Command(tmp_path, "train", config, "--nproc", 1, "--output", run)
     command.wait_for_step(run, 2)
-    (worker,) = descendants(command.ranks()[0])[1:]
-    os.kill(worker, signal.SIGKILL)
+    os.kill(descendants(command.process.pid)[-1], signal.SIGKILL)
     assert command.wait() == 6
     (line,) = command.errors.splitlines()
     # The end of its connection may be noticed before its death is.

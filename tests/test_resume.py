@@ -95,6 +95,8 @@ def killed_at(where, step, config, directory, resume):
         for result in train_steps(*args, **kwargs):
             if where == "training" and result.step == step:
                 die()
+            if where == "keep" and result.step == step:
+                CheckpointManager.keep = die
             if where == "checkpoint" and result.step == step:
                 checkpoint_format.HashingFile = DyingFile
             yield result
@@ -109,7 +111,7 @@ DEATHS = (
     ("training", 2),  # the last step of an epoch: the next run begins in its midst
     ("checkpoint", 3),  # the next one begins with an epoch
     ("evaluation", 4),
-    ("training", 6),
+    ("keep", 6),  # before step_0000006.pt, and so last.pt, is written
 )
 
 
@@ -125,7 +127,7 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, forkserv
         augment={"crop_size": [25, 33]},
         train={"steps": 7, "batch_size": 4, "precision": "float16"},
         eval={"every_steps": 4},
-        checkpoint={"every_steps": 1},
+        checkpoint={"every_steps": 1, "keep_every_steps": 3},
     )
     config = write_config(tmp_path / "c.yaml", options)
     alone, killed = tmp_path / "alone", tmp_path / "killed"
@@ -151,6 +153,8 @@ def test_wherever_a_run_is_killed_it_ends_with_the_same_bits(run_ranks, forkserv
     assert last(killed).best == last(alone).best
     assert last(killed).scaler == last(alone).scaler
     assert last(killed).scaler != {}
+    kept = sorted(path.name for path in (killed / "checkpoints").glob("step_*"))
+    assert kept == ["step_0000003.pt", "step_0000006.pt"]
     for tag in ("train/loss", "eval/mIoU"):
         assert losses(killed, tag) == losses(alone, tag)
     log = (killed / "train.log").read_text()
@@ -266,37 +270,6 @@ def test_a_run_begins_anew_only_if_it_has_never_saved(run_ranks, tmp_path, data)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["best.pt", "last.pt", "manifest.json", "previous.pt"]
     assert [step for step, _ in curve(run, "train/loss")] == [1, 2]
-
-
-@pytest.mark.parametrize("name", ["keep", "save_last"])
-def test_a_checkpoint_to_keep_is_there_wherever_the_run_was_killed(run_ranks, tmp_path, data, name):
-    """In step 2, before step_0000002.pt or last.pt is written."""
-    options = small(data, train={"steps": 3}, checkpoint={"keep_every_steps": 1})
-    config, run = write_config(tmp_path / "c.yaml", options), tmp_path / "run"
-    assert run_ranks(1, killed_in, config, run, CheckpointManager, name, 2) == ["killed"]
-    assert run_ranks(1, train, config, run, True) == [0]
-    kept = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
-    assert kept == ["step_0000001.pt", "step_0000002.pt"]
-
-
-def killed_in(config, directory, owner, name, call=1):
-    """As `train` without resuming; ends before that call of a function."""
-    whole, calls = getattr(owner, name), []
-
-    class Killed(BaseException):
-        pass
-
-    def function(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == call:
-            raise Killed
-        return whole(*args, **kwargs)
-
-    setattr(owner, name, function)
-    try:
-        train(config, directory)
-    except Killed:
-        return "killed"
 
 
 @pytest.fixture(scope="module")

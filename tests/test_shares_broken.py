@@ -23,10 +23,10 @@ from segtrain.training.exact_sum import ExactGradientSum
 BASE = {
     "augment": {"crop_size": [25, 33]},
     "model": {
-        "backbone": "mobilenet_v2",
+        "num_stages": 2,
         "head_channels": 8,
         "aux_channels": 8,
-        "output_stride": 16,
+        "output_stride": 8,
     },
     "train": {"steps": 1, "batch_size": 7, "shares": 5, "precision": "float64"},
 }

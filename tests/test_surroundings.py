@@ -85,17 +85,18 @@ def test_a_run_outlives_its_directory(tmp_path, data):
 def test_the_precision_may_change_on_the_way(run_ranks, tmp_path, data):
     """Only float16 scales its loss; the device cannot change here, where there is one kind."""
     run = tmp_path / "run"
-    scales = []
-    for steps, precision in [(1, "float32"), (4, "float16"), (5, "float16"), (6, "float32")]:
+    scalers = []
+    for steps, precision in [(1, "float32"), (3, "float16"), (4, "float16"), (5, "float32")]:
         options = small(data, train={"steps": steps, "precision": precision})
         config = write_config(tmp_path / "c.yaml", options)
         resumed = steps > 1
         assert run_ranks(1, train, config, run, resumed, accept_changes=resumed) == [0]
         assert last(run).step == steps
-        scales.append(last(run).scaler.get("scale"))
-    assert scales[0] is scales[3] is None
-    assert scales[2] <= scales[1] < 65536  # overflows have halved it, and it was not begun anew
-    assert len(losses(run)) == 6
+        scalers.append(last(run).scaler)
+    assert scalers[0] == scalers[3] == {}
+    # The steps since an overflow: it was not begun anew.
+    assert [scaler["_growth_tracker"] for scaler in scalers[1:3]] == [2, 3]
+    assert len(losses(run)) == 5
     assert np.isfinite(losses(run)).all()
     log = (run / "train.log").read_text()
     assert "changed    train.precision: float32 there, float16 now" in log
@@ -117,7 +118,7 @@ def test_a_data_set_of_fewer_images_than_ranks_is_trained_on_all_the_same(run_ra
 
 @pytest.mark.fault(84)
 def test_other_versions_of_libraries_are_told_once_at_a_resumption(run_ranks, tmp_path, data):
-    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 9}))
+    config = write_config(tmp_path / "c.yaml", small(data, train={"steps": 4}))
     run = tmp_path / "run"
     assert run_ranks(1, train, config, run, until=1) == [0]
     path = run / "environment.json"
@@ -126,7 +127,7 @@ def test_other_versions_of_libraries_are_told_once_at_a_resumption(run_ranks, tm
     recorded["libraries"] |= {"torch": "2.1.7", "pillow": None}
     recorded["python"] = "3.9.1"
     path.write_text(json.dumps(recorded))
-    for until in (5, 6):
+    for until in (2, 3):
         assert run_ranks(1, train, config, run, True, until=until) == [0]
     log = (run / "train.log").read_text()
     said = [line.split("warning: ")[1] for line in log.splitlines() if "warning: " in line]
@@ -147,12 +148,8 @@ def test_no_network_no_terminal_and_no_language_are_needed(tmp_path, no_network)
     names = "classes: [Straße, plant, water, 砂]\nignore_ids: [255]\n"
     (root / "classes.yaml").write_text(names, encoding="utf-8")
     options = small(root, data={"num_workers": 1}, train={"steps": 1})
-    config, output = write_config(tmp_path / "c.yaml", options), tmp_path / "predictions"
-    for arguments in (
-        ["train", config, "--nproc", 2, "--output", run],
-        ["eval", run],
-        ["predict", run, root / "images" / "val", "--output", output],
-    ):
+    config = write_config(tmp_path / "c.yaml", options)
+    for arguments in (["train", config, "--nproc", 2, "--output", run], ["eval", run]):
         poor = {"LC_ALL": "C", "PYTHONUTF8": "0", "TERM": "dumb"}
         command = Command(tmp_path, *arguments, wrapper=no_network, **poor)
         assert command.wait() == 0, command.errors
@@ -162,4 +159,3 @@ def test_no_network_no_terminal_and_no_language_are_needed(tmp_path, no_network)
         assert command.output.isascii()
         assert all(letter.isprintable() or letter == "\n" for letter in command.output)
         assert ("Stra" in command.output) == (arguments[0] == "eval")
-    assert len(list(output.iterdir())) >= 3
