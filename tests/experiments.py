@@ -197,6 +197,24 @@ def signalled_in_evaluation(
     return train(config, directory, resume), len(begun)
 
 
+def killed_in_evaluation(config: Path, directory: Path) -> str | None:
+    """As `train` without resuming; ends before its first evaluation, and returns "killed"."""
+    from segtrain.commands.train import evaluate
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    evaluate.evaluate_dataset = die
+    try:
+        train(config, directory)
+    except Killed:
+        return "killed"
+    return None
+
+
 def refusal(function: Callable[..., Any], *args: Any) -> tuple[str, int, str] | None:
     """The error of `function` in words: its kind, its exit code and what it says."""
     from segtrain.errors import UserError

@@ -5,8 +5,15 @@ from itertools import count
 
 import pytest
 import torch
-from experiments import last, losses, small, stopped_after, train, write_config
-from test_resume import killed_in_evaluation
+from experiments import (
+    killed_in_evaluation,
+    last,
+    losses,
+    small,
+    stopped_after,
+    train,
+    write_config,
+)
 
 from segtrain.checkpoint.format import load
 from segtrain.config import Config, TrainConfig
