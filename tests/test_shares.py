@@ -50,7 +50,7 @@ def run(run_ranks, directory, config, ranks, function=trained_bits, *args):
 CASES = {
     # 3 + 2 + 2 images: one rank has them all, two have 5 + 2, three have 3 + 2 + 2.
     "pspnet, ohem, sam": {
-        "model": {"arch": "pspnet", "backbone": "resnet18"},
+        "model": {"arch": "pspnet", "num_stages": 3},
         "loss": {
             "kind": "ohem",
             "ohem_threshold": 0.3,
@@ -87,7 +87,12 @@ CASES = {
     },
     # Passes of 4, 3 and 3 images.
     "deeplabv3, dice, three passes, float64, precise statistics, NCHW": {
-        "model": {"arch": "deeplabv3", "backbone": "resnet18", "recompute_norm": True},
+        "model": {
+            "arch": "deeplabv3",
+            "num_stages": 2,
+            "output_stride": 8,
+            "recompute_norm": True,
+        },
         "loss": {"kind": "dice"},
         "norm": {"precise_batches": 2},
         "train": {
