@@ -35,14 +35,20 @@ CPU = torch.device("cpu")
 IMAGES = 5
 
 
-def scene(num_images=IMAGES):
-    """Logits and labels: a fifth ignored, the last image throughout; equally hard pixels; one
-    class only in the first image."""
-    generator = torch.Generator().manual_seed(7)
+def noise(num_images, seed=0):
+    """Logits and labels, a fifth of them ignored."""
+    generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn((num_images, K, H, W), generator=generator, dtype=torch.float64)
     labels = torch.randint(K, (num_images, H, W), generator=generator)
+    ignored = torch.rand(labels.shape, generator=generator) < 0.2
+    return logits, labels.masked_fill(ignored, IGNORE_INDEX)
+
+
+def scene():
+    """Noise in which the last image is ignored; equally hard pixels; one class only in the first
+    image."""
+    logits, labels = noise(IMAGES, seed=7)
     labels[1:][labels[1:] == 3] = 0
-    labels = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.2, IGNORE_INDEX)
     labels[-1] = IGNORE_INDEX
     logits[1:3, :, 1:3] = 0.5
     return logits, labels
@@ -372,15 +378,6 @@ def sums_of(logits, labels, **config):
 def ohem(logits, labels, threshold, min_kept):
     options = {"ohem_threshold": threshold, "ohem_min_kept": min_kept}
     return sums_of(logits, labels, kind="ohem", **options)
-
-
-def noise(num_images, seed=0):
-    """Logits and labels, a fifth of them ignored."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn((num_images, K, H, W), generator=generator, dtype=torch.float64)
-    labels = torch.randint(K, (num_images, H, W), generator=generator)
-    ignored = torch.rand(labels.shape, generator=generator) < 0.2
-    return logits, labels.masked_fill(ignored, IGNORE_INDEX)
 
 
 def test_millions_of_pixels_are_summed_without_float32_rounding():

@@ -1,11 +1,8 @@
-import os
-
 import cv2
 import numpy as np
 import pytest
 from PIL import Image
 
-from segtrain.errors import ExecutionError
 from segtrain.run.pictures import (
     class_labels,
     colorize,
@@ -154,23 +151,3 @@ def test_written_pictures_are_read_back_as_they_were(tmp_path):
         write_png(path, picture)
         assert np.array_equal(np.array(Image.open(path)), picture)
         assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_picture_replaces_a_link_and_not_its_target(tmp_path):
-    write_png(tmp_path / "important.png", noise(2, 3))
-    (tmp_path / "a.png").symlink_to("important.png")
-    write_png(tmp_path / "a.png", noise(5, 7))
-    assert np.array(Image.open(tmp_path / "important.png")).shape == (2, 3, 3)
-    assert np.array(Image.open(tmp_path / "a.png")).shape == (5, 7, 3)
-    assert not (tmp_path / "a.png").is_symlink()
-
-
-def test_a_picture_is_written_whole_or_not_at_all(small_disk):
-    write_png(small_disk / "a.png", noise(2, 3))
-    with (small_disk / "other").open("wb", buffering=0) as other:
-        stat = os.statvfs(small_disk)
-        other.write(bytes(stat.f_bavail * stat.f_frsize - 8192))
-    with pytest.raises(ExecutionError, match=r"a\.png: cannot write the picture: no space left"):
-        write_png(small_disk / "a.png", noise(200, 300))
-    assert np.array(Image.open(small_disk / "a.png")).shape == (2, 3, 3)
-    assert sorted(path.name for path in small_disk.iterdir()) == ["a.png", "other"]
