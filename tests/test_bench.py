@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from segtrain.training.measure import (
     UPDATE,
     PartClock,
     covered,
-    device_work,
     span,
     training_flops,
 )
@@ -102,19 +100,6 @@ def test_parts_in_several_threads_do_not_add_up_to_more_than_the_time(now):
 )
 def test_overlapping_kernels_count_once(intervals, length):
     assert covered(intervals) == length
-
-
-def event(device, start, end, *, annotation=False):
-    times = SimpleNamespace(start=start, end=end)
-    return SimpleNamespace(device_type=device, time_range=times, is_user_annotation=annotation)
-
-
-def test_named_regions_are_no_work_of_the_device():
-    on_device, on_host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
-    kernels = [event(on_device, 1, 3), event(on_device, 7, 9)]
-    others = [event(on_device, 1, 9, annotation=True), event(on_host, 0, 20)]
-    profiler = SimpleNamespace(events=lambda: [*others, *kernels])
-    assert device_work(profiler) == kernels
 
 
 @pytest.mark.parametrize(("arch", "more"), [("deeplabv3plus", 0), ("pspnet", 0.01)])

@@ -17,7 +17,6 @@ from segtrain.config import (
     DataConfig,
     LossConfig,
     TrainConfig,
-    config_to_yaml,
     load_config,
     parse_config,
 )
@@ -304,14 +303,6 @@ def test_a_mean_over_pixels_is_exact_over_microbatches(name):
     # Of several terms, the first one that weighs classes says what a microbatch weighs.
     terms = {"kind": "dice", "also": ({"kind": "focal", "class_weights": WEIGHTS},)}
     assert seg_loss(terms).label_weight(torch.tensor([[[0, 1, IGNORE_INDEX]]])) == 3.5
-
-
-def test_a_sum_of_losses_survives_checkpoint_and_run_directory():
-    """As JSON in a checkpoint, as YAML in config.yaml."""
-    loss = LossConfig.model_validate(CASES["four terms"][0])
-    config = Config(data=DataConfig(layout="folders", root="x", classes="x"), loss=loss)
-    assert Config.model_validate_json(config.model_dump_json()) == config
-    assert parse_config(config_to_yaml(config), source="config.yaml") == config
 
 
 def test_the_losses_of_other_trainers_in_the_readme_are_accepted():

@@ -5,7 +5,6 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from experiments import on_meta
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -268,29 +267,6 @@ def test_weights_of_strided_shortcuts_are_refused_by_averaging_ones():
     pooled = on_meta(lambda: build_backbone(small(backbone="resnet18", stem="32-32-64-avgpool")))
     assert "layer2.0.downsample.0.weight" in strided.state_dict()
     assert "layer2.0.downsample.0.weight" not in pooled.state_dict()
-
-
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_backbone_of_fewer_stages_equals_the_beginning_of_torchvisions(num_stages):
-    torch.manual_seed(0)
-    reference = torchvision.models.resnet18().double().eval()
-    stride = 2 ** (num_stages + 1)
-    model = small(backbone="resnet18", num_stages=num_stages, output_stride=stride)
-    backbone = on_meta(lambda: build_backbone(model))
-    state = {k: v for k, v in reference.state_dict().items() if k in backbone.state_dict()}
-    assert len(state) == len(backbone.state_dict())
-    backbone.load_state_dict(state, assign=True)
-    backbone.eval()
-    x = torch.randn(1, 3, 41, 66, dtype=torch.float64)
-    with torch.no_grad():
-        y = reference.maxpool(F.relu(reference.bn1(reference.conv1(x))))
-        stages = [y := getattr(reference, f"layer{i}")(y) for i in range(1, num_stages + 1)]
-        got = backbone(x)
-    assert_same(got, Features(stages[0], stages[-2], stages[-1]))
-    assert backbone.channels == tuple(f.shape[1] for f in got)
-    assert all(
-        key.startswith(backbone.classifier_keys) for key in set(reference.state_dict()) - set(state)
-    )
 
 
 def test_deeplabv3_may_join_its_branches_by_the_3x3_convolution_alone():

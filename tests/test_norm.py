@@ -463,11 +463,6 @@ def test_conversion_refuses_a_subclass_by_its_path_and_leaves_the_rest_alone():
             convert(net, to)
         assert [type(layer) for layer in net] == [nn.BatchNorm2d, SyncBatchNorm2d, kind]
     convert(nn.Sequential(Fused(4)), "local")
-    lazy = nn.Sequential(nn.LazyBatchNorm2d())  # it does not know its width yet
-    with pytest.raises(TypeError, match="0 is a LazyBatchNorm2d"):
-        convert(lazy)
-    lazy(torch.zeros(2, 3, 1, 1))
-    assert type(convert(lazy)[0]) is SyncBatchNorm2d
 
 
 def test_what_is_misspelt_is_refused():

@@ -95,20 +95,6 @@ def test_a_refusal_names_line_and_reason(text, message):
     assert refusal(text).startswith(message)
 
 
-def test_every_key_and_item_has_its_line():
-    document = read("a: 1\n# word\nb:\n  c: [5,\n    6]\n  d:\n    - {e: 1}\n")
-    assert document.lines == {
-        ("a",): 1,
-        ("b",): 3,
-        ("b", "c"): 4,
-        ("b", "c", 0): 4,
-        ("b", "c", 1): 5,
-        ("b", "d"): 6,
-        ("b", "d", 0): 7,
-        ("b", "d", 0, "e"): 7,
-    }
-
-
 @pytest.mark.fault(81)
 @pytest.mark.parametrize(
     ("content", "message"),
