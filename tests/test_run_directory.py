@@ -152,13 +152,6 @@ def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
     assert len(revision) == 12
 
 
-def test_a_folder_that_the_user_made_stays(tmp_path):
-    """That of the run goes, if nothing is in it: see test_checkpoint_manager.py."""
-    with RunLock(tmp_path):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_on_a_full_disk_the_lock_works(small_disk):
     fill(small_disk)
     in_use = pytest.raises(ConfigError, match="in use by another run")
