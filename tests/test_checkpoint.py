@@ -1,6 +1,5 @@
 import json
 import math
-import random
 import re
 import resource
 from dataclasses import replace
@@ -69,26 +68,6 @@ def test_what_cannot_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
         save(tmp_path / "a.pt", checkpoint(step=2, best={"step": 2, "mean_iou": np.ones(1)}))
     assert load(tmp_path / "a.pt").step == 1
     assert names(tmp_path) == ["a.pt"]
-
-
-@pytest.mark.fault(35)
-def test_a_flipped_bit_changes_nothing_or_is_a_checkpoint_error(tmp_path):
-    path = tmp_path / "a.pt"
-    save(path, checkpoint())
-    whole = path.read_bytes()
-    rng = random.Random(0)
-    refused = 0
-    for _ in range(200):
-        content = bytearray(whole)
-        content[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-        path.write_bytes(content)
-        try:
-            found = load(path)
-        except CheckpointError:
-            refused += 1
-            continue
-        assert repr(found) == repr(checkpoint())
-    assert refused > 25
 
 
 @pytest.mark.fault(37, 40)

@@ -157,11 +157,8 @@ def test_a_full_disk_silences_each_writer_once_and_the_run_goes_on(small_disk, c
             run.picture(step, "train/batch", np.zeros((99, 99, 3), dtype=np.uint8))
     said = capfd.readouterr()
     warnings = [line for line in said.out.splitlines() if line.startswith("warning")]
-    assert sorted(line.split()[1] for line in warnings) == [
-        "TensorBoard",
-        "metrics.jsonl",
-        "train.log",
-    ]
+    files = ["TensorBoard", "metrics.jsonl", "train.log"]
+    assert sorted(line.split()[1] for line in warnings) == files
     assert all("No space left on device" in line for line in warnings)
     assert said.err == ""
     assert said.out.count("x" * 200) == 38
@@ -216,12 +213,7 @@ def test_on_a_terminal_progress_is_a_bar_and_the_log_file_has_plain_lines(tmp_pa
     shown = os.read(screen, 100_000).decode()
     os.close(screen)
     assert done.returncode == 0
-    assert "train" in shown
-    assert "3/3" in shown
-    assert "loss 0.2" in shown
-    assert "step/s" in shown
-    assert "\r" in shown
-    assert "a line\r\n" in shown
+    assert all(part in shown for part in ("3/3", "loss 0.2", "step/s", "\r", "a line\r\n"))
     pictures = [part for line in shown.split("\n") for part in line.split("\r")]
     assert max(map(len, pictures)) in (79, 80)
     assert "train 3/3  loss" not in shown  # the plain form

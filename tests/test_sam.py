@@ -144,18 +144,6 @@ def test_a_float16_step_whose_gradients_overflow_is_skipped(numbers):
         list(run(settings, spoiled(settings, numbers)))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"sam_rho": None, "sam_every": 2}, "sam_every: has no effect with sam_rho null"),
-        ({"sam_rho": 0.0}, "greater than 0"),
-    ],
-)
-def test_options_without_effect_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        config(**options)
-
-
 def test_held_weights_do_not_climb(monkeypatch):
     """The second gradient is that of the pruned model."""
     settings = config(steps=1)
