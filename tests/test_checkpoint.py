@@ -316,7 +316,7 @@ def test_a_state_that_training_cannot_go_on_from_is_refused(small):
     damaged = "the state of training is damaged, or belongs to another model"
     pulled = ["train.init_from=x", "optim.decay_toward=start", "optim.weight_decay=0.1"]
     name = next(name for name in saved.model if name.endswith("weight"))
-    start = {"hold": "", "weights": {**saved.model, name: torch.zeros(1)}, "held": {}}
+    start = {"weights": {**saved.model, name: torch.zeros(1)}}
     shares = {"exponents": {"weight": 40}}
     for options, fields, said in (
         ([], {"average": None}, r"no average of the weights \(optim\.ema_decay\)"),

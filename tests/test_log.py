@@ -12,7 +12,6 @@ import pytest
 from experiments import fill, small, train, write_config, write_data
 from processes import REPOSITORY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from segtrain.run import console
 from segtrain.run.console import ProgressBar, progress_words, say
@@ -46,8 +45,6 @@ def test_values_go_to_json_and_tensorboard_which_reads_all_back(tmp_path):
         run.scalars(2, {"train/loss": 0.5, "train/lr": 0.1})
         run.scalars(3, {"train/loss": float("nan"), "train/lr": float("inf")})
         run.scalars(3, {"eval/mIoU": 0.25})
-        options = {"optim.lr": 0.1, "augment.crop_size": [3, 4], "model.pretrained": None}
-        run.hparams(options, {"mIoU": 0.25}, 3)
     assert lines(tmp_path) == [
         {"step": 2, "train/loss": 0.5, "train/lr": 0.1},
         {"step": 3, "train/loss": None, "train/lr": None},
@@ -59,12 +56,7 @@ def test_values_go_to_json_and_tensorboard_which_reads_all_back(tmp_path):
     (text,) = read.Tensors("config/text_summary")
     assert b"    train:\n      lr: 0.1" in text.tensor_proto.string_val[0]
     assert points(read, "train/lr")[0] == (2, 0.1)
-    assert points(read, "hparam/mIoU") == points(read, "eval/mIoU") == [(3, 0.25)]
-    content = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    values = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert set(values) == set(options)
-    assert values["optim.lr"].number_value == 0.1
-    assert values["augment.crop_size"].string_value == "[3, 4]"
+    assert points(read, "eval/mIoU") == [(3, 0.25)]
 
 
 def test_any_ranks_show_the_same_pictures_of_the_whole_split(run_ranks, tmp_path):
@@ -139,7 +131,6 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
         run.scalars(1, {"a": 1.0})
         run.picture(1, "a", np.zeros((2, 2, 3), dtype=np.uint8))
         run.text("a", "b")
-        run.hparams({}, {}, 1)
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
 
