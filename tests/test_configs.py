@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments import lively, on_meta
+from experiments import on_meta
 from torch import nn
 
 from segtrain.checkpoint import load_model
@@ -16,7 +16,7 @@ from segtrain.config import Config, load_config, parse_config, recipes
 from segtrain.config.experiment import config_warnings
 from segtrain.data.read.classes import load_class_file
 from segtrain.models import build_model
-from segtrain.norm import make_norm
+from segtrain.norm import NormFactory, make_norm
 from segtrain.training.engine import train_steps
 from segtrain.training.optim.layers import parameter_groups
 from segtrain.training.optim.schedule import learning_rate
@@ -150,9 +150,9 @@ GROUPS = {
 }
 
 
-def built(config: Config) -> nn.Module:
+def built(config: Config, norm: NormFactory = nn.BatchNorm2d) -> nn.Module:
     """The model of a config without numbers, at full size."""
-    return on_meta(lambda: build_model(config.model, num_classes=num_classes(config)))
+    return on_meta(lambda: build_model(config.model, num_classes=num_classes(config), norm=norm))
 
 
 def loaded_names(config: Config, model: nn.Module) -> list[str]:
@@ -293,8 +293,7 @@ def test_it_takes_a_step(path):
         small.append("eval.crop_size=[33, 33]")
     config = load_config(path, small)
     torch.manual_seed(0)
-    norm = make_norm(config.norm)
-    model = lively(lambda: build_model(config.model, num_classes=num_classes(config), norm=norm))
+    model = filled(built(config, make_norm(config.norm)))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = make_state(
         model, config, torch.device("cpu"), loaded=loaded_names(config, model) or None
@@ -318,6 +317,17 @@ def test_it_takes_a_step(path):
     assert result.grad_norm > 0
     moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
     assert len(moved) > 0.9 * len(before)
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """`model`, made on meta, with numbers; drawing them layer by layer would take seconds."""
+    model.to_empty(device="cpu")
+    for name, tensor in model.state_dict().items():
+        if tensor.dim() > 1:
+            tensor.copy_(torch.randn(tensor.shape) * (2 / tensor[0].numel()) ** 0.5)
+        else:
+            tensor.fill_(1.0 if name.endswith(("weight", "running_var")) else 0.0)
+    return model
 
 
 def test_own_data_marks_what_a_newcomer_must_change():
