@@ -220,6 +220,7 @@ def test_precise_statistics_of_evaluations_are_followed(run_ranks, tmp_path, dat
     """They change the model after the receipt of their step, and the steps after it."""
     options = small(
         data,
+        model=OPTIONS["model"],
         train={"steps": STEPS, "shares": 2, "batch_size": 4},
         optim={"ema_decay": None},
         log={"every_steps": 3},
