@@ -316,12 +316,10 @@ class MmsegPSPNet(nn.Module):
         return [resize(y, x.shape[-2:], False)]
 
 
-@pytest.mark.parametrize(("width", "option"), [(24, 24), (128, None)])
-def test_mmsegmentations_pyramid_has_its_own_width(width, option, classes):
-    theirs = lively(lambda: MmsegPSPNet(width))
+def test_mmsegmentations_pyramid_has_its_own_width(classes):
+    theirs = lively(lambda: MmsegPSPNet(24))
     model, config = converted(theirs.state_dict(), classes, "model.output_stride=32")
-    assert config.model.ppm_channels == option
-    assert config.model.head_channels == width
+    assert (config.model.ppm_channels, config.model.head_channels) == (24, 24)
     assert_equal(model, lambda dtype, x: theirs.to(dtype)(x), (41, 170), aux=False)
 
 
