@@ -321,11 +321,15 @@ def on_meta(build):
 
 
 def lively(build, *, seed=1, dtype=torch.float32):
-    """What `build` makes, with weights and statistics that no two layers share, in eval mode.
+    """What `build` makes, as `enliven` leaves it.
 
-    Drawing them here spares the initialization of large models, most of the tests' time.
+    Drawing weights here spares the initialization of large models, most of the tests' time.
     """
-    module = on_meta(build).to_empty(device="cpu").to(dtype)
+    return enliven(on_meta(build).to_empty(device="cpu").to(dtype), seed=seed)
+
+
+def enliven(module, *, seed=1):
+    """`module` with weights and statistics that no two layers share, in eval mode."""
     generator = torch.Generator().manual_seed(seed)
     for layer in module.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):

@@ -1,6 +1,5 @@
 import json
 import math
-import random
 import re
 import resource
 from dataclasses import replace
@@ -69,26 +68,6 @@ def test_what_cannot_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
         save(tmp_path / "a.pt", checkpoint(step=2, best={"step": 2, "mean_iou": np.ones(1)}))
     assert load(tmp_path / "a.pt").step == 1
     assert names(tmp_path) == ["a.pt"]
-
-
-@pytest.mark.fault(35)
-def test_a_flipped_bit_changes_nothing_or_is_a_checkpoint_error(tmp_path):
-    path = tmp_path / "a.pt"
-    save(path, checkpoint())
-    whole = path.read_bytes()
-    rng = random.Random(0)
-    refused = 0
-    for _ in range(200):
-        content = bytearray(whole)
-        content[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-        path.write_bytes(content)
-        try:
-            found = load(path)
-        except CheckpointError:
-            refused += 1
-            continue
-        assert repr(found) == repr(checkpoint())
-    assert refused > 25
 
 
 @pytest.mark.fault(37, 40)
@@ -337,7 +316,7 @@ def test_a_state_that_training_cannot_go_on_from_is_refused(small):
     damaged = "the state of training is damaged, or belongs to another model"
     pulled = ["train.init_from=x", "optim.decay_toward=start", "optim.weight_decay=0.1"]
     name = next(name for name in saved.model if name.endswith("weight"))
-    start = {"hold": "", "weights": {**saved.model, name: torch.zeros(1)}, "held": {}}
+    start = {"weights": {**saved.model, name: torch.zeros(1)}}
     shares = {"exponents": {"weight": 40}}
     for options, fields, said in (
         ([], {"average": None}, r"no average of the weights \(optim\.ema_decay\)"),

@@ -100,8 +100,8 @@ TABLE = np.array(
 )
 
 
-def stream(fraction=0.3, steps=None, batch_size=5):
-    uniform = ClassUniform(Centroids(TABLE), fraction=fraction, steps=steps)
+def stream(fraction=0.3, batch_size=5):
+    uniform = ClassUniform(Centroids(TABLE), fraction=fraction)
     dataset = SimpleNamespace(pairs=range(NUM_IMAGES), name=str)
     return TrainStream(dataset, None, stream_seed=11, batch_size=batch_size, class_uniform=uniform)
 
@@ -133,11 +133,10 @@ def test_classes_take_turns_and_each_goes_through_all_its_centroids():
     assert {times[pick] for pick, k in rows.items() if k == 2} == {105}
 
 
-def test_after_its_steps_the_stream_is_the_plain_one_and_names_what_it_shows():
-    of = stream(0.9, steps=3)
+def test_a_step_names_what_it_shows():
+    of = stream(0.9)
     found = picks(of, 10)
-    assert any(pick.point for pick in found[:15])
-    assert found[15:] == [Pick(image_at(11, place, NUM_IMAGES)) for place in range(15, 50)]
+    assert any(pick.point for pick in found)
     for step in range(10):
         shown = found[5 * step : 5 * step + 5]
         assert of.names_of_step(step) == [str(pick.index) for pick in shown]
@@ -254,11 +253,11 @@ def test_labels_without_any_class_are_refused_and_verify_writes_no_file(own_data
 
 
 def options(root):
-    """Samples of both kinds, class-uniform not in the last step; no image shows snow."""
+    """Samples of both kinds; no image shows snow."""
     (root / "classes.yaml").write_text(
         "classes: [ground, plant, water, sand, snow]\nignore_ids: [255]\n"
     )
-    uniform = {"class_uniform": 0.5, "class_uniform_steps": 3}
+    uniform = {"class_uniform": 0.5}
     values = small(root, data=uniform, train={"steps": 4, "shares": 2, "batch_size": 4})
     values["augment"] |= {"mixup_alpha": 1.0, "class_mix_prob": 0.5}
     return values
@@ -278,7 +277,7 @@ def test_a_run_goes_on_and_is_verified_with_its_centroids_and_not_with_others(
     assert_same_state(last(run), last(whole))
     assert last(run).centroids == last(whole).centroids
     log = (whole / "train.log").read_text()
-    assert "50% class-uniform up to step 3: 4 classes with " in log
+    assert "50% class-uniform: 4 classes with " in log
     assert "no training label shows snow: such a class is left out" in log
 
     (run / "centroids.json").unlink()

@@ -87,23 +87,7 @@ SUCH_AS = "such as 'classes: [background, crack]'"
                 "5: classes[3]: must be keys and values, got 5",
             ],
         ),
-        (
-            "classes:\n- true\n- 010\n",
-            [
-                "2: classes[0]: must be keys and values, got true",
-                "3: classes[1]: 010 is refused, YAML readers disagree about it; write a plain "
-                "decimal number or null; for text, put it in quotes",
-            ],
-        ),
         ("- a\n- b\n", [f"1: a list at the top; expected keys and values, {SUCH_AS}"]),
-        (
-            "classes: {crack: 1}\nnames: [a, b]\n",
-            [
-                "1: classes: must be a list, such as [64, 48], got keys and values",
-                "2: names: unknown key; expected a list 'classes' in the order of the ids, "
-                + SUCH_AS,
-            ],
-        ),
     ],
 )
 def test_every_mistake_is_listed_with_its_line(tmp_path, text, lines):

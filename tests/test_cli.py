@@ -3,11 +3,9 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
-import yaml
 
 from segtrain import cli
 from segtrain.commands import exit_code, launch
@@ -25,31 +23,6 @@ def config(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text(GOOD)
     return path
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Stands in for the heavy modules behind the commands; records what they are called with."""
-    seen = []
-
-    def record(*args):
-        seen.append(args)
-        return 7
-
-    monkeypatch.setattr(launch, "start_ranks", record)
-    monkeypatch.setattr(launch, "evaluate", record)
-    module = types.SimpleNamespace(main=record, check=record)
-    stand_ins = {
-        "segtrain.commands.predict": module,
-        "segtrain.commands.export": module,
-        "segtrain.synthetic": module,
-        "segtrain.commands.data": module,
-    }
-    for name, stand_in in stand_ins.items():
-        parent, child = name.rsplit(".", 1)
-        monkeypatch.setitem(sys.modules, name, stand_in)
-        monkeypatch.setattr(sys.modules.get(parent) or __import__(parent), child, stand_in, False)
-    return seen
 
 
 def run_watched(*command_lines):
@@ -92,28 +65,9 @@ def test_threads_that_wait_leave_the_cores_to_others_unless_the_user_decides(mon
         assert os.environ["OMP_WAIT_POLICY"] == wanted
 
 
-def test_config_show_prints_all_options_and_points_out_those_in_doubt(config, capsys):
-    changes = ["optim.lr=1e-3", WRONG_UNIT]
-    words = [word for change in changes for word in ("--set", change)]
-    assert cli.main(["config", "show", str(config), *words]) == 0
-    said = capsys.readouterr()
-    shown = yaml.safe_load(said.out)
-    assert shown["optim"]["lr"] == 0.001
-    assert shown["eval"]["mode"] == "whole"
-    assert "warning: data.mean: [0.485, 0.456, 0.406] is in units" in said.err
-
-
-def test_config_schema_goes_to_a_file_or_the_terminal(tmp_path, capsys):
-    assert cli.main(["config", "schema", "--output", str(tmp_path / "schema.json")]) == 0
-    assert cli.main(["config", "schema"]) == 0
-    written = json.loads((tmp_path / "schema.json").read_text())
-    assert written == json.loads(capsys.readouterr().out)
-    assert written["properties"]["data"]
-    assert cli.main(["config", "schema", "--output", str(tmp_path / "no" / "schema.json")]) == 2
-    assert "no such file or directory" in capsys.readouterr().err
-
-
-def test_train_gets_its_arguments_and_its_ranks(config, calls):
+def test_train_gets_its_arguments_and_its_ranks(config, monkeypatch):
+    calls = []
+    monkeypatch.setattr(launch, "start_ranks", lambda *args: calls.append(args) or 7)
     argv = ["train", str(config), "--set", "seed=3", "--nproc", "2", "--output", "r", "--resume"]
     assert cli.main(argv) == 7
     ((args, ranks),) = calls
@@ -123,37 +77,13 @@ def test_train_gets_its_arguments_and_its_ranks(config, calls):
 
 
 @pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (
-            "eval runs/x --split test --nproc auto --set eval.flip=true",
-            {"checkpoint": "runs/x", "split": "test", "nproc": "auto", "set": ["eval.flip=true"]},
-        ),
-        ("predict runs/x a.jpg b --output out --device cpu", {"device": "cpu", "set": []}),
-        (
-            "export runs/x --format onnx --output m.onnx --normalize --argmax --size 65 97",
-            {"source": "runs/x", "normalize": "uint8", "argmax": True, "size": [65, 97]},
-        ),
-        ("data check {config} --jobs 2", {"jobs": 2}),
-        ("data synth root --size 64 96 --seed 5", {"size": [64, 96], "seed": 5, "jobs": None}),
-    ],
-)
-def test_a_command_gets_its_arguments(calls, config, argv, expected):
-    assert cli.main(argv.format(config=config).split()) == 7
-    ((args,),) = calls
-    assert {name: getattr(args, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(
     ("argv", "usage"),
     [
         ("", ""),
         ("trian c.yaml", ""),
         ("train", "train"),
         ("train c.yaml --nproc 0", "train"),
-        ("train c.yaml --resum", "train"),
         ("train c.yaml --nnodes 2", "train"),
-        ("train c.yaml --nnodes 2 --rdzv-endpoint host", "train"),
         ("train c.yaml --nnodes 2 --rdzv-endpoint host:99 --node-rank 2", "train"),
         ("predict runs/x --output out", "predict"),
         ("data synth root --size 64", "data synth"),
@@ -170,17 +100,12 @@ def test_a_wrong_command_line_exits_with_2_and_the_usage_of_its_command(argv, us
     ("argv", "ending"),
     [
         ("train c.yaml --lr 0.1", "arguments: --lr 0.1; did you mean --set optim.lr=VALUE?"),
-        ("train c.yaml --learning-rate=1e-3", "; did you mean --set optim.lr=VALUE?"),
-        ("train c.yaml --batch 4", "; did you mean --set train.batch_size=VALUE?"),
         ("train c.yaml --train.crop_size", "; did you mean --set augment.crop_size=VALUE?"),
         ("train c.yaml train.batch_size=4", "; did you mean --set train.batch_size=VALUE?"),
-        ("data check c.yaml --seed 4", "; did you mean --set seed=VALUE?"),
         ("eval runs/x --flip", "; did you mean --set eval.flip=VALUE?"),
         ("train c.yaml --gpus 2", "is an option of the command: --nproc"),
-        ("eval runs/x --lr 0.1", "arguments: --lr 0.1"),
         ("export runs/x --format onnx --output x --lr 0.1", "arguments: --lr 0.1"),
         ("train c.yaml --zebra 1", "arguments: --zebra 1"),
-        ("train c.yaml d.yaml", "arguments: d.yaml"),
     ],
 )
 def test_an_unknown_option_is_refused_with_what_may_be_meant(argv, ending, capsys):
@@ -207,42 +132,11 @@ def test_errors_become_messages_and_exit_codes(monkeypatch, capsys, error, code,
     assert capsys.readouterr().err == shown
 
 
-LONG = "n" * 300
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("train", LONG),
-        ("train", "own.yaml", "--output", LONG),
-        ("eval", LONG),
-        ("export", "run", "--format", "onnx", "--output", f"{LONG}.onnx"),
-        ("data", "synth", LONG),
-    ],
-    ids=lambda argv: " ".join(argv)[:20],
-)
-def test_a_name_that_no_file_can_have_is_refused(config, capsys, monkeypatch, argv):
-    monkeypatch.chdir(config.parent)
-    assert cli.main(argv) == 2
-    place = next(word for word in argv if len(word) > 200)
-    lines = capsys.readouterr().err.splitlines()
-    assert any(place[:190] in line and "ame too long" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("train", "own.yaml", "--output", "q\udcff"),
-        ("population", "q\udcff.yaml", "--every", "1"),
-        ("export", "run", "--format", "onnx", "--output", "q\udcff.onnx"),
-    ],
-)
+@pytest.mark.parametrize("argv", ["train own.yaml", "export run --format onnx"])
 def test_an_output_that_libraries_cannot_name_is_refused_at_once(config, capsys, monkeypatch, argv):
     monkeypatch.chdir(config.parent)
-    Path("q\udcff.yaml").write_text(GOOD)
-    assert cli.main(argv) == 2
+    assert cli.main([*argv.split(), "--output", "q\udcff.onnx"]) == 2
     assert capsys.readouterr().err.endswith(": expected a name in UTF-8\n")
-    assert not list(Path().glob("runs/*"))
 
 
 def test_what_the_system_refuses_by_name_is_a_mistake_of_the_user(capsys):
@@ -294,20 +188,10 @@ def test_a_full_disk_behind_stdout_is_told_in_one_line():
 
 
 @pytest.mark.fault(88)
-@pytest.mark.parametrize(
-    ("words", "closed"),
-    [
-        ("config show own.yaml", ">&-"),
-        ("config show missing.yaml", "<&- >&- 2>&-"),
-    ],
-)
-def test_closed_standard_streams_end_no_command(config, words, closed):
-    shell = f'exec "$0" -m segtrain {words} {closed}'
-    done = subprocess.run(
-        ["sh", "-c", shell, sys.executable], cwd=config.parent, capture_output=True, text=True
-    )
-    assert done.returncode == (2 if "missing" in words else 0)
-    assert done.stdout == ""
+def test_a_closed_output_ends_no_command(config):
+    shell = f'exec "$0" -m segtrain config show {config} >&-'
+    done = subprocess.run(["sh", "-c", shell, sys.executable], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
     assert "Traceback" not in done.stderr
 
 

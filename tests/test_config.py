@@ -53,15 +53,9 @@ def test_a_file_says_only_what_differs_from_the_defaults():
             "f.yaml:2: model.num_classes: unknown key; the class file in data.classes decides it",
         ),
         ("train:\n  steps: 19.0", "f.yaml:3: train.steps: must be an integer, got 19.0"),
-        ("train: {steps: true}", "f.yaml:2: train.steps: must be an integer, got true"),
         ("train: {steps: 0}", "f.yaml:2: train.steps: must be greater than 0, got 0"),
         ("optim: {lr: '0.1'}", "f.yaml:2: optim.lr: must be a number, got '0.1'"),
-        ("optim: {lr: true}", "f.yaml:2: optim.lr: must be a number, got true"),
         ("optim: {nesterov: yes}", "f.yaml:2: optim.nesterov: must be true or false, got 'yes'"),
-        (
-            "optim: {clip_grad_norm: -1}",
-            "f.yaml:2: optim.clip_grad_norm: must be greater than 0, got -1",
-        ),
         (
             "augment: {flip_prob: 1.5}",
             "f.yaml:2: augment.flip_prob: must be less than or equal to 1, got 1.5",
@@ -71,10 +65,6 @@ def test_a_file_says_only_what_differs_from_the_defaults():
             "f.yaml:2: augment.crop_size: must be a list, such as [64, 48], got 512",
         ),
         ("augment: {crop_size: [512]}", "f.yaml:2: augment.crop_size[1]: is required"),
-        (
-            "augment: {crop_size: [1, 2, 3]}",
-            "f.yaml:2: augment.crop_size: must have at most 2 items, got [1, 2, 3]",
-        ),
         ("eval: {scales: []}", "f.yaml:2: eval.scales: must have at least 1 item, got []"),
         (
             "loss: {kind: cross-entropy}",
@@ -84,20 +74,12 @@ def test_a_file_says_only_what_differs_from_the_defaults():
         ("model: {output_stride: 4}", "f.yaml:2: model.output_stride: must be 8, 16 or 32, got 4"),
         ("train: null", "f.yaml:2: train: must be keys and values, got null"),
         (
-            "augment:\n  extra:\n    - {name: Blur}\n    - {name: 3}",
-            "f.yaml:5: augment.extra[1].name: must be text, got 3",
-        ),
-        (
             "augment:\n  scale_range: [2, 0.5]",
             "f.yaml:3: augment.scale_range: the first number, 2.0, is larger than 0.5",
         ),
         (
             "train:\n  steps: 10\nschedule:\n  warmup_steps: 10",
             "f.yaml:5: schedule.warmup_steps: 10 must be smaller than train.steps, 10",
-        ),
-        (
-            "train:\n  accumulate_steps: 17",
-            "f.yaml:3: train.accumulate_steps: 17 must not be larger than batch_size, 16",
         ),
         (
             "train:\n  batch_size: 4\n  accumulate_steps: 3",
@@ -133,17 +115,12 @@ def test_a_mistake_names_line_key_expectation_and_repair(text, message):
 @pytest.mark.parametrize(
     ("text", "ending"),
     [
-        ("model: {arch: unet}", "'pspnet', 'deeplabv3' or 'deeplabv3plus', got 'unet'"),
         ("optim: {kind: lamb}", "must be 'sgd' or 'adamw', got 'lamb'"),
         ("train: {num_epochs: 3}", "an epoch is images / train.batch_size steps"),
-        ("model: {arch: deeplab}", "did you mean deeplabv3?"),
-        ("model: {arch: deeplabv3+}", "did you mean deeplabv3plus?"),
         ("model: {arch: DeepLabV3+}", "did you mean deeplabv3plus?"),
         ('augment: {crop_size: "64,48"}', "must be a list, such as [64, 48], got '64,48'"),
-        ("model: {backbone: resnet_50}", "did you mean resnet50?"),
         ("norm: {kind: group_norm}", "did you mean group?"),
         ("augment: {crop: [3, 5]}", "unknown key; did you mean 'crop_size'?"),
-        ("eval: {steps: 5}", "unknown key; did you mean 'every_steps'?"),
         ("eval: {new_eval_key: 5}", "crop_size, overlap, scales, flip, precision, batch_size"),
         ("train: {loss: {kind: ohem}}", "unknown key; did you mean loss?"),
     ],
@@ -167,25 +144,15 @@ def test_an_unknown_key_of_another_version_names_it():
         parse_config(newer.replace("flop", "flip"), source="f.yaml", overrides=["eval.flop=true"])
 
 
-@pytest.mark.parametrize(
-    ("source", "overrides", "place"),
-    [
-        ("own.yaml", (), "own.yaml:1: data.root: gone"),
-        ("own.yaml", ("data.root=a", "data.root=b"), "--set data.root: gone"),
-        ("runs/own", (), "runs/own: data.root: gone"),
-        ("runs/own", ("data.classes=b",), "runs/own: data.root: gone"),
-    ],
-)
-def test_an_option_that_a_later_check_refuses_has_its_place(
-    source, overrides, place, tmp_path, monkeypatch
-):
+def test_an_option_that_a_later_check_refuses_has_its_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text(DATA)
-    Path("runs/own").mkdir(parents=True)
-    placed = with_places("data.root: gone\n  data.classes: x\nlog: y", source, overrides)
-    assert placed == f"{place}\n  data.classes: x\nlog: y"
-    if source == "own.yaml":  # a default is written nowhere
-        assert with_places("optim.lr: bad", source, ()) == "optim.lr: bad"
+    said = "data.root: gone\n  data.classes: x\nlog: y"
+    assert with_places(said, "own.yaml", ()) == f"own.yaml:1: {said}"
+    assert with_places(said, "own.yaml", ("data.root=a",)) == f"--set {said}"
+    assert with_places(said, "runs/own", ("data.classes=b",)) == f"runs/own: {said}"
+    # A default is written nowhere.
+    assert with_places("optim.lr: bad", "own.yaml", ()) == "optim.lr: bad"
 
 
 def test_the_line_of_a_cross_check_is_that_of_a_key_that_is_written():
@@ -236,13 +203,10 @@ def test_missing_keys_say_what_they_mean():
     [
         ("optim.lrr=1", "--set optim.lrr: unknown key; did you mean 'lr'?"),
         ("optim.lr", "--set optim.lr: expected section.key=value, such as optim.lr=0.01"),
-        ("optim.lr 1", "--set optim.lr 1: expected section.key=value, such as optim.lr=0.01"),
-        ("=1", "--set =1: expected section.key=value, such as optim.lr=0.01"),
         ("optim.lr=", "--set optim.lr: has no value; write null for nothing, '' for no text"),
         ("optim.lr=x", "--set optim.lr: must be a number, got 'x'"),
         ("train.steps=01", "--set train.steps: 01 is refused, YAML readers disagree"),
         ("optim={lr: 1}", "--set optim: is a section; set its keys one by one"),
-        ("optim.lr.x=1", "--set optim.lr.x: "),
         ("seed.x=1", "--set seed.x: "),
         ("x.y=1", "--set x.y: x: unknown key; expected one of seed, data, augment"),
     ],
@@ -250,12 +214,6 @@ def test_missing_keys_say_what_they_mean():
 def test_an_override_obeys_the_same_checks(override, message):
     (line,) = refusal("optim: {lr: 0.1}\nseed: 3\n", override)
     assert line.startswith(message)
-
-
-@pytest.mark.parametrize("value", ["(64, 48)", "64x48", "64"])
-def test_a_list_in_the_wrong_form_is_refused_with_an_example(value):
-    (line,) = refusal("seed: 3\n", f"augment.crop_size={value}")
-    assert line.startswith("--set augment.crop_size: must be a list, such as [64, 48], got ")
 
 
 def test_an_override_replaces_what_the_file_says_even_a_mistake():
@@ -317,12 +275,10 @@ def test_a_config_cannot_be_changed():
     ("options", "key", "reason"),
     [
         ("loss.ohem_threshold=0.5", "loss.ohem_threshold", "kind cross_entropy"),
-        ("loss.kind=dice loss.ohem_min_kept=9", "loss.ohem_min_kept", "kind dice"),
         ("model.aux_head=false loss.aux_weight=1", "loss.aux_weight", "model.aux_head false"),
         ("optim.kind=adamw optim.momentum=0.8", "optim.momentum", "kind adamw"),
-        ("optim.kind=adamw optim.nesterov=true", "optim.nesterov", "kind adamw"),
         ("optim.betas=[0.5,0.5]", "optim.betas", "kind sgd"),
-        ("schedule.warmup_start=0.2", "schedule.warmup_start", "schedule.warmup_steps 0 and"),
+        ("schedule.warmup_start=0.2", "schedule.warmup_start", "schedule.warmup_steps 0"),
         ("schedule.poly_power=0 schedule.min_lr=1e-3", "schedule.min_lr", "poly_power 0"),
         (
             "optim.weight_decay=0 optim.decay_norm_and_bias=false",
@@ -330,7 +286,6 @@ def test_a_config_cannot_be_changed():
             "weight_decay 0",
         ),
         ("augment.rotate_prob=0.2", "augment.rotate_prob", "rotate_deg 0"),
-        ("augment.rotate_prob=0 augment.rotate_deg=9", "augment.rotate_deg", "rotate_prob 0"),
         ("augment.brightness=0.2", "augment.brightness", "color_prob 0"),
         (
             "augment.color_prob=1 augment.brightness=0 augment.contrast=0 augment.saturation=0 "
@@ -340,8 +295,7 @@ def test_a_config_cannot_be_changed():
         ),
         ("checkpoint.keep_limit=2", "checkpoint.keep_limit", "keep_every_steps null"),
         ("data.layout=voc data.images_dir=a", "data.images_dir", "layout voc"),
-        ("data.num_workers=0 data.prefetch=2", "data.prefetch", "num_workers 0"),
-        ("data.class_uniform_steps=7", "data.class_uniform_steps", "class_uniform 0"),
+        ("optim.sam_every=2", "optim.sam_every", "sam_rho null"),
     ],
 )
 def test_an_option_without_effect_is_refused(options, key, reason):
@@ -369,7 +323,6 @@ def test_the_tables_of_rules_name_options_that_exist():
     [
         ("mean", [0.485, 0.456, 0.406], "[123.675, 116.28, 103.53]"),  # torchvision's
         ("std", [0.229, 0.224, 0.225], "[58.395, 57.12, 57.375]"),
-        ("mean", [0.5, 0.5, 0.5], "[127.5, 127.5, 127.5]"),
         ("mean", [0, 0, 1], "[0, 0, 255]"),
     ],
 )
@@ -379,12 +332,9 @@ def test_a_mean_or_std_of_0_to_1_is_in_the_wrong_unit(key, values, repair):
     assert line.endswith(f"write {repair}")
 
 
-@pytest.mark.parametrize(
-    "text", ["mean=[0, 0, 0]", "std=[1, 1, 1]", "std=[255, 255, 255]", "mean=[1, 1, 2]"]
-)
+@pytest.mark.parametrize("text", ["mean=[0, 0, 0]", "std=[1, 1, 1]", "mean=[1, 1, 2]"])
 def test_no_normalization_and_numbers_of_0_to_255_pass(text):
     assert wrong_units(parse("", f"data.{text}")) == []
-    assert wrong_units(parse("")) == []
 
 
 def test_no_normalization_before_pretrained_weights_is_a_surprise():

@@ -316,12 +316,10 @@ class MmsegPSPNet(nn.Module):
         return [resize(y, x.shape[-2:], False)]
 
 
-@pytest.mark.parametrize(("width", "option"), [(24, 24), (128, None)])
-def test_mmsegmentations_pyramid_has_its_own_width(width, option, classes):
-    theirs = lively(lambda: MmsegPSPNet(width))
+def test_mmsegmentations_pyramid_has_its_own_width(classes):
+    theirs = lively(lambda: MmsegPSPNet(24))
     model, config = converted(theirs.state_dict(), classes, "model.output_stride=32")
-    assert config.model.ppm_channels == option
-    assert config.model.head_channels == width
+    assert (config.model.ppm_channels, config.model.head_channels) == (24, 24)
     assert_equal(model, lambda dtype, x: theirs.to(dtype)(x), (41, 170), aux=False)
 
 
@@ -379,22 +377,16 @@ def test_mmsegmentations_logits_are_those_of_the_converted_model(mmseg_model, cl
             "contract_dilation: expected True",
         ),
         ("(1, 2, 3, 4)", "(2, 3, 4, 5)", "expected 1 and the rates"),
-        ("(1, 2, 2, 2)", "({}, 2)", "backbone.strides and dilations (({}, 2), "),
         ("DepthwiseSeparableASPPHead", "PSPHead", "'PSPHead', and the keys are those of"),
         ("'SyncBN'", "'GN'", "backbone.norm_cfg.type: expected 'BN' or 'SyncBN'"),
         ("in_index=3", "in_index=2", "decode_head.in_index: expected 3 or -1, found 2"),
         ("in_index=3", "conv_cfg=dict(type='ConvWS')", "conv_cfg: expected None or {'type': 'Conv"),
-        ("in_index=3", "act_cfg=None", "decode_head.act_cfg: expected a dict, found None"),
         ("in_index=3", "scale=2", "decode_head.scale: 2: segtrain does not know this key"),
         ("bgr_to_rgb=True", "bgr_to_rgb=False", "expected one normalization, with RGB images"),
         ("bgr_to_rgb=True", "gamma=2", "data_preprocessor.gamma: 2"),
-        ("[100.0, 110.0, 120.0]", "[127.5]", "data.mean.1: Field required"),
         ("corners=True", "corners='False'", "decode_head.align_corners: expected False or True"),
-        ("type='SyncBN'", "type='SyncBN', affine=False", "backbone.norm_cfg.affine: False"),
-        ("mode='slide'", "mode='slide', scale=2", "test_cfg.scale: 2"),
         ("'slide'", "'other'", "test_cfg.mode: expected 'whole' or 'slide', found 'other'"),
         ("type='EncoderDecoder'", "neck=dict(type='FPN')", "model.neck: expected None"),
-        ("decode_head=dict(", "auxiliary_head=[dict()], decode_head=dict(", "expected a dict"),
         (
             "decode_head=dict(",
             "auxiliary_head=dict(type='FCNHead', dilation=2), decode_head=dict(",
@@ -445,8 +437,6 @@ def test_config_of_version_0_is_read(mmseg_model):
     [
         (v0_config(V0_NORMALIZE.replace("True", "False")), "with RGB images (to_rgb or"),
         (v0_config(), "RGB images (to_rgb or bgr_to_rgb), found 0"),
-        (v0_config(V0_NORMALIZE, V0_NORMALIZE), "found 2: "),
-        (v0_config(V0_NORMALIZE.replace("to_rgb", "gamma")), "test_pipeline.Normalize.gamma: True"),
         (f"{MMSEG_CONFIG}test_pipeline = [{V0_NORMALIZE}]", "found 2: "),
         (
             f"{MMSEG_CONFIG}test_pipeline = [dict(type='LoadImageFromFile', color_type='gray')]",
@@ -478,7 +468,6 @@ V0_RESIZE = """dict(type='MultiScaleFlipAug', img_scale=(2048, 512), flip=False,
         (V0_RESIZE, 512, None),
         (V0_RESIZE.replace("flip=False", "flip=True"), 512, "not converted"),
         ("dict(type='Resize', scale=(512, 512))", None, "'Resize'.* is not converted"),
-        (RESIZE.replace("True", "True, interpolation='nearest'"), None, "is not converted"),
         ("dict(type='CLAHE')", None, "{'type': 'CLAHE'}, which is not converted"),
         ("dict(type='LoadImageFromFile')", None, None),
     ],
@@ -496,7 +485,6 @@ def test_size_of_test_images_is_read_or_warned_of(pipeline, side, warning, mmseg
         ("(43, 64)", 0.3333, None),
         ("(32, 32)", None, "not converted"),
         ("(80, 120)", None, r"not converted: crop_size \(64, 96\), stride \(80, 120\)"),
-        ("48", None, "not converted"),
     ],
 )
 def test_windows_that_no_option_gives_are_warned_of(stride, overlap, warning, mmseg_model):
@@ -514,7 +502,6 @@ def test_windows_that_no_option_gives_are_warned_of(stride, overlap, warning, mm
         ("depth=18", "depth=18, **dict(a=1)", "it has no model of literals"),
         ("work_dir", "model['backbone']['dilations']", r"line \d+ assigns no variable"),
         ("work_dir", "model.update(dict(backbone=1))\nw", r"line \d+ assigns no variable"),
-        ("work_dir", "for part in model.values():\n    a", r"line \d+ assigns no variable"),
         ("model =", "model =(", "it is not Python"),
     ],
 )
@@ -661,16 +648,10 @@ def test_config_of_what_changes_no_prediction_is_read(change, smp_state):
 @pytest.mark.parametrize(
     ("config", "change", "said"),
     [
-        (
-            SMP_CONFIG,
-            {"decoder_use_norm": {"type": "batchnorm", "eps": 0.01}},
-            "norm.eps: expected",
-        ),
         (SMP_CONFIG, {"psp_use_batchnorm": "inplace"}, "psp_use_batchnorm.type: expected "),
         (SMP_CONFIG, {"output_stride": 8}, "output_stride: 8: segtrain does not know this key"),
         (SMP_CONFIG, {"activation": "sigmoid"}, "activation: expected None or"),  # may overlap
         (PLUS_CONFIG, {"encoder_output_stride": 32}, "encoder_output_stride: expected 8 or 16, f"),
-        (PLUS_CONFIG, {"decoder_atrous_rates": "6"}, "model.aspp_rates: "),
         (PLUS_CONFIG, {"encoder_name": "resnet34"}, "encoder_name: expected 'resnet18', found"),
         (PLUS_CONFIG, {"_model_class": "PSPNet"}, "_model_class: expected 'DeepLabV3Plus', found"),
     ],
@@ -767,19 +748,9 @@ def test_damaged_numbers_are_refused(smp_state, classes):
     ("keys", "message"),
     [
         ("module.layer1.0.conv1", "no model that is read"),
-        ("backbone.conv1 decode_head.0.conv_seg decode_head.1.conv_seg", "no model that is read"),
         ("backbone.high_level_features.4 classifier.aspp.convs.0.0", "has [0, 0, 0, 0] blocks"),
-        (
-            "encoder._conv_stem segmentation_head.0 decoder.conv.0 decoder.psp.blocks.0.pool.1.0",
-            "has [0, 0, 0, 0] blocks under encoder.layer1",
-        ),
         ("encoder.conv1 segmentation_head.0 decoder.blocks.0.conv1.0", "missing: decoder."),
-        # mmsegmentation's MobileNetV2 and FCN
-        (
-            "backbone.layer1.0.conv decode_head.conv_seg decode_head.bottleneck.conv "
-            "decode_head.psp_modules.0.1.conv",
-            "the backbone has [1, 0, 0",
-        ),
+        # mmsegmentation's FCN
         ("backbone.conv1 decode_head.conv_seg decode_head.convs.0.conv", "missing: decode_head."),
     ],
 )
@@ -810,11 +781,8 @@ def test_channels_move_to_the_order_of_the_class_file_by_name(smp_state, tmp_pat
         (NAMES[::-1], NAMES, None, "same 5 classes in another order; --class-order stored"),
         (NAMES, NAMES, NAMES[::-1], "--class-order: the file stores the same"),
         ((), NAMES, ("car", *NAMES[1:]), "each once; found 5, without sky"),
-        ((), ("a b", "a-b", *NAMES[2:]), ("a-b", "a b", *NAMES[2:]), "each once"),
         ((), None, None, "5 classes and no usable names; name its class file"),
-        ((), NAMES, "stored", "found 0, without sky"),
         (NAMES, None, "stored", "--class-order: needs --classes"),
-        (("a\x1b[2J", *NAMES[1:]), None, None, "cannot be used; name a class file in --classes"),
     ],
 )
 def test_classes_that_do_not_fit_the_channels_are_refused(stored, names, order, message, tmp_path):
@@ -838,10 +806,6 @@ def test_stored_names_give_the_order_and_other_names_a_warning(classes):
 def test_stored_names_become_a_class_file(mmseg_model, tmp_path):
     stored = {"classes": ["a: b", *NAMES[1:]]}
     file = {"state_dict": mmseg_model.float().state_dict(), **meta(dataset_meta=stored)}
-    torch.save({**file, "state_dict": {**file["state_dict"], "extra": torch.ones(1)}}, "bad.pth")
-    with pytest.raises(CheckpointError, match="1 without a place: extra"):
-        convert_file(Path("bad.pth"), tmp_path / "ours.pt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.pth"]
     torch.save(file, "theirs.pth")
     convert_file(Path("theirs.pth"), tmp_path / "ours.pt")
     loaded = load_model(tmp_path / "ours.pt")
@@ -914,8 +878,6 @@ def test_command_writes_a_checkpoint_that_others_start_from(smp_state, tmp_path,
         (("--output", "ours.pth"), 2, "checkpoints end in .pt"),
         (("--output", "theirs.pt"), 2, "is the file to convert"),
         (("--output", "ours.pt", "--set", "optim.lr=1"), 2, "is for training"),
-        (("--output", "ours.pt", "--set", "data.classes=voc"), 2, "write --classes"),
-        (("--output", "ours.pt", "--set", "model.stem=32-32-64"), 4, "missing: encoder.conv2"),
         (("--output", "ours.pt", "--entry", "ema"), 4, "no state dict there"),
     ],
 )

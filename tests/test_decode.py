@@ -1,7 +1,6 @@
 """Pixels from files. PNG files are written bit by bit here: no library vouches for itself."""
 
 import io
-import os
 import re
 import struct
 import zlib
@@ -263,21 +262,6 @@ def test_no_cut_or_flipped_bit_in_a_png_goes_unnoticed_and_no_other_file_is_a_pi
     for content in broken:
         with pytest.raises(DataError, match=r"x\.png"):
             read(saved(content))
-
-
-@pytest.mark.parametrize("read", [decode.read_image, decode.read_raw_label, decode.read_header])
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda path: None, "no such file"),
-        (os.mkdir, "is a directory"),
-        (os.mkfifo, "not a regular file"),  # and it is not waited for
-    ],
-)
-def test_what_is_no_file_is_refused_by_name(tmp_path, read, make, said):
-    make(tmp_path / "x.png")
-    with pytest.raises(DataError, match=rf"x\.png: cannot be read: {said}"):
-        read(tmp_path / "x.png")
 
 
 @pytest.mark.fault(62)

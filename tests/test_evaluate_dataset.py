@@ -10,8 +10,8 @@ from torch import nn
 
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
-from segtrain.evaluation.dataset import evaluate_dataset, group_size, shard
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings
+from segtrain.evaluation.dataset import evaluate_dataset, shard
+from segtrain.evaluation.settings import InferenceSettings
 from segtrain.metrics import ConfusionMatrix
 from segtrain.types import IGNORE_INDEX, SegLogits
 
@@ -70,13 +70,6 @@ def test_every_image_falls_to_exactly_one_rank(num_images, world_size, group):
     assert sorted(i for indices in groups for i in indices) == list(range(num_images))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert sorted(groups, key=min) == shard(num_images, 0, 1, group=group)
-
-
-def test_groups_are_batches_unless_ranks_would_divide_them_unevenly():
-    batch = replace(SETTINGS, batch_size=5)
-    assert group_size(10, batch, BatchLimits(5, 5)) == 5
-    assert [group_size(n, SETTINGS, BatchLimits(8, 8)) for n in (0, 10, 64, 500)] == [1, 1, 2, 8]
-    assert group_size(500, SETTINGS, BatchLimits(1, 4)) == 1
 
 
 def test_batches_are_the_same_on_any_number_of_ranks(monkeypatch):

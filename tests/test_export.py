@@ -3,8 +3,6 @@ import ast
 import copy
 import dataclasses
 import json
-import os
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -25,7 +23,7 @@ from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.export import formats, write
 from segtrain.export.formats import Case, ExportModel
 from segtrain.export.write import export_graph, export_weights
-from segtrain.models import SegModel, build_model, pspnet
+from segtrain.models import SegModel, build_model
 from segtrain.models.blocks import ConvNormReLU, FeatureChannels, Features
 from segtrain.models.deeplab import DeepLabV3PlusHead
 from segtrain.models.pspnet import PSPHead
@@ -244,34 +242,17 @@ def assert_metadata(metadata):
     assert metadata["model"] == "pspnet resnet18"
 
 
-def bake_pooling(monkeypatch):
-    """Gives the traced graph pooling windows of the traced size, as naive exporters do."""
-    right = pspnet.adaptive_avg_pools
-
-    def baked(x, bins):
-        if not torch.jit.is_tracing():
-            return right(x, bins)
-        windows = [(max(1, int(x.shape[2]) // b), max(1, int(x.shape[3]) // b)) for b in bins]
-        # Means over windows of the traced size, resampled to the expected grid.
-        return [
-            nn.functional.interpolate(
-                nn.functional.avg_pool2d(x, window, stride=1), size=(b, b), mode="nearest"
-            )
-            for b, window in zip(bins, windows, strict=True)
-        ]
-
-    monkeypatch.setattr(pspnet, "adaptive_avg_pools", baked)
-
-
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_a_graph_that_pools_over_the_traced_size_is_refused_and_the_old_file_stays(
-    psp, tmp_path, monkeypatch
-):
-    bake_pooling(monkeypatch)
+def test_a_graph_that_knows_the_traced_size_is_refused_and_the_old_file_stays(tmp_path):
+    class Baked(Tiny):
+        def forward(self, images):
+            height = images.shape[2]
+            return SegLogits(self.norm(self.conv(images)) * (int(height) / height))
+
     file = tmp_path / "model.ts"
     file.write_bytes(b"before")
-    with pytest.raises(ExecutionError, match=r"at 131x222, batch 1: max difference \d\.\de-0"):
-        export_graph(psp, file, format="torchscript")
+    with pytest.raises(ExecutionError, match=r"at 131x222, batch 1: max difference \d\.\de"):
+        export_graph(loaded_model(Baked()), file, format="torchscript")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
 
 
@@ -389,36 +370,19 @@ def test_other_and_damaged_safetensors_are_refused(real_model, tmp_path):
     file = tmp_path / "own.safetensors"
     export_weights(real_model, file)
     weights, own = load_file(file), metadata_of(file, "safetensors")
-    whole, foreign = file.read_bytes(), {"segtrain_version": "1", "step": "7", "config": "{}"}
+    whole = file.read_bytes()
     for metadata, said in (
         (None, "not those of segtrain export; for the weights of another program use segtrain con"),
-        (foreign, "not those of segtrain export"),
         (own | {"step": "-7"}, "damaged: step: "),
-        (own | {"step": "9" * 5000}, "damaged: step: "),  # which int() refuses
         (own | {"config": "{}"}, "its config does not fit this version of segtrain: data: Field"),
         (own | {"classes": "[]"}, "its config does not fit this version of segtrain"),
     ):
         save_file(weights, file, metadata)
         with pytest.raises(CheckpointError, match=said):
             load_model(file)
-    header = b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'
-    short = len(header).to_bytes(8, "little") + header + b"0"
-    for content, said in ((whole[:-5], "damaged, cut short"), (short, "own")):
-        file.write_bytes(content)
-        with pytest.raises(CheckpointError, match=said):
-            load_model(file)
-    pipe = tmp_path / "pipe.safetensors"
-    os.mkfifo(pipe)
-    with pytest.raises(CheckpointError, match="pipe"):
-        load_model(pipe)
-
-
-def test_a_disk_that_gives_back_other_bytes_is_found(tmp_path, monkeypatch):
-    written = Path.write_bytes
-    monkeypatch.setattr(Path, "write_bytes", lambda path, data: written(path, data[:-1] + b"!"))
-    with pytest.raises(ExecutionError, match="gives back other bytes than were written"):
-        export_weights(loaded_model(Tiny()), tmp_path / "w")
-    assert list(tmp_path.iterdir()) == []
+    file.write_bytes(whole[:-5])
+    with pytest.raises(CheckpointError, match="damaged, cut short"):
+        load_model(file)
 
 
 def request(**changes):
@@ -452,8 +416,6 @@ def test_a_missing_onnx_package_is_named_with_the_command_that_installs_it(monke
     [
         ({"output": "a.pt2"}, "is for --format pt2; for --format onnx write --output a.onnx"),
         ({"format": "pt2", "output": "b/a.PT"}, "torchscript; for --format pt2 write --output b/a"),
-        ({"format": "torchscript", "output": "a.onnx"}, "; for --format torchscript write --outp"),
-        ({"format": "safetensors", "output": "a.v2.pth"}, "safetensors write --output a.v2.s"),
         ({"format": "safetensors", "output": "a", "size": [64, 96]}, "--size: no effect on --form"),
     ],
 )
@@ -472,11 +434,6 @@ def test_a_file_that_is_there_is_kept_unless_told_otherwise(tmp_path, monkeypatc
     assert output.read_text() == "precious"
     assert command.main(request(format="safetensors", output=str(output), overwrite=True)) == 0
     assert output.read_bytes() != b"precious"
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="pipe: is a pipe; name a file"):
-        command.main(request(format="safetensors", output=str(tmp_path / "pipe"), overwrite=True))
-    with pytest.raises(ConfigError, match="is a folder"):
-        command.main(request(format="safetensors", output=str(tmp_path), overwrite=True))
 
 
 @pytest.fixture(scope="module")
@@ -487,15 +444,14 @@ def readme_script():
     return code.replace("photo.jpg", "photo.png")  # in which pixels are what was written
 
 
-def assert_script_predicts(code, loaded, where, monkeypatch, capsys, shown=None, agreement=0.999):
+def assert_script_predicts(code, loaded, where, monkeypatch, capsys, agreement):
     """Runs it in `where`, beside my.onnx and photo.png, and `segtrain predict` on the same image.
 
-    shown: the picture that is predicted, if it is another one.
     agreement: the share of pixels that must be equal.
     """
     monkeypatch.setattr(predict, "load_model", lambda source, device: loaded)
     options = {"source": "run", "device": "cpu", "set": [], "overwrite": False}
-    inputs, output = [str(shown or where / "photo.png")], str(where / "out")
+    inputs, output = [str(where / "photo.png")], str(where / "out")
     predict.main(argparse.Namespace(**options, inputs=inputs, output=output))
     monkeypatch.chdir(where)
     capsys.readouterr()
@@ -504,9 +460,6 @@ def assert_script_predicts(code, loaded, where, monkeypatch, capsys, shown=None,
     for folder, name in (("labels", "label.png"), ("colors", "colors.png")):
         expected = read(next((where / "out" / folder).glob("*.png")))
         found = read(where / name)
-        if shown is not None:  # the script's are as large as the photo
-            size = read(where / "photo.png").shape[1::-1]
-            expected = cv2.resize(expected, size, interpolation=cv2.INTER_NEAREST)
         assert len(np.unique(expected)) > 1
         assert found.dtype == expected.dtype
         assert np.mean(found == expected) > agreement
@@ -557,18 +510,6 @@ def test_the_readmes_script_predicts_as_segtrain_does(
     assert_script_predicts(
         readme_script, loaded, tmp_path, monkeypatch, capsys, agreement=agreement
     )
-
-
-def test_the_readmes_script_takes_the_size_of_a_file_for_one_size(
-    readme_script, tmp_path, monkeypatch, capsys
-):
-    tiny, shown = loaded_model(Tiny()), tmp_path / "resized.png"
-    options = {"normalize": "uint8", "argmax": True, "size": (48, 64)}
-    export_graph(tiny, tmp_path / "my.onnx", format="onnx", **options)
-    save_photo(tmp_path / "photo.png", 75, 101)
-    resized = cv2.resize(read(tmp_path / "photo.png").astype(np.float32), (64, 48)).round()
-    assert cv2.imwrite(str(shown), resized)
-    assert_script_predicts(readme_script, tiny, tmp_path, monkeypatch, capsys, shown=shown)
 
 
 @pytest.mark.parametrize(

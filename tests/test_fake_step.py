@@ -23,7 +23,7 @@ UPDATES = [
     {"optimizer": "adamw", "ema_decay": 0.9, "clip_grad_norm": 1.0},
     {"precision": "float16", "ema_decay": 0.9},
     {"precision": "float16", "optimizer": "adamw"},
-    {"decoupled_decay": True, "momentum_correction": False},
+    {"decoupled_decay": True},
 ]
 
 
@@ -43,7 +43,6 @@ def test_an_update_makes_no_wait_and_is_one_kernel(fake, options):
         optimizer=build_optimizer(model, whole),
         scaler=torch.amp.GradScaler("cuda", enabled=train.precision == "float16"),
         average=average if optim.ema_decay else None,
-        initial_weights=SimpleNamespace(hold_gradients=lambda: None),
         step=0,
     )
     state.scaler.scale(torch.zeros((), device="cuda"))

@@ -173,26 +173,6 @@ def test_a_label_that_cannot_be_read_is_an_error_of_the_data(data, tmp_path):
         hashing.result()
 
 
-def test_hashing_can_be_ended_early(data, monkeypatch):
-    dataset, _, _ = seen(data)
-    reached, go_on, read = threading.Event(), threading.Event(), []
-
-    def read_bytes(path):
-        read.append(path)
-        reached.set()
-        go_on.wait()
-        return b"x"
-
-    monkeypatch.setattr(dataset_module, "read_bytes", read_bytes)
-    hashing = LabelHashing([(dataset, 8)])
-    reached.wait()
-    assert hashing.result(0) is None
-    hashing.close()
-    go_on.set()
-    assert hashing.result(60) is not None
-    assert len(read) == 1
-
-
 ONE_AND_TWO = SegClass("one", (9, 9, 9), (1,)), SegClass("two", (8, 8, 8), (2,))
 BEFORE = ClassFile("c", ONE_AND_TWO, (255,), (0, 0, 0))
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 from segtrain.config import AugmentConfig, Config, DataConfig, EvalConfig, TrainConfig
 from segtrain.evaluation import windows
 from segtrain.evaluation.inference import predict_label, predict_labels, score_tiles
-from segtrain.evaluation.settings import BatchLimits, InferenceSettings, view_size
+from segtrain.evaluation.settings import BatchLimits, InferenceSettings
 from segtrain.evaluation.windows import num_windows, slide, window_starts
 from segtrain.models.blocks import normalize
 from segtrain.types import SegLogits
@@ -228,13 +228,6 @@ def test_views_are_resized_from_the_stored_image_once(local):
     assert_close(local.inputs[0], expected)
 
 
-def test_short_side_is_the_smaller_side_and_the_scale_multiplies_it():
-    assert view_size((100, 250), 50, 1.0) == (50, 125)
-    assert view_size((250, 100), 50, 2.0) == (250, 100)
-    assert view_size((3, 5), None, 0.1) == (1, 1)
-    assert view_size((1023, 2047), None, 0.5) == (512, 1024)
-
-
 @pytest.mark.parametrize("mode", ["whole", "slide"])
 def test_autocast_computes_in_low_and_averages_in_full_precision(local, mode):
     seen = []
@@ -245,27 +238,6 @@ def test_autocast_computes_in_low_and_averages_in_full_precision(local, mode):
     assert actual.dtype == torch.float32
     full = predict_probabilities(local, image(), settings(mode=mode, flip=True), (21, 34))
     assert_close(actual, full, atol=0.02)
-
-
-def test_no_graph_is_kept_and_the_model_can_train_afterwards(local):
-    class Caching(TinyModel):
-        cache = None
-
-        def forward(self, images):
-            if self.cache is None:
-                self.cache = torch.full((1,), 2.0, dtype=torch.float64)
-            return SegLogits(self.conv(images) * self.cache)
-
-    model = Caching(3)
-    assert not predict_probabilities(model, image(), settings(flip=True), (21, 34)).requires_grad
-    model(view_of(image())).out.sum().backward()
-    assert model.conv.weight.grad is not None
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (3, 8, 8), (1, 1, 8, 8)])
-def test_anything_but_one_rgb_image_is_refused(local, shape):
-    with pytest.raises(ValueError, match="image: expected"):
-        predict_label(local, torch.zeros(shape, dtype=torch.uint8), settings(), (8, 8))
 
 
 def config(**sections):

@@ -198,8 +198,6 @@ def test_oddities_of_names_are_notes(tmp_path, files, note):
         ("camvid", "train", [], "data.root: there is no folder ROOT"),
         ("folders", "val", A, "no split 'val'; splits: train"),
         ("folders", "t", ["images/t/a.png", "masks/t/a.png"], "folders in ROOT: images, masks"),
-        ("folders", "t\nx", ["images/a.png"], "no split 't\\nx'; there are no splits"),
-        ("folders", "t", ["images/t/.x", "labels/t/a.png"], "*.jpeg|.jpg|.png, found no files"),
         ("folders", "t", ["images/t/a.tif", "labels/t/a"], "*.jpeg|.jpg|.png, found a.tif"),
         ("folders", "t", ["images/t/a.jpg", "labels/t/a.jpg"], "JPEG changes ids"),
         ("folders", "t", ["images/t/a.jpg", "images/t/a.png", "labels/t/a.png"], "have one name"),
@@ -251,16 +249,12 @@ def test_list_file_forms(tmp_path, text):
     ("line", "reason"),
     [
         ("i/b.jpg", "expected image and label, found 1 column"),
-        ("i/my image.png l/a.png", "found 3 columns"),
         ("i/a.png l/a.png", "already listed"),
-        ("./i/a.png l/b.png", "already listed"),
         ("/etc/passwd l/b.png", "relative to data.root"),
         ("i/../../x.png l/b.png", r"'\.\.' is not allowed"),
         ("i/b\x00.jpg l/b.png", "control characters"),
         ("i/c.jpg l/b.png", "no such file"),
-        ("i/b.tif l/b.png", "expected a file .jpeg .jpg .png"),
         ("i/b.jpg l/b.jpg", "expected a file .png"),
-        ('"i/b.jpg l/b.png', "unexpected end of data"),
     ],
 )
 def test_list_file_refuses_a_line_by_its_number(tmp_path, line, reason):

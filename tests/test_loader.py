@@ -224,32 +224,29 @@ def test_signals_to_the_whole_process_group_leave_workers_at_work(workers):
     assert workers["early"] == contents(loader())
 
 
-def rank_with_a_fork_server():
-    """Run as a program: its workers are not its children, as with Python 3.14 and later."""
-    multiprocessing.set_start_method("forkserver")
+def rank_with_a_fork_server(pipe):
+    """Its workers are not its children, as with Python 3.14 and later."""
+    multiprocessing.set_start_method("forkserver", force=True)
     batches = loader(num_workers=2, steps=50)
     next(batches)
     workers = multiprocessing.active_children()
-    print(*(worker.pid for worker in workers), flush=True)
-    sys.stdin.readline()
+    pipe.send([worker.pid for worker in workers])
+    pipe.recv()
     workers[0].terminate()
-    sys.stdin.readline()
+    pipe.recv()
 
 
-def test_workers_of_a_fork_server_end_as_the_rank_wants_and_with_it():
-    # From a file, as a fork server imports the main module again.
-    rank = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    one, other = map(int, rank.stdout.readline().split())
+def test_workers_of_a_fork_server_end_as_the_rank_wants_and_with_it(forkserver):
+    mine, theirs = forkserver.Pipe()
+    rank = forkserver.Process(target=rank_with_a_fork_server, args=(theirs,))
+    rank.start()
+    one, other = mine.recv()
     assert left_after([one, other], 0) == [one, other]
-    rank.stdin.write("terminate\n")
-    rank.stdin.flush()
+    mine.send("terminate")
     assert left_after([one], 10) == []
     assert left_after([other], 0) == [other]
     rank.kill()
     assert left_after([other], 10) == []
-    rank.communicate()
 
 
 class Counting(Numbers):
@@ -296,7 +293,3 @@ def test_a_killed_worker_is_a_failure_of_the_system_with_advice(workers):
     assert kind == "ExecutionError"
     assert "killed by signal" in message or "exited unexpectedly" in message
     assert "data.num_workers" in message
-
-
-if __name__ == "__main__":
-    rank_with_a_fork_server()

@@ -24,7 +24,6 @@ from segtrain.data.sample.stream import (
     paste_classes,
 )
 from segtrain.data.sample.transforms import Crop, TrainTransform
-from segtrain.run.pictures import training_picture
 from segtrain.training.engine import train_steps
 from segtrain.training.step_sync import StepSync
 from segtrain.types import IGNORE_INDEX, Batch
@@ -206,14 +205,6 @@ def test_without_weight_a_step_has_no_partners(everything):
     assert 0 in weights
     found = [batch.partner_labels is None for batch in batches(stream)]
     assert found == [weight == 0 for weight in weights]
-
-
-def test_the_picture_of_a_batch_shows_both_labels(everything):
-    unmixed = everything(mixup_alpha=None, class_mix_prob=0.0)
-    plain, mixed = batches(unmixed)[0], batches(everything())[0]
-    classes = everything().dataset.classes
-    heights = [len(training_picture(batch, classes)) for batch in (plain, mixed)]
-    assert heights[1] - heights[0] == 25
 
 
 # The loss.

@@ -16,9 +16,7 @@ from segtrain.distributed import collectives as dist
 from segtrain.norm import (
     PartialBatchNorm2d,
     SyncBatchNorm,
-    SyncBatchNorm1d,
     SyncBatchNorm2d,
-    SyncBatchNorm3d,
     convert,
     normalize_together,
     untracked,
@@ -93,7 +91,8 @@ def reference(parts, grads, module):
         for p in (module.weight, module.bias)
     )
     mean, var = torch.zeros(C, dtype=torch.float64), torch.ones(C, dtype=torch.float64)
-    y = F.batch_norm(x, mean, var, weight, bias, True, module.momentum, module.eps)
+    momentum = 1.0 if module.momentum is None else module.momentum  # the mean over one step
+    y = F.batch_norm(x, mean, var, weight, bias, True, momentum, module.eps)
     y.backward(torch.cat([rows(grad) for grad in grads]))
     return y.detach(), x.grad, [p.grad for p in (weight, bias) if p is not None], mean, var
 
@@ -163,6 +162,7 @@ OPTIONS = [
     {"affine": False},
     {"bias": False},
     {"track_running_stats": False},
+    {"momentum": None},
     {"momentum": 0.0},
     {"momentum": 1.0},
     {"eps": 0.5},
@@ -223,14 +223,6 @@ def test_local_statistics_are_exact_in_every_layout(shape, ratio):
         values = part.double().transpose(0, 1).reshape(shape[1], -1)
         torch.testing.assert_close(var, values.var(dim=1, correction=0), rtol=1e-5, atol=0)
         torch.testing.assert_close(mean, values.mean(dim=1), rtol=2e-6, atol=2e-6)
-
-
-def test_constant_channels_have_no_variance():
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        x = torch.full((2, 3, 50, 50), 0.1).contiguous(memory_format=memory_format)
-        mean, var = local_moments(x)
-        assert (var < 1e-15).all()
-        torch.testing.assert_close(mean, x[0, :, 0, 0].double(), rtol=1e-6, atol=0)
 
 
 def empty_step(dtype, device):
@@ -431,15 +423,6 @@ def test_one_process_is_plain_batch_norm_and_exchanges_its_state():
     assert back.num_batches_tracked == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [(SyncBatchNorm1d, (2, C, 3, 4)), (SyncBatchNorm2d, (2, C)), (SyncBatchNorm3d, (2, C, 3, 4))],
-)
-def test_a_wrong_number_of_dimensions_is_refused(kind, shape):
-    with pytest.raises(ValueError, match="expected"):
-        kind(C)(torch.zeros(shape))
-
-
 def test_conversion_keeps_tensors_modes_hooks_and_sharing_and_comes_back():
     shared = nn.BatchNorm2d(4, eps=1e-3, momentum=None)
     net = nn.ModuleDict({"a": nn.Sequential(shared, nn.Conv2d(3, 4, 1), shared), "b": shared})
@@ -480,11 +463,6 @@ def test_conversion_refuses_a_subclass_by_its_path_and_leaves_the_rest_alone():
             convert(net, to)
         assert [type(layer) for layer in net] == [nn.BatchNorm2d, SyncBatchNorm2d, kind]
     convert(nn.Sequential(Fused(4)), "local")
-    lazy = nn.Sequential(nn.LazyBatchNorm2d())  # it does not know its width yet
-    with pytest.raises(TypeError, match="0 is a LazyBatchNorm2d"):
-        convert(lazy)
-    lazy(torch.zeros(2, 3, 1, 1))
-    assert type(convert(lazy)[0]) is SyncBatchNorm2d
 
 
 def test_what_is_misspelt_is_refused():

@@ -111,8 +111,8 @@ def uneven_epoch():
     return sizes, summed_gradients(model), list(model.buffers())
 
 
-def test_ranks_with_fewer_batches_go_on_with_empty_ones(three_ranks):
-    results = three_ranks["uneven_epoch"]
+def test_ranks_with_fewer_batches_go_on_with_empty_ones(run_ranks):
+    results = run_ranks(3, uneven_epoch)
     assert [sizes for sizes, *_ in results] == [[2, 0, 0], [2, 3, 0], [2, 3, 4]]
     # In the last step only one rank has images: it is as if it were alone.
     model = convert(net(), to="local")
@@ -123,19 +123,6 @@ def test_ranks_with_fewer_batches_go_on_with_empty_ones(three_ranks):
     for _, gradients, buffers in results:
         for got, p in zip(gradients, model.parameters(), strict=True):
             assert_close(got, p.grad, atol=1e-10)
-        assert_close(buffers, list(model.buffers()))
-
-
-def updated():
-    model = net()
-    torch.optim.swa_utils.update_bn([mine()], model)
-    return list(model.buffers())
-
-
-def test_torchs_update_of_statistics_takes_the_values_of_all_ranks(three_ranks):
-    model = convert(net(), to="local")
-    torch.optim.swa_utils.update_bn([IMAGES], model)
-    for buffers in three_ranks["updated"]:  # of 1, 0 and 4 images
         assert_close(buffers, list(model.buffers()))
 
 
@@ -168,10 +155,3 @@ def two_ranks(run_ranks):
     """What the ranks return for each function, by its name."""
     calls = {function.__name__: (function,) for function in (second_derivative, precise)}
     return by_name(run_ranks(2, results_of, calls))
-
-
-@pytest.fixture(scope="module")
-def three_ranks(run_ranks):
-    """As `two_ranks`."""
-    calls = {function.__name__: (function,) for function in (uneven_epoch, updated)}
-    return by_name(run_ranks(3, results_of, calls))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from experiments import assert_same_state, last, small, stopped_after, train, write_config
+from experiments import bits, last, small, stopped_after, train, write_config
 from PIL import Image
 from safetensors import safe_open
 from test_fingerprint import on_a_machine_of_its_own
@@ -190,7 +190,9 @@ def test_a_run_goes_on_from_a_pack_to_its_files(run_ranks, scenes, data, tmp_pat
     """With all that reads a sample in another way: parts of images, centroids, partners."""
     configs = {}
     for name, places in {"files": {}, "pack": {"pack": scenes}}.items():
-        options = small(data, train={"steps": 6}, data={"class_uniform": 0.4} | places)
+        model = {"backbone": "resnet18", "num_stages": 2, "output_stride": 8}
+        sections = {"train": {"steps": 6}, "data": {"class_uniform": 0.4} | places}
+        options = small(data, model=model, **sections)
         options["augment"] |= {"mixup_alpha": 5.0, "class_mix_prob": 0.6, "max_class_share": 0.6}
         configs[name] = write_config(tmp_path / f"{name}.yaml", options)
     run, other = tmp_path / "run", tmp_path / "other"
@@ -198,7 +200,7 @@ def test_a_run_goes_on_from_a_pack_to_its_files(run_ranks, scenes, data, tmp_pat
     shutil.copytree(run, other)
     assert run_ranks(1, train, configs["pack"], run, True) == [0]
     assert run_ranks(1, train, configs["files"], other, True) == [0]
-    assert_same_state(last(run), last(other))
+    assert bits(last(run)) == bits(last(other))
     assert last(run).data == last(other).data
     log = (other / "train.log").read_text()
     assert "changed" not in log
@@ -488,17 +490,9 @@ def test_a_disk_that_is_full_is_told_before_it_is_filled(root, tmp_path, monkeyp
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def emulated(handle, start, length):
-        """glibc's where the file system cannot reserve; the file is open for writing alone."""
-        if os.fstat(handle).st_size:
-            os.pread(handle, 1, start)
-        os.pwrite(handle, b"\0", start + length - 1)
-
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     assert pack(root, tmp_path / "p") == 6
     assert "the pack cannot be written: no space left on device" in capsys.readouterr().err
-    monkeypatch.setattr(os, "posix_fallocate", emulated, raising=False)
-    assert pack(root, tmp_path / "p") == 0
 
 
 def test_what_was_odd_before_packing_is_said_at_each_start(root, tmp_path):
@@ -510,15 +504,3 @@ def test_what_was_odd_before_packing_is_said_at_each_start(root, tmp_path):
     assert pack(root, tmp_path / "p") == 0
     dataset = open_dataset(data_of(root, pack=str(tmp_path / "p")), "train")
     assert [line for line in dataset.warnings if "if these are not just dark" in line]
-
-
-def test_names_that_are_no_text_survive(root, tmp_path):
-    odd = os.fsdecode(b"z\xff\n")
-    try:
-        save(root, "train", odd, (3, 4))
-    except OSError:
-        pytest.skip("this file system takes text only")
-    assert pack(root, tmp_path / "p") == 0
-    dataset = open_dataset(data_of(root, pack=str(tmp_path / "p")), "train")
-    assert dataset.name(5) == odd
-    assert dataset.pairs == open_dataset(data_of(root), "train").pairs

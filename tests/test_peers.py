@@ -12,6 +12,7 @@ a module of their name without any stands in for them.
 
 import importlib
 import importlib.util
+import re
 import sys
 import types
 import warnings
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from experiments import settings
+from experiments import enliven, settings
 from torch import nn
 
 from segtrain.checkpoint import load_model
@@ -104,22 +105,6 @@ def classes(tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text(f"classes: [{', '.join(f'class{i}' for i in range(K))}]\n")
     return str(path)
-
-
-def enliven(model):
-    """Weights and statistics that no two layers share, in evaluation mode."""
-    generator = torch.Generator().manual_seed(1)
-    for layer in model.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.running_mean.uniform_(-0.2, 0.2, generator=generator)
-            layer.running_var.uniform_(0.5, 1.5, generator=generator)
-            nn.init.uniform_(layer.weight, 0.5, 1.5, generator=generator)
-            nn.init.uniform_(layer.bias, -0.2, 0.2, generator=generator)
-        elif isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_uniform_(layer.weight, generator=generator)
-            if layer.bias is not None:
-                nn.init.uniform_(layer.bias, generator=generator)
-    return model.eval()
 
 
 def images(height, width):
@@ -297,25 +282,15 @@ def test_three_updates_equal_smps(arch, smp, tmp_path, classes):
 
 def test_deeplabv3_with_the_keys_of_earlier_versions_is_read(smp, tmp_path, classes):
     """They had no names, and smp renames them when it loads them."""
-    model = enliven(smp.DeepLabV3("resnet18", encoder_weights=None, classes=K))
-    state = model.state_dict()
-    for old, new in (("0", "aspp"), ("1", "conv"), ("2", "bn")):
-        start = f"decoder.{new}."
-        state = {
-            k.replace(start, f"decoder.{old}.") if k.startswith(start) else k: v
-            for k, v in state.items()
-        }
+    theirs = enliven(smp.DeepLabV3("resnet18", encoder_weights=None, classes=K))
+    state = theirs.state_dict()
+    for old, new in enumerate(("aspp", "conv", "bn")):
+        state = {re.sub(rf"^decoder\.{new}\.", f"decoder.{old}.", k): v for k, v in state.items()}
+    theirs.load_state_dict(state)
     torch.save(state, tmp_path / "theirs.pth")
     convert_file(tmp_path / "theirs.pth", tmp_path / "ours.pt", classes=classes)
-    theirs = smp.DeepLabV3("resnet18", encoder_weights=None, classes=K).eval()
-    theirs.load_state_dict(state)
-    compare(
-        "DeepLabV3 of earlier versions",
-        lambda dtype, x: [theirs.to(dtype)(x)],
-        tmp_path / "ours.pt",
-        images(32, 320),
-        aux=False,
-    )
+    name, x = "DeepLabV3 of earlier versions", images(32, 320)
+    compare(name, lambda dtype, x: [theirs.to(dtype)(x)], tmp_path / "ours.pt", x, aux=False)
 
 
 @pytest.mark.parametrize(("arch", "options", "overrides"), SMP)
@@ -325,11 +300,5 @@ def test_converted_model_equals_smps(arch, options, overrides, smp, tmp_path, cl
     path = tmp_path / "theirs.pth"
     torch.save(model.state_dict(), path)
     convert_file(path, tmp_path / "ours.pt", classes=classes, overrides=overrides)
-    name = " ".join([arch, *map(str, options.values())])
-    compare(
-        name,
-        lambda dtype, x: [model.to(dtype)(x)],
-        tmp_path / "ours.pt",
-        images(32, 608),
-        aux=False,
-    )
+    name, x = " ".join([arch, *map(str, options.values())]), images(32, 608)
+    compare(name, lambda dtype, x: [model.to(dtype)(x)], tmp_path / "ours.pt", x, aux=False)

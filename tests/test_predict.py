@@ -296,13 +296,6 @@ def test_a_rotation_in_exif_is_ignored_and_said(run, tmp_path, capsys, orientati
     assert ("4 of them ask for a rotation" in capsys.readouterr().out) == (orientation != 1)
 
 
-def test_a_place_that_cannot_be_written_ends_the_command(run, tmp_path):
-    (tmp_path / "out" / "labels").mkdir(parents=True)
-    (tmp_path / "out" / "colors").write_text("in the way")
-    with pytest.raises(ExecutionError, match="colors"):
-        run(save(tmp_path / "a.png", photo(8, 9)))
-
-
 def test_an_image_too_large_for_the_device_is_named_with_a_way_out(run, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory")
@@ -326,27 +319,14 @@ def test_what_is_skipped_in_folders_is_counted_by_suffix(run, tmp_path, capsys):
     assert f"\n{said}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("levels", "dtype", "factor", "said"),
-    [
-        (4096, np.uint16, 16, "warning: 1 image of 16 bits uses at most 12 of them"),
-        (2, np.uint8, 255, "brighter than 1 of 255"),
-    ],
-)
-def test_images_whose_numbers_use_a_part_of_their_range_are_warned_about(
-    run, tmp_path, capsys, levels, dtype, factor, said
-):
-    """Values of 12 bits in files of 16; values of 0 and 1 saved as bytes."""
-    values = np.random.default_rng(0).integers(0, levels, (8, 9, 3)).astype(dtype)
+def test_values_of_12_bits_in_files_of_16_are_warned_about(run, tmp_path, capsys):
+    values = np.random.default_rng(0).integers(0, 4096, (8, 9, 3)).astype(np.uint16)
     dark, full = tmp_path / "dark.tif", tmp_path / "full.tif"
     assert cv2.imwrite(str(dark), values)
-    assert cv2.imwrite(str(full), values * dtype(factor))
+    assert cv2.imwrite(str(full), values * 16)
     assert run(full) == 0
     assert "warning" not in capsys.readouterr().out
-    assert run(dark, overwrite=True, output=str(tmp_path / "other")) == 0
-    (line,) = [one for one in capsys.readouterr().out.splitlines() if "warning" in one]
-    assert said in line
-    assert dark.name in line
-    # Among others, one of 16 bits is odd; one of bytes may be just dark.
     assert run(full, dark, overwrite=True) == 0
-    assert ("warning" in capsys.readouterr().out) == (dtype == np.uint16)
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "warning" in one]
+    assert "warning: 1 image of 16 bits uses at most 12 of them" in line
+    assert dark.name in line

@@ -118,17 +118,6 @@ def test_the_description_tells_config_versions_devices_and_command(config, tmp_p
     assert {"segtrain", "python", "platform", "git", "command"} <= environment.keys()
 
 
-def test_a_full_disk_leaves_nothing_behind_and_asks_for_room(config, small_disk):
-    run_directory.write_description(small_disk, config, ["cpu"])
-    before = (small_disk / run_directory.CONFIG).read_bytes()
-    fill(small_disk)
-    with pytest.raises(ConfigError, match=r"cannot be written.*: no space left"):
-        run_directory.write_description(small_disk, changed(config, "optim", lr=0.5), ["cpu"])
-    assert (small_disk / run_directory.CONFIG).read_bytes() == before
-    names = sorted(path.name for path in small_disk.iterdir())
-    assert names == ["config.yaml", "environment.json", "other"]
-
-
 def test_where_the_config_is_missing_that_of_the_command_counts_as_changed(config, tmp_path):
     checkpoint_in(tmp_path)
     (line,) = check(tmp_path, config, resume=True)
@@ -161,13 +150,6 @@ def test_a_repository_in_the_current_folder_runs_no_code(tmp_path, monkeypatch):
     revision = git_revision()
     assert not ran.exists()
     assert len(revision) == 12
-
-
-def test_a_folder_that_the_user_made_stays(tmp_path):
-    """That of the run goes, if nothing is in it: see test_checkpoint_manager.py."""
-    with RunLock(tmp_path):
-        pass
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_on_a_full_disk_the_lock_works(small_disk):

@@ -1,7 +1,6 @@
 """SAM against a loop over the whole batch in float64 with torch's own batch norm and optimizer."""
 
 import copy
-from contextlib import contextmanager
 
 import pytest
 import test_engine
@@ -10,11 +9,9 @@ from test_engine import CPU, K, N, assert_same_training, plain_loop, run, traine
 from torch import nn
 
 from segtrain import seed
-from segtrain.config import LayerRule
 from segtrain.errors import NonFiniteError
 from segtrain.models import DropoutChannels
 from segtrain.norm import make_norm
-from segtrain.training import engine
 from segtrain.training.sam import sam_perturbed
 from segtrain.training.state import make_state
 from segtrain.types import SegLogits
@@ -142,45 +139,3 @@ def test_a_float16_step_whose_gradients_overflow_is_skipped(numbers):
     settings = config(precision="float32")  # which ends there, as without SAM
     with pytest.raises(NonFiniteError, match="step 2: the gradient is not finite"):
         list(run(settings, spoiled(settings, numbers)))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"sam_rho": None, "sam_every": 2}, "sam_every: has no effect with sam_rho null"),
-        ({"sam_rho": 0.0}, "greater than 0"),
-    ],
-)
-def test_options_without_effect_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        config(**options)
-
-
-def test_held_weights_do_not_climb(monkeypatch):
-    """The second gradient is that of the pruned model."""
-    settings = config(steps=1)
-    layers = (LayerRule(names=("backbone",), hold_zeros=True),)
-    settings = settings.model_copy(
-        update={"optim": settings.optim.model_copy(update={"layers": layers})}
-    )
-    model = Small(make_norm(settings.norm))
-    pruned = torch.zeros_like(model.backbone.weight, dtype=torch.bool)
-    pruned[:, 1] = True
-    with torch.no_grad():
-        model.backbone.weight[pruned] = 0
-    state = make_state(model, settings, CPU)
-    seen = []
-
-    @contextmanager
-    def watched(*args):
-        with sam_perturbed(*args):
-            seen.append(model.backbone.weight.detach().clone())
-            yield
-
-    monkeypatch.setattr(engine, "sam_perturbed", watched)
-    before = model.backbone.weight.detach().clone()
-    list(run(settings, state))
-    (uphill,) = seen
-    assert (uphill[pruned] == 0).all()
-    assert (uphill[~pruned] != before[~pruned]).all()
-    assert (model.backbone.weight[pruned] == 0).all()

@@ -1,4 +1,4 @@
-"""Decay toward the start, frozen and held weights in whole runs: ranks, shares, resume, verify."""
+"""Decay toward the start and frozen weights in whole runs: ranks, shares, resume, verify."""
 
 import copy
 import shutil
@@ -21,7 +21,6 @@ EVERYTHING = {
     "optim": {
         "clip_grad_norm": 1.0,
         "lr": 0.05,
-        "momentum_correction": False,
         "decay_toward": "start",
         "weight_decay": 0.05,
         "new_weight_decay": 0.01,
@@ -29,7 +28,6 @@ EVERYTHING = {
         "layers": [
             {"names": [FROZEN], "freeze": True},
             {"names": ["backbone.layer2.1", "head"], "lr_mult": 0.5},
-            {"names": ["backbone"], "hold_zeros": True},
         ],
     },
     "schedule": {"kind": "one_cycle", "cycle_rise": 0.8},
@@ -38,56 +36,44 @@ EVERYTHING = {
 
 
 @pytest.fixture(scope="module")
-def pruned(tmp_path_factory):
-    """A file with a pruned backbone, and its state dict."""
+def weights_file(tmp_path_factory):
+    """A file with a backbone, and its state dict."""
     torch.manual_seed(3)
     backbone = build_backbone(ModelConfig(backbone="resnet18", num_stages=2, output_stride=8))
     state = backbone.state_dict()
-    for key in ("layer1.1.conv1.weight", "layer2.0.conv2.weight"):
-        state[key][torch.rand(state[key].shape) < 0.5] = 0
-    path = tmp_path_factory.mktemp("pruned") / "pruned.pth"
+    path = tmp_path_factory.mktemp("weights") / "weights.pth"
     torch.save(state, path)
     return path, {f"backbone.{key}": value for key, value in state.items()}
 
 
-def write(data, pruned, path, **changes):
+def write(data, weights_file, path, **changes):
     options = small(data, **copy.deepcopy(EVERYTHING))
-    options["model"]["pretrained"] = str(pruned[0])
+    options["model"]["pretrained"] = str(weights_file[0])
     options["train"].update(changes)
     return write_config(path, options)
 
 
 @pytest.fixture(scope="module")
-def alone(run_ranks, data, pruned, tmp_path_factory):
+def alone(run_ranks, data, weights_file, tmp_path_factory):
     """The config, and a whole run of one rank."""
     where = tmp_path_factory.mktemp("alone")
-    config = write(data, pruned, where / "c.yaml")
+    config = write(data, weights_file, where / "c.yaml")
     assert run_ranks(1, train, config, where / "run") == [0]
     return config, where / "run"
 
 
-def test_frozen_and_held_weights_keep_the_values_of_the_file(alone, pruned):
-    found, start = last(alone[1]), pruned[1]
+def test_frozen_weights_keep_the_values_of_the_file_and_others_move(alone, weights_file):
+    found, start = last(alone[1]), weights_file[1]
     for weights in (found.model, found.average):
         for key, value in start.items():
             if key.startswith(FROZEN):
                 assert torch.equal(weights[key], value), key
             elif value.is_floating_point():
                 assert not torch.equal(weights[key], value), key
-            if key.endswith("weight") and value.dim() > 1:
-                held = value == 0
-                assert (weights[key][held] == 0).all()
-                assert (weights[key][~held] != 0).all()
-    assert sum(mask.sum().item() for mask in found.start["held"].values()) > 1000
 
     config = load_config(alone[0])
-    groups = found.optimizer["param_groups"]
-    names = [name for group in groups for name in group["param_names"]]
-    for group in groups:
-        assert group["lr"] == learning_rate(config, 3) * group["lr_mult"] == group["velocity_lr"]
-    for name, mask in found.start["held"].items():
-        buffer = found.optimizer["state"][names.index(name)]["momentum_buffer"]
-        assert torch.equal(buffer == 0, mask)
+    for group in found.optimizer["param_groups"]:
+        assert group["lr"] == learning_rate(config, 3) * group["lr_mult"]
 
     kept = found.start["weights"]
     kernels = {k for k, v in start.items() if k.endswith("weight") and v.dim() > 1}
@@ -97,11 +83,11 @@ def test_frozen_and_held_weights_keep_the_values_of_the_file(alone, pruned):
 
 
 def test_a_run_goes_on_with_the_same_bits_on_other_ranks_without_the_file(
-    run_ranks, tmp_path, data, pruned, alone
+    run_ranks, tmp_path, data, weights_file, alone
 ):
     """Three ranks, then two; the file with the starting weights has changed meanwhile."""
     mine = tmp_path / "mine.pth"
-    shutil.copy(pruned[0], mine)
+    shutil.copy(weights_file[0], mine)
     config = write(data, (mine,), tmp_path / "c.yaml")
     assert run_ranks(3, stopped_after, 1, config, tmp_path / "run") == [143] * 3
     stopped = last(tmp_path / "run")
@@ -141,7 +127,6 @@ def refusals(config, run):
         {"weights": {key: start["weights"][key].double() for key in (name, *others)}},
         {"weights": {key: start["weights"][key] for key in others}},
         {"weights": start["weights"] | {name: torch.zeros(2)}},
-        {"hold": ""},
     )
     saved = (checkpoint._replace(start=start | case) for case in cases)
     return [refusal(restore, state, one, run / "last.pt") for one in saved]
@@ -155,7 +140,6 @@ def test_a_start_that_is_damaged_is_refused(run_ranks, alone):
         (
             "does not hold the weights that the run started from",
             "the state of training is damaged",
-            "hold_zeros and hold_mask need: these cannot change in the middle of a run",
         ),
         strict=True,
     ):

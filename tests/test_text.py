@@ -131,23 +131,6 @@ def test_a_config_is_printed_without_format_characters_and_reads_back():
     assert parse_config(shown, source="printed") == config
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "data: {root: 0" + "1" * 5000 + "}",
-        "data: {root: !<" + "t" * 5000 + "> x}",
-        'data: {layout: "' + "v" * 5000 + '"}',
-        'data: {"\\e[2J\\n": 1}',
-    ],
-)
-def test_messages_about_a_config_quote_little_of_it(text):
-    with pytest.raises(ConfigError) as caught:
-        parse_config(text, source="f")
-    for line in str(caught.value).split("\n"):
-        assert is_fit(line)
-        assert len(line) < 600
-
-
 FORGED = "x\nsegtrain: all is well"
 
 

@@ -143,17 +143,13 @@ def initial_weights_fields(state: TrainState) -> dict[str, Any] | None:
 
     loaded: the names of the weights that came from a file; None: all.
     weights: the starting values of those that decay pulls toward them, by name.
-    held: bool masks of the weights that keep their value, by name.
-    hold: what of the config decided the masks.
     """
     initial = state.initial_weights
     if not initial.is_needed:
         return None
     return {
         "loaded": None if initial.loaded is None else sorted(initial.loaded),
-        "hold": initial.hold,
         "weights": dict(initial.weights),
-        "held": dict(initial.held),
     }
 
 
@@ -162,22 +158,15 @@ def restore_initial_weights(state: TrainState, saved: dict[str, Any] | None) -> 
     initial = state.initial_weights
     if not initial.is_needed:
         return
-    fits = saved is not None and saved["hold"] == initial.hold
-    if not (fits and initial.weights.keys() <= saved["weights"].keys()):
+    if saved is None or not initial.weights.keys() <= saved["weights"].keys():
         raise CheckpointError(
-            "does not hold the weights that the run started from, which new_weight_decay, "
-            "decay_toward, hold_zeros and hold_mask need: these cannot change in the middle of a "
-            "run; start a new one with train.init_from"
+            "does not hold the weights that the run started from, which new_weight_decay and "
+            "decay_toward need: these cannot change in the middle of a run; start a new one with "
+            "train.init_from"
         )
     for name, value in initial.weights.items():
         _check_shape(name, saved["weights"][name], value.shape)
         value.copy_(saved["weights"][name])
-    if initial.hold:
-        parameters = dict(state.model.named_parameters())
-        for name, mask in saved["held"].items():
-            _check_shape(name, mask, parameters[name].shape)
-        initial.held = {n: mask.to(parameters[n].device) for n, mask in saved["held"].items()}
-        initial.hold_from_now(state.model)
 
 
 def shares_fields(state: TrainState) -> dict[str, Any] | None:
@@ -216,7 +205,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
         if number in saved["state"]
     }
     state = {i: states[name] for i, name in enumerate(own) if name in states}
-    _restore_velocity_rates(groups, saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for i, values in state.items():
         for name, value in values.items():
@@ -237,22 +225,3 @@ def _check_finite(states: dict[int, dict[str, Tensor | None]]) -> None:
         for name, value in values.items():
             if value is not None and not value.isfinite().all():
                 raise ValueError(f"{name} is not finite")
-
-
-def _restore_velocity_rates(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
-    """Gives `groups` the learning rates that their velocities remember, from the newest step."""
-    rates = {
-        name: group.get("velocity_lr")
-        for group in saved["param_groups"]
-        for name in group["param_names"]
-    }
-    for group in groups:
-        if "velocity_lr" in group:
-            found = {rates.get(name) for name in group["param_names"]}
-            if len(found) > 1:
-                raise CheckpointError(
-                    "weights of different learning rates are in one group now: with "
-                    "optim.momentum_correction false, rules for layers cannot change in the middle "
-                    "of a run"
-                )
-            group["velocity_lr"] = found.pop()

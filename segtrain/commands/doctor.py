@@ -8,13 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from segtrain import __version__
-from segtrain.distributed.machine import (
-    SHARED_MEMORY,
-    compiler,
-    missing_for_triton,
-    num_cores,
-    unusable_device,
-)
+from segtrain.distributed.machine import SHARED_MEMORY, num_cores, unusable_device
 from segtrain.errors import EXIT_CONFIG, EXIT_OK
 from segtrain.run.environment import LIBRARIES, library_version
 from segtrain.text import printable
@@ -22,6 +16,7 @@ from segtrain.text import printable
 _REQUIRED = (*LIBRARIES, "pydantic", "pyyaml", "safetensors", "tensorboard", "tqdm")
 _OPTIONAL = dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "segtrain export --format onnx")
 _OPTIONAL["timm"] = "model.backbone: timm/NAME"
+_COMPILER = os.environ.get("CXX", "g++")  # as torch.compile finds it
 
 
 def main(_: argparse.Namespace) -> int:
@@ -45,7 +40,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     if SHARED_MEMORY.is_dir():
         memory = shutil.disk_usage(SHARED_MEMORY)
         yield "shared memory", f"{memory.free / 1e6:.0f} of {memory.total / 1e6:.0f} MB free"
-    yield "C++ compiler", compiler()[1] or "none"
+    yield "C++ compiler", shutil.which(_COMPILER) or "none"
     if library_version("torch") is not None:
         import torch
 
@@ -63,13 +58,7 @@ def _problems() -> Iterator[str]:
             "pip uninstall -y opencv-python; "
             "pip install --force-reinstall --no-deps opencv-python-headless"
         )
-    if library_version("torch") is not None:
-        import torch
-
-        if problem := unusable_device():
-            yield f"warning: {problem}"
-        if torch.cuda.is_available() and (missing := missing_for_triton()) is not None:
-            yield f"warning: train.compile on CUDA needs {missing}"
-    name, path = compiler()
-    if path is None:
-        yield f"warning: {name}: not to be found; train.compile needs a C++ compiler (CXX names it)"
+    if library_version("torch") is not None and (problem := unusable_device()):
+        yield f"warning: {problem}"
+    if shutil.which(_COMPILER) is None:
+        yield f"warning: {_COMPILER}: not found; train.compile needs a C++ compiler (CXX names it)"

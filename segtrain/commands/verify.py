@@ -384,8 +384,7 @@ def _checkpoint_differences(checkpoint: Checkpoint, state: TrainState) -> list[s
         saved = checkpoint.optimizer, state.optimizer.state_dict()
         lines += _tensors("optimizer", *(_moments(one, state) for one in saved))
         started = (checkpoint.start or {}, initial_weights_fields(state) or {})
-        kinds = [{kind: one.get(kind, {}) for kind in ("weights", "held")} for one in started]
-        lines += _tensors("start", *map(_flat, kinds))
+        lines += _tensors("start", *(one.get("weights", {}) for one in started))
     return lines
 
 
@@ -393,15 +392,10 @@ def _moments(saved: dict[str, Any], state: TrainState) -> dict[str, Any]:
     """What an optimizer's state dict holds for each weight, by name."""
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     order = [names[p] for group in state.optimizer.param_groups for p in group["params"]]
-    return _flat({order[number]: values for number, values in saved["state"].items()})
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"b of a": value}` for each `tree[a][b]`."""
     return {
-        f"{inner} of {outer}": value
-        for outer, values in tree.items()
-        for inner, value in values.items()
+        f"{kind} of {order[number]}": value
+        for number, values in saved["state"].items()
+        for kind, value in values.items()
     }
 
 

@@ -72,9 +72,6 @@ class DataConfig(Section):
         "fraction of the samples of an epoch that show a class drawn uniformly, in a crop around "
         "one of its centroids; NVIDIA's semantic-segmentation uses 0.5",
     )
-    class_uniform_steps: Positive | None = option(
-        None, "class_uniform: only in the first so many steps; null: in all"
-    )
 
     def _mistakes(self) -> Iterator[str]:
         yield from self._no_effect("prefetch", self.num_workers != 0, "num_workers 0")

@@ -224,11 +224,6 @@ class Config(Section):
                 f"schedule.cycle_rise: {schedule.cycle_rise} of {steps} steps is not more than one "
                 "step"
             )
-        if optim.large_batch and schedule.warmup_steps == 0 and schedule.kind != "one_cycle":
-            yield (
-                "schedule.warmup_steps: 0 contradicts optim.large_batch, which warms up; remove "
-                "one of them"
-            )
 
     def _start_mistakes(self) -> Iterator[str]:
         """Options that are about the weights that training starts from."""
@@ -240,13 +235,10 @@ class Config(Section):
             )
         if model.pretrained is not None or train.init_from is not None:
             return
-        resnet = model.backbone.startswith("resnet")
-        if optim.large_batch and resnet and not model.zero_init_residual:
-            yield "model.zero_init_residual: false contradicts optim.large_batch; remove one"
         needs = {
             "decay_toward": any(x.decay_toward == "start" for x in (optim, *optim.layers)),
             "new_weight_decay": optim.new_weight_decay is not None,
-            "layers": any(rule.freeze or rule.hold_zeros for rule in optim.layers),
+            "layers": any(rule.freeze for rule in optim.layers),
         }
         for key in (key for key, needed in needs.items() if needed):
             yield (

@@ -1,7 +1,7 @@
 """Options of the optimizer and of the learning rate's schedule."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -38,9 +38,6 @@ class LayerRule(Section):
         None, "instead of optim.weight_decay and optim.new_weight_decay"
     )
     decay_toward: Literal["zero", "start"] | None = option(None, "instead of optim.decay_toward")
-    hold_zeros: bool = option(
-        False, "kernel elements that are 0 when training starts stay 0: pruned weights"
-    )
 
     def _mistakes(self) -> Iterator[str]:
         if self.model_dump(exclude_defaults=True).keys() == {"names"}:
@@ -59,12 +56,6 @@ class OptimConfig(Section):
     head_lr_mult: PositiveFloat = option(1.0, "learning rate factor outside the backbone")
     momentum: FractionBelow1 = option(0.9, "SGD")
     nesterov: bool = option(False, "SGD: Nesterov's momentum")
-    momentum_correction: bool = option(
-        True,
-        "SGD: momentum adds up gradients and a new rate acts on all of them, which is the momentum "
-        "correction of arXiv:1706.02677, section 3; false: each keeps the rate of its step, as in "
-        "Caffe",
-    )
     betas: tuple[FractionBelow1, FractionBelow1] = option(
         (0.9, 0.999), "AdamW: decay of the averages of gradient and squared gradient"
     )
@@ -90,12 +81,7 @@ class OptimConfig(Section):
         None, "weight decay of layers that start from random numbers; null: weight_decay"
     )
     layers: tuple[LayerRule, ...] = option(
-        (), "rules for chosen weights: freeze, lr_mult, weight_decay, decay_toward, hold_zeros"
-    )
-    hold_mask: str | None = option(
-        None,
-        "a .safetensors file with a bool tensor for each of some weights; where true, the weight "
-        "keeps the value it starts with",
+        (), "rules for chosen weights: freeze, lr_mult, weight_decay, decay_toward"
     )
     clip_grad_norm: PositiveFloat | None = option(None, "largest norm of the gradient")
     sam_rho: PositiveFloat | None = option(
@@ -107,24 +93,13 @@ class OptimConfig(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = option(
         None, "keep an exponential moving average of the weights and evaluate it"
     )
-    large_batch: bool = option(
-        False,
-        "the rules for large batches of arXiv:1706.02677: sets lr_batch_size, warmup_steps, "
-        "warmup_start, decay_norm_and_bias, momentum_correction and model.zero_init_residual, "
-        "where you do not",
-    )
 
     def _mistakes(self) -> Iterator[str]:
         rates = (self.weight_decay, self.new_weight_decay, *(r.weight_decay for r in self.layers))
         keys = "decoupled_decay decay_norm_and_bias decay_toward"
-        yield from self._no_effect(keys, any(rates) or self.large_batch, "weight_decay 0")
+        yield from self._no_effect(keys, any(rates), "weight_decay 0")
         if self.nesterov and self.momentum == 0:
             yield "nesterov: needs a momentum above 0"
-        if self.large_batch and self.lr_batch_size is None:
-            yield (
-                "lr_batch_size: large_batch scales lr with the batch; say which batch size your "
-                "lr is meant for"
-            )
 
 
 class ScheduleConfig(Section):
@@ -156,40 +131,3 @@ class ScheduleConfig(Section):
             yield "milestones: kind step needs them, such as [60000, 75000]"
         if marks is not None and list(marks) != sorted(set(marks)):
             yield f"milestones: {list(marks)} must rise"
-
-
-# PSPNet's learning rate of 0.01, the default, is meant for 16 images (arXiv:1612.01105, section 5).
-_USUAL_BATCH_SIZE = 16
-
-
-def with_large_batch(data: dict[str, Any]) -> dict[str, Any]:
-    """An experiment, as written, with what optim.large_batch sets where it says nothing.
-
-    Values may still be of any type: the options are checked later.
-    """
-    names = ("optim", "schedule", "train", "model")
-    sections = [data.get(name, {}) for name in names]
-    if not all(isinstance(section, dict) for section in sections):
-        return data  # which is refused
-    optim, schedule, train, model = sections
-    if optim.get("large_batch") is not True:
-        return data
-    found: dict[str, Any] = {"decay_norm_and_bias": False, "momentum_correction": True}
-    if "lr" not in optim:
-        found["lr_batch_size"] = _USUAL_BATCH_SIZE
-    warmup: dict[str, Any] = {}
-    steps, size = train.get("steps", 40_000), train.get("batch_size", _USUAL_BATCH_SIZE)
-    if type(steps) is int and schedule.get("kind") != "one_cycle":  # which is refused beside it
-        warmup["warmup_steps"] = max(1, round(steps * 5 / 90))  # 5 epochs of 90, as in section 2.2
-    reference = (found | optim).get("lr_batch_size")
-    if type(size) is int and type(reference) is int and reference > 0 and size > 0:
-        warmup["warmup_start"] = min(1.0, reference / size)
-    data = {**data, "optim": found | optim, "schedule": warmup | schedule}
-    if _starts_random_resnet(model, train):
-        data["model"] = {"zero_init_residual": True, **model}
-    return data
-
-
-def _starts_random_resnet(model: dict[str, Any], train: dict[str, Any]) -> bool:
-    random = model.get("pretrained") is None and train.get("init_from") is None
-    return random and str(model.get("backbone", "resnet")).startswith("resnet")

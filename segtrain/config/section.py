@@ -31,7 +31,6 @@ Positives = Annotated[tuple[Positive, ...], Field(min_length=1)]
 # false. Where several are named, one of them is enough.
 NEEDS: dict[str, dict[str, str]] = {
     "DataConfig": {
-        "class_uniform_steps": "class_uniform",
         "images_dir labels_dir": "layout=folders",
     },
     "ModelConfig": {
@@ -65,10 +64,9 @@ NEEDS: dict[str, dict[str, str]] = {
         "lovasz_per_image": "kind=lovasz",
         "boundary_px": "kind=boundary_relaxation",
     },
-    "LayerRule": {"lr_mult weight_decay decay_toward hold_zeros": "freeze=null freeze=false"},
+    "LayerRule": {"lr_mult weight_decay decay_toward": "freeze=null freeze=false"},
     "OptimConfig": {
-        "momentum nesterov momentum_correction": "kind=sgd",
-        "momentum_correction": "momentum",
+        "momentum nesterov": "kind=sgd",
         "betas": "kind=adamw",
         "sam_every": "sam_rho",
     },
@@ -87,7 +85,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "model.recompute_norm": "norm.kind=sync norm.kind=local",
         "model.zero_init_residual": "train.init_from=null",
         "train.patience": "eval.every_steps",
-        "schedule.warmup_start": "schedule.warmup_steps optim.large_batch",
+        "schedule.warmup_start": "schedule.warmup_steps",
     },
 }
 
@@ -118,11 +116,6 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "its processes do not wait for each other",
         ),
     ),
-    "OptimConfig": (
-        ("kind", "large_batch", "its rules are for SGD"),
-        ("decay_norm_and_bias=true", "large_batch", "it spares them the decay"),
-        ("momentum_correction", "large_batch", "its momentum is corrected"),
-    ),
     "Config": (
         ("eval.precision", "train.precision=float64", "weights in float64 have no mixed precision"),
         (
@@ -147,7 +140,6 @@ CONFLICTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "train.parallel",
             "its processes do not wait for each other",
         ),
-        ("schedule.kind=one_cycle", "optim.large_batch", "both have a rise of their own"),
     ),
 }
 

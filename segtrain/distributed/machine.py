@@ -9,7 +9,6 @@ import shutil
 import socket
 import struct
 import sys
-import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -118,30 +117,6 @@ def interface_with(address: str | None) -> str | None:
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
-    return None
-
-
-def compiler() -> tuple[str, str | None]:
-    """The C++ compiler that torch.compile would call, and its path; None: it is not installed."""
-    name = os.environ.get("CXX", "g++")
-    return name, shutil.which(name)
-
-
-def missing_for_triton() -> str | None:
-    """What Triton, which torch.compile uses on CUDA, does not find here; None: nothing is missing.
-
-    It builds its connection to the driver with a C compiler and the headers of Python.
-    """
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if not any(map(shutil.which, names)):
-        tried = " or ".join(names)
-        return f"a C compiler, and {tried} is not to be found; install it, or name another in CC"
-    # Debian's own scheme lies below /usr/local, where there are no headers.
-    scheme = sysconfig.get_default_scheme()
-    scheme = "posix_prefix" if scheme == "posix_local" else scheme
-    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
-    if not header.is_file():
-        return f"the headers of Python, and {header} does not exist; install python3-dev"
     return None
 
 

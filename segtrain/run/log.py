@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -118,30 +118,6 @@ class RunLog:
         """Shows preformatted text in TensorBoard."""
         indented = "\n".join("    " + line for line in printable_lines(text, len(text) + 1))
         self._to_board(lambda: self._board.add_text(tag, indented))
-
-    def hparams(self, options: Mapping[str, Any], scores: Mapping[str, float], step: int) -> None:
-        """Adds a row to TensorBoard's table of hyperparameters.
-
-        Give all options, also defaults: TensorBoard takes the columns from one of the runs.
-        """
-        self.begin()
-        plain = {
-            printable(key): value if isinstance(value, int | float) else printable(value)
-            for key, value in options.items()
-        }
-        # Tags of their own: the curve of the score already has a point at this step.
-        named = {f"hparam/{name}": score for name, score in scores.items()}
-
-        def write() -> None:
-            from torch.utils.tensorboard.summary import hparams
-
-            # As SummaryWriter.add_hparams, but into the same event file.
-            for summary in hparams(plain, named):
-                self._board.file_writer.add_summary(summary, step)
-            for name, score in named.items():
-                self._board.add_scalar(name, score, step)
-
-        self._to_board(write)
 
     def _open_board(self, purge_step: int) -> None:
         # Slow to import, and only rank 0 needs it.

@@ -102,7 +102,6 @@ def _gradient(
 
     losses = summed()
     if sam_is_due(config.optim, state.step):
-        state.initial_weights.hold_gradients()  # held weights are not perturbed either
         with sam_perturbed(state.model.parameters(), config.optim.sam_rho):
             summed()
     return losses
@@ -112,7 +111,6 @@ def _update(state: TrainState, lr: float, clip_grad_norm: float | None) -> Tenso
     """Moves the weights by the gradients, which it frees; returns the gradients' norm ()."""
     set_learning_rate(state.optimizer, lr)
     state.scaler.unscale_(state.optimizer)
-    state.initial_weights.hold_gradients()
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if clip_grad_norm is not None:

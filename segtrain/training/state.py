@@ -16,8 +16,7 @@ from segtrain.norm import make_groups
 from segtrain.training.exact_sum import ExactGradientSum, replica
 from segtrain.training.gradients import GradientSum
 from segtrain.training.losses import SegLoss
-from segtrain.training.optim.initial_weights import InitialWeights, make_initial_weights
-from segtrain.training.optim.layers import freeze_layers
+from segtrain.training.optim.layers import InitialWeights, freeze_layers, make_initial_weights
 from segtrain.training.optim.optimizer import WeightAverage, build_optimizer
 from segtrain.training.share_rules import fingerprint, refuse_layers
 from segtrain.types import DropoutMasks
@@ -103,7 +102,7 @@ def make_state(
     resumed: a checkpoint is going to be restored, with what depends on the weights at the start.
 
     Raises:
-        ConfigError: optim.layers or optim.hold_mask do not fit the model.
+        ConfigError: optim.layers or optim.new_weight_decay do not fit the model.
     """
     train, optim = config.train, config.optim
     freeze_layers(model, optim, None if resumed else loaded)
@@ -115,7 +114,7 @@ def make_state(
         model.to(memory_format=layout)
     share_weights(model)
     make_groups(model)
-    initial_weights = make_initial_weights(model, optim, loaded, resumed=resumed)
+    initial_weights = make_initial_weights(model, optim, loaded)
     if optim.sam_rho is not None:
         refuse_layers(model, "optim.sam_rho")
     normalize = Normalize(config.data.mean, config.data.std).to(device, dtype_of(train))

@@ -51,7 +51,7 @@ def evaluate(run: TrainRun) -> bool:
         log.lines([f"the evaluation after step {step} was stopped; --resume repeats it"])
         return False
     scores = matrix.scores()
-    run.evaluated, run.mean_iou = step, scores.mean_iou
+    run.evaluated = step
     log.scalars(step, scores.scalars(classes.names))
     confusion = confusion_picture(matrix.counts.cpu().numpy(), classes.names)
     log.picture(step, "eval/confusion", confusion)

@@ -130,7 +130,6 @@ def _finish(run: TrainRun) -> None:
         save.save(run)
     if run.receipts is not None:
         run.log.lines(weights_lines(state))
-    run.log.hparams(run_directory.flat(config), {"mIoU": run.mean_iou}, state.step)
     if state.step < config.train.steps:
         run.log.lines([f"ended after {_completion(run)}", *_way_on(run)])
 

@@ -162,9 +162,8 @@ def hogwild_line(processes: int) -> str:
 def class_uniform_lines(sampling: ClassUniform, classes: ClassFile) -> list[str]:
     """Lines for the log: how many centroids there are, and which classes have none."""
     by_class = sampling.centroids.by_class
-    until = "" if sampling.steps is None else f" up to step {sampling.steps}"
     lines = [
-        f"sampling   {100 * sampling.fraction:g}% class-uniform{until}: {len(by_class)} classes "
+        f"sampling   {100 * sampling.fraction:g}% class-uniform: {len(by_class)} classes "
         f"with {sum(map(len, by_class.values())):,} centroids"
     ]
     if absent := [name for i, name in enumerate(classes.names) if i not in by_class]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +252,7 @@ def class_uniform_sampling(
         device=device,
         keep=lambda found: keep and (resumed is None or found.sha256() == before),
     )
-    sampling = ClassUniform(centroids, fraction=data.class_uniform, steps=data.class_uniform_steps)
+    sampling = ClassUniform(centroids, fraction=data.class_uniform)
     if before in (None, centroids.sha256()):
         return sampling, []
     what = "the centroids of the classes (data.class_uniform) are not those of the checkpoint"
@@ -300,7 +299,6 @@ class TrainRun(TrainContext):
     evaluated: int  # the step of the newest evaluation, 0: none
     stop_criteria: StopCriteria
     changes: list[str]  # of config and centroids since the checkpoint, which were accepted
-    mean_iou: float = nan  # of the newest evaluation in this process
     receipts: ReceiptMeter | None = None  # on rank 0 with train.shares
     meeting: HogwildBarrier | None = None  # with train.parallel hogwild
 

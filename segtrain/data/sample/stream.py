@@ -41,13 +41,11 @@ class ClassUniform:
     """Draws the class-uniform samples of a run.
 
     fraction: of the samples, in [0, 1].
-    steps: only the first so many steps have any; None: all have.
     """
 
     centroids: Centroids
     _: KW_ONLY
     fraction: float
-    steps: int | None = None
 
     def pick_at(self, stream_seed: int, number: int, num_images: int) -> Pick | None:
         """What sample `number` of the stream shows instead of its image; None: that image stays."""
@@ -182,7 +180,7 @@ class TrainStream(Dataset):
     def pick(self, step: int, position: int) -> Pick:
         """What the sample at `position` of the batch of `step`, from 0, shows without partners."""
         number, num_images = step * self.batch_size + position, len(self.dataset.pairs)
-        uniform = self._class_uniform(step)
+        uniform = self.class_uniform
         pick = uniform and uniform.pick_at(self.stream_seed, number, num_images)
         return pick or Pick(image_at(self.stream_seed, number, num_images))
 
@@ -225,11 +223,6 @@ class TrainStream(Dataset):
             # Returned, not raised: torch would put the worker's traceback into the message.
             return error
 
-    def _class_uniform(self, step: int) -> ClassUniform | None:
-        uniform = self.class_uniform
-        is_over = uniform is not None and uniform.steps is not None and step >= uniform.steps
-        return None if is_over else uniform
-
     def _partner(
         self, source: Source, step: int, position: int, *, role: int, prob: float
     ) -> Source | None:
@@ -243,7 +236,7 @@ class TrainStream(Dataset):
             rng,
             len(self.dataset.pairs),
             avoid=source.pick.index,
-            class_uniform=self._class_uniform(step),
+            class_uniform=self.class_uniform,
         )
         return Source(pick, rng)
 

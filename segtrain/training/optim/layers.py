@@ -1,10 +1,15 @@
-"""What each weight is subject to: learning rate, decay, or nothing at all (frozen)."""
+"""What each weight is subject to: learning rate, decay, or nothing at all (frozen).
+
+Decay may pull toward the weights that training started from (L2-SP, arXiv:1802.01483), which are a
+part of the checkpoint then.
+"""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import LayerRule, OptimConfig
@@ -132,3 +137,48 @@ def freeze_layers(
         own = list(layer.parameters(recurse=False))
         if isinstance(layer, _BatchNorm) and own and not any(p.requires_grad for p in own):
             model.set_submodule(path, freeze_statistics(layer))
+
+
+@dataclass
+class InitialWeights:
+    """Tensors are on the device of the model, by the names of its parameters.
+
+    loaded: the names of the weights that came from a file; None: all.
+    weights: the values at the start of those that decay pulls toward them.
+    is_needed: whether updates depend on anything here, so that a checkpoint must hold it.
+    """
+
+    loaded: frozenset[str] | None
+    weights: dict[str, Tensor]
+    is_needed: bool
+
+    def points(self, model: nn.Module) -> dict[nn.Parameter, Tensor]:
+        """The values that decay pulls toward; `restore` of a checkpoint fills the same tensors."""
+        parameters = dict(model.named_parameters())
+        return {parameters[name]: value for name, value in self.weights.items()}
+
+
+def make_initial_weights(
+    model: nn.Module, optim: OptimConfig, loaded: Collection[str] | None
+) -> InitialWeights:
+    """What `optim` needs of the weights that `model` has now.
+
+    The ranks must have equal weights already.
+
+    Raises:
+        ConfigError: there are no new weights.
+    """
+    weights = {
+        name: parameter.detach().clone()
+        for group in parameter_groups(model, optim, loaded)
+        if group["toward_start"]
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+    toward = any(x.decay_toward == "start" for x in (optim, *optim.layers))
+    names = None if loaded is None else frozenset(loaded)
+    has_new = names is None or not names >= {name for name, _ in model.named_parameters()}
+    if optim.new_weight_decay is not None and not has_new:
+        raise ConfigError(
+            "optim.new_weight_decay: has no effect: no weight starts from random numbers; remove it"
+        )
+    return InitialWeights(names, weights, toward or optim.new_weight_decay is not None)

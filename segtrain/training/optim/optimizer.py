@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from segtrain.config import Config
-from segtrain.training.optim.initial_weights import InitialWeights
-from segtrain.training.optim.layers import parameter_groups
+from segtrain.training.optim.layers import InitialWeights, parameter_groups
 from segtrain.training.optim.schedule import base_lr
 
 
@@ -53,7 +52,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of the config; `set_learning_rate` gives it a rate before every step.
 
-    start: from `make_initial_weights`; None: nothing is held, and decay pulls toward 0.
+    start: from `make_initial_weights`; None: decay pulls toward 0.
     """
     optim, lr = config.optim, base_lr(config)
     groups = parameter_groups(model, optim, None if start is None else start.loaded)
@@ -68,12 +67,6 @@ def build_optimizer(
     if any(group["pull"] for group in groups):
         points = {} if start is None else start.points(model)
         optimizer.register_step_pre_hook(partial(_pull, config, points))
-    if not optim.momentum_correction:
-        for group in optimizer.param_groups:
-            group["velocity_lr"] = None
-        optimizer.register_step_pre_hook(_keep_velocity)
-    if start is not None and start.hold:
-        optimizer.register_step_post_hook(lambda *_: start.hold_weights())
     return optimizer
 
 
@@ -81,8 +74,7 @@ def _may_be_fused(model: nn.Module, config: Config, groups: list[dict[str, Any]]
     """Whether one kernel may do the whole step; on CPUs other kernels stay, and their bits."""
     if next(model.parameters()).device.type != "cuda":
         return False
-    has_own = any(group["pull"] for group in groups) or not config.optim.momentum_correction
-    return config.train.precision != "float16" or not has_own
+    return config.train.precision != "float16" or not any(group["pull"] for group in groups)
 
 
 @torch.no_grad()
@@ -139,26 +131,3 @@ def _pull(
             torch._foreach_mul_(weights, 1 - rate * lr)
         else:
             torch._foreach_lerp_(weights, targets, rate * lr)
-
-
-@torch.no_grad()
-def _keep_velocity(optimizer: torch.optim.SGD, *_: Any) -> None:
-    """SGD without momentum correction, by what torch's buffer holds before its step.
-
-    Two forms of momentum are equal as long as the rate stands still (arXiv:1706.02677, section 3):
-
-        u = m u + g;     w -= lr u     (9): torch's; a new rate acts on all gradients in u
-        v = m v + lr g;  w -= v        (10): Caffe's, Keras'; each gradient keeps its own rate
-
-    Momentum correction, v = m (lr / lr before) v + lr g, makes (10) equal to (9). Here (10) is
-    meant without it: u = v / lr of each step, so u shrinks by lr before / lr.
-    """
-    for group in optimizer.param_groups:
-        before, group["velocity_lr"] = group["velocity_lr"], group["lr"]
-        if before is None or before == group["lr"]:
-            continue
-        # Not optimizer.state[p], which would make an entry for a weight without one.
-        states = [optimizer.state[p] for p in group["params"] if p in optimizer.state]
-        buffers = [s["momentum_buffer"] for s in states if s.get("momentum_buffer") is not None]
-        if buffers:
-            torch._foreach_mul_(buffers, before / group["lr"])
