@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -198,10 +199,7 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
     if dist.is_main() and notes:
         say("\n".join(notes))
 
-    def tell(line: str) -> None:
-        if dist.is_main():
-            say(line)
-
+    tell = say if dist.is_main() else lambda _: None
     steps = train_steps(
         state,
         with_chosen_workers(this, config.train.steps, tell),
@@ -215,8 +213,7 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
     step_s, data_s = _take(steps, num_steps, device)
     # 2. Its parts: on a device, the clock waits for it at every border.
     clock = PartClock(device)
-    with clock.running():
-        parted_s, waited_s = _take(steps, num_steps, device)
+    parted_s, waited_s = _take(steps, num_steps, device, clock.running())
     parts = {name: clock.seconds[name] / num_steps for name in PARTS}
     parts = {"data": waited_s, **parts}
     parts["other"] = max(0.0, parted_s - sum(parts.values()))
@@ -250,11 +247,20 @@ def _measure(config: Config, device: torch.device, num_steps: int, profile: Path
     )
 
 
-def _take(steps: Iterator[StepResult], number: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of a step, and of its wait for the loader: means over `number` steps (collective)."""
+def _take(
+    steps: Iterator[StepResult],
+    number: int,
+    device: torch.device,
+    watch: AbstractContextManager = nullcontext(),  # noqa: B008 - it holds no state
+) -> tuple[float, float]:
+    """Seconds of a step, and of its wait for the loader: means over `number` steps (collective).
+
+    watch: around the steps, after all ranks have come.
+    """
     dist.barrier()
     synchronize(device)
-    began = time.perf_counter()
-    waited = sum(result.data_s for result in islice(steps, number))
-    synchronize(device)
-    return (time.perf_counter() - began) / number, waited / number
+    with watch:
+        began = time.perf_counter()
+        waited = sum(result.data_s for result in islice(steps, number))
+        synchronize(device)
+        return (time.perf_counter() - began) / number, waited / number

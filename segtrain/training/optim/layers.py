@@ -18,8 +18,6 @@ from segtrain.errors import ConfigError
 from segtrain.norm import freeze_statistics
 from segtrain.text import MAX_NAME, first_of, printable
 
-_SHOWN = 5
-
 
 class Settings(NamedTuple):
     """What an update does to a weight; weights with equal settings are one parameter group."""
@@ -127,7 +125,7 @@ def freeze_layers(
     random = sorted(frozen.difference(loaded)) if loaded is not None else []
     if random:
         raise ConfigError(
-            f"optim.layers: freeze: {first_of(random, _SHOWN)}: would stay at random "
+            f"optim.layers: freeze: {first_of(random, 5)}: would stay at random "
             "numbers, because neither model.pretrained nor train.init_from holds them"
         )
     for name, parameter in model.named_parameters():
