@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -233,7 +235,15 @@ def _rank_main(pipe: Any, device: str, rank: int, world_size: int, port: int, ta
         pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
 
 
+# Below the ports that a system gives to whoever asks for any (32768 and up), one of which could be
+# taken between the probe and the ranks. Each worker of xdist has some of its own.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_ports = itertools.cycle(range(10_000 + 500 * (_WORKER % 40), 10_500 + 500 * (_WORKER % 40)))
+
+
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for port in _ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the ports never end")

@@ -130,7 +130,7 @@ def everything(data):
     defaults = {
         "mixup_alpha": 5.0,
         "class_mix_prob": 0.6,
-        "class_uniform": ClassUniform(centroids, fraction=0.4, steps=3),
+        "class_uniform": ClassUniform(centroids, fraction=0.4),
     }
 
     def made(**changed):

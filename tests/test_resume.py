@@ -191,7 +191,6 @@ def test_a_run_in_one_process_stops_evaluates_and_completes_when_it_is_resumed(
     assert (last(run).step, last(run).evaluated, last(run).best["step"]) == (3, 3, 3)
     assert load(run / "checkpoints" / "best.pt").step == 3
     assert len(losses(run, "eval/mIoU")) == 1
-    assert [step for step, _ in curve(run, "hparam/mIoU")] == [3]
 
     before = (run / "metrics.jsonl").read_text()
     assert run_ranks(1, train, config, run, True) == [0]
